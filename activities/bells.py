@@ -59,7 +59,7 @@ class Attended:
         return end
 
     def leave(self) -> None:
-        """Tell that nobody attends to it here any more."""
+        """Tell listeners that this host no longer serves the session."""
         with self._lock:
             listeners = list(self._listeners)
         for tell in listeners:

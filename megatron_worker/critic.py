@@ -113,7 +113,7 @@ class CriticSlot:
             self.dispatcher.engine.place(gradients="device", optimizer="device", slots=[self.policy])
 
     def role(self, data: PackedBatches, loss: PolicyLoss, num_steps: int) -> Role:
-        """Return it as a role that scores the data, and then puts advantages into it.
+        """Return the critic as a role: it scores the data, and then puts advantages into it.
 
         The column `advantage` of the units holds rewards until then.
         """

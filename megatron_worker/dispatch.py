@@ -269,7 +269,7 @@ class Dispatcher:
         return math.ceil(len(data.bins(step)) / self.facts.dp_size / BINS_A_PASS)
 
     def scored_share(self, data: PackedBatches, num_steps: int) -> NDArray[np.float64]:
-        """Return of each unit 1 over the number of data-parallel ranks that score it, or 0 where this one does not."""
+        """Return for each unit 1 / (number of data-parallel ranks that score it), or 0 if this rank does not."""
         return share_of_rank(data, num_steps, self.facts.dp_rank, self.facts.dp_size)
 
     def score(self, roles: Iterable[Role]) -> Iterator[None]:

@@ -109,7 +109,7 @@ class WarmEngine:
         self.room = SlotRoom()
 
     def kept_for(self, job: Job) -> WarmState | None:
-        """Return what the run's last job left, if this job begins with it."""
+        """Return the state that the run's last job left in the engine, if this job begins with it."""
         kept = self._kept.get(job.plan.run_id) if self._key == WorkerKey.of(job.plan) else None
         return kept if kept is not None and kept.is_beginning_of(job) else None
 

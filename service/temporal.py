@@ -163,7 +163,7 @@ class Temporal:
         return len({each.identity for each in found.pollers if each.last_access_time.seconds > since})
 
     async def backlog(self, queue: str) -> Backlog:
-        """Return what waits in a queue of activities."""
+        """Return how many tasks wait in a queue of activities, and for how long the oldest has."""
         found = (await self._describe(queue, report_stats=True)).stats
         return Backlog(found.approximate_backlog_count, found.approximate_backlog_age.ToTimedelta().total_seconds())
 

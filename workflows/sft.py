@@ -99,7 +99,7 @@ class SFTWorkflow(RunHandlers):
         return ["base" if uri == "base" else await models.resolve_reference(self._start, uri, shape) for uri in named]
 
     async def _taught(self, units: Artifact, student: ResolvedModel) -> Artifact | None:
-        """Return what a teacher behind a URL says of units; None where the teacher, if any, is on the worker."""
+        """Return the scores of a teacher behind a URL; None if there is no teacher, or it is on the worker."""
         run = self._start.run
         if not isinstance(run, DistillRun) or run.teacher_url is None or run.teacher_model is None:
             return None

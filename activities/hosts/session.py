@@ -196,7 +196,7 @@ class _Applying:
             self._write(number, self._again(number, head, data), head.through)
 
     def _again(self, number: int, head: CommandHead, data: bytes) -> bytes:
-        """Return what a new worker does for a command that has a result: the same, unless that would change no state.
+        """Return what a new worker does for a command that has a result: the command again, if it changes state.
 
         An `error`, such as of a device without memory, might not come again: its effect does, as the client knows it.
         """

@@ -54,7 +54,7 @@ class ExportSource(Frozen):
         return read_model_config(json.loads((self.folder / "config.json").read_bytes()), "config.json")
 
     def merger(self) -> Merger:
-        """Return what merges the adapter; without one, what leaves every weight as it is."""
+        """Return the function that merges the adapter into weights; without an adapter it returns them unchanged."""
         if self.adapter is None:
             return Merger({})
         with (Path(self.adapter) / WEIGHTS).open("rb") as weights:
@@ -231,7 +231,7 @@ def _write_small_files(source: ExportSource, regions: Regions, folder: Path) -> 
 
 
 def _quantization(source: ExportSource) -> dict[str, Any]:
-    """Return what `config.json` says of the weights' types: to transformers and vLLM, or to mlx-lm."""
+    """Return `config.json`'s entry on the weights' types, as transformers and vLLM read it, or mlx-lm."""
     match source.export.format:
         case "fp8":
             config = source.config()

@@ -24,7 +24,7 @@ class Due:
 
 
 def due(census: Census, policy: RetentionSettings, now: float) -> Iterator[Due]:
-    """Yield what may go by a policy: nothing that a run on record that goes on uses."""
+    """Yield what the policy lets go. What a run uses that is on record and has not ended is never among it."""
     for run in census.runs.values():
         yield from _of_run(census, run, policy, now)
     days: dict[What, float | None] = {

@@ -79,7 +79,7 @@ class SampledGroup(Frozen):
     prompt_block: int | None = None
 
     def encoded(self) -> bytes:
-        """Return it as a line of JSON. What a group had no word for before is left out where it says nothing."""
+        """Return the group as a line of JSON, without fields at their defaults: older releases have no such fields."""
         return self.model_dump_json(exclude_defaults=True).encode()
 
 

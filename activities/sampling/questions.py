@@ -140,7 +140,7 @@ class Questions:
 
 
 def _shown(request: CompleteRequest, tell: Tell | None) -> Tell | None:
-    """Return what tells a client the texts of its answer; None where it does not want them. Tool calls are not text."""
+    """Return the function that streams the answer's text, without tool calls; None if the client wants no stream."""
     if tell is None or not request.tells_text:
         return None
     if not (isinstance(request.asked, ChatRequest) and request.asked.offered_tools):

@@ -44,7 +44,7 @@ def told_calls(text: str, answer_id: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def text_before_calls(text: str) -> str:
-    """Return what an answer that is being drawn says before its first tool call, without what may begin one."""
+    """Return an unfinished answer's text before its first tool call, without a tail that may be the start of a call."""
     begin = text.find(_BEGIN)
     if begin < 0:
         begin = next((n for n in range(max(0, len(text) - len(_BEGIN)), len(text)) if _BEGIN.startswith(text[n:])), -1)

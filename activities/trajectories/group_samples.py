@@ -248,6 +248,6 @@ def find_groups(store: ObjectStore, uri: str) -> Artifact | None:
 
 
 def completions_of(store: ObjectStore, groups: Artifact) -> list[Artifact]:
-    """Return what groups of this activity were made of, in the order of their routes."""
+    """Return the completions that this activity's groups were made of, in the order of their routes."""
     key = groups.uri.removesuffix("/groups").rpartition("/")[2]
     return read_record(store, grouped_report(key), GroupsMade).files

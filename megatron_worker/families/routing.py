@@ -51,7 +51,7 @@ def weights(score_TE: Tensor, expert_TK: Tensor, mixture: Mixture) -> Tensor:
 
 
 def corrections(a: Architecture) -> list[TensorSlice]:
-    """Return what routers add to the scores of experts for their choice: float32, whole on every rank."""
+    """Return the bias that routers add to experts' scores when they choose: float32, whole on every rank."""
     return [
         TensorSlice(
             f"{a.tensor_prefix}.layers.{layer}.{a.names.mlp}.gate.e_score_correction_bias",

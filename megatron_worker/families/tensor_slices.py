@@ -59,7 +59,7 @@ class TensorSlice:
         return [whole.narrow(self.split, s.start, s.stop - s.start) for s in self.spans(rank, size)]
 
     def local(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """Return what a rank holds of the whole tensor."""
+        """Return a rank's part of the whole tensor."""
         return join_parts(self.parts(whole, rank, size), self.split)
 
     def write(self, parameter: Tensor, local: Tensor) -> None:

@@ -67,14 +67,14 @@ class FsdpAdapter:
         return counted_by(self._ranks.tp_rank == 0, a), counted_by(self._ranks.tp_rank == 0, b)
 
     def low(self, linear: str, input_TI: Tensor, a_RI: Tensor) -> Tensor:
-        """Return what A makes of a linear's input, [T, R]. It drops some of that where masks are drawn."""
+        """Return A applied to a linear's input, [T, R], with dropout on the input where masks are drawn."""
         return F.linear(self.kept(linear, input_TI), a_RI)
 
     def kept(self, linear: str, input_TI: Tensor) -> Tensor:
         return dropped(input_TI, self.masks.rate, self.masks.seed_of(linear, self._ranks.rank))
 
     def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
-        """Return what the output layer's adapter adds for some targets, if it has one."""
+        """Return what the output layer's adapter adds to the logits of some targets, if there is such an adapter."""
         if OUTPUT not in self.scales:
             return None
         a_RH, b_VR = self.counted_once(OUTPUT)

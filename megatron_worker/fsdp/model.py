@@ -135,7 +135,7 @@ class FsdpModel:
         return sizes | {OUTPUT: (self.architecture.vocab_size, self.architecture.hidden_size)}
 
     def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
-        """Return what an adapter adds at the output layer, if one is beside it."""
+        """Return what the adapter of the output layer adds there, if there is one."""
         return None if self._adapter is None else self._adapter.beside_head(hidden_NH)
 
     def values(self, hidden_NH: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def _layers(causal_lm: Any) -> list[nn.Module]:
 
 @torch.no_grad()
 def _make_buffers(causal_lm: Any, is_bounded: bool) -> None:
-    """Make what is no weight, as rotary frequencies: no file has it, and `to_empty` leaves it undefined.
+    """Compute buffers such as rotary frequencies: no file has them, and `to_empty` leaves them undefined.
 
     `is_bounded`: sequences so long that they change the frequencies are refused (`check_lengths`).
 

@@ -87,7 +87,7 @@ class FsdpOptimizer:
         return False
 
     def masters_on(self, ranks: SideRanks) -> Held:
-        """Return what gives the rank that holds a parameter its master."""
+        """Return the function that gives the rank that holds a parameter its master weights."""
         return only_here(self.master, ranks.rank)
 
     def put(self, state: State, values: Flat) -> None:

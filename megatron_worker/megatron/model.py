@@ -234,7 +234,7 @@ class MegatronModel:
                 module.lora = weights.get(self._whole_name(name))
 
     def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
-        """Return what an adapter adds at the output layer, if one is beside it."""
+        """Return what the adapter of the output layer adds there, if there is one."""
         return None if self._beside_output is None else self._beside_output.beside_head(hidden_NH)
 
     def run(self, part: LocalBin, received_s1H: Tensor | None) -> Tensor:

@@ -79,7 +79,7 @@ class Pieces:
         self._has_ended = False
 
     def next(self) -> AnswerPiece | None:
-        """Return what is new; None if nothing is.
+        """Return what was drawn since the last call, as text; None if nothing was.
 
         Text that may change is held back: a character that is not complete, and what may begin a stop string.
         """

@@ -237,7 +237,7 @@ class Decoder:
         *,
         fixed_shapes: bool,
     ) -> Tensor:
-        """Return what a layer's MLP makes of the residual stream. `chosen`, `fixed_shapes`: see SamplerExperts."""
+        """Return the output of a layer's MLP for the residual stream. `chosen`, `fixed_shapes`: see SamplerExperts."""
         normed_TH = layer.mlp_norm(x_TH)
         match layer.mlp:
             case Mlp() as mlp:

@@ -98,7 +98,7 @@ class Models:
         return LoadedAdapter(name, folder, {}, DrawnBy(policy_version=version, weights_sha256=sha256))
 
     def find(self, name: str, *, scores: bool = False) -> LoadedAdapter:
-        """Return what a request names. `scores`: it is to be a reward model, which else it may not be."""
+        """Return the model that a request names. `scores`: it must be a reward model; otherwise it must not be one."""
         with self._lock:
             base = self._base or self._renewed
             adapter = base if base is not None and name == base.name else self._adapters.get(name)

@@ -104,7 +104,7 @@ class Sequence:
 
     @classmethod
     def scored(cls, prompt: tuple[int, ...], tokenizer: Tokenizer) -> Self:
-        """Return one that draws nothing, for a reward model."""
+        """Return a sequence that draws no token: a reward model scores its prompt."""
         return cls(prompt, Sampling(), 0, Ending(Sampling(), frozenset(), tokenizer), draws_nothing=True)
 
     @property

@@ -113,7 +113,7 @@ def _tensors_of(adapter: LoadedAdapter) -> list[Tensor]:
 
 
 def _give_back(device: torch.device) -> None:
-    """Return what torch, or the C library, keeps of freed memory to the device."""
+    """Give freed memory that torch's allocator or the C library still holds back to the device and the system."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ from shared.models.lora_modules import AdaptedModules, LoraSize
 
 
 def targeted(parts: Sequence[TensorSlice], adapted: AdaptedModules) -> dict[TensorSlice, LoraSize]:
-    """Return those of a fused linear's parts that an adapter is beside."""
+    """Return the parts of a fused linear that an adapter targets."""
     sizes = {part: adapted.of(peft_format.module_of(part.name)) for part in parts if part.takes_adapter}
     return {part: size for part, size in sizes.items() if size is not None}
 

@@ -39,7 +39,7 @@ def _blocks(s: TensorSlice, ranks: StateRanks) -> Iterator[TensorBlock]:
 
 
 def block_reader(slices: Sequence[TensorSlice], held: Held) -> Callable[[TensorBlock], Tensor | None]:
-    """Return what reads a block on the rank that holds it (`Outgoing.held`)."""
+    """Return the function that reads a block on the rank that holds it (`Outgoing.held`)."""
     by_name = {s.name: s for s in slices}
 
     def read(block: TensorBlock) -> Tensor | None:

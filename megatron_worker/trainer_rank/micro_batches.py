@@ -51,7 +51,7 @@ class MicroBatch:
     planning: Planning
 
     def select(self, values: Sequence[T]) -> tuple[T, ...]:
-        """Return those of one value for each item of all that belong to these items, such as their advantages."""
+        """Return the entries of these items from a list with one value for each item, such as advantages."""
         return tuple(values[index] for index in self.indices)
 
 

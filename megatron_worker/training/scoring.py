@@ -137,7 +137,7 @@ def bins_to_score(data: PackedBatches, first_step: int, num_steps: int, dp_rank:
 
 
 def share_of_rank(data: PackedBatches, num_steps: int, dp_rank: int, dp_size: int) -> NDArray[np.float64]:
-    """Return of each unit 1 over the number of ranks that score it, or 0 where this one does not: [U]."""
+    """Return for each unit 1 / (number of ranks that score it), or 0 if this rank does not: [U]."""
     held_RU = np.zeros((dp_size, data.units.header.num_units))
     for rank in range(dp_size):
         for units in _bins(data, range(num_steps), rank, dp_size):

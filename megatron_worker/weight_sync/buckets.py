@@ -202,7 +202,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 
 def joined(checksums: Iterable[int]) -> int:
-    """Return a bucket's checksum, made of those of its parts."""
+    """Return a bucket's checksum, computed from the checksums of its parts."""
     return reduce(lambda found, one: (found * _PRIME + one) % (1 << 64), checksums, 0)
 
 

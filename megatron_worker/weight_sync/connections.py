@@ -101,7 +101,7 @@ class SyncConnection:
         return hmac.digest(self.key, writer + struct.pack(">Q", number) + data, "sha256")
 
     def proof(self, of: str, name: str) -> bytes:
-        """Return what only the two ends of this connection can compute, of either of them, for a group's name."""
+        """Return either end's proof for a group's name: only the two ends of this connection can compute it."""
         assert self.key is not None
         return hmac.digest(self.key, f"{of} in {name}".encode(), "sha256")
 

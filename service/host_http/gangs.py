@@ -212,7 +212,7 @@ class GangMeeting:
         return int(self._paths.meeting.read_bytes())
 
     async def _keep(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, whom: str) -> None:
-        """Say that this machine lives, and hear that the other does, until either is gone."""
+        """Send heartbeats to the other machine and read its own, until either machine is gone."""
 
         async def say() -> None:
             while True:

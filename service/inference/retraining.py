@@ -55,7 +55,7 @@ class Retrained:
 
 
 def stretches(store: ObjectStore, run_id: str, signed_job: str | None = None) -> list[Stretch]:
-    """Return what can be done again of a run: jobs whose inputs are still in the store, between their checkpoints.
+    """Return the stretches of a run that can be repeated: of jobs whose inputs are still stored, between checkpoints.
 
     `signed_job`: the SHA-256 of a job that is to be among them. Raises InvalidInput: it is not, so that this is the
     archive of something else.

@@ -139,7 +139,7 @@ class _Cipher:
         return Payload(metadata=self._metadata, data=nonce + sealed)
 
     def open(self, payload: Payload) -> Payload | None:
-        """Return what was sealed; None for what was not, by this key and for this scope."""
+        """Return the decrypted payload; None if it was not sealed by this key for this scope."""
         nonce, sealed = payload.data[:_NONCE_BYTES], payload.data[_NONCE_BYTES:]
         try:
             return Payload.FromString(self._aead.decrypt(nonce, sealed, self._bound))

@@ -103,7 +103,7 @@ def parse_record(text: str | None) -> AnswerRecord | None:
 
 
 def content_digest(prompt_ids: Sequence[int], logprobs: Sequence[float]) -> str:
-    """Return what answers to these ids that were drawn with these logprobs, to the bit, are found by."""
+    """Return the key of answers with exactly these token ids and these logprobs, to the bit."""
     content = [list(prompt_ids), [value.hex() for value in logprobs]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

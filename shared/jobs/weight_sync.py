@@ -67,7 +67,7 @@ class WeightSync(Frozen):
 
 
 def newest_name(run_id: str) -> str:
-    """Return what a sampler calls the newest version of a run's policy, where samples go on under it."""
+    """Return the name under which a sampler serves the newest version of a run's policy."""
     return f"{run_id}-newest"
 
 

@@ -136,7 +136,7 @@ class DenseConfig(BaseModel):
         return tuple(kinds)
 
     def own_problem(self) -> str | None:
-        """Return what of a family's own settings is not computed; None: nothing."""
+        """Return which of a family's own settings is not supported, or None."""
         return None
 
     @property
@@ -176,7 +176,7 @@ class DenseConfig(BaseModel):
 
 
 def rope_problem(rope: RopeConfig, known: tuple[str, ...], size: int) -> str | None:
-    """Return what of rotary settings is not computed; None: nothing. `size`: the dimensions that are rotated."""
+    """Return which rotary setting is not supported, or None. `size`: the dimensions that are rotated."""
     if rope.rope_type not in known:
         return f"rope scaling of type {rope.rope_type!r} is not supported; these are: {', '.join(known)}"
     if rope.rope_type not in ("default", "proportional", "longrope") and rope.factor is None:

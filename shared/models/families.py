@@ -333,7 +333,7 @@ def _choice_problem(num_chosen: int, num_experts: int) -> str | None:
 
 
 def _groups_problem(config: LatentConfig | NemotronHConfig) -> str | None:
-    """Return what is wrong with the groups that experts are chosen among; None: nothing."""
+    """Return what is wrong with the groups that experts are chosen among, or None."""
     num_groups, chosen, num_experts = config.n_group, config.topk_group, config.num_experts
     size, rest = divmod(num_experts, num_groups)
     if rest or size < 2:

@@ -37,7 +37,7 @@ class AdaptedModules:
         self.unused = {pattern for pattern, _ in (*self._ranks, *self._alphas)}
 
     def of(self, module: str) -> LoraSize | None:
-        """Return what is beside a module, if anything. Raises InvalidInput where a pattern takes too long."""
+        """Return a module's adapter, if it has one. Raises InvalidInput if a pattern takes too long to match."""
         if not self._is_targeted(module):
             return None
         rank = int(self._first(self._ranks, module, self.lora.rank))

@@ -111,7 +111,7 @@ class ServingWorkflow:
         return await self._until(lambda: self._num_waiting > 0)
 
     async def _lease_once(self) -> None:
-        """Hold one sampler for as long as it is wanted, and this execution is not too long.
+        """Hold a lease of one sampler until nobody asks it any more, or this execution's history has become long.
 
         Raises Lost: it did not come up, or was lost. RunFailed: another sampler would fail in the same way.
         """

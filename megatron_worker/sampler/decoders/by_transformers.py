@@ -269,7 +269,7 @@ class _KnownLayers(nn.Module):
 
 
 def _head_of(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return what makes logits, float32 [T, V], of final hidden states, [T, H].
+    """Return the function from final hidden states, [T, H], to logits, float32 [T, V].
 
     It is the model with other layers in the place of its own: caps and factors of logits are in its code alone.
     """

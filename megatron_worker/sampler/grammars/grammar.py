@@ -105,7 +105,7 @@ class Grammars:
         return Grammar(matcher, self._vocab_size)
 
     def _verdict(self, grammar: str, asking: str) -> str:
-        """Return what is wrong with a grammar, or nothing. It is tried once."""
+        """Return what is wrong with a grammar, if anything. Each grammar is tried once."""
         with self._lock:
             known = self._verdicts.get(grammar)
         if known is None:

@@ -46,7 +46,7 @@ class WirePayload(Frozen):
     data: Base64Bytes = b""
 
     def opened(self, keys: tuple[SealKey, ...]) -> "WirePayload":
-        """Return what was sealed; what none of the keys opens, as it is."""
+        """Return the decrypted payload, or the payload as it is if none of the keys opens it."""
         found = unseal(Payload(metadata=self.metadata, data=self.data), keys)
         return self if found is None else WirePayload.model_construct(metadata=dict(found.metadata), data=found.data)
 

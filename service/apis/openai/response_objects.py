@@ -154,12 +154,12 @@ class ResponseEvents:
         self._has_message = False
 
     def grown(self, texts: tuple[str, ...]) -> Iterator[ResponseEvent]:
-        """Return what is new in the text."""
+        """Yield the events of the text since the last call."""
         yield from self._opening()
         yield from self._new_text(texts[0])
 
     def rest(self, answer: ChatCompletion) -> Iterator[ResponseEvent]:
-        """Return what is left of the answer."""
+        """Yield the events of the rest of the answer."""
         yield from self._opening()
         whole = completed(self._asked, answer)
         for number, item in enumerate(whole.output):

@@ -165,7 +165,7 @@ class Gateway:
     # Checkpoints.
 
     async def saved(self, checkpoint: CheckpointRecord) -> tuple[ModelRecord, CommandResult]:
-        """Return what saving a checkpoint came to, when it has. Raises NotFound: it failed, or takes too long."""
+        """Wait until a checkpoint is saved, and return the result. Raises NotFound: it failed, or takes too long."""
         model = await self.model(checkpoint.model_id)
         view = await self.outcome(model, checkpoint.command, _RESULT_S)
         if view.result is None or view.result.step is None:

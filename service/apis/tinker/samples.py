@@ -327,7 +327,7 @@ def _likeliest(told: Mapping[str, float], k: int) -> Likely:
 
 
 def _prompt_scores(asked: SampleRequest, told: Sequence[Mapping[int, PromptLogprob] | None]) -> WirePromptScores:
-    """Return what is told of the prompt's tokens: nothing of the first, and of those that nobody wants."""
+    """Return the prompt's scores as Tinker has them: NaN for the first token and for those that were not asked for."""
     ids, k = asked.prompt.ids, asked.topk_prompt_logprobs
     unwanted = len(told) - (asked.prompt_logprobs_last_n or len(told))
     known = [None if place < unwanted else each for place, each in enumerate(told)]

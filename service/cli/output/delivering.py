@@ -26,7 +26,7 @@ Put = Callable[[Path, str], object]
 
 
 def destination(to: str | None, push: str | None) -> Put | None:
-    """Return what puts files at the destination of `--to` or `--push`; None if there is neither.
+    """Return the function that uploads files to the destination of `--to` or `--push`; None without either.
 
     Raises Stop: it is none, or there is no token for it.
     """
