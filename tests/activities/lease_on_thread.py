@@ -21,7 +21,8 @@ from shared.settings import Settings
 from shared.storage.host_states import HostAddress
 from shared.storage.paths import HostPaths
 from shared.storage.store import LocalStore, ObjectStore
-from tests.workflows.stand_in import REPOSITORY, Notebook, StandInCommand, wait_until
+from tests.waiting import wait_until
+from tests.workflows.stand_in import REPOSITORY, Notebook, StandInCommand
 
 
 class Host:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from service.dev.ports import Ports
 from shared.child_environment import STACK_MARK, child_environment
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import HostPaths
-from tests import forks
+from tests import forks, waiting
 from tests.ended import end
 
 T = TypeVar("T")
@@ -220,10 +219,5 @@ def started(root: Path, **settings: str) -> Iterator[Stack]:
 
 
 def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = PATIENCE_S, every_s: float = 0.1) -> T:
-    """Poll until the condition holds; its truthy answer is returned."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if answer := condition():
-            return answer
-        time.sleep(every_s)
-    raise TimeoutError(f"{what}: not within {timeout_s} s")
+    """`waiting.wait_until` with the patience that a whole stack needs."""
+    return waiting.wait_until(condition, what, timeout_s, every_s)

@@ -44,7 +44,8 @@ from tests.depth import SEED, drawn
 from tests.end_to_end.conftest import LETTERS
 from tests.ended import end
 from tests.machines import Machines, made
-from tests.workflows.stack import eventually, has_checkpoint
+from tests.waiting import eventually
+from tests.workflows.stack import has_checkpoint
 from workflows.rl import RLWorkflow
 from workflows.sft import SFTWorkflow
 

@@ -25,9 +25,9 @@ from tests.service.conftest import (
     settings_below,
     started,
     theirs,  # noqa: F401
-    wait_until,
 )
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
+from tests.waiting import wait_until
 from tests.workflows.published import publish
 
 if TYPE_CHECKING:

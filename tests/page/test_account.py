@@ -8,7 +8,8 @@ import httpx
 from service.accounts.principals import ALL_SCOPES
 from tests.page import measured
 from tests.page.guest import Browser, Guest, expect
-from tests.service.conftest import Service, new_key, wait_until
+from tests.service.conftest import Service, new_key
+from tests.waiting import wait_until
 
 
 def test_a_key_is_shown_once_and_revoked(guest: Guest, service: Service, trained: dict[str, str]) -> None:

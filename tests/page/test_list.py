@@ -15,7 +15,8 @@ from shared.runs.requests import RunRecord
 from shared.runs.status import Problem, RunStatus
 from tests.page import measured
 from tests.page.guest import Guest, expect
-from tests.service.conftest import Service, sft, wait_until
+from tests.service.conftest import Service, sft
+from tests.waiting import wait_until
 
 
 def test_the_list_shows_how_runs_stand(guest: Guest, trained: dict[str, str]) -> None:

@@ -4,7 +4,8 @@ import re
 from urllib.parse import urlsplit
 
 from tests.page.guest import Guest, Locator, Page, expect
-from tests.service.conftest import Service, sft, wait_until
+from tests.service.conftest import Service, sft
+from tests.waiting import wait_until
 
 
 def test_schedules_are_paused_and_act(guest: Guest, service: Service, api) -> None:

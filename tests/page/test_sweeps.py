@@ -8,8 +8,9 @@ from shared.runs.requests import RunRecord
 from shared.storage.paths import RunKeys
 from tests.page import measured
 from tests.page.guest import PHONE, Browser, Guest, expect
-from tests.service.conftest import Service, sft, wait_until
+from tests.service.conftest import Service, sft
 from tests.service.stand_in import WAITS
+from tests.waiting import wait_until
 
 
 def swept(api: httpx.Client, **changes) -> dict:

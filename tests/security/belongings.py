@@ -11,8 +11,9 @@ from shared import provenance
 from shared.provenance import Envelope, statement_of
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import ObjectStore
-from tests.service.conftest import Service, sft, wait_until
+from tests.service.conftest import Service, sft
 from tests.service.stand_in import SUCCEEDS, WAITS
+from tests.waiting import wait_until
 from tests.workflows.published import publish
 
 TENANT = "acme"

@@ -19,7 +19,8 @@ from service.app import create_app
 from shared.storage.stored_bytes import Ledger
 from tests.security.belongings import NIGHTLY, TENANT, Belongings, Operation, acquire, wait_for_trials
 from tests.security.conftest import client
-from tests.service.conftest import Service, sft, wait_until
+from tests.service.conftest import Service, sft
+from tests.waiting import wait_until
 
 # Telemetry is dropped unread; a link signs in with the scopes of the key that asked for it.
 NEEDS_NO_SCOPE = {SIGN_IN, "/login/link", "/logout", *TELEMETRY}

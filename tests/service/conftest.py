@@ -42,6 +42,7 @@ from shared.storage.store import ObjectStore, open_store
 from tests import forks
 from tests.service.postgres import new_database, postgres
 from tests.service.stand_in import RLStandIn, StandIn
+from tests.waiting import wait_until
 from workflows.services.scheduled import ScheduledRunWorkflow
 from workflows.services.single_activity import GarbageWorkflow, GraderWorkflow, PreviewWorkflow, UntrainedModelWorkflow
 from workflows.services.sweep import SweepWorkflow
@@ -129,15 +130,6 @@ def put_versions(
         (folder / "x").write_text(str(version))
         seal(folder)
         upload_artifact(store, published_version(tenant, kind, name, version), folder)
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 300) -> Any:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise TimeoutError(f"{what}: not within {timeout_s} s")
 
 
 @contextmanager

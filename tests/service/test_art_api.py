@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.service.conftest import KEY, Service, new_key, started, wait_until
+from tests.service.conftest import KEY, Service, new_key, started
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
+from tests.waiting import wait_until
 
 
 def preview(service: Service, key: str) -> httpx.Client:

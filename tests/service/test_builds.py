@@ -19,7 +19,7 @@ from service.temporal import connect_temporal
 from shared.errors import NotFound
 from shared.settings import Settings
 from tests.service.build_workflows import Moving, Run
-from tests.workflows.stack import eventually
+from tests.waiting import eventually
 
 NUM_RUNS = 6
 

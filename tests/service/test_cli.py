@@ -17,8 +17,9 @@ from shared.jobs.events import Step
 from shared.runs.status import RunStatus
 from shared.storage import artifacts
 from shared.storage.paths import RunKeys
-from tests.service.conftest import LONGSHORE, Service, wait_until
+from tests.service.conftest import LONGSHORE, Service
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
+from tests.waiting import wait_until
 
 
 def test_wait_json_prints_one_object(service: Service, options, tmp_path: Path) -> None:

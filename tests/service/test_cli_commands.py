@@ -23,8 +23,9 @@ from shared.jobs.events import Cancelled, Evaluated, Event, Step
 from shared.runs.requests import RunRecord
 from shared.runs.status import StepStatus
 from shared.storage.paths import RunKeys
-from tests.service.conftest import KEY, Cli, Service, reaches, started, wait_until
+from tests.service.conftest import KEY, Cli, Service, reaches, started
 from tests.service.stand_in import FAILS, QUEUES, WAITS
+from tests.waiting import wait_until
 
 Typed = Callable[[str], None]
 

@@ -13,7 +13,7 @@ from service.errors import Busy
 from shared.limits import TenantLimits
 from shared.settings import Settings
 from tests.activities import confined_work as work
-from tests.service.conftest import wait_until
+from tests.waiting import wait_until
 
 
 def request_of(tenant: str, hangs_up: asyncio.Event) -> Request:

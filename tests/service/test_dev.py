@@ -26,7 +26,8 @@ from shared.child_environment import STACK_MARK
 from tests import forks
 from tests.depth import drawn
 from tests.files_below import files_below
-from tests.service.conftest import LONGSHORE, Answer, longshore, sft, wait_until
+from tests.service.conftest import LONGSHORE, Answer, longshore, sft
+from tests.waiting import wait_until
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from shared.fence import Fence
 from shared.jobs.leases import GangLeader
 from shared.settings import Settings
 from shared.storage.paths import HostPaths, WorkerPaths
-from tests.workflows.stand_in import wait_until
+from tests.waiting import wait_until
 
 KEY, OTHER_KEY = "k" * 64, "o" * 64
 

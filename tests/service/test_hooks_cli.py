@@ -14,7 +14,8 @@ from shared.runs.requests import RunRecord
 from shared.settings import DownloadSettings, Settings, WebhookSettings
 from shared.storage.paths import RunKeys
 from tests.service.apis.native.webhook_stack import Receiver, receiving
-from tests.service.conftest import Answer, Cli, Service, sft, wait_until
+from tests.service.conftest import Answer, Cli, Service, sft
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ import pytest
 
 from shared.runs.requests import FIRST_TENANT
 from shared.storage.paths import version_claim
-from tests.service.conftest import Cli, Service, put_versions, wait_until
+from tests.service.conftest import Cli, Service, put_versions
 from tests.service.stand_in import PUBLISHES
+from tests.waiting import wait_until
 
 KEY = "sk-canary-of-the-account"
 MODEL = "gpt-4.1-mini-2025-04-14"

@@ -20,7 +20,7 @@ from shared.jobs.leases import WorkerKey
 from shared.settings import Settings
 from shared.storage.host_states import HostState, told_file, write_state
 from shared.storage.store import open_store
-from tests.workflows.stack import eventually
+from tests.waiting import eventually
 from tests.workflows.stand_in import artifact
 from workflows import policies
 

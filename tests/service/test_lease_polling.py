@@ -19,7 +19,7 @@ from service.lease_polling import IdleExit, LeasePolling
 from service.temporal import described
 from shared.storage.host_states import HostState
 from shared.storage.store import LocalStore
-from tests.workflows.stack import eventually
+from tests.waiting import eventually
 
 IDLE_S = 0.3
 

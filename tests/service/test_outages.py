@@ -34,8 +34,9 @@ from shared.storage.paths import RunKeys, run_index
 from shared.storage.store import LocalStore, open_store
 from tests.conftest import free_port
 from tests.depth import drawn
-from tests.service.conftest import polling, serving, sft, wait_until
+from tests.service.conftest import polling, serving, sft
 from tests.service.stand_in import MUTE, SUCCEEDS, UNANSWERED_STEP, WAITS
+from tests.waiting import wait_until
 
 TEMPORAL = str(Path(sys.executable).parent / "temporal")
 

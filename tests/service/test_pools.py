@@ -42,7 +42,8 @@ from shared.runs.status import RunStatus, StepStatus
 from shared.settings import DownloadSettings, Settings, WebhookSettings
 from shared.storage.paths import RunKeys, webhook_record
 from shared.storage.store import LocalStore, open_store
-from tests.service.conftest import serving, sft, wait_until
+from tests.service.conftest import serving, sft
+from tests.waiting import wait_until
 from workflows.policies import pool_of, queue_of
 from workflows.sft import SFTWorkflow
 

@@ -10,17 +10,9 @@ from shared.settings import Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import RunKeys, published_version, version_claim
 from shared.storage.uses import expired, use
-from tests.service.conftest import (
-    Service,
-    ended,
-    polling,
-    serving,
-    settings_below,
-    sft,
-    submitted,
-    wait_until,
-)
+from tests.service.conftest import Service, ended, polling, serving, settings_below, sft, submitted
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

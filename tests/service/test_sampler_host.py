@@ -30,7 +30,7 @@ from shared.storage.paths import HostPaths
 from shared.storage.store import open_store
 from tests.ended import TELLS_WHERE_IT_STANDS, end
 from tests.opened import opened
-from tests.workflows.stand_in import wait_until
+from tests.waiting import wait_until
 
 
 @workflow.defn(sandboxed=False)

@@ -13,8 +13,9 @@ import pytest
 from benchmarks.slurm_cluster import cluster, missing
 from service.launching import Launching, slurm_hosts
 from service.sealing.keys import seal_keys
+from tests.waiting import eventually
 from tests.workflows.leases.test_come_and_go import is_at, steps
-from tests.workflows.stack import eventually, started
+from tests.workflows.stack import started
 from tests.workflows.stand_in import REPOSITORY
 
 SCRIPT = REPOSITORY / "infra" / "slurm" / "host.sbatch"

@@ -16,7 +16,8 @@ from shared.fence import Fence
 from shared.jobs.events import Event, Started, Step, Succeeded
 from shared.runs.status import Problem, StepStatus
 from shared.storage.paths import RunKeys
-from tests.service.conftest import LONGSHORE, Service, sft, wait_until
+from tests.service.conftest import LONGSHORE, Service, sft
+from tests.waiting import wait_until
 
 FENCE = Fence(epoch=1)
 

@@ -48,11 +48,12 @@ from tests.end_to_end.stack import started as whole_stack
 from tests.end_to_end.victims import a_rank, kill, sampler
 from tests.opened import with_opened
 from tests.service.apis.native import schedule_stack, sweep_stack, webhook_stack
+from tests.waiting import eventually
 from tests.workflows import test_rl
 from tests.workflows.leases.harbour import started as started_harbour
 from tests.workflows.leases.test_serving import questions_and_a_kill
 from tests.workflows.leases.test_sharing import is_leased
-from tests.workflows.stack import Stack, eventually, failure_of, has_checkpoint, started
+from tests.workflows.stack import Stack, failure_of, has_checkpoint, started
 from workflows.rl import RLWorkflow
 from workflows.sft import SFTWorkflow
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -219,18 +219,6 @@ async def started(temporal_address: str, root: Path, has_control: bool = True, *
         if has_control:
             await exits.enter_async_context(stack.control_host())
         yield stack
-
-
-async def eventually(condition: Callable[[], Awaitable[object] | object], what: str, timeout_s: float = 300.0):
-    """Poll until the condition holds; its truthy answer is returned."""
-    for _ in range(int(timeout_s / 0.05)):
-        answer = condition()
-        if isinstance(answer, Awaitable):
-            answer = await answer
-        if answer:
-            return answer
-        await asyncio.sleep(0.05)
-    raise TimeoutError(f"{what}: not within {timeout_s} s")
 
 
 async def has_checkpoint(handle: WorkflowHandle) -> bool:

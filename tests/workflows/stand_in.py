@@ -2,8 +2,6 @@
 
 import sys
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -93,13 +91,3 @@ def read_events(
     """`read_run_events`, events alone."""
     found, cursor = read_run_events(store, run_id, cursor, limit)
     return [item.event for item in found], cursor
-
-
-def wait_until(condition: Callable[[], T | None], what: str, timeout_s: float = 300.0) -> T:
-    """Poll until the condition holds; its truthy answer is returned."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if answer := condition():
-            return answer
-        time.sleep(0.02)
-    raise TimeoutError(f"{what}: not within {timeout_s} s")

@@ -15,7 +15,8 @@ from service.sealing.keys import seal_keys
 from service.temporal import connect_temporal
 from tests import forks
 from tests.service.sealed_before import SealedBefore
-from tests.workflows.stack import Stack, eventually, has_checkpoint, started
+from tests.waiting import eventually
+from tests.workflows.stack import Stack, has_checkpoint, started
 from tests.workflows.stand_in_worker import adapter_bytes
 
 OLD, NEW = "old-" * 8, "new-" * 8

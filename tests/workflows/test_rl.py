@@ -40,7 +40,8 @@ from shared.storage.store import open_store, open_uri
 from tests.activities.groups import group, random_groups, rl_run, write_groups
 from tests.depth import drawn
 from tests.opened import opened
-from tests.workflows.stack import Stack, eventually
+from tests.waiting import eventually
+from tests.workflows.stack import Stack
 from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_activities import StandInData
 from workflows import rl

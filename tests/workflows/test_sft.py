@@ -31,15 +31,8 @@ from shared.runs.start import RunTiming
 from shared.runs.status import STATUS_MEMO, RunStatus
 from shared.storage.paths import RunKeys
 from tests.depth import drawn, one_of
-from tests.workflows.stack import (
-    Stack,
-    eventually,
-    failure_of,
-    has_checkpoint,
-    num_events,
-    num_failed_activities,
-    started,
-)
+from tests.waiting import eventually
+from tests.workflows.stack import Stack, failure_of, has_checkpoint, num_events, num_failed_activities, started
 from tests.workflows.stand_in import artifact, job_plan, read_events
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
 from workflows.sft import SFTWorkflow

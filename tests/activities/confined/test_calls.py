@@ -22,7 +22,7 @@ from shared.settings import ConfinedSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import LocalStore
 from tests.activities import confined_work as work
-from tests.service.conftest import wait_until
+from tests.waiting import wait_until
 
 SMALL = ConfinedSettings(memory_bytes=512 << 20, step_cpu_s=2, file_bytes=8 << 20)
 

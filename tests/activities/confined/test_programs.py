@@ -16,7 +16,7 @@ from activities.hosts.worker_process import processes_of
 from shared.child_environment import child_environment
 from shared.jobs.leases import WORKER_ID_VARIABLE
 from tests.depth import drawn
-from tests.workflows.stand_in import wait_until
+from tests.waiting import wait_until
 
 
 class Worker:

@@ -28,7 +28,7 @@ from shared.storage.files import write_atomically
 from shared.storage.host_states import HostAddress
 from tests.activities.hosts.running_jobs import KEYS, plan_for
 from tests.activities.lease_on_thread import HeldLease, Host
-from tests.workflows.stand_in import wait_until
+from tests.waiting import wait_until
 
 
 @dataclass

@@ -8,7 +8,8 @@ from activities.records.checkpoints import find_newest
 from shared.errors import HostLeft
 from tests.activities.hosts.running_jobs import Running, plan_for, steps
 from tests.activities.lease_on_thread import HeldLease, Host
-from tests.workflows.stand_in import read_events, wait_until
+from tests.waiting import wait_until
+from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_worker import SEEDS
 
 

@@ -25,7 +25,8 @@ from shared.storage.files import write_atomically
 from shared.storage.paths import HostPaths, RunKeys, WorkerPaths
 from shared.storage.store import LocalStore
 from tests.activities.lease_on_thread import HeldLease, Host
-from tests.workflows.stand_in import REPOSITORY, StandInCommand, artifact, job_plan, wait_until
+from tests.waiting import wait_until
+from tests.workflows.stand_in import REPOSITORY, StandInCommand, artifact, job_plan
 
 
 @pytest.fixture

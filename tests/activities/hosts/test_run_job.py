@@ -28,7 +28,8 @@ from shared.storage.store import open_store
 from tests.activities.hosts.running_jobs import KEYS, Running, plan_for, steps, weights
 from tests.activities.lease_on_thread import HeldLease, Host
 from tests.conftest import S3Server
-from tests.workflows.stand_in import artifact, read_events, wait_until
+from tests.waiting import wait_until
+from tests.workflows.stand_in import artifact, read_events
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
 
 

@@ -15,7 +15,8 @@ from shared.fence import Fence
 from shared.storage.store import LocalStore
 from tests.activities.hosts.running_jobs import Running, plan_for, steps, weights
 from tests.activities.lease_on_thread import HeldLease, Host
-from tests.workflows.stand_in import read_events, wait_until
+from tests.waiting import wait_until
+from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_worker import adapter_bytes
 
 

@@ -34,7 +34,7 @@ from tests.activities.lease_on_thread import HeldSampler, Host
 from tests.activities.test_end_tokens import TURN_END, make_base
 from tests.conftest import S3Server, free_port
 from tests.megatron_worker.sampler_process import running
-from tests.workflows.stand_in import wait_until
+from tests.waiting import wait_until
 
 PROMPT = (10, 20, 30)
 FREE = Sampling(max_tokens=6, ignore_eos=True)

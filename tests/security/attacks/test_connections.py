@@ -27,7 +27,8 @@ from shared.limits import RateLimitSettings
 from shared.settings import Settings
 from tests.security.belongings import Belongings
 from tests.security.conftest import client
-from tests.service.conftest import Service, serving, wait_until
+from tests.service.conftest import Service, serving
+from tests.waiting import wait_until
 
 _SOON_S = 0.4
 _PATIENCE_S = 20.0

@@ -17,8 +17,9 @@ from shared.uri_queries import with_query
 from tests.files_below import files_below
 from tests.opened import opened
 from tests.security.belongings import TENANT, Belongings
-from tests.service.conftest import Service, sft, wait_until
+from tests.service.conftest import Service, sft
 from tests.service.stand_in import WAITS
+from tests.waiting import wait_until
 
 SIGNATURE = "c0ffee5ec4e7"
 URI = f"https://bucket.example.com/rows.jsonl?X-Amz-Date=20261122&X-Amz-Signature={SIGNATURE}"

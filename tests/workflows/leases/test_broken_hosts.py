@@ -18,7 +18,8 @@ from activities.hosts.lease import LeaseRecord
 from shared.runs.start import RunTiming
 from shared.storage.host_states import MAX_LOST, is_bf16_fast, read_fast_bf16, read_states
 from shared.storage.paths import RunKeys
-from tests.workflows.stack import Stack, eventually, failure_of, started
+from tests.waiting import eventually
+from tests.workflows.stack import Stack, failure_of, started
 from tests.workflows.stand_in import REPOSITORY, StandInCommand
 
 BREAKS = [sys.executable, "-c", "raise SystemExit('device-side assert triggered')"]

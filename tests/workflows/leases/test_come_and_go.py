@@ -20,7 +20,8 @@ from shared.storage.checkpoints import is_job
 from shared.storage.host_states import read_states
 from shared.storage.paths import RunKeys
 from tests.depth import drawn
-from tests.workflows.stack import Stack, eventually, started
+from tests.waiting import eventually
+from tests.workflows.stack import Stack, started
 from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_worker import adapter_bytes
 

@@ -21,8 +21,9 @@ from shared.jobs.leases import WorkerKey
 from shared.runs.start import RunTiming
 from shared.storage.paths import HostPaths
 from tests.depth import IS_DEEP, SEED
+from tests.waiting import eventually
 from tests.workflows.leases.gang_holder import GangHolder, Holding
-from tests.workflows.stack import Stack, eventually, has_checkpoint, started
+from tests.workflows.stack import Stack, has_checkpoint, started
 from tests.workflows.stand_in import StandInCommand
 from tests.workflows.stand_in_worker import adapter_bytes
 from workflows import policies

@@ -12,7 +12,8 @@ from shared.fence import Fence
 from shared.jobs.leases import LeaseGrant
 from shared.runs.start import RunTiming
 from shared.runs.status import PhaseSpan, RunStatus
-from tests.workflows.stack import Stack, eventually, failure_of, has_checkpoint, started
+from tests.waiting import eventually
+from tests.workflows.stack import Stack, failure_of, has_checkpoint, started
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
 from workflows.sft import SFTWorkflow
 

@@ -25,8 +25,8 @@ from shared.runs.status import RunStatus
 from shared.settings import DownloadSettings, Settings
 from shared.storage.paths import RunKeys, schedule_record
 from shared.storage.store import ObjectStore, open_store
-from tests.service.apis.native.test_webhooks import eventually
 from tests.service.stand_in import SUCCEEDS, StandIn
+from tests.waiting import eventually
 from workflows.services.scheduled import ScheduledRunWorkflow
 
 TENANT = "schedulers"  # whose schedules no other test has on the Temporal server that they share

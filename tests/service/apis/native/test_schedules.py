@@ -33,9 +33,9 @@ from shared.runs.dataset_runs import SFTRun
 from shared.storage.paths import RunKeys, published_version, schedule_record
 from shared.storage.store import LocalStore
 from tests.service.apis.native.schedule_stack import TENANT, Stack, accepting, stack_run, started
-from tests.service.apis.native.test_webhooks import eventually
 from tests.service.conftest import put_versions
 from tests.service.stand_in import FAILS, WAITS, StandIn
+from tests.waiting import eventually
 from workflows.policies import service_queue
 from workflows.services.scheduled import ScheduledRunWorkflow
 

@@ -12,8 +12,9 @@ from service.rebuild import rebuild
 from shared.settings import DownloadSettings, Settings
 from shared.storage.paths import RunKeys, key_record
 from tests.files_below import files_below
-from tests.service.conftest import Service, longshore, new_key, reaches, serving, started, wait_until
+from tests.service.conftest import Service, longshore, new_key, reaches, serving, started
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -35,13 +35,13 @@ from tests.service.apis.native.webhook_stack import (
     Receiver,
     SlowStore,
     Stack,
-    eventually,
     receiving,
     record,
     started,
     status,
     webhooks_of,
 )
+from tests.waiting import eventually
 from workflows.policies import webhook_retry
 from workflows.services.webhook import WebhookWorkflow
 

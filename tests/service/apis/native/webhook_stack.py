@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +28,7 @@ from shared.runs.requests import RunRecord, Source
 from shared.runs.status import RunStatus, State
 from shared.settings import Settings, WebhookSettings
 from shared.storage.store import LocalStore, ObjectStore, open_store
+from tests.waiting import eventually
 from workflows.services.webhook import WebhookWorkflow
 
 TENANT = "acme"
@@ -152,15 +153,6 @@ class Stack:
 
     async def num_waiting(self) -> int:
         return await self.database.reading(lambda session: session.scalar(select(func.count(OutboxRow.id))))
-
-
-async def eventually(look: Callable[[], Awaitable], what: str, timeout_s: float = 300):
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if found := await look():
-            return found
-        await asyncio.sleep(0.05)
-    raise TimeoutError(f"{what}: not within {timeout_s} s")
 
 
 def record(api: str = "native") -> RunRecord:
