@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from longshore.fields import Frozen
-from service.host_http.listening import listen_at, place_of
+from service.host_http.listening import BoundedListener, listen_at, place_of
 from service.host_http.trust import Trust
 from service.sealing.keys import sync_key
 from shared.jobs.leases import GangLeader
@@ -36,6 +36,7 @@ from shared.storage.paths import HostPaths, WorkerPaths
 _HELLO_S, _HELLO_BYTES = 10.0, 1024
 _BEAT_S, _SILENT_S = 1.0, 20.0
 _LIVES, _LEAVES = b".", b"l"
+_MOST_CONNECTIONS = 8192  # one a rank of the other machines
 _PIECE_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
 
@@ -64,9 +65,9 @@ class Gangs:
         meeting = GangMeeting(paths, self._token(worker_id), num_nodes, HostAddress(socket=str(path)))
         with meeting.running():
             try:
-                meeting.do(meeting.lead(listen_privately(path, num_nodes), None))
+                meeting.do(meeting.lead(BoundedListener(listen_privately(path, num_nodes), _MOST_CONNECTIONS), None))
                 if address is not None:
-                    listener = listen_at(address)
+                    listener = listen_at(address, most=_MOST_CONNECTIONS)
                     meeting.do(meeting.lead(listener, Trust.of(self._settings).server_context()))
                     meeting.at = HostAddress(socket=str(path), address=place_of(listener))
                 yield meeting

@@ -15,20 +15,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADERS_S = 20.0
 """Seconds from the first byte of a request, or from the connection, to the end of its headers."""
+_MOST = 2048  # at a TLS port each takes some 310 KiB before its client has proved anything: asyncio's buffer
 
 
 class BoundedListener(socket.socket):
     """A listening socket that closes each new connection while `most` others are open. It takes over `listener`.
 
     `most` is at most a third of the files that this process may open. Clients that connect and send nothing, not even
-    a TLS handshake, could otherwise use up all of its file descriptors: asyncio and uvicorn have no such bound.
+    a TLS handshake, could otherwise use up its memory and its file descriptors: asyncio and uvicorn have no such bound.
     """
 
-    def __init__(self, listener: socket.socket, most: int | None = None) -> None:
+    def __init__(self, listener: socket.socket, most: int = _MOST) -> None:
         super().__init__(fileno=listener.detach())
         may_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        share = may_open // 3 if may_open > 0 else 1 << 16  # no limit is -1
-        self._most = share if most is None else min(most, share)
+        self._most = most if may_open == resource.RLIM_INFINITY else min(most, may_open // 3)
         self._accepted: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -43,7 +43,7 @@ class BoundedListener(socket.socket):
         return connection, address
 
 
-def listen_at(address: IPvAnyAddress, port: int = 0, most: int | None = None) -> BoundedListener:
+def listen_at(address: IPvAnyAddress, port: int = 0, most: int = _MOST) -> BoundedListener:
     """Listen at an address of this machine, at a free port unless one is named. Raises OSError."""
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     return BoundedListener(socket.create_server((str(address), port), family=family), most)
