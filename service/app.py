@@ -1,4 +1,4 @@
-"""The web service: `python -m service.app [--host 127.0.0.1] [--port 8484] [--allow-host NAME]`."""
+"""The web service: `python -P -m longshore.server service.app [--host 127.0.0.1] [--port 8484] [--allow-host NAME]`."""
 
 import argparse
 import asyncio

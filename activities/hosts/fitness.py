@@ -1,6 +1,6 @@
 """What a GPU or sampler host lacks for work: packages, room on its disk, devices that compute.
 
-    python -m activities.hosts.fitness --role gpu|sampler
+    python -P -m longshore.server activities.hosts.fitness --role gpu|sampler
 
 prints a line for each thing that this machine lacks, and nothing if it lacks nothing.
 """
