@@ -106,7 +106,8 @@ class Outputs:
     """What a forward shall compute. Entropy has a gradient only with `entropy_gradient`.
 
     Scores are of the distribution whose logits are divided by `temperature`. `top_k`: the number of most likely ids to
-    return, with their log-probabilities. `values`: those of the slot's head of scalars, beside which nothing else is.
+    return, with their log-probabilities. `rest`: a last column, of id -1, has that of all others together, exact beside a
+    distribution that is nearly sure; with a `top_k` of 0 the column before it is of the label; nothing else is computed beside it. `values`: those of the slot's head of scalars, beside which nothing else is.
     Beside `divergence` log-probabilities alone are computed, as constants.
     """
 
@@ -117,6 +118,12 @@ class Outputs:
     top_k: int = 0
     values: bool = False
     divergence: Divergence | None = None
+    rest: bool = False
+
+    @property
+    def num_named(self) -> int:
+        """The columns of ids that come back."""
+        return (self.top_k or 1) + 1 if self.rest else self.top_k
 
 
 @dataclass(frozen=True)

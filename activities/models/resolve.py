@@ -34,7 +34,7 @@ from longshore.training import LINEARS, Lora, Target
 from shared.errors import InvalidInput
 from shared.models.dense import DenseConfig
 from shared.models.generic import GenericConfig
-from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
+from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, check_order, with_own_targets
 from shared.models.memory import ITEM_BYTES, layout_bytes
 from shared.models.merging import Entry
 from shared.models.peft import (
@@ -152,7 +152,7 @@ class Resolve:
             check = partial(_check_config, request)
             location = locate(request.uri, request.tenant, self._host.settings, (CONFIG, WEIGHTS), check)
             lora = check(location)
-            _check_weights(location, lora, request.shape)
+            _check_weights(location, lora, request)
             what: str = request.role
             if request.role == "reward_model":
                 what = f"{what}_{content_key(request.uri)[:8]}"  # a grader may have several
@@ -238,7 +238,8 @@ def _check_config(request: AdapterRequest, location: Location) -> Lora:
     return lora
 
 
-def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> None:
+def _check_weights(location: Location, lora: Lora, request: AdapterRequest) -> None:
+    shape = request.shape
     if WEIGHTS not in location.files:
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
     tensors = read_tensors(location, WEIGHTS)
@@ -250,6 +251,9 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     is_generic = shape is not None and shape.is_generic  # then the worker checks names and sizes
     for name, tensor in () if is_generic else tensors.items():
         _check_tensor(name, tensor, adapted, shape, location.place(WEIGHTS))
+    if request.lora is not None:
+        modules = dict.fromkeys(name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors)
+        check_order(lora, request.lora, modules, location.place(CONFIG))
     is_counted = shape is not None and not is_generic and lora.target_pattern is None and lora.layers is None
     of_each = 3 if lora.dora else 2
     ends = len({OUTPUT, EMBEDDING}.intersection(lora.targets))

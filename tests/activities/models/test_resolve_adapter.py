@@ -110,6 +110,24 @@ def test_an_adapter_with_a_head_goes_on_where_one_is_asked_for(config, tiny_mode
     assert "head is 2 scalars a token, 2 scalars a sequence" in adapter_refusal(config, tmp_path / "peft", lora=other)
 
 
+def test_the_order_of_patterns_which_peft_sorts_counts_where_it_makes_a_difference(config, tiny_model, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    ranks, alphas = {"q_proj": 2, "down_proj": 4}, {"q_proj": 3, r"layers.1.self_attn.q_proj": 5}
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "down_proj"], rank_pattern=ranks)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora).save_pretrained(tmp_path / "peft")
+    asked = Lora.model_validate({"rank": 8, "alpha": 16, "targets": ["q_proj", "down_proj"], "rank_pattern": ranks})
+    resolved = resolve_adapter(config, tmp_path / "peft", lora=asked)
+    assert [name for name, _ in resolved.lora.rank_pattern] == ["down_proj", "q_proj"]
+    edit(tmp_path / "peft" / "adapter_config.json", alpha_pattern=dict(sorted(alphas.items())))
+    same = asked.model_copy(update={"alpha_pattern": tuple(sorted(alphas.items()))})
+    resolve_adapter(config, tmp_path / "peft", lora=same)
+    other = asked.model_copy(update={"alpha_pattern": tuple(alphas.items())})
+    message = adapter_refusal(config, tmp_path / "peft", lora=other)
+    assert "matches model.layers.1.self_attn.q_proj" in message and "name them in the adapter's order" in message
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
