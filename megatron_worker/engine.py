@@ -106,8 +106,9 @@ class Outputs:
     """What a forward shall compute. Entropy has a gradient only with `entropy_gradient`.
 
     Scores are of the distribution whose logits are divided by `temperature`. `top_k`: the number of most likely ids to
-    return, with their log-probabilities. `rest`: a last column, of id -1, has that of all others together, exact beside a
-    distribution that is nearly sure; with a `top_k` of 0 the column before it is of the label; nothing else is computed beside it. `values`: those of the slot's head of scalars, beside which nothing else is.
+    return, with their log-probabilities. `values`: those of the slot's head of scalars, beside which nothing else is.
+    `rest`: a last column, of id -1, has the log-probability of all ids that are not named, exact even where they have
+    next to nothing. With a `top_k` of 0 the label is named. Nothing else is computed beside it.
     Beside `divergence` log-probabilities alone are computed, as constants.
     """
 

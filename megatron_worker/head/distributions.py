@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_worker.engine import Batch, Outputs, Scores
-from megatron_worker.head.beside import BesideHead
 from megatron_worker.head import top_k
+from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.logprobs import VocabShard, score_targets
 from megatron_worker.head.torch_tiles import capped_slope, rows_of_labels
 from megatron_worker.teachers import Divergence, LikeliestIds, TeacherStates
@@ -58,8 +58,8 @@ def score_beside_teacher(
 ) -> Scores:
     """Score targets as `score_targets` does; with `outputs.divergence` also against what the batch has of a teacher.
 
-    Then the log-probability is a constant, and nothing else is computed beside the two. With `outputs.rest`, which has no
-    gradient, what is named is computed by whole logits, too.
+    Then the log-probability is a constant, and nothing else is computed beside the two. `outputs.rest` is computed here,
+    too, as it takes whole logits. It has no gradient.
 
     Args:
         hidden_NH: of the batch's targets, or of those of `target_N`.
@@ -216,8 +216,8 @@ class _Task:
 def _left(logprob_CK: Tensor) -> Tensor:
     """Return the logarithm of the mass that numbers leave to ids without any.
 
-    One number is told to its own precision, however near 0. Of several, which are rounded apart, less than `_LEAST_MASS`
-    would be a difference of roundings.
+    One number is as precise as it is near 0. Several are each rounded, and so less than `_LEAST_MASS` would be a
+    difference of roundings.
     """
     exact_CK = logprob_CK.double()
     mass_C = -exact_CK[:, 0].expm1() - exact_CK[:, 1:].exp().sum(dim=1)
