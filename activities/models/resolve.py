@@ -3,8 +3,10 @@
 Files that every host can read where they lie are not copied.
 """
 
+import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Literal, cast
 
@@ -28,10 +30,10 @@ from activities.models.files import (
     weight_files,
 )
 from activities.models.gguf_file import convert_gguf
-from activities.sources.models import Location, locate, located
-from longshore.fields import Artifact, Frozen
+from activities.sources.models import HubId, Location, locate, located
+from longshore.fields import Artifact, Frozen, added
 from longshore.training import LINEARS, Lora, Target
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, NotFound
 from shared.models.dense import DenseConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, check_order, with_own_targets
@@ -64,7 +66,8 @@ from shared.storage.artifacts import (
     upload_files,
 )
 from shared.storage.host_states import read_offer
-from shared.storage.paths import RunKeys, content_key, model_import
+from shared.storage.paths import RunKeys, checkpoint_adapter_run, claim_of_version, content_key, model_import
+from shared.storage.places import OpenPlaces
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Room
 
@@ -81,6 +84,7 @@ class AdapterRequest(Frozen):
     """An adapter as a tenant's user names it, and the LoRA settings and model sizes that it must match, if known.
 
     `run_id` and `role`: the run that uses it, and whether it starts from it, has it as a reference, or is graded by it.
+    `base` and `model`: what it is put on, and the name of that; None: not known, and not compared with its own base.
     """
 
     uri: str
@@ -89,6 +93,9 @@ class AdapterRequest(Frozen):
     role: Literal["initial_adapter", "reference", "reward_model"] = "initial_adapter"
     lora: Lora | None = None
     shape: ModelShape | None = None
+    base: Artifact | None = added(None)
+    model: str = added("")
+    allow_other_base: bool = added(False)
 
 
 class ResolvedAdapter(Frozen):
@@ -152,6 +159,7 @@ class Resolve:
             check = partial(_check_config, request)
             location = locate(request.uri, request.tenant, self._host.settings, (CONFIG, WEIGHTS), check)
             lora = check(location)
+            _check_base(location, request, self._host)
             _check_weights(location, lora, request)
             what: str = request.role
             if request.role == "reward_model":
@@ -236,6 +244,64 @@ def _check_config(request: AdapterRequest, location: Location) -> Lora:
         linears = (*(LINEARS if request.shape is None else request.shape.linears), EMBEDDING)
         check_same(with_own_targets(lora, linears), with_own_targets(request.lora, linears), location.place(CONFIG))
     return lora
+
+
+def _check_base(location: Location, request: AdapterRequest, host: HostContext) -> None:
+    """Refuse an adapter that was made on another base: by hashes if that is found, else by names (docs/models.md)."""
+    if request.base is None or request.allow_other_base:
+        return
+    named = _plain(str(location.read_json(CONFIG).get("base_model_name_or_path") or ""))
+    hash_of = _hashes_of_base(location, named, request, host)
+    other = ""
+    if hash_of is not None:
+        _, ours = open_artifact(request.base, host.settings.s3)
+        differing = (entry.path for entry in ours.base_files if hash_of(entry) != entry.sha256)
+        other = next((f", whose {path} is another" for path in differing), "")
+    elif None not in (repositories := [_repository(named), _repository(_plain(request.model))]):
+        other = ", which is another model" if repositories[0] != repositories[1] else ""
+    if other:
+        rule = f"the adapter was made on {named or 'a model without a name'}{other}, and not on {request.model}"
+        raise InvalidInput(f"{rule}: name its own base, or set allow_other_base to insist", location.place(CONFIG))
+
+
+def _hashes_of_base(
+    location: Location, named: str, request: AdapterRequest, host: HostContext
+) -> Callable[[FileEntry], str | None] | None:
+    """Return what tells the hash of a file of an adapter's base: as the run that published the adapter found it, or as
+    it is now in the folder that the adapter names. None if neither is here."""
+    key = "" if location.artifact is None else OpenPlaces(host.settings).own_key(location.artifact.uri) or ""
+    run_id = checkpoint_adapter_run(request.tenant, key)
+    with suppress(NotFound, InvalidInput, ValueError, OSError):
+        if (claim := claim_of_version(request.tenant, key)) is not None:
+            run_id = json.loads(host.store.get_bytes(claim))["run_id"]
+        if run_id is not None:
+            before = read_record(host.store, RunKeys(run_id).began_with("model"), Manifest)
+            known = {entry.path: entry.sha256 for entry in before.files}
+            return lambda entry: known.get(entry.path)
+        if named.startswith(("/", "s3://")) and named != _plain(request.model):
+            there = locate(named, request.tenant, host.settings, HUB_PATTERNS, lambda _: None)
+            if any(name.endswith(".safetensors") for name in there.files):
+                return partial(_hash_there, there)
+    return None
+
+
+def _hash_there(there: Location, entry: FileEntry) -> str | None:
+    """Return the hash of the file of this name; None if there is none, or its size alone tells that it is another."""
+    if (info := there.files.get(entry.path)) is None or info.size != entry.size:
+        return None
+    return sha256_object(there.store, entry.path, entry.size)
+
+
+def _plain(model: str) -> str:
+    return model.removeprefix("file://").rstrip("/")
+
+
+def _repository(model: str) -> str | None:
+    """Return the name of a hub id, or of a snapshot in the hub's cache, without its owner; None for other folders."""
+    cached = re.search(r"/models--[^/]+?--([^/]+)/snapshots/", f"{model}/")
+    hub_id = HubId.parse(model)
+    found = cached[1] if cached else hub_id and hub_id.repository.rpartition("/")[2]
+    return found and found.lower()
 
 
 def _check_weights(location: Location, lora: Lora, request: AdapterRequest) -> None:

@@ -58,8 +58,8 @@ def score_beside_teacher(
 ) -> Scores:
     """Score targets as `score_targets` does; with `outputs.divergence` also against what the batch has of a teacher.
 
-    Then the log-probability is a constant, and nothing else is computed beside the two. `outputs.rest` is computed here,
-    too, as it takes whole logits. It has no gradient.
+    Then the log-probability is a constant, and nothing else is computed beside the two. `outputs.rest` is computed
+    here, too, as it takes whole logits. It has no gradient.
 
     Args:
         hidden_NH: of the batch's targets, or of those of `target_N`.

@@ -7,6 +7,7 @@ is the long way.
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -252,6 +253,32 @@ def test_a_published_state_is_an_adapter_and_the_archive_gives_it_again(
 
 
 @one_of(KILLED, "around a loaded state")
+def test_adapters_and_states_of_another_base_are_refused_unless_the_client_insists(
+    stack: Stack, client: Client, tiny_model: Path
+) -> None:
+    """The other base has the same shapes, and other weights: nothing else would tell."""
+    other = Path(shutil.copytree(tiny_model, stack.root / "another"))
+    path = other / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    source = opened(client, tiny_model)
+    source.send(commands_of(11, 1)[0]).result(600)
+    saved = source.save_state(publish=True).result(600)
+    state = f"{source.id}:step-{saved.step}"
+    apart, insisting = (opened(client, other, allow_other_base=insists) for insists in (False, True))
+    for each in (apart, insisting):
+        each.send(commands_of(11, 1)[0]).result(600)  # by now its base was found
+    with pytest.raises(ServiceError, match="whose weights or tokenizer are not") as caught:
+        client.call("PUT", f"/sessions/{apart.id}/commands/2", json={"kind": "load_state", "state": state})
+    assert caught.value.status == 422
+    insisting.load_state(state).result(600)
+    assert saved.adapter is not None
+    begun = opened(client, other, initial_adapter=saved.adapter.uri)
+    with pytest.raises(Exception, match=r"whose model\.safetensors is another, and not on"):
+        begun.send(commands_of(11, 1)[0]).result(600)
+    for each in (source, apart, insisting):
+        each.close()
+
+
 def test_a_loaded_state_gives_the_same_bits_whatever_is_killed(stack: Stack, client: Client, tiny_model: Path) -> None:
     """Of another session, of its own past, with moments and without; and what cannot be loaded is refused."""
     print(f"seed {SEED}")
