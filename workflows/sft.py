@@ -110,6 +110,8 @@ class SFTWorkflow(RunHandlers):
             url=run.teacher_url,
             name=run.teacher_model,
             top_k=run.top_k or 0,
+            tenant=self._start.tenant if run.teacher_key else "",
+            key=run.teacher_key,
         )
         return await control.do(AskTeacher.ask_teacher, request)
 

@@ -129,9 +129,10 @@ def test_a_model_that_a_server_tells_of_teaches_as_one_on_the_worker(
     options += ["--tokens", "top_k", "--top-k", "16"]
     with running(tiny_model, tmp_path) as ready:
         url = f"{ready.url}/v1"
-        settings = {"LONGSHORE_GRADING__SCORE_MODEL_URL": url, "LONGSHORE_GRADING__SCORE_MODEL_KEY": ready.api_key}
+        keys = {"tutor": {"url": url, "key": ready.api_key}}
+        settings = {"LONGSHORE_GRADING__SERVER_KEYS": json.dumps(keys)}
         with started(tmp_path / "stack", **QUICK, **settings) as stack:
-            by_url = submit(stack, tiny_model, folder, url, "--teacher-model", NAME, *options)
+            by_url = submit(stack, tiny_model, folder, url, "--teacher-model", NAME, "--teacher-key", "tutor", *options)
             by_slot = submit(stack, tiny_model, folder, "base", *options)
             ours, theirs = (stack.cli("metrics", x.json["run_id"], "--json").json for x in (by_url, by_slot))
             for one, other in zip(ours["evaluations"], theirs["evaluations"], strict=True):

@@ -252,7 +252,6 @@ def test_a_published_state_is_an_adapter_and_the_archive_gives_it_again(
     assert by_hand.read_bytes() == weights.read_bytes()
 
 
-@one_of(KILLED, "around a loaded state")
 def test_adapters_and_states_of_another_base_are_refused_unless_the_client_insists(
     stack: Stack, client: Client, tiny_model: Path
 ) -> None:
@@ -279,6 +278,7 @@ def test_adapters_and_states_of_another_base_are_refused_unless_the_client_insis
         each.close()
 
 
+@one_of(KILLED, "around a loaded state")
 def test_a_loaded_state_gives_the_same_bits_whatever_is_killed(stack: Stack, client: Client, tiny_model: Path) -> None:
     """Of another session, of its own past, with moments and without; and what cannot be loaded is refused."""
     print(f"seed {SEED}")
