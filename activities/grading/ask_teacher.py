@@ -69,10 +69,9 @@ class AskTeacher:
         means = _means(request, self._host.settings)
 
         def write(folder: Path) -> None:
+            limits = self._host.settings.confined
             asked = self._host.stage(request.units), self._host.stage(request.model), request, means
-            with closing(
-                confined.stream(self._host.settings.confined, told_by_teacher, *asked, kind="grading")
-            ) as found:
+            with closing(confined.stream(limits, told_by_teacher, *asked, kind="grading")) as found:
                 ids, logprobs = zip(*((ids, logprobs) for ids, logprobs in found if ids), strict=True)
             np.save(folder / LIKELIEST_IDS, np.concatenate([np.array(x, dtype="<i4") for x in ids]))
             np.save(folder / LIKELIEST_LOGPROBS, np.concatenate([np.array(x, dtype="<f4") for x in logprobs]))

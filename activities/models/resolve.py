@@ -66,7 +66,7 @@ from shared.storage.artifacts import (
     upload_files,
 )
 from shared.storage.host_states import read_offer
-from shared.storage.paths import RunKeys, checkpoint_adapter_run, claim_of_version, content_key, model_import
+from shared.storage.paths import RunKeys, checkpoint_adapter_run, content_key, is_published, model_import
 from shared.storage.places import OpenPlaces
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Room
@@ -272,8 +272,8 @@ def _hashes_of_base(
     key = "" if location.artifact is None else OpenPlaces(host.settings).own_key(location.artifact.uri) or ""
     run_id = checkpoint_adapter_run(request.tenant, key)
     with suppress(NotFound, InvalidInput, ValueError, OSError):
-        if (claim := claim_of_version(request.tenant, key)) is not None:
-            run_id = json.loads(host.store.get_bytes(claim))["run_id"]
+        if is_published(request.tenant, key):  # its claim names the run
+            run_id = json.loads(host.store.get_bytes("/claims/".join(key.rsplit("/", 1)) + ".json"))["run_id"]
         if run_id is not None:
             before = read_record(host.store, RunKeys(run_id).began_with("model"), Manifest)
             known = {entry.path: entry.sha256 for entry in before.files}
@@ -298,10 +298,10 @@ def _plain(model: str) -> str:
 
 def _repository(model: str) -> str | None:
     """Return the name of a hub id, or of a snapshot in the hub's cache, without its owner; None for other folders."""
-    cached = re.search(r"/models--[^/]+?--([^/]+)/snapshots/", f"{model}/")
+    if cached := re.search(r"/models--[^/]+?--([^/]+)/snapshots/", f"{model}/"):
+        return cached[1].lower()
     hub_id = HubId.parse(model)
-    found = cached[1] if cached else hub_id and hub_id.repository.rpartition("/")[2]
-    return found and found.lower()
+    return None if hub_id is None else hub_id.repository.rpartition("/")[2].lower()
 
 
 def _check_weights(location: Location, lora: Lora, request: AdapterRequest) -> None:

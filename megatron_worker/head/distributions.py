@@ -82,23 +82,20 @@ def score_beside_teacher(
         ]
         id_NK, logprob_NK = (torch.cat(each) for each in zip(*named, strict=True))
         return Scores(top_id_NK=id_NK, top_logprob_NK=logprob_NK)
-    teacher = _teacher(batch, outputs.divergence, target_N)
+    teacher = _teacher(batch, target_N)
     keep_rows = torch.is_grad_enabled() and hidden_NH.requires_grad
     task = _Task(label_N, teacher, outputs.divergence, softmax, chunk, keep_rows)
     divergence_N, logprob_N = _Diverged.apply(hidden_NH, weight_VH, last_VR, task)
     return Scores(logprob_N=logprob_N, divergence_N=divergence_N)
 
 
-def _teacher(batch: Batch, divergence: Divergence, target_N: Tensor | None) -> TeacherStates | LikeliestIds:
+def _teacher(batch: Batch, target_N: Tensor | None) -> TeacherStates | LikeliestIds:
     """Return what is known of the teacher at the targets; `target_N`: at those alone."""
-    if divergence.tokens == "all":
-        assert isinstance(batch.teacher, TeacherStates), "the teacher has not computed this bin"
-        return batch.teacher
-    named = batch.teacher
-    if divergence.tokens == "drawn" and not isinstance(named, LikeliestIds):
-        named = LikeliestIds(batch.label_N[:, None], batch.ref_logprob_N[:, None])
-    assert isinstance(named, LikeliestIds), "the data was not scored"
-    return named if target_N is None else LikeliestIds(named.id_NK[target_N], named.logprob_NK[target_N])
+    known = batch.teacher
+    assert known is not None, "the teacher has not computed this bin"
+    if target_N is None or isinstance(known, TeacherStates):
+        return known
+    return LikeliestIds(known.id_NK[target_N], known.logprob_NK[target_N])
 
 
 @dataclass(frozen=True)

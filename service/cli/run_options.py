@@ -286,7 +286,7 @@ def _option(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required:
         default = ",".join(default or ()) or None if form == "names" else None
     elif type_ not in (int, float, bool) and get_origin(type_) is not Literal:
         type_ = str
-    takes_null = _is_optional(field.annotation) and (type_ in (int, float) or default is not None)
+    takes_null = type(None) in get_args(field.annotation) and (type_ in (int, float) or default is not None)
     if takes_null and get_origin(type_) is Literal:
         type_ = Literal[(*get_args(type_), "null")]
     return RunOption(
@@ -308,12 +308,6 @@ def _reading(kind: str) -> Iterator[RunOption]:
     for name, field in DatasetSource.model_fields.items():
         if name != "uri" and name not in _NOT_READ.get(kind, ()):
             yield replace(_option(field, ("dataset", name), "", is_required=False), form="reading")
-
-
-def _is_optional(annotation: Any) -> bool:
-    if get_origin(annotation) is Annotated:
-        return _is_optional(get_args(annotation)[0])
-    return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
 
 
 def _plain_type(annotation: Any) -> Any:
@@ -363,14 +357,10 @@ def _typed(option: RunOption) -> dict[str, Any]:
     if option.takes_null and option.parsed_as in (int, float):
         number = {int: "INTEGER", float: "FLOAT"}[option.parsed_as]
         metavar = number if option.default is None else f"{number}|null"
-        parsing = {"parser": partial(_number_or_null, option.parsed_as), "metavar": metavar}
+        parsing = {"parser": lambda text: text if text == "null" else option.parsed_as(text), "metavar": metavar}
     annotation = Annotated[option.parsed_as, typer.Option(*flags, help=words, **parsing)]  # type: ignore[name-defined]
     default = inspect.Parameter.empty if option.is_required else option.default
     return {"annotation": annotation, "default": default}
-
-
-def _number_or_null(number: type, text: str) -> Any:
-    return text if text == "null" else number(text)
 
 
 def _read(option: RunOption, value: Any, reading: Mapping[str, Any], uri_of: Callable[[str, str], str]) -> Any:

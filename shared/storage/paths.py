@@ -331,11 +331,6 @@ def is_published(tenant: str, key: str) -> bool:
     return re.fullmatch(pattern, key) is not None
 
 
-def claim_of_version(tenant: str, key: str) -> str | None:
-    """Return the key of the claim of a version that is published at this key; None if none may be."""
-    return "/claims/".join(key.rsplit("/", 1)) + ".json" if is_published(tenant, key) else None
-
-
 def checkpoint_adapter_run(tenant: str, key: str) -> str | None:
     """The run of a key that is one of `checkpoint_adapter`; None for any other key."""
     pattern = rf"{re.escape(tenant_folder(tenant))}/checkpoints/([a-z0-9][a-z0-9-]{{0,62}})/[0-9a-f]{{32}}"

@@ -140,3 +140,7 @@ def test_a_model_that_a_server_tells_of_teaches_as_one_on_the_worker(
             assert ours["evaluations"][-1]["metrics"]["loss"] < 0.5 * ours["evaluations"][0]["metrics"]["loss"]
             refused = submit(stack, tiny_model, folder, url, *options, check=False)
             assert_refused(refused, "teacher_model is what a teacher behind a URL is called")
+            keyed = ("--teacher-model", NAME, "--teacher-key", "x", *options)
+            assert_refused(submit(stack, tiny_model, folder, url, *keyed, check=False), "has no key x for")
+        files = [path for path in (tmp_path / "stack").rglob("*") if path.is_file() and not path.is_symlink()]
+        assert len(files) > 50 and not [path for path in files if ready.api_key.encode() in path.read_bytes()]

@@ -253,10 +253,10 @@ def test_a_published_state_is_an_adapter_and_the_archive_gives_it_again(
 
 
 def test_adapters_and_states_of_another_base_are_refused_unless_the_client_insists(
-    stack: Stack, client: Client, tiny_model: Path
+    client: Client, tiny_model: Path, tmp_path: Path
 ) -> None:
     """The other base has the same shapes, and other weights: nothing else would tell."""
-    other = Path(shutil.copytree(tiny_model, stack.root / "another"))
+    other = Path(shutil.copytree(tiny_model, tmp_path / "another"))
     path = other / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
     source = opened(client, tiny_model)

@@ -95,12 +95,9 @@ def test_another_tokenizer_a_private_address_and_a_server_that_tells_too_few_are
             ask(tmp_path, ready, workshop.data.units, workshop.model)
         with pytest.raises(InvalidInput, match="prompt_logprobs"):
             ask(tmp_path, ready, workshop.data.units, workshop.model, top_k=21)
-        for keys in (
-            {},
-            {"tutor": {"url": f"{ready.url}/v2", "key": "k"}},
-            {"tutor": {**url_of(ready), "tenants": ["b"]}},
-        ):
-            grading = GradingSettings(server_keys={name: ServerKey(**one) for name, one in keys.items()})
+        elsewhere, anothers = {"url": f"{ready.url}/v2", "key": "k"}, {**url_of(ready), "tenants": ["b"]}
+        for name, key in (("other", url_of(ready)), ("tutor", elsewhere), ("tutor", anothers)):
+            grading = GradingSettings(server_keys={name: ServerKey(**key)})
             with pytest.raises(InvalidInput, match=r"has no key tutor for .* that you may name"):
                 ask(tmp_path, ready, workshop.data.units, workshop.model, grading=grading, key="tutor", tenant="a")
         wrong = GradingSettings(server_keys={"tutor": ServerKey(url=f"{ready.url}/v1", key="canary-1f6b30")})

@@ -36,7 +36,7 @@ async def find_rewards(start: RLStart, policy: ResolvedModel) -> tuple[RewardMod
             asked = ModelRequest(uri=grader.base, any_family=True, tenant=start.tenant)
             base = await control.do(Resolve.resolve_model, asked)
         of_grader = {"role": "reward_model", "model": grader.base or start.run.model}
-        request = models.adapter_request(start, grader.model, base).model_copy(update=of_grader)
+        request = models.adapter_request(start, grader.model, base, **of_grader)
         adapter = await control.do(Resolve.resolve_adapter, request)
         head = adapter.lora.head
         assert head is not None  # the activity has refused what has none

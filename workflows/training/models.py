@@ -1,5 +1,7 @@
 """The model and adapters that a run begins with, and what it publishes."""
 
+from typing import Any
+
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
@@ -36,27 +38,20 @@ async def resolve_initial_adapter(start: AnyStart, model: ResolvedModel) -> Arti
     if run.initial_adapter is None:
         return None
     assert isinstance(run.trainable, Lora)  # the request's validation has checked this
-    request = adapter_request(start, run.initial_adapter, model).model_copy(update={"lora": run.trainable})
+    request = adapter_request(start, run.initial_adapter, model, lora=run.trainable)
     return (await control.do(Resolve.resolve_adapter, request)).adapter
 
 
-def adapter_request(start: AnyStart, uri: str, model: ResolvedModel) -> AdapterRequest:
-    """Return the request for an adapter of this model, which a run begins with."""
-    return AdapterRequest(
-        run_id=start.run_id,
-        tenant=start.tenant,
-        uri=uri,
-        shape=model.shape,
-        base=model.model,
-        model=start.run.model,
-        allow_other_base=start.run.allow_other_base,
-    )
+def adapter_request(start: AnyStart, uri: str, model: ResolvedModel, **more: Any) -> AdapterRequest:
+    """Return the request for an adapter that a run puts on a model: its own, unless `more` names another."""
+    who = {"run_id": start.run_id, "tenant": start.tenant, "allow_other_base": start.run.allow_other_base}
+    on = {"shape": model.shape, "base": model.model, "model": start.run.model}
+    return AdapterRequest(uri=uri, **{**who, **on, **more})
 
 
 async def resolve_reference(start: AnyStart, uri: str, model: ResolvedModel) -> Artifact:
     """Check the adapter that the run's loss has as its reference."""
-    request = adapter_request(start, uri, model).model_copy(update={"role": "reference"})
-    return (await control.do(Resolve.resolve_adapter, request)).adapter
+    return (await control.do(Resolve.resolve_adapter, adapter_request(start, uri, model, role="reference"))).adapter
 
 
 async def publish_weights(

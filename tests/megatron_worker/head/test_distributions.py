@@ -57,7 +57,8 @@ class Given:
             beside = (self.teacher_NH @ self.a_HR, self.teacher_b_VR) if self.has_adapters else ()
             return dataclasses.replace(batch, teacher=TeacherStates(self.teacher_NH, *beside))
         if tokens == "drawn":
-            return dataclasses.replace(batch, ref_logprob_N=logprob_NV.gather(1, self.label_N[:, None])[:, 0])
+            drawn = LikeliestIds(self.label_N[:, None], logprob_NV.gather(1, self.label_N[:, None]))
+            return dataclasses.replace(batch, teacher=drawn)
         top = logprob_NV.topk(top_k, dim=1)
         return dataclasses.replace(batch, teacher=LikeliestIds(top.indices.int(), top.values))
 
@@ -178,10 +179,9 @@ def test_a_teacher_that_is_nearly_sure_leaves_the_mass_that_it_leaves(kind: Dive
 
 def test_a_server_that_tells_more_digits_than_float32_has_beside_one_is_believed():
     """`drawn`, without what is left: it follows from the one number, of which -1e-9 is told exactly."""
-    given, row_logprob = Given(), torch.full((NUM_TARGETS,), -1e-9)
-    batch = dataclasses.replace(
-        given.batch("drawn", given.teacher_NH @ given.weight_VH.t(), 0), ref_logprob_N=row_logprob
-    )
+    given = Given()
+    told = LikeliestIds(given.label_N[:, None], torch.full((NUM_TARGETS, 1), -1e-9))
+    batch = dataclasses.replace(given.batch("all", given.teacher_NH, 0), teacher=told)
     outputs = Outputs(divergence=Divergence("reverse_kl", 0.0, "drawn"))
     found_N = score(given, given.leaves(), batch, outputs, None, whole_vocabulary(VOCAB_SIZE)).divergence_N
     own = (given.student_NH @ given.weight_VH.t()).double().softmax(1).gather(1, given.label_N[:, None])
