@@ -255,8 +255,8 @@ def _check_base(location: Location, request: AdapterRequest, host: HostContext) 
     other = ""
     if hash_of is not None:
         _, ours = open_artifact(request.base, host.settings.s3)
-        differing = (entry.path for entry in ours.base_files if hash_of(entry) != entry.sha256)
-        other = next((f", whose {path} is another" for path in differing), "")
+        files = (entry for entry in ours.files if entry.path.endswith((".safetensors", "tokenizer.json")))
+        other = next((f", whose {entry.path} is another" for entry in files if hash_of(entry) != entry.sha256), "")
     elif None not in (repositories := [_repository(named), _repository(_plain(request.model))]):
         other = ", which is another model" if repositories[0] != repositories[1] else ""
     if other:

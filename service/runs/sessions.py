@@ -23,7 +23,6 @@ from shared.models.peft import check_same
 from shared.runs.requests import RunRecord
 from shared.runs.session_results import SessionResults
 from shared.runs.sessions import MAX_WAITING, CommandArrived
-from shared.storage.artifacts import Manifest, read_record
 from shared.storage.checkpoints import CheckpointName, checkpoint_of_step
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
@@ -177,7 +176,6 @@ class Sessions:
         match source.run.trainable, record.run.trainable:
             case Lora() as theirs, Lora() as ours:
                 check_same(theirs, ours, "state", in_order=True)
-                await asyncio.to_thread(self._check_base, source, record)
             case Full() as full, Full() if source.run.dtype == record.run.dtype and full == record.run.trainable:
                 pass
             case theirs, ours:
@@ -189,15 +187,6 @@ class Sessions:
         if found is None:
             raise NotFound(f"there is no saved state {state}: the `step` of a save_state's result names one")
         return found[1]
-
-    def _check_base(self, source: RunRecord, record: RunRecord) -> None:
-        """Refuse a state of an adapter on another base, where both runs have found theirs."""
-        with suppress(NotFound):
-            keys = (RunKeys(each.run_id).began_with("model") for each in (source, record))
-            theirs, ours = (read_record(self._store, key, Manifest).base_files for key in keys)
-            if theirs != ours and not record.run.allow_other_base:
-                rule = f"it was trained on {source.run.model}, whose weights or tokenizer are not {record.run.model}'s"
-                raise InvalidInput(f"{rule}: open a session on that, or one with allow_other_base to insist", "state")
 
     async def _put(self, record: RunRecord, number: int, data: bytes) -> bytes:
         """Put a command into the store, unless there is one with its number. Returns what is there then."""

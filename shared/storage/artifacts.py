@@ -66,11 +66,6 @@ class Manifest(Frozen):
     def num_bytes(self) -> int:
         return sum(entry.size for entry in self.files)
 
-    @property
-    def base_files(self) -> tuple[FileEntry, ...]:
-        """What tells one base from another: its weights, and the tokenizer whose ids they know."""
-        return tuple(entry for entry in self.files if entry.path.endswith((".safetensors", "tokenizer.json")))
-
 
 def sha256_file(path: Path) -> str:
     with path.open("rb") as file:
