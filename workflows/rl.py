@@ -26,9 +26,9 @@ with workflow.unsafe.imports_passed_through():
 
 # A history should stay under 10,000 events. A step of a client's groups takes about 40, one of own rollouts about 80.
 _STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60
+_FAILS_WITH_ITS_STEPS = "a run of which no step was trained fails if one failed"
 # Runs lease a sampler before a worker. A run that lost its sampler and waits for another one gives up its idle worker:
 # otherwise it would deadlock with a run that holds that sampler and waits for the worker.
-_FAILS_WITH_ITS_STEPS = "a run of which no step was trained fails if one failed"
 _SAMPLER_FIRST = "a run that waits for a sampler holds no idle worker"
 
 
@@ -64,9 +64,9 @@ class RLWorkflow(ClientDrivenHandlers):
         status = self._run.status
         if status.failed_steps and not status.policy_version and workflow.patched(_FAILS_WITH_ITS_STEPS):
             failed = [step.problem for step in self._steps.all() if step.problem is not None]
-            message = f"no step was trained, and {status.failed_steps} failed"
-            message += f", the last of them since: {failed[-1].message}" if failed else ""
-            raise RunFailed(Problem(kind=failed[-1].kind if failed else "error", message=message))
+            last = failed[-1] if failed else Problem(kind="error", message="see its record")
+            message = f"no step was trained, and {status.failed_steps} failed; the last one: {last.message}"
+            raise RunFailed(Problem(kind=last.kind, message=message))
         self._run.show(state="succeeded", phase="done")
 
     async def _train_all(self) -> bool:
@@ -174,11 +174,12 @@ class RLWorkflow(ClientDrivenHandlers):
     def _count(self, done: StepStatus) -> None:
         """Count a step that was not trained, or that taught nothing."""
         is_new, known = done.state == "done" and done.same_as is None, self._run.status
-        by_rewards = is_new and self._start.run.advantages not in ("none", "given")
+        by_rewards = is_new and self._start.run.advantages not in ("none", "given") and done.metrics["trajectories"] > 1
+        are_equal = by_rewards and done.metrics["reward_std"] < 1e-9  # a mean's rounding is less
         self._run.show(
             skipped_steps=known.skipped_steps + (done.state == "skipped"),
             failed_steps=known.failed_steps + (done.state == "failed"),
-            equal_reward_steps=known.equal_reward_steps + (by_rewards and done.metrics.get("reward_std") == 0),
+            equal_reward_steps=known.equal_reward_steps + are_equal,
             zero_gradient_steps=known.zero_gradient_steps + (is_new and done.metrics.get("grad_norm") == 0),
         )
 

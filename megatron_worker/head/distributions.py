@@ -211,10 +211,9 @@ class _Task:
 
 
 def _left(logprob_CK: Tensor) -> Tensor:
-    """Return the logarithm of the mass that numbers leave to ids without any.
+    """Return the logarithm of the mass that a teacher's numbers leave to ids without any.
 
-    One number is as precise as it is near 0. Several are each rounded, and so less than `_LEAST_MASS` would be a
-    difference of roundings.
+    One number near 0 is exact. Several are each rounded: a rest below `_LEAST_MASS` would be their rounding errors.
     """
     exact_CK = logprob_CK.double()
     mass_C = -exact_CK[:, 0].expm1() - exact_CK[:, 1:].exp().sum(dim=1)

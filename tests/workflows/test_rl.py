@@ -256,7 +256,7 @@ async def test_a_run_of_which_every_step_failed_fails_and_says_why(stack: RLStac
         await handle.result()
     status = await handle.query(RLWorkflow.status)
     assert (status.state, status.problem.kind, status.failed_steps) == ("failed", "invalid_input", 1)
-    assert status.problem.message.startswith("no step was trained, and 1 failed, the last of them since: bad.jsonl:1: ")
+    assert status.problem.message.startswith("no step was trained, and 1 failed; the last one: bad.jsonl:1: ")
     resumed = await stack.start_rl(handle.id, resumed=True)
     assert (await stack.train(resumed, 1)).policy_version == 1
     await resumed.execute_update(RLWorkflow.finish)
@@ -269,7 +269,7 @@ async def test_a_run_of_which_every_step_failed_fails_and_says_why(stack: RLStac
 async def test_steps_of_equal_rewards_and_steps_without_a_gradient_are_counted_in_a_notice(stack: RLStack) -> None:
     await stack.add_gpu_host()
     handle = await stack.start_rl(seed=SEEDS["flat"], equal_rewards="keep")
-    equal = write_groups(stack.settings.root_path / "data" / "equal.jsonl", group(1.0, 1.0), group(1.0, 1.0))
+    equal = write_groups(stack.settings.root_path / "data" / "equal.jsonl", group(0.1, 0.1, 0.1), group(0.1, 0.1))
     await stack.train(handle, 1)
     step = await handle.execute_update(RLWorkflow.train_step, StepRequest(key="equal", groups=equal, wait=True))
     assert (step.state, step.policy_version) == ("done", 2)
