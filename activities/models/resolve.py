@@ -33,7 +33,7 @@ from activities.models.gguf_file import convert_gguf
 from activities.sources.models import HubId, Location, locate, located
 from longshore.fields import Artifact, Frozen, added
 from longshore.training import LINEARS, Lora, Target
-from shared.errors import InvalidInput, NotFound
+from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.models.dense import DenseConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, check_order, with_own_targets
@@ -72,6 +72,7 @@ from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Room
 
 _MOST_NAMES = 4
+_OF_BASE = (".safetensors", "tokenizer.json")  # ends of names of what tells one base from another
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
     r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\.(self_attn|linear_attn|"
@@ -251,12 +252,11 @@ def _check_base(location: Location, request: AdapterRequest, host: HostContext) 
     if request.base is None or request.allow_other_base:
         return
     named = _plain(str(location.read_json(CONFIG).get("base_model_name_or_path") or ""))
-    hash_of = _hashes_of_base(location, named, request, host)
-    other = ""
-    if hash_of is not None:
+    other, theirs = "", _files_of_base(location, named, request, host)
+    if theirs is not None:
         _, ours = open_artifact(request.base, host.settings.s3)
-        files = (entry for entry in ours.files if entry.path.endswith((".safetensors", "tokenizer.json")))
-        other = next((f", whose {entry.path} is another" for entry in files if hash_of(entry) != entry.sha256), "")
+        differing = [path for path in _different(theirs, ours) if path.endswith(_OF_BASE)]
+        other = f", whose {differing[0]} is another" if differing else ""
     elif None not in (repositories := [_repository(named), _repository(_plain(request.model))]):
         other = ", which is another model" if repositories[0] != repositories[1] else ""
     if other:
@@ -264,32 +264,22 @@ def _check_base(location: Location, request: AdapterRequest, host: HostContext) 
         raise InvalidInput(f"{rule}: name its own base, or set allow_other_base to insist", location.place(CONFIG))
 
 
-def _hashes_of_base(
-    location: Location, named: str, request: AdapterRequest, host: HostContext
-) -> Callable[[FileEntry], str | None] | None:
-    """Return what tells the hash of a file of an adapter's base: as the run that published the adapter found it, or as
-    it is now in the folder that the adapter names. None if neither is here."""
+def _files_of_base(location: Location, named: str, request: AdapterRequest, host: HostContext) -> Manifest | None:
+    """Return the files of the base that an adapter was made on: as the run found them that published it, or as they are
+    in the folder that the adapter names. None if neither is here."""
     key = "" if location.artifact is None else OpenPlaces(host.settings).own_key(location.artifact.uri) or ""
     run_id = checkpoint_adapter_run(request.tenant, key)
-    with suppress(NotFound, InvalidInput, ValueError, OSError):
+    with suppress(NotFound):
         if is_published(request.tenant, key):  # its claim names the run
             run_id = json.loads(host.store.get_bytes("/claims/".join(key.rsplit("/", 1)) + ".json"))["run_id"]
         if run_id is not None:
-            before = read_record(host.store, RunKeys(run_id).began_with("model"), Manifest)
-            known = {entry.path: entry.sha256 for entry in before.files}
-            return lambda entry: known.get(entry.path)
+            return read_record(host.store, RunKeys(run_id).began_with("model"), Manifest)
+    with suppress(InvalidInput, StoreUnavailable, ValueError, OSError):  # a name of any form, that others wrote
         if named.startswith(("/", "s3://")) and named != _plain(request.model):
             there = locate(named, request.tenant, host.settings, HUB_PATTERNS, lambda _: None)
             if any(name.endswith(".safetensors") for name in there.files):
-                return partial(_hash_there, there)
+                return _hash(there, [name for name in there.files if name.endswith(_OF_BASE)])
     return None
-
-
-def _hash_there(there: Location, entry: FileEntry) -> str | None:
-    """Return the hash of the file of this name; None if there is none, or its size alone tells that it is another."""
-    if (info := there.files.get(entry.path)) is None or info.size != entry.size:
-        return None
-    return sha256_object(there.store, entry.path, entry.size)
 
 
 def _plain(model: str) -> str:

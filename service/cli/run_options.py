@@ -355,8 +355,7 @@ def _typed(option: RunOption) -> dict[str, Any]:
         flags[0] += f"/--no-{option.flag}"
     parsing: dict[str, Any] = {}
     if option.takes_null and option.parsed_as in (int, float):
-        number = {int: "INTEGER", float: "FLOAT"}[option.parsed_as]
-        metavar = number if option.default is None else f"{number}|null"
+        metavar = {int: "INTEGER", float: "FLOAT"}[option.parsed_as] + ("|null" if option.default is not None else "")
         parsing = {"parser": lambda text: text if text == "null" else option.parsed_as(text), "metavar": metavar}
     annotation = Annotated[option.parsed_as, typer.Option(*flags, help=words, **parsing)]  # type: ignore[name-defined]
     default = inspect.Parameter.empty if option.is_required else option.default
