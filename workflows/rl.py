@@ -174,8 +174,9 @@ class RLWorkflow(ClientDrivenHandlers):
     def _count(self, done: StepStatus) -> None:
         """Count a step that was not trained, or that taught nothing."""
         is_new, known = done.state == "done" and done.same_as is None, self._run.status
-        by_rewards = is_new and self._start.run.advantages not in ("none", "given") and done.metrics["trajectories"] > 1
-        are_equal = by_rewards and done.metrics["reward_std"] < 1e-9  # a mean's rounding is less
+        by_rewards = is_new and self._start.run.advantages not in ("none", "given")
+        several = by_rewards and done.metrics.get("trajectories", 0) > 1
+        are_equal = several and done.metrics.get("reward_std", 1) < 1e-9  # a mean's rounding is less
         self._run.show(
             skipped_steps=known.skipped_steps + (done.state == "skipped"),
             failed_steps=known.failed_steps + (done.state == "failed"),
