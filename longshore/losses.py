@@ -82,7 +82,7 @@ class _PolicyLoss(Frozen):
     off_policy_bound: float | None = Field(
         default=None,
         gt=0,
-        description="sequences of negative advantage count for nothing where their mean of log(old / new) is above it",
+        description="sequences of negative advantage count for nothing if their mean of log(sampler / new) is above it",
     )
     old: Literal["sampler", "trainer"] = Field(
         default="sampler",

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from longshore.fields import Frozen, Name
+from longshore.fields import Frozen, Name, added
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.module_patterns import MAX_LENGTH, ModulePattern
 
@@ -254,6 +254,7 @@ def check_optimizer(optimizer: Optimizer, engine: EngineName, layout: Layout, tr
         raise ValueError("noise_scale: the engine fsdp sums gradients of whole models in its backward; use megatron")
 
 
+OTHER_BASE_DESCRIPTION = "take adapters that were made on another base than the one that they are put on here"
 ModelUri = Annotated[
     str, Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, hub id or published name")
 ]
@@ -271,6 +272,7 @@ class SessionRun(Frozen):
     model: ModelUri
     trainable: Trainable = Lora()
     initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
+    allow_other_base: bool = added(False, description=OTHER_BASE_DESCRIPTION)
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest sequence; tokens of a micro-batch")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of fresh adapter weights")
     engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")

@@ -106,7 +106,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         return self._ranks.size > 1
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
-        if not (outputs.logprob or outputs.entropy or outputs.top_k or outputs.values or outputs.divergence):
+        if not (outputs.logprob or outputs.entropy or outputs.num_named or outputs.values or outputs.divergence):
             return Scores()
         shard = self.vocab_shard
 

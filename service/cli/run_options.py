@@ -58,6 +58,7 @@ class RunOption:
         flag: its name on the command line, without dashes.
         parsed_as: what Typer makes of its text: str, int, float, bool, a Literal, or a list of str.
         kind: the variant of a union that the field belongs to, or that the option stands for.
+        takes_null: `null` stands for no value. (Of text it is text.)
     """
 
     path: tuple[str, ...]
@@ -69,6 +70,7 @@ class RunOption:
     help: str = ""
     bounds: str = ""
     kind: str | None = None
+    takes_null: bool = False
 
     @property
     def parameter(self) -> str:
@@ -211,7 +213,7 @@ def option_at(options: Sequence[RunOption], place: Sequence[int | str]) -> RunOp
 def json_of(text: str, flag: str) -> Any:
     """Parse JSON that was given as itself or as the name of a file. Raises Stop where there is none."""
     try:
-        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        return json.loads(text if text.lstrip().startswith(("{", "[")) or text == "null" else Path(text).read_text())
     except OSError as error:
         raise Stop(f"{flag}: {text}: {error.strerror}", USAGE) from None
     except ValueError as error:
@@ -236,6 +238,7 @@ def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required
         return
     if type_ is DatasetSource:
         words = f"{option.help or 'Rows'}: a file (uploaded), or a file://, s3:// or https:// URI"
+        words += ", or a JSON object with `uri` and fields that say how it alone is read"
         yield replace(option, form="source", help=words)
     elif field.discriminator == "type" or ".".join(path) in _WHOLE:  # a grader, or such an object
         yield replace(option, form="json", default=None, help=f"{option.help}: JSON, or a file of it")
@@ -283,6 +286,9 @@ def _option(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required:
         default = ",".join(default or ()) or None if form == "names" else None
     elif type_ not in (int, float, bool) and get_origin(type_) is not Literal:
         type_ = str
+    takes_null = type(None) in get_args(field.annotation) and (type_ in (int, float) or default is not None)
+    if takes_null and get_origin(type_) is Literal:
+        type_ = Literal[(*get_args(type_), "null")]
     return RunOption(
         path,
         NAMES.get(name) or prefix + path[-1].replace("_", "-"),
@@ -292,6 +298,7 @@ def _option(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required:
         is_required,
         field.description or "",
         _bounds(field),
+        takes_null=takes_null,
     )
 
 
@@ -344,18 +351,27 @@ def _typed(option: RunOption) -> dict[str, Any]:
     words += "; may be repeated" if option.parsed_as == list[str] else ""
     words = words.removesuffix(".") + "." if words else ""
     flags = [f"--{option.flag}", *([_SHORT[option.field]] if option.field in _SHORT else [])]
-    annotation = Annotated[option.parsed_as, typer.Option(*flags, help=words)]  # type: ignore[name-defined]
+    if option.parsed_as is bool and option.default is True:
+        flags[0] += f"/--no-{option.flag}"
+    parsing: dict[str, Any] = {}
+    if option.takes_null and option.parsed_as in (int, float):
+        metavar = {int: "INTEGER", float: "FLOAT"}[option.parsed_as] + ("|null" if option.default is not None else "")
+        parsing = {"parser": lambda text: text if text == "null" else option.parsed_as(text), "metavar": metavar}
+    annotation = Annotated[option.parsed_as, typer.Option(*flags, help=words, **parsing)]  # type: ignore[name-defined]
     default = inspect.Parameter.empty if option.is_required else option.default
     return {"annotation": annotation, "default": default}
 
 
 def _read(option: RunOption, value: Any, reading: Mapping[str, Any], uri_of: Callable[[str, str], str]) -> Any:
     flag = f"--{option.flag}"
+    if option.takes_null and value == "null":
+        return None
     match option.form:
         case "names":
             return value.split(",")
         case "source":
-            return {"uri": uri_of(value, flag), **reading}
+            own = json_of(value, flag) if value.lstrip().startswith("{") else {"uri": value, **reading}
+            return own | {"uri": uri_of(own["uri"], flag)} if "uri" in own else own
         case "kind":
             return json_of(value, flag) if value.lstrip().startswith("{") else {"kind": value}
         case "json":

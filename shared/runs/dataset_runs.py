@@ -4,11 +4,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from longshore.fields import Frozen, Name
+from longshore.fields import Frozen, Name, added
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.training import (
     DTYPE_DESCRIPTION,
     MAX_SCALARS,
+    OTHER_BASE_DESCRIPTION,
     QUANTIZE_DESCRIPTION,
     RECOMPUTE_DESCRIPTION,
     STATES_DESCRIPTION,
@@ -56,6 +57,7 @@ class TrainedRun(Frozen):
     model: ModelUri
     trainable: Trainable = Lora()
     initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
+    allow_other_base: bool = added(False, description=OTHER_BASE_DESCRIPTION)
     bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
     memory_budget_bytes: int | None = Field(default=None, ge=1_000_000, description=_BUDGET)
     optimizer: OptimizerName = "adamw"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from longshore.fields import Frozen, Name
+from longshore.fields import Frozen, Name, added
 from longshore.losses import MOST_TEACHERS, DistillationSettings, several_teachers_fit
 from longshore.training import PAIRED
 
@@ -108,6 +108,9 @@ class TaughtBy(DistillationSettings):
     teacher_model: str | None = Field(
         default=None, min_length=1, max_length=256, description="the teacher's name there"
     )
+    teacher_key: str | None = added(
+        None, max_length=64, description="of a teacher behind a URL: the name under which this installation has its key"
+    )
     teachers: Annotated[tuple[tuple[Name, TeacherUri], ...], PAIRED] = Field(
         default=(),
         max_length=MOST_TEACHERS,
@@ -137,6 +140,8 @@ class TaughtBy(DistillationSettings):
     def _servers_tell_some_tokens(self) -> Self:
         if (self.teacher_url is None) != (self.teacher_model is None):
             raise ValueError("teacher_model is what a teacher behind a URL is called there: both, or neither")
+        if self.teacher_key is not None and self.teacher_url is None:
+            raise ValueError("teacher_key is of a teacher behind a URL: drop it")
         if self.teacher_url is not None and (self.tokens == "all" or self.temperature != 1):
             raise ValueError("a server tells log-probabilities of some tokens, at temperature 1: tokens top_k or drawn")
         return self

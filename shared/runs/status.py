@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from longshore.fields import Artifact, Frozen, Sha256
+from longshore.fields import Artifact, Frozen, Sha256, added
 from longshore.training import ScalarHead
 from shared.fence import Fence
 from shared.models.shape import ModelShape
@@ -84,6 +84,9 @@ class RunStatus(Frozen):
     )
     problem: Problem | None = None
     skipped_steps: int = Field(default=0, description="of an RL run: train steps with nothing to learn from")
+    failed_steps: int = added(0, description="of an RL run: train steps that could not be trained")
+    equal_reward_steps: int = added(0, description="of an RL run: trained steps whose rewards were all the same")
+    zero_gradient_steps: int = added(0, description="of an RL run: trained steps whose gradient was 0 throughout")
     notices: tuple[str, ...] = Field(default=(), description="what its user should know of it, whatever comes of it")
     started_at: float | None = Field(default=None, description="the first time, also of a run that was resumed")
     ended_at: float | None = None
@@ -97,6 +100,7 @@ class RunStatus(Frozen):
     gpu_seconds: float = Field(default=0.0, description="seconds that workers were leased, times their ranks")
 
 
+STEP_COUNTS = ("skipped_steps", "failed_steps", "equal_reward_steps", "zero_gradient_steps")  # in a RunStatus
 StepKey = Annotated[str, Field(min_length=1, max_length=256)]
 
 

@@ -26,7 +26,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.jobs.leases import LeaseGrant
     from shared.jobs.packed import RouteShape
     from shared.jobs.weight_sync import SyncTarget
-    from shared.models.shape import ModelShape
+    from shared.runs.models import ResolvedModel
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RLStart
     from shared.runs.status import Phase, Policy, Problem, RLState, RolloutData, StepStatus
@@ -51,19 +51,19 @@ class Rolled:
     metrics: dict[str, float]
 
 
-async def prepare_rollouts(start: RLStart, model: Artifact, shape: ModelShape) -> RolloutData:
+async def prepare_rollouts(start: RLStart, policy: ResolvedModel) -> RolloutData:
     """Try the grader, download and render the prompts, before any accelerator is asked for.
 
     Raises:
         RunFailed: the model's weights do not fit the buckets that they are to travel in.
     """
-    if (message := rollout_requests.too_small_a_bucket(start.run, shape)) is not None:
+    if (message := rollout_requests.too_small_a_bucket(start.run, policy.shape)) is not None:
         raise RunFailed(Problem(kind="invalid_input", message=message))
     rollouts = rollouts_of(start.run)
     await control.do(Grade.check_grader, rollouts.grader)
-    rewards = await find_rewards(start, model, shape)
-    prompts = await _render(start, model, "train", rollouts.prompts)
-    held_out = await _render(start, model, "eval", rollouts.held_out.prompts) if rollouts.held_out else None
+    rewards = await find_rewards(start, policy)
+    prompts = await _render(start, policy.model, "train", rollouts.prompts)
+    held_out = await _render(start, policy.model, "eval", rollouts.held_out.prompts) if rollouts.held_out else None
     return rollout_requests.rollout_data(start.run, prompts, held_out).model_copy(update={"rewards": rewards})
 
 

@@ -11,7 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.records.run_records import RunRecords
     from shared.jobs.leases import GangLeader, LeaseGrant
     from shared.runs.start import AnyStart
-    from shared.runs.status import STATUS_MEMO, CheckpointRef, Phase, PhaseSpan, Problem, RunStatus, State
+    from shared.runs.status import STATUS_MEMO, STEP_COUNTS, CheckpointRef, Phase, PhaseSpan, Problem, RunStatus, State
     from workflows import control
     from workflows.leases.gang_turns import Turn
     from workflows.outcomes import ended_early, result_or_raise
@@ -24,7 +24,7 @@ _MOST_SPANS = 64
 _KEPT_WHEN_RESUMED = (
     *("started_at", "step", "num_steps", "planned_tokens", "metrics", "checkpoint", "dataset_report"),
     *("adapter", "adapter_sha256", "name", "version", "policy_version"),
-    *("notices", "skipped_steps"),
+    *("notices", *STEP_COUNTS),
 )
 
 
@@ -45,6 +45,9 @@ class StatusChanges(TypedDict, total=False):
     policy_version: int | None
     dataset_report: str
     skipped_steps: int
+    failed_steps: int
+    equal_reward_steps: int
+    zero_gradient_steps: int
     notices: tuple[str, ...]
     estimated_end: float | None
     paused_by: str | None
