@@ -86,7 +86,7 @@ def fill_in_what_is_trained(form: Form, dataset: str) -> None:
     form.field("settings").fill("{")
     form.refused("settings", "This is no JSON")
     form.field("settings").fill('{"epochs": 1, "batch_size": 2, "learning_rate": 99}')
-    form.refused("settings", "learning_rate")
+    form.refused("learning_rate", "less than or equal to 10")
     form.field("settings").fill('{"epochs": 1, "batch_size": 2}')
     form.field("model").fill("")
     form.refused("model", "must not be empty")
