@@ -85,7 +85,7 @@ class ScalarHead(Frozen):
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
         if len(set(self.names)) < len(self.names):
-            raise ValueError("names: each scalar has a name of its own")
+            raise ValueError("names: give each scalar its own name")
         return self
 
     def __str__(self) -> str:
@@ -136,9 +136,9 @@ class Lora(Frozen):
     @model_validator(mode="after")
     def _targets_are_said_once(self) -> Self:
         if self.target_pattern is not None and (self.targets != LINEARS or self.layers is not None):
-            raise ValueError("target_pattern says all of what is adapted: drop targets and layers")
+            raise ValueError("target_pattern replaces targets and layers: drop them")
         if self.head is not None and "lm_head" in self.targets:
-            raise ValueError("targets: a head of its own stands in the place of lm_head; drop one of them")
+            raise ValueError("targets: the head of the run replaces lm_head; drop one of them")
         return self
 
     @property
@@ -184,9 +184,9 @@ def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
         raise ValueError(rule)
     are_split = asked.engine == "fsdp" and asked.layout.tp > 1
     if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dropout:
-        raise ValueError("trainable.dropout: the engine fsdp draws no masks for split linears; use megatron, or tp=1")
+        raise ValueError("trainable.dropout: the engine fsdp has no dropout for split linears; use megatron, or tp=1")
     if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dora:
-        raise ValueError("trainable.dora: the engine fsdp knows no norms of split rows; use megatron, or tp=1")
+        raise ValueError("trainable.dora: the engine fsdp has no dora for split rows; use megatron, or tp=1")
     return asked
 
 
@@ -296,5 +296,5 @@ class SessionRun(Frozen):
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
         if self.initial_adapter is not None and self.trainable.kind == "full":
-            raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
+            raise ValueError("full training cannot continue from an adapter: drop initial_adapter, or train a lora")
         return self

@@ -85,7 +85,7 @@ class TrainedRun(Frozen):
     @model_validator(mode="after")
     def _an_adapter_is_trained_on(self) -> Self:
         if self.initial_adapter is not None and self.trainable.kind == "full":
-            raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
+            raise ValueError("full training cannot continue from an adapter: drop initial_adapter, or train a lora")
         return self
 
     @property

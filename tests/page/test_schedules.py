@@ -84,7 +84,7 @@ def fill_in_what_is_trained(form: Form, dataset: str) -> None:
     form.field("name").fill("weekly")
     form.page.get_by_text("Settings as JSON").click()
     form.field("settings").fill("{")
-    form.refused("settings", "This is no JSON")
+    form.refused("settings", "This is not valid JSON")
     form.field("settings").fill('{"epochs": 1, "batch_size": 2, "learning_rate": 99}')
     form.refused("learning_rate", "less than or equal to 10")
     form.field("settings").fill('{"epochs": 1, "batch_size": 2}')

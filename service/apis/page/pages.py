@@ -123,7 +123,7 @@ async def sign_in_link(request: Request, backend: Backed) -> dict[str, str]:
     """Return a path that signs a browser in once, as the holder of the key that asks."""
     key = sent_key(request.headers.get("authorization", ""))
     if not key:
-        raise Forbidden("a key asks for a link, and no session")
+        raise Forbidden("a sign-in link needs an API key; a session cannot ask for one")
     return {"path": f"{SIGN_IN}?once={backend.sign_in_links.make(key)}"}
 
 

@@ -42,8 +42,8 @@ function drawHead() {
   const none = run.state === "running" ? "no step yet" : "no step completed";
   const done = run.num_steps ? `step ${number(run.step)} of ${number(run.num_steps)}` : run.step ? `step ${number(run.step)}` : none;
   const evaluated = run.state === "running" ? metrics?.evaluating ?? null : null;
-  const doing = evaluated !== null ? `evaluation: ${Math.round(100 * evaluated)} % of the held-out rows` : run.state === "running" && run.step === run.num_steps ? phaseText(run) : "";
-  show(byId("progress"), progressBar(run, evaluated), make("div.progress-text", {}, make("span", {}, [done, doing].filter(Boolean).join(" · ")), make("span", {}, eta === null ? "" : `about ${duration(eta)} left`)));
+  const doing = evaluated !== null ? `evaluation: ${Math.round(100 * evaluated.fraction)} % of the ${evaluated.part === "samples" ? "samples" : "held-out rows"}` : run.state === "running" && run.step === run.num_steps ? phaseText(run) : "";
+  show(byId("progress"), progressBar(run, evaluated?.fraction ?? null), make("div.progress-text", {}, make("span", {}, [done, doing].filter(Boolean).join(" · ")), make("span", {}, eta === null ? "" : `about ${duration(eta)} left`)));
 }
 
 /** Names and values of the summary; those that a run does not have are left out. */

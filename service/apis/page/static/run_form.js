@@ -102,10 +102,10 @@ export function takeFiles(form) {
 export function settingsOf(form) {
   try {
     const found = JSON.parse(form.elements.settings.value || "{}");
-    if (found === null || typeof found !== "object" || Array.isArray(found)) throw new SyntaxError("an object is wanted, in braces");
+    if (found === null || typeof found !== "object" || Array.isArray(found)) throw new SyntaxError("expected an object, in braces");
     return found;
   } catch (error) {
-    complain(form, "settings", `This is no JSON: ${error.message}`);
+    complain(form, "settings", `This is not valid JSON: ${error.message}`);
     return null;
   }
 }
