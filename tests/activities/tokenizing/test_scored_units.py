@@ -146,7 +146,7 @@ def test_the_head_is_of_the_objective() -> None:
         ({"num_samples": 1, "eval_dataset": {"uri": "v"}}, "num_samples: a head of scalars writes no text"),
         ({"dataset": {"uri": "u", "format": "chat"}}, "as reward does"),
         ({"dataset": {"uri": "u", "format": "text"}, "objective": "squared_error"}, "no answers"),
-        ({"trainable": {"kind": "lora", "targets": ["lm_head"]}}, "stands in the place of lm_head"),
+        ({"trainable": {"kind": "lora", "targets": ["lm_head"]}}, "replaces lm_head"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(fields, words) -> None:
