@@ -108,7 +108,7 @@ def test_margins_and_scores_are_read(tmp_path, as_parquet) -> None:
             {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}], "score": 1.0},
             "the last message is the user's",
         ),
-        ({"text": "t", "score": 1.0}, "the row has none of its own"),
+        ({"text": "t", "score": 1.0}, "this row has no answer"),
         (
             {"messages": [{"role": "assistant", "content": [{"text": "a", "weight": 2}]}], "score": 1.0},
             "weight must be 1 or absent",
