@@ -192,7 +192,7 @@ def _matching(example: Callable[[Row], Example], pattern: re.Pattern[str], row: 
             return replace(found, weights=[w * is_match for w, is_match in zip(weights, matches, strict=True)])
         case PromptCompletion():
             return found if pattern.search(found.completion) else replace(found, weight=0.0)
-    raise InvalidInput("assistant_pattern is of conversations: the row is none", row.place)
+    raise InvalidInput("assistant_pattern needs conversations, and this row is not one", row.place)
 
 
 def _as_named(spec: FormatSpec, row: Row) -> FormatSpec:

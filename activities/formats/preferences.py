@@ -103,7 +103,7 @@ def _with_shared_prompt(row: Row, whole: dict[str, Messages], text: str | None) 
                 rule = "behind what both conversations begin with: the prompts of a pair must be the same"
                 raise InvalidInput(f"{field}[{i}] is the {turn['role']}'s, {rule}", row.place)
     if text is not None and not any(message.get("content") == text for message in prompt):
-        raise InvalidInput("prompt is none of the messages that chosen and rejected begin with", row.place)
+        raise InvalidInput("prompt is not one of the messages with which chosen and rejected begin", row.place)
     return _pair(row, None, prompt, {name: messages[shared:] for name, messages in whole.items()}, tools_of(row))
 
 

@@ -134,9 +134,11 @@ class Runs:
             return run_id
         first = _Idempotency.model_validate_json(await asyncio.to_thread(self._store.get_bytes, place))
         if await asyncio.to_thread(self._store.head, removed_run(first.run_id)) is not None:
-            raise Conflict(f"this key made {first.run_id}, which was removed: take another Idempotency-Key")
+            raise Conflict(f"this key created {first.run_id}, which was removed: use another Idempotency-Key")
         if first.request_sha256 != mine.request_sha256:
-            raise InvalidInput(f"this key was used for another request, which made {first.run_id}", "Idempotency-Key")
+            raise InvalidInput(
+                f"this key was used for another request, which created {first.run_id}", "Idempotency-Key"
+            )
         return first.run_id
 
     async def accept(
@@ -299,7 +301,7 @@ class Runs:
             case "running":
                 raise Conflict(f"{run_id} is running")
             case "succeeded":
-                raise Conflict(f"{run_id} succeeded: there is nothing to go on with")
+                raise Conflict(f"{run_id} succeeded: there is nothing to resume")
             case "failed" | "cancelled" | "paused":
                 audit.touched(run_id)
                 if await asyncio.to_thread(self._store.head, expired(run_id)) is not None:

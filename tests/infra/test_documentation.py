@@ -114,7 +114,8 @@ def test_programs_of_the_server_start_outside_a_checkout(tmp_path: Path) -> None
     for name, text in pages.items():
         bare = set(re.findall(rf"python -m (?:{ours})\.[\w.]+", text)) - {printed.get(name)}
         assert not bare, f"{name}: python -P -m longshore.server"
-    modules = {each for text in pages.values() for each in re.findall(rf"longshore\.server\s((?:{ours})\.[\w.]+)", text)}
+    named = rf"longshore\.server\s((?:{ours})\.[\w.]+)"
+    modules = {each for text in pages.values() for each in re.findall(named, text)}
     assert {"service.host", "service.app", "service.launching"} <= modules
     for module in sorted(modules):
         command = [sys.executable, "-P", "-m", "longshore.server", module, "--help"]

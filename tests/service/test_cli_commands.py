@@ -307,7 +307,7 @@ def test_an_estimate_counts_and_measures(
     assert refused.code == 100 and "a run would refuse this dataset" in refused.stdout
     for arguments, said in (
         (("rl", "-m", "org/tiny"), "as long as its client makes it"),
-        (("session", "-m", "org/tiny"), "estimate knows sft, dpo, distill, reward and rl"),
+        (("session", "-m", "org/tiny"), "estimate accepts sft, dpo, distill, reward and rl"),
         (("sft", "-m", "org/tiny", "-d", str(dataset), "--wait"), "--wait"),
         (("sft", "-m", "org/tiny", "-d", str(dataset), "--lora-rank", "0"), "--lora-rank"),
     ):

@@ -246,7 +246,7 @@ def test_keys_are_tried_on_the_page_a_few_times_at_once(service: Service, api) -
             answers.append(browser.post("/login", data={"key": KEY}))
             assert [answer.status_code for answer in answers] == [401, 401, 401, 429, 429]
             assert 900 < int(answers[3].headers["retry-after"]) <= 1000
-            assert "tried too often" in answers[3].text and "set-cookie" not in answers[4].headers
+            assert "Too many sign-in attempts" in answers[3].text and "set-cookie" not in answers[4].headers
             assert browser.get("/login").status_code == 200
         with slow.http() as calls:
             assert calls.get("/runs").status_code == 200, "of the page alone"

@@ -329,7 +329,7 @@ def verify(
         entries = fetch_files(client, f"/models/{version}", "files", Path(folder) / "files")
         differing = statement.differing(entries)
         if differing:
-            raise Stop(f"{version}: not as the statement says: {', '.join(differing)}")
+            raise Stop(f"{version}: differs from the signed statement: {', '.join(differing)}")
         retrained = _retrained(statement, seed, Path(folder)) if retrain else None
     document = {"name": version, "signed_by": envelope.signatures[0].keyid, "statement": statement.model_dump()}
     document |= {} if retrained is None else {"retrained": vars(retrained) | {"equal": retrained.is_equal}}

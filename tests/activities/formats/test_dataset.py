@@ -72,7 +72,7 @@ def test_answers_that_a_pattern_is_found_in_are_trained_alone(tmp_path: Path) ->
     assert [row.weight for row in read(tmp_path, assistant_pattern="c") if isinstance(row, PromptCompletion)] == [1, 0]
     assert "assistant_pattern: it is no regular expression: missing )" in refusal(tmp_path, assistant_pattern="(")
     lines(tmp_path, {"text": "t"})
-    assert "assistant_pattern is of conversations" in refusal(tmp_path, assistant_pattern="t")
+    assert "assistant_pattern needs conversations" in refusal(tmp_path, assistant_pattern="t")
 
 
 def test_parts_have_weights_in_answers_of_chats_alone(tmp_path: Path) -> None:

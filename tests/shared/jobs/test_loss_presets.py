@@ -203,7 +203,7 @@ def test_ppo_has_a_critic_beside_its_policy() -> None:
         ({"critic": {"trainable": {"targets": ["lm_head"]}}}, "a critic has no lm_head"),
         (
             {"critic": {"trainable": Lora(dropout=0.1)}, "engine": "fsdp", "layout": {"tp": 2}},
-            "critic.trainable.dropout: the engine fsdp draws no masks",
+            "critic.trainable.dropout: the engine fsdp has no dropout",
         ),
         ({"critic": {"gamma": 0}}, "gamma"),
         ({"critic": {"gae_lambda": 1.5}}, "gae_lambda"),
