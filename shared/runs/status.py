@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from longshore.fields import Artifact, Frozen, Sha256
+from longshore.fields import Artifact, Frozen, Sha256, added
 from longshore.training import ScalarHead
 from shared.fence import Fence
 from shared.models.shape import ModelShape
@@ -93,6 +93,9 @@ class RunStatus(Frozen):
     timeline: tuple[PhaseSpan, ...] = Field(default=(), description="its last phases, oldest first")
     paused_by: str | None = Field(
         default=None, description="the limit that pauses it, in words: it goes on by itself when that is raised"
+    )
+    client_away: bool = added(
+        False, description="it is paused since its client sent nothing: the client's next command or step resumes it"
     )
     gpu_seconds: float = Field(default=0.0, description="seconds that workers were leased, times their ranks")
 

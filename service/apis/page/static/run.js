@@ -41,7 +41,7 @@ function drawHead() {
   const eta = etaSeconds(run);
   const none = run.state === "running" ? "no step yet" : "no step was done";
   const done = run.num_steps ? `step ${number(run.step)} of ${number(run.num_steps)}` : run.step ? `step ${number(run.step)}` : none;
-  const evaluating = run.state === "running" && metrics?.evaluating != null ? ` · evaluation: ${Math.round(100 * metrics.evaluating)} % of the held-out rows` : "";
+  const evaluating = run.state === "running" && metrics?.evaluating != null ? ` · evaluation: ${Math.round(100 * metrics.evaluating.fraction)} % of the ${metrics.evaluating.part === "samples" ? "samples" : "held-out rows"}` : "";
   show(byId("progress"), progressBar(run), make("div.progress-text", {}, make("span", {}, done + evaluating), make("span", {}, eta === null ? "" : `about ${duration(eta)} left`)));
 }
 

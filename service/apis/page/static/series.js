@@ -39,7 +39,7 @@ export class RunMetrics {
     if (event.event === "evaluated") this.evaluations.set(event.step, event);
     if (event.event === "started" && event.first_step > 0 && this.kind !== "rl") this.starts.push({ step: event.first_step });
     if (event.event === "saved") this.saved += 1;
-    this.evaluating = event.event === "evaluating" ? event.fraction : null;  // any other event comes after its end
+    this.evaluating = event.event === "evaluating" ? event : null;  // any other event comes after its end
   }
 
   /** Points [step, value] of a metric of optimizer steps. */
