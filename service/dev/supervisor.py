@@ -103,7 +103,6 @@ class Stack:
                 self._start(temporal, others, connection)
                 self._supervise([*temporal, *others], connection)
             finally:
-                _starting(self.root).unlink(missing_ok=True)
                 # Hosts and the service end together; Temporal after them, as they need it until then.
                 for group in (others, temporal):
                     for child in group:

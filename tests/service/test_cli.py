@@ -181,6 +181,7 @@ def test_a_download_is_checked(service: Service, options, tmp_path: Path) -> Non
     artifact = artifacts.upload_artifact(service.store, f"tenants/default/adapters/{run_id}/v000001", folder)
     result = RunStatus.model_validate_json(service.store.get_bytes(RunKeys(run_id).result))
     result = result.model_copy(update={"adapter": artifact.uri, "adapter_sha256": artifact.sha256, "version": 1})
+    result = result.model_copy(update={"name": "clerk"})
     service.store.put_bytes(RunKeys(run_id).result, result.model_dump_json().encode())
     service.rebuild()
     told = service.cli("watch", run_id)

@@ -60,8 +60,8 @@ def summary(view: "RunView", place: int | None = None) -> str:
     lines += [f"notice: {notice}" for notice in view.notices]
     if lost := dropped(view.metrics):
         lines.append(f"its newest step: {lost}")
-    if view.adapter and view.name and view.version:
-        name = f"{view.name}:v{view.version}"
+    if view.adapter:
+        name = f"{view.name}:v{view.version}" if view.version else view.run_id
         lines.append(f"published: {name}")
         if view.state == "succeeded":
             next_one = f"models show {name}" if view.kind == "reward" else f'chat {name} "…"'
