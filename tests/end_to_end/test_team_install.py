@@ -136,11 +136,11 @@ class Site:
         """Run a command of a person's on a machine; `longshore` is on the path, as the page says."""
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
-        path = {**PLAIN, "PATH": f"{Path(sys.executable).parent}:{PLAIN['PATH']}", "HOME": str(home)}
+        path = {"PATH": f"{Path(sys.executable).parent}:{PLAIN['PATH']}", "HOME": str(home)}
         call = partial(
             subprocess.run,
             command,
-            env=path | environment,
+            env=PLAIN | environment | path,
             cwd=home,
             input=self.key + "\n",
             capture_output=True,
