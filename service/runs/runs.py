@@ -414,9 +414,8 @@ def new_run_id(kind: str) -> str:
 
 
 def _reopened(run: IndexedRun) -> RunStatus:
-    changes = {"state": "running", "phase": "queued", "problem": None, "ended_at": None}
-    changes |= {"paused_by": None, "client_away": False}
-    return run.status.model_copy(update=changes)
+    changes = {"state": "running", "phase": "queued", "problem": None, "ended_at": None, "paused_by": None}
+    return run.status.model_copy(update={**changes, "client_away": False})
 
 
 def _ended_as(state: State) -> str:

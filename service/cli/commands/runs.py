@@ -208,7 +208,7 @@ def compare(
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
     """Return the fields of a JSON object, those of objects in it with dotted names."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, below in value.items():
         found |= _flat(below, f"{path}{name}.") if isinstance(below, dict) else {f"{path}{name}": below}
     return found
