@@ -272,8 +272,11 @@ loss = lambda outputs: -sum(output.target_logprob_P.sum() for output in outputs)
 loss_of = lambda outputs, advantage: -advantage * sum(output.target_logprob_P.sum() for output in outputs)
 """
     loss = "loss = lambda outputs: -sum(output.target_logprob_P.sum() for output in outputs)"
-    text = "\n".join([before, start, between, reference, head, groups, loss, base])
+    alone = 'for name in ("policy", "reference", "critic"): rank.drop_adapter(name)'
+    base = base.replace('Path("model")', 'Path("trained")')
+    text = "\n".join([before, start, between, reference, head, groups, loss, alone, base])
     place.python(text)
+    assert (place.folder / "trained" / "config.json").exists()
 
 
 def test_sweeps_and_schedules(place: Place) -> None:
