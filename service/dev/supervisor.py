@@ -44,6 +44,7 @@ _OBSERVED: tuple[Kind, ...] = ("web", *_HOSTS)  # in the order of their metrics'
 _TICK_S = 0.1
 _TELL_EVERY_S = 5.0
 _LOCK_FILE = "dev.lock"
+_STARTING_FILE = "dev.starting"  # in which a supervisor says what its start waits for; absent when the stack is up
 _HOST_GRACE_S = 20.0
 _MAX_FAILED_STARTS = 5
 _IDLE_START_S = 300.0  # a child that has used no processor for so long, and does not listen yet, never will
@@ -229,11 +230,11 @@ class Stack:
         if not self._leaving:
             connection.write()
             say(connection.banner(connection.sign_in_link() if self._tells_link else None))
-        _starting(self.root).unlink(missing_ok=True)
+        (self.root / _STARTING_FILE).unlink(missing_ok=True)
 
     def _say_awaited(self, text: str) -> None:
         """Tell it here, and to whoever waits for this stack in another terminal."""
-        write_atomically(_starting(self.root), text.encode())
+        write_atomically(self.root / _STARTING_FILE, text.encode())
         say(text)
 
     def _supervise(self, children: list[StackProcess], connection: Connection) -> None:
@@ -247,11 +248,6 @@ class Stack:
         for child in children:
             if message := child.revive():
                 say(message)
-
-
-def _starting(root: Path) -> Path:
-    """Return the file in which a supervisor says what its start waits for. It is absent when the stack is up."""
-    return root / "dev.starting"
 
 
 def _temporal_command(connection: Connection, database: Path) -> list[str]:
@@ -344,7 +340,7 @@ def detach(root: Path, api_port: int | None = None, with_ui: bool = False, folde
                 raise DevError(f"the stack did not start; {log} says why:\n{tail(log, 10)}")
             process = other
         if (now := time.monotonic()) - told_at >= _TELL_EVERY_S:
-            told_at, starting = now, _starting(root)
+            told_at, starting = now, root / _STARTING_FILE
             awaited = starting.read_text() if starting.exists() else "waiting until the web service answers"
             say(f"{awaited}; {now - begin:.0f} s so far (Ctrl-C leaves it to start by itself)")
         time.sleep(_TICK_S)
