@@ -221,7 +221,11 @@ class PlannedSteps(Program):
         )
         if sums is None:
             return False
-        samples = yield from evaluator.samples(partial(dispatcher.greedy, self.slot.slot), self.slot.cancelled)
+        samples = yield from with_progress(
+            evaluator.samples(partial(dispatcher.greedy, self.slot.slot), self.slot.cancelled),
+            evaluator.num_sampling_passes,
+            lambda done: emit(Evaluating, step=self.slot.at, fraction=done, part="samples"),
+        )
         if samples is None:
             return False
         emit(Evaluated, step=self.slot.at, metrics=evaluator.metrics(sums), samples=samples)

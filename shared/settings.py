@@ -19,7 +19,14 @@ from pydantic_settings import (
 )
 
 from longshore.training import DtypeChoice
-from shared.limits import PriceSettings, QuotaSettings, RateLimitSettings, RetentionSettings, TenantLimits
+from shared.limits import (
+    ClientSettings,
+    PriceSettings,
+    QuotaSettings,
+    RateLimitSettings,
+    RetentionSettings,
+    TenantLimits,
+)
 
 FROM_FILE = "_file"
 """At the end of a variable's name: its value is the path of a file that holds the setting."""
@@ -247,6 +254,7 @@ class Settings(BaseSettings):
         default=None, description="postgresql://…, of the service alone; SQLite in `root` if absent"
     )
     quotas: QuotaSettings = QuotaSettings()
+    clients: ClientSettings = ClientSettings()
     retention: RetentionSettings = RetentionSettings()
     prices: PriceSettings = PriceSettings()
     rate_limit: RateLimitSettings = RateLimitSettings()

@@ -256,6 +256,9 @@ class RLWorkflow(ClientDrivenHandlers):
         """Take a host's signal that a sampler is up for this run."""
         self._sampling.granted(grant)
 
+    def _has_work(self) -> bool:
+        return self._steps.is_finishing or self._steps.first_waiting() is not None
+
     def _yield_worker(self) -> None:
         if self._run.training.is_idle and workflow.patched(_SAMPLER_FIRST):
             self._run.training.release()

@@ -115,6 +115,9 @@ class SessionWorkflow(ClientDrivenHandlers):
         except TimeoutError:
             await self._fill_gap()
 
+    def _has_work(self) -> bool:
+        return bool(self._waiting) or self._is_closing
+
     def _is_ready(self) -> bool:
         return self._next in self._waiting
 

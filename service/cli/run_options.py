@@ -37,6 +37,15 @@ _WHOLE = ("critic.trainable",)  # objects that one option gives
 _SHORT = {"model": "-m", "dataset": "-d", "learning_rate": "--lr"}
 # The value that a submitted run has where neither the option nor its alternative is given.
 UNLESS = {"epochs": (1.0, "steps"), "batch_size": (8, "batch_tokens")}
+# The headings of `--help`: what a person sets first, and by the field that an option is in. The rest comes behind them.
+_FIRST = (
+    *("model", "dataset", "eval_dataset", "rollouts.prompts", "rollouts.grader", "teacher", "algorithm", "objective"),
+    *("name", "epochs", "steps", "rollouts.steps", "batch_size", "rollouts.prompts_per_step", "rollouts.group_size"),
+    *("learning_rate", "beta", "max_tokens", "rollouts.max_completion_tokens", "trainable.rank", "trainable"),
+)
+_HEADINGS = {"trainable": "The adapter", "rollouts": "Rollouts", "critic": "The critic", "layout": "Machines"}
+_HEADINGS |= dict.fromkeys(("engine", "dtype", "quantize_base", "optimizer_states", "recompute"), "Machines")
+_OF_FIRST, _OF_REST = "What is set first", "Training"
 # Fields of a DatasetSource that its validators refuse in a kind of run.
 _NOT_READ = {
     "dpo": ("assistant_turns", "assistant_pattern"),
@@ -100,6 +109,19 @@ def options_of(model: "type[BaseModel]", only: Sequence[str] = ()) -> tuple[RunO
     return tuple(found)
 
 
+class HeadedCommand(TyperCommand):
+    """Lists options under their headings (Typer's `rich_help_panel`), without Rich, which takes long to load."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        found: dict[str, list[tuple[str, str]]] = {_OF_FIRST: []}
+        for each in self.get_params(ctx):
+            if (record := each.get_help_record(ctx)) is not None:
+                found.setdefault(getattr(each, "rich_help_panel", None) or "This command", []).append(record)
+        for heading, records in found.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
 class RunCommand(TyperCommand):
     """A command with the options of a run model. They are made when they are needed, since importing the model is slow:
     the help of a group does without them.
@@ -129,7 +151,9 @@ def run_command(
     def add(function: Callable[..., None]) -> None:
         def make() -> Any:
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-            alone.command(name=name, help=help)(_with_options(function, options_of(run_model(kind), only)))
+            alone.command(name=name, help=help, cls=HeadedCommand)(
+                _with_options(function, options_of(run_model(kind), only))
+            )
             return typer.main.get_command(alone)
 
         app.command(name=name, help=help, cls=partial(RunCommand, make))(function)  # type: ignore[arg-type]
@@ -157,6 +181,7 @@ def run_model(kind: str) -> "type[BaseModel]":
 def _with_options(command: Callable[..., None], options: Sequence[RunOption]) -> Callable[..., None]:
     """Add parameters for the options to a function's signature. It is called without them: `given` reads them."""
     context, *own = inspect.signature(command, eval_str=True).parameters.values()
+    options = sorted(options, key=lambda each: _FIRST.index(each.field) if each.field in _FIRST else len(_FIRST))
     made = [inspect.Parameter(option.parameter, inspect.Parameter.KEYWORD_ONLY, **_typed(option)) for option in options]
     names = {option.parameter for option in options}
 
@@ -357,7 +382,9 @@ def _typed(option: RunOption) -> dict[str, Any]:
     if option.takes_null and option.parsed_as in (int, float):
         metavar = {int: "INTEGER", float: "FLOAT"}[option.parsed_as] + ("|null" if option.default is not None else "")
         parsing = {"parser": lambda text: text if text == "null" else option.parsed_as(text), "metavar": metavar}
-    annotation = Annotated[option.parsed_as, typer.Option(*flags, help=words, **parsing)]  # type: ignore[name-defined]
+    heading = "Reading rows" if option.form == "reading" else _HEADINGS.get(option.path[0], _OF_REST)
+    panel = _OF_FIRST if option.field in _FIRST and option.form != "reading" else heading
+    annotation = Annotated[option.parsed_as, typer.Option(*flags, help=words, rich_help_panel=panel, **parsing)]  # type: ignore[name-defined]
     default = inspect.Parameter.empty if option.is_required else option.default
     return {"annotation": annotation, "default": default}
 

@@ -313,6 +313,29 @@ class Runs:
         self._states.changed(run_id)
         return await self.view(tenant, run_id)
 
+    async def pause_left(self) -> None:
+        """Pause runs whose clients have sent nothing for `clients.away_s`.
+
+        Raises TemporalUnavailable, DatabaseUnavailable: what is left is done the next time.
+        """
+        away_s = self._settings.clients.away_s
+        for run in await self._rows.waiting_for_clients(time.time() - away_s) if away_s else ():
+            with suppress(Conflict, NotFound):  # it has just ended
+                async with self._ending(run.record.tenant, run.run_id) as client:
+                    await client.get_workflow_handle(run.run_id).signal("pause_for_client", rpc_timeout=PATIENCE)
+
+    async def resume_for_client(self, tenant: str, run_id: str) -> bool:
+        """Resume a run that `pause_left` paused, or is pausing. Returns False for any other. Raises QuotaExceeded."""
+        self._states.changed(run_id)
+        status = (await self._current(tenant, run_id)).status
+        if status.client_away and status.state == "paused":
+            try:
+                await self.resume(tenant, run_id)
+            except Conflict:  # another request may have resumed it
+                if not (await self._current(tenant, run_id)).is_open:
+                    raise
+        return status.client_away
+
     def _going_on(self, tenant: str) -> asyncio.Lock:
         """Return the lock that is held while a tenant's run is resumed, or a paused one cancelled.
 
@@ -394,7 +417,7 @@ def new_run_id(kind: str) -> str:
 
 def _reopened(run: IndexedRun) -> RunStatus:
     changes = {"state": "running", "phase": "queued", "problem": None, "ended_at": None, "paused_by": None}
-    return run.status.model_copy(update=changes)
+    return run.status.model_copy(update={**changes, "client_away": False})
 
 
 def _ended_as(state: State) -> str:

@@ -68,11 +68,12 @@ class EvaluationSample(Frozen):
 
 
 class Evaluating(_Event):
-    """So much of the evaluation after `step` steps is done: of one with many bins, from 0 on."""
+    """So much of the evaluation after `step` steps is done, told every few seconds: of rows, then of samples."""
 
     event: Literal["evaluating"] = "evaluating"
     step: int
     fraction: float
+    part: Literal["rows", "samples"] = added("rows")
 
 
 class Evaluated(_Event):

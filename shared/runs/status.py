@@ -97,6 +97,9 @@ class RunStatus(Frozen):
     paused_by: str | None = Field(
         default=None, description="the limit that pauses it, in words: it goes on by itself when that is raised"
     )
+    client_away: bool = added(
+        False, description="it is paused since its client sent nothing: the client's next command or step resumes it"
+    )
     gpu_seconds: float = Field(default=0.0, description="seconds that workers were leased, times their ranks")
 
 

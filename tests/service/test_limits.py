@@ -130,7 +130,8 @@ def test_a_quota_holds_and_is_named(service: Service, api) -> None:
         run_id = started(small, seed=WAITS)
         refused = small.post("/runs/sft", json=sft())
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "quota_exceeded")
-        assert "concurrent_runs" in refused.json()["error"]["message"]
+        message = refused.json()["error"]["message"]
+        assert "concurrent_runs" in message and run_id in message and "longshore cancel RUN" in message
         assert refused.headers["x-should-retry"] == "false" and "retry-after" not in refused.headers
         assert len(small.get("/runs").json()["runs"]) == 1
         usage = small.get("/usage").json()

@@ -51,6 +51,7 @@ class StatusChanges(TypedDict, total=False):
     notices: tuple[str, ...]
     estimated_end: float | None
     paused_by: str | None
+    client_away: bool
     gpu_seconds: float
     ended_at: float
 
@@ -126,10 +127,10 @@ class ActiveRun:
             self._task.cancel()
         return await self._task
 
-    def pause(self, limit: str | None = None) -> None:
+    def pause(self, limit: str | None = None, client_away: bool = False) -> None:
         """Interrupt the run's work. `limit`: the one that pauses it, in words; None where a user does."""
         self.is_pausing = True
-        self.status = changed(self.status, paused_by=limit)
+        self.status = changed(self.status, paused_by=limit, client_away=client_away)
         if self._task is not None:
             self._task.cancel()
 
@@ -244,6 +245,16 @@ class ClientDrivenHandlers(RunHandlers):
     def make_room(self) -> None:
         """Give the worker back as soon as no work waits: another run waits for it. The next work leases another one."""
         self._wanted_epoch = self._run.training.leasing.epoch
+
+    @workflow.signal
+    def pause_for_client(self) -> None:
+        """Pause if nothing waits to be done: the client is away, and the service resumes the run for its next work."""
+        phase = self._run.current().phase
+        if phase in ("waiting_for_commands", "waiting_for_groups") and not (self._has_work() or self._run.is_ending):
+            self._run.pause(client_away=True)
+
+    def _has_work(self) -> bool:
+        raise NotImplementedError
 
     def _is_wanted(self) -> bool:
         return self._wanted_epoch == self._run.training.leasing.epoch
