@@ -21,10 +21,10 @@ from benchmarks.machine import provenance
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
 from megatron_worker.engine import Engine
-from megatron_worker.families import read_architecture, read_config
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoders.interface import open_decoder
 from shared.errors import InvalidInput
+from shared.families import read_architecture, read_config
 from shared.models.config import Family
 from shared.models.shape import ModelShape, check_layout, shape_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train

@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longshore.fields import Sha256
-from megatron_worker.families.tensor_slices import TensorSlice, join_parts
+from megatron_worker.families.tensor_slices import join_parts
 from megatron_worker.tensors.mxfp4 import BLOCK_BYTES, BLOCKS, SCALES, Mxfp4Slice
 from shared.errors import InvalidInput
+from shared.families.tensor_slices import TensorSlice
 from shared.models.merging import header_of
 
 INDEX = "model.safetensors.index.json"

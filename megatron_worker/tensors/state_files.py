@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longshore.training import Lora, Optimizer, ScalarHead
 from megatron_worker.engine import Batch, Norms
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import write_slice
 from megatron_worker.optimizers.adamw import sum_of_squares
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.flat_buffer import Flat
@@ -35,6 +35,7 @@ from megatron_worker.tensors.safetensors_files import (
     write_model,
     write_safetensors,
 )
+from shared.families.tensor_slices import TensorSlice
 from shared.models import peft as peft_format
 
 OPTIMIZER = "optimizer.safetensors"
@@ -353,6 +354,5 @@ def _read(
     for s in slices:
         if s.parameter in parameters:
             place = ranks.splitting(s)
-            s.write(
-                parameters[s.parameter], files.local(s, prefix + s.name, place.rank, place.size, is_weight=not prefix)
-            )
+            local = files.local(s, prefix + s.name, place.rank, place.size, is_weight=not prefix)
+            write_slice(s, parameters[s.parameter], local)

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from benchmarks.families import sampled
 from longshore.layout import Layout
 from longshore.training import LINEARS, Lora
-from megatron_worker.families import read_architecture, read_config
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
+from shared.families import read_architecture, read_config
 from shared.models.shape import check_layout, shape_of
 from tests.depth import drawn
 from tests.megatron_worker.driving import train

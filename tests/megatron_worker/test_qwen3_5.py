@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, Lora
-from megatron_worker.families import read_architecture, read_config
-from megatron_worker.families.model_slices import slices_of
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoders.interface import open_decoder
 from shared.errors import InvalidInput
+from shared.families import read_architecture, read_config
+from shared.families.model_slices import slices_of
 from shared.models.shape import check_layout, shape_of
 from tests.depth import drawn
 from tests.megatron_worker.driving import train

@@ -12,11 +12,11 @@ from activities.models.files import HUB_PATTERNS, WEIGHTS, check_weights, decode
 from activities.models.resolve import Resolve
 from activities.sources.models import locate
 from longshore.training import LINEARS, Lora
-from megatron_worker.families import read_architecture
-from megatron_worker.families import read_config as read_model
-from megatron_worker.families.model_slices import slices_of
-from megatron_worker.families.tensor_slices import modules_of
 from shared.errors import InvalidInput
+from shared.families import read_architecture
+from shared.families import read_config as read_model
+from shared.families.model_slices import slices_of
+from shared.families.tensor_slices import modules_of
 from shared.models.config import Family
 from shared.models.lora_modules import OUTPUT, layer_of
 from shared.models.peft import EMBEDDING, UNREAD, module_of

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown, single_file
 from shared.errors import InvalidInput
+from shared.families.tensor_slices import TensorSlice
 from shared.models.config import read_model_config
 from tests.activities.models.resolving import edit, refusal, resolve
 from tests.activities.models.test_resolve_adapter import adapter_refusal, resolve_adapter, shape_with

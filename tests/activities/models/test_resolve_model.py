@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save, save_file
 
 from activities.models.files import read_tensor_entries
 from longshore.layout import Layout
-from megatron_worker.families import read_config
 from shared.errors import CorruptArtifact, InvalidInput
+from shared.families import read_config
 from shared.models.config import FAMILIES
 from shared.models.end_tokens import read_end_ids
 from shared.models.shape import ModelShape, shape_of

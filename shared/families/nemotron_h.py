@@ -11,9 +11,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_worker.families.architecture import Architecture, Mamba2, Mixer, Mixture, Mlp
-from megatron_worker.families.routing import corrections
-from megatron_worker.families.tensor_slices import TensorSlice
+from shared.families.architecture import Architecture, Mamba2, Mixer, Mixture, Mlp
+from shared.families.deepseek_v3 import corrections
+from shared.families.tensor_slices import TensorSlice
 from shared.models.config import prefix_of
 from shared.models.families import NemotronHConfig
 
