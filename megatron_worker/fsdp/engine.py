@@ -79,7 +79,9 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     def _read_base(self) -> None:
         with self._ranks.agreement():
-            read_model(self._folder, self._model.slices, self._model.shards, self._ranks)
+            read_model(
+                self._folder, self._model.slices, self._model.shards, self._ranks, self._model.architecture.carried
+            )
 
     def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> FsdpAdapter:
         more = [*head_slices(lora.head, self._model.architecture.hidden_size), *own]

@@ -31,7 +31,7 @@ from megatron_worker.sampler.layers.linears import (
     token_table,
     with_tokens,
 )
-from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
+from megatron_worker.tensors.safetensors_files import model_files
 from shared.errors import InvalidInput
 from shared.families import architecture, read_architecture
 from shared.families.architecture import Architecture, Attention, Mixer, Mixture
@@ -257,7 +257,7 @@ def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.devic
     """Read every tensor, by its Hugging Face name."""
     slices = slices_of(a, 1)
     with model_files(folder) as files:
-        refuse_unknown(files, slices, folder, a.carried)
+        files.assign(slices, folder, a.carried)
         return {s.name: files.local(s, s.name, 0, 1).to(device, dtype, copy=True) for s in slices}
 
 
@@ -269,7 +269,7 @@ def read_into(targets: Mapping[str, Tensor], folder: Path, a: Architecture, slic
     if read_architecture(folder) != a:
         raise InvalidInput("the weights are of another architecture than the model", str(folder / "config.json"))
     with model_files(folder) as files:
-        refuse_unknown(files, slices, folder, a.carried)
+        files.assign(slices, folder, a.carried)
         for s in slices:
             targets[s.name].copy_(files.local(s, s.name, 0, 1))
 

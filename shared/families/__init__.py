@@ -3,14 +3,17 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
+
+from safetensors import SafetensorError, safe_open
 
 from shared.errors import InvalidInput
 from shared.families import deepseek_v3, gemma, gpt_oss, nemotron_h, qwen3_5
 from shared.families.architecture import Architecture, Attention, Mixture, Mlp, NormedBlock
 from shared.families.rope import Rope, read_rope
-from shared.models.config import Family, read_model_config
+from shared.models.config import Family, named_as_in, read_model_config
 from shared.models.dense import DenseConfig
 from shared.models.families import (
     GptOssConfig,
@@ -45,10 +48,18 @@ def read_config(folder: Path, any_family: bool = False) -> DenseConfig:
         raise InvalidInput("the model folder has no config.json", str(path)) from error
     except ValueError as error:
         raise InvalidInput(f"not valid JSON: {error}", str(path)) from error
-    config = read_model_config(values, str(path), any_family)
-    if isinstance(config, NemotronHConfig):
-        return nemotron_h.named_as_in(folder, config)
-    return config
+    return named_as_in(read_model_config(values, str(path), any_family), _names_in(folder))
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Return the names of a folder's tensors; none if they cannot be read: reading weights says what is wrong."""
+    index = folder / "model.safetensors.index.json"
+    with suppress(OSError, ValueError, KeyError, TypeError, SafetensorError):
+        if index.exists():
+            return list(json.loads(index.read_bytes())["weight_map"])
+        with safe_open(folder / "model.safetensors", framework="np") as file:
+            return list(file.keys())
+    return []
 
 
 def architecture_of(config: DenseConfig) -> Architecture:

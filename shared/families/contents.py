@@ -6,21 +6,19 @@ gates above ups in it, where the table of slices has each expert's own tensors; 
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared.errors import InvalidInput
 from shared.families.tensor_slices import TensorSlice
 from shared.models.lora_modules import OUTPUT_WEIGHT
-from shared.models.merging import FLOATS
+from shared.models.merging import FLOATS, Part, parts_of
 
 BLOCKS, SCALES, BLOCK_BYTES = "_blocks", "_scales", 16
 """What the names of MXFP4's two tensors end with, and the bytes of a block."""
 _IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
 _EMBEDDING = "embed_tokens.weight"
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _LAYER_BEHIND = re.compile(r".*\.layers\.\d+\.")
 
 
@@ -29,16 +27,6 @@ class Stored(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Where a tensor of an expert lies in a stack: the rows from `first_row` of the expert's, of `num_rows` in all."""
-
-    stack: str
-    expert: int
-    first_row: int
-    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -67,25 +55,28 @@ def contents_of(
         InvalidInput: a tensor is missing, unknown, of another shape, or of a type that is not computed with; names it.
     """
     found = _unpacked(found, place)
-    parts = {s.name: part for s in slices if s.name not in found and (part := part_of(s, found)) is not None}
-    missing = [s.name for s in slices if s.name not in found and s.name not in parts]
-    missing += [f"{start}eh_proj.weight" for start in carried if _LAYER_BEHIND.fullmatch(start)]
-    for name in missing:  # a layer behind the others predicts more tokens, and says so
-        is_behind = name.endswith("eh_proj.weight") and name.removesuffix("eh_proj.weight") in carried
-        if name not in found and (not is_behind or any(other.startswith(name[:-14]) for other in found)):
-            tied = "; tie_word_embeddings is false in config.json" if name == OUTPUT_WEIGHT else ""
-            raise InvalidInput(f"the weights lack the tensor {name}{tied}", place)
-    shapes, num_experts = {s.name: s.shape for s in slices if s.name in found}, defaultdict[str, int](int)
+    parts, shapes = stacked(slices, found), {s.name: s.shape for s in slices if s.name in found}
+    num_experts = 1 + max((s.expert for s in slices if s.expert is not None), default=-1)
     for s in slices:
         if part := parts.get(s.name):
-            num_experts[part.stack] = max(num_experts[part.stack], part.expert + 1)
-            shapes[part.stack] = num_experts[part.stack], part.num_rows, s.shape[1]
+            height = found[part.stack].shape[1] // part.num_rows * s.shape[0]
+            shapes[part.stack] = num_experts, height, s.shape[1]
     for name, shape in shapes.items():
-        if found[name].shape != shape:
-            raise InvalidInput(f"tensor {name} is {found[name].shape}, config.json says {shape}", place)
         if found[name].dtype not in FLOATS:
             problem = f"tensor {name} is {found[name].dtype}; weights must be one of {', '.join(FLOATS)}"
             raise InvalidInput(problem, place)
+        if found[name].shape != shape:
+            raise InvalidInput(f"tensor {name} is {found[name].shape}, config.json says {shape}", place)
+    needed = [s.name for s in slices if s.name not in parts]
+    needed += [  # a layer behind the others predicts more tokens, and says so
+        f"{start}eh_proj.weight"
+        for start in carried
+        if _LAYER_BEHIND.fullmatch(start) and any(name.startswith(start) for name in found)
+    ]
+    if missing := [name for name in needed if name not in found]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        tied = "; tie_word_embeddings is false in config.json" if missing == [OUTPUT_WEIGHT] else ""
+        raise InvalidInput(f"the weights lack the tensor {missing[0]}{more}{tied}", place)
     known = {*shapes, *(name for name in found if name.endswith(_IGNORED) or name.startswith(tuple(carried)))}
     embedding = next((s.name for s in slices if s.name.endswith(_EMBEDDING)), None)
     tied = embedding if OUTPUT_WEIGHT in found.keys() - known else None
@@ -95,25 +86,13 @@ def contents_of(
     return Contents(parts, tied)
 
 
-def part_of(s: TensorSlice, names: Iterable[str]) -> Part | None:
-    """Return where a tensor is in one of the stacks among some names; None: it is of no expert, or in none."""
-    if (match := _EXPERT.fullmatch(s.name)) is None:
-        return None
-    stem, expert, linear, rows = match[1], int(match[2]), match[3], s.shape[0]
-    if f"{stem}.{linear}" in names:
-        return Part(f"{stem}.{linear}", expert, 0, rows)
-    if linear != "down_proj" and f"{stem}.gate_up_proj" in names:
-        return Part(f"{stem}.gate_up_proj", expert, rows if linear == "up_proj" else 0, 2 * rows)
-    return None
-
-
-def as_stored(slices: Sequence[TensorSlice], names: Iterable[str]) -> list[list[TensorSlice]]:
-    """Group slices by the tensors that files with such names have of them, in the order of each one's rows."""
-    groups = defaultdict[str, list[tuple[int, int, TensorSlice]]](list)
-    for s in slices:
-        part = part_of(s, names) or Part(s.name, 0, 0, 0)
-        groups[part.stack].append((part.expert, part.first_row, s))
-    return [[s for *_, s in sorted(group, key=lambda one: one[:2])] for group in groups.values()]
+def stacked(slices: Sequence[TensorSlice], found: Mapping[str, Stored]) -> dict[str, Part]:
+    """Return where tensors are that a folder has in stacks alone, by their names."""
+    names = {s.name for s in slices if s.expert is not None} - found.keys()
+    if not names:
+        return {}
+    parts = (part for name, stored in found.items() for part in parts_of(name, stored.shape))
+    return {part.name: part for part in parts if part.name in names}
 
 
 def _unpacked(found: Mapping[str, Stored], place: str) -> Mapping[str, Stored]:

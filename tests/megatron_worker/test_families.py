@@ -190,7 +190,7 @@ def test_a_config_without_a_rope_key_means_what_transformers_takes_for_it(tmp_pa
         ({"mlp_only_layers": [0]}, "layers without experts"),
         ({"decoder_sparse_step": 2}, "layers without experts"),
         ({"num_experts_per_tok": 5}, "5 experts of 4"),
-        ({"num_local_experts": 3}, "are not of this family"),
+        ({"num_local_experts": 3}, r"mlp\.gate\.weight is \(4, 64\), config\.json says \(3, 64\)"),
         ({"num_local_experts": 5, "num_experts_per_tok": 6}, "6 experts of 5"),
     ],
 )
@@ -237,8 +237,8 @@ def test_a_mixture_that_we_would_compute_wrongly_is_refused(tmp_path, change, wo
         ),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers names 1 layers of 2"),
         ({"vocab_size": 0}, "vocab_size"),
-        ({"vocab_size": 299}, "has shape"),
-        ({"num_hidden_layers": 3, "layer_types": None}, "is missing"),
+        ({"vocab_size": 299}, r"is \(301, 64\), config\.json says \(299, 64\)"),
+        ({"num_hidden_layers": 3, "layer_types": None}, "the weights lack the tensor model.layers.2."),
         ({"num_hidden_layers": 1, "layer_types": None}, "are not of this family"),
         (
             {"num_hidden_layers": 1, "layer_types": None, "carried": ["model."], "tensor_prefix": "model"},
