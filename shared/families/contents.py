@@ -87,12 +87,17 @@ def contents_of(
 
 
 def stacked(slices: Sequence[TensorSlice], found: Mapping[str, Stored]) -> dict[str, Part]:
-    """Return where tensors are that a folder has in stacks alone, by their names."""
-    names = {s.name for s in slices if s.expert is not None} - found.keys()
-    if not names:
-        return {}
-    parts = (part for name, stored in found.items() for part in parts_of(name, stored.shape))
-    return {part.name: part for part in parts if part.name in names}
+    """Return where tensors of experts are that a folder has in stacks, by their names.
+
+    A stack beside tensors that are in it would say them twice: it counts as unknown.
+    """
+    parts: dict[str, Part] = {}
+    if names := {s.name for s in slices if s.expert is not None}:
+        for name, stored in found.items():
+            own = [part for part in parts_of(name, stored.shape) if part.name in names]
+            if not any(part.name in found for part in own):
+                parts |= {part.name: part for part in own}
+    return parts
 
 
 def _unpacked(found: Mapping[str, Stored], place: str) -> Mapping[str, Stored]:
