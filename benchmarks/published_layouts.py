@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from activities.host_context import HostContext
 from activities.model_look import look_at
 from activities.models.resolve import Resolve
 from activities.publishing.card import REGISTERING
+from activities.publishing.export_files import ExportSource, write_export
 from benchmarks.machine import provenance
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
@@ -31,9 +33,8 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoders.interface import open_decoder
 from shared.errors import InvalidInput
 from shared.models.merging import read_header
-from shared.runs.models import ModelRequest
+from shared.runs.models import Export, ModelRequest
 from shared.settings import DownloadSettings, Settings
-from tests.activities.publishing.test_export import exported, source_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.published import LAYOUTS, VARIANTS, Published, build
 from tests.megatron_worker.rows import bin_of, random_rows, reference_steps
@@ -151,12 +152,20 @@ def _beside_and_merged(built: Published, folder: Path, expected: Tensor) -> tupl
         for name, weight in merged.named_parameters():
             if not torch.equal(weight, base[name]):
                 weight.copy_(weight.bfloat16())
-    export = exported(source_of(built.folder, "merged", adapter=adapter), folder / "export")
+    export = _exported(built.folder, adapter, folder / "export")
     assert headers(export) == headers(built.folder)
     found = logprobs(MegatronEngine(export, Layout(), "float32"), bin_of(ROWS))
     if headers(built.plain) == headers(built.folder):
         assert _furthest(_of(built, export), found) <= 1e-4
     return beside, _furthest(found, logprobs_in_transformers(merged, ROWS))
+
+
+def _exported(model: Path, adapter: Path, folder: Path) -> Path:
+    others = tuple(path.name for path in sorted(model.iterdir()) if path.suffix != ".safetensors")
+    files = {"model": str(model), "weights": ("model.safetensors",), "others": others, "adapter": str(adapter)}
+    folder.mkdir()
+    write_export(ExportSource(**files, export=Export(format="merged"), title="tiny"), str(folder))
+    return folder
 
 
 def _saved(built: Published, folder: Path) -> float:
@@ -193,7 +202,7 @@ def section() -> str:
     lines = [f"| model | {' | '.join(_COLUMNS)} |", "|---" * (len(_COLUMNS) + 1) + "|"]
     for row in json.loads(RESULTS.read_text())["rows"]:
         figures = [f"{row[column]:.0e}" for column in _COLUMNS] if "refused" not in row else []
-        refused = f"refused: {row['refused']}" if not figures else None
+        refused = None if figures else f"refused: {shorten(row['refused'], 110, placeholder=' …')}"
         lines.append(f"| {row['model']} | " + (refused or " | ".join(figures)) + " |" + " |" * 5 * (not figures))
     return _ABOUT + "\n".join(lines) + "\n"
 

@@ -75,8 +75,8 @@ def contents_of(
     ]
     if missing := [name for name in needed if name not in found]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        tied = "; tie_word_embeddings is false in config.json" if missing == [OUTPUT_WEIGHT] else ""
-        raise InvalidInput(f"the weights lack the tensor {missing[0]}{more}{tied}", place)
+        rule = "; tie_word_embeddings is false in config.json" if missing == [OUTPUT_WEIGHT] else ""
+        raise InvalidInput(f"the weights lack the tensor {missing[0]}{more}{rule}", place)
     known = {*shapes, *(name for name in found if name.endswith(_IGNORED) or name.startswith(tuple(carried)))}
     embedding = next((s.name for s in slices if s.name.endswith(_EMBEDDING)), None)
     tied = embedding if OUTPUT_WEIGHT in found.keys() - known else None

@@ -115,13 +115,17 @@ def test_what_is_carried_along_is_written_as_it_was_whatever_its_type_and_shape(
     engine.load(tmp_path / "saved")
 
 
-def with_layer_behind(model: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a DeepSeek-V3 with a layer of multi-token prediction behind its others."""
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek-V3 with a layer of multi-token prediction behind its others."""
+    model = distinct_model(tmp_path_factory.mktemp("latent"), "deepseek_v3", tied=False)
+    edit(model / "config.json", num_nextn_predict_layers=1)
     tensors = load_file(model / "model.safetensors")
-    alike = {
-        name.replace("layers.1.", "layers.2."): one.clone() for name, one in tensors.items() if "layers.1." in name
-    }
-    return tensors | alike | {"model.layers.2.eh_proj.weight": torch.randn(64, 128)}
+    behind = {name.replace("layers.1.", "layers.2."): one for name, one in tensors.items() if "layers.1." in name}
+    tensors |= {name: one.clone() for name, one in behind.items()}
+    tensors["model.layers.2.eh_proj.weight"] = torch.randn(64, 128)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    return model
 
 
 DAMAGES = {
@@ -140,11 +144,12 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_a_worker_would_refuse_is_refused_before_a_lease_in_the_same_words(tmp_path: Path, damage: str) -> None:
+def test_what_a_worker_would_refuse_is_refused_before_a_lease_in_the_same_words(
+    latent: Path, tmp_path: Path, damage: str
+) -> None:
     config = Settings(root=tmp_path / "root", download=DownloadSettings(file_roots=(tmp_path,)))
-    model = distinct_model(tmp_path / "model", "deepseek_v3", tied=False)
-    edit(model / "config.json", num_nextn_predict_layers=1)
-    tensors = with_layer_behind(model)
+    model = Path(shutil.copytree(latent, tmp_path / "model"))
+    tensors = load_file(model / "model.safetensors")
     DAMAGES[damage](tensors)
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     look = look_at(model, LORA)
