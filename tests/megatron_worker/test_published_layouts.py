@@ -39,6 +39,7 @@ LORA = Lora(rank=4, alpha=8)
 
 
 @pytest.mark.skipif(not LAYOUTS.exists(), reason="the facts of published models, ../shared/layouts, are not here")
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", drawn([*MODELS], 2))
 def test_a_published_model_is_what_transformers_computes_or_is_refused(tmp_path: Path, name: str) -> None:
     found = compare(name, tmp_path)
