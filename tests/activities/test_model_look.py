@@ -160,6 +160,6 @@ def test_the_command_tells_all_of_it_and_ends_with_100_where_a_run_would_be_refu
     edit(folder / "config.json", use_parallel_residual=True)
     done = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert done.returncode == 100
-    assert "use_qk_norm" in json.loads(done.stdout)["problems"][0]
+    assert "use_parallel_residual" in json.loads(done.stdout)["problems"][0]
     missing = subprocess.run([*command[:3], str(folder / "nothing")], capture_output=True, text=True)
     assert missing.returncode == 102 and "there is no such folder" in missing.stderr
