@@ -1,6 +1,5 @@
 """Checks of a model folder before any GPU is asked for: cheap ones, of small files and headers alone."""
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -11,14 +10,14 @@ from activities.confined.fork_server import sign
 from activities.host_context import HostContext
 from activities.sources.models import Location, json_object
 from shared.errors import InvalidInput
-from shared.models.config import prefix_of, read_model_config
+from shared.families import architecture_of
+from shared.families.contents import Stored, contents_of
+from shared.families.model_slices import constants_of, slices_of
+from shared.families.tensor_slices import TensorSlice
+from shared.models.config import named_as_in, read_model_config
 from shared.models.dense import DenseConfig
-from shared.models.families import LatentConfig
 from shared.models.generic import GenericConfig
-from shared.models.lora_modules import layer_of
 from shared.models.merging import FLOATS, Entry, parse_header
-from shared.models.peft import module_of
-from shared.models.shape import shape_of
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
 WEIGHTS = "model.safetensors"
@@ -39,9 +38,6 @@ _MAX_TENSORS = 500_000
 _BLOCK_BYTES = 8 << 20
 _OUTPUT = "lm_head.weight"
 _IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
-_OF_LAYER = re.compile(
-    r"(?:backbone|(?:language_model\.)?model(?:\.language_model)?)\.layers\.(\d+)\.(?!.*rotary_emb)(.+)"
-)
 
 
 def read_tensor_entries(read: Callable[[int, int], bytes], size: int, place: str) -> dict[str, Entry]:
@@ -79,10 +75,14 @@ def read_metadata(location: Location, name: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a folder by name, and the file of each."""
+    """The tensors of a folder by name, and the file of each.
+
+    `slices`: those that are computed with and trained, by the names of the family; of none of ours, none.
+    """
 
     tensors: dict[str, Entry]
     file_of: dict[str, str]
+    slices: tuple[TensorSlice, ...] = ()
 
 
 class _Index(BaseModel):
@@ -183,7 +183,7 @@ def _weight_map(location: Location) -> dict[str, str]:
 def check_weights(location: Location, config: DenseConfig) -> Weights:
     """Read the headers of the weights. Which tensors a model of no family of ours has is not known here.
 
-    Raises InvalidInput: a file is truncated, a tensor is missing, or its dtype is none that we train.
+    Raises InvalidInput: a file is truncated, or a worker would refuse its tensors (`contents_of`).
     """
     files = weight_files(location)
     tensors: dict[str, Entry] = {}
@@ -197,20 +197,17 @@ def check_weights(location: Location, config: DenseConfig) -> Weights:
                 raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
     if INDEX in files:
         _check_index(file_of, location)
-    check_dtypes(tensors, _file_of_weights(location))
     if isinstance(config, GenericConfig):
+        check_dtypes(tensors, _file_of_weights(location))
         return Weights(tensors, file_of)
-    _check_whole(tensors, config, location)
-    if config.tie_word_embeddings and _OUTPUT in tensors:
-        _check_tied(tensors, file_of, f"{config.tensor_prefix}.embed_tokens.weight", location)
-    return Weights(tensors, file_of)
-
-
-def decoder_modules(weights: Weights, config: DenseConfig) -> list[str]:
-    """Return the names, as transformers has them in memory, of the decoder's modules that have a weight."""
-    prefix, num_layers = prefix_of(config, weights.tensors), config.num_hidden_layers
-    found = (name for name in weights.tensors if name.endswith(".weight") and name.startswith(f"{prefix}."))
-    return [module for module in map(module_of, found) if (layer_of(module) or 0) < num_layers]
+    architecture = architecture_of(named_as_in(config, tensors))
+    slices = slices_of(architecture, tp=1)
+    stored = {name: Stored(entry.dtype, entry.shape) for name, entry in tensors.items()}
+    everything = [*slices, *constants_of(architecture)]
+    contents = contents_of(everything, architecture.carried, stored, _file_of_weights(location))
+    if contents.tied is not None:
+        _check_tied(tensors, file_of, contents.tied, location)
+    return Weights(tensors, file_of, tuple(slices))
 
 
 def _check_index(file_of: dict[str, str], location: Location) -> None:
@@ -261,23 +258,3 @@ def check_dtypes(tensors: dict[str, Entry], place: str) -> None:
 
 def _file_of_weights(location: Location) -> str:
     return location.place(INDEX if INDEX in location.files else WEIGHTS)
-
-
-def _check_whole(tensors: dict[str, Entry], config: DenseConfig, location: Location) -> None:
-    """Check that a layer has what any other has that has the same linears."""
-    prefix, names, kinds = prefix_of(config, tensors), config.names, shape_of(config).linears_of_layers
-    needed = [f"{prefix}.{names.embedding}.weight", f"{prefix}.{names.final_norm}.weight"] + [_OUTPUT] * (
-        not config.tie_word_embeddings
-    )
-    of_layers = [match for name in tensors if (match := _OF_LAYER.fullmatch(name))]
-    for own in dict.fromkeys(kinds):
-        layers = [number for number, kind in enumerate(kinds) if kind == own]
-        found = {match[2] for match in of_layers if int(match[1]) in layers}
-        suffixes = sorted(found | {f"{names.mixer_norm}.weight"})
-        needed += [f"{prefix}.layers.{layer}.{suffix}" for layer in layers for suffix in suffixes]
-    if isinstance(config, LatentConfig):  # what stands behind the layers predicts more tokens, and says so
-        needed += [f"{prefix}.layers.{n}.eh_proj.weight" for n in {int(m[1]) for m in of_layers} if n >= len(kinds)]
-    for name in needed:
-        if name not in tensors:
-            tied = "; tie_word_embeddings is false in config.json" if name == _OUTPUT else ""
-            raise InvalidInput(f"the weights lack the tensor {name}{tied}", _file_of_weights(location))

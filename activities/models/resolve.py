@@ -13,7 +13,7 @@ from typing import Literal, cast
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
-from activities.models.contents import check_finite, check_shapes, computed_shapes
+from activities.models.contents import check_finite
 from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,
@@ -22,7 +22,6 @@ from activities.models.files import (
     check_dtypes,
     check_tokenizer,
     check_weights,
-    decoder_modules,
     gguf_file,
     read_config,
     read_metadata,
@@ -34,8 +33,8 @@ from activities.sources.models import HubId, Location, locate, located
 from longshore.fields import Artifact, Frozen, added
 from longshore.training import LINEARS, Lora, Target
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
+from shared.families.tensor_slices import modules_of
 from shared.models.dense import DenseConfig
-from shared.models.generic import GenericConfig
 from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, check_order, with_own_targets
 from shared.models.memory import ITEM_BYTES, layout_bytes
 from shared.models.merging import Entry
@@ -127,12 +126,9 @@ class Resolve:
             config = check(location)
             weights, shape = check_contents(location, config), shape_of(config)
             if request.dtype is not None and not shape.is_generic:
-                self._check_room(request, computed_shapes(weights, config), shape)
+                self._check_room(request, {s.name: s.shape for s in weights.slices}, shape)
             if isinstance(request.trainable, Lora) and not shape.is_generic:  # else the worker knows the modules
-                modules = decoder_modules(weights, config)
-                own = (*shape.linears, EMBEDDING)
-                takes = {name: name.rpartition(".")[2] in own for name in modules}
-                beside(request.trainable, takes, is_new=True)
+                beside(request.trainable, modules_of(weights.slices), is_new=True)
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 
@@ -228,8 +224,6 @@ def check_contents(location: Location, config: DenseConfig, read_all: bool = Fal
     Raises InvalidInput: names the file, the tensor and the rule.
     """
     weights = check_weights(location, config)
-    if not isinstance(config, GenericConfig):
-        check_shapes(weights, config, location)
     check_finite(weights, location, all_of_them=read_all)
     return weights
 

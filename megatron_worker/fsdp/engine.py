@@ -11,8 +11,6 @@ from torch import Tensor
 from longshore.layout import Layout, broken_rule
 from longshore.training import Dtype, Lora
 from megatron_worker.engine import Batch, Facts, LossFunction, Outputs, Scores
-from megatron_worker.families import is_generic, read_architecture
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter
 from megatron_worker.fsdp.model import FsdpModel
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
@@ -28,6 +26,8 @@ from megatron_worker.tensors.greedy import greedy
 from megatron_worker.tensors.slot_engine import SlottedEngine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
+from shared.families import is_generic, read_architecture
+from shared.families.tensor_slices import TensorSlice
 
 
 class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
@@ -79,7 +79,9 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     def _read_base(self) -> None:
         with self._ranks.agreement():
-            read_model(self._folder, self._model.slices, self._model.shards, self._ranks)
+            read_model(
+                self._folder, self._model.slices, self._model.shards, self._ranks, self._model.architecture.carried
+            )
 
     def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> FsdpAdapter:
         more = [*head_slices(lora.head, self._model.architecture.hidden_size), *own]

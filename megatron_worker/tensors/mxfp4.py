@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCKS, SCALES = "_blocks", "_scales"
-BLOCK_BYTES = 16
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _BIAS = 127  # of the exponents

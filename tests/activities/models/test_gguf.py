@@ -121,7 +121,7 @@ def test_a_cut_file_is_refused_by_the_key_or_tensor_that_reaches_beyond_it(confi
         ({"blk.0.ffn_up.weight": "blk.0.ffn_sideways.weight"}, "tensor blk.0.ffn_sideways.weight is none"),
         ({"llama.embedding_length": 64}, "model.embed_tokens.weight is (512, 128)"),
         ({"tokenizer.chat_template": None}, "no chat template"),
-        ({"rope_freqs.weight": "blk.0.attn_norm.bias"}, "lack the tensor model.layers.1.input_layernorm.bias"),
+        ({"rope_freqs.weight": "blk.0.attn_norm.bias"}, "the first is 'model.layers.0.input_layernorm.bias'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save, save_file
 
 from activities.models.files import read_tensor_entries
 from longshore.layout import Layout
-from megatron_worker.families import read_config
 from shared.errors import CorruptArtifact, InvalidInput
+from shared.families import read_config
 from shared.models.config import FAMILIES
 from shared.models.end_tokens import read_end_ids
 from shared.models.shape import ModelShape, shape_of
@@ -291,7 +291,8 @@ def test_a_layout_that_does_not_fit_is_refused(config, model) -> None:
 def test_an_engine_that_cannot_hold_the_model_is_refused(config, model) -> None:
     resolve(config, model, engine="fsdp")
     edit(model / "config.json", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=192)
-    resolve(config, model, engine="fsdp")
+    lacking = "the weights lack the tensor model.layers.0.mlp.gate.weight and 25 more"
+    assert lacking in refusal(config, model, engine="fsdp")
     edit(model / "config.json", model_type="gpt_oss")
     assert refusal(config, model, engine="fsdp") == (
         "engine: the engine fsdp trains qwen3, qwen3_moe, qwen2, llama, mistral, ministral, smollm3, granite, olmo3, "

@@ -6,8 +6,8 @@ trained is written in the run's dtype.
 
 import dataclasses
 
-from megatron_worker.families.architecture import Architecture, ClampedGate, Mixture
-from megatron_worker.families.tensor_slices import TensorSlice
+from shared.families.architecture import Architecture, ClampedGate, Mixture
+from shared.families.tensor_slices import TensorSlice
 from shared.models.families import GptOssConfig
 
 
