@@ -1,14 +1,20 @@
 """Rules of fields in words, in place of pydantic's messages for patterns, missing and unknown fields."""
 
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from longshore.fields import PATTERN_WORDS
+from shared.errors import bounded
 
 NO_NUL = r"^[^\x00]*$"
+
+Reason = Annotated[str, AfterValidator(bounded)]
+"""Why something failed, in words: bounded, as those of errors are."""
+Remark = Annotated[str, AfterValidator(lambda text: bounded(text, 500))]
+"""The same of one row of many."""
 
 
 def only(*allowed: object, words: str) -> BeforeValidator:

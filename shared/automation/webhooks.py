@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, JsonValue
 
 from longshore.fields import Frozen
+from shared.field_rules import Reason
 from shared.runs.requests import Tenant
 
 WebhookId = Annotated[str, Field(pattern=r"^wh-[0-9a-f]{24}$")]
@@ -102,7 +103,7 @@ class Attempt(Frozen):
 
     at: float
     status: int | None = None
-    problem: str | None = None
+    problem: Reason | None = None
     retry_after_s: float | None = Field(default=None, description="how long the receiver asked to be left alone")
 
 
