@@ -7,11 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from activities.formats.messages import KEYS, Message, message_of
 from activities.formats.rows import Row, listed, text_of, type_name
 from shared.errors import InvalidInput
+from shared.storage.paths import LEFT
 
 PROMPT = ("system", "history")
 """Columns that conversations of every format may have."""
@@ -26,10 +28,16 @@ _MOST_KEYS = 1000
 
 @dataclass
 class Unread:
-    """What nobody reads of the rows: names of columns, and keys of messages with the number of rows of each."""
+    """What nobody reads: names of columns, and keys of messages with the number of rows of each. `files`: in words."""
 
     columns: set[str] = field(default_factory=set)
     keys: Counter[str] = field(default_factory=Counter)
+    files: str = ""
+
+    @classmethod
+    def beside(cls, folder: Path) -> Self:
+        """Begin with the files that were left of a dataset's source."""
+        return cls(files=(folder / LEFT).read_text() if (folder / LEFT).is_file() else "")
 
     def note_keys(self, row: Row, columns: Collection[str]) -> None:
         """Count the keys of a row's messages, which stand in these columns, that are none of a message's."""
@@ -39,6 +47,8 @@ class Unread:
 
     def warnings(self, template: str) -> Iterator[str]:
         """`template`: the source of the chat template. What it names may be read there."""
+        if self.files:
+            yield self.files
         if self.columns:
             yield f"nobody reads the columns {listed(sorted(self.columns))}"
         keys = sorted(key for key in self.keys if not re.search(rf"\b{re.escape(key)}\b", template))

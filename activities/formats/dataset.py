@@ -20,7 +20,7 @@ from activities.formats.scores import TEACHER, Numbers, number_of_teacher, read_
 from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
 from shared.errors import InvalidInput
 from shared.runs.sources import DatasetSource
-from shared.storage.paths import MANIFEST
+from shared.storage.paths import LEFT, MANIFEST
 
 _DETECTION_ROWS = 32
 _REFUSED = frozenset(GUARDED) - {"label"}
@@ -77,7 +77,7 @@ def open_dataset(
         is_named = source.prompt_field is not None
         tell = partial(_as_named, spec) if is_named else partial(_format_of, pairs=pairs, labels=labels)
         spec = _detect(_rows(folder, files), tell, source)
-    unread = Unread()
+    unread = Unread.beside(folder)
     example = spec.example if source.assistant_turns == "all" else partial(_last_answer, spec)
     if source.assistant_pattern is not None:
         try:
@@ -103,7 +103,7 @@ def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
     if spec.question is None or (source.prompt_field is not None and spec.name != "prompt_completion"):
         rule = "ask nothing" if spec.question is None else "have no prompt_field"
         raise InvalidInput(f"rows of the format {spec.name} {rule}", "format")
-    return Dataset(folder, files, spec, spec.question, None)
+    return Dataset(folder, files, spec, spec.question, None, Unread.beside(folder))
 
 
 def question_of(source: DatasetSource) -> Callable[[Row], Question]:
@@ -122,7 +122,9 @@ def _spec_of(source: DatasetSource) -> FormatSpec:
 
 def _data_files(folder: Path, source: DatasetSource) -> tuple[Path, ...]:
     """A dataset's files, in order of name. Raises InvalidInput when there is none."""
-    files = tuple(sorted(p for p in folder.rglob("[!.]*") if p.is_file() and p != folder / MANIFEST))
+    files = tuple(
+        sorted(p for p in folder.rglob("[!.]*") if p.is_file() and p not in (folder / MANIFEST, folder / LEFT))
+    )
     if not files:
         raise InvalidInput("the dataset has no files", source.uri)
     return files

@@ -58,7 +58,7 @@ DOORS: dict[str, Callable[[Path], object]] = {
     "a role": parsed(messages=[{"role": LONG, "content": "quay"}]),
     "a column": parsed(**{LONG: 1}),
     "a key twice": lambda tmp_path: list(open_dataset(written(tmp_path, f'{{"{LONG}": 1, "{LONG}": 2}}'), SOURCE)),
-    "a call that is no JSON": parsed(conversations=[{"from": "human", "value": "q"}, {"from": "function_call", "value": LONG}]),
+    "a call that is no JSON": parsed(conversations=[{"from": "function_call", "value": LONG}]),
     "a URI": lambda tmp_path: find_sources(f"file://{tmp_path}/{LONG}", "acme", Settings(root=tmp_path)),
     "a web page": lambda tmp_path: find_sources(f"http://user:word@{LONG}", "acme", Settings(root=tmp_path)),
     "an expression": lambda _: parse_expression(f"a + {LONG} ("),
