@@ -53,15 +53,10 @@ _RANGE_BYTES = 8 << 20
 _MAX_NAME = 48  # characters of a URL, each at most 4 bytes of the 255 that a name may have
 _SUFFIXES = (".gz", ".gzip", ".zst", ".zstd")
 # The words in names of files and folders by which the library `datasets` knows splits.
-_SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-_SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words}
-_NO_DATA = re.compile(
-    r"README.*|LICENSE.*|.*\.md|dataset_infos?\.json|dataset_dict\.json|(.*/)?(state|dataset_info)\.json"
-)
+_SPLITS = ("train training", "validation valid val dev", "test testing eval evaluation")
+_SPLIT_OF = {word: words.split()[0] for words in _SPLITS for word in words.split()}
+_NO_DATA = re.compile(r"(.*/)?(README.*|LICENSE.*|[^/]*\.md|dataset_(infos?|dict)\.json|state\.json)")
+_BY_PATTERN = "a URI names others by a pattern, such as file:///rows/data/validation-*.parquet"
 _FORGET_AFTER_S = 3 * 3600
 
 
@@ -167,42 +162,37 @@ def _matching(uri: str, find: Callable[[str], dict[str, Source]]) -> dict[str, S
 def chosen(sources: dict[str, Source], split: str, uri: str) -> tuple[dict[str, Source], str]:
     """Choose of a folder's files those of one split, and say in words which were read and which were left.
 
-    As the library `datasets` does: a split is a word in the name of a file or of a folder around it, and files without
-    one are left where others have one. Those of `train` are taken; of a run's held-out data (`eval`) those of
-    validation, else of test. Files that a pattern names are all taken, and so are those of a single split.
+    As the library `datasets` does: a word in the name of a file, or of a folder around it, says its split; where some
+    have one, files without are left. `train` takes the split train; `eval`, a run's held-out data, takes validation,
+    else test. Files of a single split, or named by a pattern, are all taken.
 
-    Raises InvalidInput: the files are of several splits and none is the one that is looked for, or of several
-    configurations.
+    Raises InvalidInput: the files are of other splits, or of several configurations.
     """
     data = {name: source for name, source in sources.items() if not _NO_DATA.fullmatch(name)} or sources
     found = {name: _split_of(name) for name in data}
-    splits = {split for _, split in found.values()}
-    if len(splits) > 1 and "*" not in uri:
-        wanted = [each for each in (("train",) if split == "train" else ("validation", "test")) if each in splits]
-        if not wanted:
-            has = listed(sorted(each for each in splits if each))
-            rule = f"the folder has files of {has}{' and others' * ('' in splits)}, and none of {split}"
-            raise InvalidInput(f"{rule}: {_BY_PATTERN}", uri)
-        data = {name: source for name, source in data.items() if found[name][1] == wanted[0]}
-    folders = {found[name][0] for name in data}
-    if len(folders) > 1 and splits != {""} and "*" not in uri:
-        raise InvalidInput(f"the folder has several configurations, {listed(sorted(folders))}: {_BY_PATTERN}", uri)
+    splits = sorted({split for _, split in found.values()})
+    if "*" not in uri and splits != [""]:
+        if len(splits) > 1:
+            order = ("train",) if split == "train" else ("validation", "test")
+            wanted = next((each for each in order if each in splits), None)
+            if wanted is None:
+                names = ", ".join(each or "no split" for each in splits)
+                raise InvalidInput(f"the folder has files of {names}, and none of {split}: {_BY_PATTERN}", uri)
+            data = {name: source for name, source in data.items() if found[name][1] == wanted}
+        if len(folders := {found[name][0] for name in data}) > 1:
+            raise InvalidInput(f"the folder has the configurations {listed(sorted(folders))}: {_BY_PATTERN}", uri)
     left = sorted(sources.keys() - data.keys())
     words = f"of the dataset's files {listed(sorted(data))} were read, and {listed(left)} left: {_BY_PATTERN}"
     return data, words if left else ""
-
-
-_BY_PATTERN = "a URI names others by a pattern, such as file:///rows/data/validation-*.parquet"
 
 
 def _split_of(name: str) -> tuple[str, str]:
     """Return the folder in which a file's split lies, and the split: empty where no part of the name says one."""
     parts = name.split("/")
     for k in reversed(range(len(parts))):
-        words = re.split(r"[-._ 0-9]+", parts[k].lower())
-        if split := next((_SPLIT_OF[word] for word in words if word in _SPLIT_OF), ""):
+        if words := [word for word in re.split(r"[-._ 0-9]+", parts[k].lower()) if word in _SPLIT_OF]:
             shard = re.match(r"(.+)-\d{5}-of-\d{5}", parts[k])  # the hub's, whose splits may have longer names
-            return "/".join(parts[:k]), shard[1] if shard and shard[1].lower() not in _SPLIT_OF else split
+            return "/".join(parts[:k]), shard[1] if shard and shard[1] not in _SPLIT_OF else _SPLIT_OF[words[0]]
     return "", ""
 
 

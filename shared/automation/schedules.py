@@ -10,7 +10,6 @@ from pydantic import AfterValidator, Field, model_validator
 
 from longshore.fields import Artifact, Frozen, Name
 from longshore.training import SessionRun
-from shared.field_rules import Reason
 from shared.runs.requests import RLRun, Run, RunId, Tenant
 from shared.runs.sources import DatasetSource
 from shared.runs.start import AnyStart
@@ -106,7 +105,7 @@ class Action(Frozen):
 
     state: Literal["preparing", "started", "skipped", "failed"] = "preparing"
     run_id: RunId | None = None
-    reason: Reason | None = None
+    reason: str | None = None
 
 
 class AcceptRequest(Frozen):
@@ -122,7 +121,7 @@ class Decision(Frozen):
 
     workflow: str = ""
     start: AnyStart | None = None
-    reason: Reason | None = None
+    reason: str | None = None
 
 
 class LastScheduled(Frozen):

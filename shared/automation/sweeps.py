@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from longshore.fields import Artifact, Frozen, Name, pattern
 from longshore.training import SessionRun
 from shared.errors import InvalidInput
-from shared.field_rules import Reason, first_rule
+from shared.field_rules import first_rule
 from shared.runs.requests import RLRun, Run, RunId, Tenant
 from shared.storage.paths import content_key
 
@@ -195,7 +195,7 @@ class SweepEnd(Frozen):
 
     state: Literal["succeeded", "failed", "cancelled"]
     pruned: dict[int, Report] = Field(default_factory=dict, description="by the number of the trial")
-    problem: Reason | None = None
+    problem: str | None = None
     adapter: str | None = Field(default=None, description="URI of what was published: adapter, or model after `full`")
     version: int | None = None
     ended_at: float

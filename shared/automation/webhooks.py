@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, JsonValue
 
 from longshore.fields import Frozen
-from shared.field_rules import Reason
 from shared.runs.requests import Tenant
 
 WebhookId = Annotated[str, Field(pattern=r"^wh-[0-9a-f]{24}$")]
@@ -103,7 +102,7 @@ class Attempt(Frozen):
 
     at: float
     status: int | None = None
-    problem: Reason | None = None
+    problem: str | None = None
     retry_after_s: float | None = Field(default=None, description="how long the receiver asked to be left alone")
 
 

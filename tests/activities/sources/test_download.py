@@ -233,10 +233,6 @@ def hub_folder(tmp_path: Path, *names: str) -> str:
 
 
 OF_SPLITS = tuple(f"data/{split}-00000-of-00001.jsonl" for split in ("train", "validation", "test"))
-    "data/train-00000-of-00001.jsonl",
-    "data/validation-00000-of-00001.jsonl",
-    "data/test-00000-of-00001.jsonl",
-)
 
 
 def test_of_a_folder_with_splits_one_is_taken_and_the_others_are_named(settings, tmp_path) -> None:
@@ -269,10 +265,10 @@ def test_splits_are_told_by_names_as_datasets_tells_them(settings, tmp_path, nam
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (("en/train-00000-of-00001.jsonl", "de/train-00000-of-00001.jsonl"), "several configurations, 'de', 'en'"),
-        (("validation.jsonl", "test.jsonl"), "files of 'test', 'validation', and none of train"),
-        (("rows.jsonl", "test.jsonl"), "files of 'test' and others, and none of train"),
-        (("train_sft-00000-of-00001.jsonl", "train_gen-00000-of-00001.jsonl"), "'train_gen', 'train_sft'"),
+        (("en/train-00000-of-00001.jsonl", "de/train-00000-of-00001.jsonl"), "configurations 'de', 'en'"),
+        (("validation.jsonl", "test.jsonl"), "files of test, validation, and none of train"),
+        (("rows.jsonl", "test.jsonl"), "files of no split, test, and none of train"),
+        (("train_sft-00000-of-00001.jsonl", "train_gen-00000-of-00001.jsonl"), "train_gen, train_sft"),
     ],
 )
 def test_files_of_which_nobody_can_say_the_split_are_refused_until_a_pattern_names_them(
