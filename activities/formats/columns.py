@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from activities.formats.messages import KEYS, Message, message_of
-from activities.formats.rows import Row, listed, text_of, type_name
+from activities.formats.messages import KEYS, Message, message_of, refuse_media
+from activities.formats.rows import Row, is_given, listed, text_of, type_name
 from shared.errors import InvalidInput
 from shared.storage.paths import LEFT
 
@@ -70,14 +70,9 @@ def _listed(value: Any) -> Iterator[dict[str, Any]]:
             yield value
 
 
-def is_given(row: Row, column: str) -> bool:
-    """True if a row has something in a column: neither null nor empty."""
-    value = row.fields.get(column)
-    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
-
-
 def refuse_unread(row: Row, read: Collection[str], format: str) -> None:
     """Raise InvalidInput for a column of `GUARDED` that is not read, or KTO's label of an answer that is not good."""
+    refuse_media(row)
     for column in GUARDED:
         if column not in read and is_given(row, column) and column != "label":
             rule = f"{column} says what the prompt or the mask is, and the format {format} does not read it"

@@ -12,10 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from activities.formats.columns import GUARDED, Unread, is_given, refuse_unread
+from activities.formats.columns import GUARDED, Unread, refuse_unread
 from activities.formats.examples import Chat, Example, PromptCompletion, Question
 from activities.formats.labels import LABELLED, with_label
-from activities.formats.rows import Row, listed, refuse_missing, rows_of
+from activities.formats.rows import Row, is_given, listed, refuse_missing, rows_of
 from activities.formats.scores import TEACHER, Numbers, number_of_teacher, read_numbers
 from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
 from shared.errors import InvalidInput
