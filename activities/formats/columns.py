@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from activities.formats.examples import Chat, Example, PreferencePair, PromptCompletion
 from activities.formats.messages import KEYS, Message, message_of, refuse_media
 from activities.formats.rows import Row, is_given, listed, text_of, type_name
+from activities.tokenizing.shown import REASONING
 from shared.errors import InvalidInput
 from shared.storage.paths import LEFT
 
@@ -28,10 +30,14 @@ _MOST_KEYS = 1000
 
 @dataclass
 class Unread:
-    """What nobody reads: names of columns, and keys of messages with the number of rows of each. `files`: in words."""
+    """What nobody reads: names of columns, keys of messages with the number of rows of each, `files` in words.
+
+    `empty`: the places of rows with an answer of nothing, which is learned.
+    """
 
     columns: set[str] = field(default_factory=set)
     keys: Counter[str] = field(default_factory=Counter)
+    empty: list[str] = field(default_factory=list)
     files: str = ""
 
     @classmethod
@@ -45,10 +51,23 @@ class Unread:
         found = {key for turn in turns for key in turn.keys() - _READ_KEYS if turn[key] is not None}
         self.keys.update(key for key in found if key in self.keys or len(self.keys) < _MOST_KEYS)
 
+    def note_empty(self, example: Example) -> None:
+        """Note a row of which an answer that is learned says nothing: neither text nor thoughts nor calls."""
+        match example:
+            case PreferencePair():
+                is_empty = _is_empty(example.chosen) or _is_empty(example.rejected)
+            case _:
+                is_empty = _is_empty(example)
+        if is_empty:
+            self.empty += [example.place]
+
     def warnings(self, template: str) -> Iterator[str]:
         """`template`: the source of the chat template. What it names may be read there."""
         if self.files:
             yield self.files
+        if self.empty:
+            rows = f"{len(self.empty)} row{'s' * (len(self.empty) != 1)}"
+            yield f"an answer of {rows} is empty, and the model learns to say nothing; first: {self.empty[0]}"
         if self.columns:
             yield f"nobody reads the columns {listed(sorted(self.columns))}"
         keys = sorted(key for key in self.keys if not re.search(rf"\b{re.escape(key)}\b", template))
@@ -58,6 +77,16 @@ class Unread:
 
 
 _READ_KEYS = frozenset((*KEYS, *_SHAREGPT_KEYS))
+
+
+def _is_empty(example: Example) -> bool:
+    match example:
+        case PromptCompletion():
+            return not example.completion
+        case Chat():
+            learned = (m for m, weight in zip(example.messages, example.weights, strict=True) if weight)
+            return any(not any(m.get(key) for key in ("content", "tool_calls", *REASONING)) for m in learned)
+    return False
 
 
 def _listed(value: Any) -> Iterator[dict[str, Any]]:

@@ -165,11 +165,13 @@ def _guarded(
     if isinstance(bare.fields.get("label"), str | int | float | list) and row.fields["label"] != 1:
         unread.columns.add("label")  # of another kind than KTO's
     unread.note_keys(row, (*spec.fields, *spec.more))
+    made = example(row)
+    unread.note_empty(made)
     if teachers:
         numbers[row.place] = (number_of_teacher(row, teachers),)
     elif fields:
-        return read_numbers(example(row), row, fields, numbers)
-    return with_label(example(row), row) if labels else example(row)
+        return read_numbers(made, row, fields, numbers)
+    return with_label(made, row) if labels else made
 
 
 def _last_answer(spec: FormatSpec, row: Row) -> Example:
