@@ -30,14 +30,12 @@ _MOST_KEYS = 1000
 
 @dataclass
 class Unread:
-    """What nobody reads: names of columns, keys of messages with the number of rows of each, `files` in words.
-
-    `empty`: the places of rows with an answer of nothing, which is learned.
-    """
+    """What nobody reads: columns, keys of messages with the number of rows of each, files in words; empty answers."""
 
     columns: set[str] = field(default_factory=set)
     keys: Counter[str] = field(default_factory=Counter)
-    empty: list[str] = field(default_factory=list)
+    num_empty: int = 0
+    first_empty: str = ""
     files: str = ""
 
     @classmethod
@@ -53,21 +51,17 @@ class Unread:
 
     def note_empty(self, example: Example) -> None:
         """Note a row of which an answer that is learned says nothing: neither text nor thoughts nor calls."""
-        match example:
-            case PreferencePair():
-                is_empty = _is_empty(example.chosen) or _is_empty(example.rejected)
-            case _:
-                is_empty = _is_empty(example)
-        if is_empty:
-            self.empty += [example.place]
+        answers = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
+        if any(map(_is_empty, answers)):
+            self.num_empty, self.first_empty = self.num_empty + 1, self.first_empty or example.place
 
     def warnings(self, template: str) -> Iterator[str]:
         """`template`: the source of the chat template. What it names may be read there."""
         if self.files:
             yield self.files
-        if self.empty:
-            rows = f"{len(self.empty)} row{'s' * (len(self.empty) != 1)}"
-            yield f"an answer of {rows} is empty, and the model learns to say nothing; first: {self.empty[0]}"
+        if self.num_empty:
+            rows = f"{self.num_empty} row{'s' * (self.num_empty != 1)}"
+            yield f"an answer of {rows} is empty, and the model learns to say nothing; first: {self.first_empty}"
         if self.columns:
             yield f"nobody reads the columns {listed(sorted(self.columns))}"
         keys = sorted(key for key in self.keys if not re.search(rf"\b{re.escape(key)}\b", template))
@@ -79,14 +73,11 @@ class Unread:
 _READ_KEYS = frozenset((*KEYS, *_SHAREGPT_KEYS))
 
 
-def _is_empty(example: Example) -> bool:
-    match example:
-        case PromptCompletion():
-            return not example.completion
-        case Chat():
-            learned = (m for m, weight in zip(example.messages, example.weights, strict=True) if weight)
-            return any(not any(m.get(key) for key in ("content", "tool_calls", *REASONING)) for m in learned)
-    return False
+def _is_empty(answer: Example) -> bool:
+    if isinstance(answer, Chat):
+        learned = (m for m, weight in zip(answer.messages, answer.weights, strict=True) if weight)
+        return any(not any(m.get(key) for key in ("content", "tool_calls", *REASONING)) for m in learned)
+    return isinstance(answer, PromptCompletion) and not answer.completion
 
 
 def _listed(value: Any) -> Iterator[dict[str, Any]]:

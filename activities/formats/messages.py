@@ -139,10 +139,14 @@ def tool_of(row: Row, field: str, tool: dict[str, Any]) -> dict[str, Any]:
     function = tool["function"]
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise InvalidInput(f'{field}: a tool is {{"type": "function", "function": {{"name": ..., ...}}}}', row.place)
-    schemas = [key for key in _SCHEMAS if function.get(key) is not None]
-    if len(schemas) > 1 or not all(isinstance(function[key], dict) for key in schemas):
-        raise InvalidInput(f"{field}: {' and '.join(schemas)} must be one object, a JSON schema", row.place)
-    return tool | {"function": {"parameters" if key in schemas else key: value for key, value in function.items()}}
+    keys = [key for key in _SCHEMAS if function.get(key) is not None]
+    schema = function[keys[0]] if keys else None
+    if isinstance(schema, str):
+        schema = _json_of(row, f"{field}.{keys[0]}", schema, "an object")
+    if len(keys) > 1 or not isinstance(schema, dict | None):
+        raise InvalidInput(f"{field}: {' and '.join(keys)} must be one object, a JSON schema", row.place)
+    items = (("parameters", schema) if key in keys else (key, value) for key, value in function.items())
+    return tool | {"function": dict(items)}
 
 
 def call_of(row: Row, field: str, call: JSON) -> dict[str, Any]:

@@ -172,15 +172,13 @@ def chosen(sources: dict[str, Source], split: str, uri: str) -> tuple[dict[str, 
     found = {name: _split_of(name) for name in data}
     splits = sorted({split for _, split in found.values()})
     if "*" not in uri and splits != [""]:
-        if len(splits) > 1:
-            order = ("train",) if split == "train" else ("validation", "test")
-            wanted = next((each for each in order if each in splits), None)
-            if wanted is None:
-                names = ", ".join(each or "no split" for each in splits)
-                raise InvalidInput(f"the folder has files of {names}, and none of {split}: {_BY_PATTERN}", uri)
-            data = {name: source for name, source in data.items() if found[name][1] == wanted}
-        if len(folders := {found[name][0] for name in data}) > 1:
-            raise InvalidInput(f"the folder has the configurations {listed(sorted(folders))}: {_BY_PATTERN}", uri)
+        order = splits if len(splits) == 1 else ["train"] if split == "train" else ["validation", "test"]
+        wanted = next((each for each in order if each in splits), None)
+        data = {name: source for name, source in data.items() if found[name][1] == wanted}
+        if len(folders := sorted({found[name][0] for name in data})) != 1:
+            others = f"splits {', '.join(each or '(none)' for each in splits)}, and not {split}"
+            has = f"configurations {listed(folders)}" if folders else others
+            raise InvalidInput(f"the folder has the {has}: {_BY_PATTERN}", uri)
     left = sorted(sources.keys() - data.keys())
     words = f"of the dataset's files {listed(sorted(data))} were read, and {listed(left)} left: {_BY_PATTERN}"
     return data, words if left else ""

@@ -266,8 +266,8 @@ def test_splits_are_told_by_names_as_datasets_tells_them(settings, tmp_path, nam
     ("names", "words"),
     [
         (("en/train-00000-of-00001.jsonl", "de/train-00000-of-00001.jsonl"), "configurations 'de', 'en'"),
-        (("validation.jsonl", "test.jsonl"), "files of test, validation, and none of train"),
-        (("rows.jsonl", "test.jsonl"), "files of no split, test, and none of train"),
+        (("validation.jsonl", "test.jsonl"), "splits test, validation, and not train"),
+        (("rows.jsonl", "test.jsonl"), "splits (none), test, and not train"),
         (("train_sft-00000-of-00001.jsonl", "train_gen-00000-of-00001.jsonl"), "train_gen, train_sft"),
     ],
 )

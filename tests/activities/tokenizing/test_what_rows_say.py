@@ -72,6 +72,7 @@ OTHER_TOOLS: list[dict[str, Any]] = [
     {"name": "tide", "input_schema": FLAT["parameters"]},  # Anthropic's
     {"type": "custom", "name": "tide", "input_schema": FLAT["parameters"]},
     {"name": "tide", "inputSchema": FLAT["parameters"]},  # MCP's
+    FLAT | {"parameters": json.dumps(FLAT["parameters"])},  # as Parquet files have it
     {"type": "function", "function": {"name": "tide", "inputSchema": FLAT["parameters"]}},
 ]
 QUAY = json.loads(json.dumps(TIDE).replace("tide", "quay").replace("port", "number").replace("string", "integer"))
@@ -155,7 +156,8 @@ def test_text_parts_are_one_text(tmp_path: Path) -> None:
     [
         ({"type": "web_search", "name": "web"}, "tools[0].type must be function, not 'web_search'"),
         ({"name": "tide", "parameters": {}, "input_schema": {}}, "tools[0]: parameters and input_schema must be one"),
-        ({"name": "tide", "inputSchema": "text"}, "tools[0]: inputSchema must be one object"),
+        ({"name": "tide", "inputSchema": ["text"]}, "tools[0]: inputSchema must be one object"),
+        ({"name": "tide", "inputSchema": "text"}, "tools[0].inputSchema must be an object, not text"),
         ({"description": "Tells tides."}, "tools[0]: a tool is"),
     ],
 )
@@ -163,9 +165,8 @@ def test_tools_that_are_none_are_refused_by_their_keys(tmp_path: Path, tool: dic
     assert words in refusal(tmp_path, WITH_TOOLS, {"messages": [ASK, ANSWER], "tools": [tool]})
 
 
-THINKING = TURNS.replace(
-    "m.content +", "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '') + m.content +"
-)
+THOUGHT = "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '')"
+THINKING = TURNS.replace("m.content +", f"{THOUGHT} + m.content +")
 PARTS = [{"type": "text", "text": "The moon "}, {"type": "text", "text": "says so."}]
 
 
@@ -195,15 +196,9 @@ def test_flags_of_other_trainers_are_weights(tmp_path: Path, flag: str) -> None:
         rows = [{"messages": turns}, {"conversations": spoken}, {"prompt": turns[:1], "completion": turns[1:]}]
         for row in rows:
             assert [own for _, own in trained_of(tmp_path, TURNS, row)] == [f"Half past six.{END}"]
-    for wrong in (
-        {"weight": 1},
-        {"train": True, "loss": True, "trainable": True, flag: False},
-        {flag: "no"},
-        {flag: []},
-    ):
-        assert f"messages[1]: {flag}" in refusal(
-            tmp_path, TURNS, {"messages": [ASK, first | {flag: False} | wrong]}
-        ) or ("train, loss, trainable" in refusal(tmp_path, TURNS, {"messages": [ASK, first | wrong]}))
+    for wrong in ({"weight": 1}, {other: True for other in FLAGS if other != flag}, {flag: "no"}, {flag: []}):
+        told = refusal(tmp_path, TURNS, {"messages": [ASK, first | {flag: False} | wrong]})
+        assert "messages[1]: " in told and flag in told
     assert f"messages[0]: {flag}" in refusal(tmp_path, TURNS, {"messages": [ASK | {flag: True}, ANSWER]})
     pair = {"prompt": [ASK], "chosen": [ANSWER | {flag: False}], "rejected": [first]}
     assert "chosen[0].weight must be 1" in refusal(tmp_path, TURNS, pair)
