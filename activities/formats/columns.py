@@ -24,7 +24,7 @@ GUARDED = (*PROMPT, "input", "functions", "tools", *MASKS, "label")
 """Columns that change what is trained: a row with one that its format does not read is refused."""
 
 
-_SHAREGPT_KEYS = ("from", "value")
+SHAREGPT_KEYS = ("from", "value")
 _MOST_KEYS = 1000
 
 
@@ -47,6 +47,9 @@ class Unread:
         """Count the keys of a row's messages, which stand in these columns, that are none of a message's."""
         turns = (turn for column in columns for turn in _listed(row.fields.get(column)))
         found = {key for turn in turns for key in turn.keys() - _READ_KEYS if turn[key] is not None}
+        for name, value in ((name, row.fields.get(name)) for name in columns):
+            if isinstance(value, dict) and "messages" in value:  # OpenAI's `input`
+                self.columns.update(f"{name}.{key}" for key in value.keys() - {"messages", "tools", "functions"})
         self.keys.update(key for key in found if key in self.keys or len(self.keys) < _MOST_KEYS)
 
     def note_empty(self, example: Example) -> None:
@@ -70,7 +73,7 @@ class Unread:
             yield f"nobody reads the keys {listed(keys)} of messages (in rows: {rows})"
 
 
-_READ_KEYS = frozenset((*KEYS, *_SHAREGPT_KEYS))
+_READ_KEYS = frozenset((*KEYS, *SHAREGPT_KEYS))
 
 
 def _is_empty(answer: Example) -> bool:

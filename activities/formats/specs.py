@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from activities.formats.columns import GUARDED, MASKS, PROMPT, with_context
+from activities.formats.columns import GUARDED, MASKS, PROMPT, SHAREGPT_KEYS, with_context
 from activities.formats.examples import MASKED_LABEL, Chat, Example, PromptCompletion, Question, Text, TokenIds
 from activities.formats.messages import MEDIA, message_of, messages_of, refuse_media, tools_of, turn_weight
 from activities.formats.preferences import openai_preference, preference
@@ -176,8 +176,13 @@ def _sharegpt_messages(row: Row) -> list[dict[str, Any]]:
             raise InvalidInput(f"conversations[{i}].from must be one of {known}, not {speaker!r:.40}", row.place)
         if not isinstance(value, str):
             raise InvalidInput(f"conversations[{i}].value must be text, not {type_name(value)}", row.place)
-        turn = {"content": value} if speaker != "function_call" else {"tool_calls": _calls_in(row, i, value)}
-        messages.append(message_of(row, f"conversations[{i}]", {"role": _SHAREGPT_ROLES[speaker], **turn}))
+        said = (
+            {"content": value}
+            if speaker != "function_call"
+            else {"content": None, "tool_calls": _calls_in(row, i, value)}
+        )
+        kept = {key: each for key, each in turn.items() if key not in SHAREGPT_KEYS}
+        messages.append(message_of(row, f"conversations[{i}]", {**kept, "role": _SHAREGPT_ROLES[speaker], **said}))
     return messages
 
 

@@ -156,7 +156,7 @@ def _matching(uri: str, find: Callable[[str], dict[str, Source]]) -> dict[str, S
         return find(uri)
     folder, _, pattern = uri.partition("*")
     folder, _, begin = folder.rpartition("/")
-    return {name: source for name, source in find(folder).items() if fnmatchcase(name, f"{begin}*{pattern}")}
+    return {name: source for name, source in find(folder).items() if fnmatchcase(name, unquote(f"{begin}*{pattern}"))}
 
 
 def chosen(sources: dict[str, Source], split: str, uri: str) -> tuple[dict[str, Source], str]:

@@ -283,5 +283,7 @@ def test_files_of_which_nobody_can_say_the_split_are_refused_until_a_pattern_nam
 
 def test_a_pattern_leads_nowhere_else(settings, tmp_path) -> None:
     hub_folder(tmp_path, "train.jsonl")
+    hub_folder(tmp_path, "my rows 1.jsonl")
+    assert {*files_of(settings, download(settings, f"file://{tmp_path}/data/hub/my%20ro*"))} == {"my rows 1.jsonl"}
     for pattern in ("data/hub/test*", "data/*/none", "*"):
-        assert refusal(settings, f"file://{tmp_path}/{pattern}")
+        assert refusal(settings, f"file://{tmp_path}/{pattern}", "sft-2")

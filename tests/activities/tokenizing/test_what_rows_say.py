@@ -183,6 +183,36 @@ def test_thoughts_in_parts_are_one_text_and_others_are_refused(tmp_path: Path, k
         assert "differ: give one" in refusal(tmp_path, THINKING, {"messages": [ASK, both | {other: "No."}]})
 
 
+def test_what_nobody_reads_is_named_in_every_format(tmp_path: Path) -> None:
+    asked, answer = ASK | {"mood": "calm"}, ANSWER | {"tone": "dry"}
+    spoken = [{"from": "human", "value": "When?", "mood": "calm"}, {"from": "gpt", "value": "Now.", "tone": "dry"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": [asked, answer]},
+        {"conversations": spoken},
+        {"prompt": [asked], "completion": [answer]},
+        {"prompt": [asked], "chosen": [answer], "rejected": [ANSWER | {"content": "No."}]},
+        {"chosen": [asked, answer], "rejected": [asked, ANSWER | {"content": "No."}]},
+        {
+            "input": {"messages": [asked], "hint": "a"},
+            "preferred_output": [answer],
+            "non_preferred_output": [ANSWER | {"content": "No."}],
+        },
+    ]
+    for row in rows:
+        report = preview_of(folder_of(tmp_path, row | {"quay": 7}), model_of(TURNS), PREVIEW).report
+        columns, keys = report.warnings
+        assert "'quay'" in columns and ("input.hint" in columns) == ("input" in row)
+        assert "the keys 'mood', 'tone' of messages" in keys
+
+
+def test_turns_of_sharegpt_have_what_messages_have(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "When?"}, {"from": "gpt", "value": "Now.", "reasoning_content": "It is."}]
+    [(_, own)] = trained_of(tmp_path, THINKING, {"conversations": turns})
+    assert own == f"<think>It is.</think>Now.{END}"
+    turns[0]["images"] = ["quay.png"]  # type: ignore[assignment]
+    assert "conversations[0].images" in refusal(tmp_path, THINKING, {"conversations": turns})
+
+
 FLAGS = ("train", "loss", "trainable")
 
 
