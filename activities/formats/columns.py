@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from activities.formats import THOUGHTS
 from activities.formats.examples import Chat, Example, PreferencePair, PromptCompletion
 from activities.formats.messages import KEYS, Message, message_of, refuse_media
 from activities.formats.rows import Row, is_given, listed, text_of, type_name
-from activities.tokenizing.shown import REASONING
 from shared.errors import InvalidInput
 from shared.storage.paths import LEFT
 
@@ -79,7 +79,7 @@ _READ_KEYS = frozenset((*KEYS, *SHAREGPT_KEYS))
 def _is_empty(answer: Example) -> bool:
     if isinstance(answer, Chat):
         learned = (m for m, weight in zip(answer.messages, answer.weights, strict=True) if weight)
-        return any(not any(m.get(key) for key in ("content", "tool_calls", *REASONING)) for m in learned)
+        return any(not any(m.get(key) for key in ("content", "tool_calls", *THOUGHTS)) for m in learned)
     return isinstance(answer, PromptCompletion) and not answer.completion
 
 

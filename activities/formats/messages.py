@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from activities.formats import THOUGHTS
 from activities.formats.rows import JSON, Row, is_given, list_of_objects, type_name, weight_of, without_nulls
-from activities.tokenizing.shown import REASONING
 from shared.errors import InvalidInput
 
 Message = dict[str, Any]
@@ -18,7 +18,7 @@ Tools = list[dict[str, Any]]
 _FLAGS = ("train", "loss", "trainable")  # axolotl's, ms-swift's and verl's: false is a weight of 0
 _OURS = ("weight", *_FLAGS, "refusal")
 KEYS = ("role", "content", "name", "tool_calls", "function_call", "tool_call_id", *_OURS)
-"""Keys of messages that are read here or, except for `_OURS`, by chat templates. Those of thoughts are in shown.py."""
+"""Keys of messages that are read here or, except for `_OURS`, by chat templates. Those of thoughts are `THOUGHTS`."""
 MEDIA = ("images", "videos", "audios")
 _SCHEMAS = ("parameters", "input_schema", "inputSchema")  # of a tool's arguments: OpenAI's name, Anthropic's, MCP's
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -57,7 +57,7 @@ def message_of(row: Row, field: str, turn: dict[str, JSON], weighs_parts: bool =
         raise InvalidInput(f"{field}.tool_calls: the message is the {role}'s, and an assistant calls tools", row.place)
     message |= {"tool_calls": calls} if calls else {}
     refuse_media(Row(row.place, turn), f"{field}.")
-    thoughts = {key: _thoughts(row, f"{field}.{key}", message[key]) for key in REASONING if key in message}
+    thoughts = {key: _thoughts(row, f"{field}.{key}", message[key]) for key in THOUGHTS if key in message}
     if len({*thoughts.values()}) > 1:
         raise InvalidInput(f"{field}: {' and '.join(thoughts)} are names of one thing, and differ: give one", row.place)
     message |= thoughts
