@@ -95,7 +95,7 @@ class RLWorkflow(ClientDrivenHandlers):
         data = None
         if run.rollouts is not None:
             self._run.show(phase="tokenizing")
-            data = await rollouts.prepare_rollouts(start, resolved)
+            data = await rollouts.prepare_rollouts(self._run, start, resolved)
             self._run.show(num_steps=data.num_steps * run.epochs * run.mini_batches)
         state = RLState(
             model=resolved.model,

@@ -123,6 +123,7 @@ class SFTWorkflow(RunHandlers):
         self._run.show(phase="downloading")
         request = DownloadRequest(run_id=self._start.run_id, tenant=self._start.tenant, split=split, source=source)
         downloaded = await control.do(Download.download, request)
+        self._run.add_notices(downloaded.notices)
         self._run.show(phase="tokenizing")
         tokenized = await control.do(
             Tokenize.tokenize,

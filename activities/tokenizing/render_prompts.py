@@ -275,7 +275,7 @@ class PromptTally:
             longest_tokens=self.longest,
             probe=self.probe,
             lost=tuple(self.lost),
-            warnings=tuple(self.hidden.warnings()),
+            warnings=(*self.hidden.warnings(), *self.dataset.unread.warnings("")),
         )
 
     def refuse_losses(self, max_lost_fraction: float, place: str) -> None:

@@ -6,6 +6,7 @@ from pydantic import Field, TypeAdapter
 
 from longshore.fields import Frozen, Sha256, added
 from shared.fence import Fence
+from shared.field_rules import Reason
 from shared.jobs.weight_sync import SyncOutcome
 
 Device = Literal["released", "held"]
@@ -136,7 +137,7 @@ class Failed(_Event):
     event: Literal["failed"] = "failed"
     step: int
     kind: Literal["invalid_input", "corrupt_artifact", "not_finite", "disk_full", "stale_fence", "crowded", "error"]
-    message: str
+    message: Reason
     device: Device
 
 

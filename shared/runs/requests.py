@@ -196,7 +196,7 @@ class RLRun(TrainedRun):
         if rollouts.grader == UNGRADED and (self.advantages != "none" or rollouts.held_out is not None):
             raise ValueError("rollouts.grader is missing: only distillation without held-out prompts needs none")
         if rollouts.group_size == 1 and self.advantages in COMPARE_GROUPS:
-            raise ValueError(f"{self.advantages} compares the samples of a prompt: group_size must be 2 or more")
+            raise ValueError(f"rollouts.group_size must be 2 or more: {self.advantages} compares a prompt's samples")
         return self
 
 

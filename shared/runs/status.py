@@ -7,6 +7,7 @@ from pydantic import Field
 from longshore.fields import Artifact, Frozen, Sha256, added
 from longshore.training import ScalarHead
 from shared.fence import Fence
+from shared.field_rules import Reason
 from shared.models.shape import ModelShape
 from shared.runs.requests import Kind, RunId
 
@@ -45,7 +46,7 @@ class Problem(Frozen):
     """The reason why a run failed, in words for its user."""
 
     kind: str
-    message: str
+    message: Reason
 
 
 STATUS_MEMO = "status"  # of a run's workflow: its RunStatus without metrics and timeline
@@ -87,7 +88,7 @@ class RunStatus(Frozen):
     failed_steps: int = added(0, description="of an RL run: train steps that could not be trained")
     equal_reward_steps: int = added(0, description="of an RL run: trained steps whose rewards were all the same")
     zero_gradient_steps: int = added(0, description="of an RL run: trained steps whose gradient was 0 throughout")
-    notices: tuple[str, ...] = Field(default=(), description="what its user should know of it, whatever comes of it")
+    notices: tuple[Reason, ...] = Field(default=(), description="what its user should know of it, whatever comes of it")
     started_at: float | None = Field(default=None, description="the first time, also of a run that was resumed")
     ended_at: float | None = None
     estimated_end: float | None = Field(

@@ -51,7 +51,7 @@ class Rolled:
     metrics: dict[str, float]
 
 
-async def prepare_rollouts(start: RLStart, policy: ResolvedModel) -> RolloutData:
+async def prepare_rollouts(run: ActiveRun, start: RLStart, policy: ResolvedModel) -> RolloutData:
     """Try the grader, download and render the prompts, before any accelerator is asked for.
 
     Raises:
@@ -62,15 +62,18 @@ async def prepare_rollouts(start: RLStart, policy: ResolvedModel) -> RolloutData
     rollouts = rollouts_of(start.run)
     await control.do(Grade.check_grader, rollouts.grader)
     rewards = await find_rewards(start, policy)
-    prompts = await _render(start, policy.model, "train", rollouts.prompts)
-    held_out = await _render(start, policy.model, "eval", rollouts.held_out.prompts) if rollouts.held_out else None
+    prompts = await _render(run, start, policy.model, "train", rollouts.prompts)
+    held_out = await _render(run, start, policy.model, "eval", rollouts.held_out.prompts) if rollouts.held_out else None
     return rollout_requests.rollout_data(start.run, prompts, held_out).model_copy(update={"rewards": rewards})
 
 
-async def _render(start: RLStart, model: Artifact, split: Literal["train", "eval"], source: DatasetSource) -> Prompts:
+async def _render(
+    run: ActiveRun, start: RLStart, model: Artifact, split: Literal["train", "eval"], source: DatasetSource
+) -> Prompts:
     download = DownloadRequest(run_id=start.run_id, tenant=start.tenant, split=split, source=source)
-    dataset = (await control.do(Download.download, download)).dataset
-    request = rollout_requests.prompts_request(start.run, source, dataset, model)
+    downloaded = await control.do(Download.download, download)
+    run.add_notices(downloaded.notices)
+    request = rollout_requests.prompts_request(start.run, source, downloaded.dataset, model)
     return await control.do(RenderPrompts.render_prompts, request)
 
 

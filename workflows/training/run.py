@@ -144,6 +144,10 @@ class ActiveRun:
         self.status = changed(self.status, **changes)
         self._note()
 
+    def add_notices(self, notices: tuple[str, ...]) -> None:
+        """Tell the run's user something, once."""
+        self.status = changed(self.status, notices=tuple(dict.fromkeys((*self.status.notices, *notices))))
+
     def with_jobs(self) -> RunStatus:
         """Return the status, updated with phase, notices, losses, timeline and GPU seconds of the jobs and leases."""
         status, training = self.status, self.training
