@@ -62,8 +62,16 @@ def _pattern(expression: str) -> str:
     return expression
 
 
-Pattern = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH), AfterValidator(_pattern)]
+def _pattern_of_ends(expression: str) -> str:
+    ModulePattern(expression, is_end=True)
+    return expression
+
+
+_OF_A_PATTERN = Field(min_length=1, max_length=MAX_LENGTH)
+Pattern = Annotated[str, _OF_A_PATTERN, AfterValidator(_pattern)]
 """A regular expression over names of modules: Hugging Face's, such as `model.layers.0.self_attn.q_proj`."""
+PatternOfEnds = Annotated[str, _OF_A_PATTERN, AfterValidator(_pattern_of_ends)]
+"""Such an expression, which the end of a name behind a dot may match, too."""
 Rank = Annotated[int, Field(ge=1, le=1024)]
 Alpha = Annotated[float, Field(gt=0)]
 _OF_PATTERNS: dict[str, Any] = {"default": (), "max_length": 32}
@@ -117,10 +125,10 @@ class Lora(Frozen):
     layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=10_000)], ...] | None, _SORTED] = Field(
         default=None, min_length=1, max_length=10_000, description="layers with an adapter, from 0; all if absent"
     )
-    rank_pattern: Annotated[tuple[tuple[Pattern, Rank], ...], PAIRED] = Field(
+    rank_pattern: Annotated[tuple[tuple[PatternOfEnds, Rank], ...], PAIRED] = Field(
         **_OF_PATTERNS, description="other ranks, by patterns that the ends of modules' names match, the first counts"
     )
-    alpha_pattern: Annotated[tuple[tuple[Pattern, Alpha], ...], PAIRED] = Field(
+    alpha_pattern: Annotated[tuple[tuple[PatternOfEnds, Alpha], ...], PAIRED] = Field(
         **_OF_PATTERNS, description="other alphas, by such patterns"
     )
     dropout: float = Field(
