@@ -6,13 +6,18 @@ Used by the tests of this folder, and by `python -m benchmarks.tenant_attacks`.
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.routing import APIRoute, iter_route_contexts
+
+from longshore.module_patterns import _translated
 from service.apis import decoders, json_bodies
-from service.apis.json_bodies import _parsed, _Sent
+from service.apis.json_bodies import Judged, _parsed, _Sent, judged
+from service.decoding import SMALL_BYTES
 from tests.security.belongings import BODIES
 
 assert decoders.LOADED  # whose validators are asked
@@ -34,30 +39,50 @@ class Tried:
     is_valid: bool
 
 
-def validator_of(module: str, name: str) -> Callable[[Any], None]:
-    return json_bodies._validators[f"{module}:{name}"]
+def tried(endpoint: str, body: bytes) -> Tried:
+    """Validate a body of an endpoint (`module:name`), and take the time of the part that the web process does."""
+    found, is_valid = None, False
+    if len(body) > SMALL_BYTES:
+        found = judged(endpoint, body.decode("latin-1")).model_dump_json()  # a child's work
+    _translated.cache_clear()
+    began = time.thread_time()
+    try:
+        sent = _Sent(*_parsed(body)) if found is None else Judged.model_validate_json(found).sent()
+        json_bodies._validators[endpoint](sent)
+        is_valid = sent.problem is None
+    except (ValueError, RecursionError):
+        pass
+    return Tried(body, time.thread_time() - began, is_valid)
 
 
-def tried(validate: Callable[[Any], None], body: bytes) -> Tried:
-    """Parse and validate a body as the web process does. The better of two times: the first one fills caches."""
-    took, is_valid = [], False
-    for _ in range(2):
-        began = time.thread_time()
-        try:
-            sent = _Sent(*_parsed(body))
-            validate(sent)
-            is_valid = sent.problem is None
-        except (ValueError, RecursionError):
-            pass
-        took.append(time.thread_time() - began)
-    return Tried(body, took[0], is_valid)
+def endpoints(app: FastAPI) -> dict[tuple[str, str], str]:
+    """Every operation that takes JSON, by method and path, and its endpoint."""
+    found, described = {}, app.openapi()["paths"]
+    for context in iter_route_contexts(app.routes):
+        route = context.original_route
+        if not isinstance(route, APIRoute) or context.path not in described:
+            continue
+        endpoint = f"{route.endpoint.__module__}:{route.endpoint.__qualname__}"
+        for method in context.methods or ():
+            body = described[context.path].get(method.lower(), {}).get("requestBody", {})
+            if "application/json" in body.get("content", {}) and endpoint in json_bodies._validators:
+                found[method, context.path] = endpoint
+    return found
 
 
-def worst(document: dict[str, Any], path: str, method: str, validate: Callable[[Any], None], limit: int) -> list[Tried]:
-    """Return the two worst bodies of an operation, of at most `limit` bytes: of all, and of those that are accepted."""
-    schema = document["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
-    bodies = islice(_bodies(document, schema, BODIES.get(path), limit), _MOST_TRIED)
-    found = sorted((tried(validate, body) for body in {b for b in bodies if len(b) <= limit}), key=lambda t: -t.cpu_s)
+def worst(
+    document: dict[str, Any], operation: tuple[str, str], endpoint: str, limit: int, most: int = _MOST_TRIED
+) -> list[Tried]:
+    """Return the two worst bodies of an operation, of at most `limit` bytes: of all, and of those that are accepted.
+
+    `most`: how many are tried, taken evenly from all that there are.
+    """
+    method, path = operation
+    schema = document["paths"][path][method.lower()]["requestBody"]["content"]["application/json"]["schema"]
+    # Grown small at first, to see how many there are: a body of a mebibyte takes a while to be made.
+    number = sum(1 for _ in islice(_bodies(document, schema, BODIES.get(path), min(limit, 4096)), _MOST_TRIED))
+    bodies = islice(_bodies(document, schema, BODIES.get(path), limit), 0, _MOST_TRIED, max(1, number // most))
+    found = sorted((tried(endpoint, body) for body in bodies if len(body) <= limit), key=lambda each: -each.cpu_s)
     valid = [each for each in found if each.is_valid]
     return found[:1] + [each for each in valid[:1] if each is not found[0]]
 
