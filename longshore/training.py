@@ -74,6 +74,7 @@ PatternOfEnds = Annotated[str, _OF_A_PATTERN, AfterValidator(_pattern_of_ends)]
 """Such an expression, which the end of a name behind a dot may match, too."""
 Rank = Annotated[int, Field(ge=1, le=1024)]
 Alpha = Annotated[float, Field(gt=0)]
+_MOST_OF_PATTERNS = 10 * MAX_LENGTH
 _OF_PATTERNS: dict[str, Any] = {"default": (), "max_length": 32}
 
 
@@ -145,6 +146,9 @@ class Lora(Frozen):
     def _targets_are_said_once(self) -> Self:
         if self.target_pattern is not None and (self.targets != LINEARS or self.layers is not None):
             raise ValueError("target_pattern says all of what is adapted: drop targets and layers")
+        if sum(len(key) for key, _ in (*self.rank_pattern, *self.alpha_pattern)) > _MOST_OF_PATTERNS:
+            rule = f"rank_pattern and alpha_pattern have at most {_MOST_OF_PATTERNS:,} characters together"
+            raise ValueError(f"{rule}: write them shorter")
         if self.head is not None and "lm_head" in self.targets:
             raise ValueError("targets: a head of its own stands in the place of lm_head; drop one of them")
         return self

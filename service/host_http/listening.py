@@ -110,6 +110,8 @@ class BoundedH11(H11Protocol):
     @property
     def _client_owes(self) -> bool:
         """True while the client has begun a request, and the service waits for the rest of its headers or body."""
+        if self.transport.is_closing():  # its request was refused, perhaps in the middle
+            return False
         if self.conn.their_state is h11.IDLE:
             return self.cycle is None or bool(self.conn.trailing_data[0])
         return self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete

@@ -81,7 +81,9 @@ def test_a_body_that_drips_is_answered_and_hung_up_on(service: Service, belongin
     ids=["length, chunks", "chunks, length", "chunks of HTTP/1.0"],
 )
 @pytest.mark.parametrize("port_of", ["the web service", "a host"])
-def test_a_request_of_two_lengths_is_refused_and_ends_its_connection(service: Service, head: str, port_of: str) -> None:
+def test_a_request_of_two_lengths_is_refused_and_ends_its_connection(
+    service: Service, head: str, port_of: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """RFC 9112, 6.3: what a proxy in front reads as its body, we may read as another's request."""
     smuggled = "host: 127.0.0.1\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
     with listened(3) as host_port:
@@ -91,6 +93,7 @@ def test_a_request_of_two_lengths_is_refused_and_ends_its_connection(service: Se
             answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))  # to the end: it is closed
     assert answer.startswith(b"HTTP/1.1 400") and b"connection: close" in answer.lower()
     assert answer.count(b"HTTP/1.1") == 1, "the second request was answered, too"
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio" and record.exc_info]
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault_of_ours(
