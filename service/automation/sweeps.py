@@ -275,7 +275,7 @@ class Sweeps:
         return self._store.head(SweepKeys(ref.tenant, ref.sweep_id).is_cancelled) is not None
 
 
-def check_trials(sweep: str, max_ranks: int | None, max_hosts: int | None, sampler_url: str | None) -> None:
+def check_trials(sweep: str, max_ranks: int, max_hosts: int | None, sampler_url: str | None) -> None:
     """Refuse values that no run could have. To be called in a child process: each combination is validated anew.
 
     Args:

@@ -60,7 +60,7 @@ def endpoints(app: FastAPI) -> dict[tuple[str, str], str]:
     found, described = {}, app.openapi()["paths"]
     for context in iter_route_contexts(app.routes):
         route = context.original_route
-        if not isinstance(route, APIRoute) or context.path not in described:
+        if not isinstance(route, APIRoute) or context.path is None or context.path not in described:
             continue
         endpoint = f"{route.endpoint.__module__}:{route.endpoint.__qualname__}"
         for method in context.methods or ():
