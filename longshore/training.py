@@ -62,10 +62,19 @@ def _pattern(expression: str) -> str:
     return expression
 
 
-Pattern = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH), AfterValidator(_pattern)]
+def _pattern_of_ends(expression: str) -> str:
+    ModulePattern(expression, is_end=True)
+    return expression
+
+
+_OF_A_PATTERN = Field(min_length=1, max_length=MAX_LENGTH)
+Pattern = Annotated[str, _OF_A_PATTERN, AfterValidator(_pattern)]
 """A regular expression over names of modules: Hugging Face's, such as `model.layers.0.self_attn.q_proj`."""
+PatternOfEnds = Annotated[str, _OF_A_PATTERN, AfterValidator(_pattern_of_ends)]
+"""Such an expression, which the end of a name behind a dot may match, too."""
 Rank = Annotated[int, Field(ge=1, le=1024)]
 Alpha = Annotated[float, Field(gt=0)]
+_MOST_OF_PATTERNS = 10 * MAX_LENGTH
 _OF_PATTERNS: dict[str, Any] = {"default": (), "max_length": 32}
 
 
@@ -117,10 +126,10 @@ class Lora(Frozen):
     layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=10_000)], ...] | None, _SORTED] = Field(
         default=None, min_length=1, max_length=10_000, description="layers with an adapter, from 0; all if absent"
     )
-    rank_pattern: Annotated[tuple[tuple[Pattern, Rank], ...], PAIRED] = Field(
+    rank_pattern: Annotated[tuple[tuple[PatternOfEnds, Rank], ...], PAIRED] = Field(
         **_OF_PATTERNS, description="other ranks, by patterns for the ends of modules' names; the first match counts"
     )
-    alpha_pattern: Annotated[tuple[tuple[Pattern, Alpha], ...], PAIRED] = Field(
+    alpha_pattern: Annotated[tuple[tuple[PatternOfEnds, Alpha], ...], PAIRED] = Field(
         **_OF_PATTERNS, description="other alphas, by the same kind of patterns"
     )
     dropout: float = Field(
@@ -138,6 +147,9 @@ class Lora(Frozen):
     def _targets_are_said_once(self) -> Self:
         if self.target_pattern is not None and (self.targets != LINEARS or self.layers is not None):
             raise ValueError("target_pattern replaces targets and layers: drop them")
+        if sum(len(key) for key, _ in (*self.rank_pattern, *self.alpha_pattern)) > _MOST_OF_PATTERNS:
+            rule = f"rank_pattern and alpha_pattern have at most {_MOST_OF_PATTERNS:,} characters together"
+            raise ValueError(f"{rule}: write them shorter")
         if self.head is not None and "lm_head" in self.targets:
             raise ValueError("targets: the head of the run replaces lm_head; drop one of them")
         return self

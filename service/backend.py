@@ -96,7 +96,9 @@ class Backend:
         self.audit = Audit(database, settings.audit_days)
         self.webhooks = Webhooks(settings, store, temporal, self.quotas)
         self.schedules = Schedules(settings, store, temporal, access, self.quotas)
-        self.sweeps = Sweeps(settings, store, temporal, self.runs, self.names, self.histories, access, self.quotas)
+        self.sweeps = Sweeps(
+            settings, store, temporal, self.runs, self.names, self.histories, access, self.quotas, self.decoding
+        )
         self.scheduled_runs = ScheduledRuns(settings, store, temporal, self.runs, states, self.published, self.names)
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from fastapi import HTTPException, Request
 from pydantic import TypeAdapter
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from activities.confined.calls import machine_bytes
@@ -69,7 +70,7 @@ class Decoding:
             return await asyncio.to_thread(function, *arguments)
         asking = getattr(request.state, "principal", None)
         work = self.call_for(asking.tenant if asking else "", function, *arguments, is_large=is_large)
-        return await _while_connected(request.receive, work)
+        return await while_connected(request, work)
 
     async def call_for(
         self, tenant: str, function: Callable[[*Arguments], AnswerT], *arguments: *Arguments, is_large: bool = False
@@ -152,13 +153,13 @@ class _Call:
             child.close()
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, AnswerT]) -> AnswerT:
-    """Await work, and cancel it when the client hangs up."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(receive))
+async def while_connected(request: Request, work: Coroutine[Any, Any, AnswerT]) -> AnswerT:
+    """Await work, and cancel it when the client hangs up. The request's body has been received."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request.receive))
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise HTTPException(400, "the client has hung up")
+            raise ClientDisconnect
         return working.result()
     finally:
         working.cancel()

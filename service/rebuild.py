@@ -28,7 +28,7 @@ from shared.storage.removal import RemovedRun
 from shared.storage.store import ObjectStore
 from shared.storage.uses import removed_run
 
-_AT_ONCE = 20  # rows in a transaction; few, as other writers wait for it, and records are read again within
+_AT_ONCE = 20  # rows in a transaction: few, as other writers wait for it
 _SETTLED_S = 60.0  # the record of a younger row may still be on its way into the store
 
 
@@ -125,7 +125,11 @@ class _Rebuild:
         known: set[Any] = set()
         rows = ((record, row) for record in records if (row := self._read(record)) is not None)
         while some := list(islice(rows, _AT_ONCE)):
-            self._in_transaction(partial(self._put, some))
+            before = self._database.write(partial(_rows_of, [row for _, row in some]))
+            due = [(record, was) for (record, row), was in zip(some, before, strict=True) if _is_due(was, row)]
+            # Others write a record before its row: so a record that is read behind its row is not older.
+            read = [(was, row) for record, was in due if (row := self._read(record)) is not None]
+            self._in_transaction(partial(self._put, read))
             self._found.read[table.__tablename__] += len(some)
             known.update(inspect(table).primary_key_from_instance(row)[0] for _, row in some)
         self._in_transaction(partial(self._drop, table, known))
@@ -148,16 +152,14 @@ class _Rebuild:
 
         self._database.write(work_or_look)
 
-    def _put(self, rows: list[tuple[_Record, Table]], session: Session) -> None:
-        for record, read in rows:
-            table, identity = type(read), inspect(type(read)).primary_key_from_instance(read)
-            if not _is_due(session.get(table, identity), read):
-                continue
-            # Others write a record before its row: so a record that is read while its row is locked is not older.
-            before = session.get(table, identity, populate_existing=True, with_for_update=True)
-            row = self._read(record)
-            if row is not None and _is_due(before, row):
-                (self._found.missing if before is None else self._found.outdated)[table.__tablename__] += 1
+    def _put(self, rows: list[tuple[Table | None, Table]], session: Session) -> None:
+        """Put rows, each if the one before is still as it was: else somebody has just written it, from its record."""
+        for before, row in rows:
+            identity = inspect(type(row)).primary_key_from_instance(row)
+            now = session.get(type(row), identity, populate_existing=True, with_for_update=True)
+            is_as_before = before is None if now is None else before is not None and not _differ(now, before)
+            if is_as_before and _is_due(before, row):
+                (self._found.missing if before is None else self._found.outdated)[row.__tablename__] += 1
                 session.merge(row)
 
     def _drop(self, table: type[Table], known: set[Any], session: Session) -> None:
@@ -167,6 +169,11 @@ class _Rebuild:
             if identity not in known and identity != FIRST_TENANT:
                 self._found.unknown[table.__tablename__] += 1
                 session.delete(row)
+
+
+def _rows_of(rows: list[Table], session: Session) -> list[Table | None]:
+    """Return the rows of the database that are of the same things."""
+    return [session.get(type(row), inspect(type(row)).primary_key_from_instance(row)) for row in rows]
 
 
 def _is_due(before: Table | None, row: Table) -> bool:

@@ -28,13 +28,15 @@ async def do(
     within: timedelta = policies.DATA_TIMEOUT,
 ) -> ResultT:
     """Execute an activity on a control host, with a bounded number of retries."""
+    name = policies.activity_name(activity)
     answer: ResultT = await workflow.execute_activity_method(
         activity,
         request,
-        task_queue=policies.queue_of(policies.activity_name(activity), workflow.info().task_queue),
+        task_queue=policies.queue_of(name, workflow.info().task_queue),
         start_to_close_timeout=within,
         heartbeat_timeout=policies.DATA_HEARTBEAT,
         retry_policy=retry,
+        priority=policies.turn_of(name),
     )
     return answer
 

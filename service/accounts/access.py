@@ -24,9 +24,13 @@ class Access:
         Raises InvalidInput: a URI or a path leads to files of the installation or of another tenant, whether they exist
         or not, or has a scheme that is not supported.
         """
-        for place, text in _strings(request.model_dump(mode="json")):
-            _check_scheme(text, place)
-            self._places.check_named(tenant, text, place)
+        self.check_value(tenant, request.model_dump(mode="json"))
+
+    def check_value(self, tenant: str, value: JsonValue, place: str = "") -> None:
+        """Check every string of a field's value, as `check` does. `place`: the field."""
+        for at, text in _strings(value, place):
+            _check_scheme(text, at)
+            self._places.check_named(tenant, text, at)
 
 
 def _check_scheme(text: str, place: str) -> None:

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from http import HTTPStatus
 from urllib.parse import urlencode
 
 from fastapi import HTTPException
@@ -220,7 +219,7 @@ class _Exchange:
             headers.setdefault("content-security-policy", "default-src 'none'; frame-ancestors 'none'")
             await self._note(message["status"])
             duration_ms = (time.monotonic() - self._start) * 1000
-            logger.info("%s %s %.0f ms", self, HTTPStatus(message["status"]).value, duration_ms)
+            logger.info("%s %d %.0f ms", self, message["status"], duration_ms)
         await self._send(message)
 
     async def _note(self, status: int) -> None:

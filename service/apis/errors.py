@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import compile_path
 
 from longshore.fields import Frozen
@@ -79,6 +80,7 @@ _BY_STATUS = {
     409: "conflict",
     413: "too_large",
     422: "invalid_input",
+    499: "hung_up",
     429: "rate_limited",
     503: "unavailable",
     507: "disk_full",
@@ -147,6 +149,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(LongshoreError, _ours)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(OSError, _os)
+    app.add_exception_handler(ClientDisconnect, _left)
 
 
 def validation_problem(errors: Sequence[Any]) -> ApiProblem:
@@ -210,6 +213,8 @@ async def http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, LongshoreError):
         return await _ours(request, error.__cause__)
+    if isinstance(error.__cause__, ClientDisconnect):
+        return await _left(request, error.__cause__)
     if isinstance(error.__cause__, (UnicodeDecodeError, RecursionError)):
         # FastAPI answers malformed JSON with 422, but bodies that cannot be decoded at all with 400.
         return error_response(422, "the body is no JSON that can be read here", path=request.url.path)
@@ -231,6 +236,11 @@ def _methods(request: Request) -> list[str]:
         if route.path is not None and route.methods and compile_path(route.path)[0].match(path):
             found.setdefault(route.path, set()).update(route.methods)
     return sorted(found.get(path) or set().union(*found.values()))  # `/runs/sft` also matches `/runs/{run_id}`
+
+
+async def _left(request: Request, _: Exception) -> JSONResponse:
+    """Count a request whose client has hung up as the client's, as nginx does. Nobody reads the answer."""
+    return error_response(499, "the client has hung up", path=request.url.path)
 
 
 async def _os(request: Request, error: Exception) -> JSONResponse:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from starlette.requests import Request
 from temporalio import activity
 from temporalio.exceptions import WorkflowAlreadyStartedError
 
@@ -23,6 +24,7 @@ from service.accounts.tenants import Quotas
 from service.automation.sweep_views import SweepView, Trial, best_of, reports_of, sweep_view
 from service.automation.trial_samplers import may_start, next_values
 from service.database.locks import KeyedLocks
+from service.decoding import Decoding, while_connected
 from service.errors import Conflict, QuotaExceeded
 from service.inference.named_models import NamedModels
 from service.runs.rows import IndexedRun
@@ -45,7 +47,7 @@ from shared.automation.sweeps import (
 from shared.errors import InvalidInput, NotFound
 from shared.runs.acceptance import check_startable
 from shared.runs.requests import Source, SweepTrial
-from shared.settings import Settings
+from shared.settings import SamplingSettings, Settings
 from shared.storage.artifacts import read_record
 from shared.storage.paths import SweepKeys
 from shared.storage.store import ObjectStore
@@ -69,21 +71,33 @@ class Sweeps:
     _histories: Histories
     _access: Access
     _quotas: Quotas
+    _decoding: Decoding
     _locks: KeyedLocks = field(default_factory=KeyedLocks)
     _reported: dict[tuple[str, float], dict[int, float]] = field(default_factory=dict)  # of trials that have ended
     _told_to_end: set[str] = field(default_factory=set)
     _waiting: dict[str, str] = field(default_factory=dict)  # for which quota, while this process looks after the sweep
 
-    async def create(self, asking: Principal, sweep: Sweep, idempotency_key: str | None = None) -> SweepView:
+    async def create(
+        self, asking: Principal, sweep: Sweep, idempotency_key: str | None = None, request: Request | None = None
+    ) -> SweepView:
         """Accept a sweep and begin it. The same key gives the same sweep.
 
+        Args:
+            request: while its client waits, the values of trials are checked.
+
         Raises:
+            Busy: the tenant has as much checked as it may.
             Conflict: too many of the tenant's sweeps are going on.
             InvalidInput: values that the run's model or this installation refuses, a URI that the tenant may not read.
             QuotaExceeded
         """
         tenant = asking.tenant
-        await asyncio.to_thread(self._check, tenant, sweep)
+        if idempotency_key is None:
+            await self._check_open(tenant)
+        await asyncio.to_thread(self._check_names, tenant, sweep)
+        limits = self._settings.max_ranks, self._settings.max_hosts, self._settings.sampling.url
+        checking = self._decoding.call_for(tenant, check_trials, sweep.model_dump_json(exclude_unset=True), *limits)
+        await (checking if request is None else while_connected(request, checking))
         sweep_id = new_run_id("sweep")
         if idempotency_key:
             sweep_id = await self._runs.claim(tenant, idempotency_key, sweep_id, sweep)
@@ -97,12 +111,15 @@ class Sweeps:
         )
         key, data = SweepKeys(tenant, sweep_id).record, record.model_dump_json(indent=1).encode()
         async with self._locks.of(tenant):
-            others = await asyncio.to_thread(self._open, f"{tenant}/")
-            if len(others) >= _MOST_OPEN and (tenant, sweep_id) not in others:
-                raise Conflict(f"{_MOST_OPEN} of {tenant}'s sweeps are going on: wait for one, or cancel it")
+            await self._check_open(tenant, sweep_id)
             await self._quotas.put_record(tenant, key, data, only_new=True)
         await self._begin(tenant, sweep_id)
         return await self.show(tenant, sweep_id)
+
+    async def _check_open(self, tenant: str, sweep_id: str = "") -> None:
+        others = await asyncio.to_thread(self._open, f"{tenant}/")
+        if len(others) >= _MOST_OPEN and (tenant, sweep_id) not in others:
+            raise Conflict(f"{_MOST_OPEN} of {tenant}'s sweeps are going on: wait for one, or cancel it")
 
     async def of(self, tenant: str, limit: int) -> tuple[SweepView, ...]:
         """The tenant's last sweeps, newest first."""
@@ -227,14 +244,13 @@ class Sweeps:
 
     # Blocking.
 
-    def _check(self, tenant: str, sweep: Sweep) -> None:
-        """Refuse values that no run could have, before anything is started."""
+    def _check_names(self, tenant: str, sweep: Sweep) -> None:
+        """Refuse names and URIs that the tenant's runs may not have: each is looked at once, not once a trial."""
         self._names.resolved(tenant, sweep.run, "run.")
         self._access.check(tenant, sweep)
-        for values in candidates(sweep):
-            run = with_values(sweep.run, values)
-            check_startable(run, self._settings, "run.")
-            self._access.check(tenant, run)
+        for path, space in sweep.parameters.items():
+            for value in space.choices or ():
+                self._access.check_value(tenant, value, f"run.{path}")
 
     def _ids(self, root: str, below: str = "") -> set[tuple[str, str]]:
         """The tenants and ids of sweeps that have something below this key."""
@@ -257,6 +273,22 @@ class Sweeps:
 
     def _is_cancelled(self, ref: SweepRef) -> bool:
         return self._store.head(SweepKeys(ref.tenant, ref.sweep_id).is_cancelled) is not None
+
+
+def check_trials(sweep: str, max_ranks: int, max_hosts: int | None, sampler_url: str | None) -> None:
+    """Refuse values that no run could have. To be called in a child process: each combination is validated anew.
+
+    Args:
+        sweep: JSON of a Sweep, with the fields that were sent.
+
+    Raises InvalidInput.
+    """
+    settings = Settings.model_construct(
+        max_ranks=max_ranks, max_hosts=max_hosts, sampling=SamplingSettings(url=sampler_url)
+    )
+    found = Sweep.model_validate_json(sweep)
+    for values in candidates(found):
+        check_startable(with_values(found.run, values), settings, "run.")
 
 
 def _ended(record: SweepRecord, trials: list[Trial], problem: str | None, is_cancelled: bool) -> SweepTurn:

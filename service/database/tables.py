@@ -58,7 +58,7 @@ class SignInRow(Table):
 
 
 class FileRow(Table):
-    """An uploaded file."""
+    """An uploaded file. `deleted_at`: since when its record, and its bytes if no other file has them, are deleted."""
 
     __tablename__ = "files"
     __table_args__ = (Index("files_by_time", "tenant", "created_at", "file_id"),)
@@ -71,6 +71,7 @@ class FileRow(Table):
     sha256: Mapped[str] = mapped_column(String(64))
     uri: Mapped[str] = mapped_column(Text)
     created_at: Mapped[float]
+    deleted_at: Mapped[float | None]
 
 
 class RunRow(Table):

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, Self, TypeVar
 
-from sqlalchemy import delete, exists, select, tuple_
+from sqlalchemy import delete, select, tuple_
 from sqlalchemy.orm import Session
 
 from longshore.fields import Artifact, Frozen
@@ -35,6 +35,8 @@ _CHUNK_BYTES = 1 << 20
 FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$"
 _NAME = re.compile(FILE_NAME[:-1])  # without `$`, which in Python also matches before a final newline
 _TRANSFERS_AT_ONCE = 8
+_PATIENCE_S, _POLL_S = 60.0, 0.1
+_DELETED_WITHIN_S = 600.0  # after that, whoever was deleting a file has died
 _threads = ThreadPoolExecutor(_TRANSFERS_AT_ONCE, "transfers")
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,32 +127,37 @@ class Files:
                 return await self._keep(record, Path(file.name), reserved)
 
     async def _keep(self, record: FileRecord, file: Path, reserved: WriteReservation) -> FileRecord:
-        key, of_record = _bytes_of(record), len(_json(record))
-        await reserved.hold(record.size + of_record)
+        key, data = _bytes_of(record), _json(record)
+        of_record = paths.file_record(record.tenant, record.file_id)
+        await reserved.hold(record.size + len(data))
+        audit.touched(record.file_id)
         while True:
             is_there = await asyncio.to_thread(self._store.head, key) is not None
             if not is_there:
                 await transferred(self._store.put_file, key, file)
-            await reserved.settle(of_record + (0 if is_there else record.size))
-            # Bytes that were in the store may have been deleted with another file: then they are put again.
-            if (known := await self._remember(record)) is not None:
+            await reserved.settle(len(data) + (0 if is_there else record.size))
+            await self._claim(record)
+            # Bytes that were in the store may have been deleted with another file before: then they are put again.
+            if await asyncio.to_thread(self._store.head, key) is None:
+                continue
+            is_new = await asyncio.to_thread(self._store.put_if_absent, of_record, data)
+            known = record
+            if not is_new:
+                with suppress(NotFound):
+                    known = FileRecord.model_validate_json(await asyncio.to_thread(self._store.get_bytes, of_record))
+            if await self._database.writing(partial(_settled, known)):
                 return known
 
-    async def _remember(self, record: FileRecord) -> FileRecord | None:
-        """Write a file's record, unless it exists. Returns the record; None if the file's bytes are missing."""
-        audit.touched(record.file_id)
-        key, data = paths.file_record(record.tenant, record.file_id), _json(record)
+    async def _claim(self, record: FileRecord) -> None:
+        """Add a file's row, so that nobody deletes its bytes with another file. Waits for whoever is deleting them.
 
-        def work(session: Session) -> FileRecord | None:
-            _lock_tenant(session, record.tenant)
-            if self._store.head(_bytes_of(record)) is None:
-                return None
-            is_new = self._store.put_if_absent(key, data)
-            known = record if is_new else FileRecord.model_validate_json(self._store.get_bytes(key))
-            session.merge(known.row())
-            return known
-
-        return await self._database.writing(work)
+        Raises Conflict: that takes too long.
+        """
+        until = time.monotonic() + _PATIENCE_S
+        while not await self._database.writing(partial(_claimed, record)):
+            if time.monotonic() > until:
+                raise Conflict("these bytes are being deleted with another file: ask again later")
+            await asyncio.sleep(_POLL_S)
 
     async def show(self, tenant: str, file_id: str) -> FileRecord:
         """Return the record of a tenant's file. Raises NotFound."""
@@ -192,21 +199,31 @@ class Files:
         return FilePage(files=files, has_more=has_more, next=cursor)
 
     async def delete(self, tenant: str, file_id: str) -> FileRecord:
-        """Delete a file, and its bytes with the last file that has them; a run that reads them then fails."""
+        """Delete a file, and its bytes with the last file that has them; a run that reads them then fails.
+
+        Its row says meanwhile that they are being deleted, as the store is never asked in a transaction: it may take
+        seconds, and other tenants' writes wait for this one.
+        """
         record = await self.show(tenant, file_id)
         audit.touched(file_id)
 
-        def work(session: Session) -> bool:
+        def mark(session: Session) -> bool:
             _lock_tenant(session, tenant)
-            self._store.delete(paths.file_record(tenant, file_id))
-            session.execute(delete(FileRow).where(FileRow.tenant == tenant, FileRow.file_id == file_id))
-            others = select(exists().where(FileRow.tenant == tenant, FileRow.uri == record.uri))
-            was_last = not session.scalars(others).one()
-            if was_last:
-                self._store.delete(_bytes_of(record))
-            return was_last
+            same = select(FileRow).where(FileRow.tenant == tenant, FileRow.uri == record.uri)
+            rows = session.scalars(same).all()
+            for row in rows:
+                if row.file_id == file_id:
+                    row.deleted_at = time.time()
+            return all(row.deleted_at for row in rows)
 
-        was_last = await self._database.writing(work)
+        was_last = await self._database.writing(mark)
+        await asyncio.to_thread(self._store.delete, paths.file_record(tenant, file_id))
+        if was_last:
+            await asyncio.to_thread(self._store.delete, _bytes_of(record))
+        gone = delete(FileRow).where(
+            FileRow.tenant == tenant, FileRow.file_id == file_id, FileRow.deleted_at.is_not(None)
+        )
+        await self._database.writing(lambda session: session.execute(gone))
         self._quotas.remove_bytes(tenant, len(_json(record)) + (record.size if was_last else 0))
         return record
 
@@ -232,6 +249,31 @@ def _json(record: FileRecord) -> bytes:
 
 def _bytes_of(record: FileRecord) -> str:
     return paths.upload(record.tenant, record.sha256, record.name)
+
+
+def _claimed(record: FileRecord, session: Session) -> bool:
+    """Add a file's row unless it is there; False while its bytes are being deleted."""
+    _lock_tenant(session, record.tenant)
+    same = select(FileRow).where(FileRow.tenant == record.tenant, FileRow.uri == record.uri)
+    rows = session.scalars(same).all()
+    if any(row.deleted_at and row.deleted_at > time.time() - _DELETED_WITHIN_S for row in rows):
+        return False
+    mine = next((row for row in rows if row.file_id == record.file_id), None)
+    if mine is None:
+        session.add(record.row())
+    else:
+        mine.deleted_at = None  # whoever began to delete it has died
+    return True
+
+
+def _settled(known: FileRecord, session: Session) -> bool:
+    """Make a file's row equal to its record; False if it was deleted meanwhile."""
+    _lock_tenant(session, known.tenant)
+    row = session.get(FileRow, (known.file_id, known.tenant))
+    if row is None or row.deleted_at:
+        return False
+    session.merge(known.row())
+    return True
 
 
 def _lock_tenant(session: Session, tenant: str) -> None:

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADERS_S = 20.0
 """Seconds from the first byte of a request, or from the connection, to the end of its headers."""
+_MOST_HEADER_BYTES = 16 << 10
 _MOST = 2048  # at a TLS port each takes some 310 KiB before its client has proved anything: asyncio's buffer
 
 
@@ -55,6 +56,22 @@ def place_of(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if listener.family == socket.AF_INET6 else f"{host}:{port}"
 
 
+class _OneLength(h11.Connection):
+    """Refuses a request that says its length twice, which a proxy in front may have read otherwise (RFC 9112, 6.3).
+
+    h11 itself goes by the chunks, and keeps the connection.
+    """
+
+    def next_event(self) -> Any:
+        """Raises h11.RemoteProtocolError, which uvicorn answers with 400 and the connection's end."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
+                raise h11.RemoteProtocolError("a body has one length: Content-Length, or chunks of HTTP/1.1")
+        return event
+
+
 class BoundedH11(H11Protocol):
     """uvicorn's HTTP/1.1 with a deadline for headers; uvicorn's own timeout ends with the first byte of a request.
 
@@ -62,6 +79,10 @@ class BoundedH11(H11Protocol):
     """
 
     _owed: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.conn = _OneLength(h11.SERVER, self.config.h11_max_incomplete_event_size or _MOST_HEADER_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -89,6 +110,8 @@ class BoundedH11(H11Protocol):
     @property
     def _client_owes(self) -> bool:
         """True while the client has begun a request, and the service waits for the rest of its headers or body."""
+        if self.transport.is_closing():  # its request was refused, perhaps in the middle
+            return False
         if self.conn.their_state is h11.IDLE:
             return self.cycle is None or bool(self.conn.trailing_data[0])
         return self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete

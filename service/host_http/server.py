@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from service.host_http.listening import config, listen_at, place_of
@@ -33,7 +35,8 @@ def serving(settings: Settings, queue: str, routes: Sequence[Route]) -> Iterator
 
     Raises OSError: the operator's address is not one of this machine.
     """
-    path, address, app = HostPaths(settings.root_path).socket(queue), settings.host_address, Starlette(routes=routes)
+    path, address = HostPaths(settings.root_path).socket(queue), settings.host_address
+    app = Starlette(routes=routes, exception_handlers={ClientDisconnect: _left})
     private_folder(path.parent)
     with served(app, listen_privately(path, _BACKLOG)):
         if address is None:
@@ -42,6 +45,10 @@ def serving(settings: Settings, queue: str, routes: Sequence[Route]) -> Iterator
         listener = listen_at(address)
         with served(app, listener, Trust.of(settings)):
             yield HostAddress(socket=str(path), address=place_of(listener))
+
+
+def _left(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it, and no bug of ours is logged
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from longshore.module_patterns import Effort, ModulePattern
+from longshore.module_patterns import ModulePattern
 from longshore.training import TARGETS, Lora
 from shared.errors import InvalidInput
 from shared.models.peft import EMBEDDING, EXPERTS, MLPS, SHARED, UNREAD
@@ -33,21 +33,17 @@ def check_order(found: Lora, expected: Lora, modules: Iterable[str], place: str)
 
 
 class AdaptedModules:
-    """An adapter's settings by names of modules, such as `model.layers.0.self_attn.q_proj`.
-
-    All its questions together may cost so much and no more, as patterns are strangers'.
-    """
+    """An adapter's settings by names of modules, such as `model.layers.0.self_attn.q_proj`."""
 
     def __init__(self, lora: Lora) -> None:
         self.lora = lora
-        self._effort = Effort()
         self._whole = None if lora.target_pattern is None else ModulePattern(lora.target_pattern)
         self._ranks = [(ModulePattern(key, is_end=True), rank) for key, rank in lora.rank_pattern]
         self._alphas = [(ModulePattern(key, is_end=True), alpha) for key, alpha in lora.alpha_pattern]
         self.unused = {pattern for pattern, _ in (*self._ranks, *self._alphas)}
 
     def of(self, module: str) -> LoraSize | None:
-        """Return a module's adapter, if it has one. Raises InvalidInput if a pattern takes too long to match."""
+        """Return a module's adapter, if it has one."""
         if not self._is_targeted(module):
             return None
         rank = int(self._first(self._ranks, module, self.lora.rank))
@@ -56,21 +52,15 @@ class AdaptedModules:
 
     def _is_targeted(self, module: str) -> bool:
         if self._whole is not None:
-            return self._matches(self._whole, module)
+            return self._whole.matches(module)
         if _last(module) not in self.lora.targets or UNREAD in module:
             return False
         return module == OUTPUT or self.lora.layers is None or layer_of(module) in self.lora.layers
 
     def _first(self, pairs: Sequence[tuple[ModulePattern, float]], module: str, otherwise: float) -> float:
-        found = next((pair for pair in pairs if self._matches(pair[0], module)), None)
+        found = next((pair for pair in pairs if pair[0].matches(module)), None)
         self.unused.discard(found and found[0])
         return otherwise if found is None else found[1]
-
-    def _matches(self, pattern: ModulePattern, module: str) -> bool:
-        try:
-            return pattern.matches(module, self._effort)
-        except ValueError as error:
-            raise InvalidInput(str(error), "trainable") from None
 
 
 def size_of(lora: Lora, rank: int, alpha: float) -> LoraSize:

@@ -9,7 +9,15 @@ import pytest
 from shared.limits import RateLimitSettings
 from shared.settings import DownloadSettings, Settings
 from tests.security.belongings import Belongings, Operation, acquire, new_tenant, operations
-from tests.service.conftest import Service, polling, serving
+from tests.service.conftest import (
+    Service,
+    no_store_request_within_a_transaction,
+    polling,
+    serving,
+    watched_transactions,
+)
+
+__all__ = ["no_store_request_within_a_transaction", "watched_transactions"]
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from sqlalchemy import Engine, event
 
 from activities.grading.grade import Grade
 from activities.host_context import HostContext
@@ -38,7 +40,7 @@ from shared.limits import RateLimitSettings
 from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import published_version, version_claim
-from shared.storage.store import ObjectStore, open_store
+from shared.storage.store import LocalStore, ObjectStore, open_store
 from tests import forks
 from tests.service.postgres import new_database, postgres
 from tests.service.stand_in import RLStandIn, StandIn
@@ -50,7 +52,52 @@ from workflows.services.webhook import WebhookWorkflow
 from workflows.session import SessionWorkflow
 
 KEY = "ls-test-key"
+STORE_REQUESTS = (
+    *("put_bytes", "put_if_absent", "put_if_unchanged", "put_file", "get_bytes", "get_file", "read_range"),
+    *("head", "list", "delete"),
+)
 LONGSHORE = str(Path(sys.executable).parent / "longshore")
+
+
+_here = threading.local()
+_asked_within: list[str] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def watched_transactions() -> Iterator[None]:
+    """Note every request to a store that is made while its thread has a transaction of a database open."""
+
+    def watched(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(store: LocalStore, *arguments: Any, **named: Any) -> Any:
+            if getattr(_here, "is_open", False):
+                _asked_within.append(f"{name}{arguments[:1]}: {''.join(traceback.format_stack(limit=6))}")
+            return ask(store, *arguments, **named)
+
+        return asked
+
+    def begins(_: object) -> None:
+        _here.is_open = True
+
+    def ends(_: object) -> None:
+        _here.is_open = False
+
+    heard = [(Engine, "begin", begins), (Engine, "commit", ends), (Engine, "rollback", ends)]
+    with pytest.MonkeyPatch.context() as patched:
+        for each in heard:
+            event.listen(*each)
+        for name in STORE_REQUESTS:
+            patched.setattr(LocalStore, name, watched(name, getattr(LocalStore, name)))
+        yield
+        for each in heard:
+            event.remove(*each)
+
+
+@pytest.fixture(autouse=True)
+def no_store_request_within_a_transaction(watched_transactions: None) -> Iterator[None]:
+    """Every test of the service is one of this rule too: a store may take seconds, for which all writers would wait."""
+    _asked_within.clear()
+    yield
+    assert not _asked_within, _asked_within[0]
 
 
 @dataclass(frozen=True)

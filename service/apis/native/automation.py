@@ -3,7 +3,7 @@
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 
 from longshore.fields import Name
 from service.accounts.principals import Asking, reads_or_writes
@@ -126,10 +126,10 @@ async def backfill_schedule(name: Name, span: JsonBody[Backfill], backend: Backe
 
 @router.post("/sweeps", status_code=201)
 async def create_sweep(
-    sweep: JsonBody[Sweep], backend: Backed, asking: Asking, idempotency_key: IdempotencyKey = None
+    sweep: JsonBody[Sweep], request: Request, backend: Backed, asking: Asking, idempotency_key: IdempotencyKey = None
 ) -> SweepView:
     """Start runs that differ in a few fields, and publish the best. The same Idempotency-Key gives the same sweep."""
-    return await backend.sweeps.create(asking, sweep, idempotency_key)
+    return await backend.sweeps.create(asking, sweep, idempotency_key, request)
 
 
 @router.get("/sweeps")

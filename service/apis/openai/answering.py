@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from fastapi import HTTPException, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 
 from service.apis.openai.response_objects import ResponseEvent
 from service.inference.asking import PartialAnswer, Reply
@@ -73,7 +74,7 @@ async def _unless_gone(
             await _either(task, beginning, _LISTEN_S)
             if not task.done() and await request.is_disconnected():
                 task.cancel()
-                raise HTTPException(408, "the client hung up")
+                raise ClientDisconnect
     except asyncio.CancelledError:
         task.cancel()
         raise

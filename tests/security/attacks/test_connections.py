@@ -23,15 +23,18 @@ from service.apis import edge
 from service.host_http import listening
 from service.host_http.server import served
 from service.host_http.trust import Trust
+from service.telemetry.requests import REQUESTS
 from shared.limits import RateLimitSettings
 from shared.settings import Settings
-from tests.security.belongings import Belongings
+from tests.security.belongings import Belongings, Operation
 from tests.security.conftest import client
 from tests.service.conftest import Service, serving
 from tests.waiting import wait_until
 
 _SOON_S = 0.4
 _PATIENCE_S = 20.0
+NOT_READ = 12
+"""Operations at most whose answer is none of an error, since they read no body."""
 
 
 @pytest.fixture
@@ -66,6 +69,61 @@ def test_a_body_that_drips_is_answered_and_hung_up_on(service: Service, belongin
     answer = _hung_up(service, (head + body).encode())
     assert answer.startswith(b"HTTP/1.1 408"), answer
     assert b"the body did not come" in answer
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "POST / HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n",
+        "POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n",
+        "POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\nconnection: keep-alive\r\n",
+    ],
+    ids=["length, chunks", "chunks, length", "chunks of HTTP/1.0"],
+)
+@pytest.mark.parametrize("port_of", ["the web service", "a host"])
+def test_a_request_of_two_lengths_is_refused_and_ends_its_connection(
+    service: Service, head: str, port_of: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """RFC 9112, 6.3: what a proxy in front reads as its body, we may read as another's request."""
+    smuggled = "host: 127.0.0.1\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+    with listened(3) as host_port:
+        port = host_port if port_of == "a host" else int(service.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S) as connection:
+            connection.sendall((head + smuggled).encode())
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))  # to the end: it is closed
+    assert answer.startswith(b"HTTP/1.1 400") and b"connection: close" in answer.lower()
+    assert answer.count(b"HTTP/1.1") == 1, "the second request was answered, too"
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio" and record.exc_info]
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault_of_ours(
+    service: Service, belongings: Belongings, walk: tuple[Operation, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """At every operation that takes a body: no 5xx is counted, of which the alert is, and no stack trace is logged."""
+
+    def counted(status: str) -> float:
+        samples = [sample for metric in REQUESTS.collect() for sample in metric.samples]
+        return sum(one.value for one in samples if one.name.endswith("_total") and one.labels["status"][:1] in status)
+
+    taking = [each for each in walk if each.method in ("POST", "PUT", "PATCH")]
+    assert len(taking) > 40
+    failed, refused = counted("5"), counted("4")
+    for operation in taking:
+        path = operation.path.replace("{", "{0[").replace("}", "]}").format(belongings.ids_for(operation))
+        query, kind = "?name=a.jsonl" if path == "/api/v1/files" else "", operation.takes or "application/json"
+        kind += "; boundary=b" if kind.startswith("multipart") else ""
+        head = f"{operation.method} {path}{query} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {kind}\r\n"
+        head += f"authorization: Bearer {belongings.key}\r\ncontent-length: 9000\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2]))) as connection:
+            connection.sendall(
+                head.encode() + b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+            )
+            connection.sendall(b"x" * 5000)
+    wait_until(lambda: counted("45") - refused - failed >= len(taking) - NOT_READ, "all are counted")
+    assert counted("5") == failed
+    ours = [record for record in caplog.records if record.name.startswith(("longshore", "uvicorn"))]
+    traces = [record.getMessage() for record in ours if record.exc_info]
+    assert not traces, traces
 
 
 def _hung_up(service: Service, before: bytes) -> bytes:
