@@ -35,7 +35,7 @@ from shared.runs.sources import DatasetSource
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, tokenized
 
-_VERSION = "tokenize-3"  # raise it when the same input gives other units
+_VERSION = "tokenize-4"  # raise it when the same input gives other units
 
 TAUGHT_COLUMNS = (*REQUIRED_COLUMNS, "advantage")
 UNITS, REPORT, PROMPTS = "units.json", "report.json", "prompts.json"
@@ -145,7 +145,7 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
             kept.count(tally)
             kept.write(writer)
             tally.add_refused(batch.refused)
-            tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts)
+            tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts, batch.unlike_prompts)
             prompts += batch.prompts
     rest = answers.rest()
     rest.count(tally)
