@@ -318,13 +318,11 @@ class ChatTemplate:
         is_asked = marked.text.startswith(asked)
         start = len(asked) if is_asked else self._parting(marked, messages, tools, i, asked)
         header = self._turns.generation_prompt
-        if header and marked.text.startswith(header, start):  # behind a tool's result, where the prompt has none
+        if header and not asked.endswith(header) and marked.text.startswith(header, start):  # behind a tool's result
             return start + len(header), False
         return start, is_asked
 
-    def _parting(
-        self, marked: _Marked, messages: list[Message], tools: list[Any] | None, i: int, asked: str
-    ) -> int:
+    def _parting(self, marked: _Marked, messages: list[Message], tools: list[Any] | None, i: int, asked: str) -> int:
         """Find where the text and the prompt for message i part, behind the last message before it that both show."""
         before, at = marked.marks.marked(messages[:i], marked.positions), 0
         prompt = self._read_marks(marked.marks, before, tools, prompt=True)

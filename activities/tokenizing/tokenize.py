@@ -27,7 +27,7 @@ from activities.tokenizing.units import (
     keep_pairs,
     keep_rows,
 )
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Frozen, added
 from shared.jobs.packed import REQUIRED_COLUMNS, UnitsHeader, UnitsWriter
 from shared.jobs.prefix_tree import ScoredRow, scored_pair, scored_unit
 from shared.runs.previews import Report
@@ -76,13 +76,17 @@ class TokenizeRequest(Frozen):
 
 
 class Tokenized(Frozen):
-    """Units (shared/jobs/packed.py) with `report.json` and `prompts.json` beside them."""
+    """Units (shared/jobs/packed.py) with `report.json` and `prompts.json` beside them.
+
+    `notices`: what the run's user should know of the rows.
+    """
 
     units: Artifact
     report_uri: str
     num_units: int
     num_tokens: int
     num_targets: int
+    notices: tuple[str, ...] = added(())
 
 
 class Tokenize:
@@ -111,6 +115,7 @@ class Tokenize:
             num_units=header.num_units,
             num_tokens=header.num_tokens,
             num_targets=header.num_targets,
+            notices=read_record(self._host.store, f"{key}/{REPORT}", Report).notices,
         )
 
 

@@ -186,7 +186,9 @@ def _weights(
     first_S = np.searchsorted(end_T, [start + span.start for start, span in flat], side="right")
     last_S = np.searchsorted(begin_T, [start + span.end for start, span in flat], side="left")
     row_S = np.repeat(np.arange(len(spans)), [len(each) for each in spans])
-    begin_S, end_S = np.array([(start + span.start, start + span.end) for start, span in flat], np.int64).reshape(-1, 2).T
+    begin_S, end_S = (
+        np.array([(start + span.start, start + span.end) for start, span in flat], np.int64).reshape(-1, 2).T
+    )
     is_joined_S = (np.append(begin_T, 1 << 62)[first_S] < begin_S) & (begin_S != np.append(-1, end_S)[:-1])
     for first, last, (_, span) in zip(first_S.tolist(), last_S.tolist(), flat, strict=True):
         before = weight_T[first:last][:1].copy()  # where the span before it reaches into its first token

@@ -126,6 +126,7 @@ class Tally:
             lost=tuple(self._lost),
             num_control_tokens=counts["control_tokens"],
             warnings=tuple(self._warnings()),
+            notices=tuple(self._notices()),
         )
 
     def _warnings(self) -> Iterator[str]:
@@ -137,12 +138,15 @@ class Tally:
                 f"text, as transformers does; first: {place}"
             )
         yield from self._hidden.warnings()
+        yield from self._notices()
+        yield from self._unread.warnings(f"{self._template} {' '.join(REASONING)}")
+
+    def _notices(self) -> Iterator[str]:
         if num := self._counts["unlike"]:
             yield (
                 f"answers of {num} row{'s' * (num != 1)} are trained behind other tokens than those which ask for them, "
                 f"as the chat template rewrites earlier turns or begins an answer otherwise; first: {self._first_unlike}"
             )
-        yield from self._unread.warnings(f"{self._template} {' '.join(REASONING)}")
 
     def refuse_losses(self, max_lost_fraction: float, place: str) -> None:
         """Raises InvalidInput when no row is left, or more rows are lost than the run allows."""

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from longshore.fields import Frozen
+from longshore.fields import Frozen, added
 from longshore.training import MAX_SCALARS
 from shared.jobs.steps import Cut, RunLength
 from shared.runs.requests import Tenant
@@ -45,6 +45,7 @@ class Report(Frozen):
     lost: tuple[LostRow, ...]
     num_control_tokens: int = Field(default=0, description="rows whose messages hold the text of a control token")
     warnings: tuple[str, ...] = ()
+    notices: tuple[str, ...] = added((), description="the warnings that a run on these rows shows too")
 
     @property
     def num_lost(self) -> int:
