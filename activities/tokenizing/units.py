@@ -144,8 +144,9 @@ class Tally:
     def _notices(self) -> Iterator[str]:
         if num := self._counts["unlike"]:
             yield (
-                f"answers of {num} row{'s' * (num != 1)} are trained behind other tokens than those which ask for them, "
-                f"as the chat template rewrites earlier turns or begins an answer otherwise; first: {self._first_unlike}"
+                f"answers of {num} row{'s' * (num != 1)} are trained behind other tokens than those which ask for "
+                "them, as the chat template rewrites earlier turns or begins an answer otherwise; first: "
+                f"{self._first_unlike}"
             )
 
     def refuse_losses(self, max_lost_fraction: float, place: str) -> None:
