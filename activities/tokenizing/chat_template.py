@@ -26,6 +26,9 @@ from activities.tokenizing.template_environment import Raised, Unrendered, templ
 
 Message = dict[str, Any]
 
+_ASKED = 8
+"""How many answers of a row are asked for at its beginning, and at its end. Those between, of a long row, begin as
+others behind a message of the same role do, if the text shows it: else a row of n answers would be rendered n times."""
 _PROBE = {"name": "winch", "description": "Winds.", "parameters": {"type": "object", "properties": {}}}
 _PROBE_TOOL = {"type": "function", "function": _PROBE}
 _PROBE_CALL = {
@@ -157,10 +160,18 @@ class ChatTemplate:
         text = self.render(messages, tools)
         marked = self._mark(text, messages, tools)
         hidden = self._checked(text, messages, tools, marked.positions)
-        found, num_unlike = list[WeightedSpan](), 0
-        for i in (i for i, message in enumerate(messages) if message["role"] == "assistant" and weights[i]):
-            start, is_asked = self._start(marked, messages, tools, i)
-            num_unlike += not is_asked
+        found, num_unlike, headers = list[WeightedSpan](), 0, dict[str, str]()
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and weights[i]]
+        for i in answers:
+            role, before = messages[i - 1]["role"], marked.ends.get(i - 1, -1)
+            header = headers.get(role) if i in answers[_ASKED:-_ASKED] else None
+            if header is not None and before >= 0 and text.startswith(header, before):
+                start = before + len(header)
+            else:
+                start, is_asked = self._start(marked, messages, tools, i)
+                num_unlike += not is_asked
+                if is_asked and before >= 0:
+                    headers[role] = text[before:start]
             end, closing = self._end(marked, messages, tools, i, start)
             text += closing
             turn = WeightedSpan(start, end + len(closing), weights[i])

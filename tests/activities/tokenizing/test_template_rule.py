@@ -221,6 +221,22 @@ def test_a_turn_may_go_on_behind_a_tools_result_without_a_header() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", OUR_OWN)
+def test_answers_of_a_long_row_begin_where_each_is_asked_for(name: str) -> None:
+    """Of which only the first and last ones are rendered as prompts."""
+    messages = FORMS["no system"][0] * 20
+    messages = [*messages, messages[0], {"role": "assistant", "content": "See <|user|> and <|im_start|>assistant."}]
+    template = own(name)
+    row = template.spans(messages, None, weights_of(messages))
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    asked = [template.render(messages[:i], None, prompt=True) for i in answers]
+    unlike = [row.text[: span.start] != text for span, text in zip(row.spans, asked, strict=True)]
+    assert len(row.spans) == 61 and (sum(unlike) == 0 or row.unlike_prompts > 0)
+    said = [row.text[span.start : span.end] for span in row.spans]
+    assert all(messages[i]["content"] in text for i, text in zip(answers, said, strict=True))
+    assert len({*said[3:-1]}) <= 4, "the answers of the repeated part are the same ones"
+
+
 def rows_of(form: str, kind: str) -> dict[str, Any]:
     messages, tools = FORMS[form]
     given = {"tools": tools} if tools else {}
