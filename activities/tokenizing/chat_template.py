@@ -344,6 +344,10 @@ class ChatTemplate:
             joints = (joint.end() for joint in re.finditer(rf"{self._control.pattern}|\s", asked))
             shared = max((joint for joint in joints if joint <= shared), default=0)
         if not shared or (self._turns.opener and self._turns.opener in asked[shared:]):
+            header, behind = self._turns.generation_prompt, marked.ends.get(i - 1, -1)
+            found = marked.text.find(header, behind, marked.ends.get(i, _next_end(marked, i)))
+            if header and behind >= 0 and found >= 0:  # the template writes something else behind the message before
+                return found + len(header)
             raise Unrendered(f"messages[{i}]: the turn does not begin as its prompt ends, with {asked[-60:]!r}")
         return at + shared
 
