@@ -20,7 +20,7 @@ from activities.models.resolve import check_contents
 from activities.sources.models import locate, located
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
-from longshore.fields import Frozen
+from longshore.fields import Frozen, added
 from longshore.layout import Layout
 from longshore.training import Linear, Lora
 from shared.errors import InvalidInput
@@ -39,6 +39,7 @@ _PROBES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
     "tools": ([_ASK, _ANSWER], [_TOOL]),
     "tool calls": ([_ASK, {"role": "assistant", "tool_calls": [_CALL]}], None),
     "thoughts": ([_ASK, _ANSWER | {"reasoning_content": "The moon."}], None),
+    "several turns": ([_ASK, _ANSWER, _ASK, _ANSWER], None),
 }
 
 
@@ -46,7 +47,8 @@ class ModelLook(Frozen):
     """What was found out about a model's folder.
 
     `targets`: how many linears of each name an adapter can be beside. `conversations`: for what rows may hold, None, or
-    why the chat template refuses it. `problems`: why a run would be refused, each with its file and rule.
+    why the chat template refuses it. `unlike_prompts`: those of them whose answers are trained behind another text than
+    the prompt which asks for them. `problems`: why a run would be refused, each with its file and rule.
     """
 
     folder: str
@@ -55,6 +57,7 @@ class ModelLook(Frozen):
     targets: dict[Linear, int] = Field(default_factory=dict)
     stops: tuple[str, ...] = ()
     conversations: dict[str, str | None] = Field(default_factory=dict)
+    unlike_prompts: tuple[str, ...] = added(())
     layouts: tuple[LayoutBytes, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -106,14 +109,16 @@ def _noted(problems: list[str]) -> Iterator[None]:
 def _chats(tokenizer: ModelTokenizer) -> dict[str, Any]:
     """Try what the chat template shows."""
     assert tokenizer.template is not None
-    refused: dict[str, str | None] = {}
+    refused, unlike = dict[str, str | None](), list[str]()
     with TemplateProcess(tokenizer.template, tokenizer.place) as process:
         for name, (messages, tools) in _PROBES.items():
             problems: list[str] = []
             with _noted(problems):
-                process.spans([Chat("", messages, tools, [0.0, 1.0])])
+                weights = [float(message["role"] == "assistant") for message in messages]
+                [row] = process.spans([Chat("", messages, tools, weights)])
+                unlike += [name] * (row.unlike_prompts > 0)
             refused[name] = next(iter(problems), None)
-        return {"stops": process.stops, "conversations": refused}
+        return {"stops": process.stops, "conversations": refused, "unlike_prompts": tuple(unlike)}
 
 
 def _sizes(weights: Weights, config: DenseConfig, lora: Lora, item_bytes: int) -> dict[str, Any]:

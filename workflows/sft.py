@@ -68,6 +68,7 @@ class SFTWorkflow(RunHandlers):
             num_steps=plan.num_steps,
             planned_tokens=packed.num_tokens,
             dataset_report=units.report_uri,
+            notices=tuple(dict.fromkeys((*self._run.status.notices, *units.notices))),
         )
         result = await self._run.training.do(plan)
 

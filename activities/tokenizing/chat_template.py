@@ -1,9 +1,12 @@
 """Renders conversations by a model's chat template as transformers does, and finds the characters that are trained.
 
-Of an assistant's turn, those are the ones that the model has to write: everything after the turn's header (the
-generation prompt), up to and including its terminator (the end-of-turn token). To find them reliably, the conversation
-is rendered again with a marker character after the last word of every message. A row is refused if taking the markers
-out does not give the same text, or if a header or terminator is not where it is expected.
+One rule holds for every template: of an assistant's message, the model is trained on what it has to write from the
+moment it is asked until it stops or hands over to a tool. The moment it is asked is found by rendering the messages
+before it with the generation prompt; the whole conversation's text goes on from there. Where that text does not begin
+with the prompt, since the template rewrites earlier turns or begins a turn otherwise, the turn begins where both part,
+and the row is counted as unlike its prompts. What is written ends with the end-of-turn token behind all that the
+message says. To find that, the conversation is rendered again with a marker character after the last word of every
+message. A row is refused if taking the markers out does not give the same text, or if no such token follows.
 
 This module runs in a process of its own (activities/tokenizing/template_process.py): templates are untrusted code.
 """
@@ -12,17 +15,20 @@ import json
 import os.path
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
 
-from activities.tokenizing.shown import REASONING, CallForm, Marks, hidden_thoughts, says_a_tools_name
+from activities.tokenizing.shown import REASONING, CallForm, Marks, hidden_thoughts, lacking, says_a_tools_name
 from activities.tokenizing.template_environment import Raised, Unrendered, template_environment, tracking_generation
 
 Message = dict[str, Any]
 
+_ASKED = 8
+"""How many answers of a row are asked for at its beginning, and at its end. Those between, of a long row, begin as
+others behind a message of the same role do, if the text shows it: else a row of n answers would be rendered n times."""
 _PROBE = {"name": "winch", "description": "Winds.", "parameters": {"type": "object", "properties": {}}}
 _PROBE_TOOL = {"type": "function", "function": _PROBE}
 _PROBE_CALL = {
@@ -46,7 +52,8 @@ class Rendered:
     """A conversation's text and its trained spans, in order. `prompt`: the text up to where its last answer begins.
 
     `hidden_thoughts`: messages whose thoughts the template leaves out. `refusal`: the error that the template raises,
-    in the place of a text.
+    in the place of a text. `unlike_prompts`: trained answers that stand behind another text than the prompt which asks
+    for them.
     """
 
     text: str
@@ -54,17 +61,19 @@ class Rendered:
     prompt: str | None = None
     hidden_thoughts: int = 0
     refusal: str | None = None
+    unlike_prompts: int = 0
 
 
 @dataclass(frozen=True)
 class _Turns:
-    """The texts that a template puts around an assistant's words, learned from two short conversations."""
+    """What a template puts around an assistant's words, learned from two short conversations.
+
+    `opener`: the first token of the generation prompt, "" without one.
+    """
 
     generation_prompt: str
-    header: str
+    opener: str
     terminators: tuple[str, ...]
-    space: str = ""  # between a question and its answer, where the template has no generation prompt
-    trims: bool = False  # takes the space off an answer's beginning
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,9 @@ class _Marked:
 
     text: str
     ends: dict[int, int]
-    blocks: list[tuple[int, int]] = field(default_factory=list)
-    positions: dict[int, int] = field(default_factory=dict)  # where each mark is that was set; -1: nowhere
+    blocks: list[tuple[int, int]]
+    positions: dict[int, int]  # where each mark is that was set; -1: nowhere
+    marks: Marks
 
 
 class ChatTemplate:
@@ -150,10 +160,23 @@ class ChatTemplate:
         text = self.render(messages, tools)
         marked = self._mark(text, messages, tools)
         hidden = self._checked(text, messages, tools, marked.positions)
-        found = self._block_spans(marked, messages, weights) if self._has_blocks else None
-        if found is None:
-            found = self._turn_spans(marked, messages, weights)
-        return Rendered(text, [span for span in found if span.weight], hidden_thoughts=hidden)
+        found, num_unlike, headers = list[WeightedSpan](), 0, dict[str, str]()
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and weights[i]]
+        for i in answers:
+            role, before = messages[i - 1]["role"], marked.ends.get(i - 1, -1)
+            header = headers.get(role) if i in answers[_ASKED:-_ASKED] else None
+            if header is not None and before >= 0 and text.startswith(header, before):
+                start = before + len(header)
+            else:
+                start, is_asked = self._start(marked, messages, tools, i)
+                num_unlike += not is_asked
+                if is_asked and before >= 0:
+                    headers[role] = text[before:start]
+            end, closing = self._end(marked, messages, tools, i, start)
+            text += closing
+            turn = WeightedSpan(start, end + len(closing), weights[i])
+            found += self._in_blocks(turn, marked) if self._has_blocks else [turn]
+        return Rendered(text, found, hidden_thoughts=hidden, unlike_prompts=num_unlike)
 
     def prompt_of(self, messages: list[Message], tools: list[Any] | None) -> str:
         """Return the text that ends where the last answer begins."""
@@ -213,14 +236,9 @@ class ChatTemplate:
                     "the chat template does not show a user's question and an assistant's answer once each"
                 )
         generation_prompt = prompt[len(asked) :] if prompt.startswith(asked) else ""
-        headers = [text[len(asked) : text.index(answer)] for text in (last, middle) if text.startswith(asked)]
-        header = os.path.commonprefix([generation_prompt, *headers]) if len(headers) == 2 else ""  # noqa: RUF071 - texts
-        if header not in (generation_prompt, *headers):
-            header = ""  # the header in the prompt differs from that in the history: use neither
-        space = headers[0] if len(set(headers)) == 1 and headers[0].isspace() and not generation_prompt else ""
+        opener = self._control.search(generation_prompt)
         terminators = self._terminators(last, middle, question, answer, generation_prompt)
-        trims = self._render_or("", [user, {"role": "assistant", "content": f" {answer}"}]) == last
-        return _Turns(generation_prompt, header, terminators, space, trims)
+        return _Turns(generation_prompt, opener.group() if opener else "", terminators)
 
     def _render_or(self, otherwise: str, messages: list[Message], prompt: bool = False) -> str:
         try:
@@ -232,6 +250,10 @@ class ChatTemplate:
         """Return the tokens that end an assistant's turn: the last turn, and one that another turn follows."""
         tail = last[last.index(answer) + len(answer) :]
         ends = self._control.findall(tail)[:1]
+        behind = re.compile(f"(?:{self._control.pattern})+")  # tokens of which a later one may be the end (Command's)
+        runs = [behind.search(text, text.index(answer) + len(answer)) for text in (last, middle)]
+        both = [set(self._control.findall(run.group())) if run else set() for run in runs]
+        ends = [next((each for each in self._end_tokens if each in both[0] & both[1]), each) for each in ends]
         between = self._control.search(middle, middle.index(answer) + len(answer))
         after_question = self._control.search(last, last.index(question) + len(question))
         if between and between.group() not in ends:
@@ -239,6 +261,8 @@ class ChatTemplate:
             closes_users = after_question and after_question.group() == between.group()
             if between.group() in tail or (prompt and closes_users and between.group() not in prompt):
                 ends.append(between.group())
+        if not ends and between and between.group() in self._end_tokens:
+            ends.append(between.group())  # the next role's marker, with which the model's files say that it stops
         if not ends:
             raise Unrendered(
                 "the chat template ends an assistant's turn with no special token, so nothing teaches a stop"
@@ -266,14 +290,9 @@ class ChatTemplate:
         for chosen in (everyone, assistants):
             for at_the_end in (False, True):
                 marked = self._read_marks(marks, marks.marked(messages, chosen, at_the_end), tools)
-                if marked is not None and marked.text == text and (chosen is everyone or self._is_unquoted(messages)):
+                if marked is not None and marked.text == text:
                     return marked
         raise Unrendered("the chat template changes its output with the contents, so trained spans cannot be known")
-
-    def _is_unquoted(self, messages: list[Message]) -> bool:
-        """True if the header occurs in no message but an assistant's, so that it cannot be a quotation."""
-        others = json.dumps([m.get("content") for m in messages if m["role"] != "assistant"], ensure_ascii=False)
-        return bool(self._turns.header) and not self._control.search(others)
 
     def _read_marks(
         self, marks: Marks, messages: list[Message], tools: list[Any] | None, prompt: bool = False
@@ -299,75 +318,78 @@ class ChatTemplate:
                     return None  # shown twice: which one is the turn?
                 ends[index] = length
         placed = [i for i, message in enumerate(messages) if marks.any.search(message.get("content") or "")]
-        return _Marked("".join(pieces), ends, blocks, {i: ends.get(i, -1) for i in placed})
+        return _Marked("".join(pieces), ends, blocks, {i: ends.get(i, -1) for i in placed}, marks)
 
-    def _turn_spans(self, marked: _Marked, messages: list[Message], weights: list[float]) -> Iterator[WeightedSpan]:
-        cursor = 0
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                cursor = max(cursor, marked.ends.get(i, 0))
-                continue
-            start = self._start(marked, message, i, cursor)
-            content_end = max(start, marked.ends.get(i, start))
-            cursor = self._end(marked, messages, i, content_end)
-            yield WeightedSpan(start, cursor, weights[i])
+    def _start(self, marked: _Marked, messages: list[Message], tools: list[Any] | None, i: int) -> tuple[int, bool]:
+        """Find where the model begins to write message i; False if what stands before is not what it is asked with."""
+        try:
+            asked = self.render(messages[:i], tools, prompt=True)
+        except Raised as error:
+            raise Raised(f"messages[{i}]: {error}, before this answer") from error
+        is_asked = marked.text.startswith(asked)
+        start = len(asked) if is_asked else self._parting(marked, messages, tools, i, asked)
+        header = self._turns.generation_prompt
+        if header and not asked.endswith(header) and marked.text.startswith(header, start):  # behind a tool's result
+            return start + len(header), False
+        return start, is_asked
 
-    def _start(self, marked: _Marked, message: Message, i: int, cursor: int) -> int:
-        """Find the end of the turn's header."""
-        turns = self._turns
-        if turns.header:
-            at = marked.text.find(turns.header, cursor)
-            limit = marked.ends.get(i, _next_end(marked, i))
-            if at < 0 or at + len(turns.header) > limit:
-                raise Unrendered(f"messages[{i}]: the turn does not begin with the header {turns.header!r}")
-            longer = turns.generation_prompt
-            is_longer = marked.text.startswith(longer, at) and at + len(longer) <= limit
-            return at + len(longer if is_longer else turns.header)
-        start = _content_start(marked, message, i)
-        if start is None or start < cursor or len(message.keys() - {"role", "content", "name"}) > 0:
-            raise Unrendered(f"messages[{i}]: the template has no generation prompt, and the turn is not its content")
-        return start if turns.generation_prompt else self._with_space(marked, message, start, cursor)
+    def _parting(self, marked: _Marked, messages: list[Message], tools: list[Any] | None, i: int, asked: str) -> int:
+        """Find where the text and the prompt for message i part, behind the last message before it that both show."""
+        before, at = marked.marks.marked(messages[:i], marked.positions), 0
+        prompt = self._read_marks(marked.marks, before, tools, prompt=True)
+        if prompt is not None and (both := prompt.ends.keys() & marked.ends.keys()):
+            asked, at = prompt.text[prompt.ends[max(both)] :], marked.ends[max(both)]
+        shared = len(os.path.commonprefix([asked, marked.text[at:]]))  # noqa: RUF071 - texts
+        if shared < len(asked):  # a token begins behind a control token, or behind space
+            joints = (joint.end() for joint in re.finditer(rf"{self._control.pattern}|\s", asked))
+            shared = max((joint for joint in joints if joint <= shared), default=0)
+        if not shared or (self._turns.opener and self._turns.opener in asked[shared:]):
+            header, behind = self._turns.generation_prompt, marked.ends.get(i - 1, -1)
+            found = marked.text.find(header, behind, marked.ends.get(i, _next_end(marked, i)))
+            if header and behind >= 0 and found >= 0:  # the template writes something else behind the message before
+                return found + len(header)
+            raise Unrendered(f"messages[{i}]: the turn does not begin as its prompt ends, with {asked[-60:]!r}")
+        return at + shared
 
-    def _with_space(self, marked: _Marked, message: Message, start: int, cursor: int) -> int:
-        """Find the beginning of the space in front of a content. Nothing prompts it, so the model has to write it:
-        what the template puts there (Mistral's do), and what the content begins with."""
-        content = message["content"]
-        most = len(self._turns.space) + (0 if self._turns.trims else len(content) - len(content.lstrip()))
-        in_front = marked.text[max(cursor, start - most) : start]
-        return start - (len(in_front) - len(in_front.rstrip()))
+    def _end(
+        self, marked: _Marked, messages: list[Message], tools: list[Any] | None, i: int, start: int
+    ) -> tuple[int, str]:
+        """Find where the model stops writing message i, and the token that the text lacks there, if it lacks one.
 
-    def _end(self, marked: _Marked, messages: list[Message], i: int, content_end: int) -> int:
-        """Find the end of the turn's terminator."""
-        limit = _next_end(marked, i)
-        following = min((j for j in marked.ends if j > i), default=None)
-        if following is not None:
-            limit = _content_start(marked, messages[following], following) or limit
-        for found in self._control.finditer(marked.text, content_end, limit):
-            if found.group() in self.stops or (messages[i].get("tool_calls") and found.group() in self._end_tokens):
-                return found.end()
-            if found.group() in self._turns.terminators:  # put there by the template: the model writes a stop
-                return found.start()
-            if not messages[i].get("tool_calls"):
-                break
-        raise Unrendered(
-            f"messages[{i}]: no end-of-turn token ({', '.join(self._turns.terminators)}) follows the answer"
-        )
+        Behind a content that is the first token which ends turns. Calls, and several messages in one turn, have ends of
+        their own within: the last token before the next message's content is the turn's.
+        """
+        text, calls = marked.text, messages[i].get("tool_calls") or ()
+        ends = {*self._turns.terminators, *(self._end_tokens if calls else ())}
+        is_last = i + 1 == len(messages)
+        limit = len(text) if is_last else _content_start(marked, messages[i + 1], i + 1)
+        tokens = self._control.finditer(text, max(start, marked.ends.get(i, start)), limit or _next_end(marked, i))
+        found = [token for token in tokens if token.group() in ends]
+        if not found and is_last and (marker := self._marker_behind(text, messages, tools, ends)):
+            return len(text), marker
+        if found:
+            token = found[0] if limit is None or (i in marked.ends and not calls) else found[-1]
+            is_written = token.group() not in self._turns.terminators[1:]  # else the model writes a stop in its place
+            end = token.end() if is_written else token.start()
+            if all(lacking(text[start:end], call["function"]) is None for call in calls):
+                return end, ""
+        raise Unrendered(f"messages[{i}]: no end-of-turn token ({', '.join(sorted(ends))}) follows the answer")
 
-    def _block_spans(self, marked: _Marked, messages: list[Message], weights: list[float]) -> Iterator[WeightedSpan]:
-        """The template's own `{% generation %}` blocks, each with the terminator if that follows at once."""
-        assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        for k, (start, end) in enumerate(marked.blocks):
-            inside = [i for i in assistants if start <= marked.ends.get(i, -1) <= end]
-            if len(inside) == 1:
-                weight = weights[inside[0]]
-            elif len({weights[i] for i in assistants}) == 1:
-                weight = weights[assistants[0]]
-            elif len(marked.blocks) == len(assistants):
-                weight = weights[assistants[k]]
-            else:
-                raise Unrendered("the template's generation blocks cannot be matched with the messages' weights")
+    def _marker_behind(self, text: str, messages: list[Message], tools: list[Any] | None, ends: set[str]) -> str:
+        """Return the end token with which the next message, a tool's or the user's, would begin; else ""."""
+        calls, words = messages[-1].get("tool_calls"), "Quayside?"
+        told = {"role": "tool", "tool_call_id": calls[-1].get("id")} if calls else {"role": "user"}
+        longer = self.render([*messages, told | {"content": words}], tools)
+        markers = [each for each in self._control.findall(longer[: longer.rfind(words)]) if each in ends]
+        return markers[-1] if markers and longer.count(markers[-1]) > text.count(markers[-1]) else ""
+
+    def _in_blocks(self, turn: WeightedSpan, marked: _Marked) -> Iterator[WeightedSpan]:
+        """Yield what of a turn the template's own `{% generation %}` blocks hold, and the token that ends the turn."""
+        for start, end in marked.blocks:
+            start, end = max(start, turn.start), min(end, turn.end)
             after = self._control.match(marked.text, end)
-            yield WeightedSpan(start, after.end() if after and after.group() in self.stops else end, weight)
+            if start <= end and (start < end or after):
+                yield WeightedSpan(start, turn.end if after and after.end() == turn.end else end, turn.weight)
 
 
 def _next_end(marked: _Marked, i: int) -> int:

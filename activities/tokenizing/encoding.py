@@ -48,7 +48,8 @@ class EncodedBatch:
 
     `control_tokens`: the place of each row with a message that quotes a token that opens or ends turns; and the token.
     `hidden_thoughts`: the place of each row, and how many messages' thoughts the template leaves out. `refused`: the
-    places of rows that the template refuses, which are not in the block, with its errors.
+    places of rows that the template refuses, which are not in the block, with its errors. `unlike_prompts`: the places
+    of rows with an answer that is trained behind other tokens than those which ask for it.
     """
 
     block: TokenBlock
@@ -56,6 +57,7 @@ class EncodedBatch:
     control_tokens: list[tuple[str, str]] = field(default_factory=list)
     hidden_thoughts: list[tuple[str, int]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    unlike_prompts: list[str] = field(default_factory=list)
 
 
 def encoded(examples: Iterable[Example], tokenizer: ModelTokenizer) -> Generator[EncodedBatch, None, None]:
@@ -191,7 +193,9 @@ def _encode_chats(
     ]
     hidden = dict(zip(places, (row.hidden_thoughts for row in rendered), strict=True))  # a pair's answers are one row
     quoting = _with_control_tokens(chats, tokenizer)
-    return EncodedBatch(_block(places, codes), prompts, quoting, list(hidden.items()), refused)
+    flags = zip(places, rendered, codes.is_joined_R.tolist(), strict=True)
+    unlike = list(dict.fromkeys(place for place, row, is_joined in flags if row.unlike_prompts or is_joined))
+    return EncodedBatch(_block(places, codes), prompts, quoting, list(hidden.items()), refused, unlike)
 
 
 def _with_control_tokens(chats: list[Chat], tokenizer: ModelTokenizer) -> list[tuple[str, str]]:

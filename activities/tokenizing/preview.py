@@ -89,7 +89,7 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
     with closing(encoded(examples.first(), tokenizer)) as batches:
         for batch in batches:
             tally.add_refused(batch.refused)
-            tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts)
+            tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts, batch.unlike_prompts)
             num_left = request.num_rows - len(shown)
             if request.labels:
                 kept: KeptRows | KeptPairs = answers.keep(batch.block)

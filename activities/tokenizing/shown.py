@@ -136,8 +136,8 @@ def hidden_thoughts(text: str, messages: list[dict[str, Any]], tools: list[Any] 
             raise Unrendered(f"messages[{i}]: the chat template leaves out the thoughts of this message")
         hidden += cut
         for k, call in enumerate(message.get("tool_calls") or ()):
-            if (lacking := _lacking(near, call["function"])) is not None:
-                raise Unrendered(f"messages[{i}].tool_calls[{k}]: the chat template leaves out {lacking!r:.60}")
+            if (missing := lacking(near, call["function"])) is not None:
+                raise Unrendered(f"messages[{i}].tool_calls[{k}]: the chat template leaves out {missing!r:.60}")
     for k, tool in enumerate(tools or ()):
         if not _holds(text, tool["function"]["name"]):
             raise Unrendered(f"tools[{k}]: the chat template leaves out the tool {tool['function']['name']!r:.60}")
@@ -188,7 +188,7 @@ def _as_json(text: str) -> Iterator[str]:
     yield json.dumps(text)[1:-1]
 
 
-def _lacking(text: str, function: dict[str, Any]) -> str | None:
+def lacking(text: str, function: dict[str, Any]) -> str | None:
     """Return the first part of a call that a text does not hold: its name, or a name or value of its arguments."""
     return next((part for part in (function["name"], *_leaves(function["arguments"])) if not _holds(text, part)), None)
 

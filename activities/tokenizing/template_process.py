@@ -240,7 +240,7 @@ def _answers(template: ChatTemplate, rows: list[Any], prompts: bool, limit_s: fl
                 return [rendered.text, rendered.hidden_thoughts]
             prompt = _prompt_or_none(template, messages, tools) if prompts else None
             spans = [[s.start, s.end, s.weight] for s in rendered.spans]
-            return [rendered.text, spans, prompt, rendered.hidden_thoughts]
+            return [rendered.text, spans, prompt, rendered.hidden_thoughts, None, rendered.unlike_prompts]
 
         yield (result := _limited(limit_s, answer))
         if isinstance(result, str):

@@ -27,7 +27,7 @@ from activities.tokenizing.units import (
     keep_pairs,
     keep_rows,
 )
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Frozen, added
 from shared.jobs.packed import REQUIRED_COLUMNS, UnitsHeader, UnitsWriter
 from shared.jobs.prefix_tree import ScoredRow, scored_pair, scored_unit
 from shared.runs.previews import Report
@@ -35,7 +35,7 @@ from shared.runs.sources import DatasetSource
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, tokenized
 
-_VERSION = "tokenize-3"  # raise it when the same input gives other units
+_VERSION = "tokenize-4"  # raise it when the same input gives other units
 
 TAUGHT_COLUMNS = (*REQUIRED_COLUMNS, "advantage")
 UNITS, REPORT, PROMPTS = "units.json", "report.json", "prompts.json"
@@ -76,13 +76,17 @@ class TokenizeRequest(Frozen):
 
 
 class Tokenized(Frozen):
-    """Units (shared/jobs/packed.py) with `report.json` and `prompts.json` beside them."""
+    """Units (shared/jobs/packed.py) with `report.json` and `prompts.json` beside them.
+
+    `notices`: what the run's user should know of the rows.
+    """
 
     units: Artifact
     report_uri: str
     num_units: int
     num_tokens: int
     num_targets: int
+    notices: tuple[str, ...] = added(())
 
 
 class Tokenize:
@@ -111,6 +115,7 @@ class Tokenize:
             num_units=header.num_units,
             num_tokens=header.num_tokens,
             num_targets=header.num_targets,
+            notices=read_record(self._host.store, f"{key}/{REPORT}", Report).notices,
         )
 
 
@@ -145,7 +150,7 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
             kept.count(tally)
             kept.write(writer)
             tally.add_refused(batch.refused)
-            tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts)
+            tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts, batch.unlike_prompts)
             prompts += batch.prompts
     rest = answers.rest()
     rest.count(tally)

@@ -53,11 +53,15 @@ _BYTE_OF = _byte_alphabet()
 
 @dataclass(frozen=True)
 class Encoded:
-    """Encoded texts, concatenated: ids [T], loss weights [T] (0: not trained), and the tokens of each text [R]."""
+    """Encoded texts, concatenated: ids [T], loss weights [T] (0: not trained), and the tokens of each text [R].
+
+    `is_joined_R`: texts of which a token reaches from outside of all spans into one.
+    """
 
     id_T: NDArray[np.uint32]
     weight_T: NDArray[np.float32]
     num_tokens_R: NDArray[np.int64]
+    is_joined_R: NDArray[np.bool_]
 
 
 class ModelTokenizer:
@@ -151,8 +155,7 @@ class ModelTokenizer:
         if not np.array_equal(end_R, np.cumsum(sizes_R)) or not all(map(self._is_normal, texts)):
             return None
         byte_spans = [[_in_bytes(span, text) for span in each] for text, each in zip(texts, spans, strict=True)]
-        weight_T = _weights(byte_spans, end_R - sizes_R, end_T - self._widths[id_T], end_T)
-        return Encoded(id_T, weight_T, num_tokens_R)
+        return Encoded(id_T, *_weights(byte_spans, end_R - sizes_R, end_T - self._widths[id_T], end_T, num_tokens_R))
 
     def _is_normal(self, text: str) -> bool:
         return self._normalizer is None or text.isascii() or unicodedata.is_normalized("NFC", text)
@@ -165,22 +168,33 @@ class ModelTokenizer:
         sizes_R = np.array([len(text) for text in texts], dtype=np.int64)
         start_R = np.cumsum(sizes_R) - sizes_R
         begin_T, end_T = (offsets_T2 + np.repeat(start_R, num_tokens_R)[:, None]).T
-        return Encoded(id_T, _weights(spans, start_R, begin_T, end_T), num_tokens_R)
+        return Encoded(id_T, *_weights(spans, start_R, begin_T, end_T, num_tokens_R))
 
 
 def _weights(
-    spans: list[list[WeightedSpan]], start_R: NDArray[np.int64], begin_T: NDArray[np.int64], end_T: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    """Return each token's weight: that of the span which overlaps its characters [begin, end), or 0."""
+    spans: list[list[WeightedSpan]],
+    start_R: NDArray[np.int64],
+    begin_T: NDArray[np.int64],
+    end_T: NDArray[np.int64],
+    num_tokens_R: NDArray[np.int64],
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return each token's weight, that of the span which overlaps its characters [begin, end) or 0, and the fields of
+    `Encoded` behind it.
+    """
     weight_T = np.zeros(len(begin_T), dtype=np.float32)
     flat = [(start, span) for start, each in zip(start_R.tolist(), spans, strict=True) for span in each]
     first_S = np.searchsorted(end_T, [start + span.start for start, span in flat], side="right")
     last_S = np.searchsorted(begin_T, [start + span.end for start, span in flat], side="left")
+    row_S = np.repeat(np.arange(len(spans)), [len(each) for each in spans])
+    begin_S, end_S = (
+        np.array([(start + span.start, start + span.end) for start, span in flat], np.int64).reshape(-1, 2).T
+    )
+    is_joined_S = (np.append(begin_T, 1 << 62)[first_S] < begin_S) & (begin_S != np.append(-1, end_S)[:-1])
     for first, last, (_, span) in zip(first_S.tolist(), last_S.tolist(), flat, strict=True):
         before = weight_T[first:last][:1].copy()  # where the span before it reaches into its first token
         weight_T[first:last] = span.weight
         weight_T[first : first + len(before)] = before if abs(before) > abs(span.weight) else span.weight
-    return weight_T
+    return weight_T, num_tokens_R, np.bincount(row_S[is_joined_S], minlength=len(spans)) > 0
 
 
 def _in_bytes(span: WeightedSpan, text: str) -> WeightedSpan:

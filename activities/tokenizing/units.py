@@ -50,6 +50,7 @@ class Tally:
         self._shortest = 0
         self._lost: list[LostRow] = []
         self._first_control_token: tuple[str, str] | None = None
+        self._first_unlike = ""
 
     @property
     def num_rows(self) -> int:
@@ -85,8 +86,17 @@ class Tally:
         for place, reason in refused.items():
             self._lose("refused", place, reason)
 
-    def add_warnings_of(self, quoted: Sequence[tuple[str, str]], hidden: Sequence[tuple[str, int]] = ()) -> None:
-        """Count rows that quote control tokens (place and token), or whose thoughts are hidden (place and messages)."""
+    def add_warnings_of(
+        self,
+        quoted: Sequence[tuple[str, str]],
+        hidden: Sequence[tuple[str, int]] = (),
+        unlike_prompts: Sequence[str] = (),
+    ) -> None:
+        """Count rows that quote control tokens (place and token), whose thoughts are hidden (place and messages), or
+        whose answers are trained behind other tokens than those which ask for them.
+        """
+        self._counts["unlike"] += len(unlike_prompts)
+        self._first_unlike = self._first_unlike or next(iter(unlike_prompts), "")
         self._counts["control_tokens"] += len(quoted)
         self._first_control_token = self._first_control_token or next(iter(quoted), None)
         for place, num_messages in hidden:
@@ -116,6 +126,7 @@ class Tally:
             lost=tuple(self._lost),
             num_control_tokens=counts["control_tokens"],
             warnings=tuple(self._warnings()),
+            notices=tuple(self._notices()),
         )
 
     def _warnings(self) -> Iterator[str]:
@@ -127,7 +138,16 @@ class Tally:
                 f"text, as transformers does; first: {place}"
             )
         yield from self._hidden.warnings()
+        yield from self._notices()
         yield from self._unread.warnings(f"{self._template} {' '.join(REASONING)}")
+
+    def _notices(self) -> Iterator[str]:
+        if num := self._counts["unlike"]:
+            yield (
+                f"answers of {num} row{'s' * (num != 1)} are trained behind other tokens than those which ask for "
+                "them, as the chat template rewrites earlier turns or begins an answer otherwise; first: "
+                f"{self._first_unlike}"
+            )
 
     def refuse_losses(self, max_lost_fraction: float, place: str) -> None:
         """Raises InvalidInput when no row is left, or more rows are lost than the run allows."""

@@ -112,7 +112,7 @@ def _show_look(found: "ModelLook", lora_rank: int, dtype: str) -> None:
             *([("parameters", f"{found.num_parameters:,}")] if found.num_parameters else ()),
             ("LoRA targets", ", ".join(f"{num} {name}" for name, num in found.targets.items())),
             *([("answers end with", plain(" ".join(found.stops)))] if found.stops else ()),
-            *((name, plain(rule or "shown")) for name, rule in found.conversations.items()),
+            *((name, plain(rule or _trained(found, name))) for name, rule in found.conversations.items()),
         ]
         print_table(("", ""), rows)
     if found.layouts:
@@ -120,6 +120,10 @@ def _show_look(found: "ModelLook", lora_rank: int, dtype: str) -> None:
         print(f"bytes of a rank in {dtype}, about, and beside them what a micro-batch holds, which a worker measures")
     for problem in found.problems:
         print(f"refused: {plain(problem)}")
+
+
+def _trained(found: "ModelLook", name: str) -> str:
+    return "shown" + ", but trained behind another text than the prompt" * (name in found.unlike_prompts)
 
 
 def _layout_row(row: "LayoutBytes") -> tuple[str, ...]:

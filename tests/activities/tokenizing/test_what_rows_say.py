@@ -361,12 +361,12 @@ def test_an_answer_may_end_with_its_thoughts_and_line_breaks(tmp_path: Path) -> 
     assert own == f"<think>\nhm\n</think>\n\n{END}"
 
 
-def test_space_that_a_template_trims_is_no_part_of_the_header(tmp_path: Path) -> None:
-    """Llama 3 without a generation prompt: its header ends with line breaks, which nobody writes."""
+def test_a_header_that_no_prompt_writes_is_the_models_to_write(tmp_path: Path) -> None:
+    """Llama 3 without a generation prompt: whoever asks such a model gives it no header."""
     template = LLAMA.partition("{%- if add_generation_prompt")[0]
     for content in ("12 sacks.", " 12 sacks.", "\n12 sacks."):
         [(_, own)] = trained_of(tmp_path, template, {"messages": [ASK, ANSWER | {"content": content}]})
-        assert own == "12 sacks.<|eot_id|>"
+        assert own == "<|start_header_id|>assistant<|end_header_id|>\n\n12 sacks.<|eot_id|>"
 
 
 def test_texts_keep_one_beginning_and_one_end(tmp_path: Path) -> None:
