@@ -68,8 +68,8 @@ class SFTWorkflow(RunHandlers):
             num_steps=plan.num_steps,
             planned_tokens=packed.num_tokens,
             dataset_report=units.report_uri,
-            notices=tuple(dict.fromkeys((*self._run.status.notices, *units.notices))),
         )
+        self._run.add_notices(units.notices)
         result = await self._run.training.do(plan)
 
         self._run.show(phase="publishing")
