@@ -238,7 +238,12 @@ class RLWorkflow(ClientDrivenHandlers):
 
     @train_step.validator
     def _check_step(self, request: StepRequest) -> None:
-        self._steps.check(request, self._start.run.rollouts is not None, self._run.status.state == "running")
+        self._steps.check(request, self._start.run.rollouts is not None, self._takes_steps)
+
+    @property
+    def _takes_steps(self) -> bool:
+        """False once the run is being paused, too: its end would fail a step that came meanwhile."""
+        return self._run.status.state == "running" and not self._run.is_pausing
 
     @workflow.update
     async def finish(self) -> RunStatus:

@@ -312,7 +312,9 @@ class SessionWorkflow(ClientDrivenHandlers):
     def _check_command(self, sent: CommandArrived) -> None:
         if sent.number in self._waiting or sent.number < self._next:
             return
-        if self._is_closing or self._has_ended() or self._run.status.state != "running":
+        # While the run is being paused, too: its end would drop the command.
+        is_over = self._is_closing or self._has_ended() or self._run.is_pausing
+        if is_over or self._run.status.state != "running":
             raise ApplicationError("the session takes no more commands: it was closed, or has ended", type="Conflict")
 
     @workflow.update

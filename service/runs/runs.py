@@ -326,8 +326,14 @@ class Runs:
 
     async def resume_for_client(self, tenant: str, run_id: str) -> bool:
         """Resume a run that `pause_left` paused, or is pausing. Returns False for any other. Raises QuotaExceeded."""
-        self._states.changed(run_id)
-        status = (await self._current(tenant, run_id)).status
+        end = time.monotonic() + _CLOSING_S
+        while True:
+            self._states.changed(run_id)
+            status = (await self._current(tenant, run_id)).status
+            is_pausing = status.client_away and status.state == "running"
+            if not is_pausing or time.monotonic() > end:
+                break
+            await asyncio.sleep(0.1)  # its worker saves the state
         if status.client_away and status.state == "paused":
             try:
                 await self.resume(tenant, run_id)

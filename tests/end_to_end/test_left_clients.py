@@ -1,5 +1,6 @@
 """Clients that have ended, or do something else for long, keep nobody out, and lose nothing."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
+import temporalio.client
 
+from longshore.client import Client
+from longshore.commands import Datum, Forward
+from longshore.training import Lora, SessionRun
 from service.dev.connection import Connection
 from tests.art_clients import run_with_art
 from tests.end_to_end.conftest import QUICK
@@ -97,3 +102,27 @@ def test_a_client_of_art_goes_on_with_its_own_run_and_optimizer(hasty: Stack, ti
         assert json.loads(art.result().stdout.splitlines()[-1]) == 2
     [run] = [row for row in rows(hasty) if row["kind"] == "rl"]
     assert run["policy_version"] == 2
+
+
+def test_a_command_that_comes_while_its_session_is_paused_is_done(hasty: Stack, tiny_model: Path) -> None:
+    """It is neither dropped nor lost: the service resumes the session once the state is saved."""
+    connection = Connection.read(hasty.root)
+    assert connection is not None
+
+    def pause(run_id: str) -> None:
+        async def signal() -> None:
+            client = await temporalio.client.Client.connect(connection.temporal_address)
+            await client.get_workflow_handle(run_id).signal("pause_for_client")
+
+        asyncio.run(signal())
+
+    with Client(connection.api_url, connection.api_key) as client:
+        run = SessionRun(model=str(tiny_model), trainable=Lora(rank=4), max_tokens=64)
+        session = client.open(run)
+        data = (Datum(tokens=tuple(range(3, 15))),)
+        losses = []
+        for _ in range(3):
+            losses.append(session.send(Forward(data=data)).result(300).metrics)
+            pause(session.id)
+        assert losses[0] and losses[1:] == losses[:-1]
+    hasty.cli("cancel", session.id)
