@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from typing import Literal, cast
 
 from temporalio import activity
@@ -282,8 +283,9 @@ def _plain(model: str) -> str:
 
 def _repository(model: str) -> str | None:
     """Return the name of a hub id, or of a snapshot in the hub's cache, without its owner; None for other folders."""
-    if cached := re.search(r"/models--[^/]+?--([^/]+)/snapshots/", f"{model}/"):
-        return cached[1].lower()
+    for folder, inside in pairwise(model.split("/")):
+        if folder.startswith("models--") and inside == "snapshots":
+            return folder.removeprefix("models--").partition("--")[2].lower() or None
     hub_id = HubId.parse(model)
     return None if hub_id is None else hub_id.repository.rpartition("/")[2].lower()
 

@@ -231,7 +231,7 @@ def test_what_is_waited_for_is_not_told_to_a_key_that_is_gone(
     def ask() -> None:
         with client(service, made["key"]) as asking:
             path = f"/api/v1/runs/{belongings.ids['run_id']}/events"
-            answers.append(asking.get(path, params={"wait_s": 4}))
+            answers.append(asking.get(path, params={"wait_s": 15}))
 
     asker = threading.Thread(target=ask, daemon=True)
     asker.start()
