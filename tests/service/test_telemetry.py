@@ -5,6 +5,7 @@ import logging
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ import httpx
 import psutil
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import REGISTRY
@@ -148,36 +149,7 @@ class Endless:
             workflow.continue_as_new(number + 1)
 
 
-async def test_a_workflow_that_continues_as_new_begins_another_trace_with_a_link(temporal_address: str) -> None:
-    provider, kept = TracerProvider(), InMemorySpanExporter()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
-
-    @activity.defn
-    async def work() -> None:
-        pass
-
-    client, queue = await Client.connect(temporal_address), uuid.uuid4().hex
-    interceptors = [traces.temporal_interceptor(provider.get_tracer("test"))]
-    with provider.get_tracer("test").start_as_current_span("request") as request:
-        traced = await Client.connect(temporal_address, interceptors=interceptors)
-        async with Worker(
-            client,
-            task_queue=queue,
-            workflows=[Endless],
-            activities=[work],
-            interceptors=interceptors,
-            max_cached_workflows=0,
-        ):
-            await traced.execute_workflow(Endless.run, 1, id=queue, task_queue=queue)
-    spans = kept.get_finished_spans()
-    roots = [span for span in spans if span.name == "RunWorkflow:Endless"]
-    ids = [span.context.trace_id for span in roots]
-    assert len(roots) == len(set(ids)) == 3 and ids[0] == request.get_span_context().trace_id
-    assert [span.links[0].context.trace_id if span.links else None for span in roots] == [None, *ids[:-1]]
-    assert [span.context.trace_id for span in spans if span.name == "RunActivity:work"] == ids
-
-
-@workflow.defn(sandboxed=False)  # its module imports much
+@workflow.defn(sandboxed=False)
 class Nested:
     """Two activities, and itself once as a child."""
 
@@ -189,27 +161,62 @@ class Nested:
             await workflow.execute_child_workflow(Nested.run, False)
 
 
-async def test_what_a_schedule_starts_is_one_trace(temporal_address: str) -> None:
-    """No caller names a trace. Nothing is kept of the workflow between its tasks: as if each ran on another host."""
-    provider, kept = TracerProvider(), InMemorySpanExporter()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
+@activity.defn(name="work")
+async def nothing() -> None:
+    pass
 
-    @activity.defn
-    async def work() -> None:
-        pass
 
-    client, queue = await Client.connect(temporal_address), uuid.uuid4().hex
-    interceptors = [traces.temporal_interceptor(provider.get_tracer("test"))]
+async def spans_of(
+    address: str, tracer: trace.Tracer, kept: InMemorySpanExporter, of: type, start: object, is_traced: bool
+) -> tuple[str, Sequence[ReadableSpan]]:
+    """Run a workflow to its end, and return its id and all spans.
+
+    Nothing is kept of it between its tasks, as if each ran on another host. `is_traced`: its caller names a trace.
+    """
+    queue, interceptors = uuid.uuid4().hex, [traces.temporal_interceptor(tracer)]
+    client = await Client.connect(address)
+    caller = await Client.connect(address, interceptors=interceptors) if is_traced else client
     async with Worker(
         client,
         task_queue=queue,
-        workflows=[Nested],
-        activities=[work],
+        workflows=[of],
+        activities=[nothing],
         interceptors=interceptors,
         max_cached_workflows=0,
     ):
-        await client.execute_workflow(Nested.run, True, id=queue, task_queue=queue)
-    spans = kept.get_finished_spans()
+        await caller.execute_workflow(of.run, start, id=queue, task_queue=queue)  # type: ignore[attr-defined]
+    return queue, kept.get_finished_spans()
+
+
+@pytest.fixture
+def kept() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def tracer(kept: InMemorySpanExporter) -> trace.Tracer:
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    return provider.get_tracer("test")
+
+
+async def test_a_workflow_that_continues_as_new_begins_another_trace_with_a_link(
+    temporal_address: str, tracer: trace.Tracer, kept: InMemorySpanExporter
+) -> None:
+    with tracer.start_as_current_span("request") as request:
+        _, spans = await spans_of(temporal_address, tracer, kept, Endless, 1, is_traced=True)
+    roots = [span for span in spans if span.name == "RunWorkflow:Endless"]
+    ids = [span.context.trace_id for span in roots]
+    assert len(roots) == len(set(ids)) == 3 and ids[0] == request.get_span_context().trace_id
+    assert [span.links[0].context.trace_id if span.links else None for span in roots] == [None, *ids[:-1]]
+    assert [span.context.trace_id for span in spans if span.name == "RunActivity:work"] == ids
+
+
+async def test_what_a_schedule_starts_is_one_trace(
+    temporal_address: str, tracer: trace.Tracer, kept: InMemorySpanExporter
+) -> None:
+    """No caller names a trace."""
+    queue, spans = await spans_of(temporal_address, tracer, kept, Nested, True, is_traced=False)
     assert sum(span.name == "RunActivity:work" for span in spans) == 4
     assert len({span.context.trace_id for span in spans if span.context}) == 1
     (root,) = [span for span in spans if span.parent is None]
