@@ -18,9 +18,12 @@ from xdist.workermanage import WorkerController
 from tests.costs import DEAR_S, recorded
 from tests.depth import IS_DEEP, SEED, drawn
 
-# Folders whose tests share a stack or a service. Rollouts and what a client drives are a quarter of the first one: by
-# themselves, on a stack of their own, so that the others do not end long after everything else.
+# Folders whose tests share a stack or a service. Rollouts, snippets, and tests with a stack of their own are a good part
+# of the first one: they run by themselves, so that the others do not end long after everything else.
 _TOGETHER = (
+    "tests/end_to_end/test_left_clients",
+    "tests/end_to_end/test_snippets",
+    "tests/end_to_end/test_team_install",
     "tests/end_to_end/test_r",
     "tests/end_to_end/",
     "tests/security/attacks/",
