@@ -18,8 +18,8 @@ from xdist.workermanage import WorkerController
 from tests.costs import DEAR_S, recorded
 from tests.depth import IS_DEEP, SEED, drawn
 
-# Folders whose tests share a stack or a service. Rollouts, snippets, and tests with a stack of their own are much of the
-# first one: they run by themselves, so that the others do not end long after everything else.
+# Folders whose tests share a stack or a service. Rollouts, snippets, and tests with a stack of their own run by
+# themselves, so that the others do not end long after everything else.
 _TOGETHER = (
     "tests/end_to_end/test_left_clients",
     "tests/end_to_end/test_snippets",

@@ -41,7 +41,7 @@ NOT_RUN = {
     "docs/observability.md: longshore profile": "tests/end_to_end/test_seen.py runs it beside a run",
     "docs/operations.md: cp infra/env.example": "there are no containers here",
     "docs/rollouts.md: python -m examples.local_rl": "tests/end_to_end/test_local_rl.py runs it",
-    "docs/sampler.md: python -P -m longshore.server megatron_worker.sampler": "tests/megatron_worker/test_sampler_process.py starts it",
+    "docs/sampler.md: python -P -m longshore.server": "tests/megatron_worker/test_sampler_process.py starts it",
     "docs/schedules_and_webhooks.md: longshore webhook create": "example.org has no address here",
     "docs/schedules_and_webhooks.md: longshore webhook update": "tests/service/test_hooks_cli.py does",
     "docs/team_install.md: ": "tests/end_to_end/test_team_install.py follows the page",
