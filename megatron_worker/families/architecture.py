@@ -22,6 +22,7 @@ class Attention:
         has_sinks: each head has a number that takes part in its softmax as one more score, of no value (gpt-oss).
         norms_all_heads: the norms of queries and of keys are over those of all heads together, not of each.
         scale: of the scores; None: 1 / sqrt(head_dim).
+        is_fused: one linear makes all queries, all keys and all values, in files as here.
     """
 
     num_heads: int
@@ -36,6 +37,7 @@ class Attention:
     window: int | None = None
     has_sinks: bool = False
     scale: float | None = None
+    is_fused: bool = False
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -165,11 +167,15 @@ def activate(made: Tensor, activation: Activation, is_gated: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Mlp:
-    """A gated MLP, the activation of one projection times another, and a third of that; or one without the gate."""
+    """A gated MLP, the activation of one projection times another, and a third of that; or one without the gate.
+
+    `is_fused`: files hold the first two as one.
+    """
 
     ffn_size: int
     activation: Activation = "silu"
     is_gated: bool = True
+    is_fused: bool = False
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,14 @@ def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, our
 
 
 def _qkv(a: Attention, tp: int, theirs: str, ours: str, suffix: str, rest: tuple[int, ...]) -> list[TensorSlice]:
-    """Return query, key and value, which megatron interleaves by key/value head: its queries, its key, its value."""
+    """Return query, key and value, which megatron interleaves by key/value head: its queries, its key, its value.
+
+    Where files hold them as one, they lie behind each other here, too.
+    """
+    if a.is_fused:
+        sizes = a.num_heads * a.head_dim, *[a.num_kv_heads * a.head_dim] * 2
+        name, rows = f"{theirs}.qkv_proj.{suffix}", sum(sizes)
+        return [TensorSlice(name, f"{ours}.{suffix}", (rows, *rest), 0, 0, rows // tp, sections=sizes)]
     slices, start = [], 0
     for name in a.projections:
         per_group = a.heads_per_group * a.rows_per_head if name == "q_proj" else a.head_dim
@@ -137,8 +144,11 @@ def _mlp(
 ) -> list[TensorSlice]:
     up, down, share = (mlp.ffn_size, hidden_size), (hidden_size, mlp.ffn_size), mlp.ffn_size // num_ranks
     fc1, fc2 = f"{ours}.linear_fc1.weight", f"{ours}.linear_fc2.weight"
-    slices = []
-    for place, name in enumerate(("gate_proj", "up_proj") if mlp.is_gated else ("up_proj",)):
+    slices, names = [], ("gate_proj", "up_proj") if mlp.is_gated else ("up_proj",)
+    if isinstance(mlp, Mlp) and mlp.is_fused:
+        both = f"{theirs}.gate_up_proj.weight", fc1, (2 * mlp.ffn_size, hidden_size)
+        slices, names = [TensorSlice(*both, 0, 0, 2 * share, sections=(mlp.ffn_size, mlp.ffn_size))], ()
+    for place, name in enumerate(names):
         rows = place * share, (place + 1) * share
         slices.append(TensorSlice(f"{theirs}.{name}.weight", fc1, up, 0, *rows, expert=expert))
     slices.append(TensorSlice(f"{theirs}.down_proj.weight", fc2, down, 1, 0, hidden_size, expert=expert))

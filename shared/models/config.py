@@ -23,6 +23,7 @@ from shared.models.families import (
     MixtureConfig,
     NemotronHConfig,
     Olmo3Config,
+    Phi3Config,
     SmolLM3Config,
 )
 from shared.models.generic import GenericConfig, generic_settings
@@ -31,6 +32,7 @@ from shared.models.switches import refuse_unknown_switches
 Family = Literal[
     "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4", "deepseek_v3", "glm4_moe_lite",
     "nemotron_h", "qwen2", "llama", "mistral", "ministral", "smollm3", "granite", "olmo3",
+    "phi3",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
@@ -44,11 +46,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     **{family: {"sliding_window": 4096} for family in ("mistral", "ministral", "qwen2", "qwen3_moe")},
     "olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+    "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     "deepseek_v3": {"first_k_dense_replace": 3},
     "glm4_moe_lite": {"rms_norm_eps": 1e-5},
     "nemotron_h": {"intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128},
 }
-_ALIKE = ("mistral", "qwen3_moe")  # a window is of all layers
+_ALIKE = ("mistral", "qwen3_moe", "phi3")  # a window is of all layers
 _TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 # Of models whose decoder's settings are in `text_config`: what the decoder's tensors begin with, and what the others.
 _READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -68,6 +71,7 @@ _KINDS: dict[str, type[DenseConfig]] = {
     "smollm3": SmolLM3Config,
     "granite": GraniteConfig,
     "olmo3": Olmo3Config,
+    "phi3": Phi3Config,
     "deepseek_v3": LatentConfig,
     "glm4_moe_lite": LatentConfig,
     "nemotron_h": NemotronHConfig,

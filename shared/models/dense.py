@@ -7,7 +7,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 SLIDING = "sliding_attention"
 SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window holds with `use_sliding_window` alone
-WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", "olmo3", *SWITCHED)
+WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", "olmo3", "phi3", *SWITCHED)
 
 Size = Field(ge=1, strict=True)
 SCALINGS = ("default", "llama3", "linear", "yarn", "dynamic", "longrope")
@@ -75,6 +75,7 @@ class DenseConfig(BaseModel):
     names: ClassVar[TensorNames] = TensorNames()
     rope_types: ClassVar[tuple[str, ...]] = SCALINGS
     norms_all_heads: ClassVar[bool] = False  # norms of queries and of keys are over all heads together
+    is_fused: ClassVar[bool] = False  # files hold queries, keys and values in one tensor, and gate and up in another
 
     model_type: str
     tensor_prefix: str = "model"
