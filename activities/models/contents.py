@@ -29,7 +29,8 @@ def check_shapes(weights: Weights, config: DenseConfig, location: Location) -> N
     Looked at are embeddings, norms, and the linears whose sizes ModelShape knows; workers check all as they load them.
     """
     prefix, shape = prefix_of(config, weights.tensors), shape_of(config)
-    whole: dict[str, tuple[int, ...]] = {"lm_head": (config.vocab_size, config.hidden_size)}
+    output = config.output_name.removesuffix(".weight")
+    whole: dict[str, tuple[int, ...]] = {output: (config.vocab_size, config.hidden_size)}
     whole |= {f"{prefix}.{config.names.embedding}": (config.vocab_size, config.hidden_size)}
     whole |= {f"{prefix}.{config.names.final_norm}": (config.hidden_size,)}
     for name, tensor in weights.tensors.items():
@@ -80,7 +81,7 @@ def computed_shapes(weights: Weights, config: DenseConfig) -> dict[str, tuple[in
         name: _read_as(name, tensor.shape)
         for name, tensor in weights.tensors.items()
         if not name.startswith(config.carried)
-        and not (config.tie_word_embeddings and name == "lm_head.weight")
+        and not (config.tie_word_embeddings and name == config.output_name)
         and not name.endswith(_SCALES)
     }
 

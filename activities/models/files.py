@@ -37,7 +37,6 @@ _UNREAD_TEMPLATE = "chat_template.json"  # of processors of images and sounds
 HUB_PATTERNS = (*SMALL_FILES, _UNREAD_TEMPLATE, "model*.safetensors", INDEX)
 _MAX_TENSORS = 500_000
 _BLOCK_BYTES = 8 << 20
-_OUTPUT = "lm_head.weight"
 _IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
 _OF_LAYER = re.compile(
     r"(?:backbone|(?:language_model\.)?model(?:\.language_model)?)\.layers\.(\d+)\.(?!.*rotary_emb)(.+)"
@@ -201,8 +200,8 @@ def check_weights(location: Location, config: DenseConfig) -> Weights:
     if isinstance(config, GenericConfig):
         return Weights(tensors, file_of)
     _check_whole(tensors, config, location)
-    if config.tie_word_embeddings and _OUTPUT in tensors:
-        _check_tied(tensors, file_of, f"{config.tensor_prefix}.embed_tokens.weight", location)
+    if config.tie_word_embeddings and config.output_name in tensors:
+        _check_tied(tensors, file_of, config, location)
     return Weights(tensors, file_of)
 
 
@@ -223,17 +222,18 @@ def _check_index(file_of: dict[str, str], location: Location) -> None:
             raise InvalidInput(f"it lacks tensor {name}, which is in {file}", location.place(INDEX))
 
 
-def _check_tied(tensors: dict[str, Entry], file_of: dict[str, str], embedded: str, location: Location) -> None:
+def _check_tied(tensors: dict[str, Entry], file_of: dict[str, str], config: DenseConfig, location: Location) -> None:
     """Compare an output layer that is there with the embedding. transformers uses it where it differs."""
-    output, embedding = tensors[_OUTPUT], tensors[embedded]
+    made, embedded = config.output_name, f"{config.tensor_prefix}.embed_tokens.weight"
+    output, embedding = tensors[made], tensors[embedded]
     is_same = (output.dtype, output.shape) == (embedding.dtype, embedding.shape) and all(
         mine == theirs
         for mine, theirs in zip(
-            *(tensor_bytes(location, file_of[name], tensors[name]) for name in (_OUTPUT, embedded)), strict=True
+            *(tensor_bytes(location, file_of[name], tensors[name]) for name in (made, embedded)), strict=True
         )
     )
     if not is_same:
-        rule = f"but {_OUTPUT} of {file_of[_OUTPUT]} differs from {embedded}: set it to false, or remove that tensor"
+        rule = f"but {made} of {file_of[made]} differs from {embedded}: set it to false, or remove that tensor"
         raise InvalidInput(f"tie_word_embeddings is true, {rule}", location.place("config.json"))
 
 
@@ -266,9 +266,8 @@ def _file_of_weights(location: Location) -> str:
 def _check_whole(tensors: dict[str, Entry], config: DenseConfig, location: Location) -> None:
     """Check that a layer has what any other has that has the same linears."""
     prefix, names, kinds = prefix_of(config, tensors), config.names, shape_of(config).linears_of_layers
-    needed = [f"{prefix}.{names.embedding}.weight", f"{prefix}.{names.final_norm}.weight"] + [_OUTPUT] * (
-        not config.tie_word_embeddings
-    )
+    needed = [f"{prefix}.{names.embedding}.weight", f"{prefix}.{names.final_norm}.weight"]
+    needed += [] if config.tie_word_embeddings else [config.output_name]
     of_layers = [match for name in tensors if (match := _OF_LAYER.fullmatch(name))]
     for own in dict.fromkeys(kinds):
         layers = [number for number, kind in enumerate(kinds) if kind == own]
@@ -279,5 +278,5 @@ def _check_whole(tensors: dict[str, Entry], config: DenseConfig, location: Locat
         needed += [f"{prefix}.layers.{n}.eh_proj.weight" for n in {int(m[1]) for m in of_layers} if n >= len(kinds)]
     for name in needed:
         if name not in tensors:
-            tied = "; tie_word_embeddings is false in config.json" if name == _OUTPUT else ""
+            tied = "; tie_word_embeddings is false in config.json" if name == config.output_name else ""
             raise InvalidInput(f"the weights lack the tensor {name}{tied}", _file_of_weights(location))

@@ -89,6 +89,9 @@ def _plans(source: ExportSource) -> dict[str, Plan]:
         rule = f"{export.format} is written of {', '.join(families)}; merged of every family"
         problem = f"model_type {config.model_type!r} is not exported as {export.format}"
         raise InvalidInput(f"{problem}: {rule}", "config.json")
+    if families is not None and config.tensor_prefix != "model":
+        rule = f"{export.format} is written of a decoder alone; merged of this model, too"
+        raise InvalidInput(f"a decoder beside a tower of vision is not exported so: {rule}", "config.json")
     plans: dict[str, Plan] = {}
     for shard in source.weights:
         with (source.folder / shard).open("rb") as file:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families.rope import Rope, rotary_frequencies
-from shared.models.dense import DenseConfig, TensorNames
+from shared.models.dense import DenseConfig, TensorNames, output_name
 
 
 @dataclass(frozen=True)
@@ -286,6 +286,11 @@ class Architecture:
     @property
     def num_layers(self) -> int:
         return len(self.mixers)
+
+    @property
+    def output_name(self) -> str:
+        """What files call the output layer, if it is not tied."""
+        return output_name(self.tensor_prefix)
 
     @property
     def attention(self) -> Attention:

@@ -34,7 +34,7 @@ def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
 def output_slice(a: Architecture, tp: int) -> TensorSlice:
     """Return the output layer, which a model whose embeddings are tied has no tensor of its own for."""
     rows = -(-a.vocab_size // tp)
-    return TensorSlice("lm_head.weight", "output_layer.weight", (a.vocab_size, a.hidden_size), 0, 0, rows)
+    return TensorSlice(a.output_name, "output_layer.weight", (a.vocab_size, a.hidden_size), 0, 0, rows)
 
 
 def constants_of(a: Architecture) -> list[TensorSlice]:

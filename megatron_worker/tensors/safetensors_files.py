@@ -26,7 +26,7 @@ from shared.models.merging import header_of
 
 INDEX = "model.safetensors.index.json"
 _IGNORED = ("rotary_emb.inv_freq",)  # a buffer that old checkpoints carry
-_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _OUTPUTS = "embed_tokens.weight", {"lm_head.weight", "language_model.lm_head.weight"}
 _ROWS = 4096  # that are compared at a time
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
@@ -195,10 +195,10 @@ def refuse_unknown(
     `carried`: prefixes of the names of tensors that belong to the model, and are not computed with.
     """
     known = {s.name for s in slices}
-    if _OUTPUT in files.names - known:
+    for output in _OUTPUTS & (files.names - known):
         embedding = next(name for name in sorted(files.names) if name.endswith(_EMBEDDING))
-        files.check_equal(_OUTPUT, embedding)
-        known.add(_OUTPUT)
+        files.check_equal(output, embedding)
+        known.add(output)
     others = sorted(files.names - known)
     unknown = [name for name in others if not (name.endswith(_IGNORED) or name.startswith(tuple(carried)))]
     if unknown:

@@ -58,7 +58,9 @@ _READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("model.language_model", ("mtp.", "model.visual."))),
     "gemma3": ("language_model.model", ("vision_tower.", "multi_modal_projector.")),
     "gemma4": ("model.language_model", tuple(f"model.{part}." for part in _TOWERS)),
+    "mistral3": ("language_model.model", ("vision_tower.", "multi_modal_projector.")),
 }
+_WITHIN = {"mistral3": "mistral"}  # the family of the decoder, if it is not called as the whole is
 _TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
 _PREDICT_MORE = ("qwen3_5", "qwen3_5_moe", "nemotron_h")  # their files may hold layers of multi-token prediction
 
@@ -108,7 +110,7 @@ def decoder_settings(values: dict[str, Any], place: str, any_family: bool = Fals
     of which kinds its layers are.
     """
     named = values.get("model_type")
-    family = _TEXT_ALONE.get(named, named) if isinstance(named, str) else named
+    family = (_TEXT_ALONE | _WITHIN).get(named, named) if isinstance(named, str) else named
     if any_family and isinstance(named, str) and family not in FAMILIES:
         return generic_settings(values, place)
     if isinstance(named, str) and named in _UNKNOWN:
@@ -120,16 +122,23 @@ def decoder_settings(values: dict[str, Any], place: str, any_family: bool = Fals
     ours = {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",) if family in _PREDICT_MORE else ()}
     if family == "nemotron_h":
         ours |= {"tensor_prefix": "backbone", **_named_blocks(values, place)}
-    if family not in _READ_IMAGES or named in _TEXT_ALONE:
+    if named not in _READ_IMAGES:
         return _of_family(family)[1] | values | ours
     text = values.get("text_config")
     if not isinstance(text, dict):
         raise InvalidInput("text_config: this field is required: it has the sizes of the decoder", place)
+    inner = text.get("model_type", family)
+    if inner not in (family, f"{named}_text"):
+        needed = f", which needs {_UNKNOWN[inner][0]}" if inner in _UNKNOWN else ""
+        rule = f"a model of the type {named} is read with a decoder of the family {family}"
+        raise InvalidInput(f"text_config: its model_type is {inner!r:.40}{needed}; {rule}", place)
     defaults = _of_family(family)[1]
     is_tied = values.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
+    if named in _WITHIN:  # transformers writes true of the whole, whose output layer is one of its own
+        is_tied = text.get("tie_word_embeddings", False)
     if text.get("tie_word_embeddings", is_tied) != is_tied:
         raise InvalidInput("tie_word_embeddings is not the same in text_config: which of them holds?", place)
-    prefix, others = _READ_IMAGES[family]
+    prefix, others = _READ_IMAGES[named]
     ours |= {"tensor_prefix": prefix, "carried": others}
     of_whole = {"tie_word_embeddings": is_tied, "quantization_config": values.get("quantization_config")}
     return defaults | text | of_whole | ours

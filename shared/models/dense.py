@@ -104,6 +104,11 @@ class DenseConfig(BaseModel):
     quantization_config: dict[str, Any] | None = None
 
     @property
+    def output_name(self) -> str:
+        """What files call the output layer, if it is not tied."""
+        return output_name(self.tensor_prefix)
+
+    @property
     def rope(self) -> RopeConfig:
         return self._with_theta(self.rope_scaling or self.rope_parameters or RopeConfig())
 
@@ -174,6 +179,11 @@ class DenseConfig(BaseModel):
         most = self.max_position_embeddings
         original = self.original_max_position_embeddings or rope.original_max_position_embeddings or most
         return rope.model_copy(update={"max_position_embeddings": most, "original_max_position_embeddings": original})
+
+
+def output_name(tensor_prefix: str) -> str:
+    """Return what files call the output layer of a model whose tensors' names begin so."""
+    return "language_model.lm_head.weight" if tensor_prefix == "language_model.model" else "lm_head.weight"
 
 
 def rope_problem(rope: RopeConfig, known: tuple[str, ...], size: int) -> str | None:

@@ -295,7 +295,7 @@ def test_an_engine_that_cannot_hold_the_model_is_refused(config, model) -> None:
     edit(model / "config.json", model_type="gpt_oss")
     assert refusal(config, model, engine="fsdp") == (
         "engine: the engine fsdp trains qwen3, qwen3_moe, qwen2, llama, mistral, ministral, smollm3, granite, olmo3, "
-        "not gpt_oss: use megatron"
+        "phi3, not gpt_oss: use megatron"
     )
 
 
@@ -425,13 +425,13 @@ def test_layers_that_predict_more_tokens_may_stand_behind_the_others(config, tmp
     assert "quantization_config: weights that fp8 has quantized are not read" in refusal(config, model)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral"])
 def test_a_model_that_reads_images_is_its_decoder(config, tmp_path, family) -> None:
     alone, whole = model_with_tower(tmp_path, family)
     (whole / "generation_config.json").unlink()
     found, theirs = resolve(config, whole), resolve(config, alone)
     assert found.shape == theirs.shape == shape_of(read_config(whole))
-    assert (not found.shape.split_too) == family.startswith("gemma")
+    assert (not found.shape.split_too) == (not family.startswith("qwen"))
     assert read_end_ids(whole) == read_end_ids(alone) != ()
     edit(whole / "config.json", text_config=None)
     assert "text_config: this field is required" in refusal(config, whole)
