@@ -12,14 +12,14 @@ from longshore.training import LINEARS, Linear
 from shared.errors import InvalidInput
 from shared.models.config import prefix_of
 from shared.models.dense import DenseConfig
-from shared.models.merging import FLOATS, floats_of
+from shared.models.merging import FLOATS, FP8_SCALES, floats_of
 from shared.models.shape import ModelShape, Of, shape_of
 
 _OF_LAYER = re.compile(
     r"layers\.(?P<layer>\d+)\.(?:(?P<norm>\w*norm)|\w+\.(?P<head_norm>[qk]_norm)"
     r"|\w+(?:\.(?P<of>experts)\.\d+|\.(?P<shared>shared_experts?))?\.(?P<linear>\w+))\.(?P<part>weight|bias)"
 )
-_BLOCKS, _SCALES = "_blocks", "_scales"  # of weights in MXFP4
+_BLOCKS, _SCALES = "_blocks", ("_scales", FP8_SCALES)  # of weights in MXFP4; those of FP8 have scales
 _ROUTER = re.compile(r"\.(?:gate|router)\.(?:weight|bias|e_score_correction_bias)$")
 
 

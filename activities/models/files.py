@@ -12,11 +12,11 @@ from activities.host_context import HostContext
 from activities.sources.models import Location, json_object
 from shared.errors import InvalidInput
 from shared.models.config import prefix_of, read_model_config
-from shared.models.dense import DenseConfig
+from shared.models.dense import DenseConfig, Fp8
 from shared.models.families import LatentConfig
 from shared.models.generic import GenericConfig
 from shared.models.lora_modules import layer_of
-from shared.models.merging import FLOATS, Entry, parse_header
+from shared.models.merging import FLOATS, FP8_SCALES, Entry, fp8_scale_shape, parse_header
 from shared.models.peft import module_of
 from shared.models.shape import shape_of
 
@@ -196,7 +196,7 @@ def check_weights(location: Location, config: DenseConfig) -> Weights:
                 raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
     if INDEX in files:
         _check_index(file_of, location)
-    check_dtypes(tensors, _file_of_weights(location))
+    check_dtypes(tensors, _file_of_weights(location), is_fp8=isinstance(config.quantization_config, Fp8))
     if isinstance(config, GenericConfig):
         return Weights(tensors, file_of)
     _check_whole(tensors, config, location)
@@ -251,12 +251,21 @@ def read_tensors(location: Location, name: str) -> dict[str, Entry]:
     return read_tensor_entries(read, location.files[name].size, location.place(name))
 
 
-def check_dtypes(tensors: dict[str, Entry], place: str) -> None:
-    """Raises InvalidInput for weights that are no floats of a kind that we train."""
+def check_dtypes(tensors: dict[str, Entry], place: str, is_fp8: bool = False) -> None:
+    """Raises InvalidInput for weights that are no floats of a kind that we train, or FP8 without its scales."""
     for name, tensor in tensors.items():
-        if name.endswith((".weight", ".bias")) and tensor.dtype not in FLOATS:
+        is_coded, scales = tensor.dtype == "F8_E4M3", tensors.get(name + FP8_SCALES)
+        if is_coded and is_fp8 and len(tensor.shape) > 1:
+            shape = tuple(fp8_scale_shape(tensor.shape))
+            if scales is None or scales.shape != shape or scales.dtype not in FLOATS:
+                found = "it is missing" if scales is None else f"it is {scales.dtype} of {scales.shape}"
+                rule = f"its scales, {name + FP8_SCALES}, have to be floats of {shape}"
+                raise InvalidInput(f"tensor {name} is FP8, and {rule}: {found}", place)
+        elif (name.endswith((".weight", ".bias")) or is_coded) and tensor.dtype not in FLOATS:
             problem = f"tensor {name} is {tensor.dtype}; weights must be one of {', '.join(FLOATS)}"
-            raise InvalidInput(problem, place)
+            raise InvalidInput(problem + (", or FP8 as quantization_config says" if is_coded else ""), place)
+        elif scales is not None:
+            raise InvalidInput(f"tensor {name} is no FP8, and has scales, {name + FP8_SCALES}", place)
 
 
 def _file_of_weights(location: Location) -> str:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from longshore.fields import Sha256
 from megatron_worker.families.tensor_slices import TensorSlice, join_parts
-from megatron_worker.tensors.mxfp4 import BLOCK_BYTES, BLOCKS, SCALES, Mxfp4Slice
+from megatron_worker.tensors.published_codes import BLOCK_BYTES, BLOCKS, SCALES, Fp8Slice, Mxfp4Slice
 from shared.errors import InvalidInput
-from shared.models.merging import header_of
+from shared.models.merging import FP8_SCALES, fp8_scale_shape, header_of
 
 INDEX = "model.safetensors.index.json"
 _IGNORED = ("rotary_emb.inv_freq",)  # a buffer that old checkpoints carry
@@ -35,7 +35,7 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 class TensorFiles:
     """The tensors of some safetensors files by name. Files are mapped lazily; its `with` block drops the maps.
 
-    What two tensors hold in MXFP4 is one, by the name without their suffixes.
+    What two tensors hold in MXFP4, or in FP8, is one, by the name without their suffixes.
     """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
@@ -43,7 +43,9 @@ class TensorFiles:
         self._packed = {
             name: (files[blocks], files[name + SCALES]) for blocks, name in ends.items() if name + SCALES in files
         }
+        self._scaled = {n: files[n + FP8_SCALES] for n in files if n + FP8_SCALES in files}
         packed = {name + suffix for name in self._packed for suffix in (BLOCKS, SCALES)}
+        packed |= {name + FP8_SCALES for name in self._scaled}
         plain = {name: path for name, path in files.items() if name not in packed}
         self._files = plain | {name: path for name, (path, _) in self._packed.items()}
         self._open: dict[Path, Any] = {}
@@ -121,7 +123,19 @@ class TensorFiles:
                 )
                 raise InvalidInput(message, str(scales))
             return Mxfp4Slice(*parts)
-        return self._slice_in(self._files[name], name)
+        found = self._slice_in(self._files[name], name)
+        if (found.get_dtype() == "F8_E4M3") != (name in self._scaled):
+            rule = "is FP8, and needs" if name not in self._scaled else "is no FP8, and has"
+            raise InvalidInput(f"{name!r} {rule} scales, {name + FP8_SCALES!r}", str(self._files[name]))
+        if name not in self._scaled:
+            return found
+        scales = self._slice_in(self._scaled[name], name + FP8_SCALES)
+        if len(found.get_shape()) < 2 or scales.get_shape() != fp8_scale_shape(found.get_shape()):
+            message = (
+                f"{name + FP8_SCALES!r} has shape {scales.get_shape()}, expected {fp8_scale_shape(found.get_shape())}"
+            )
+            raise InvalidInput(message, str(self._scaled[name]))
+        return Fp8Slice(found, scales)
 
     def _slice_in(self, path: Path, name: str) -> Any:
         if path not in self._open:

@@ -205,7 +205,8 @@ def _not_computed(config: DenseConfig) -> str | None:
         return problem
     if isinstance(quantized := config.quantization_config, dict):
         method = quantized.get("quant_method", "a method that it does not name")
-        return f"quantization_config: weights that {method} has quantized are not read: take a checkpoint in bfloat16"
+        rule = "FP8 is in blocks of 128 by 128, of e4m3, with dynamic activations; or take a checkpoint in bfloat16"
+        return f"quantization_config: weights that {method} has quantized so are not read: {rule}"
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
     if isinstance(config, LayerRopesConfig):  # it has looked at each layer's

@@ -46,6 +46,15 @@ class RopeConfig(BaseModel):
         return self.max_position_embeddings if self.rope_type == "dynamic" else None
 
 
+class Fp8(BaseModel):
+    """E4M3 with a scale for each block, as DeepSeek-V3 is published: the quantization that is read of every family."""
+
+    quant_method: Literal["fp8"]
+    weight_block_size: tuple[Literal[128], Literal[128]]
+    fmt: Literal["e4m3"] = "e4m3"
+    activation_scheme: Literal["dynamic"] = "dynamic"
+
+
 # transformers takes an empty object for none.
 _AnyRope = Annotated[RopeConfig | None, BeforeValidator(lambda value: value or None)]
 
@@ -101,7 +110,7 @@ class DenseConfig(BaseModel):
     rope_theta: float | None = None
     rope_scaling: _AnyRope = None
     rope_parameters: _AnyRope = None
-    quantization_config: dict[str, Any] | None = None
+    quantization_config: Fp8 | dict[str, Any] | None = Field(default=None, union_mode="left_to_right")
 
     @property
     def output_name(self) -> str:

@@ -152,7 +152,7 @@ class MixtureConfig(DenseConfig):
 
 
 class GptOssConfig(DenseConfig):
-    """The config of gpt-oss. `quantization_config`: of MXFP4, which is read (tensors/mxfp4.py); no other is."""
+    """The config of gpt-oss. `quantization_config`: of MXFP4 (tensors/published_codes.py), and of nothing else."""
 
     layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
     num_experts: int = Field(ge=1, validation_alias=AliasChoices("num_experts", "num_local_experts"))
