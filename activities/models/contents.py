@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from typing import cast
 
 import numpy as np
@@ -28,17 +29,20 @@ def check_shapes(weights: Weights, config: DenseConfig, location: Location) -> N
 
     Looked at are embeddings, norms, and the linears whose sizes ModelShape knows; workers check all as they load them.
     """
-    prefix, shape = prefix_of(config, weights.tensors), shape_of(config)
-    output = config.output_name.removesuffix(".weight")
-    whole: dict[str, tuple[int, ...]] = {output: (config.vocab_size, config.hidden_size)}
-    whole |= {f"{prefix}.{config.names.embedding}": (config.vocab_size, config.hidden_size)}
-    whole |= {f"{prefix}.{config.names.final_norm}": (config.hidden_size,)}
-    for name, tensor in weights.tensors.items():
-        own = name.removeprefix(f"{prefix}.")
-        expected = whole.get(name.removesuffix(".weight")) or _of_layer(own, shape, config)
-        if expected is not None and tensor.shape != expected:
-            rule = f"tensor {name} is {tensor.shape}, config.json says {expected}"
+    for name, expected in expected_shapes(weights.tensors, config).items():
+        if expected is not None and (found := weights.tensors[name].shape) != expected:
+            rule = f"tensor {name} is {found}, config.json says {expected}"
             raise InvalidInput(rule, location.place(weights.file_of[name]))
+
+
+def expected_shapes(names: Iterable[str], config: DenseConfig) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of tensors as a configuration says; None where it is not known."""
+    names = list(names)
+    prefix, shape = prefix_of(config, names), shape_of(config)
+    whole: dict[str, tuple[int, ...]] = {config.output_name: (config.vocab_size, config.hidden_size)}
+    whole |= {f"{prefix}.{config.names.embedding}.weight": (config.vocab_size, config.hidden_size)}
+    whole |= {f"{prefix}.{config.names.final_norm}.weight": (config.hidden_size,)}
+    return {name: whole.get(name) or _of_layer(name.removeprefix(f"{prefix}."), shape, config) for name in names}
 
 
 def _of_layer(name: str, shape: ModelShape, config: DenseConfig) -> tuple[int, ...] | None:

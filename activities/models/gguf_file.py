@@ -6,8 +6,10 @@ others keep their type. (That reader needs torch, which control hosts have not.)
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from activities.confined.fork_server import sign
+from activities.models.contents import expected_shapes
 from activities.models.gguf_names import GGUF_FAMILIES, PAIRED, PRE_TOKENIZERS, hugging_face_name, rope_factors, swapped
 from shared.errors import InvalidInput
+from shared.models.config import read_model_config
 from shared.models.dense import RopeConfig
 from shared.models.merging import FLOATS, header_of
 
@@ -40,12 +44,11 @@ _UNUSED_OF_ROPE = {"default": {"low_freq_factor", "high_freq_factor", "truncate"
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 
-def convert_gguf(path: str, place: str, target: str) -> None:
-    """Write a model's files into the folder `target`.
+def convert_gguf(path: str, place: str, target: str | None) -> int:
+    """Write a model's files into the folder `target`; None: only look. Returns about how many bytes they have.
 
     Raises InvalidInput: names the file, and the key or tensor that is missing, cut, or cannot be used.
     """
-    folder = Path(target)
     with _as_damaged(place):
         reader = _open(path, place)
         fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -54,9 +57,13 @@ def convert_gguf(path: str, place: str, target: str) -> None:
             rule = f"general.architecture {family!r:.40} is not read: {', '.join(GGUF_FAMILIES)} are"
             raise InvalidInput(rule, place)
         config = _config(family, _Fields(fields, place), {tensor.name: tensor for tensor in reader.tensors})
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _write_tokenizer(_Fields(fields, place), folder)
-        _write_weights(reader, config, place, folder / "model.safetensors")
+        entries = _entries(reader, config, place)
+        if target is not None:
+            folder = Path(target)
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            _write_tokenizer(_Fields(fields, place), folder)
+            _write_weights(reader, entries, config, place, folder / "model.safetensors")
+        return reader.data_offset + sum(num_bytes for *_, num_bytes in entries)
 
 
 @contextmanager
@@ -88,6 +95,7 @@ def _open(path: str, place: str) -> "GGUFReader":
             return super()._get(offset, dtype, count, override_order)
 
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+            spans = []
             for field in fields:
                 _, name, _, dims, kind, offset = field.parts
                 self.key = f"tensor {bytes(name).decode()}"
@@ -95,6 +103,12 @@ def _open(path: str, place: str) -> "GGUFReader":
                 end = int(start_offs) + int(offset[0]) + prod(map(int, dims)) // items * item_bytes
                 if end > len(self.data):
                     raise InvalidInput(f"cut: {self.key} reaches to byte {end:,} of {len(self.data):,}", place)
+                if 0 in dims:
+                    raise InvalidInput(f"{self.key} has a dimension of 0", place)
+                spans.append((int(start_offs) + int(offset[0]), end, self.key))
+            for (_, end, one), (start, _, other) in pairwise(sorted(spans)):
+                if start < end:  # what a few bytes are read for again and again has no bound
+                    raise InvalidInput(f"{one} and {other} share bytes", place)
             super()._build_tensors(start_offs, fields)
 
     return Bounded(path)
@@ -113,6 +127,10 @@ class _Fields:
             problem = "is missing" if found is None else f"has a value of the type {type(found).__name__}"
             raise InvalidInput(f"the key {key} {problem}", self._place)
         return found
+
+    def behind(self, prefix: str) -> list[str]:
+        """Return what keys that begin so have behind it."""
+        return [key.removeprefix(prefix) for key in self._fields if key.startswith(prefix)]
 
     def refuse(self, problem: str) -> NoReturn:
         raise InvalidInput(problem, self._place)
@@ -180,7 +198,13 @@ def _write_tokenizer(fields: _Fields, folder: Path) -> None:
     }
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     if template := fields.get("tokenizer.chat_template", str, ""):
-        settings["chat_template"] = template
+        (folder / "chat_template.jinja").write_text(template)
+    for name in fields.behind("tokenizer.chat_template."):
+        if not re.fullmatch(r"\w{1,64}", name, re.ASCII):
+            fields.refuse(f"the key tokenizer.chat_template.{name:.80}: a template's name is of letters, digits and _")
+        (folder / "additional_chat_templates").mkdir(exist_ok=True)
+        template = fields.get(f"tokenizer.chat_template.{name}", str)
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(template)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -192,18 +216,37 @@ def _begun_by(token: str, number: int) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": [first, rest], "pair": pair, "special_tokens": known}
 
 
-def _write_weights(reader: "GGUFReader", config: dict[str, Any], place: str, path: Path) -> None:
-    """Write the tensors in the order of the file, a few megabytes at a time."""
-    entries, tensors = [], [tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"]
-    for tensor in tensors:
+def _tensors(reader: "GGUFReader") -> list["ReaderTensor"]:
+    return [tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"]
+
+
+def _entries(reader: "GGUFReader", config: dict[str, Any], place: str) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """Return name, type, shape and bytes of the tensors in the order of the file, all of them as its keys say."""
+    entries = []
+    for tensor in _tensors(reader):
         if (name := hugging_face_name(tensor.name)) is None:
             raise InvalidInput(f"tensor {tensor.name:.100} is none of the architecture {config['model_type']}", place)
         kind = tensor.tensor_type.name if tensor.tensor_type.name in FLOATS else "F32"
-        shape = [int(size) for size in reversed(tensor.shape)]
-        entries.append((name, kind, shape, int(tensor.n_elements) * FLOATS[kind]))
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        entries.append((name, kind, shape, prod(shape) * FLOATS[kind]))
+    expected = expected_shapes((name for name, *_ in entries), read_model_config(config, place))
+    for name, _, shape, _ in entries:
+        if shape != expected[name]:
+            raise InvalidInput(f"tensor {name} is {shape}, the file's keys say {expected[name] or 'of none'}", place)
+    return entries
+
+
+def _write_weights(
+    reader: "GGUFReader",
+    entries: list[tuple[str, str, tuple[int, ...], int]],
+    config: dict[str, Any],
+    place: str,
+    path: Path,
+) -> None:
+    """Write the tensors, a few megabytes at a time."""
     with path.open("wb") as file:
         file.write(header_of(entries))
-        for tensor in tensors:
+        for tensor in _tensors(reader):
             with _as_damaged(f"{place}: tensor {tensor.name}"):
                 file.writelines(_numbers(tensor, config))
 
