@@ -57,13 +57,11 @@ def convert_gguf(path: str, place: str, target: str | None) -> int:
             rule = f"general.architecture {family!r:.40} is not read: {', '.join(GGUF_FAMILIES)} are"
             raise InvalidInput(rule, place)
         config = _config(family, _Fields(fields, place), {tensor.name: tensor for tensor in reader.tensors})
-        entries = _entries(reader, config, place)
-        if target is not None:
-            folder = Path(target)
+        folder = None if target is None else Path(target)
+        if folder is not None:
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             _write_tokenizer(_Fields(fields, place), folder)
-            _write_weights(reader, entries, config, place, folder / "model.safetensors")
-        return reader.data_offset + sum(num_bytes for *_, num_bytes in entries)
+        return reader.data_offset + _write_weights(reader, config, place, folder and folder / "model.safetensors")
 
 
 @contextmanager
@@ -216,14 +214,13 @@ def _begun_by(token: str, number: int) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": [first, rest], "pair": pair, "special_tokens": known}
 
 
-def _tensors(reader: "GGUFReader") -> list["ReaderTensor"]:
-    return [tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"]
+def _write_weights(reader: "GGUFReader", config: dict[str, Any], place: str, path: Path | None) -> int:
+    """Write the tensors in the order of the file, a few megabytes at a time. Returns how many bytes they have.
 
-
-def _entries(reader: "GGUFReader", config: dict[str, Any], place: str) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Return name, type, shape and bytes of the tensors in the order of the file, all of them as its keys say."""
-    entries = []
-    for tensor in _tensors(reader):
+    `path`: None: only check that all of them are as the file's keys say.
+    """
+    entries, tensors = [], [tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"]
+    for tensor in tensors:
         if (name := hugging_face_name(tensor.name)) is None:
             raise InvalidInput(f"tensor {tensor.name:.100} is none of the architecture {config['model_type']}", place)
         kind = tensor.tensor_type.name if tensor.tensor_type.name in FLOATS else "F32"
@@ -233,22 +230,13 @@ def _entries(reader: "GGUFReader", config: dict[str, Any], place: str) -> list[t
     for name, _, shape, _ in entries:
         if shape != expected[name]:
             raise InvalidInput(f"tensor {name} is {shape}, the file's keys say {expected[name] or 'of none'}", place)
-    return entries
-
-
-def _write_weights(
-    reader: "GGUFReader",
-    entries: list[tuple[str, str, tuple[int, ...], int]],
-    config: dict[str, Any],
-    place: str,
-    path: Path,
-) -> None:
-    """Write the tensors, a few megabytes at a time."""
-    with path.open("wb") as file:
-        file.write(header_of(entries))
-        for tensor in _tensors(reader):
-            with _as_damaged(f"{place}: tensor {tensor.name}"):
-                file.writelines(_numbers(tensor, config))
+    if path is not None:
+        with path.open("wb") as file:
+            file.write(header_of(entries))
+            for tensor in tensors:
+                with _as_damaged(f"{place}: tensor {tensor.name}"):
+                    file.writelines(_numbers(tensor, config))
+    return sum(num_bytes for *_, num_bytes in entries)
 
 
 def _numbers(tensor: "ReaderTensor", config: dict[str, Any]) -> Iterator[bytes]:
