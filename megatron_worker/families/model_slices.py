@@ -144,15 +144,15 @@ def _mlp(
 ) -> list[TensorSlice]:
     up, down, share = (mlp.ffn_size, hidden_size), (hidden_size, mlp.ffn_size), mlp.ffn_size // num_ranks
     fc1, fc2 = f"{ours}.linear_fc1.weight", f"{ours}.linear_fc2.weight"
-    slices, names = [], ("gate_proj", "up_proj") if mlp.is_gated else ("up_proj",)
+    down_slice = TensorSlice(f"{theirs}.down_proj.weight", fc2, down, 1, 0, hidden_size, expert=expert)
     if isinstance(mlp, Mlp) and mlp.is_fused:
         both = f"{theirs}.gate_up_proj.weight", fc1, (2 * mlp.ffn_size, hidden_size)
-        slices, names = [TensorSlice(*both, 0, 0, 2 * share, sections=(mlp.ffn_size, mlp.ffn_size))], ()
-    for place, name in enumerate(names):
+        return [TensorSlice(*both, 0, 0, 2 * share, sections=(mlp.ffn_size, mlp.ffn_size)), down_slice]
+    slices = []
+    for place, name in enumerate(("gate_proj", "up_proj") if mlp.is_gated else ("up_proj",)):
         rows = place * share, (place + 1) * share
         slices.append(TensorSlice(f"{theirs}.{name}.weight", fc1, up, 0, *rows, expert=expert))
-    slices.append(TensorSlice(f"{theirs}.down_proj.weight", fc2, down, 1, 0, hidden_size, expert=expert))
-    return slices
+    return [*slices, down_slice]
 
 
 def _vector(name: str, parameter: str, size: int) -> TensorSlice:
