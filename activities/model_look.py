@@ -14,7 +14,6 @@ from pydantic import Field
 
 from activities.formats.examples import Chat
 from activities.host_context import HostContext
-from activities.models.contents import computed_shapes
 from activities.models.files import HUB_PATTERNS, Weights, check_chat_template, check_tokenizer, gguf_file, read_config
 from activities.models.gguf_file import convert_gguf
 from activities.models.resolve import check_contents
@@ -118,7 +117,7 @@ def _chats(tokenizer: ModelTokenizer) -> dict[str, Any]:
 
 
 def _sizes(weights: Weights, config: DenseConfig, lora: Lora, item_bytes: int) -> dict[str, Any]:
-    own, shape = computed_shapes(weights, config), shape_of(config)
+    own, shape = {s.name: s.shape for s in weights.slices}, shape_of(config)
     rows = (layout_bytes(own, item_bytes, shape, lora, laid) for laid in _layouts(shape))
     return {"num_parameters": sum(map(math.prod, own.values())), "layouts": tuple(rows)}
 

@@ -58,6 +58,10 @@ _SPANS = {
 }
 
 
+MAX_SPANS = 1000
+"""Spans of a job's steps in one trace."""
+
+
 @contextmanager
 def proof_counted() -> Iterator[None]:
     """Count the proof of a `with` block."""
@@ -75,16 +79,20 @@ def proof_counted() -> Iterator[None]:
 class JobSeen:
     """Counts a job's events, and makes spans of them below the span of the current activity.
 
-    Each span begins where the one before ended. `begun_at`: when the job was written, in seconds since 1970.
+    Each span begins where the one before ended. After `MAX_SPANS` of them the job goes on in a trace of its own, whose
+    `job` span links to the one before: collectors cut, or refuse, traces without bound. `begun_at`: when the job was
+    written, in seconds since 1970.
     """
 
     def __init__(self, plan: AnyPlan, fence: Fence, begun_at: float) -> None:
         self._tracer = trace.get_tracer("longshore.worker")
-        ids = {"longshore.run": plan.run_id, "longshore.job": plan.job_id, "longshore.fence": fence.label}
-        self._job = self._tracer.start_span("job", start_time=_ns(begun_at), attributes=ids)
-        self._inside = trace.set_span_in_context(self._job)
+        self._ids = {"longshore.run": plan.run_id, "longshore.job": plan.job_id, "longshore.fence": fence.label}
         self._until = begun_at
         self._outcome = "lost"
+        self._begin(self._tracer.start_span("job", start_time=_ns(begun_at), attributes=self._ids))
+
+    def _begin(self, job: trace.Span) -> None:
+        self._job, self._inside, self._num_spans = job, trace.set_span_in_context(job), 0
 
     def take(self, event: Event) -> None:
         match event:
@@ -128,6 +136,12 @@ class JobSeen:
         load.end(_ns(self._until))
 
     def _span(self, name: str, event: Event, attributes: dict[str, float | int] | None = None) -> None:
+        if self._num_spans == MAX_SPANS:
+            before, at = self._job, _ns(self._until)
+            links = [trace.Link(before.get_span_context())]
+            before.end(at)
+            self._begin(self._tracer.start_span("job", Context(), start_time=at, attributes=self._ids, links=links))
+        self._num_spans += 1
         begin, self._until = self._until, max(self._until, event.time)
         span = self._tracer.start_span(name, self._inside, start_time=_ns(begin), attributes=attributes)
         span.end(_ns(self._until))

@@ -1,13 +1,15 @@
 """From "a run waits and no host is up" to its first optimizer step, by phase, on local hosts and as jobs of Slurm.
 
-    python -m benchmarks.cold_start [--models tiny real big] [--launchers local slurm] [--times 3]
+    python -m benchmarks.cold_start [--models tiny real big] [--launchers local again slurm] [--times 3]
         [--rclone PROGRAM] [--vllm PROGRAM] [--out FILE.json]
 
 Starts Temporal, the web service, a control host and a launcher (`service.launching`), which has no host up; submits an
 SFT run of one step, and takes the phases from the spans of its trace (docs/observability.md). Each host has a root of
-its own, so that it has no file of the model. With `--rclone` (1.68 or newer) the models lie in S3, as `rclone serve s3`
-speaks it; else in a folder of this machine, and are not fetched. Beside it: what torchrun, transformers and PEFT take
-to a first step of the same rows, and with `--vllm` what `vllm serve` takes to a first answer.
+its own, so that it has no file of the model; with `again` a second host starts in the root of the first, as after a
+kill: it has the files, and its machine has passed a check within the hour. With `--rclone` (1.68 or newer) the models
+lie in S3, as `rclone serve s3` speaks it; else in a folder of this machine, and are not fetched. Beside it: what
+torchrun, transformers and PEFT take to a first step of the same rows, and with `--vllm` what `vllm serve` takes to a
+first answer.
 
     tiny   0.5 MB, random     real   SmolLM2-135M-Instruct (examples/real_model.py), 0.27 GB     big   1.3 GB, random
 """
@@ -30,7 +32,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
 
@@ -46,7 +48,7 @@ from service.dev.supervisor import QUEUE_OPTIONS, temporal_binary
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.sources import DatasetSource
 
-LauncherName = Literal["local", "slurm"]
+LauncherName = Literal["local", "again", "slurm"]
 ROOT = Path(__file__).parents[1]
 CORPUS = ["how many crates are on the quay? seven crates."] * 8
 ROWS = [
@@ -76,7 +78,7 @@ _until = partial(until, patience_s=600.0, every_s=0.1)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=("tiny", "real", "big"), default=["tiny", "real", "big"])
-    parser.add_argument("--launchers", nargs="*", choices=("local", "slurm"), default=["local", "slurm"])
+    parser.add_argument("--launchers", nargs="*", choices=get_args(LauncherName), default=["local", "slurm"])
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--rclone", help="serves S3")
     parser.add_argument("--vllm", help="of an environment of its own (requirements/vllm.sh)")
@@ -196,7 +198,8 @@ def _measured(
                     seed=secrets.randbelow(1 << 30),
                 )
                 name = f"{model}-{launcher}-{number}"
-                with _launcher(launcher, folder / name, control | slurm):
+                root = folder / (f"{model}-local-{number}" if launcher == "again" else name)
+                with _launcher(launcher, root, control | slurm):
                     run_id = client.submit(run, name).run_id
                     _until(lambda run_id=run_id: client.run(run_id).state != "running", "the run's end")  # type: ignore[misc]
                     view = client.run(run_id)
@@ -241,7 +244,7 @@ def _control_plane(
 @contextmanager
 def _launcher(kind: LauncherName, root: Path, environment: dict[str, str]) -> Iterator[None]:
     """Start hosts while leases wait, with roots of their own. All have ended when the block has."""
-    root.mkdir()
+    root.mkdir(exist_ok=kind == "again")
     own = environment | {"LONGSHORE_ROOT": str(root), "PYTHON": sys.executable}
     command = [sys.executable, "-P", "-m", "service.launching", "--most", "1"]
     if kind == "slurm":
@@ -274,7 +277,11 @@ def _phases(spans: Sequence[Span]) -> dict[str, float]:
     job, step = first("job"), first("optimizer step")
     told = [first(name) for name in TARGETS if any(span.name == name for span in spans)]
     waited, worker, staged = first("StartActivity:lease").begin, first("start worker"), first("stage inputs")
-    found = {"launcher": told[0].begin - waited} | {span.name: span.end - span.begin for span in told}
+    found = (
+        dict.fromkeys(TARGETS, 0.0)
+        | {"launcher": told[0].begin - waited}
+        | {span.name: span.end - span.begin for span in told}
+    )
     found |= {"to the job": job.begin - worker.end, "claim": staged.begin - job.begin}
     found["first pass"] = step.end - step.begin
     return {name: found[name] for name in TARGETS} | {"total": step.end - waited}

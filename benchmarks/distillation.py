@@ -74,7 +74,7 @@ def _measure(stack: _Stack, folder: Path, ways: list[str], steps: int, seed: str
         metrics = [json.loads(path.read_text())["metrics"] for path in sorted(kept.iterdir())]
         return [each["eval_reward_mean"] for each in metrics if "eval_reward_mean" in each]
 
-    one = ["--algorithm", "gkd", "--steps", "1", "--prompts-per-step", "1", "--max-completion-tokens", "8"]
+    one = ["--algorithm", "grpo", "--steps", "1", "--prompts-per-step", "1", "--max-completion-tokens", "8"]
     teacher = exact("--model", sums["adapter"], *_LORA, *one)[0]
     found: dict[str, Any] = {}
     for way in ways:

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import provenance
+from benchmarks.published_layouts import section
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
 from megatron_worker.engine import Engine
-from megatron_worker.families import read_architecture, read_config
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoders.interface import open_decoder
 from shared.errors import InvalidInput
+from shared.families import read_architecture, read_config
 from shared.models.config import Family
 from shared.models.shape import ModelShape, check_layout, shape_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
@@ -154,7 +155,7 @@ def render() -> None:
     for row in result["rows"]:
         figures = " | ".join(f"{row[name]:.0e}" for name in names)
         lines.append(f"| `{row['family']}` | {figures} | {', '.join(row['layouts'])} |")
-    PAGE.write_text(_PAGE.format(transformers=result["transformers"]) + "\n".join(lines) + "\n")
+    PAGE.write_text(_PAGE.format(transformers=result["transformers"]) + "\n".join(lines) + "\n" + section())
 
 
 def main() -> None:

@@ -52,13 +52,13 @@ from longshore.layout import Layout
 from longshore.losses import CrossEntropy
 from longshore.training import Adam, Lora
 from megatron_worker.engine import Batch
-from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import Architecture, Attention, DeltaNet, Mixture
-from megatron_worker.families.model_slices import slices_of
-from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.training.batches import to_batch
+from shared.families import read_architecture
+from shared.families.architecture import Architecture, Attention, DeltaNet, Mixture
+from shared.families.model_slices import slices_of
+from shared.families.tensor_slices import linears_of
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
 from shared.models.config import Family

@@ -35,11 +35,11 @@ from examples import local_rl
 from longshore.layout import Layout
 from longshore.training import Full
 from megatron_worker.engine import Batch, Outputs
-from megatron_worker.families import read_config
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
+from shared.families import read_config
 from shared.jobs.packed import RouteShape, UnitsHeader
 from shared.models.shape import shape_of
 from shared.runs.requests import RLRun

@@ -28,7 +28,7 @@ class Layout(Frozen):
     ep: Degree = Field(default=1, description="expert-parallel ranks")
     etp: Degree = Field(default=1, description="tensor-parallel ranks of each expert")
     dp: Degree = Field(default=1, description="data-parallel ranks")
-    nodes: Degree = added(1, description="machines that share out the ranks evenly")
+    nodes: Degree = added(1, description="machines, each with the same number of ranks")
 
     @model_validator(mode="after")
     def _total_is_bounded(self) -> Self:

@@ -82,7 +82,7 @@ class _PolicyLoss(Frozen):
     off_policy_bound: float | None = Field(
         default=None,
         gt=0,
-        description="sequences of negative advantage count for nothing where their mean of log(old / new) is above it",
+        description="sequences of negative advantage count for nothing if their mean of log(sampler / new) is above it",
     )
     old: Literal["sampler", "trainer"] = Field(
         default="sampler",
@@ -197,7 +197,9 @@ _SKEWS: dict[DivergenceKind, float] = {"jsd": 0.5, "skew_kl": 0.1, "skew_reverse
 class DistillationSettings(Frozen):
     """What a student's distributions are compared with its teacher's by. Formulas: docs/losses.md."""
 
-    divergence: DivergenceKind = Field(default="forward_kl", description="what is minimised, at every trained token")
+    divergence: DivergenceKind = Field(
+        default="forward_kl", description="the divergence that is minimised at every trained token"
+    )
     skew: float | None = Field(
         default=None, gt=0, lt=1, description="of jsd the teacher's part of the mixture (0.5), of skew_… its own (0.1)"
     )
@@ -206,7 +208,7 @@ class DistillationSettings(Frozen):
         description="all: of the whole vocabulary; top_k: of the teacher's likeliest and all others as one; drawn: of "
         "the row's own token and all others as one",
     )
-    top_k: int | None = Field(default=None, ge=1, le=1024, description="how many ids of tokens top_k are kept")
+    top_k: int | None = Field(default=None, ge=1, le=1024, description="for tokens top_k: how many ids are kept")
 
     @model_validator(mode="after")
     def _nothing_of_a_divergence_is_ignored(self) -> Self:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from longshore.fields import Frozen, Name
+from longshore.fields import Frozen, Name, added
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.module_patterns import MAX_LENGTH, ModulePattern
 
@@ -31,13 +31,13 @@ TARGETS: tuple[Target, ...] = (*LINEARS, "lm_head", "embed_tokens")
 Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["nf4", "int8", "fp8"]
-QUANTIZE_DESCRIPTION = "hold the linears of a lora's frozen base in 4 or 8 bits; they compute in dtype; megatron alone"
+QUANTIZE_DESCRIPTION = "hold the linears of a lora's frozen base in 4 or 8 bits; they compute in dtype; megatron only"
 Recompute = Literal["auto", "on", "off"]
 RECOMPUTE_DESCRIPTION = (
-    "compute layers again in the backward, in less memory; auto: where the longest example fits the budget only so"
+    "compute layers again in the backward pass, to save memory; auto: only if the longest example needs it"
 )
 OptimizerStates = Literal["float32", "8bit"]
-STATES_DESCRIPTION = "how the optimizer's two moments are held; 8bit: megatron alone"
+STATES_DESCRIPTION = "precision of the optimizer's two moments; 8bit: megatron only"
 OptimizerName = Annotated[
     Literal["adamw", "muon"],
     Field(description="muon: for matrices of layers and of adapters, and AdamW for the rest (docs/optimizers.md)"),
@@ -46,10 +46,10 @@ Decay = Annotated[
     Literal["all", "matrices"], Field(description="what weight_decay shrinks; matrices: no norms, biases, embeddings")
 ]
 LoraPlusRatio = Annotated[
-    float, Field(gt=0, le=1000, description="LoRA+: the learning rate of adapters' B matrices is so many times A's")
+    float, Field(gt=0, le=1000, description="LoRA+: the learning rate of adapters' B matrices, as a multiple of A's")
 ]
-NoiseScale = Annotated[bool, Field(description="report each step's gradient noise scale; layouts of dp alone")]
-DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 where it is fast on the GPU hosts"
+NoiseScale = Annotated[bool, Field(description="report each step's gradient noise scale; only for layouts of dp")]
+DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 if it is fast on the GPU hosts"
 
 
 _LISTED = BeforeValidator(lambda targets: LINEARS if targets in ("all-linear", ["all-linear"]) else targets)
@@ -85,7 +85,7 @@ class ScalarHead(Frozen):
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
         if len(set(self.names)) < len(self.names):
-            raise ValueError("names: each scalar has a name of its own")
+            raise ValueError("names: give each scalar its own name")
         return self
 
     def __str__(self) -> str:
@@ -109,36 +109,37 @@ class Lora(Frozen):
     targets: Annotated[tuple[Target, ...], _LISTED] = Field(
         default=LINEARS,
         min_length=1,
-        description="what has an adapter, of what the model has; all-linear: all but lm_head and embed_tokens",
+        description="modules with an adapter, if the model has them; all-linear: all except lm_head and embed_tokens",
     )
     target_pattern: Pattern | None = Field(
-        default=None, description="instead of targets: a regular expression that the whole names of modules match"
+        default=None, description="instead of targets: a regular expression for the full names of modules"
     )
     layers: Annotated[tuple[Annotated[int, Field(ge=0, lt=10_000)], ...] | None, _SORTED] = Field(
         default=None, min_length=1, max_length=10_000, description="layers with an adapter, from 0; all if absent"
     )
     rank_pattern: Annotated[tuple[tuple[Pattern, Rank], ...], PAIRED] = Field(
-        **_OF_PATTERNS, description="other ranks, by patterns that the ends of modules' names match, the first counts"
+        **_OF_PATTERNS, description="other ranks, by patterns for the ends of modules' names; the first match counts"
     )
     alpha_pattern: Annotated[tuple[tuple[Pattern, Alpha], ...], PAIRED] = Field(
-        **_OF_PATTERNS, description="other alphas, by such patterns"
+        **_OF_PATTERNS, description="other alphas, by the same kind of patterns"
     )
     dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="share of the adapters' inputs that a training pass leaves out"
+        default=0.0, ge=0, lt=1, description="share of the adapters' inputs that a training pass drops"
     )
     rank_stabilized: bool = Field(default=False, description="the scale is alpha / sqrt(rank), as PEFT's use_rslora")
     head: ScalarHead | None = Field(default=None, description=HEAD_DESCRIPTION)
 
     dora: bool = Field(
-        default=False, description="train the norms of weights' rows beside their directions, as PEFT's use_dora"
+        default=False,
+        description="train the norms of weights' rows separately from their directions, as PEFT's use_dora",
     )
 
     @model_validator(mode="after")
     def _targets_are_said_once(self) -> Self:
         if self.target_pattern is not None and (self.targets != LINEARS or self.layers is not None):
-            raise ValueError("target_pattern says all of what is adapted: drop targets and layers")
+            raise ValueError("target_pattern replaces targets and layers: drop them")
         if self.head is not None and "lm_head" in self.targets:
-            raise ValueError("targets: a head of its own stands in the place of lm_head; drop one of them")
+            raise ValueError("targets: the head of the run replaces lm_head; drop one of them")
         return self
 
     @property
@@ -184,9 +185,9 @@ def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
         raise ValueError(rule)
     are_split = asked.engine == "fsdp" and asked.layout.tp > 1
     if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dropout:
-        raise ValueError("trainable.dropout: the engine fsdp draws no masks for split linears; use megatron, or tp=1")
+        raise ValueError("trainable.dropout: the engine fsdp has no dropout for split linears; use megatron, or tp=1")
     if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dora:
-        raise ValueError("trainable.dora: the engine fsdp knows no norms of split rows; use megatron, or tp=1")
+        raise ValueError("trainable.dora: the engine fsdp has no dora for split rows; use megatron, or tp=1")
     return asked
 
 
@@ -254,6 +255,7 @@ def check_optimizer(optimizer: Optimizer, engine: EngineName, layout: Layout, tr
         raise ValueError("noise_scale: the engine fsdp sums gradients of whole models in its backward; use megatron")
 
 
+OTHER_BASE_DESCRIPTION = "take adapters that were made on another base than the one that they are put on here"
 ModelUri = Annotated[
     str, Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, hub id or published name")
 ]
@@ -270,16 +272,17 @@ class SessionRun(Frozen):
     name: Name | None = Field(default=None, description="what adapters are published as; the session's id if absent")
     model: ModelUri
     trainable: Trainable = Lora()
-    initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
+    initial_adapter: str | None = Field(default=None, description="a published adapter to continue from: URI or name")
+    allow_other_base: bool = added(False, description=OTHER_BASE_DESCRIPTION)
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest sequence; tokens of a micro-batch")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of fresh adapter weights")
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
+    engine: EngineName = Field(default="megatron", description="the training engine; fsdp: only layouts of dp and tp")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
     optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
     recompute: Recompute = Field(default="auto", description=RECOMPUTE_DESCRIPTION)
-    idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")
+    idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is returned")
     save_after_s: float = Field(
         default=30.0, gt=0, le=86_400, description="seconds of commands after which the state is saved by itself"
     )
@@ -296,5 +299,5 @@ class SessionRun(Frozen):
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
         if self.initial_adapter is not None and self.trainable.kind == "full":
-            raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
+            raise ValueError("full training cannot continue from an adapter: drop initial_adapter, or train a lora")
         return self

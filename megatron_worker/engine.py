@@ -107,6 +107,8 @@ class Outputs:
 
     Scores are of the distribution whose logits are divided by `temperature`. `top_k`: the number of most likely ids to
     return, with their log-probabilities. `values`: those of the slot's head of scalars, beside which nothing else is.
+    `rest`: a last column, of id -1, has the log-probability of all ids that are not named, exact even where they have
+    next to nothing. With a `top_k` of 0 the label is named. Nothing else is computed beside it.
     Beside `divergence` log-probabilities alone are computed, as constants.
     """
 
@@ -117,6 +119,12 @@ class Outputs:
     top_k: int = 0
     values: bool = False
     divergence: Divergence | None = None
+    rest: bool = False
+
+    @property
+    def num_named(self) -> int:
+        """The columns of ids that come back."""
+        return (self.top_k or 1) + 1 if self.rest else self.top_k
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,10 @@ class PlannedSteps(Program):
             case Distillation(tokens="all"):  # computed in the steps
                 self.slot.dispatcher.teachers[self.slot.slot] = slot
                 return
-            case Distillation(top_k=int(top_k)):
-                if top_k > (most := self.slot.dispatcher.facts.vocab_size):
+            case Distillation(top_k=top_k):
+                if (top_k or 0) > (most := self.slot.dispatcher.facts.vocab_size):
                     raise InvalidInput(f"top_k may be {most} at most, the size of the vocabulary", "loss.top_k")
-                role = partial(likeliest_role, top_k=top_k)
+                role = partial(likeliest_role, top_k=top_k or 0)
             case loss if reference_of(loss) is not None:
                 role = partial(logprobs_role, column="ref_logprob_N")
             case _:
@@ -221,7 +221,11 @@ class PlannedSteps(Program):
         )
         if sums is None:
             return False
-        samples = yield from evaluator.samples(partial(dispatcher.greedy, self.slot.slot), self.slot.cancelled)
+        samples = yield from with_progress(
+            evaluator.samples(partial(dispatcher.greedy, self.slot.slot), self.slot.cancelled),
+            evaluator.num_sampling_passes,
+            lambda done: emit(Evaluating, step=self.slot.at, fraction=done, part="samples"),
+        )
         if samples is None:
             return False
         emit(Evaluated, step=self.slot.at, metrics=evaluator.metrics(sums), samples=samples)

@@ -30,7 +30,10 @@ class TeacherStates:
 
 @dataclass(frozen=True)
 class LikeliestIds:
-    """Ids that a teacher names for each target of a bin, integers [N, K], and their log-probabilities, float32."""
+    """Ids that a teacher names for each target of a bin, integers [N, K], and their log-probabilities, float32.
+
+    A last id of -1 names all others: what their probabilities sum to. A teacher behind a URL does not tell it.
+    """
 
     id_NK: Tensor
     logprob_NK: Tensor

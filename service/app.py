@@ -1,4 +1,4 @@
-"""The web service: `python -m service.app [--host 127.0.0.1] [--port 8484] [--allow-host NAME]`."""
+"""The web service: `python -P -m longshore.server service.app [--host 127.0.0.1] [--port 8484] [--allow-host NAME]`."""
 
 import argparse
 import asyncio
@@ -224,6 +224,7 @@ def _chores(
         ("the list of runs is not refreshed", _WATCH_EVERY_S, backend.watch.refresh),
         ("runs wait for samplers and workers", _EVICT_EVERY_S, backend.eviction.evict),
         ("spending limits are not held", _SWEEP_EVERY_S, backend.spending.enforce),
+        ("runs without clients go on", _SWEEP_EVERY_S, backend.runs.pause_left),
         ("webhooks wait", _WATCH_EVERY_S, partial(backend.webhooks.send_outbox, backend.database)),
         (
             "scheduled runs and sweeps wait",

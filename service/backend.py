@@ -53,7 +53,7 @@ class Backend:
         self.temporal = temporal
         self.store = store
         self.database = database
-        self.quotas = Quotas(settings.quotas, store, database, settings.prices)
+        self.quotas = Quotas(settings.quotas, store, database, settings.prices, settings.clients)
         rows = RunRows(database, self.quotas)
         states = RunStates(store, rows, temporal)
         access = self.access = Access(settings, store)

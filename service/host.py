@@ -1,4 +1,4 @@
-"""The Temporal poller: `python -m service.host --role control|gpu|sampler`.
+"""The Temporal poller: `python -P -m longshore.server service.host --role control|gpu|sampler`.
 
 A control host runs workflows and all that needs no accelerator. A gpu host leases its device: it polls the queue of its
 shape, and a queue of its own for the jobs of the runs it serves. A sampler host does the same with a sampler.
@@ -190,7 +190,7 @@ def _share_free_memory() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m service.host", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -P -m longshore.server service.host", description=__doc__)
     parser.add_argument("--role", choices=get_args(Role), required=True)
     parser.add_argument("--root", type=Path, help="local state of this machine")
     parser.add_argument(

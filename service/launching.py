@@ -1,4 +1,4 @@
-"""Starts hosts while runs wait for them: `python -m service.launching --role gpu|sampler [--most N]`.
+"""Starts hosts while runs wait for them: `python -P -m longshore.server service.launching --role gpu|sampler`.
 
 It asks Temporal how many leases wait in the queue of its shape, as KEDA's scaler does, and has a launcher start as many
 hosts, none twice for one lease. A host ends by itself when it has had none for a while (`--exit-when-idle`), so that
@@ -214,7 +214,7 @@ async def _main(given: argparse.Namespace, settings: Settings, most: int) -> Non
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m service.launching", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -P -m longshore.server service.launching", description=__doc__)
     parser.add_argument("--role", choices=get_args(LeasingRole), default="gpu")
     parser.add_argument("--most", type=int, help="hosts at a time; of the role gpu LONGSHORE_MAX_HOSTS if absent")
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between looks")

@@ -73,9 +73,15 @@ class LeasePolling:
             await asyncio.sleep(BEAT_S)
 
     async def _poll(self) -> None:
+        # A host that has passed its check lately takes leases at once, and is checked beside them.
+        is_beside = not self._standing.state.lacks
         while True:
             self._doubted.clear()
-            await asyncio.to_thread(self._standing.examine)
+            if is_beside:
+                self._tasks.append(self._group.create_task(asyncio.to_thread(self._standing.examine)))
+            else:
+                await asyncio.to_thread(self._standing.examine)
+            is_beside = False
             again_at = time.monotonic() + _EXAMINE_AGAIN_S
             while not self._doubted.is_set() and not self._is_due(again_at):
                 if self._standing.polls:
@@ -109,9 +115,11 @@ class LeasePolling:
         return bool(self._standing.state.lacks) and time.monotonic() > again_at
 
     async def _until_left(self, again_at: float) -> None:
-        """Wait until a worker was lost. A host that lacks something has no lease in hand, and may leave at any time."""
+        """Wait until a worker was lost, or a host without a lease that lacks something is to be checked again."""
         while not self._is_idle() and not (
-            self._standing.state.lacks and (self._is_due(again_at) or not self._standing.polls)
+            self._standing.state.lacks
+            and not self._standing.holds_lease
+            and (self._is_due(again_at) or not self._standing.polls)
         ):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._doubted.wait(), _LOOK_S)

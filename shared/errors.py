@@ -6,8 +6,22 @@ import re
 _OF_TENANT = re.compile(r"/tenants/[a-z0-9-]+/(?:uploads/[0-9a-f]{64}/)?")
 
 
+MOST_CHARACTERS = 4_000
+"""Of an error's words, which may quote what a user sent: Temporal's payloads have little room."""
+
+
+def bounded(text: str, most: int = MOST_CHARACTERS) -> str:
+    """Cut a long text in its middle; characters that UTF-8 cannot hold become `?`."""
+    if (left_out := len(text) - most) > 0:
+        text = f"{text[: most * 3 // 4]} [... {left_out:,} characters ...] {text[-(most // 4) :]}"
+    return text.encode(errors="replace").decode()
+
+
 class LongshoreError(Exception):
-    """The parent of every error that Longshore raises on purpose."""
+    """The parent of every error that Longshore raises on purpose. Its text is bounded."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(bounded(message))
 
 
 class InvalidInput(LongshoreError):
@@ -22,9 +36,9 @@ class InvalidInput(LongshoreError):
     def __init__(self, message: str, place: str | None = None) -> None:
         if place is not None and (match := _OF_TENANT.search(place)):
             place = place[match.end() :]
-        self.message = message
-        self.place = place
-        super().__init__(f"{place}: {message}" if place else message)
+        self.message = bounded(message)
+        self.place = place and bounded(place)
+        super().__init__(f"{self.place}: {self.message}" if place else self.message)
 
 
 class NotFound(LongshoreError):

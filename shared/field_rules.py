@@ -1,14 +1,21 @@
 """Rules of fields in words, in place of pydantic's messages for patterns, missing and unknown fields."""
 
+import re
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from longshore.fields import PATTERN_WORDS
+from shared.errors import bounded
 
 NO_NUL = r"^[^\x00]*$"
+
+Reason = Annotated[str, AfterValidator(bounded)]
+"""Why something failed, in words: bounded, as those of errors are."""
+Remark = Annotated[str, AfterValidator(lambda text: bounded(text, 500))]
+"""The same of one row of many."""
 
 
 def only(*allowed: object, words: str) -> BeforeValidator:
@@ -49,6 +56,14 @@ def refused_value(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     given = "" if first["type"] == "missing" else f" = {first['input']!r:.80}"
     return f"{field}{given} cannot be used: {rule}"
+
+
+def location_of(error: Mapping[str, Any], names: Container[str]) -> tuple[int | str, ...]:
+    """Return the location of one of pydantic's errors; of a rule on several fields, the first of them in its words."""
+    if error["loc"] not in ((), ("body",)) or error["type"] != "value_error":
+        return tuple(error["loc"])
+    said = (word for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", error["msg"]) if word.partition(".")[0] in names)
+    return tuple(next(said, "").split("."))
 
 
 def rule_in_words(error: Mapping[str, Any]) -> str:

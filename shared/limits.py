@@ -42,6 +42,17 @@ class QuotaSettings(BaseModel, extra="forbid"):
     )
 
 
+class ClientSettings(BaseModel):
+    """Runs that wait for their clients: sessions, and RL runs whose groups a client sends."""
+
+    idle_s: float = Field(
+        default=60.0, ge=0, description="without work, until such a run takes no place of the quota `concurrent_runs`"
+    )
+    away_s: float = Field(
+        default=3600.0, ge=0, description="without work, until such a run is paused; its next work resumes it. 0: never"
+    )
+
+
 class RetentionSettings(BaseModel):
     """Days after which a control host deletes what runs have left; None: never. What is published stays.
 

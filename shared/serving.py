@@ -9,6 +9,7 @@ from longshore.training import Dtype
 from shared.chat.completions import CompletionRequest
 from shared.chat.messages import ChatRequest
 from shared.fence import Fence
+from shared.field_rules import Reason
 from shared.jobs.leases import SamplerKey, SamplerKind
 from shared.runs.requests import FIRST_TENANT, RunId, Tenant
 from shared.runs.start import RunTiming
@@ -64,7 +65,7 @@ class QuestionFailure(Frozen):
     """Why a host cannot answer. `lost`: its sampler, or itself, is going; another one may answer."""
 
     kind: Literal["refused", "lost", "failed"]
-    message: str
+    message: Reason
     place: str | None = None
 
 

@@ -19,7 +19,14 @@ from pydantic_settings import (
 )
 
 from longshore.training import DtypeChoice
-from shared.limits import PriceSettings, QuotaSettings, RateLimitSettings, RetentionSettings, TenantLimits
+from shared.limits import (
+    ClientSettings,
+    PriceSettings,
+    QuotaSettings,
+    RateLimitSettings,
+    RetentionSettings,
+    TenantLimits,
+)
 
 FROM_FILE = "_file"
 """At the end of a variable's name: its value is the path of a file that holds the setting."""
@@ -51,6 +58,14 @@ class DownloadSettings(BaseModel):
     )
 
 
+class ServerKey(BaseModel):
+    """A key for a teacher behind a URL. `tenants`: who may name it; all if empty."""
+
+    url: str
+    key: SecretStr
+    tenants: tuple[str, ...] = ()
+
+
 class GradingSettings(BaseModel):
     """Limits of graders, and the server of `score_model` graders."""
 
@@ -58,6 +73,7 @@ class GradingSettings(BaseModel):
     python_memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
     score_model_url: str | None = Field(default=None, description="for graders that name no base_url: https://host/v1")
     score_model_key: str | None = Field(default=None, description="sent to score_model_url, and nowhere else")
+    server_keys: dict[str, ServerKey] = Field(default={}, description="by the name that a run's teacher_key gives")
     score_model_timeout_s: float = Field(default=120.0, gt=0)
     score_model_concurrency: int = Field(default=8, ge=1, le=64)
 
@@ -238,6 +254,7 @@ class Settings(BaseSettings):
         default=None, description="postgresql://…, of the service alone; SQLite in `root` if absent"
     )
     quotas: QuotaSettings = QuotaSettings()
+    clients: ClientSettings = ClientSettings()
     retention: RetentionSettings = RetentionSettings()
     prices: PriceSettings = PriceSettings()
     rate_limit: RateLimitSettings = RateLimitSettings()

@@ -33,15 +33,21 @@ _KINDS = {
 _TIMEOUTS = {TimeoutType.HEARTBEAT: "its host went silent", TimeoutType.SCHEDULE_TO_START: "its host did not take it"}
 
 
-_SKIPPED = "skipped: nothing in them was to be learned from, and they changed no weight"
+_COUNTED = {
+    "skipped_steps": "skipped: nothing in them was to be learned from, and they changed no weight",
+    "failed_steps": "not trained: each has the reason in its own record",
+    "equal_reward_steps": "of equal rewards: every trajectory had the same one, which says nothing of any of them",
+    "zero_gradient_steps": "without any gradient: they made versions of the policy, and their data changed no weight",
+}
 
 
-def with_skipped(notices: tuple[str, ...], num_skipped: int) -> tuple[str, ...]:
-    """Return a run's notices with one on the number of its skipped steps."""
-    if not num_skipped:
-        return notices
-    steps = f"{num_skipped} step{'s were' if num_skipped > 1 else ' was'} {_SKIPPED}"
-    return (*(notice for notice in notices if not notice.endswith(_SKIPPED)), steps)
+def with_counts(notices: tuple[str, ...], **counts: int) -> tuple[str, ...]:
+    """Return a run's notices with one on each number of steps, named as in its status, that is not 0."""
+    for name, num in counts.items():
+        if num:
+            steps = f"{num} step{'s were' if num > 1 else ' was'} {_COUNTED[name]}"
+            notices = (*(notice for notice in notices if not notice.endswith(_COUNTED[name])), steps)
+    return notices
 
 
 class RunFailed(Exception):

@@ -10,9 +10,9 @@ with workflow.unsafe.imports_passed_through():
     from shared.jobs.leases import LeaseGrant
     from shared.jobs.losses import reference_uri
     from shared.runs.start import RLStart
-    from shared.runs.status import Policy, RLState, RunStatus, StepRequest, StepStatus
+    from shared.runs.status import STEP_COUNTS, Policy, Problem, RLState, RunStatus, StepRequest, StepStatus
     from workflows import control, policies
-    from workflows.outcomes import RunFailed, problem_of_error, with_skipped
+    from workflows.outcomes import RunFailed, problem_of_error, with_counts
     from workflows.rollouts import rollouts
     from workflows.rollouts.requests import is_at_target
     from workflows.rollouts.rollouts import RolloutSource
@@ -26,6 +26,7 @@ with workflow.unsafe.imports_passed_through():
 
 # A history should stay under 10,000 events. A step of a client's groups takes about 40, one of own rollouts about 80.
 _STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60
+_FAILS_WITH_ITS_STEPS = "a run of which no step was trained fails if one failed"
 # Runs lease a sampler before a worker. A run that lost its sampler and waits for another one gives up its idle worker:
 # otherwise it would deadlock with a run that holds that sampler and waits for the worker.
 _SAMPLER_FIRST = "a run that waits for a sampler holds no idle worker"
@@ -60,6 +61,12 @@ class RLWorkflow(ClientDrivenHandlers):
     async def _train_and_finish(self) -> None:
         if not await self._run.interruptible(self._train_all()):
             await self._move_on()
+        status = self._run.status
+        if status.failed_steps and not status.policy_version and workflow.patched(_FAILS_WITH_ITS_STEPS):
+            failed = [step.problem for step in self._steps.all() if step.problem is not None]
+            last = failed[-1] if failed else Problem(kind="error", message="see its record")
+            message = f"no step was trained, and {status.failed_steps} failed; the last one: {last.message}"
+            raise RunFailed(Problem(kind=last.kind, message=message))
         self._run.show(state="succeeded", phase="done")
 
     async def _train_all(self) -> bool:
@@ -82,13 +89,13 @@ class RLWorkflow(ClientDrivenHandlers):
             recovered = await control.do(RunRecords.recover_steps, request)
             self._steps.next = recovered.last_step + 1
         resolved = await models.resolve_model(start)
-        adapter = await models.resolve_initial_adapter(start, resolved.shape)
+        adapter = await models.resolve_initial_adapter(start, resolved)
         uri = reference_uri(run.loss)
-        reference = await models.resolve_reference(start, uri, resolved.shape) if uri is not None else None
+        reference = await models.resolve_reference(start, uri, resolved) if uri is not None else None
         data = None
         if run.rollouts is not None:
             self._run.show(phase="tokenizing")
-            data = await rollouts.prepare_rollouts(start, resolved.model, resolved.shape)
+            data = await rollouts.prepare_rollouts(self._run, start, resolved)
             self._run.show(num_steps=data.num_steps * run.epochs * run.mini_batches)
         state = RLState(
             model=resolved.model,
@@ -159,11 +166,23 @@ class RLWorkflow(ClientDrivenHandlers):
         await control.record(RunRecords.record_step, StepRecordRequest(run_id=self._start.run_id, step=done))
         if done.state == "done" and done.same_as is None:
             self._state = state_after(self._run, self._state, done)
-        if done.state == "skipped":
-            self._run.show(skipped_steps=self._run.status.skipped_steps + 1)
+        self._count(done)
         self._num_done += 1
         self._steps.keep(done)
         return done
+
+    def _count(self, done: StepStatus) -> None:
+        """Count a step that was not trained, or that taught nothing."""
+        is_new, known = done.state == "done" and done.same_as is None, self._run.status
+        by_rewards = is_new and self._start.run.advantages not in ("none", "given")
+        several = by_rewards and done.metrics.get("trajectories", 0) > 1
+        are_equal = several and done.metrics.get("reward_std", 1) < 1e-9  # a mean's rounding is less
+        self._run.show(
+            skipped_steps=known.skipped_steps + (done.state == "skipped"),
+            failed_steps=known.failed_steps + (done.state == "failed"),
+            equal_reward_steps=known.equal_reward_steps + are_equal,
+            zero_gradient_steps=known.zero_gradient_steps + (is_new and done.metrics.get("grad_norm") == 0),
+        )
 
     async def _publish_last(self) -> None:
         """Publish what the last step left, if that has not been done."""
@@ -237,6 +256,9 @@ class RLWorkflow(ClientDrivenHandlers):
         """Take a host's signal that a sampler is up for this run."""
         self._sampling.granted(grant)
 
+    def _has_work(self) -> bool:
+        return self._steps.is_finishing or self._steps.first_waiting() is not None
+
     def _yield_worker(self) -> None:
         if self._run.training.is_idle and workflow.patched(_SAMPLER_FIRST):
             self._run.training.release()
@@ -251,7 +273,7 @@ class RLWorkflow(ClientDrivenHandlers):
         return changed(
             status,
             phase=self._source.phase(self._steps.next) if self._source and is_sampling else status.phase,
-            notices=with_skipped(status.notices, known.skipped_steps),
+            notices=with_counts(status.notices, **known.model_dump(include=set(STEP_COUNTS))),
             estimated_end=eta,
             step=max(known.step, training.step) if in_job else known.step,
             metrics=known.metrics | training.metrics if in_job else known.metrics,

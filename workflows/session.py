@@ -93,7 +93,7 @@ class SessionWorkflow(ClientDrivenHandlers):
         """Check model and adapter; a resumed session finds its commands in the store."""
         self._run.show(phase="checking")
         resolved = await models.resolve_model(self._start)
-        adapter = await models.resolve_initial_adapter(self._start, resolved.shape)
+        adapter = await models.resolve_initial_adapter(self._start, resolved)
         if self._start.resumed:
             found = await control.do(CommandRecords.find_commands, FindCommandsRequest(run_id=self._start.run_id))
             self._next, self._is_closing = found.next, found.closing
@@ -114,6 +114,9 @@ class SessionWorkflow(ClientDrivenHandlers):
             )
         except TimeoutError:
             await self._fill_gap()
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting) or self._is_closing
 
     def _is_ready(self) -> bool:
         return self._next in self._waiting

@@ -12,14 +12,13 @@ with workflow.unsafe.imports_passed_through():
     from longshore.fields import Artifact
     from longshore.losses import Reference
     from shared.jobs.job import PackedData
-    from shared.models.shape import ModelShape
     from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun
     from shared.runs.models import ResolvedModel
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RunStart
     from shared.runs.status import RunStatus
     from workflows import control
-    from workflows.outcomes import with_skipped
+    from workflows.outcomes import with_counts
     from workflows.training import models
     from workflows.training.job_plan import dataset_job
     from workflows.training.run import ActiveRun, RunHandlers, changed
@@ -43,8 +42,8 @@ class SFTWorkflow(RunHandlers):
         self._run.show(phase="checking")
         resolved = await models.resolve_model(start)
         model = resolved.model
-        adapter = await models.resolve_initial_adapter(start, resolved.shape)
-        reference = await self._resolve_reference(resolved.shape, adapter)
+        adapter = await models.resolve_initial_adapter(start, resolved)
+        reference = await self._resolve_reference(resolved, adapter)
 
         units, packed = await self._prepare("train", run.dataset, model)
         eval_data = None
@@ -59,7 +58,7 @@ class SFTWorkflow(RunHandlers):
             model=model,
             adapter=adapter,
             reference=reference,
-            more_teachers=await self._more_teachers(resolved.shape),
+            more_teachers=await self._more_teachers(resolved),
             data=PackedData(units=units.units, plan=packed.plan, likeliest=await self._taught(units.units, resolved)),
             eval_data=eval_data,
             num_steps=packed.num_steps,
@@ -83,20 +82,20 @@ class SFTWorkflow(RunHandlers):
             version=published.version,
         )
 
-    async def _resolve_reference(self, shape: ModelShape, initial: Artifact | None) -> Reference:
+    async def _resolve_reference(self, model: ResolvedModel, initial: Artifact | None) -> Reference:
         """Return the reference of a preference run, by default the model that the run starts from, or a teacher."""
         match self._start.run:
             case DistillRun(teacher_url=str()):
                 return "base"
             case DPORun(reference=str(named)) | DistillRun(teacher=named):
-                return "base" if named == "base" else await models.resolve_reference(self._start, named, shape)
+                return "base" if named == "base" else await models.resolve_reference(self._start, named, model)
             case _:
                 return initial or "base"
 
-    async def _more_teachers(self, shape: ModelShape) -> list[Reference]:
+    async def _more_teachers(self, model: ResolvedModel) -> list[Reference]:
         """Return the teachers that rows may name."""
         named = [uri for _, uri in self._start.run.teachers] if isinstance(self._start.run, DistillRun) else []
-        return ["base" if uri == "base" else await models.resolve_reference(self._start, uri, shape) for uri in named]
+        return ["base" if uri == "base" else await models.resolve_reference(self._start, uri, model) for uri in named]
 
     async def _taught(self, units: Artifact, student: ResolvedModel) -> Artifact | None:
         """Return the scores of a teacher behind a URL; None if there is no teacher, or it is on the worker."""
@@ -111,6 +110,8 @@ class SFTWorkflow(RunHandlers):
             url=run.teacher_url,
             name=run.teacher_model,
             top_k=run.top_k or 0,
+            tenant=self._start.tenant if run.teacher_key else "",
+            key=run.teacher_key,
         )
         return await control.do(AskTeacher.ask_teacher, request)
 
@@ -122,6 +123,7 @@ class SFTWorkflow(RunHandlers):
         self._run.show(phase="downloading")
         request = DownloadRequest(run_id=self._start.run_id, tenant=self._start.tenant, split=split, source=source)
         downloaded = await control.do(Download.download, request)
+        self._run.add_notices(downloaded.notices)
         self._run.show(phase="tokenizing")
         tokenized = await control.do(
             Tokenize.tokenize,
@@ -162,7 +164,7 @@ class SFTWorkflow(RunHandlers):
         return changed(
             status,
             step=training.step or known.step,
-            notices=with_skipped(status.notices, int(metrics.get("skipped", 0))),
+            notices=with_counts(status.notices, skipped_steps=int(metrics.get("skipped", 0))),
             estimated_end=training.eta.end(known.num_steps, training.leasing.epoch, run.eval_every)
             if is_open
             else None,

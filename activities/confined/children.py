@@ -94,7 +94,7 @@ class Child:
         try:
             return read_frame(self._data.fileno(), _MAX_FRAME_BYTES, time.monotonic() + silence_s)
         except OverflowError as error:
-            raise InvalidInput("what it comes to is larger than may be handed on", self._place) from error
+            raise InvalidInput("its result is larger than the limit", self._place) from error
         except TimeoutError as error:
             raise InvalidInput(f"it takes longer than {silence_s:g} s", self._place) from error
         except (EOFError, ConnectionResetError):

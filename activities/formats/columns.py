@@ -7,11 +7,15 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from activities.formats.messages import KEYS, Message, message_of
-from activities.formats.rows import Row, listed, text_of, type_name
+from activities.formats import THOUGHTS
+from activities.formats.examples import Chat, Example, PreferencePair, PromptCompletion
+from activities.formats.messages import KEYS, Message, message_of, refuse_media
+from activities.formats.rows import Row, is_given, listed, text_of, type_name
 from shared.errors import InvalidInput
+from shared.storage.paths import LEFT
 
 PROMPT = ("system", "history")
 """Columns that conversations of every format may have."""
@@ -20,25 +24,47 @@ GUARDED = (*PROMPT, "input", "functions", "tools", *MASKS, "label")
 """Columns that change what is trained: a row with one that its format does not read is refused."""
 
 
-_SHAREGPT_KEYS = ("from", "value")
+SHAREGPT_KEYS = ("from", "value")
 _MOST_KEYS = 1000
 
 
 @dataclass
 class Unread:
-    """What nobody reads of the rows: names of columns, and keys of messages with the number of rows of each."""
+    """What nobody reads: columns, keys of messages with the number of rows of each, files in words; empty answers."""
 
     columns: set[str] = field(default_factory=set)
     keys: Counter[str] = field(default_factory=Counter)
+    num_empty: int = 0
+    first_empty: str = ""
+    files: str = ""
+
+    @classmethod
+    def beside(cls, folder: Path) -> Self:
+        """Begin with the files that were left of a dataset's source."""
+        return cls(files=(folder / LEFT).read_text() if (folder / LEFT).is_file() else "")
 
     def note_keys(self, row: Row, columns: Collection[str]) -> None:
         """Count the keys of a row's messages, which stand in these columns, that are none of a message's."""
         turns = (turn for column in columns for turn in _listed(row.fields.get(column)))
         found = {key for turn in turns for key in turn.keys() - _READ_KEYS if turn[key] is not None}
+        for name, value in ((name, row.fields.get(name)) for name in columns):
+            if isinstance(value, dict) and "messages" in value:  # OpenAI's `input`
+                self.columns.update(f"{name}.{key}" for key in value.keys() - {"messages", "tools", "functions"})
         self.keys.update(key for key in found if key in self.keys or len(self.keys) < _MOST_KEYS)
+
+    def note_empty(self, example: Example) -> None:
+        """Note a row of which an answer that is learned says nothing: neither text nor thoughts nor calls."""
+        answers = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
+        if any(map(_is_empty, answers)):
+            self.num_empty, self.first_empty = self.num_empty + 1, self.first_empty or example.place
 
     def warnings(self, template: str) -> Iterator[str]:
         """`template`: the source of the chat template. What it names may be read there."""
+        if self.files:
+            yield self.files
+        if self.num_empty:
+            rows = f"{self.num_empty} row{'s' * (self.num_empty != 1)}"
+            yield f"an answer of {rows} is empty, and the model learns to say nothing; first: {self.first_empty}"
         if self.columns:
             yield f"nobody reads the columns {listed(sorted(self.columns))}"
         keys = sorted(key for key in self.keys if not re.search(rf"\b{re.escape(key)}\b", template))
@@ -47,7 +73,14 @@ class Unread:
             yield f"nobody reads the keys {listed(keys)} of messages (in rows: {rows})"
 
 
-_READ_KEYS = frozenset((*KEYS, *_SHAREGPT_KEYS))
+_READ_KEYS = frozenset((*KEYS, *SHAREGPT_KEYS))
+
+
+def _is_empty(answer: Example) -> bool:
+    if isinstance(answer, Chat):
+        learned = (m for m, weight in zip(answer.messages, answer.weights, strict=True) if weight)
+        return any(not any(m.get(key) for key in ("content", "tool_calls", *THOUGHTS)) for m in learned)
+    return isinstance(answer, PromptCompletion) and not answer.completion
 
 
 def _listed(value: Any) -> Iterator[dict[str, Any]]:
@@ -60,14 +93,9 @@ def _listed(value: Any) -> Iterator[dict[str, Any]]:
             yield value
 
 
-def is_given(row: Row, column: str) -> bool:
-    """True if a row has something in a column: neither null nor empty."""
-    value = row.fields.get(column)
-    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
-
-
 def refuse_unread(row: Row, read: Collection[str], format: str) -> None:
     """Raise InvalidInput for a column of `GUARDED` that is not read, or KTO's label of an answer that is not good."""
+    refuse_media(row)
     for column in GUARDED:
         if column not in read and is_given(row, column) and column != "label":
             rule = f"{column} says what the prompt or the mask is, and the format {format} does not read it"

@@ -12,15 +12,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from activities.formats.columns import GUARDED, Unread, is_given, refuse_unread
+from activities.formats.columns import GUARDED, Unread, refuse_unread
 from activities.formats.examples import Chat, Example, PromptCompletion, Question
 from activities.formats.labels import LABELLED, with_label
-from activities.formats.rows import Row, listed, refuse_missing, rows_of
+from activities.formats.rows import Row, is_given, listed, refuse_missing, rows_of
 from activities.formats.scores import TEACHER, Numbers, number_of_teacher, read_numbers
 from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
 from shared.errors import InvalidInput
 from shared.runs.sources import DatasetSource
-from shared.storage.paths import MANIFEST
+from shared.storage.paths import LEFT, MANIFEST
 
 _DETECTION_ROWS = 32
 _REFUSED = frozenset(GUARDED) - {"label"}
@@ -77,7 +77,7 @@ def open_dataset(
         is_named = source.prompt_field is not None
         tell = partial(_as_named, spec) if is_named else partial(_format_of, pairs=pairs, labels=labels)
         spec = _detect(_rows(folder, files), tell, source)
-    unread = Unread()
+    unread = Unread.beside(folder)
     example = spec.example if source.assistant_turns == "all" else partial(_last_answer, spec)
     if source.assistant_pattern is not None:
         try:
@@ -103,7 +103,7 @@ def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
     if spec.question is None or (source.prompt_field is not None and spec.name != "prompt_completion"):
         rule = "ask nothing" if spec.question is None else "have no prompt_field"
         raise InvalidInput(f"rows of the format {spec.name} {rule}", "format")
-    return Dataset(folder, files, spec, spec.question, None)
+    return Dataset(folder, files, spec, spec.question, None, Unread.beside(folder))
 
 
 def question_of(source: DatasetSource) -> Callable[[Row], Question]:
@@ -122,7 +122,9 @@ def _spec_of(source: DatasetSource) -> FormatSpec:
 
 def _data_files(folder: Path, source: DatasetSource) -> tuple[Path, ...]:
     """A dataset's files, in order of name. Raises InvalidInput when there is none."""
-    files = tuple(sorted(p for p in folder.rglob("[!.]*") if p.is_file() and p != folder / MANIFEST))
+    files = tuple(
+        sorted(p for p in folder.rglob("[!.]*") if p.is_file() and p not in (folder / MANIFEST, folder / LEFT))
+    )
     if not files:
         raise InvalidInput("the dataset has no files", source.uri)
     return files
@@ -163,11 +165,13 @@ def _guarded(
     if isinstance(bare.fields.get("label"), str | int | float | list) and row.fields["label"] != 1:
         unread.columns.add("label")  # of another kind than KTO's
     unread.note_keys(row, (*spec.fields, *spec.more))
+    made = example(row)
+    unread.note_empty(made)
     if teachers:
         numbers[row.place] = (number_of_teacher(row, teachers),)
     elif fields:
-        return read_numbers(example(row), row, fields, numbers)
-    return with_label(example(row), row) if labels else example(row)
+        return read_numbers(made, row, fields, numbers)
+    return with_label(made, row) if labels else made
 
 
 def _last_answer(spec: FormatSpec, row: Row) -> Example:
@@ -192,7 +196,7 @@ def _matching(example: Callable[[Row], Example], pattern: re.Pattern[str], row: 
             return replace(found, weights=[w * is_match for w, is_match in zip(weights, matches, strict=True)])
         case PromptCompletion():
             return found if pattern.search(found.completion) else replace(found, weight=0.0)
-    raise InvalidInput("assistant_pattern is of conversations: the row is none", row.place)
+    raise InvalidInput("assistant_pattern needs conversations, and this row is not one", row.place)
 
 
 def _as_named(spec: FormatSpec, row: Row) -> FormatSpec:

@@ -31,7 +31,7 @@ def with_label(example: Example, row: Row) -> Example:
         case PromptCompletion():
             answer, is_weighed = example, example.weight != 1
         case _:
-            raise InvalidInput(f"kto learns from {LABELLED}: the row has no answer of its own", row.place)
+            raise InvalidInput(f"kto learns from {LABELLED}: this row has no answer", row.place)
     refuse_missing(row, "label")
     if isinstance(label := row.fields["label"], str | list | dict) or label not in (0, 1):
         raise InvalidInput(f"label must be true or false, not {type_name(label)}", row.place)

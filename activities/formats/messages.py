@@ -8,14 +8,19 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from activities.formats.rows import JSON, Row, list_of_objects, type_name, weight_of, without_nulls
+from activities.formats import THOUGHTS
+from activities.formats.rows import JSON, Row, is_given, list_of_objects, type_name, weight_of, without_nulls
 from shared.errors import InvalidInput
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 
-KEYS = ("role", "content", "name", "weight", "tool_calls", "function_call", "tool_call_id")
-"""Keys of messages that are read here or, but for `weight`, by chat templates. Those of thoughts are in shown.py."""
+_FLAGS = ("train", "loss", "trainable")  # axolotl's, ms-swift's and verl's: false is a weight of 0
+_OURS = ("weight", *_FLAGS, "refusal")
+KEYS = ("role", "content", "name", "tool_calls", "function_call", "tool_call_id", *_OURS)
+"""Keys of messages that are read here or, except for `_OURS`, by chat templates. Those of thoughts are `THOUGHTS`."""
+MEDIA = ("images", "videos", "audios")
+_SCHEMAS = ("parameters", "input_schema", "inputSchema")  # of a tool's arguments: OpenAI's name, Anthropic's, MCP's
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_NAMES = {"function": "tool", "observation": "tool"}
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
@@ -42,7 +47,7 @@ def message_of(row: Row, field: str, turn: dict[str, JSON], weighs_parts: bool =
 
     `weighs_parts`: parts of an assistant's content may have weights.
     """
-    message = {key: value for key, value in turn.items() if value is not None and key != "weight"}
+    message = {key: value for key, value in turn.items() if value is not None and key not in _OURS}
     role = message.get("role")
     message["role"] = role = _OTHER_NAMES.get(role, role) if isinstance(role, str) else role
     if role not in _ROLES:
@@ -51,11 +56,20 @@ def message_of(row: Row, field: str, turn: dict[str, JSON], weighs_parts: bool =
     if calls and role != "assistant":
         raise InvalidInput(f"{field}.tool_calls: the message is the {role}'s, and an assistant calls tools", row.place)
     message |= {"tool_calls": calls} if calls else {}
+    refuse_media(Row(row.place, turn), f"{field}.")
+    thoughts = {key: _thoughts(row, f"{field}.{key}", message[key]) for key in THOUGHTS if key in message}
+    if len({*thoughts.values()}) > 1:
+        raise InvalidInput(f"{field}: {' and '.join(thoughts)} are names of one thing, and differ: give one", row.place)
+    message |= thoughts
+    if refusal := turn.get("refusal"):
+        if role != "assistant" or not isinstance(refusal, str) or message.get("content"):
+            raise InvalidInput(f"{field}.refusal must be an assistant's text in the place of its content", row.place)
+        message["content"] = refusal
     match message.get("content"):
         case str():
             pass
         case list() as parts:
-            message["content"] = _joined(row, f"{field}.content", parts, weighs_parts and role == "assistant")
+            message["content"] = _joined(row, f"{field}.content", [*parts], weighs_parts and role == "assistant")
         case None if calls:
             message["content"] = None  # templates tell an absent content from none
         case None:
@@ -63,6 +77,27 @@ def message_of(row: Row, field: str, turn: dict[str, JSON], weighs_parts: bool =
         case other:
             raise InvalidInput(f"{field}.content must be text, not {type_name(other)}", row.place)
     return message
+
+
+def turn_weight(row: Row, field: str, turn: Mapping[str, JSON], role: JSON = "assistant") -> float:
+    """A message's loss weight: 1 for an assistant's unless it says otherwise, 0 for all others.
+
+    Raises InvalidInput: a weight that is none; flags that are neither true nor false, or contradict the weight, each
+    other, or that only an assistant's messages are learned.
+    """
+    weight = weight_of(row, f"{field}.weight", turn.get("weight"))
+    flags = {key: turn[key] for key in _FLAGS if turn.get(key) is not None}
+    said = [*flags.values(), *([weight > 0] if turn.get("weight") is not None else [])]
+    if flags and (said[0] not in (False, role == "assistant") or any(each != said[0] for each in said)):
+        rule = "true or false, as the message's weight says, and false unless it is an assistant's"
+        raise InvalidInput(f"{field}: {', '.join(flags)} must be {rule}", row.place)
+    return weight if role == "assistant" and all(flags.values()) else 0.0
+
+
+def refuse_media(row: Row, field: str = "") -> None:
+    """Raise InvalidInput for a row or a message with images, videos or audios, for which tags stand in its text."""
+    if key := next((key for key in MEDIA if is_given(row, key)), None):
+        raise InvalidInput(f"{field}{key}: only text can be trained on: drop the row", row.place)
 
 
 def messages_of(row: Row, field: str) -> list[Message]:
@@ -93,11 +128,25 @@ def tools_of(row: Row, field: str = "tools") -> Tools | None:
 
 
 def tool_of(row: Row, field: str, tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool in OpenAI's form. Raises InvalidInput for one without a name."""
-    tool = tool if isinstance(tool.get("function"), dict) else {"type": "function", "function": tool}
-    if not isinstance(tool["function"].get("name"), str) or not tool["function"]["name"]:
+    """A tool in OpenAI's form, which may be given flat, or with the schema under a name of `_SCHEMAS`.
+
+    Raises InvalidInput: it has no name, two schemas or one that is no object, or is a tool of somebody's server.
+    """
+    if not isinstance(tool.get("function"), dict):
+        if tool.get("type") not in (None, "function", "custom"):
+            raise InvalidInput(f"{field}.type must be function, not {tool['type']!r:.40}", row.place)
+        tool = {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    function = tool["function"]
+    if not isinstance(function.get("name"), str) or not function["name"]:
         raise InvalidInput(f'{field}: a tool is {{"type": "function", "function": {{"name": ..., ...}}}}', row.place)
-    return tool
+    keys = [key for key in _SCHEMAS if function.get(key) is not None]
+    schema = function[keys[0]] if keys else None
+    if isinstance(schema, str):
+        schema = _json_of(row, f"{field}.{keys[0]}", schema, "an object")
+    if len(keys) > 1 or not isinstance(schema, dict | None):
+        raise InvalidInput(f"{field}: {' and '.join(keys)} must be one object, a JSON schema", row.place)
+    items = (("parameters", schema) if key in keys else (key, value) for key, value in function.items())
+    return tool | {"function": dict(items)}
 
 
 def call_of(row: Row, field: str, call: JSON) -> dict[str, Any]:
@@ -132,6 +181,8 @@ def _calls_of(row: Row, field: str, message: Message) -> Tools:
 def _joined(row: Row, field: str, parts: list[JSON], may_weigh: bool) -> str:
     """Join a content's text parts, since most templates take a text alone. `may_weigh`: they may have weights."""
     for i, part in enumerate(parts):
+        if isinstance(part, dict) and part.get("type") == "refusal":  # learned as a text is
+            parts[i] = part = {**part, "type": "text", "text": part.get("refusal")}
         is_text = isinstance(part, dict) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
         if not is_text:
             raise InvalidInput(f"{field}[{i}] must be a text part: only text can be trained on", row.place)
@@ -141,6 +192,12 @@ def _joined(row: Row, field: str, parts: list[JSON], may_weigh: bool) -> str:
     weights = [weight_of(row, f"{field}[{i}].weight", part.get("weight")) for i, part in enumerate(parts)]
     text = WeighedText.of([part["text"] for part in parts], weights)
     return str(text) if {*weights} <= {1.0} else text
+
+
+def _thoughts(row: Row, field: str, thoughts: JSON) -> str:
+    if not isinstance(thoughts, str | list):
+        raise InvalidInput(f"{field} must be text, not {type_name(thoughts)}", row.place)
+    return thoughts if isinstance(thoughts, str) else _joined(row, field, [*thoughts], False)
 
 
 def _json_of(row: Row, field: str, text: str, what: str) -> JSON:

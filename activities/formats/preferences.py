@@ -6,10 +6,10 @@ Each answer becomes an example of its own, so that it is rendered and encoded as
 from dataclasses import replace
 from typing import Any
 
-from activities.formats.columns import PROMPT, is_given, with_context
+from activities.formats.columns import PROMPT, with_context
 from activities.formats.examples import Chat, PreferencePair, PromptCompletion
-from activities.formats.messages import messages_of, tools_of
-from activities.formats.rows import Row, list_of_objects, text_of, type_name
+from activities.formats.messages import messages_of, tools_of, turn_weight
+from activities.formats.rows import Row, is_given, list_of_objects, text_of, type_name
 from shared.errors import InvalidInput
 
 Messages = list[dict[str, Any]]
@@ -83,7 +83,7 @@ def _answer(row: Row, field: str) -> Messages:
         case dict() as message:
             row = replace(row, fields=row.fields | {field: [message]})
     for i, turn in enumerate(list_of_objects(row, field)):
-        if turn.get("role") == "assistant" and turn.get("weight") not in (None, 1):
+        if turn.get("role") == "assistant" and turn_weight(row, f"{field}[{i}]", turn) != 1:
             raise InvalidInput(f"{field}[{i}].weight must be 1 or absent: dpo weighs all answers alike", row.place)
     return messages_of(row, field)
 
@@ -103,7 +103,7 @@ def _with_shared_prompt(row: Row, whole: dict[str, Messages], text: str | None) 
                 rule = "behind what both conversations begin with: the prompts of a pair must be the same"
                 raise InvalidInput(f"{field}[{i}] is the {turn['role']}'s, {rule}", row.place)
     if text is not None and not any(message.get("content") == text for message in prompt):
-        raise InvalidInput("prompt is none of the messages that chosen and rejected begin with", row.place)
+        raise InvalidInput("prompt is not one of the messages with which chosen and rejected begin", row.place)
     return _pair(row, None, prompt, {name: messages[shared:] for name, messages in whole.items()}, tools_of(row))
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,13 @@ _PARQUET_ROWS = 256
 _MAX_PARQUET_BATCH_BYTES = 512 << 20  # of _PARQUET_ROWS rows
 _MAX_COLUMNS = 1000
 _UTF8_BOM = b"\xef\xbb\xbf"
+_ARROW = (b"PAR1", b"ARROW1", b"\xff" * 4)  # Parquet, an IPC file, an IPC stream
+_OTHER_KINDS = {  # by what they begin with
+    "UTF-16": rb"\xff\xfe|\xfe\xff",
+    "an archive": rb"PK\x03\x04|7z\xbc\xaf|Rar!",
+    "JSON over several lines": rb"(\xef\xbb\xbf)?\s*[\[{]\s*[\r\n]",
+    "a database": rb"SQLite format|\x89HDF",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +48,18 @@ class Row:
 
 
 def rows_of(path: Path, name: str, columns: tuple[str, ...] | None = None) -> Iterator[Row]:
-    """A file's rows. `columns`: those of a Parquet file to read; all if None.
+    """A file's rows. `columns`: those of a Parquet or Arrow file to read; all if None.
 
-    Raises InvalidInput: not UTF-8, not JSON, not an object a line, too long a line, too deeply nested, damaged Parquet.
+    Raises InvalidInput: not UTF-8, not JSON, not an object a line, too long a line, too deeply nested, damaged Parquet,
+    a file of another kind.
     """
     with path.open("rb") as file:
-        head = file.read(4)
-    if head == b"PAR1":
-        return _parquet_rows(path, name, columns)
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise InvalidInput("the file is UTF-16: save it as UTF-8", name)
+        head = file.read(64)
+    if head.startswith(_ARROW):
+        return _arrow_rows(path, name, columns, head)
+    kinds = (kind for kind, begins in _OTHER_KINDS.items() if re.match(begins, head))
+    if kind := next(kinds, "CSV" if path.suffix.lower() in (".csv", ".tsv") else None):
+        raise InvalidInput(f"the file is {kind}: make it JSON lines (an object a line, in UTF-8) or Parquet", name)
     if path.suffix == ".txt":
         return (Row(place, {"text": _decoded(line, place).rstrip("\r\n")}) for place, line in lines_of(path, name))
     return (Row(place, _parsed(line, place)) for place, line in lines_of(path, name))
@@ -133,20 +143,27 @@ def _refuse_half_characters(value: JSON, place: str) -> None:
         raise InvalidInput("a text holds half of a surrogate pair (\\ud800 to \\udfff)", place) from error
 
 
-def _parquet_rows(path: Path, name: str, columns: tuple[str, ...] | None) -> Iterator[Row]:
+def _arrow_rows(path: Path, name: str, columns: tuple[str, ...] | None, head: bytes) -> Iterator[Row]:
+    """Yield the rows of a Parquet file, or of Arrow's IPC: a file, or a stream as `save_to_disk` writes."""
     import pyarrow
-    from pyarrow import parquet
+    from pyarrow import ipc, parquet
 
-    number = 0
+    number, kind = 0, "Parquet" if head.startswith(b"PAR1") else "Arrow"
     try:
-        with parquet.ParquetFile(path) as file:
-            present = file.schema_arrow.names
+        with ExitStack() as stack:
+            if kind == "Parquet":
+                file = stack.enter_context(parquet.ParquetFile(path))
+                present = file.schema_arrow.names
+            else:
+                opened = ipc.open_file if head.startswith(b"ARROW1") else ipc.open_stream
+                file = stack.enter_context(opened(stack.enter_context(pyarrow.memory_map(str(path)))))
+                present = file.schema.names
             if len(present) > _MAX_COLUMNS:
                 raise InvalidInput(f"{len(present):,} columns; a file may have up to {_MAX_COLUMNS:,}", name)
             wanted = present if columns is None else [column for column in columns if column in present]
             others = tuple(column for column in present if column not in wanted)
             sign(name)
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
+            for batch in _batches(file, wanted):
                 if batch.nbytes > _MAX_PARQUET_BATCH_BYTES:
                     rule = (
                         f"the {batch.num_rows} rows after row {number} have {batch.nbytes:,} bytes; they may have up to"
@@ -157,9 +174,20 @@ def _parquet_rows(path: Path, name: str, columns: tuple[str, ...] | None) -> Ite
                     number += 1
                     yield Row(f"{name}: row {number}", fields, True, others)
     except pyarrow.ArrowException as error:
-        raise InvalidInput(f"the Parquet file cannot be read after row {number}: {error}", name) from error
+        raise InvalidInput(f"the {kind} file cannot be read after row {number}: {error}", name) from error
     except OSError as error:  # how pyarrow reports truncated and corrupted pages
-        raise InvalidInput(f"the Parquet file cannot be read after row {number}: {error}", name) from error
+        raise InvalidInput(f"the {kind} file cannot be read after row {number}: {error}", name) from error
+
+
+def _batches(file: Any, columns: list[str]) -> Iterator[Any]:
+    """Yield the batches of few rows of an open file. What Arrow itself would not have written is an ArrowException."""
+    if hasattr(file, "iter_batches"):
+        yield from file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns)
+        return
+    for batch in file if hasattr(file, "read_next_batch") else map(file.get_batch, range(file.num_record_batches)):
+        batch.validate(full=True)
+        rows = batch.select(columns)
+        yield from (rows.slice(first, _PARQUET_ROWS) for first in range(0, rows.num_rows, _PARQUET_ROWS))
 
 
 def _records(batch: Any) -> Iterator[dict[str, JSON]]:
@@ -206,6 +234,12 @@ def type_name(value: object) -> str:
     """A JSON value's type, in words."""
     names = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
     return "nothing" if value is None else names.get(type(value), re.sub(r"\W", " ", type(value).__name__))
+
+
+def is_given(row: Row, column: str) -> bool:
+    """True if a row has something in a column: neither null nor empty."""
+    value = row.fields.get(column)
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 
 def refuse_missing(row: Row, field: str) -> None:

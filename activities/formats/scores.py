@@ -37,7 +37,7 @@ def read_numbers(example: Example, row: Row, fields: tuple[str, ...], numbers: N
         case PromptCompletion():
             num_turns, is_weighed = 1, example.weight != 1
         case _:
-            raise InvalidInput("a score is of an answer, and the row has none of its own", row.place)
+            raise InvalidInput("a score belongs to an answer, and this row has no answer", row.place)
     if is_weighed:
         raise InvalidInput("weight must be 1 or absent: a reward model weighs all answers alike", row.place)
     if fields != (LABELS,):

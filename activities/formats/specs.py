@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from activities.formats.columns import GUARDED, MASKS, PROMPT, is_given, with_context
+from activities.formats.columns import GUARDED, MASKS, PROMPT, SHAREGPT_KEYS, with_context
 from activities.formats.examples import MASKED_LABEL, Chat, Example, PromptCompletion, Question, Text, TokenIds
-from activities.formats.messages import message_of, messages_of, tools_of
+from activities.formats.messages import MEDIA, message_of, messages_of, refuse_media, tools_of, turn_weight
 from activities.formats.preferences import openai_preference, preference
-from activities.formats.rows import JSON, Row, list_of_objects, refuse_missing, text_of, type_name, weight_of
+from activities.formats.rows import JSON, Row, is_given, list_of_objects, refuse_missing, text_of, type_name, weight_of
 from shared.errors import InvalidInput
 from shared.runs.sources import PAIR_FORMATS, Format
 
@@ -64,7 +64,7 @@ class FormatSpec:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of a Parquet file that `example` reads, or that a row is refused for."""
-        return tuple(sorted(self.read | set(GUARDED)))
+        return tuple(sorted({*self.read, *GUARDED, *MEDIA}))
 
     @property
     def has_pairs(self) -> bool:
@@ -115,6 +115,7 @@ def _asked_text(row: Row, text: str) -> Question:
 
 def _item(row: Row) -> dict[str, JSON]:
     """The whole row as JSON."""
+    refuse_media(row)
     if not row.has_schema:
         return row.fields
     return {name: _as_json(value, row.place, name) for name, value in row.fields.items()}
@@ -155,19 +156,13 @@ def _chat(row: Row) -> Chat:
         row,
         "messages",
         messages,
-        [_turn_weight(row, f"messages[{i}]", turn, turn.get("role")) for i, turn in enumerate(turns)],
+        [turn_weight(row, f"messages[{i}]", turn, turn.get("role")) for i, turn in enumerate(turns)],
     )
-
-
-def _turn_weight(row: Row, field: str, turn: dict[str, JSON], role: JSON) -> float:
-    """A message's loss weight: 1 for an assistant's unless it says otherwise, 0 for all others."""
-    weight = weight_of(row, f"{field}.weight", turn.get("weight"))
-    return weight if role == "assistant" else 0.0
 
 
 def _sharegpt(row: Row) -> Chat:
     messages, turns = _sharegpt_messages(row), row.fields["conversations"]
-    weights = [_turn_weight(row, f"conversations[{i}]", turns[i], m["role"]) for i, m in enumerate(messages)]
+    weights = [turn_weight(row, f"conversations[{i}]", turns[i], m["role"]) for i, m in enumerate(messages)]
     return _conversation(row, "conversations", messages, weights)
 
 
@@ -181,8 +176,13 @@ def _sharegpt_messages(row: Row) -> list[dict[str, Any]]:
             raise InvalidInput(f"conversations[{i}].from must be one of {known}, not {speaker!r:.40}", row.place)
         if not isinstance(value, str):
             raise InvalidInput(f"conversations[{i}].value must be text, not {type_name(value)}", row.place)
-        turn = {"content": value} if speaker != "function_call" else {"tool_calls": _calls_in(row, i, value)}
-        messages.append(message_of(row, f"conversations[{i}]", {"role": _SHAREGPT_ROLES[speaker], **turn}))
+        said = (
+            {"content": value}
+            if speaker != "function_call"
+            else {"content": None, "tool_calls": _calls_in(row, i, value)}
+        )
+        kept = {key: each for key, each in turn.items() if key not in SHAREGPT_KEYS}
+        messages.append(message_of(row, f"conversations[{i}]", {**kept, "role": _SHAREGPT_ROLES[speaker], **said}))
     return messages
 
 
@@ -248,7 +248,9 @@ def prompt_completion(prompt: str = "prompt", completion: str = "completion") ->
             return _answered(row, text_of(row, prompt), text_of(row, completion))
         messages = _said(row, prompt, "user")
         answer = _said(row, completion, "assistant")
-        weights = [0.0] * len(messages) + [float(message["role"] == "assistant") for message in answer]
+        turns = zip(answered if isinstance(answered, list) else answer, answer, strict=True)
+        weights = [turn_weight(row, f"{completion}[{i}]", turn, m["role"]) for i, (turn, m) in enumerate(turns)]
+        weights = [0.0] * len(messages) + weights
         return _conversation(row, completion, messages + answer, weights)
 
     def question(row: Row) -> Question:

@@ -22,9 +22,11 @@ from activities.grading.open_grader import GraderMeans
 from activities.grading.outcome import NotGraded
 from activities.grading.score_model import ModelServer
 from activities.host_context import HostContext
-from longshore.fields import Artifact, Frozen
+from activities.sources.http import shown_uri
+from longshore.fields import Artifact, Frozen, added
 from shared.errors import InvalidInput
 from shared.jobs.packed import LIKELIEST_IDS, LIKELIEST_LOGPROBS, PackedBin, Units
+from shared.settings import Settings
 from shared.storage.paths import content_key, taught
 
 _AT_ONCE = 64  # units whose requests wait for threads
@@ -33,7 +35,10 @@ Told = tuple[tuple[tuple[int, ...], ...], tuple[tuple[float, ...], ...]]
 
 
 class TeacherRequest(Frozen):
-    """Units, the model whose tokenizer they are of, and whom to ask. `top_k`: 0 for the ids that stand there alone."""
+    """Units, the model whose tokenizer they are of, and whom to ask. `top_k`: 0 for the ids that stand there alone.
+
+    `key`: the name of the one that the server is sent. Only the settings of this host have the key itself.
+    """
 
     run_id: str
     units: Artifact
@@ -42,6 +47,8 @@ class TeacherRequest(Frozen):
     url: str
     name: str
     top_k: int = Field(ge=0)
+    tenant: str = added("")
+    key: str | None = added(None)
 
 
 class AskTeacher:
@@ -55,19 +62,35 @@ class AskTeacher:
         """Write what the teacher says of every target: the files of `PackedData.likeliest`, once a run.
 
         Raises:
-            InvalidInput: the server refuses, may not be asked, tells no log-probabilities, or has another tokenizer.
+            InvalidInput: the server refuses, may not be asked, tells no log-probabilities, or has another tokenizer; or
+                no key of this name is for it.
             StoreUnavailable: it cannot be reached, or is too busy.
         """
+        means = _means(request, self._host.settings)
 
         def write(folder: Path) -> None:
-            settings = self._host.settings
-            asked = self._host.stage(request.units), self._host.stage(request.model), request, GraderMeans.of(settings)
-            with closing(confined.stream(settings.confined, told_by_teacher, *asked, kind="grading")) as found:
+            limits = self._host.settings.confined
+            asked = self._host.stage(request.units), self._host.stage(request.model), request, means
+            with closing(confined.stream(limits, told_by_teacher, *asked, kind="grading")) as found:
                 ids, logprobs = zip(*((ids, logprobs) for ids, logprobs in found if ids), strict=True)
             np.save(folder / LIKELIEST_IDS, np.concatenate([np.array(x, dtype="<i4") for x in ids]))
             np.save(folder / LIKELIEST_LOGPROBS, np.concatenate([np.array(x, dtype="<f4") for x in logprobs]))
 
         return self._host.made_once(taught(content_key("taught-1", request.model_dump_json())), "teacher", write)
+
+
+def _means(request: TeacherRequest, settings: Settings) -> GraderMeans:
+    """Return the means to ask: with a named key, which no server but its own gets, that is the operator's server."""
+    means = GraderMeans.of(settings)
+    if request.key is None:
+        return means
+    known = settings.grading.server_keys.get(request.key)
+    is_known = known is not None and known.url.rstrip("/") == request.url.rstrip("/")
+    if known is None or not is_known or (known.tenants and request.tenant not in known.tenants):
+        rule = f"this installation has no key {request.key} for {shown_uri(request.url)} that you may name"
+        raise InvalidInput(rule, "teacher_key")
+    own = {"score_model_url": known.url, "score_model_key": known.key.get_secret_value()}
+    return means.model_copy(update={"grading": means.grading.model_copy(update=own)})
 
 
 def told_by_teacher(units: Path, model: Path, request: TeacherRequest, means: GraderMeans) -> Iterator[Told]:

@@ -46,7 +46,9 @@ class GraderMeans(Frozen):
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        return cls(grading=settings.grading, allow_private_addresses=settings.download.allow_private_addresses)
+        """Return what graders need: keys that are not theirs never reach their processes."""
+        grading = settings.grading.model_copy(update={"server_keys": {}})
+        return cls(grading=grading, allow_private_addresses=settings.download.allow_private_addresses)
 
 
 @contextmanager

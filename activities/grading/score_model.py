@@ -101,7 +101,9 @@ class ModelServer:
             text = response.getheader("Retry-After", "")
             raise _Busy(said, float(text) if text.isascii() and text.isdigit() else None)
         if response.status != 200:
-            raise InvalidInput(f"{said}: {data[:300].decode(errors='replace')}", shown_uri(self._url))
+            text = data[:300].decode(errors="replace")
+            text = text.replace(self._key, "…") if self._key else text  # some servers repeat what they were sent
+            raise InvalidInput(f"{said}: {text}", shown_uri(self._url))
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:

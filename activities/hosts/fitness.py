@@ -1,19 +1,23 @@
 """What a GPU or sampler host lacks for work: packages, room on its disk, devices that compute.
 
-    python -m activities.hosts.fitness --role gpu|sampler
+    python -P -m longshore.server activities.hosts.fitness --role gpu|sampler
 
 prints a line for each thing that this machine lacks, and nothing if it lacks nothing.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,6 +33,7 @@ LEAST_BYTES = 256 << 20
 """Of the disk under a host's root: less cannot hold the log and the checkpoint of a small run."""
 _WRITTEN_BYTES = 4 << 20
 _TRIAL_S = 300.0  # as long as a worker may take to be up
+_PASSED_S = 3600.0  # for which a check that a host has passed holds for the next host of the same root and installation
 
 Check = Callable[[], tuple[str, ...]]
 """Returns what a host lacks, in words."""
@@ -44,8 +49,39 @@ class Fitness:
 
     def __call__(self) -> tuple[str, ...]:
         """Return what is missing. Devices are tried only where the packages for that are there."""
-        found = (*missing_packages(WORKER_PACKAGES), *disk_lacks(self.root))
-        return found or self._tried()
+        found = (*missing_packages(WORKER_PACKAGES), *disk_lacks(self.root)) or self._tried()
+        with suppress(OSError):  # without the mark the next host checks first
+            self._mark.unlink(missing_ok=True) if found else self._mark.write_text(self._installation())
+        return found
+
+    def passed_lately(self) -> bool:
+        """Return True if a host of this machine and root has passed its check within the hour, and nothing has changed.
+
+        A host that was killed then takes leases as soon as it is back, and is checked beside them. Its disk is tried
+        here, as it may have filled up meanwhile.
+        """
+        with suppress(OSError):
+            is_new = 0 <= time.time() - self._mark.stat().st_mtime < _PASSED_S
+            return is_new and self._mark.read_text() == self._installation() and not disk_lacks(self.root)
+        return False
+
+    @property
+    def _mark(self) -> Path:
+        return self.root / f"passed-{self.role}-{socket.gethostname()}"
+
+    def _installation(self) -> str:
+        """Return a hash of what a check depends on: packages, Python, the machine since it booted, its GPUs."""
+        nvidia = Path("/proc/driver/nvidia")
+        files = [
+            Path("/proc/sys/kernel/random/boot_id"),
+            nvidia / "version",
+            *sorted(nvidia.glob("gpus/*/information")),
+        ]
+        texts = [file.read_text() for file in files if file.exists()]
+        versions = [version(name) for name in WORKER_PACKAGES if _is_installed(name)]
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+        told = [versions, sys.executable, sys.version, texts, devices, dict(self.environment)]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
     def _tried(self) -> tuple[str, ...]:
         # -P, as in ranks_command: `shared` shall be Longshore's.

@@ -83,9 +83,13 @@ class Standing:
         if not self._is_examined:
             self._is_examined, self._idle_since = True, time.monotonic()
             HOST_START.reached("host: first check")
-        if lacks != self.state.lacks:
-            _log.warning("this host lacks: %s", "; ".join(lacks) or "nothing any more")
+        if lacks and lacks != self.state.lacks:
+            _log.warning("this host lacks: %s", "; ".join(lacks))
+        elif self.state.lacks and not lacks:
+            _log.info("this host lacks nothing: it takes runs")
         self._change(lacks=lacks)
+        if lacks and self.holds_lease:
+            self.is_doubtful = True  # checked beside a lease: it leaves the queue once that has ended
 
     def asks(self) -> None:
         """Count idle time from when this host first asks for leases: to make its first worker may take seconds."""
@@ -132,6 +136,10 @@ class Standing:
                 delete_state(self._store, self.state)
             except (LongshoreError, OSError) as error:
                 _log.warning("the state of this host stays in the store: %s", error)
+
+    @property
+    def holds_lease(self) -> bool:
+        return self._num_held > 0
 
     @property
     def polls(self) -> bool:
@@ -259,21 +267,25 @@ class Standing:
 
 
 def standing_of(role: LeasingRole, settings: Settings, queue: str, check: Check | None = None) -> Standing:
-    """Return the standing of this host, whose own queue is given. Until it has had a check, it lacks that."""
+    """Return the standing of this host, whose own queue is given.
+
+    Until its first check has ended it lacks that, unless the host before it has passed the same one lately.
+    """
+    fitness = Fitness(role, settings.root_path, worker_environment(settings))
+    is_known = check is None and fitness.passed_lately()
     state = HostState(
         role=role,
         shape=settings.shape,
         name=socket.gethostname(),
         queue=queue,
         seen_at=time.time(),
-        lacks=("its first check has not ended",),
+        lacks=() if is_known else ("its first check has not ended",),
         fast_bf16=is_bf16_fast(),
         launch=settings.launch,
         max_ranks=room_for_ranks(settings.max_ranks) if role == "gpu" else None,
         devices=devices_here(machine_bytes()) if role == "gpu" else None,
     )
-    check = check or Fitness(role, settings.root_path, worker_environment(settings))
-    standing = Standing(open_store(settings.store, settings.s3), state, check, num_warm=settings.warm_hosts)
+    standing = Standing(open_store(settings.store, settings.s3), state, check or fitness, num_warm=settings.warm_hosts)
     leased = told_file(settings.root_path, "leased", role)
     leased.unlink(missing_ok=True)
     standing.begun = leased.touch

@@ -1,7 +1,6 @@
 """Checks of a model folder before any GPU is asked for: cheap ones, of small files and headers alone."""
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -11,14 +10,14 @@ from activities.confined.fork_server import sign
 from activities.host_context import HostContext
 from activities.sources.models import Location, json_object
 from shared.errors import InvalidInput
-from shared.models.config import prefix_of, read_model_config
+from shared.families import architecture_of
+from shared.families.contents import Stored, contents_of, unpacked
+from shared.families.model_slices import constants_of, slices_of
+from shared.families.tensor_slices import TensorSlice
+from shared.models.config import named_as_in, read_model_config
 from shared.models.dense import DenseConfig, Fp8
-from shared.models.families import LatentConfig
 from shared.models.generic import GenericConfig
-from shared.models.lora_modules import layer_of
-from shared.models.merging import FLOATS, FP8_SCALES, Entry, fp8_scale_shape, parse_header
-from shared.models.peft import module_of
-from shared.models.shape import shape_of
+from shared.models.merging import FLOATS, Entry, parse_header
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
 WEIGHTS = "model.safetensors"
@@ -38,9 +37,6 @@ HUB_PATTERNS = (*SMALL_FILES, _UNREAD_TEMPLATE, "model*.safetensors", INDEX)
 _MAX_TENSORS = 500_000
 _BLOCK_BYTES = 8 << 20
 _IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
-_OF_LAYER = re.compile(
-    r"(?:backbone|(?:language_model\.)?model(?:\.language_model)?)\.layers\.(\d+)\.(?!.*rotary_emb)(.+)"
-)
 
 
 def read_tensor_entries(read: Callable[[int, int], bytes], size: int, place: str) -> dict[str, Entry]:
@@ -78,10 +74,14 @@ def read_metadata(location: Location, name: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a folder by name, and the file of each."""
+    """The tensors of a folder by name, and the file of each.
+
+    `slices`: those that are computed with and trained, by the names of the family; of none of ours, none.
+    """
 
     tensors: dict[str, Entry]
     file_of: dict[str, str]
+    slices: tuple[TensorSlice, ...] = ()
 
 
 class _Index(BaseModel):
@@ -182,7 +182,7 @@ def _weight_map(location: Location) -> dict[str, str]:
 def check_weights(location: Location, config: DenseConfig) -> Weights:
     """Read the headers of the weights. Which tensors a model of no family of ours has is not known here.
 
-    Raises InvalidInput: a file is truncated, a tensor is missing, or its dtype is none that we train.
+    Raises InvalidInput: a file is truncated, or a worker would refuse its tensors (`contents_of`).
     """
     files = weight_files(location)
     tensors: dict[str, Entry] = {}
@@ -196,20 +196,19 @@ def check_weights(location: Location, config: DenseConfig) -> Weights:
                 raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
     if INDEX in files:
         _check_index(file_of, location)
-    check_dtypes(tensors, _file_of_weights(location), is_fp8=isinstance(config.quantization_config, Fp8))
+    is_fp8 = isinstance(config.quantization_config, Fp8)
+    stored = {name: Stored(entry.dtype, entry.shape) for name, entry in tensors.items()}
+    place = _file_of_weights(location)
     if isinstance(config, GenericConfig):
+        check_dtypes(unpacked(stored, (), place, is_fp8), place)
         return Weights(tensors, file_of)
-    _check_whole(tensors, config, location)
-    if config.tie_word_embeddings and config.output_name in tensors:
-        _check_tied(tensors, file_of, config, location)
-    return Weights(tensors, file_of)
-
-
-def decoder_modules(weights: Weights, config: DenseConfig) -> list[str]:
-    """Return the names, as transformers has them in memory, of the decoder's modules that have a weight."""
-    prefix, num_layers = prefix_of(config, weights.tensors), config.num_hidden_layers
-    found = (name for name in weights.tensors if name.endswith(".weight") and name.startswith(f"{prefix}."))
-    return [module for module in map(module_of, found) if (layer_of(module) or 0) < num_layers]
+    architecture = architecture_of(named_as_in(config, tensors))
+    slices = slices_of(architecture, tp=1)
+    everything = [*slices, *constants_of(architecture)]
+    contents = contents_of(everything, architecture.carried, stored, place, is_fp8)
+    if contents.tied is not None:
+        _check_tied(tensors, file_of, *contents.tied, location)
+    return Weights(tensors, file_of, tuple(slices))
 
 
 def _check_index(file_of: dict[str, str], location: Location) -> None:
@@ -222,9 +221,10 @@ def _check_index(file_of: dict[str, str], location: Location) -> None:
             raise InvalidInput(f"it lacks tensor {name}, which is in {file}", location.place(INDEX))
 
 
-def _check_tied(tensors: dict[str, Entry], file_of: dict[str, str], config: DenseConfig, location: Location) -> None:
+def _check_tied(
+    tensors: dict[str, Entry], file_of: dict[str, str], made: str, embedded: str, location: Location
+) -> None:
     """Compare an output layer that is there with the embedding. transformers uses it where it differs."""
-    made, embedded = config.output_name, f"{config.tensor_prefix}.embed_tokens.weight"
     output, embedding = tensors[made], tensors[embedded]
     is_same = (output.dtype, output.shape) == (embedding.dtype, embedding.shape) and all(
         mine == theirs
@@ -251,41 +251,13 @@ def read_tensors(location: Location, name: str) -> dict[str, Entry]:
     return read_tensor_entries(read, location.files[name].size, location.place(name))
 
 
-def check_dtypes(tensors: dict[str, Entry], place: str, is_fp8: bool = False) -> None:
-    """Raises InvalidInput for weights that are no floats of a kind that we train, or FP8 without its scales."""
+def check_dtypes(tensors: Mapping[str, Entry | Stored], place: str) -> None:
+    """Raises InvalidInput for weights that are no floats of a kind that we train."""
     for name, tensor in tensors.items():
-        is_coded, scales = tensor.dtype == "F8_E4M3", tensors.get(name + FP8_SCALES)
-        if is_coded and is_fp8 and len(tensor.shape) > 1:
-            shape = tuple(fp8_scale_shape(tensor.shape))
-            if scales is None or scales.shape != shape or scales.dtype not in FLOATS:
-                found = "it is missing" if scales is None else f"it is {scales.dtype} of {scales.shape}"
-                rule = f"its scales, {name + FP8_SCALES}, have to be floats of {shape}"
-                raise InvalidInput(f"tensor {name} is FP8, and {rule}: {found}", place)
-        elif (name.endswith((".weight", ".bias")) or is_coded) and tensor.dtype not in FLOATS:
+        if name.endswith((".weight", ".bias")) and tensor.dtype not in FLOATS:
             problem = f"tensor {name} is {tensor.dtype}; weights must be one of {', '.join(FLOATS)}"
-            raise InvalidInput(problem + (", or FP8 as quantization_config says" if is_coded else ""), place)
-        elif scales is not None:
-            raise InvalidInput(f"tensor {name} is no FP8, and has scales, {name + FP8_SCALES}", place)
+            raise InvalidInput(problem, place)
 
 
 def _file_of_weights(location: Location) -> str:
     return location.place(INDEX if INDEX in location.files else WEIGHTS)
-
-
-def _check_whole(tensors: dict[str, Entry], config: DenseConfig, location: Location) -> None:
-    """Check that a layer has what any other has that has the same linears."""
-    prefix, names, kinds = prefix_of(config, tensors), config.names, shape_of(config).linears_of_layers
-    needed = [f"{prefix}.{names.embedding}.weight", f"{prefix}.{names.final_norm}.weight"]
-    needed += [] if config.tie_word_embeddings else [config.output_name]
-    of_layers = [match for name in tensors if (match := _OF_LAYER.fullmatch(name))]
-    for own in dict.fromkeys(kinds):
-        layers = [number for number, kind in enumerate(kinds) if kind == own]
-        found = {match[2] for match in of_layers if int(match[1]) in layers}
-        suffixes = sorted(found | {f"{names.mixer_norm}.weight"})
-        needed += [f"{prefix}.layers.{layer}.{suffix}" for layer in layers for suffix in suffixes]
-    if isinstance(config, LatentConfig):  # what stands behind the layers predicts more tokens, and says so
-        needed += [f"{prefix}.layers.{n}.eh_proj.weight" for n in {int(m[1]) for m in of_layers} if n >= len(kinds)]
-    for name in needed:
-        if name not in tensors:
-            tied = "; tie_word_embeddings is false in config.json" if name == config.output_name else ""
-            raise InvalidInput(f"the weights lack the tensor {name}{tied}", _file_of_weights(location))

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from activities.confined.fork_server import sign
-from activities.models.contents import expected_shapes
 from activities.models.gguf_names import GGUF_FAMILIES, PAIRED, PRE_TOKENIZERS, hugging_face_name, rope_factors, swapped
 from shared.errors import InvalidInput
+from shared.families import architecture_of
+from shared.families.contents import Stored, contents_of
+from shared.families.model_slices import slices_of
 from shared.models.config import read_model_config
 from shared.models.dense import RopeConfig
 from shared.models.merging import FLOATS, header_of
@@ -226,10 +228,8 @@ def _write_weights(reader: "GGUFReader", config: dict[str, Any], place: str, pat
         kind = tensor.tensor_type.name if tensor.tensor_type.name in FLOATS else "F32"
         shape = tuple(int(size) for size in reversed(tensor.shape))
         entries.append((name, kind, shape, prod(shape) * FLOATS[kind]))
-    expected = expected_shapes((name for name, *_ in entries), read_model_config(config, place))
-    for name, _, shape, _ in entries:
-        if shape != expected[name]:
-            raise InvalidInput(f"tensor {name} is {shape}, the file's keys say {expected[name] or 'of none'}", place)
+    found = {name: Stored(kind, shape) for name, kind, shape, _ in entries}
+    contents_of(slices_of(architecture_of(read_model_config(config, place)), tp=1), (), found, place)
     if path is not None:
         with path.open("wb") as file:
             file.write(header_of(entries))

@@ -3,15 +3,17 @@
 Files that every host can read where they lie are not copied.
 """
 
+import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Literal, cast
 
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
-from activities.models.contents import check_finite, check_shapes, computed_shapes
+from activities.models.contents import check_finite
 from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,
@@ -20,7 +22,6 @@ from activities.models.files import (
     check_dtypes,
     check_tokenizer,
     check_weights,
-    decoder_modules,
     gguf_file,
     read_config,
     read_metadata,
@@ -28,13 +29,13 @@ from activities.models.files import (
     weight_files,
 )
 from activities.models.gguf_file import convert_gguf
-from activities.sources.models import Location, locate, located
-from longshore.fields import Artifact, Frozen
+from activities.sources.models import HubId, Location, locate, located
+from longshore.fields import Artifact, Frozen, added
 from longshore.training import LINEARS, Lora, Target
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, NotFound, StoreUnavailable
+from shared.families.tensor_slices import modules_of
 from shared.models.dense import DenseConfig
-from shared.models.generic import GenericConfig
-from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, with_own_targets
+from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, check_order, with_own_targets
 from shared.models.memory import ITEM_BYTES, layout_bytes
 from shared.models.merging import Entry
 from shared.models.peft import (
@@ -64,11 +65,13 @@ from shared.storage.artifacts import (
     upload_files,
 )
 from shared.storage.host_states import read_offer
-from shared.storage.paths import RunKeys, content_key, model_import
+from shared.storage.paths import RunKeys, checkpoint_adapter_run, content_key, is_published, model_import
+from shared.storage.places import OpenPlaces
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Room
 
 _MOST_NAMES = 4
+_OF_BASE = (".safetensors", "tokenizer.json")  # ends of names of what tells one base from another
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
     r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\.(self_attn|linear_attn|"
@@ -81,6 +84,7 @@ class AdapterRequest(Frozen):
     """An adapter as a tenant's user names it, and the LoRA settings and model sizes that it must match, if known.
 
     `run_id` and `role`: the run that uses it, and whether it starts from it, has it as a reference, or is graded by it.
+    `base` and `model`: what it is put on, and the name of that; None: not known, and not compared with its own base.
     """
 
     uri: str
@@ -89,6 +93,9 @@ class AdapterRequest(Frozen):
     role: Literal["initial_adapter", "reference", "reward_model"] = "initial_adapter"
     lora: Lora | None = None
     shape: ModelShape | None = None
+    base: Artifact | None = added(None)
+    model: str = added("")
+    allow_other_base: bool = added(False)
 
 
 class ResolvedAdapter(Frozen):
@@ -119,12 +126,9 @@ class Resolve:
             config = check(location)
             weights, shape = check_contents(location, config), shape_of(config)
             if request.dtype is not None and not shape.is_generic:
-                self._check_room(request, computed_shapes(weights, config), shape)
+                self._check_room(request, {s.name: s.shape for s in weights.slices}, shape)
             if isinstance(request.trainable, Lora) and not shape.is_generic:  # else the worker knows the modules
-                modules = decoder_modules(weights, config)
-                own = (*shape.linears, EMBEDDING)
-                takes = {name: name.rpartition(".")[2] in own for name in modules}
-                beside(request.trainable, takes, is_new=True)
+                beside(request.trainable, modules_of(weights.slices), is_new=True)
             names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 
@@ -152,7 +156,8 @@ class Resolve:
             check = partial(_check_config, request)
             location = locate(request.uri, request.tenant, self._host.settings, (CONFIG, WEIGHTS), check)
             lora = check(location)
-            _check_weights(location, lora, request.shape)
+            _check_base(location, request, self._host)
+            _check_weights(location, lora, request)
             what: str = request.role
             if request.role == "reward_model":
                 what = f"{what}_{content_key(request.uri)[:8]}"  # a grader may have several
@@ -223,8 +228,6 @@ def check_contents(location: Location, config: DenseConfig, read_all: bool = Fal
     Raises InvalidInput: names the file, the tensor and the rule.
     """
     weights = check_weights(location, config)
-    if not isinstance(config, GenericConfig):
-        check_shapes(weights, config, location)
     check_finite(weights, location, all_of_them=read_all)
     return weights
 
@@ -242,7 +245,55 @@ def _check_config(request: AdapterRequest, location: Location) -> Lora:
     return lora
 
 
-def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> None:
+def _check_base(location: Location, request: AdapterRequest, host: HostContext) -> None:
+    """Refuse an adapter that was made on another base: by hashes if that is found, else by names (docs/models.md)."""
+    if request.base is None or request.allow_other_base:
+        return
+    named = _plain(str(location.read_json(CONFIG).get("base_model_name_or_path") or ""))
+    other, theirs = "", _files_of_base(location, named, request, host)
+    if theirs is not None:
+        _, ours = open_artifact(request.base, host.settings.s3)
+        differing = [path for path in _different(theirs, ours) if path.endswith(_OF_BASE)]
+        other = f", whose {differing[0]} is another" if differing else ""
+    elif None not in (repositories := [_repository(named), _repository(_plain(request.model))]):
+        other = ", which is another model" if repositories[0] != repositories[1] else ""
+    if other:
+        rule = f"the adapter was made on {named or 'a model without a name'}{other}, and not on {request.model}"
+        raise InvalidInput(f"{rule}: name its own base, or set allow_other_base to insist", location.place(CONFIG))
+
+
+def _files_of_base(location: Location, named: str, request: AdapterRequest, host: HostContext) -> Manifest | None:
+    """Return the files of the base that an adapter was made on: as the run found them that published it, or as they are
+    in the folder that the adapter names. None if neither is here."""
+    key = "" if location.artifact is None else OpenPlaces(host.settings).own_key(location.artifact.uri) or ""
+    run_id = checkpoint_adapter_run(request.tenant, key)
+    with suppress(NotFound):
+        if is_published(request.tenant, key):  # its claim names the run
+            run_id = json.loads(host.store.get_bytes("/claims/".join(key.rsplit("/", 1)) + ".json"))["run_id"]
+        if run_id is not None:
+            return read_record(host.store, RunKeys(run_id).began_with("model"), Manifest)
+    with suppress(InvalidInput, StoreUnavailable, ValueError, OSError):  # a name of any form, that others wrote
+        if named.startswith(("/", "s3://")) and named != _plain(request.model):
+            there = locate(named, request.tenant, host.settings, HUB_PATTERNS, lambda _: None)
+            if any(name.endswith(".safetensors") for name in there.files):
+                return _hash(there, [name for name in there.files if name.endswith(_OF_BASE)])
+    return None
+
+
+def _plain(model: str) -> str:
+    return model.removeprefix("file://").rstrip("/")
+
+
+def _repository(model: str) -> str | None:
+    """Return the name of a hub id, or of a snapshot in the hub's cache, without its owner; None for other folders."""
+    if cached := re.search(r"/models--[^/]+?--([^/]+)/snapshots/", f"{model}/"):
+        return cached[1].lower()
+    hub_id = HubId.parse(model)
+    return None if hub_id is None else hub_id.repository.rpartition("/")[2].lower()
+
+
+def _check_weights(location: Location, lora: Lora, request: AdapterRequest) -> None:
+    shape = request.shape
     if WEIGHTS not in location.files:
         raise InvalidInput(f"the adapter has no {WEIGHTS}; only safetensors is read", location.store.uri)
     tensors = read_tensors(location, WEIGHTS)
@@ -254,6 +305,9 @@ def _check_weights(location: Location, lora: Lora, shape: ModelShape | None) -> 
     is_generic = shape is not None and shape.is_generic  # then the worker checks names and sizes
     for name, tensor in () if is_generic else tensors.items():
         _check_tensor(name, tensor, adapted, shape, location.place(WEIGHTS))
+    if request.lora is not None:
+        modules = dict.fromkeys(name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors)
+        check_order(lora, request.lora, modules, location.place(CONFIG))
     is_counted = shape is not None and not is_generic and lora.target_pattern is None and lora.layers is None
     of_each = 3 if lora.dora else 2
     ends = len({OUTPUT, EMBEDDING}.intersection(lora.targets))

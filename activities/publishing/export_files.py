@@ -23,7 +23,17 @@ from shared.models.config import read_model_config
 from shared.models.dense import DenseConfig
 from shared.models.end_tokens import GENERATION
 from shared.models.families import MixtureConfig
-from shared.models.merging import FP8_BLOCK, ITEM_BYTES, Entry, Floats, Merger, floats_of, header_of, read_header
+from shared.models.merging import (
+    FP8_BLOCK,
+    ITEM_BYTES,
+    Entry,
+    Floats,
+    Merger,
+    floats_of,
+    header_of,
+    parts_of,
+    read_header,
+)
 from shared.models.peft import WEIGHTS, read_config
 from shared.runs.models import Export
 
@@ -108,6 +118,8 @@ def _encoding(entry: Entry, config: DenseConfig, export: Export, place: str) -> 
             return ggml_of(entry, config, str(export.stored_as), place)
         case "mlx" if len(entry.shape) == 2 and not entry.shape[1] % MLX_GROUP:
             return Mlx(_BITS[str(export.stored_as)], entry.dtype)
+        case "fp8" if parts_of(entry.name, entry.shape):
+            raise InvalidInput(f"{entry.name} is a stack of experts, which fp8 is not written of", place)
         case "fp8" if ".layers." in entry.name and entry.name.endswith("_proj.weight"):
             if any(size % FP8_BLOCK for size in entry.shape):
                 rule = f"fp8 has blocks of {FP8_BLOCK} by {FP8_BLOCK}, of which both sizes must be multiples"

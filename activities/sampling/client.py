@@ -162,7 +162,7 @@ class Sampler:
         answer = self._completions(body, len(prompt_ids) + n * sampling.max_tokens, other_bytes=most_routed)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(n)):
-            raise InvalidInput(f"the sampler sent {len(choices)} samples where {n} were asked for", self._url)
+            raise InvalidInput(f"the sampler sent {len(choices)} samples instead of {n}", self._url)
         return tuple(self._completion(choice, tuple(answer.drawn_by or ())) for choice in choices)
 
     def _completion(self, choice: Choice, drawn_by: tuple[DrawnBy, ...]) -> Completion:

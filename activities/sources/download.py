@@ -1,13 +1,17 @@
 """Download a run's dataset from a URI into the store: decompressed, within the limits of size, and hashed.
 
-`find_sources` says which files are behind a URI: of this machine, of an S3 bucket, or of a web server.
+`find_sources` says which files are behind a URI: of this machine, of an S3 bucket, or of a web server. Of a folder with
+the files of several splits, those of one are taken (`chosen`).
 """
 
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -17,17 +21,19 @@ from pydantic import Field
 from temporalio import activity
 from temporalio.exceptions import CancelledError
 
+from activities.formats.rows import listed
 from activities.host_context import HostContext, beating, host_is_leaving, locked, remove_abandoned
 from activities.sources.http import HttpSource, parse_http_uri
 from activities.sources.transfer import Allowance, Broken, Piece, compression_of, fetch, unpack
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Frozen, added
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
+from shared.field_rules import Reason
 from shared.runs.requests import RunId, Tenant
 from shared.runs.sources import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact, open_artifact
 from shared.storage.files import open_regular
-from shared.storage.paths import MANIFEST, RunKeys, content_key, tenant_folder
+from shared.storage.paths import LEFT, MANIFEST, RunKeys, content_key, tenant_folder
 from shared.storage.places import OpenPlaces, path_of
 from shared.storage.store import (
     LocalStore,
@@ -46,6 +52,11 @@ _MAX_FILES = 10_000
 _RANGE_BYTES = 8 << 20
 _MAX_NAME = 48  # characters of a URL, each at most 4 bytes of the 255 that a name may have
 _SUFFIXES = (".gz", ".gzip", ".zst", ".zstd")
+# The words in names of files and folders by which the library `datasets` knows splits.
+_SPLITS = ("train training", "validation valid val dev", "test testing eval evaluation")
+_SPLIT_OF = {word: words.split()[0] for words in _SPLITS for word in words.split()}
+_NO_DATA = re.compile(r"(.*/)?(README.*|LICENSE.*|[^/]*\.md|dataset_(infos?|dict)\.json|state\.json)")
+_BY_PATTERN = "a URI names others by a pattern, such as file:///rows/data/validation-*.parquet"
 _FORGET_AFTER_S = 3 * 3600
 
 
@@ -123,6 +134,8 @@ Source = LocalSource | StoreSource | HttpSource
 def find_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]:
     """The files behind a URI, each under the name that it will have in the dataset.
 
+    A `*` in the path of a file:// or s3:// URI stands for any characters: such a pattern names files of a folder.
+
     Raises InvalidInput: a scheme we do not read, a place that is not this tenant's to read, or nothing there.
     """
     match urlsplit(uri).scheme:
@@ -131,11 +144,54 @@ def find_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]
             parts = parse_http_uri(uri)
             return _named({_file_name(parts.path): HttpSource(uri, settings.download)}, uri)
         case "file":
-            return _named(_local_sources(uri, tenant, settings), uri)
+            return _named(_matching(uri, partial(_local_sources, tenant=tenant, settings=settings)), uri)
         case "s3":
-            return _named(_store_sources(uri, tenant, settings), uri)
+            return _named(_matching(uri, partial(_store_sources, tenant=tenant, settings=settings)), uri)
         case _:
             raise InvalidInput("a dataset's URI starts with file://, http://, https:// or s3://", uri)
+
+
+def _matching(uri: str, find: Callable[[str], dict[str, Source]]) -> dict[str, Source]:
+    if "*" not in uri:
+        return find(uri)
+    folder, _, pattern = uri.partition("*")
+    folder, _, begin = folder.rpartition("/")
+    return {name: source for name, source in find(folder).items() if fnmatchcase(name, unquote(f"{begin}*{pattern}"))}
+
+
+def chosen(sources: dict[str, Source], split: str, uri: str) -> tuple[dict[str, Source], str]:
+    """Choose of a folder's files those of one split, and say in words which were read and which were left.
+
+    As the library `datasets` does: a word in the name of a file, or of a folder around it, says its split; where some
+    have one, files without are left. `train` takes the split train; `eval`, a run's held-out data, takes validation,
+    else test. Files of a single split, or named by a pattern, are all taken.
+
+    Raises InvalidInput: the files are of other splits, or of several configurations.
+    """
+    data = {name: source for name, source in sources.items() if not _NO_DATA.fullmatch(name)} or sources
+    found = {name: _split_of(name) for name in data}
+    splits = sorted({split for _, split in found.values()})
+    if "*" not in uri and splits != [""]:
+        order = splits if len(splits) == 1 else ["train"] if split == "train" else ["validation", "test"]
+        wanted = next((each for each in order if each in splits), None)
+        data = {name: source for name, source in data.items() if found[name][1] == wanted}
+        if len(folders := sorted({found[name][0] for name in data})) != 1:
+            others = f"splits {', '.join(each or '(none)' for each in splits)}, and not {split}"
+            has = f"configurations {listed(folders)}" if folders else others
+            raise InvalidInput(f"the folder has the {has}: {_BY_PATTERN}", uri)
+    left = sorted(sources.keys() - data.keys())
+    words = f"of the dataset's files {listed(sorted(data))} were read, and {listed(left)} left: {_BY_PATTERN}"
+    return data, words if left else ""
+
+
+def _split_of(name: str) -> tuple[str, str]:
+    """Return the folder in which a file's split lies, and the split: empty where no part of the name says one."""
+    parts = name.split("/")
+    for k in reversed(range(len(parts))):
+        if words := [word for word in re.split(r"[-._ 0-9]+", parts[k].lower()) if word in _SPLIT_OF]:
+            shard = re.match(r"(.+)-\d{5}-of-\d{5}", parts[k])  # the hub's, whose splits may have longer names
+            return "/".join(parts[:k]), shard[1] if shard and shard[1] not in _SPLIT_OF else _SPLIT_OF[words[0]]
+    return "", ""
 
 
 def _file_name(path: str) -> str:
@@ -226,11 +282,15 @@ class DownloadRequest(Frozen):
 
 
 class Downloaded(Frozen):
-    """The dataset's files, decompressed, under their own names without .gz and .zst."""
+    """The dataset's files, decompressed, under their own names without .gz and .zst.
+
+    `notices`: which files of a folder were left.
+    """
 
     dataset: Artifact
     num_files: int
     num_bytes: int
+    notices: tuple[Reason, ...] = added(())
 
 
 class Download:
@@ -256,13 +316,19 @@ class Download:
             _, manifest = open_artifact(dataset, self._host.settings.s3)
             if not room.ledger.has_brought(request.run_id, request.split):  # an attempt was killed in between
                 room.ledger.bring(request.run_id, request.split, manifest.num_bytes)
-        return Downloaded(dataset=dataset, num_files=len(manifest.files), num_bytes=manifest.num_bytes)
+            left = any(file.path == LEFT for file in manifest.files)
+            notices = (store.get_bytes(f"{key}/{LEFT}").decode(),) if left else ()
+        num_files = len(manifest.files) - left
+        return Downloaded(dataset=dataset, num_files=num_files, num_bytes=manifest.num_bytes, notices=notices)
 
     def _bring(self, request: DownloadRequest, store: ObjectStore, key: str, room: Room) -> Artifact:
         downloads = self._host.paths.scratch / "downloads"
         # Folders that no further attempt will use: their runs were cancelled, or their hosts died.
         remove_abandoned(downloads, "*", _FORGET_AFTER_S)
-        sources = find_sources(request.source.uri, request.tenant, self._host.settings)
+        uri = request.source.uri
+        sources, words = find_sources(uri, request.tenant, self._host.settings), ""
+        if request.split in ("train", "eval"):
+            sources, words = chosen(sources, request.split, uri)
         keeps_parts = self._keeps_parts and not _is_last_attempt()
         with _scratch(downloads / content_key(request), keeps_parts) as scratch, disk_errors(scratch):
             folder = scratch / "dataset"
@@ -270,7 +336,9 @@ class Download:
             own, left = _own_bytes(sources, store, request.tenant), room.left()
             limits = Allowance(self._host.settings.download, None if left is None else left + own)
             num_bytes = max(0, _bring_files(sources, scratch, folder, limits) - own)
-            with room.reserving(num_bytes, request.source.uri):
+            if words:
+                (folder / LEFT).write_text(words)
+            with room.reserving(num_bytes, uri):
                 dataset = self._host.keep(key, folder)
                 room.ledger.bring(request.run_id, request.split, num_bytes)
             return dataset

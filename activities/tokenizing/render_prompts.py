@@ -240,7 +240,7 @@ class PromptTally:
         """Count a prompt. Returns whether it is short enough to use. Raises InvalidInput for a prompt of no token."""
         num_tokens = len(token_ids)
         if not num_tokens:
-            raise InvalidInput("the prompt is empty: it has no token for the model to go on from", question.place)
+            raise InvalidInput("the prompt is empty: it has no token to continue from", question.place)
         self.num_rows += 1
         self.num_answers += question.had_answer
         self.hidden.add(question.place, question.hidden_thoughts)
@@ -275,7 +275,7 @@ class PromptTally:
             longest_tokens=self.longest,
             probe=self.probe,
             lost=tuple(self.lost),
-            warnings=tuple(self.hidden.warnings()),
+            warnings=(*self.hidden.warnings(), *self.dataset.unread.warnings("")),
         )
 
     def refuse_losses(self, max_lost_fraction: float, place: str) -> None:

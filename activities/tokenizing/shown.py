@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
+from activities.formats import THOUGHTS
 from activities.tokenizing.template_environment import Unrendered
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = THOUGHTS
 """The names of a message's thoughts."""
 _THOUGHT_END = "</think>"
 _FIRST, _LAST = 0xF0000, 0x10FFFD

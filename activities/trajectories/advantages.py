@@ -33,7 +33,8 @@ def leave_one_out(reward_G: Rewards) -> Rewards:
 def batch_normalized(rewards: Sequence[Rewards]) -> list[Rewards]:
     """(r_i - mean(r)) / std(r) over all groups of the batch: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262, section 3).
 
-    The paper's KL term is part of the loss here.
+    The paper takes the sum of a token's and later tokens' KL off the reward before this. Here a KL is taken off each
+    token's own advantage after it (docs/losses.md).
     """
     mean, std = _of_batch(rewards)
     return [(reward_G - mean) / (std + _EPSILON) for reward_G in rewards]

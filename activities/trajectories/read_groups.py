@@ -128,7 +128,7 @@ def read_groups(parsed: Iterable[tuple[str, SentGroup]], rules: Rules) -> Groups
         if num_whole:
             read.groups.append(scored)
     if not counts["num_groups"]:
-        raise InvalidInput("there is no trajectory group: a line of JSON for each", "groups")
+        raise InvalidInput("there is no trajectory group: send one JSON object per line", "groups")
     counts["trained_groups"] = len(read.groups)
     counts["trained_trajectories"] = sum(bool(one.sequences) for group in read.groups for one in group)
     turns = dict(rules.conversations.counts) if rules.conversations is not None else {}

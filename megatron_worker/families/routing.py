@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families.architecture import Architecture, Mixture
-from megatron_worker.families.tensor_slices import TensorSlice
+from shared.families.architecture import Mixture
 
 
 def scores(hidden_TH: Tensor, router_EH: Tensor, mixture: Mixture, bias_E: Tensor | None = None) -> Tensor:
@@ -48,19 +47,3 @@ def weights(score_TE: Tensor, expert_TK: Tensor, mixture: Mixture) -> Tensor:
     if mixture.is_normalised:
         weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
     return weight_TK * mixture.scale
-
-
-def corrections(a: Architecture) -> list[TensorSlice]:
-    """Return the bias that routers add to experts' scores when they choose: float32, whole on every rank."""
-    return [
-        TensorSlice(
-            f"{a.tensor_prefix}.layers.{layer}.{a.names.mlp}.gate.e_score_correction_bias",
-            f"decoder.layers.{layer}.mlp.router.correction",
-            (mlp.num_experts,),
-            None,
-            0,
-            mlp.num_experts,
-        )
-        for layer, mlp in enumerate(a.mlps)
-        if isinstance(mlp, Mixture) and mlp.scoring == "sigmoid"
-    ]

@@ -1,79 +1,23 @@
-"""Tensor slices: the rows of the engine's parameters that each Hugging Face tensor fills, under tensor parallelism.
-
-The engine's parameters are fused (query, key and value interleaved by key/value head; gate beside up) and split over
-the tensor-parallel ranks. A tensor slice describes one Hugging Face tensor: the part of it that a rank holds, and the
-rows of the rank's parameter that this part fills.
-"""
+"""What a rank holds of the tensors that slices describe: its part of a whole tensor, and the rows of a parameter."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from longshore.training import TARGETS
-from shared.models.peft import EMBEDDING, module_of
+from shared.families.tensor_slices import TensorSlice
 
 
-@dataclass(frozen=True)
-class TensorSlice:
-    """A whole tensor `name` of `shape`, split along dimension `split` (None: every rank holds all of it).
+def parts_of(s: TensorSlice, whole: Tensor, rank: int, size: int) -> list[Tensor]:
+    """Return views of a rank's parts of the whole tensor, a section each."""
+    if s.split is None:
+        return [whole]
+    return [whole.narrow(s.split, span.start, span.stop - span.start) for span in s.spans(rank, size)]
 
-    On each rank it fills rows `start` to `stop` of each of the `groups` equal row groups of `parameter`. `expert`: the
-    number of the expert that it is of, if any, and it is split over expert-tensor-parallel ranks then. `is_stack`: it
-    is of all experts, one after another along `split`, which expert-parallel ranks share out. `sections`:
-    sizes of parts along `split` that are each split over the ranks; none: the whole is. `takes_adapter`: where it is a
-    linear's. `stage` and `ep_rank`: the pipeline stage and the expert-parallel rank that hold it.
-    """
 
-    name: str
-    parameter: str
-    shape: tuple[int, ...]
-    split: int | None
-    start: int
-    stop: int
-    groups: int = 1
-    expert: int | None = None
-    is_stack: bool = False
-    sections: tuple[int, ...] = ()
-    takes_adapter: bool = True
-    stage: int = 0
-    ep_rank: int = 0
-
-    def spans(self, rank: int, size: int) -> list[slice]:
-        """Return the ranges of dimension `split` that a rank of `size` holds, a section each; the last ranks' may be
-        short or empty."""
-        assert self.split is not None
-        spans, start = [], 0
-        for length in self.sections or (self.shape[self.split],):
-            share, stop = -(-length // size), start + length
-            spans.append(slice(min(start + rank * share, stop), min(start + (rank + 1) * share, stop)))
-            start = stop
-        return spans
-
-    def parts(self, whole: Tensor, rank: int, size: int) -> list[Tensor]:
-        """Return views of a rank's parts of the whole tensor, a section each."""
-        if self.split is None:
-            return [whole]
-        return [whole.narrow(self.split, s.start, s.stop - s.start) for s in self.spans(rank, size)]
-
-    def local(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """Return a rank's part of the whole tensor."""
-        return join_parts(self.parts(whole, rank, size), self.split)
-
-    def write(self, parameter: Tensor, local: Tensor) -> None:
-        """Copy a rank's part of the tensor into its rows of the parameter."""
-        target = self._rows(parameter, self.start + local.shape[0] // self.groups)
-        target.copy_(local.reshape(target.shape))
-
-    def read(self, parameter: Tensor, num_rows: int, rows_before: int = 0) -> Tensor:
-        """Return what `write` wrote: of a rank's part, the `num_rows` rows behind the first ones, contiguous."""
-        rows = self._rows(parameter, self.start + (rows_before + num_rows) // self.groups)[:, rows_before:]
-        return rows.reshape(num_rows, *parameter.shape[1:]).contiguous()
-
-    def _rows(self, parameter: Tensor, stop: int) -> Tensor:
-        return parameter.view(self.groups, -1, *parameter.shape[1:])[:, self.start : stop]
+def local_of(s: TensorSlice, whole: Tensor, rank: int, size: int) -> Tensor:
+    """Return a rank's part of the whole tensor."""
+    return join_parts(parts_of(s, whole, rank, size), s.split)
 
 
 def join_parts(parts: Sequence[Tensor], split: int | None) -> Tensor:
@@ -81,35 +25,17 @@ def join_parts(parts: Sequence[Tensor], split: int | None) -> Tensor:
     return parts[0] if split is None or len(parts) == 1 else torch.cat(list(parts), dim=split)
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A fused linear of the engine and the Hugging Face linears in it, in the order of their rows."""
-
-    name: str
-    # Megatron's words: "column" splits output rows over ranks, "row" input columns; "whole": every rank has all of it.
-    kind: Literal["column", "row", "whole"]
-    slices: tuple[TensorSlice, ...]
+def write_slice(s: TensorSlice, parameter: Tensor, local: Tensor) -> None:
+    """Copy a rank's part of the tensor into its rows of the parameter."""
+    target = _rows(s, parameter, s.start + local.shape[0] // s.groups)
+    target.copy_(local.reshape(target.shape))
 
 
-def modules_of(slices: Sequence[TensorSlice]) -> dict[str, bool]:
-    """Return the names in memory of all modules with a weight, and whether LoRA can adapt them."""
-    weights = [s for s in slices if s.name.endswith(".weight")]
-    return {module_of(s.name): s.takes_adapter and s.name.split(".")[-2] in TARGETS for s in weights}
+def read_slice(s: TensorSlice, parameter: Tensor, num_rows: int, rows_before: int = 0) -> Tensor:
+    """Return what `write_slice` wrote: of a rank's part, the `num_rows` rows behind the first ones, contiguous."""
+    rows = _rows(s, parameter, s.start + (rows_before + num_rows) // s.groups)[:, rows_before:]
+    return rows.reshape(num_rows, *parameter.shape[1:]).contiguous()
 
 
-def as_linear(embedding: TensorSlice) -> TensorSlice:
-    """Return embeddings as a linear of tokens, [hidden, vocabulary], of which every rank has all."""
-    num_tokens, size = embedding.shape
-    return replace(embedding, shape=(size, num_tokens), split=None, start=0, stop=size)
-
-
-def linears_of(slices: Sequence[TensorSlice]) -> list[Linear]:
-    """Return the linears that LoRA can adapt, in model order. Embeddings are one of them."""
-    can_adapt = modules_of(slices)
-    grouped: dict[str, list[TensorSlice]] = {}
-    for s in slices:
-        if can_adapt.get(module_of(s.name)) and s.name.endswith(".weight"):
-            own = as_linear(s) if s.name.endswith(f".{EMBEDDING}.weight") else s
-            grouped.setdefault(s.parameter.removesuffix(".weight"), []).append(own)
-    kinds: dict[int | None, Literal["column", "row", "whole"]] = {0: "column", 1: "row", None: "whole"}
-    return [Linear(name, kinds[own[0].split], tuple(own)) for name, own in grouped.items()]
+def _rows(s: TensorSlice, parameter: Tensor, stop: int) -> Tensor:
+    return parameter.view(s.groups, -1, *parameter.shape[1:])[:, s.start : stop]

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from longshore.training import Lora
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.head import scalar
@@ -21,6 +20,7 @@ from megatron_worker.tensors.adapter_tensors import initial, norms_of_rows
 from megatron_worker.tensors.dropout import Masks, dropped
 from megatron_worker.tensors.flat_buffer import Flat
 from shared.errors import InvalidInput
+from shared.families.tensor_slices import TensorSlice
 from shared.models.lora_modules import OUTPUT, AdaptedModules
 from shared.models.peft import NORMS, PREFIX, factor_of
 

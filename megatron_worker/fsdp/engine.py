@@ -11,8 +11,6 @@ from torch import Tensor
 from longshore.layout import Layout, broken_rule
 from longshore.training import Dtype, Lora
 from megatron_worker.engine import Batch, Facts, LossFunction, Outputs, Scores
-from megatron_worker.families import is_generic, read_architecture
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter
 from megatron_worker.fsdp.model import FsdpModel
 from megatron_worker.fsdp.optimizer import FsdpOptimizer
@@ -28,6 +26,8 @@ from megatron_worker.tensors.greedy import greedy
 from megatron_worker.tensors.slot_engine import SlottedEngine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
+from shared.families import is_generic, read_architecture
+from shared.families.tensor_slices import TensorSlice
 
 
 class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
@@ -107,7 +107,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         return self._ranks.size > 1
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
-        if not (outputs.logprob or outputs.entropy or outputs.top_k or outputs.values or outputs.divergence):
+        if not (outputs.logprob or outputs.entropy or outputs.num_named or outputs.values or outputs.divergence):
             return Scores()
         shard = self.vocab_shard
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter, add_adapter
+from shared.families.tensor_slices import TensorSlice
 
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 

@@ -16,9 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from longshore.layout import Layout
 from longshore.training import LINEARS
 from megatron_worker.engine import Batch
-from megatron_worker.families import architecture_of, is_generic, read_config
 from megatron_worker.families.rope import check_lengths
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter, add_adapter, add_to_tokens
 from megatron_worker.fsdp.attention import ASKING, ATTENTION, FORESTS, Forests, windows_of
 from megatron_worker.fsdp.experts import linears_of_experts, on_rank, put_adapters_beside, stacked_slices
@@ -27,6 +25,8 @@ from megatron_worker.fsdp.tensor_parallel import add_split_adapter, slice_of, sp
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.mixers.tree_attention import plan_forest
 from shared.errors import InvalidInput
+from shared.families import architecture_of, is_generic, read_config
+from shared.families.tensor_slices import TensorSlice
 from shared.models.lora_modules import OUTPUT
 from shared.models.peft import EMBEDDING, module_of
 from shared.models.shape import check_layout, shape_of

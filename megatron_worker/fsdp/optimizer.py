@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from longshore.training import Muon, Optimizer
 from megatron_worker.engine import Norms
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import local_of, read_slice, write_slice
 from megatron_worker.fsdp.ranks import Ranks, SplitByTp
 from megatron_worker.optimizers.adamw import sum_of_squares
 from megatron_worker.optimizers.groups import groups_of, rates_of, step_matrix, update
@@ -20,6 +20,7 @@ from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.state_files import State
+from shared.families.tensor_slices import TensorSlice
 
 
 class FsdpOptimizer:
@@ -153,8 +154,8 @@ class FsdpOptimizer:
                 self._ranks.splitting(s),
             )
             is_own = s.expert is not None
-            whole = s.read(parameter, s.shape[0]) if is_own else self._ranks.whole(s, directions, torch.float32)
-            s.write(parameter, s.local(step_of(whole, muon, dtype), place.rank, place.size))
+            whole = read_slice(s, parameter, s.shape[0]) if is_own else self._ranks.whole(s, directions, torch.float32)
+            write_slice(s, parameter, local_of(s, step_of(whole, muon, dtype), place.rank, place.size))
 
     def refresh_working(self) -> None:
         """Round the masters into the weights that the model computes with."""

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longshore.layout import Layout
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import read_slice
 from megatron_worker.process.agreement import agreement
 from megatron_worker.process.process_group import SideRanks, join, join_side_ranks
+from shared.families.tensor_slices import TensorSlice
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Ranks:
     def _from_holder(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         whole = torch.empty(tensor_slice.shape, dtype=dtype, device=self.device)
         if self.rank == tensor_slice.ep_rank:
-            whole.copy_(tensor_slice.read(parameters[tensor_slice.parameter], tensor_slice.shape[0]))
+            whole.copy_(read_slice(tensor_slice, parameters[tensor_slice.parameter], tensor_slice.shape[0]))
         if self.size > 1:
             dist.broadcast(whole, tensor_slice.ep_rank)
         return whole

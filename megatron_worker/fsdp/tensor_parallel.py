@@ -14,10 +14,10 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import _AllReduceBackward, _AllReduceForward
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.adapter import FsdpAdapter, add_low, counted_by
 from megatron_worker.fsdp.ranks import Ranks, SplitByTp
 from shared.errors import InvalidInput
+from shared.families.tensor_slices import TensorSlice
 
 
 def split_by_plan(causal_lm: Any, ranks: Ranks) -> dict[str, str]:

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_worker.engine import Batch, Outputs, Scores
+from megatron_worker.head import top_k
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.logprobs import VocabShard, score_targets
 from megatron_worker.head.torch_tiles import capped_slope, rows_of_labels
@@ -42,8 +43,7 @@ from megatron_worker.teachers import Divergence, LikeliestIds, TeacherStates
 
 _WORKSPACE_BYTES = 256 << 20
 _LOGITS_HELD = 8  # of a chunk, in tensors as wide as the shard
-_LEAST_MASS = torch.finfo(torch.float32).eps  # that a teacher's sum of probabilities can leave to others
-_LEAST_LOGPROB = -80.0  # an exponential that float32 still has
+_LEAST_MASS = torch.finfo(torch.float32).eps  # that numbers of a server, told in float32, can leave to others
 
 
 def score_beside_teacher(
@@ -58,16 +58,16 @@ def score_beside_teacher(
 ) -> Scores:
     """Score targets as `score_targets` does; with `outputs.divergence` also against what the batch has of a teacher.
 
-    Then the log-probability is a constant, and nothing else is computed beside the two.
+    Then the log-probability is a constant, and nothing else is computed beside the two. `outputs.rest` is computed
+    here, too, as it takes whole logits. It has no gradient.
 
     Args:
         hidden_NH: of the batch's targets, or of those of `target_N`.
         chunk: targets whose logits are held at a time; None: what the workspace has room for.
     """
     label_N = batch.label_N if target_N is None else batch.label_N[target_N]
-    if outputs.divergence is None:
+    if outputs.divergence is None and not outputs.rest:
         return score_targets(hidden_NH, weight_VH, label_N, outputs, shard, beside=beside)
-    teacher = _teacher(batch, outputs.divergence, target_N)
     if beside is not None:
         hidden_NH, weight_VH = torch.cat([hidden_NH, beside.low_NR], dim=1), weight_VH.detach()
     softmax = _Softmax(shard, outputs.temperature * shard.logit_divisor)
@@ -75,22 +75,27 @@ def score_beside_teacher(
         width = max(1, shard.num_real) * torch.promote_types(torch.float32, hidden_NH.dtype).itemsize
         chunk = max(1, _WORKSPACE_BYTES // (width * _LOGITS_HELD))
     last_VR = None if beside is None else beside.b_VR
+    if outputs.divergence is None:
+        named = [
+            softmax.named(softmax.logits(hidden_CX, weight_VH, last_VR), label_C, outputs.top_k)
+            for hidden_CX, label_C in zip(hidden_NH.split(chunk), label_N.split(chunk), strict=True)
+        ]
+        id_NK, logprob_NK = (torch.cat(each) for each in zip(*named, strict=True))
+        return Scores(top_id_NK=id_NK, top_logprob_NK=logprob_NK)
+    teacher = _teacher(batch, target_N)
     keep_rows = torch.is_grad_enabled() and hidden_NH.requires_grad
     task = _Task(label_N, teacher, outputs.divergence, softmax, chunk, keep_rows)
     divergence_N, logprob_N = _Diverged.apply(hidden_NH, weight_VH, last_VR, task)
     return Scores(logprob_N=logprob_N, divergence_N=divergence_N)
 
 
-def _teacher(batch: Batch, divergence: Divergence, target_N: Tensor | None) -> TeacherStates | LikeliestIds:
+def _teacher(batch: Batch, target_N: Tensor | None) -> TeacherStates | LikeliestIds:
     """Return what is known of the teacher at the targets; `target_N`: at those alone."""
-    if divergence.tokens == "all":
-        assert isinstance(batch.teacher, TeacherStates), "the teacher has not computed this bin"
-        return batch.teacher
-    named = batch.teacher
-    if divergence.tokens == "drawn":
-        named = LikeliestIds(batch.label_N[:, None], batch.ref_logprob_N[:, None])
-    assert isinstance(named, LikeliestIds), "the data was not scored"
-    return named if target_N is None else LikeliestIds(named.id_NK[target_N], named.logprob_NK[target_N])
+    known = batch.teacher
+    assert known is not None, "the teacher has not computed this bin"
+    if target_N is None or isinstance(known, TeacherStates):
+        return known
+    return LikeliestIds(known.id_NK[target_N], known.logprob_NK[target_N])
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,24 @@ class _Softmax:
 
     def logprobs(self, logit_CV: Tensor) -> Tensor:
         return logit_CV - self.over_shards(logit_CV)[:, None]
+
+    def named(self, logit_CV: Tensor, label_C: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        """Return the `num` likeliest ids, or the label, [C, K + 1], and log-probabilities; the last is all others'."""
+        shard, own_CV = self.shard, self.logprobs(logit_CV)
+        id_CK = label_C[:, None]
+        if num:
+            keys_CK = top_k.shifted(top_k.of_logits(logit_CV, num), shard.first)
+            _, id_CK = top_k.unpack_keys(top_k.over_shards(keys_CK, shard.group))
+        row_CK, owned_CK = rows_of_labels(id_CK, shard.first, shard.num_real)
+        padded_CV = torch.nn.functional.pad(own_CV, (0, 1))
+        logprob_CK = self.summed(padded_CV.gather(1, row_CK).where(owned_CK, 0.0))
+        rest_C = self.over_shards(self.others(padded_CV, row_CK, owned_CK))
+        return torch.cat([id_CK, id_CK.new_full((len(id_CK), 1), -1)], 1), torch.cat([logprob_CK, rest_C[:, None]], 1)
+
+    def others(self, padded_CV: Tensor, row_CK: Tensor, owned_CK: Tensor) -> Tensor:
+        """Return log-probabilities, which have a column more than the shard, with -inf in the place of named rows."""
+        num_rows = padded_CV.shape[1] - 1
+        return padded_CV.scatter(1, row_CK.where(owned_CK, num_rows), -torch.inf)[:, :num_rows]
 
     def over_shards(self, value_CV: Tensor) -> Tensor:
         """Return the logsumexp over the whole vocabulary, [C]."""
@@ -177,15 +200,25 @@ class _Task:
                 return self._of_named(id_NK[some].long(), logprob_NK[some].to(own_CV.dtype), own_CV)
 
     def _of_named(self, id_CK: Tensor, logprob_CK: Tensor, own_CV: Tensor) -> Tensor:
-        shard, num_rows = self.softmax.shard, own_CV.shape[1]
-        row_CK, owned_CK = rows_of_labels(id_CK, shard.first, num_rows)
-        row_CK = row_CK.where(owned_CK, num_rows)  # a column for ids of other shards, which is cut off
-        padded_CV = torch.nn.functional.pad(own_CV, (0, 1))
-        others_CV = padded_CV.scatter(1, row_CK, -torch.inf)[:, :num_rows]
-        own_left_C = self.softmax.over_shards(others_CV).clamp(min=_LEAST_LOGPROB)
-        left_C = (1 - logprob_CK.exp().sum(dim=1)).clamp(min=_LEAST_MASS).log()
+        num_rows = own_CV.shape[1]
+        row_CK, owned_CK = rows_of_labels(id_CK, self.softmax.shard.first, num_rows)
+        padded_CV = torch.nn.functional.pad(own_CV, (0, 1))  # a column for ids of other shards, which is cut off
+        others_CV = self.softmax.others(padded_CV, row_CK, owned_CK)
+        own_left_C = self.softmax.over_shards(others_CV).clamp(min=torch.finfo(own_CV.dtype).min)
+        left_C = torch.where(id_CK[:, -1] == -1, logprob_CK[:, -1], _left(logprob_CK))
         padded_CV += (left_C - own_left_C)[:, None]
-        return padded_CV.scatter(1, row_CK, logprob_CK)[:, :num_rows]
+        return padded_CV.scatter(1, row_CK.where(owned_CK, num_rows), logprob_CK)[:, :num_rows]
+
+
+def _left(logprob_CK: Tensor) -> Tensor:
+    """Return the logarithm of the mass that a teacher's numbers leave to ids without any.
+
+    One number near 0 is exact. Several are each rounded: a rest below `_LEAST_MASS` would be their rounding errors.
+    """
+    exact_CK = logprob_CK.double()
+    mass_C = -exact_CK[:, 0].expm1() - exact_CK[:, 1:].exp().sum(dim=1)
+    least = _LEAST_MASS if exact_CK.shape[1] > 1 else 0.0
+    return mass_C.where(mass_C > least, _LEAST_MASS).log().to(logprob_CK.dtype)
 
 
 def _terms(teacher_CV: Tensor, own_CV: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from longshore.training import ScalarHead
-from megatron_worker.families.tensor_slices import TensorSlice
+from shared.families.tensor_slices import TensorSlice
 from shared.models.peft import PREFIX
 
 MODULE = "score."

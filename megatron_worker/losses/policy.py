@@ -15,6 +15,8 @@ from megatron_worker.losses.targets import Targets, live_targets, shaped_advanta
 from megatron_worker.sums import LossSums
 from shared.jobs.packed import Units
 
+_OF_THE_SAMPLER = ("truncated_importance", "off_policy_bound")  # fields that compare with it, whatever `old` is
+
 
 def policy_loss(loss: PolicyLoss, temperature: float, has_critic: bool = False) -> LossFunction:
     outputs = Outputs(entropy=True, entropy_gradient=loss.entropy_coefficient > 0, temperature=temperature)
@@ -24,8 +26,8 @@ def policy_loss(loss: PolicyLoss, temperature: float, has_critic: bool = False) 
 def check_policy_columns(units: Units, loss: PolicyLoss) -> None:
     """Raise InvalidInput where an advantage, or a log-probability that the loss needs of the sampler, is no number."""
     check_finite(units, "advantage", f"the loss {loss.kind} learns from it")
-    if loss.truncated_importance is not None:
-        check_finite(units, "old_logprob", "truncated_importance needs the sampler's log-probabilities")
+    if (reader := next((n for n in _OF_THE_SAMPLER if getattr(loss, n) is not None), None)) is not None:
+        check_finite(units, "old_logprob", f"{reader} needs the sampler's log-probabilities")
     elif loss.old == "sampler":
         check_finite(units, "old_logprob", "old = sampler needs the sampler's log-probabilities")
 
@@ -96,15 +98,15 @@ def _left_out(targets: Targets, importance_N: Tensor, loss: PolicyLoss) -> dict[
     """Return the tokens that count for nothing, bool [N], by what leaves them out.
 
     `masked`: their importance is beyond the bounds (IcePop, Ling Team 2025, arXiv:2510.18855). `off_policy`: they have
-    a negative advantage, and the policy has left their sequence (off-policy sequence masking: DeepSeek-V3.2, 2025,
-    arXiv:2512.02556).
+    a negative advantage, and the policy has left what the sampler wrote of their sequence (off-policy sequence masking:
+    DeepSeek-V3.2, 2025, arXiv:2512.02556, whose old policy is the sampler as its server tells it).
     """
     found = {}
     if loss.truncated_importance is not None and loss.importance_beyond == "mask":
         low, high = loss.importance_floor or 0.0, loss.truncated_importance
         found["masked"] = (importance_N > high) | (importance_N < low)
     if loss.off_policy_bound is not None:
-        behind_N = targets.mean_of_sequence(-targets.log_ratio_N.detach())
+        behind_N = targets.mean_of_sequence(targets.sampler_logprob_N - targets.logprob_N.detach())
         found["off_policy"] = (targets.advantage_N < 0) & (behind_N > loss.off_policy_bound)
     return found
 

@@ -21,12 +21,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.families.architecture import Architecture, Attention
-from megatron_worker.families.rope import Rope
+from megatron_worker.families.rope import rope_tables
 from megatron_worker.megatron.parallel.collectives import gather_rows, linear_map
 from megatron_worker.megatron.parallel.mesh import Group
 from megatron_worker.mixers.delta_rule import RecurrentPlan, plan_recurrence
 from megatron_worker.mixers.tree_attention import Forest, attend_forest, plan_forest
+from shared.families.architecture import Architecture, Attention
+from shared.families.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def plan_bin(
         for window in a.windows
         if lengths is None or a.has_sinks or (window is not None and max(lengths, default=0) > window)
     }
-    rotary = {rope: rope.tables(position_T, frequency_D2, dtype) for rope, frequency_D2 in frequencies.items()}
+    rotary = {rope: rope_tables(rope, position_T, frequency_D2, dtype) for rope, frequency_D2 in frequencies.items()}
     recurrence = None if a.conv_width is None else plan_recurrence(parent_T, a.conv_width)
     start_S1 = None
     if lengths is not None and position_T.is_cuda and dtype == torch.bfloat16:  # for which torch has a kernel

@@ -12,9 +12,6 @@ from torch import Tensor
 from longshore.layout import Layout
 from longshore.training import Dtype, Lora, OptimizerStates, Quantization
 from megatron_worker.engine import Batch, Facts, LossFunction, Outputs, Scores
-from megatron_worker.families import architecture_of, read_config
-from megatron_worker.families.model_slices import constants_of, output_slice, slices_of
-from megatron_worker.families.tensor_slices import TensorSlice, linears_of
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.head.scalar import head_slices
 from megatron_worker.megatron.lora import MegatronAdapter
@@ -31,6 +28,9 @@ from megatron_worker.tensors.adapter_slots import Base, Slots
 from megatron_worker.tensors.greedy import greedy
 from megatron_worker.tensors.slot_engine import SlottedEngine
 from megatron_worker.tensors.state_files import read_model
+from shared.families import architecture_of, read_config
+from shared.families.model_slices import constants_of, output_slice, slices_of
+from shared.families.tensor_slices import TensorSlice, linears_of
 from shared.models.shape import check_layout, shape_of
 
 

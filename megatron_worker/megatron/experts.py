@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_worker.families import routing
-from megatron_worker.families.architecture import Mixture, activate
+from megatron_worker.families.activations import activate, clamped_gate
 from megatron_worker.megatron.lora import ExpertLinear
 from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.quantized.weights import quantized_product
+from shared.families.architecture import Mixture
 
 
 class Router(torch.nn.Module):
@@ -114,7 +115,7 @@ class StackedExperts(torch.nn.Module):
     def forward(self, number: int, hidden_MH: Tensor) -> Tensor:
         product: Callable[..., Tensor] = torch.addmm if isinstance(self.down_proj, Tensor) else quantized_product
         made_MF = product(self.gate_up_proj_bias[number], hidden_MH, self.gate_up_proj[number])
-        gated_MF = self._gate(made_MF[:, ::2], made_MF[:, 1::2])
+        gated_MF = clamped_gate(self._gate, made_MF[:, ::2], made_MF[:, 1::2])
         return product(self.down_proj_bias[number], gated_MF, self.down_proj[number])
 
 

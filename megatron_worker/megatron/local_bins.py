@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.engine import Batch
-from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.rope import Rope, check_lengths
+from megatron_worker.families.rope import check_lengths
 from megatron_worker.megatron.attention import BinPlan, Context, plan_bin
 from megatron_worker.megatron.parallel.collectives import sum_alike
 from megatron_worker.megatron.parallel.mesh import Mesh
+from shared.families.architecture import Architecture
+from shared.families.rope import Rope
 
 _CUDA_CHUNK = 128  # tokens: a chunk is whole blocks of flex_attention's mask
 

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from longshore.training import Lora, OptimizerStates
-from megatron_worker.families.tensor_slices import Linear, TensorSlice
+from megatron_worker.families.tensor_slices import local_of, write_slice
 from megatron_worker.head import scalar
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.megatron.optimizer import MegatronOptimizer
@@ -38,6 +38,7 @@ from megatron_worker.quantized.tensors import QuantizedTensor
 from megatron_worker.quantized.weights import quantized_linear, whole
 from megatron_worker.tensors.adapter_tensors import initial, norms_of_rows, scale_of, targeted
 from megatron_worker.tensors.dropout import Masks, dropped
+from shared.families.tensor_slices import Linear, TensorSlice
 from shared.models.lora_modules import AdaptedModules, LoraSize
 from shared.models.peft import factor_of, norms_of
 
@@ -261,7 +262,7 @@ class MegatronAdapter:
         for s in self.slices:
             if holds(self._mesh, s) and (whole := initial(s, seed)) is not None:
                 group = self._mesh.splitting(s)
-                s.write(self.flat.views[s.parameter], s.local(whole, group.rank, group.size))
+                write_slice(s, self.flat.views[s.parameter], local_of(s, whole, group.rank, group.size))
 
     def new_optimizer(self, states: OptimizerStates = "float32") -> MegatronOptimizer:
         """Return an optimizer that trains this adapter."""

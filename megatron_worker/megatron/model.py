@@ -26,18 +26,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from longshore.training import Quantization
-from megatron_worker.families.architecture import (
-    Architecture,
-    Attention,
-    DeltaNet,
-    LatentAttention,
-    Mamba2,
-    Mixer,
-    Mixture,
-    Mlp,
-    activate,
-)
-from megatron_worker.families.gemma import SharedAttention
+from megatron_worker.families.activations import activate
+from megatron_worker.families.rope import frequencies_of
 from megatron_worker.head.beside import BesideHead
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.head.scalar import HeadWeights
@@ -55,6 +45,17 @@ from megatron_worker.megatron.parallel.stages import LAYERS, layers_of
 from megatron_worker.megatron.regions import arrange
 from megatron_worker.quantized.block_codes import CODES
 from megatron_worker.quantized.tensors import QuantizedTensor, QuantizedTensors
+from shared.families.architecture import (
+    Architecture,
+    Attention,
+    DeltaNet,
+    LatentAttention,
+    Mamba2,
+    Mixer,
+    Mixture,
+    Mlp,
+)
+from shared.families.gemma import SharedAttention
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
@@ -157,7 +158,7 @@ class MegatronModel:
         share = -(-a.vocab_size // mesh.tp.size)
         self.architecture = a
         self.shard = VocabShard(mesh.tp.rank * share, share, a.vocab_size, mesh.tp.group, a.logit_cap, a.logit_divisor)
-        self.dtype, self.frequencies = dtype, a.frequencies(mesh.device)
+        self.dtype, self.frequencies = dtype, frequencies_of(a, mesh.device)
         self._embedding_scale = float(torch.tensor(a.embedding_scale, dtype=dtype))
         self._mesh = mesh
         self._layers = layers_of(mesh.pp.rank, mesh.pp.size, a.num_layers)

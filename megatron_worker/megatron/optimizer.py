@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from longshore.training import Muon, Optimizer, OptimizerStates
 from megatron_worker.engine import Norms
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import local_of, read_slice, write_slice
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.regions import Region
 from megatron_worker.optimizers.adamw import Rates, sum_of_squares
@@ -26,6 +26,7 @@ from megatron_worker.quantized.moments import CodedMoment, update_coded
 from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.state_files import State
+from shared.families.tensor_slices import TensorSlice
 
 
 class MegatronOptimizer:
@@ -246,10 +247,10 @@ class MegatronOptimizer:
             parameter = directions[name]
             for s in slices:
                 if s.is_stack:  # of this rank's own experts, each whole
-                    s.write(parameter, step_of(s.read(parameter, len(parameter)), muon, dtype))
+                    write_slice(s, parameter, step_of(read_slice(s, parameter, len(parameter)), muon, dtype))
                 else:
                     place, whole = self._mesh.splitting(s), self._mesh.gathered(s, parameter)
-                    s.write(parameter, s.local(step_of(whole, muon, dtype), place.rank, place.size))
+                    write_slice(s, parameter, local_of(s, step_of(whole, muon, dtype), place.rank, place.size))
             self.grad.views[name].copy_(parameter)
 
 

@@ -129,7 +129,7 @@ class PipelinePasses:
         """Send the last stage's scores to all stages."""
         if self._mesh.pp.size == 1:
             return [found for found in scores if found is not None]
-        sizes, k = [len(batch.weight_N) for batch in batches], outputs.top_k
+        sizes, k = [len(batch.weight_N) for batch in batches], outputs.num_named
         exact = torch.promote_types(torch.float32, self._model.dtype)
         columns: dict[str, Sequence[Tensor]] = {}
         if outputs.logprob:
@@ -163,10 +163,10 @@ class PipelinePasses:
 
     def _no_scores(self, batch: Batch, outputs: Outputs) -> Scores:
         """Return the scores of an empty bin."""
-        nothing_0, nothing_0K = batch.weight_N, batch.weight_N.new_empty(0, outputs.top_k)
+        nothing_0, nothing_0K = batch.weight_N, batch.weight_N.new_empty(0, outputs.num_named)
         if outputs.values:
             return Scores(value_NL=nothing_0.new_empty(0, self._model.num_values))
-        logprob_0K, id_0K = (nothing_0K, nothing_0K.long()) if outputs.top_k else (None, None)
+        logprob_0K, id_0K = (nothing_0K, nothing_0K.long()) if outputs.num_named else (None, None)
         divergence_0 = nothing_0 if outputs.divergence else None
         return Scores(nothing_0, nothing_0, logprob_0K, id_0K, divergence_N=divergence_0)
 

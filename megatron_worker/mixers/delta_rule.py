@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families.architecture import DeltaNet
 from megatron_worker.mixers.forest_calls import find_nodes
+from shared.families.architecture import DeltaNet
 
 _CHUNK = 64
 _CHUNK_MULTIPLE = 16

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longshore.training import Muon, Optimizer
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.optimizers import adamw, muon
 from megatron_worker.optimizers.adamw import Rates
+from shared.families.tensor_slices import TensorSlice
 
 _OF_LAYER = re.compile(r"\.\d+\.|\.lora_[AB]\.")
 _EMBEDDING = re.compile(r"embed(?!_out)|\bwte\b|\bwpe\b")

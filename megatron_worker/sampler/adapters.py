@@ -9,7 +9,6 @@ from torch import Tensor
 
 from longshore.fields import Sha256
 from longshore.training import Lora
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.head.scalar import HeadWeights, head_slices
 from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
@@ -18,6 +17,7 @@ from megatron_worker.tensors.safetensors_files import single_file
 from megatron_worker.tensors.state_files import check_adapter_names
 from megatron_worker.weight_sync.buckets import weights_sha256
 from shared.chat.completions import DrawnBy
+from shared.families.tensor_slices import TensorSlice
 from shared.models import peft as peft_format
 from shared.models.lora_modules import AdaptedModules, LoraSize
 

@@ -18,11 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families import architecture, read_architecture
-from megatron_worker.families.architecture import Architecture, Attention, Mixer, Mixture
-from megatron_worker.families.model_slices import output_slice, slices_of
-from megatron_worker.families.rope import Rope
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.rope import frequencies_of, rope_tables
 from megatron_worker.sampler.drawing import PromptScores, score_prompt
 from megatron_worker.sampler.layers.attention import BLOCK, SamplerAttention, fuse_attention, masks_of
 from megatron_worker.sampler.layers.experts import SamplerExperts, fuse_experts
@@ -35,8 +31,13 @@ from megatron_worker.sampler.layers.linears import (
     token_table,
     with_tokens,
 )
-from megatron_worker.tensors.safetensors_files import model_files, refuse_unknown
+from megatron_worker.tensors.safetensors_files import model_files
 from shared.errors import InvalidInput
+from shared.families import architecture, read_architecture
+from shared.families.architecture import Architecture, Attention, Mixer, Mixture
+from shared.families.model_slices import output_slice, slices_of
+from shared.families.rope import Rope
+from shared.families.tensor_slices import TensorSlice
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Decoder:
         self._table = token_table(slices[f"{a.tensor_prefix}.embed_tokens.weight"], self._embedding_VH)
         self._layers = [_layer(a, weights, slices, number) for number in range(a.num_layers)]
         self._unfused = weights  # what `fuse` has left of them
-        self._frequencies = a.frequencies(device)
+        self._frequencies = frequencies_of(a, device)
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return every tensor by its Hugging Face name: what is written to one is computed with from then on."""
@@ -249,14 +250,14 @@ class Decoder:
         return with_tokens(F.embedding(token_T, self._embedding_VH), token_T, lora_weights)
 
     def _rotary(self, position_T: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
-        return {rope: rope.tables(position_T, each, self.dtype) for rope, each in self._frequencies.items()}
+        return {rope: rope_tables(rope, position_T, each, self.dtype) for rope, each in self._frequencies.items()}
 
 
 def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Read every tensor, by its Hugging Face name."""
     slices = slices_of(a, 1)
     with model_files(folder) as files:
-        refuse_unknown(files, slices, folder, a.carried)
+        files.assign(slices, folder, a.carried)
         return {s.name: files.local(s, s.name, 0, 1).to(device, dtype, copy=True) for s in slices}
 
 
@@ -268,7 +269,7 @@ def read_into(targets: Mapping[str, Tensor], folder: Path, a: Architecture, slic
     if read_architecture(folder) != a:
         raise InvalidInput("the weights are of another architecture than the model", str(folder / "config.json"))
     with model_files(folder) as files:
-        refuse_unknown(files, slices, folder, a.carried)
+        files.assign(slices, folder, a.carried)
         for s in slices:
             targets[s.name].copy_(files.local(s, s.name, 0, 1))
 

@@ -12,9 +12,7 @@ from torch.nn import Parameter
 
 from longshore.training import Full, Lora, ScalarHead
 from megatron_worker.engine import Outgoing, Part
-from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.tensor_slices import TensorSlice, modules_of
+from megatron_worker.families.tensor_slices import local_of, write_slice
 from megatron_worker.head import scalar
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.adapter_tensors import norms_of_rows
@@ -35,6 +33,9 @@ from megatron_worker.tensors.state_files import (
     write_optimizer,
 )
 from shared.errors import InvalidInput
+from shared.families import read_architecture
+from shared.families.architecture import Architecture
+from shared.families.tensor_slices import TensorSlice, modules_of
 from shared.models import peft as peft_format
 from shared.models.lora_modules import OUTPUT, beside
 
@@ -163,7 +164,8 @@ class Slots(Generic[AdapterT, OptimizerT]):
             weight_OI = self._ranks.whole(weights[s.name], self._base.parameters, self._base.dtype)
             if s.parameter in adapter.flat.views:
                 place = self._ranks.splitting(s)
-                s.write(adapter.flat.views[s.parameter], s.local(norms_of_rows(weight_OI), place.rank, place.size))
+                local = local_of(s, norms_of_rows(weight_OI), place.rank, place.size)
+                write_slice(s, adapter.flat.views[s.parameter], local)
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int) -> None:
         """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.head import scalar
+from shared.families.tensor_slices import TensorSlice
 from shared.models import peft as peft_format
 from shared.models.lora_modules import AdaptedModules, LoraSize
 

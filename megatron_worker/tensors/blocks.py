@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from megatron_worker.engine import TensorBlock
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import read_slice
 from megatron_worker.tensors.state_files import StateRanks
+from shared.families.tensor_slices import TensorSlice
 
 Held = Callable[[str, int], Tensor | None]
 """Returns this rank's parameter of a name, if this is the rank of that number; None otherwise."""
@@ -45,6 +46,6 @@ def block_reader(slices: Sequence[TensorSlice], held: Held) -> Callable[[TensorB
     def read(block: TensorBlock) -> Tensor | None:
         s = by_name[block.name]
         parameter = held(s.parameter, block.rank)
-        return None if parameter is None else s.read(parameter.detach(), block.num_rows, block.rows_before)
+        return None if parameter is None else read_slice(s, parameter.detach(), block.num_rows, block.rows_before)
 
     return read

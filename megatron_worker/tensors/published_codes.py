@@ -14,8 +14,6 @@ from torch import Tensor
 
 from shared.models.merging import FP8_BLOCK
 
-BLOCKS, SCALES = "_blocks", "_scales"
-BLOCK_BYTES = 16
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _BIAS = 127  # of the exponents

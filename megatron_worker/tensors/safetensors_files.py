@@ -19,26 +19,53 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longshore.fields import Sha256
-from megatron_worker.families.tensor_slices import TensorSlice, join_parts
-from megatron_worker.tensors.published_codes import BLOCK_BYTES, BLOCKS, SCALES, Fp8Slice, Mxfp4Slice
+from megatron_worker.families.tensor_slices import join_parts
+from megatron_worker.tensors.published_codes import Fp8Slice, Mxfp4Slice
 from shared.errors import InvalidInput
-from shared.models.merging import FP8_SCALES, fp8_scale_shape, header_of
+from shared.families.contents import BLOCK_BYTES, BLOCKS, SCALES, Stored, contents_of, stacked
+from shared.families.tensor_slices import TensorSlice
+from shared.models.merging import FP8_SCALES, Part, header_of, parts_of
 
 INDEX = "model.safetensors.index.json"
-_IGNORED = ("rotary_emb.inv_freq",)  # a buffer that old checkpoints carry
-_EMBEDDING, _OUTPUTS = "embed_tokens.weight", {"lm_head.weight", "language_model.lm_head.weight"}
 _ROWS = 4096  # that are compared at a time
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+_DTYPE_NAMES = {
+    **{torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.bool: "BOOL"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    **{torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+class _PartSlice:
+    """Stands for safetensors' lazy tensor: an expert's rows of a stack."""
+
+    def __init__(self, stack: Any, part: Part) -> None:
+        self._stack, self._part = stack, part
+
+    def get_shape(self) -> list[int]:
+        return [self._part.num_rows, self._stack.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        return str(self._stack.get_dtype())
+
+    def __getitem__(self, key: Any) -> Tensor:
+        rows, *rest = key if isinstance(key, tuple) else (key,)
+        start, stop, _ = rows.indices(self._part.num_rows)
+        first = self._part.first_row
+        part: Tensor = self._stack[(self._part.expert, slice(first + start, first + stop), *rest)]
+        return part
 
 
 class TensorFiles:
     """The tensors of some safetensors files by name. Files are mapped lazily; its `with` block drops the maps.
 
-    What two tensors hold in MXFP4, or in FP8, is one, by the name without their suffixes.
+    What two tensors hold in MXFP4, or in FP8, is one, by the name without their suffixes. Once `assign` has matched
+    them with an architecture's, an expert's part of a stack is read by the expert's own name, too.
     """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
+        self._stored = dict(files)
         ends = {name: name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)}
         self._packed = {
             name: (files[blocks], files[name + SCALES]) for blocks, name in ends.items() if name + SCALES in files
@@ -49,6 +76,15 @@ class TensorFiles:
         plain = {name: path for name, path in files.items() if name not in packed}
         self._files = plain | {name: path for name, (path, _) in self._packed.items()}
         self._open: dict[Path, Any] = {}
+        self._parts: dict[str, Part] = {}
+
+    def assign(self, slices: Sequence[TensorSlice], place: Path, carried: Sequence[str] = ()) -> None:
+        """Find the tensors of the slices. Raises InvalidInput as `contents_of` does, or if tied tensors differ."""
+        contents = contents_of(slices, carried, self._headers(), str(place))
+        self._parts = contents.parts
+        self._files |= {name: self._files[part.stack] for name, part in self._parts.items()}
+        if contents.tied is not None:
+            self.check_equal(*contents.tied)
 
     @property
     def names(self) -> set[str]:
@@ -56,6 +92,24 @@ class TensorFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
+
+    def as_stored(self, slices: Sequence[TensorSlice], dtype: torch.dtype) -> dict["WrittenTensor", list[TensorSlice]]:
+        """Return the tensors of files like these that hold some slices, each with its slices in their order."""
+        by_name, headers = {s.name: s for s in slices}, self._headers()
+        parts, groups = stacked(slices, headers), dict[WrittenTensor, list[TensorSlice]]()
+        for s in slices:
+            if (part := parts.get(s.name)) is None:
+                groups[WrittenTensor(s.name, dtype, s.shape)] = [s]
+            else:
+                shape = headers[part.stack].shape
+                own = [by_name[each.name] for each in parts_of(part.stack, shape)]
+                groups[WrittenTensor(part.stack, dtype, shape)] = own
+        return groups
+
+    def _headers(self) -> dict[str, Stored]:
+        """Return the type and shape of each tensor as the files have it."""
+        found = ((name, self._slice_in(path, name)) for name, path in self._stored.items())
+        return {name: Stored(one.get_dtype(), tuple(one.get_shape())) for name, one in found}
 
     def local(self, tensor_slice: TensorSlice, name: str, rank: int, size: int, *, is_weight: bool = True) -> Tensor:
         """Read a rank's slice of a tensor.
@@ -81,14 +135,14 @@ class TensorFiles:
         return local
 
     def whole(self, name: str) -> Tensor:
-        """Read a tensor as it is."""
-        whole: Tensor = self._slice(name)[:]
+        """Read a tensor as it is in its file."""
+        whole: Tensor = self._slice_in(self._stored[name], name)[...]
         return whole
 
     def entries(self, prefixes: Sequence[str]) -> "list[WrittenTensor]":
-        """Return the tensors whose names begin with any of these, sorted by name."""
-        names = sorted(name for name in self.names if name.startswith(tuple(prefixes)))
-        return [WrittenTensor(name, _DTYPES[self._slice(name).get_dtype()], self.shape(name)) for name in names]
+        """Return the tensors whose names begin with any of these as they are in the files, sorted by name."""
+        found = sorted((name, one) for name, one in self._headers().items() if name.startswith(tuple(prefixes)))
+        return [WrittenTensor(name, _DTYPES[one.dtype], one.shape) for name, one in found]
 
     def number(self, name: str) -> int:
         """Read a tensor that is one whole number."""
@@ -104,7 +158,7 @@ class TensorFiles:
         raise InvalidInput(f"this ties {name!r} to {other!r}, and they differ", str(self._files[name]))
 
     def beside(self, others: "TensorFiles") -> "TensorFiles":
-        return TensorFiles({**self._files, **others._files})
+        return TensorFiles({**self._stored, **others._stored})
 
     def __enter__(self) -> Self:
         return self
@@ -123,19 +177,12 @@ class TensorFiles:
                 )
                 raise InvalidInput(message, str(scales))
             return Mxfp4Slice(*parts)
+        if (part := self._parts.get(name)) is not None:
+            return _PartSlice(self._slice(part.stack), part)
         found = self._slice_in(self._files[name], name)
-        if (found.get_dtype() == "F8_E4M3") != (name in self._scaled):
-            rule = "is FP8, and needs" if name not in self._scaled else "is no FP8, and has"
-            raise InvalidInput(f"{name!r} {rule} scales, {name + FP8_SCALES!r}", str(self._files[name]))
-        if name not in self._scaled:
-            return found
-        scales = self._slice_in(self._scaled[name], name + FP8_SCALES)
-        if len(found.get_shape()) < 2 or scales.get_shape() != fp8_scale_shape(found.get_shape()):
-            message = (
-                f"{name + FP8_SCALES!r} has shape {scales.get_shape()}, expected {fp8_scale_shape(found.get_shape())}"
-            )
-            raise InvalidInput(message, str(self._scaled[name]))
-        return Fp8Slice(found, scales)
+        if name in self._scaled and found.get_dtype() == "F8_E4M3":  # `contents_of` has looked at the scales' shape
+            return Fp8Slice(found, self._slice_in(self._scaled[name], name + FP8_SCALES))
+        return found
 
     def _slice_in(self, path: Path, name: str) -> Any:
         if path not in self._open:
@@ -201,24 +248,6 @@ def check_names(files: TensorFiles, expected: set[str], place: Path) -> None:
         raise InvalidInput(f"{len(unknown)} tensors do not belong here, the first is {unknown[0]!r}", str(place))
 
 
-def refuse_unknown(
-    files: TensorFiles, slices: Sequence[TensorSlice], folder: Path, carried: Sequence[str] = ()
-) -> None:
-    """Raise InvalidInput for a tensor that is not read: the model would be wrong. A tied output may be there twice.
-
-    `carried`: prefixes of the names of tensors that belong to the model, and are not computed with.
-    """
-    known = {s.name for s in slices}
-    for output in _OUTPUTS & (files.names - known):
-        embedding = next(name for name in sorted(files.names) if name.endswith(_EMBEDDING))
-        files.check_equal(output, embedding)
-        known.add(output)
-    others = sorted(files.names - known)
-    unknown = [name for name in others if not (name.endswith(_IGNORED) or name.startswith(tuple(carried)))]
-    if unknown:
-        raise InvalidInput(f"{len(unknown)} tensors are not of this family, the first is {unknown[0]!r}", str(folder))
-
-
 @dataclass(frozen=True)
 class WrittenTensor:
     """A tensor of a file to be written, and its size in bytes."""
@@ -240,17 +269,24 @@ def write_safetensors(
 ) -> None:
     """Stream tensors into a file, in the order of the entries; equal tensors give equal bytes.
 
+    An entry may come as several tensors, which lie one behind another in it.
+
     `path` None only draws the tensors, as ranks do that take part in gathering but do not write. See `all_drawn`.
     """
     with nullcontext() if path is None else _created(path) as file:
         if file is not None:
             file.write(_header(entries, metadata))
         for entry in entries:
-            tensor = next(tensors)
-            assert tensor.shape == entry.shape, (entry, tensor.shape)
-            if file is not None:
-                file.write(_bytes_of(tensor.to(entry.dtype)))
-            del tensor  # before the next one is drawn
+            left = math.prod(entry.shape)
+            while True:
+                tensor = next(tensors)
+                left -= tensor.numel()
+                assert left >= 0 and tensor.shape[1:] == entry.shape[-tensor.ndim :][1:], (entry, tensor.shape)
+                if file is not None:
+                    file.write(_bytes_of(tensor.to(entry.dtype)))
+                del tensor  # before the next one is drawn
+                if not left:
+                    break
 
 
 def file_sha256(tensors: Mapping[str, Tensor]) -> Sha256:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longshore.training import Lora, Optimizer, ScalarHead
 from megatron_worker.engine import Batch, Norms
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import write_slice
 from megatron_worker.optimizers.adamw import sum_of_squares
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.flat_buffer import Flat
@@ -30,11 +30,11 @@ from megatron_worker.tensors.safetensors_files import (
     all_drawn,
     check_names,
     model_files,
-    refuse_unknown,
     single_file,
     write_model,
     write_safetensors,
 )
+from shared.families.tensor_slices import TensorSlice
 from shared.models import peft as peft_format
 
 OPTIMIZER = "optimizer.safetensors"
@@ -222,7 +222,7 @@ def read_model(
     for s in slices:
         of_stored.get(s.parameter, []).append(s)
     with model_files(folder) as files:
-        refuse_unknown(files, slices, folder, carried)
+        files.assign(slices, folder, carried)
         _read(files, slices, parameters, ranks)
         for name, stored in quantized.items():
             whole = stored.zeros()
@@ -242,6 +242,8 @@ def write_model_folder(
 ) -> None:
     """Write Hugging Face's folder: weights and config in the weights' dtype, tokenizer and templates as in `model`.
 
+    Experts are stacked if they are in `model`.
+
     Args:
         folder: None on ranks that only help gathering; below too.
         carried: prefixes of the names of tensors that are written as they are in `model`.
@@ -250,12 +252,13 @@ def write_model_folder(
     dtype = next(iter(parameters.values())).dtype
     with model_files(model) as files:
         unchanged = files.entries(carried) if carried else []
-        tensors = chain(_whole(slices, parameters, ranks, dtype), map(files.whole, (e.name for e in unchanged)))
+        trained = files.as_stored(slices, dtype)
+        wholes = _whole(chain.from_iterable(trained.values()), parameters, ranks, dtype)
+        tensors = chain(wholes, map(files.whole, (e.name for e in unchanged)))
         with all_drawn(tensors):
             if folder is not None:
                 _write_beside_weights(folder, model, dtype, head)
-            entries = [*(WrittenTensor(s.name, dtype, s.shape) for s in slices), *unchanged]
-            write_model(folder, entries, tensors, max_bytes)
+            write_model(folder, [*trained, *unchanged], tensors, max_bytes)
 
 
 def _write_beside_weights(folder: Path, model: Path, dtype: torch.dtype, head: ScalarHead | None) -> None:
@@ -337,7 +340,7 @@ def write_optimizer(folder: Path | None, training: SlotTraining[OptimizerT], ran
 
 
 def _whole(
-    slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks, dtype: torch.dtype
+    slices: Iterable[TensorSlice], parameters: Mapping[str, Tensor], ranks: StateRanks, dtype: torch.dtype
 ) -> Iterator[Tensor]:
     return (ranks.whole(s, parameters, dtype) for s in slices)
 
@@ -353,6 +356,5 @@ def _read(
     for s in slices:
         if s.parameter in parameters:
             place = ranks.splitting(s)
-            s.write(
-                parameters[s.parameter], files.local(s, prefix + s.name, place.rank, place.size, is_weight=not prefix)
-            )
+            local = files.local(s, prefix + s.name, place.rank, place.size, is_weight=not prefix)
+            write_slice(s, parameters[s.parameter], local)

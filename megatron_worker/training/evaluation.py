@@ -5,6 +5,7 @@ The loss is the job's own, but for policy losses: held-out rows have no advantag
 
 import json
 import math
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from shared.models.end_tokens import read_end_ids
 T = TypeVar("T")
 Greedy = Callable[[list[list[int]], int, frozenset[int]], list[list[int]]]
 """Continues prompts greedily, by a number of tokens or up to one of the stop ids."""
-_MANY_PASSES = 20
+_TELL_EVERY_S = 5.0
 _TOKENS_A_TURN = 8
 
 
@@ -61,6 +62,11 @@ class Evaluator:
     def wants_reference(self) -> PackedBatches | None:
         """Return the held-out data if its loss needs the reference's log-probabilities."""
         return None if reference_of(self.loss) is None else self.data
+
+    @property
+    def num_sampling_passes(self) -> int:
+        """Return how many passes `samples` makes at most."""
+        return math.ceil(self.evaluation.sample_tokens / _TOKENS_A_TURN)
 
     @property
     def loss_function(self) -> LossFunction:
@@ -154,17 +160,21 @@ def _parse(adapter: TypeAdapter[T], path: Path) -> T:
 
 
 def with_progress(
-    passes: Generator[None, None, T], num_passes: int, tell: Callable[[float], None]
+    passes: Generator[None, None, T],
+    num_passes: int,
+    tell: Callable[[float], None],
+    now: Callable[[], float] = time.monotonic,
 ) -> Generator[None, None, T]:
-    """Do passes, and tell at each tenth of them, from 0 on, how much of them is done, if there are many."""
-    done, every = 0, num_passes // 10 if num_passes >= _MANY_PASSES else 0
+    """Do passes, and tell every few seconds how much of them is done. `now`: a clock."""
+    done, told_at = 0, now()
     while True:
-        if every and done % every == 0 and done < num_passes:
-            tell(done / num_passes)
         try:
             next(passes)
         except StopIteration as end:
             result: T = end.value
             return result
         done += 1
+        if now() - told_at >= _TELL_EVERY_S:
+            told_at = now()
+            tell(min(1.0, done / num_passes))
         yield None

@@ -64,12 +64,15 @@ def likeliest_role(
     top_k: int,
     at_N: Flags | None = None,
 ) -> Role:
-    """Return a role whose `top_k` likeliest ids and their log-probabilities become the data's; see `logprobs_role`."""
+    """Return a role whose `top_k` likeliest ids and their log-probabilities become the data's; see `logprobs_role`.
+
+    `top_k`: 0 for the row's own token. What is left to all other ids comes behind them (`Outputs.rest`).
+    """
 
     def take(found: dict[str, NDArray]) -> None:
         data.put_likeliest(found["top_ids"].astype(np.int32), found["top_logprobs"], at_N)
 
-    return Role(slot, data, steps, Outputs(temperature=temperature, top_k=top_k), take)
+    return Role(slot, data, steps, Outputs(logprob=False, temperature=temperature, top_k=top_k, rest=True), take)
 
 
 class TargetScores:
@@ -86,7 +89,7 @@ class TargetScores:
         `head`: that of the slot, if its values are asked for.
         """
         self._data = data
-        shape_N, shape_NK = (data.units.header.num_targets,), (data.units.header.num_targets, outputs.top_k)
+        shape_N, shape_NK = (data.units.header.num_targets,), (data.units.header.num_targets, outputs.num_named)
         self.found: dict[str, NDArray] = {}
         if outputs.logprob:
             self.found["logprobs"] = np.full(shape_N, np.nan, dtype=np.float32)
@@ -94,7 +97,7 @@ class TargetScores:
             self.found["values"] = np.full((*shape_N, len(head.names)), np.nan, dtype=np.float32)
         if outputs.entropy:
             self.found["entropies"] = np.full(shape_N, np.nan, dtype=np.float32)
-        if outputs.top_k:
+        if outputs.num_named:
             self.found["top_ids"] = np.full(shape_NK, -1, dtype=np.int64)
             self.found["top_logprobs"] = np.full(shape_NK, np.nan, dtype=np.float32)
 

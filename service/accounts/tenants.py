@@ -6,13 +6,13 @@ Quotas of a tenant: runs at once, GPU hours of thirty days, bytes in the store.
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, and_, func, select
 from sqlalchemy.orm import Session
 
 from longshore.fields import Frozen
@@ -22,7 +22,7 @@ from service.database.locks import KeyedLocks
 from service.database.tables import RemovedRow, RunRow, TenantRow
 from service.errors import Conflict, QuotaExceeded
 from shared.errors import InvalidInput, NotFound
-from shared.limits import PriceSettings, QuotaSettings
+from shared.limits import ClientSettings, PriceSettings, QuotaSettings
 from shared.runs.requests import FIRST_TENANT, Tenant
 from shared.storage import paths
 from shared.storage.store import ObjectStore
@@ -34,6 +34,8 @@ _BYTES_TRUSTED_S = 60.0
 _STEP_BYTES = 1 << 20
 _LITTLE_BYTES = 512
 _QUERIES = "queries"
+_MOST_NAMED = 5
+_MOST_IDLE = 100  # runs of a tenant that wait for their clients without a place of the quota; more of them count
 F = TypeVar("F", bound=Frozen)
 
 
@@ -132,8 +134,14 @@ class Quotas:
     """Checks the quotas of tenants: on runs, which are counted in the database, and bytes, counted in the store."""
 
     def __init__(
-        self, settings: QuotaSettings, store: ObjectStore, database: Database, prices: PriceSettings | None = None
+        self,
+        settings: QuotaSettings,
+        store: ObjectStore,
+        database: Database,
+        prices: PriceSettings | None = None,
+        clients: ClientSettings | None = None,
     ) -> None:
+        self._clients = clients or ClientSettings()
         self._settings = settings
         self._prices = prices or PriceSettings()
         self._store = store
@@ -148,7 +156,7 @@ class Quotas:
             hours = _gpu_hours(session, tenant)
             return TenantUsage(
                 tenant=tenant,
-                concurrent_runs=_concurrent_runs(session, tenant),
+                concurrent_runs=len(self._concurrent_runs(session, tenant)),
                 gpu_hours=hours,
                 cost=None if self._prices.gpu_hour is None else hours * self._prices.gpu_hour,
                 currency=self._prices.currency,
@@ -175,13 +183,22 @@ class Quotas:
         session.execute(select(TenantRow.tenant).where(TenantRow.tenant == tenant).with_for_update()).all()
         quotas = self.of(session, tenant)
         most = quotas.concurrent_runs
-        if most is not None and _concurrent_runs(session, tenant) >= most:
-            raise QuotaExceeded("concurrent_runs", f"{most} of {tenant}'s runs are going on, and more are not allowed")
+        if most is not None and len(going_on := self._concurrent_runs(session, tenant)) >= most:
+            named = ", ".join(going_on[:_MOST_NAMED]) + (", …" if len(going_on) > _MOST_NAMED else "")
+            text = f"{most} of {tenant}'s runs are going on, and more are not allowed"
+            raise QuotaExceeded("concurrent_runs", f"{text}: {named or 'none'}. `longshore cancel RUN` ends one")
         if quotas.gpu_hours is not None and (used := _gpu_hours(session, tenant)) >= quotas.gpu_hours:
             text = f"{tenant}'s runs of the last 30 days took {used:.2f} GPU hours of {quotas.gpu_hours:g}"
             raise QuotaExceeded("gpu_hours", text)
         if (overspent := self._overspent(session, tenant)) is not None:
             raise QuotaExceeded("spending", overspent)
+
+    def _concurrent_runs(self, session: Session, tenant: str) -> Sequence[str]:
+        """Return the ids of a tenant's runs that go on, oldest first, without some that wait for their clients."""
+        going_on = select(RunRow.run_id).where(RunRow.tenant == tenant, RunRow.state == "running")
+        going_on, idle = going_on.order_by(RunRow.created_at), waits_for_client(time.time() - self._clients.idle_s)
+        too_many = session.scalars(going_on.where(idle).offset(_MOST_IDLE)).all()
+        return [*session.scalars(going_on.where(~idle)), *too_many]
 
     def overspent(self, session: Session) -> dict[str, str]:
         """Return the tenants whose runs cost what they may, or more, each with that in words."""
@@ -352,9 +369,10 @@ class WriteReservation:
             await asyncio.to_thread(self.reservation.settle, num_bytes)
 
 
-def _concurrent_runs(session: Session, tenant: str) -> int:
-    query = select(func.count()).where(RunRow.tenant == tenant, RunRow.state == "running")
-    return session.scalars(query).one()
+def waits_for_client(since: float) -> ColumnElement[bool]:
+    """Return a condition on rows: runs that have waited for their client since then, or for longer."""
+    phases = ("waiting_for_commands", "waiting_for_groups")
+    return and_(RunRow.state == "running", RunRow.phase.in_(phases), RunRow.updated_at < since)
 
 
 def _gpu_hours(session: Session, tenant: str) -> float:

@@ -3,7 +3,7 @@
 import errno
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,7 +16,8 @@ from longshore.fields import Frozen
 from service.apis.tinker.addresses import error_body, is_tinker
 from service.errors import Busy, Conflict, DatabaseUnavailable, Forbidden, QueueFull, QuotaExceeded, TemporalUnavailable
 from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, SamplerUnavailable, StoreUnavailable
-from shared.field_rules import rule_in_words
+from shared.field_rules import location_of, rule_in_words
+from shared.runs.requests import Run
 
 
 class ApiProblem(Frozen):
@@ -66,6 +67,7 @@ _IN_PATHS = {"run_id": "run", "webhook_id": "webhook", "name": "schedule", "tena
 # Tags of the union `trainable`, which pydantic puts into locations after the field. (As the last part it is a field.)
 _TAGS = ("lora", "full")
 _MOST_RULES = 20
+_RUN_FIELDS = frozenset(name for model in get_args(get_args(Run)[0]) for name in model.model_fields)
 _NO_RETRY = {"x-should-retry": "false"}
 _BY_STATUS = {
     400: "invalid_request",
@@ -152,7 +154,7 @@ def validation_problem(errors: Sequence[Any]) -> ApiProblem:
 
     `errors`: `error.errors()` of a ValidationError.
     """
-    found = [(_place(e["loc"]), rule_in_words(e)) for e in errors[:_MOST_RULES]]
+    found = [(_place(location_of(e, _RUN_FIELDS)), rule_in_words(e)) for e in errors[:_MOST_RULES]]
     if errors[0]["type"] == "missing" and errors[0]["loc"] == ("body",):
         found[0] = ("body", found[0][1])
     first, rule = found[0]

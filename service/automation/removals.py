@@ -82,9 +82,9 @@ class Removals:
             return read_record(self._store, removed_run(run_id), RemovedRun)
         end = end_of(self._store, run_id)
         if end is None:
-            raise Conflict(f"{run_id} goes on: cancel it, and remove it when it has ended")
+            raise Conflict(f"{run_id} is still running: cancel it, and remove it once it has ended")
         if (user := used_by(self._store, marks_of(self._store, unit), but=run_id)) is not None:
-            raise Conflict(f"{user} goes on from a checkpoint of {run_id}: remove it when that has ended")
+            raise Conflict(f"{user} uses a checkpoint of {run_id}: remove it once that run has ended")
         if trial is not None and self._store.head(SweepKeys(record.tenant, trial.sweep).end) is None:
             raise Conflict(f"{run_id} is a trial of {trial.sweep}, which has not ended")
         return RemovedRun(

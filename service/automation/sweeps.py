@@ -272,7 +272,7 @@ def _ended(record: SweepRecord, trials: list[Trial], problem: str | None, is_can
             artifact=Artifact(uri=status.adapter, sha256=status.adapter_sha256),
         )
     elif not is_cancelled:
-        problem = problem or f"no trial succeeded with {record.sweep.measured}, and published something"
+        problem = problem or f"no trial succeeded, reported {record.sweep.measured} and published a result"
     end = SweepEnd(
         state="cancelled" if is_cancelled else "failed" if problem else "succeeded",
         pruned={trial.number: trial.pruned_by for trial in trials if trial.pruned_by is not None},

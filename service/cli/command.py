@@ -8,11 +8,13 @@ from functools import update_wrapper
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from service.cli.connection import Globals, Json, cli_client
 from service.cli.output.render import print_json
 
 Command = Callable[..., "CommandAnswer | None"]
+LONGEST_HELP = 200
 _OWN = ("client", "context", "as_json")
 
 
@@ -33,7 +35,16 @@ class CommandAnswer:
 
 def group(name: str | None = None, **options: Any) -> typer.Typer:
     """Make a group of commands, which shows its help when it is called without one. `options`: Typer's own."""
-    return typer.Typer(name=name, no_args_is_help=True, rich_markup_mode=None, **options)
+    return typer.Typer(name=name, no_args_is_help=True, rich_markup_mode=None, cls=WholeHelp, **options)
+
+
+class WholeHelp(TyperGroup):
+    """Lists commands with all of their descriptions' first sentence."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(LONGEST_HELP)) for name, each in found if each])
 
 
 def command(

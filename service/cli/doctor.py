@@ -119,7 +119,7 @@ def _hosts(api_url: str, api_key: str | None) -> Check:
     missing = [each["role"] for each in found if not each["num_polling"]]
     if not missing:
         return Check("hosts", "ok", f"poll: {text}")
-    advice = "; ".join(f"start one with `python -m service.host --role {role}`" for role in missing)
+    advice = "; ".join(f"start one with `python -P -m longshore.server service.host --role {role}`" for role in missing)
     busy = "" if "control" in missing else " (a host that is leased does not poll)"
     return Check("hosts", "fail" if "control" in missing else "warn", f"poll: {text}{busy}", advice)
 

@@ -10,6 +10,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from service.cli.command import LONGEST_HELP
+
 # Heading: {command: module of service.cli.commands}.
 HEADINGS = {
     "Before a run": {"validate": "data", "preview": "data", "estimate": "data", "grader": "graders", "files": "files"},
@@ -19,7 +21,8 @@ HEADINGS = {
         **{"sweep": "schedules", "schedule": "schedules", "import": "importing"},
     },
     "Look at runs": {
-        **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "checkpoints", "profile"), "runs"),
+        **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "compare"), "runs"),
+        **dict.fromkeys(("checkpoints", "profile"), "runs"),
         "session": "runs",
         "webhook": "webhooks",
     },
@@ -33,7 +36,6 @@ HEADINGS = {
     "This machine": dict.fromkeys(("dev", "doctor", "db", "builds"), "stack"),
 }
 COMMANDS = {command: module for modules in HEADINGS.values() for command, module in modules.items()}
-_LONGEST = 200
 
 
 class HeadedHelp(TyperGroup):
@@ -54,7 +56,7 @@ class HeadedHelp(TyperGroup):
         for heading, names in HEADINGS.items():
             found = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(heading):
-                formatter.write_dl([(name, each.get_short_help_str(_LONGEST)) for name, each in found if each])
+                formatter.write_dl([(name, each.get_short_help_str(LONGEST_HELP)) for name, each in found if each])
 
 
 @cache

@@ -37,6 +37,15 @@ _WHOLE = ("critic.trainable",)  # objects that one option gives
 _SHORT = {"model": "-m", "dataset": "-d", "learning_rate": "--lr"}
 # The value that a submitted run has where neither the option nor its alternative is given.
 UNLESS = {"epochs": (1.0, "steps"), "batch_size": (8, "batch_tokens")}
+# The headings of `--help`: what a person sets first, and by the field that an option is in. The rest comes behind them.
+_FIRST = (
+    *("model", "dataset", "eval_dataset", "rollouts.prompts", "rollouts.grader", "teacher", "algorithm", "objective"),
+    *("name", "epochs", "steps", "rollouts.steps", "batch_size", "rollouts.prompts_per_step", "rollouts.group_size"),
+    *("learning_rate", "beta", "max_tokens", "rollouts.max_completion_tokens", "trainable.rank", "trainable"),
+)
+_HEADINGS = {"trainable": "The adapter", "rollouts": "Rollouts", "critic": "The critic", "layout": "Machines"}
+_HEADINGS |= dict.fromkeys(("engine", "dtype", "quantize_base", "optimizer_states", "recompute"), "Machines")
+_OF_FIRST, _OF_REST = "What is set first", "Training"
 # Fields of a DatasetSource that its validators refuse in a kind of run.
 _NOT_READ = {
     "dpo": ("assistant_turns", "assistant_pattern"),
@@ -58,6 +67,7 @@ class RunOption:
         flag: its name on the command line, without dashes.
         parsed_as: what Typer makes of its text: str, int, float, bool, a Literal, or a list of str.
         kind: the variant of a union that the field belongs to, or that the option stands for.
+        takes_null: `null` stands for no value. (Of text it is text.)
     """
 
     path: tuple[str, ...]
@@ -69,6 +79,7 @@ class RunOption:
     help: str = ""
     bounds: str = ""
     kind: str | None = None
+    takes_null: bool = False
 
     @property
     def parameter(self) -> str:
@@ -96,6 +107,19 @@ def options_of(model: "type[BaseModel]", only: Sequence[str] = ()) -> tuple[RunO
     if any(option.form == "source" for option in found):
         found += _reading(str(model.model_fields["kind"].default))
     return tuple(found)
+
+
+class HeadedCommand(TyperCommand):
+    """Lists options under their headings (Typer's `rich_help_panel`), without Rich, which takes long to load."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        found: dict[str, list[tuple[str, str]]] = {_OF_FIRST: []}
+        for each in self.get_params(ctx):
+            if (record := each.get_help_record(ctx)) is not None:
+                found.setdefault(getattr(each, "rich_help_panel", None) or "This command", []).append(record)
+        for heading, records in found.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 class RunCommand(TyperCommand):
@@ -127,7 +151,9 @@ def run_command(
     def add(function: Callable[..., None]) -> None:
         def make() -> Any:
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-            alone.command(name=name, help=help)(_with_options(function, options_of(run_model(kind), only)))
+            alone.command(name=name, help=help, cls=HeadedCommand)(
+                _with_options(function, options_of(run_model(kind), only))
+            )
             return typer.main.get_command(alone)
 
         app.command(name=name, help=help, cls=partial(RunCommand, make))(function)  # type: ignore[arg-type]
@@ -155,6 +181,7 @@ def run_model(kind: str) -> "type[BaseModel]":
 def _with_options(command: Callable[..., None], options: Sequence[RunOption]) -> Callable[..., None]:
     """Add parameters for the options to a function's signature. It is called without them: `given` reads them."""
     context, *own = inspect.signature(command, eval_str=True).parameters.values()
+    options = sorted(options, key=lambda each: _FIRST.index(each.field) if each.field in _FIRST else len(_FIRST))
     made = [inspect.Parameter(option.parameter, inspect.Parameter.KEYWORD_ONLY, **_typed(option)) for option in options]
     names = {option.parameter for option in options}
 
@@ -211,7 +238,7 @@ def option_at(options: Sequence[RunOption], place: Sequence[int | str]) -> RunOp
 def json_of(text: str, flag: str) -> Any:
     """Parse JSON that was given as itself or as the name of a file. Raises Stop where there is none."""
     try:
-        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        return json.loads(text if text.lstrip().startswith(("{", "[")) or text == "null" else Path(text).read_text())
     except OSError as error:
         raise Stop(f"{flag}: {text}: {error.strerror}", USAGE) from None
     except ValueError as error:
@@ -236,6 +263,7 @@ def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required
         return
     if type_ is DatasetSource:
         words = f"{option.help or 'Rows'}: a file (uploaded), or a file://, s3:// or https:// URI"
+        words += ", or a JSON object with `uri` and fields that say how it alone is read"
         yield replace(option, form="source", help=words)
     elif field.discriminator == "type" or ".".join(path) in _WHOLE:  # a grader, or such an object
         yield replace(option, form="json", default=None, help=f"{option.help}: JSON, or a file of it")
@@ -283,6 +311,9 @@ def _option(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required:
         default = ",".join(default or ()) or None if form == "names" else None
     elif type_ not in (int, float, bool) and get_origin(type_) is not Literal:
         type_ = str
+    takes_null = type(None) in get_args(field.annotation) and (type_ in (int, float) or default is not None)
+    if takes_null and get_origin(type_) is Literal:
+        type_ = Literal[(*get_args(type_), "null")]
     return RunOption(
         path,
         NAMES.get(name) or prefix + path[-1].replace("_", "-"),
@@ -292,6 +323,7 @@ def _option(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required:
         is_required,
         field.description or "",
         _bounds(field),
+        takes_null=takes_null,
     )
 
 
@@ -344,18 +376,29 @@ def _typed(option: RunOption) -> dict[str, Any]:
     words += "; may be repeated" if option.parsed_as == list[str] else ""
     words = words.removesuffix(".") + "." if words else ""
     flags = [f"--{option.flag}", *([_SHORT[option.field]] if option.field in _SHORT else [])]
-    annotation = Annotated[option.parsed_as, typer.Option(*flags, help=words)]  # type: ignore[name-defined]
+    if option.parsed_as is bool and option.default is True:
+        flags[0] += f"/--no-{option.flag}"
+    parsing: dict[str, Any] = {}
+    if option.takes_null and option.parsed_as in (int, float):
+        metavar = {int: "INTEGER", float: "FLOAT"}[option.parsed_as] + ("|null" if option.default is not None else "")
+        parsing = {"parser": lambda text: text if text == "null" else option.parsed_as(text), "metavar": metavar}
+    heading = "Reading rows" if option.form == "reading" else _HEADINGS.get(option.path[0], _OF_REST)
+    panel = _OF_FIRST if option.field in _FIRST and option.form != "reading" else heading
+    annotation = Annotated[option.parsed_as, typer.Option(*flags, help=words, rich_help_panel=panel, **parsing)]  # type: ignore[name-defined]
     default = inspect.Parameter.empty if option.is_required else option.default
     return {"annotation": annotation, "default": default}
 
 
 def _read(option: RunOption, value: Any, reading: Mapping[str, Any], uri_of: Callable[[str, str], str]) -> Any:
     flag = f"--{option.flag}"
+    if option.takes_null and value == "null":
+        return None
     match option.form:
         case "names":
             return value.split(",")
         case "source":
-            return {"uri": uri_of(value, flag), **reading}
+            own = json_of(value, flag) if value.lstrip().startswith("{") else {"uri": value, **reading}
+            return own | {"uri": uri_of(own["uri"], flag)} if "uri" in own else own
         case "kind":
             return json_of(value, flag) if value.lstrip().startswith("{") else {"kind": value}
         case "json":

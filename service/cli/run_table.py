@@ -10,14 +10,15 @@ from service.cli.run_options import UNLESS, RunOption, options_of, run_model
 _HEAD = """# The fields of a run
 
 A run is a JSON object: the body of `POST /api/v1/runs/sft`, `/dpo`, `/distill`, `/reward` or `/rl` ([api.md](api.md)),
-and the options of `longshore submit` ([cli.md](cli.md)). A dot leads into an object: `layout.tp` is
-`{"layout": {"tp": 2}}`. A dataset is a URI on the command line, and an object in JSON: `uri`, `format`,
-`prompt_field`, `completion_field`, `assistant_turns`, `assistant_pattern`. `trainable` has a `kind`, `lora` or `full`.
-This page is printed by `python -m service.cli.run_table`.
+and the options of `longshore submit` ([cli.md](cli.md)). A dot leads into an object: `layout.tp` means
+`{"layout": {"tp": 2}}`. On the command line a dataset is a URI. In JSON it is an object with `uri`, `format`,
+`prompt_field`, `completion_field`, `assistant_turns` and `assistant_pattern`. `trainable` has a `kind`, `lora` or
+`full`. `python -m service.cli.run_table` prints this page.
 
-`dtype` is chosen once, where a run is accepted, and kept whatever host trains it: `auto` is `bfloat16` where that is
-fast on the GPU hosts, else `float32` ([how](hosts.md#precision)). The run's `precision`, and an estimate's, says
-which and why. Who names one has it; where the other is fast, the run has a notice.
+`dtype` is chosen once, when a run is accepted, and kept on every host that trains it. `auto` is `bfloat16` if the GPU
+hosts compute it fast, else `float32` ([how](hosts.md#precision)). The field `precision` of a run and of an estimate has
+the choice and the reason. A run that sets `dtype` gets that dtype. If the other one would be faster on these hosts, the
+run carries a notice saying so.
 
 | field | option | runs | type | default | meaning |
 |---|---|---|---|---|---|

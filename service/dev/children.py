@@ -32,6 +32,7 @@ class StackProcess:
     started_at: float = 0.0
     wait_s: float = _SHORTEST_WAIT_S
     start_at: float = 0.0
+    num_ends: int = 0
 
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -54,12 +55,19 @@ class StackProcess:
         if code is None:
             return None
         self.process = None
+        self.num_ends += 1
         if now - self.started_at > _STEADY_S:
             self.wait_s = _SHORTEST_WAIT_S
         self.start_at = now + self.wait_s
         message = f"{self.name} ended with code {code}; starting it again in {self.wait_s:.1f} s (log: {self.log})"
         self.wait_s = min(self.wait_s * 2, _LONGEST_WAIT_S)
         return message
+
+    def cpu_s(self) -> float:
+        """Return the seconds of processor time that the process has used; 0 while there is none."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return sum(psutil.Process(self.process.pid).cpu_times()[:2]) if self.process else 0.0
+        return 0.0
 
     def ask_to_leave(self) -> None:
         if self.process is not None and self.process.poll() is None:

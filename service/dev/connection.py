@@ -29,8 +29,8 @@ class Connection:
         finally:
             os.umask(previous)
 
-    def banner(self, with_link: bool = False) -> str:
-        """Return the lines of a stack that is up. `with_link`: and a link that signs a browser in once."""
+    def banner(self, link: str | None = None) -> str:
+        """Return the lines of a stack that is up. `link`: one that signs a browser in once."""
         lines = [
             f"Longshore is up, its state in {self.root}",
             f"  API, page    {self.api_url}",
@@ -38,7 +38,7 @@ class Connection:
             f"  Temporal UI  {self.temporal_ui or '(off: `longshore dev --ui`)'}",
             f"  logs         {self.root}/logs",
         ]
-        if with_link and (link := self.sign_in_link()):
+        if link:
             lines.insert(2, f"  sign in      {link} (once, within ten minutes; another: `longshore dev --link`)")
         if Path(self.root) != Path("~/.longshore").expanduser().resolve():
             lines.append(f"  elsewhere    export LONGSHORE_ROOT={self.root}")

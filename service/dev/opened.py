@@ -20,9 +20,10 @@ def write(root: Path, folders: Sequence[str]) -> None:
 
 
 def add(root: Path, supervisor: psutil.Process, folders: Sequence[Path]) -> list[str]:
-    """Open more folders to a running stack, whose web service starts anew. Returns all that are open then."""
+    """Open more folders to a running stack, whose web service starts anew if one is new. Returns all that are open."""
     known = read(root)
-    known += [path for folder in folders if (path := str(folder.resolve())) not in known]
-    write(root, known)
-    supervisor.send_signal(signal.SIGUSR1)
-    return known
+    added = [path for folder in folders if (path := str(folder.resolve())) not in known]
+    if added:
+        write(root, known + added)
+        supervisor.send_signal(signal.SIGUSR1)
+    return known + added

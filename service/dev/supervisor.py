@@ -36,7 +36,7 @@ from service.errors import DevError
 from shared.child_environment import STACK_MARK, Kind, child_environment
 from shared.log_lines import escape_output
 from shared.settings import Settings
-from shared.storage.files import private_folder
+from shared.storage.files import private_folder, write_atomically
 
 TEMPORAL_PORT, API_PORT = 7233, 8484
 _HOSTS: tuple[Kind, ...] = ("control", "gpu", "sampler")
@@ -44,8 +44,10 @@ _OBSERVED: tuple[Kind, ...] = ("web", *_HOSTS)  # in the order of their metrics'
 _TICK_S = 0.1
 _TELL_EVERY_S = 5.0
 _LOCK_FILE = "dev.lock"
+_STARTING_FILE = "dev.starting"  # in which a supervisor says what its start waits for; absent when the stack is up
 _HOST_GRACE_S = 20.0
-_TEMPORAL_START_S = 30.0
+_MAX_FAILED_STARTS = 5
+_IDLE_START_S = 300.0  # a child that has used no processor for so long, and does not listen yet, never will
 # Workflows that the server caches; others are read from its database. Its default of 8,096 takes much memory, since its
 # garbage can grow to the size of what it holds.
 _TEMPORAL_CACHED_RUNS = 256
@@ -99,7 +101,7 @@ class Stack:
             connection = self._connection(ports)
             temporal, others = self._children(connection)
             try:
-                self._start_temporal(temporal, others, connection)
+                self._start(temporal, others, connection)
                 self._supervise([*temporal, *others], connection)
             finally:
                 # Hosts and the service end together; Temporal after them, as they need it until then.
@@ -203,30 +205,49 @@ class Stack:
         known["LONGSHORE_DOWNLOAD__FILE_ROOTS"] = json.dumps(self._folders)
         return child_environment(kind, known)
 
-    def _start_temporal(self, temporal: list[StackProcess], others: list[StackProcess], connection: Connection) -> None:
-        """Start all children, and wait until Temporal answers. Raises DevError when it does not in time."""
-        end = time.monotonic() + _TEMPORAL_START_S
-        for child in [*temporal, *others]:
+    def _start(self, temporal: list[StackProcess], others: list[StackProcess], connection: Connection) -> None:
+        """Start all children, and wait until Temporal and the web service listen.
+
+        This waits as long as they get on with it, however slow the machine is. Raises DevError when one fails again and
+        again, or stands still.
+        """
+        children = [*temporal, *others]
+        for child in children:
+            self._say_awaited(f"starting {child.name}")
             child.start()
-        for child in temporal:
-            while not listens(connection.temporal_address) and not self._leaving:
-                if (child.process and child.process.poll() is not None) or time.monotonic() > end:
-                    raise DevError(f"Temporal does not start; {child.log} says why:\n{tail(child.log)}")
+        awaited = [(child, connection.temporal_address) for child in temporal]
+        awaited += [(child, connection.api_url.removeprefix("http://")) for child in others if child.role == "web"]
+        for child, address in awaited:
+            self._say_awaited(f"waiting until {child.name} listens on {address} (log: {child.log})")
+            worked_s, worked_at = 0.0, time.monotonic()
+            while not listens(address) and not self._leaving:
+                self._look_after(children, connection)
+                if (now_s := child.cpu_s()) != worked_s:
+                    worked_s, worked_at = now_s, time.monotonic()
+                if child.num_ends >= _MAX_FAILED_STARTS or time.monotonic() > worked_at + _IDLE_START_S:
+                    raise DevError(f"{child.name} does not start; {child.log} says why:\n{tail(child.log)}")
                 time.sleep(_TICK_S)
+        if not self._leaving:
+            connection.write()
+            say(connection.banner(connection.sign_in_link() if self._tells_link else None))
+        (self.root / _STARTING_FILE).unlink(missing_ok=True)
+
+    def _say_awaited(self, text: str) -> None:
+        """Tell it here, and to whoever waits for this stack in another terminal."""
+        write_atomically(self.root / _STARTING_FILE, text.encode())
+        say(text)
 
     def _supervise(self, children: list[StackProcess], connection: Connection) -> None:
-        announced = False
         while not self._leaving:
-            if self._has_opened:
-                self._start_anew(children, connection)
-            for child in children:
-                if message := child.revive():
-                    say(message)
-            if not announced and listens(connection.api_url.removeprefix("http://")):
-                connection.write()
-                say(connection.banner(self._tells_link))
-                announced = True
+            self._look_after(children, connection)
             time.sleep(_TICK_S)
+
+    def _look_after(self, children: list[StackProcess], connection: Connection) -> None:
+        if self._has_opened:
+            self._start_anew(children, connection)
+        for child in children:
+            if message := child.revive():
+                say(message)
 
 
 def _temporal_command(connection: Connection, database: Path) -> list[str]:
@@ -293,49 +314,60 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def detach(
-    root: Path,
-    api_port: int | None = None,
-    with_ui: bool = False,
-    folders: Sequence[Path] = (),
-    timeout_s: float = 120.0,
-) -> Connection:
-    """Start a supervisor that outlives this terminal, and wait until the service listens.
+def detach(root: Path, api_port: int | None = None, with_ui: bool = False, folders: Sequence[Path] = ()) -> str:
+    """Have a supervisor that outlives this terminal, and wait until its stack is up. One that runs already is kept.
 
-    Raises DevError: it ended, or was not ready in time.
+    Returns the lines that say how the stack is reached, with a link that signs a browser in. Raises DevError when the
+    supervisor has ended.
     """
-    if supervisor(root) is not None:
-        raise DevError(f"a stack is running in {root} already: `longshore dev --stop` ends it")
     private_folder(root)
     log = root / "logs" / "dev.log"
+    process = supervisor(root)
+    if process is None:
+        process = _start_supervisor(log, root, api_port, with_ui, folders)
+    else:
+        opened.add(root, process, folders)
+        if api_port or with_ui:
+            say("a stack is up in this root already: --port and --ui count when it is started anew")
+    begin = told_at = time.monotonic()
+    while True:
+        connection = Connection.read(root)
+        if connection is not None and connection.pid == process.pid and (link := connection.sign_in_link()):
+            return connection.banner(link)
+        if not _lives(process):
+            other = supervisor(root)
+            if other is None:
+                raise DevError(f"the stack did not start; {log} says why:\n{tail(log, 10)}")
+            process = other
+        if (now := time.monotonic()) - told_at >= _TELL_EVERY_S:
+            told_at, starting = now, root / _STARTING_FILE
+            awaited = starting.read_text() if starting.exists() else "waiting until the web service answers"
+            say(f"{awaited}; {now - begin:.0f} s so far (Ctrl-C leaves it to start by itself)")
+        time.sleep(_TICK_S)
+
+
+def _start_supervisor(
+    log: Path, root: Path, api_port: int | None, with_ui: bool, folders: Sequence[Path]
+) -> psutil.Process:
     log.parent.mkdir(exist_ok=True)
     command = [sys.executable, "-P", "-m", "service.dev.supervisor", "--root", str(root)]
+    command += [*(["--port", str(api_port)] if api_port else []), *(["--ui"] if with_ui else [])]
     with log.open("ab") as file:
-        process = subprocess.Popen(
-            [
-                *command,
-                *(["--port", str(api_port)] if api_port else []),
-                *(["--ui"] if with_ui else []),
-                *(f"--open={folder}" for folder in folders),
-            ],
+        started = subprocess.Popen(
+            [*command, *(f"--open={folder}" for folder in folders)],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
             env=with_import_path(),
             start_new_session=True,
         )
-    begin = told_at = time.monotonic()
-    while (now := time.monotonic()) < begin + timeout_s:
-        if now - told_at >= _TELL_EVERY_S:
-            told_at = now
-            say(f"starting Temporal, the web service and three hosts: {now - begin:.0f} s so far, some 60 if slow")
-        connection = Connection.read(root)
-        if connection is not None and connection.pid == process.pid:
-            return connection
-        if process.poll() is not None:
-            raise DevError(f"the stack did not start; {log} says why:\n{tail(log)}")
-        time.sleep(_TICK_S)
-    raise DevError(f"the stack is not ready after {timeout_s:.0f} s; the logs in {log.parent} may say why")
+    return psutil.Process(started.pid)
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def stop(root: Path, timeout_s: float = 60.0) -> bool:

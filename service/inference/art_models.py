@@ -277,7 +277,7 @@ class ArtModels:
         """
         wanted, there = sorted(set(steps)), self.steps(model)
         if there and there[-1] in wanted:
-            raise InvalidInput(f"step {there[-1]} is the newest: the next job goes on from it", "steps")
+            raise InvalidInput(f"step {there[-1]} is the newest: the next job continues from it", "steps")
         found = [step for step in wanted if step in there]
         audit.touched(model.model_id)
         for step in found:

@@ -48,7 +48,7 @@ class Checks:
         Raises InvalidInput: the grader cannot be used here, with the reason; or the sample is nested too deep.
         """
         if sample is not None and any(_depth(part) > _DEEPEST for part in (sample.sample, sample.item)):
-            raise InvalidInput(f"what is graded is nested more than {_DEEPEST} deep", "sample")
+            raise InvalidInput(f"the sample is nested more than {_DEEPEST} levels deep", "sample")
         request = GradeOneRequest(grader=grader, sample=sample)
         async with self._places.place(tenant):
             workflow_id = f"grader-{secrets.token_hex(8)}"

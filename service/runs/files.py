@@ -142,7 +142,7 @@ class RunFiles:
             QuotaExceeded
         """
         if len((await asyncio.to_thread(self.traces, run_id)).traces) >= _MOST_TRACES:
-            raise Conflict(f"the run has {_MOST_TRACES} traces: no more are made")
+            raise Conflict(f"the run has {_MOST_TRACES} traces, the most that are kept")
         request = ProfileRequest(profile_id=secrets.token_hex(8), steps=steps)
         data = request.model_dump_json().encode()
         put = partial(self._store.put_if_absent, RunKeys(run_id).profile_request, data)
@@ -182,7 +182,7 @@ class RunFiles:
         if not step.groups:
             return ()
         if not step.groups.startswith(f"{self._store.uri}/"):
-            raise Conflict("the groups of this step lie where its client put them: they are not kept here")
+            raise Conflict("this step's groups are stored where its client put them, not here")
         key = step.groups.removeprefix(f"{self._store.uri}/")
         info = self._store.head(key)
         if info is None:

@@ -9,7 +9,7 @@ from typing import TypedDict, Unpack, get_args
 from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, tuple_, update
 from sqlalchemy.orm import Session
 
-from service.accounts.tenants import Quotas
+from service.accounts.tenants import Quotas, waits_for_client
 from service.database.engine import Database
 from service.database.tables import OutboxRow, RemovedRow, RunRow
 from service.errors import QuotaExceeded
@@ -134,6 +134,11 @@ class RunRows:
         query = select(RunRow).where(RunRow.tenant == tenant, RunRow.run_id.in_(run_ids))
         rows = await self._database.reading(lambda session: session.scalars(query).all())
         return tuple(_indexed(row) for row in rows)
+
+    async def waiting_for_clients(self, since: float) -> list[IndexedRun]:
+        """Return the runs of all tenants that have waited for their client since then, or for longer."""
+        query = select(RunRow).where(waits_for_client(since))
+        return [_indexed(row) for row in await self._database.reading(lambda session: session.scalars(query).all())]
 
     async def num_sessions_idle_since(self, tenant: str, since: float) -> int:
         """Count a tenant's open sessions that have waited for a command since then, or for longer."""
@@ -282,8 +287,7 @@ def _put_notice(session: Session, record: RunRecord, status: RunStatus, before: 
 
 def _is_idle(since: float) -> ColumnElement[bool]:
     """Open sessions that have waited for a command since then, or for longer."""
-    is_waiting = and_(RunRow.phase == "waiting_for_commands", RunRow.updated_at < since)
-    return and_(RunRow.kind == "session", RunRow.state == "running", is_waiting)
+    return and_(RunRow.kind == "session", waits_for_client(since))
 
 
 def _indexed(row: RunRow) -> IndexedRun:

@@ -134,9 +134,11 @@ class Runs:
             return run_id
         first = _Idempotency.model_validate_json(await asyncio.to_thread(self._store.get_bytes, place))
         if await asyncio.to_thread(self._store.head, removed_run(first.run_id)) is not None:
-            raise Conflict(f"this key made {first.run_id}, which was removed: take another Idempotency-Key")
+            raise Conflict(f"this key created {first.run_id}, which was removed: use another Idempotency-Key")
         if first.request_sha256 != mine.request_sha256:
-            raise InvalidInput(f"this key was used for another request, which made {first.run_id}", "Idempotency-Key")
+            raise InvalidInput(
+                f"this key was used for another request, which created {first.run_id}", "Idempotency-Key"
+            )
         return first.run_id
 
     async def accept(
@@ -299,7 +301,7 @@ class Runs:
             case "running":
                 raise Conflict(f"{run_id} is running")
             case "succeeded":
-                raise Conflict(f"{run_id} succeeded: there is nothing to go on with")
+                raise Conflict(f"{run_id} succeeded: there is nothing to resume")
             case "failed" | "cancelled" | "paused":
                 audit.touched(run_id)
                 if await asyncio.to_thread(self._store.head, expired(run_id)) is not None:
@@ -310,6 +312,29 @@ class Runs:
                     await self._rows.change(run, _reopened(run))
         self._states.changed(run_id)
         return await self.view(tenant, run_id)
+
+    async def pause_left(self) -> None:
+        """Pause runs whose clients have sent nothing for `clients.away_s`.
+
+        Raises TemporalUnavailable, DatabaseUnavailable: what is left is done the next time.
+        """
+        away_s = self._settings.clients.away_s
+        for run in await self._rows.waiting_for_clients(time.time() - away_s) if away_s else ():
+            with suppress(Conflict, NotFound):  # it has just ended
+                async with self._ending(run.record.tenant, run.run_id) as client:
+                    await client.get_workflow_handle(run.run_id).signal("pause_for_client", rpc_timeout=PATIENCE)
+
+    async def resume_for_client(self, tenant: str, run_id: str) -> bool:
+        """Resume a run that `pause_left` paused, or is pausing. Returns False for any other. Raises QuotaExceeded."""
+        self._states.changed(run_id)
+        status = (await self._current(tenant, run_id)).status
+        if status.client_away and status.state == "paused":
+            try:
+                await self.resume(tenant, run_id)
+            except Conflict:  # another request may have resumed it
+                if not (await self._current(tenant, run_id)).is_open:
+                    raise
+        return status.client_away
 
     def _going_on(self, tenant: str) -> asyncio.Lock:
         """Return the lock that is held while a tenant's run is resumed, or a paused one cancelled.
@@ -392,7 +417,7 @@ def new_run_id(kind: str) -> str:
 
 def _reopened(run: IndexedRun) -> RunStatus:
     changes = {"state": "running", "phase": "queued", "problem": None, "ended_at": None, "paused_by": None}
-    return run.status.model_copy(update=changes)
+    return run.status.model_copy(update={**changes, "client_away": False})
 
 
 def _ended_as(state: State) -> str:

@@ -175,7 +175,7 @@ class Sessions:
         source = await self._runs.record(record.tenant, name.run_id)
         match source.run.trainable, record.run.trainable:
             case Lora() as theirs, Lora() as ours:
-                check_same(theirs, ours, "state")
+                check_same(theirs, ours, "state", in_order=True)
             case Full() as full, Full() if source.run.dtype == record.run.dtype and full == record.run.trainable:
                 pass
             case theirs, ours:

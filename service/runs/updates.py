@@ -24,7 +24,7 @@ async def update_run(
     runs: Runs, temporal: Temporal, record: RunRecord, name: str, *messages: Frozen, place: str = "", sure: bool = False
 ) -> Any:
     """Update a run's workflow. A lost update is sent again: the run may just have moved on to a new execution, or
-    Temporal may have been killed.
+    Temporal may have been killed. A run that was paused while its client was away is resumed for new work.
 
     Args:
         place: the field that a refusal is about.
@@ -33,8 +33,13 @@ async def update_run(
     Raises:
         InvalidInput, Conflict: the run refuses it, or has ended.
         TemporalUnavailable: no host takes it.
+        QuotaExceeded: the run has to be resumed, and has no place.
     """
     run_id = record.run_id
+
+    async def is_resumed() -> bool:
+        return name != "finish" and await runs.resume_for_client(record.tenant, run_id)
+
     audit.touched(run_id)
     if not sure:
         await runs.make_sure(record)
@@ -48,14 +53,15 @@ async def update_run(
             except WorkflowUpdateRPCTimeoutOrCancelledError:
                 break
             except WorkflowUpdateFailedError as error:
-                if refusal := _refusal(error, place):
+                refusal = _refusal(error, place)
+                if refusal and not (isinstance(refusal, Conflict) and await is_resumed()):
                     raise refusal from None
             except RPCError as error:
                 if error.status == RPCStatusCode.FAILED_PRECONDITION:  # its workflow task failed
                     continue
                 if error.status != RPCStatusCode.NOT_FOUND:
                     raise
-                if (await runs.view(record.tenant, run_id)).state != "running":
+                if (await runs.view(record.tenant, run_id)).state != "running" and not await is_resumed():
                     raise Conflict(f"{run_id} has ended") from None
                 await runs.make_sure(record)
     raise TemporalUnavailable(f"{run_id} does not answer: is a control host up?")

@@ -24,6 +24,7 @@ from typing import Any, Self
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from temporalio.api.common.v1 import Payload
+from temporalio.api.failure.v1 import Failure
 from temporalio.bridge.proto.workflow_activation import WorkflowActivation
 from temporalio.bridge.proto.workflow_completion import WorkflowActivationCompletion
 from temporalio.contrib.pydantic import PydanticPayloadConverter
@@ -31,9 +32,10 @@ from temporalio.converter import (
     ActivitySerializationContext,
     CompositePayloadConverter,
     DataConverter,
-    DefaultFailureConverterWithEncodedAttributes,
+    DefaultFailureConverter,
     EncodingPayloadConverter,
     PayloadCodec,
+    PayloadConverter,
     SerializationContext,
     WithSerializationContext,
     WorkflowSerializationContext,
@@ -44,6 +46,7 @@ from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
 from service.errors import WrongSealKey
 from service.sealing.keys import MEND, SealKey, SealKeys, found_key
+from shared.errors import bounded
 
 UNSEALED = "Unsealed"
 """The error type of payloads that no key of the installation opens, or of another workflow."""
@@ -244,10 +247,21 @@ class SealedPayloadConverter(CompositePayloadConverter):
         super().__init__(_Refusal(), *PydanticPayloadConverter().converters.values())
 
 
+class BoundedFailures(DefaultFailureConverter):
+    """Failures whose words are sealed with the payloads; bounded, as Temporal refuses an activity's long failure, and
+    asks for it again until its time is over."""
+
+    def to_failure(self, exception: BaseException, payload_converter: PayloadConverter, failure: Failure) -> None:
+        super().to_failure(exception, payload_converter, failure)
+        words = {"message": bounded(failure.message), "stack_trace": bounded(failure.stack_trace)}
+        failure.encoded_attributes.CopyFrom(payload_converter.to_payload(words))
+        failure.message, failure.stack_trace = "Encoded failure", ""
+
+
 def sealed_data_converter(keys: SealKeys, leave: Callable[[], None] | None = None) -> DataConverter:
     """Return the data converter of every client and worker of this installation."""
     return DataConverter(
         payload_converter_class=SealedPayloadConverter,
         payload_codec=Sealing(keys, leave=leave),
-        failure_converter_class=DefaultFailureConverterWithEncodedAttributes,
+        failure_converter_class=BoundedFailures,
     )

@@ -114,13 +114,25 @@ def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
         def __init__(self, next: WorkflowInboundInterceptor) -> None:
             super().__init__(next)
             self.text_map_propagator = TraceContextTextMapPropagator()
+            self._before: Any = None
 
         def _load_workflow_context_carrier(self) -> Any:
-            """Return the trace in which the workflow was started, else one of its own: a schedule starts it in none."""
-            carrier = super()._load_workflow_context_carrier()
-            if carrier is None:
-                carrier = self._workflow_context_carrier = _own_trace(workflow.info().run_id)
+            """Return the trace in which the workflow was started, or one of its own.
+
+            A schedule starts it in none. A workflow that continues as new begins another, so that none grows without
+            bound; its first span links to the one before.
+            """
+            is_loaded = bool(self._workflow_context_carrier)
+            carrier, info = super()._load_workflow_context_carrier(), workflow.info()
+            if not is_loaded and (carrier is None or info.continued_run_id):
+                self._before = carrier
+                carrier = self._workflow_context_carrier = _own_trace(info.run_id)
             return carrier
+
+        def _completed_span(self, span_name: str, **options: Any) -> None:
+            if span_name.startswith("RunWorkflow:"):
+                options["link_context_carrier"] = self._before
+            super()._completed_span(span_name, **options)
 
     class WithoutBaggage(TracingInterceptor):
         def __init__(self) -> None:
@@ -137,7 +149,9 @@ def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
                 return super()._completed_workflow_span(params)
             root = copy(self.tracer)
             root.id_generator = _ids(context_of(params.context[_TRACE_PARENT]))  # type: ignore[attr-defined]
-            span = root.start_span(params.name, Context(), params.kind, params.attributes, start_time=params.time_ns)
+            before = trace.get_current_span(context_of((params.link_context or {}).get(_TRACE_PARENT)))
+            links = [trace.Link(before.get_span_context())] if params.link_context else []
+            span = root.start_span(params.name, Context(), params.kind, params.attributes, links, params.time_ns)
             span.end(params.time_ns)
             return params.context
 

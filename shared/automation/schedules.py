@@ -62,9 +62,9 @@ class ScheduledRun(Frozen):
         if self.cron is None and self.timezone != "UTC":
             raise ValueError("timezone goes with cron: every_s counts from 1970")
         if isinstance(self.run, SessionRun):
-            raise ValueError("a session is not scheduled: nobody is there to send commands")
+            raise ValueError("a session cannot be scheduled: no client would send its commands")
         if isinstance(self.run, RLRun) and self.run.rollouts is None:
-            raise ValueError("a scheduled rl run makes its own rollouts: nobody is there to send groups")
+            raise ValueError("a scheduled rl run needs rollouts: no client would send its groups")
         if self.continues and (self.run.name is None or self.run.trainable.kind == "full"):
             raise ValueError("continues goes with a run that has a name and trains a lora")
         return self

@@ -99,7 +99,7 @@ class Sweep(Frozen):
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
         if isinstance(self.run, SessionRun) or (isinstance(self.run, RLRun) and self.run.rollouts is None):
-            raise ValueError("run: a trial ends by itself: no session, and no rl run that waits for groups")
+            raise ValueError("run: a trial cannot be a session, or an rl run that waits for groups")
         if self.run.name is not None:
             raise ValueError(
                 "run.name: trials are published under their ids, and the best as the sweep's name: drop it"
@@ -114,7 +114,7 @@ class Sweep(Frozen):
             if self.num_trials > MAX_TRIALS:
                 raise ValueError(f"{self.num_trials} combinations, and a sweep has at most {MAX_TRIALS}: give trials")
         elif self.trials is None:
-            raise ValueError("trials is missing: only a grid has an end of its own")
+            raise ValueError("trials is missing: only a grid can do without")
         return self._has_its_metric()
 
     def _has_its_metric(self) -> Self:

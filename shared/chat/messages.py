@@ -117,6 +117,8 @@ class ChatRequest(SamplerRequest):
     def _functions(cls, tools: list[dict[str, JsonValue]] | None) -> list[dict[str, JsonValue]] | None:
         for i, tool in enumerate(tools or ()):
             match tool:
+                case {"type": "function", "function": {"input_schema": _} | {"inputSchema": _}}:
+                    raise ValueError(f"[{i}].function: the schema of arguments is `parameters`")
                 case {"type": "function", "function": {"name": str(name)}} if name:
                     pass
                 case _:

@@ -59,7 +59,7 @@ class ResponseFormat(_Told):
     @model_validator(mode="after")
     def _has_its_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema stands with the type json_schema, and only with it")
+            raise ValueError("json_schema is required with the type json_schema, and allowed with no other")
         return self
 
     @property

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, ValidationEr
 
 from longshore.fields import Frozen
 from shared.errors import InvalidInput
-from shared.field_rules import first_error
+from shared.field_rules import Reason, first_error
 from shared.grading.expressions import FUNCTIONS, MAX_EXPRESSION_CHARS, parse_expression
 from shared.grading.templates import parse_template
 
@@ -245,7 +245,7 @@ class SampleRewards(Frozen):
     """
 
     values: dict[str, float | None] = Field(default_factory=dict)
-    error: str | None = None
+    error: Reason | None = None
 
 
 class SampledItem(Frozen):
@@ -288,7 +288,7 @@ class SampleGrade(Frozen):
 
     place: str
     grade: float | None
-    error: str | None = None
+    error: Reason | None = None
     parts: dict[str, float | None] = Field(default_factory=dict)
 
 
@@ -303,6 +303,6 @@ class OneGrade(Frozen):
     """A grade, or the reason why there is none; the grades of a multi grader's parts; seconds that it took."""
 
     grade: float | None = None
-    error: str | None = None
+    error: Reason | None = None
     parts: dict[str, float | None] = Field(default_factory=dict)
     duration_s: float = 0.0

@@ -6,6 +6,7 @@ from pydantic import Field, TypeAdapter
 
 from longshore.fields import Frozen, Sha256, added
 from shared.fence import Fence
+from shared.field_rules import Reason
 from shared.jobs.weight_sync import SyncOutcome
 
 Device = Literal["released", "held"]
@@ -68,11 +69,12 @@ class EvaluationSample(Frozen):
 
 
 class Evaluating(_Event):
-    """So much of the evaluation after `step` steps is done: of one with many bins, from 0 on."""
+    """So much of the evaluation after `step` steps is done, told every few seconds: of rows, then of samples."""
 
     event: Literal["evaluating"] = "evaluating"
     step: int
     fraction: float
+    part: Literal["rows", "samples"] = added("rows")
 
 
 class Evaluated(_Event):
@@ -135,7 +137,7 @@ class Failed(_Event):
     event: Literal["failed"] = "failed"
     step: int
     kind: Literal["invalid_input", "corrupt_artifact", "not_finite", "disk_full", "stale_fence", "crowded", "error"]
-    message: str
+    message: Reason
     device: Device
 
 

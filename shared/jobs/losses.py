@@ -50,11 +50,13 @@ class _OfPairs(Frozen):
         description="strength of the pull towards the reference; scale of simpo's rewards; weight of orpo's odds ratio",
     )
     label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="of sigmoid and robust: the share of pairs held to be wrong"
+        default=0.0, ge=0, lt=0.5, description="for sigmoid and robust: the assumed share of wrong pairs"
     )
-    gamma: float = Field(default=0.5, ge=0, le=1000, description="of simpo: by how much the chosen answer is to lead")
+    gamma: float = Field(
+        default=0.5, ge=0, le=1000, description="for simpo: the margin by which the chosen answer should win"
+    )
     rpo_alpha: float = Field(
-        default=0.0, ge=0, le=1000, description="weight of the chosen answer's cross entropy beside a loss of pairs"
+        default=0.0, ge=0, le=1000, description="weight of the chosen answer's cross entropy, added to a loss of pairs"
     )
 
     @model_validator(mode="after")
@@ -105,9 +107,9 @@ class BradleyTerry(Frozen):
 class Preferences(_OfPairs):
     """The fields of a run that learns from preferences, by an objective of pairs or by kto."""
 
-    objective: Objective = Field(default="sigmoid", description="which loss of preferences (docs/losses.md)")  # type: ignore[assignment]
-    desirable_weight: float = Field(default=1.0, gt=0, le=1000, description="of kto: weight of good answers")
-    undesirable_weight: float = Field(default=1.0, gt=0, le=1000, description="of kto: weight of bad answers")
+    objective: Objective = Field(default="sigmoid", description="the preference loss (docs/losses.md)")  # type: ignore[assignment]
+    desirable_weight: float = Field(default=1.0, gt=0, le=1000, description="for kto: weight of good answers")
+    undesirable_weight: float = Field(default=1.0, gt=0, le=1000, description="for kto: weight of bad answers")
 
     @property
     def reads_labels(self) -> bool:
@@ -212,15 +214,17 @@ class Critic(Frozen):
     estimation (Schulman et al. 2016, arXiv:1506.02438). Formulas: docs/losses.md."""
 
     trainable: Lora | None = Field(
-        default=None, description="the adapter below its head, beside the policy's base; absent: as the policy's"
+        default=None, description="the adapter below its head, on the policy's base; if absent, like the policy's"
     )
-    gamma: float = Field(default=1.0, gt=0, le=1, description="what a reward one move later is worth")
-    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="1: rewards that came; 0: the next state's value")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="discount of a reward one move later")
+    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="1: actual rewards; 0: the next state's value")
     per: Literal["token", "turn"] = Field(default="token", description="a move: a sampled token, or a whole answer")
     whiten: bool = Field(default=True, description="scale a step's advantages to mean 0 and variance 1")
-    learning_rate: float | None = Field(default=None, gt=0, le=10, description="of the critic; absent: the policy's")
+    learning_rate: float | None = Field(
+        default=None, gt=0, le=10, description="the critic's learning rate; if absent, the policy's"
+    )
     clip: float | None = Field(
-        default=0.2, gt=0, description="how far values may move in a step before they are clipped; null: any"
+        default=0.2, gt=0, description="how far values may move in a step before they are clipped; null: no limit"
     )
     value_scale: Literal["none", "running"] = Field(
         default="none", description="running: the head gives values in units of the returns' running mean and spread"

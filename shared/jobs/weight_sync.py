@@ -51,11 +51,11 @@ class WeightSync(Frozen):
 
     backend: SyncBackend = Field(default="auto", description="how samplers get a step's weights")
     bucket_bytes: int = Field(
-        default=512 << 20, ge=1 << 10, le=4 << 30, description="bytes that travel at a time; two such buffers are held"
+        default=512 << 20, ge=1 << 10, le=4 << 30, description="bytes sent at a time; two such buffers are allocated"
     )
     in_flight: Literal["finish", "continue"] = Field(
         default="finish",
-        description="samples under way when weights change: end on the old ones, or go on under the new ones",
+        description="samples in progress when weights change: finish with the old ones, or continue with the new ones",
     )
 
     profile_path: str | None = pattern(

@@ -4,7 +4,7 @@ A file that leaves a setting out means what transformers takes for it.
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import AliasChoices, BaseModel, ValidationError
 
@@ -29,13 +29,14 @@ from shared.models.families import (
 from shared.models.generic import GenericConfig, generic_settings
 from shared.models.switches import refuse_unknown_switches
 
+ConfigT = TypeVar("ConfigT", bound=DenseConfig)
 Family = Literal[
     "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4", "deepseek_v3", "glm4_moe_lite",
     "nemotron_h", "qwen2", "llama", "mistral", "ministral", "smollm3", "granite", "olmo3",
     "phi3",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = get_args(Family)
-"""The `model_type` of each supported model family; megatron_worker/families holds their architectures."""
+"""The `model_type` of each supported model family; shared/families holds their architectures."""
 
 # What transformers takes for settings that a family's file leaves out, where families differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -157,10 +158,10 @@ def _named_blocks(values: dict[str, Any], place: str) -> dict[str, Any]:
     return {"blocks": blocks, "num_hidden_layers": len(blocks), "layer_types": None}
 
 
-def prefix_of(config: DenseConfig, names: Iterable[str]) -> str:
-    """Return what the names of a model's tensors begin with. transformers reads `backbone` as `model`."""
+def named_as_in(config: ConfigT, names: Iterable[str]) -> ConfigT:
+    """Return a config with what these names of tensors begin with. transformers reads `backbone` as `model`."""
     is_other = config.tensor_prefix == "backbone" and any(name.startswith("model.") for name in names)
-    return "model" if is_other else config.tensor_prefix
+    return config.model_copy(update={"tensor_prefix": "model"}) if is_other else config
 
 
 def read_model_config(values: dict[str, Any], place: str, any_family: bool = False) -> DenseConfig:

@@ -113,11 +113,6 @@ class DenseConfig(BaseModel):
     quantization_config: Fp8 | dict[str, Any] | None = Field(default=None, union_mode="left_to_right")
 
     @property
-    def output_name(self) -> str:
-        """What files call the output layer, if it is not tied."""
-        return output_name(self.tensor_prefix)
-
-    @property
     def rope(self) -> RopeConfig:
         return self._with_theta(self.rope_scaling or self.rope_parameters or RopeConfig())
 

@@ -1,7 +1,7 @@
 """Which modules of a model an adapter is beside, with which rank and scale: as PEFT decides it by their names."""
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from longshore.module_patterns import Effort, ModulePattern
@@ -19,6 +19,16 @@ class LoraSize:
 
     rank: int
     scale: float
+
+
+def check_order(found: Lora, expected: Lora, modules: Iterable[str], place: str) -> None:
+    """Raise InvalidInput if two adapters that differ in the order of their patterns differ in a module by it."""
+    one, other = AdaptedModules(found), AdaptedModules(expected)
+    if (found.rank_pattern, found.alpha_pattern) != (expected.rank_pattern, expected.alpha_pattern):
+        for module in modules:
+            if (theirs := one.of(module)) != (ours := other.of(module)) and theirs and ours:
+                rule = f"of the adapter's patterns the first that matches {module} says {theirs}, of the run's {ours}"
+                raise InvalidInput(f"{rule}: name them in the adapter's order", place)
 
 
 class AdaptedModules:

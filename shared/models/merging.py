@@ -7,10 +7,12 @@ Only the adapter is held in memory: of the base model, a block of rows.
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Protocol
+from itertools import chain
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +36,37 @@ FP8_BLOCK, FP8_SCALES = 128, "_scale_inv"
 Floats = NDArray[np.float32]
 _DIMENSIONS = {"A": 2, "B": 2, "embedding_A": 2, "embedding_B": 2, "magnitude_vector": 1}
 _TURNED = {"embedding_A": "B", "embedding_B": "A"}
+
+
+_STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
+
+
+class Part(NamedTuple):
+    """An expert's tensor by its own name, as a stack holds it: `num_rows` of the expert's from `first_row` on."""
+
+    name: str
+    stack: str
+    expert: int
+    first_row: int
+    num_rows: int
+
+
+def parts_of(name: str, shape: Sequence[int]) -> list[Part]:
+    """Return what a tensor of [experts, rows, columns] holds if it is a stack of linears, in the order of its bytes.
+
+    Published Qwen3.5 and 3.6 have such stacks, gates above ups in them (as transformers has them in memory).
+    """
+    if (match := _STACK.fullmatch(name)) is None or len(shape) != 3:
+        return []
+    linears = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else (match[2],)
+    height, rest = divmod(shape[1], len(linears))
+    if rest or not height:
+        return []
+    return [
+        Part(f"{match[1]}.{expert}.{linear}.weight", name, expert, place * height, height)
+        for expert in range(shape[0])
+        for place, linear in enumerate(linears)
+    ]
 
 
 class Readable(Protocol):
@@ -104,6 +137,14 @@ class Merger:
         self._seen.add(entry.name)
         if entry.name.endswith(".weight") and module_of(entry.name) in self.factors:
             return self._merged(entry, source, place)
+        parts = parts_of(entry.name, entry.shape)
+        if any(module_of(part.name) in self.factors for part in parts):
+            row_bytes = entry.shape[2] * ITEM_BYTES[entry.dtype]
+            own = (
+                Entry(part.name, entry.dtype, (part.num_rows, entry.shape[2]), 0, part.num_rows * row_bytes)
+                for part in parts
+            )
+            return chain.from_iterable(self.blocks(each, source, place) for each in own)
         return _pieces(source, entry.stop - entry.start, _BLOCK_BYTES, place)
 
     def check_used(self, place: str) -> None:

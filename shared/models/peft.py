@@ -302,12 +302,15 @@ def content_sha256(lora: Lora, weights_sha256: Sha256) -> Sha256:
     return hashlib.sha256(f"{json.dumps(config_of(lora))} {weights_sha256}".encode()).hexdigest()
 
 
-def check_same(found: Lora, expected: Lora, place: str) -> None:
+def check_same(found: Lora, expected: Lora, place: str, in_order: bool = False) -> None:
     """Raises InvalidInput when an adapter is of another rank, scale or targets than is asked for.
 
-    Targets that its family of models has not do not count: see `shared.models.lora_modules.with_own_targets`.
+    Targets that its family of models has not do not count: see `shared.models.lora_modules.with_own_targets`. Nor does
+    the order of patterns unless `in_order`, since PEFT sorts them as it saves: `check_order` says where it matters.
     """
     theirs, ours = (lora.model_dump(exclude={"kind", "targets", "dropout", "head"}) for lora in (found, expected))
+    for field in () if in_order else ("rank_pattern", "alpha_pattern"):
+        theirs[field], ours[field] = sorted(theirs[field]), sorted(ours[field])
     theirs["head"], ours["head"] = str(found.head or "of language"), str(expected.head or "of language")
     for name in theirs:
         if theirs[name] != ours[name]:

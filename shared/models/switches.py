@@ -19,8 +19,14 @@ _WITHOUT_EFFECT = frozenset(
         *("is_llama_config", "unsloth_fixed", "_attn_implementation_autoset", "_flash_attn_2_enabled"),
         *("_from_model_config", "trust_remote_code", "add_bos_token", "add_eos_token", "rescale_prenorm_residual"),
         *("moe_shared_expert_overlap", "use_mamba_kernels", "attn_output_gate"),
+        *("seq_aux", "use_aux_loss"),  # of losses that balance experts, which are not computed
     }
 )
+# What a switch asks for, these families do in every model.
+_ALWAYS = {
+    "use_qk_norm": ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "olmo3", "gemma3", "gemma4"),
+    "qkv_bias": ("qwen2",),
+}
 _SCALES = re.compile(
     r"soft_?cap|scale_(emb|depth)|clip_qkv|alibi|qk_norm"
     r"|(embeddings?|residual|attention|logits?)_(multiplier|scal(e|ing))(_factor)?$"
@@ -35,7 +41,7 @@ def refuse_unknown_switches(settings: Mapping[str, Any], known: Container[str], 
     Raises InvalidInput: another one is switched on; names it.
     """
     for name, value in settings.items():
-        if name in known or name in _WITHOUT_EFFECT:
+        if name in known or name in _WITHOUT_EFFECT or (value is True and family in _ALWAYS.get(name, ())):
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is True or (_SCALES.search(name) and (value not in (0, 1) if is_number else value)):

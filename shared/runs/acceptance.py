@@ -1,9 +1,11 @@
 """What an installation accepts of a run: what its hosts can start, and in which precision."""
 
+from longshore.losses import Distillation
 from longshore.training import DtypeChoice, Lora
 from shared.errors import InvalidInput
 from shared.grading.graders import reward_graders
 from shared.jobs.layout import check_nodes, check_ranks
+from shared.jobs.losses import reference_uri
 from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.requests import Precision, RLRun, Run
 from shared.runs.rollouts import Rollouts
@@ -12,6 +14,7 @@ from shared.storage.host_states import read_fast_bf16, read_offer
 from shared.storage.store import ObjectStore
 
 _VLLM_MAX_RANK = 512
+_ITSELF = "the student begins as the base itself: name an initial_adapter, or another teacher"
 
 
 def check_startable(run: Run, settings: Settings, below: str = "") -> None:
@@ -28,8 +31,13 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
     check_nodes(run.layout, settings.max_hosts, below)
     match run:
         case DistillRun(teacher="base", initial_adapter=None, teachers=()):
-            rule = "the student begins as the base itself: name an initial_adapter, or another teacher"
-            raise InvalidInput(rule, f"{below}teacher")
+            raise InvalidInput(_ITSELF, f"{below}teacher")
+        case RLRun(initial_adapter=None, loss=Distillation(teacher="base")):
+            raise InvalidInput(_ITSELF, f"{below}loss.distillation.teacher")
+        case RLRun(initial_adapter=None, advantages="none", loss=loss) if (
+            reference_uri(loss) is None
+        ):  # by its kl alone
+            raise InvalidInput(_ITSELF, f"{below}loss.{loss.kind}.kl.reference")
         case SFTRun() | DPORun() | DistillRun() | RewardRun() if run.batch_size is not None:
             examples = run.batch_size
             examples_named = f"batch_size {examples}"

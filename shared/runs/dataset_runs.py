@@ -4,11 +4,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from longshore.fields import Frozen, Name
+from longshore.fields import Frozen, Name, added
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.training import (
     DTYPE_DESCRIPTION,
     MAX_SCALARS,
+    OTHER_BASE_DESCRIPTION,
     QUANTIZE_DESCRIPTION,
     RECOMPUTE_DESCRIPTION,
     STATES_DESCRIPTION,
@@ -42,8 +43,8 @@ from shared.runs.sources import DatasetSource, ExamplesSource, PairsSource, Pref
 # Descriptions that several kinds of runs share.
 PEAK = "the highest learning rate, after the warm-up"
 _BUDGET = (
-    "what a micro-batch may hold on a rank beside weights and optimizer: workers measure how many tokens that are, "
-    "bin_tokens at most"
+    "bytes for a micro-batch on a rank, besides weights and optimizer: "
+    "workers measure how many tokens fit, up to bin_tokens"
 )
 
 
@@ -52,10 +53,13 @@ class TrainedRun(Frozen):
 
     kind: str
     schema_version: Literal[1] = 1
-    name: Name | None = Field(default=None, description="what the adapter is published as; the run's id if absent")
+    name: Name | None = Field(
+        default=None, description="the name under which the adapter is published; the run's id if absent"
+    )
     model: ModelUri
     trainable: Trainable = Lora()
-    initial_adapter: str | None = Field(default=None, description="a published adapter to go on from: URI or name")
+    initial_adapter: str | None = Field(default=None, description="a published adapter to continue from: URI or name")
+    allow_other_base: bool = added(False, description=OTHER_BASE_DESCRIPTION)
     bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
     memory_budget_bytes: int | None = Field(default=None, ge=1_000_000, description=_BUDGET)
     optimizer: OptimizerName = "adamw"
@@ -65,7 +69,7 @@ class TrainedRun(Frozen):
     lora_plus_ratio: LoraPlusRatio = 1.0
     noise_scale: NoiseScale = False
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the data's order and of fresh adapter weights")
-    engine: EngineName = Field(default="megatron", description="what trains; fsdp: layouts of dp and tp alone")
+    engine: EngineName = Field(default="megatron", description="the training engine; fsdp: only layouts of dp and tp")
     layout: Layout = Layout()
     dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
     quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
@@ -85,7 +89,7 @@ class TrainedRun(Frozen):
     @model_validator(mode="after")
     def _an_adapter_is_trained_on(self) -> Self:
         if self.initial_adapter is not None and self.trainable.kind == "full":
-            raise ValueError("full training does not go on from an adapter: drop initial_adapter, or train a lora")
+            raise ValueError("full training cannot continue from an adapter: drop initial_adapter, or train a lora")
         return self
 
     @property
@@ -112,11 +116,11 @@ class _DatasetRun(TrainedRun):
     learning_rate: float = Field(gt=0, le=10, description=PEAK)
     schedule: Literal["constant", "linear", "cosine"] = Field(default="linear", description="after the warm-up")
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
-    eval_every: int = Field(default=0, ge=0, description="steps; 0: before and after only")
+    eval_every: int = Field(default=0, ge=0, description="evaluate every this many steps; 0: only before and after")
     num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions at each evaluation")
     sample_tokens: int = Field(default=64, ge=1, le=1024, description="longest greedy completion")
     checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: a tenth of the run")
-    keep_checkpoints: int = Field(default=2, ge=1, le=1000, description="checkpoints that stay, the newest")
+    keep_checkpoints: int = Field(default=2, ge=1, le=1000, description="how many of the newest checkpoints are kept")
 
     @property
     def reads_labels(self) -> bool:
@@ -157,7 +161,7 @@ class SFTRun(_ExamplesRun):
         default=None,
         min_length=1,
         max_length=10_000,
-        description="of every step, in place of a schedule; 0 trains nothing",
+        description="one per step, instead of a schedule; 0 trains nothing",
     )
 
     @model_validator(mode="after")
@@ -197,13 +201,13 @@ class DPORun(Preferences, _DatasetRun):
     eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with a label")
     too_long: Literal["drop"] = "drop"
     batch_size: int | None = Field(default=None, ge=1, description="pairs a step")
-    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest pair, with both answers")
+    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest pair, including both answers")
     learning_rate: float = Field(default=1e-5, gt=0, le=10, description=PEAK)
     reference: str | None = Field(
         default=None,
         min_length=1,
         max_length=2048,
-        description="`base`, or URI of a published adapter on that base; the model as the run begins with it if absent",
+        description="`base`, or URI of a published adapter on that base; if absent, the model as the run begins",
     )
 
     @model_validator(mode="after")
@@ -220,7 +224,7 @@ class RewardRun(_DatasetRun):
 
     kind: Literal["reward"] = "reward"
     objective: Literal["bradley_terry", "squared_error"] = Field(
-        default="bradley_terry", description="of pairs, with a margin or none; squared_error: of answers with scores"
+        default="bradley_terry", description="pairs, with or without a margin; squared_error: answers with scores"
     )
     dataset: PreferencesSource = Field(description="preference pairs; of squared_error answers with scores")
     eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with scores")
@@ -228,13 +232,13 @@ class RewardRun(_DatasetRun):
         default=None,
         min_length=1,
         max_length=MAX_SCALARS,
-        description="of squared_error: fields of rows with a number, each a scalar of the head; score if absent",
+        description="for squared_error: numeric fields of rows, each a scalar of the head; score if absent",
     )
     per_turn: bool = Field(
-        default=False, description="of squared_error: rows' labels have a number for each turn of the assistant"
+        default=False, description="for squared_error: rows' labels have a number for each turn of the assistant"
     )
     center: float = Field(
-        default=0.0, ge=0, le=1000, description="of bradley_terry: weight of the squared sum of a pair's rewards"
+        default=0.0, ge=0, le=1000, description="for bradley_terry: weight of the squared sum of a pair's rewards"
     )
     too_long: Literal["drop"] = "drop"
     batch_size: int | None = Field(default=None, ge=1, description="pairs, or answers, a step")

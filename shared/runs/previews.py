@@ -6,6 +6,7 @@ from pydantic import Field
 
 from longshore.fields import Frozen
 from longshore.training import MAX_SCALARS
+from shared.field_rules import Reason, Remark
 from shared.jobs.steps import Cut, RunLength
 from shared.runs.requests import Tenant
 from shared.runs.sources import Format, RowsSource
@@ -22,7 +23,7 @@ class LostRow(Frozen):
     """A row that is not trained on, and why."""
 
     place: str
-    reason: str
+    reason: Remark
 
 
 class Report(Frozen):
@@ -44,7 +45,7 @@ class Report(Frozen):
     lengths: tuple[LengthCount, ...]
     lost: tuple[LostRow, ...]
     num_control_tokens: int = Field(default=0, description="rows whose messages hold the text of a control token")
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Reason, ...] = ()
 
     @property
     def num_lost(self) -> int:

@@ -33,7 +33,7 @@ FIRST_TENANT = "default"
 class Overlong(Frozen):
     """A penalty that grows over the last tokens before the limit of an answer (DAPO, arXiv:2503.14476, eq. 13)."""
 
-    buffer_tokens: int = Field(ge=1, description="tokens before the limit over which it grows")
+    buffer_tokens: int = Field(ge=1, description="tokens before the limit over which the penalty grows")
     penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="of an answer at the limit")
 
 
@@ -46,17 +46,19 @@ class RLRun(TrainedRun):
     """
 
     kind: Literal["rl"] = "rl"
-    name: Name | None = Field(default=None, description="what the adapters are published as; the run's id if absent")
+    name: Name | None = Field(
+        default=None, description="the name under which adapters are published; the run's id if absent"
+    )
     rollouts: Rollouts | None = Field(default=None, description="absent: a client sends the groups")
     temperature: float = Field(
         default=1.0,
         gt=0,
         le=10,
-        description="at which trajectories are sampled; the trainer divides its logits by it too",
+        description="sampling temperature; the trainer divides its logits by it too",
     )
     algorithm: Preset | None = Field(
         default=None,
-        description="a paper's loss and advantages (docs/losses.md); fields that are given below change them",
+        description="a paper's loss and advantages (docs/losses.md); the fields below change them",
     )
     loss: RLLoss = Field(
         default=PPO(),
@@ -68,24 +70,26 @@ class RLRun(TrainedRun):
     )
     equal_rewards: Literal["drop", "keep"] = Field(
         default="drop",
-        description="groups whose rewards are all the same: they say nothing, but count in means; an algorithm's own",
+        description="groups whose rewards are all equal teach nothing, but count in means; default: the algorithm's",
     )
     overlong: Overlong | None = Field(default=None, description="what long answers lose of their reward")
     truncated: Literal["train", "mask", "bootstrap"] = Field(
         default="train",
-        description="answers that the sampler's limit cut: mask counts their rewards, and trains none of their tokens; "
-        "bootstrap: the critic's value of their last state stands for what would have come",
+        description="answers that were cut by the sampler's limit: mask counts their rewards but trains none of their "
+        "tokens; bootstrap: the critic's value of their last state replaces the missing rest",
     )
     critic: Critic | None = Field(
         default=None, description="makes gae advantages: one that is trained beside the policy (algorithm ppo)"
     )
     broken: Literal["refuse", "drop"] = Field(
-        default="refuse", description="a step with a trajectory that cannot be trained, or that trajectory alone"
+        default="refuse", description="what fails if a trajectory cannot be trained: the step, or only that trajectory"
     )
     max_staleness: int | None = Field(
-        default=None, ge=0, description="policy versions that a trajectory may be behind; broken beyond; None: any"
+        default=None,
+        ge=0,
+        description="how many policy versions a trajectory may be behind (broken beyond); None: no limit",
     )
-    mini_batches: int = Field(default=1, ge=1, le=1000, description="optimizer steps a pass; at most one a group")
+    mini_batches: int = Field(default=1, ge=1, le=1000, description="optimizer steps per pass; at most one per group")
     epochs: int = Field(default=1, ge=1, le=100, description="passes over a step's groups")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest trajectory; broken beyond")
     learning_rate: float = Field(default=1e-5, gt=0, le=10, description=PEAK)
@@ -94,14 +98,14 @@ class RLRun(TrainedRun):
         default="constant", description="after the warm-up; decays need rollouts.steps, at whose end they reach 0"
     )
     between_steps: Literal["offload", "keep"] = Field(
-        default="offload", description="offload: a worker that waits gives the device's memory back"
+        default="offload", description="offload: a waiting worker frees the device's memory"
     )
-    idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is given back")
+    idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is returned")
     publish_every: int = Field(
         default=1,
         ge=1,
         le=1_000_000,
-        description="policy versions from one that is published to the next; and the last",
+        description="publish every this many policy versions, and the last one",
     )
 
     @model_validator(mode="before")
@@ -192,7 +196,7 @@ class RLRun(TrainedRun):
         if rollouts.grader == UNGRADED and (self.advantages != "none" or rollouts.held_out is not None):
             raise ValueError("rollouts.grader is missing: only distillation without held-out prompts needs none")
         if rollouts.group_size == 1 and self.advantages in COMPARE_GROUPS:
-            raise ValueError(f"{self.advantages} compares the samples of a prompt: group_size must be 2 or more")
+            raise ValueError(f"rollouts.group_size must be 2 or more: {self.advantages} compares a prompt's samples")
         return self
 
 

@@ -21,9 +21,9 @@ class HeldOut(Frozen):
         default=0, ge=0, description="train steps from one evaluation to the next; 0: only before and after"
     )
     samples_per_prompt: int = Field(default=1, ge=1, le=1024, description="samples of each held-out prompt")
-    temperature: float = Field(default=0.0, ge=0, le=10, description="of held-out samples; 0: greedy")
+    temperature: float = Field(default=0.0, ge=0, le=10, description="temperature of held-out samples; 0: greedy")
     target: float | None = Field(
-        default=None, allow_inf_nan=False, description="mean grade at which the run ends, with the step that reached it"
+        default=None, allow_inf_nan=False, description="the run ends after the step that reaches this mean grade"
     )
 
     @model_validator(mode="after")
@@ -44,12 +44,12 @@ class Rollouts(Frozen):
     prompts: PromptsSource = Field(description="rows whose last message, or prompt_field, the model answers")
     grader: Grader = Field(
         default=UNGRADED,
-        description="what grades samples, in OpenAI's fields (docs/graders.md); distillation needs none",
+        description="the grader of samples, with OpenAI's fields (docs/graders.md); distillation needs none",
     )
     prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups a step")
     group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")
     redraws: int = Field(
-        default=0, ge=0, le=16, description="times that groups whose grades are all the same are drawn again"
+        default=0, ge=0, le=16, description="how often groups whose grades are all equal are sampled again"
     )
     epochs: float | None = Field(default=None, gt=0, le=1000, description="passes over the prompts, instead of steps")
     steps: int | None = Field(default=None, ge=1, le=1_000_000, description="train steps of the run's own rollouts")
@@ -60,27 +60,29 @@ class Rollouts(Frozen):
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="sample from the likeliest tokens that together have this probability"
     )
-    top_k: int | None = Field(default=None, ge=1, description="sample from so many of the likeliest tokens")
+    top_k: int | None = Field(default=None, ge=1, description="sample from this many of the likeliest tokens")
     off_policy_steps: int = Field(default=0, ge=0, le=64, description="steps sampled ahead; 0: on-policy")
-    sampler: SamplerKind = Field(default="own", description="that a host starts: Longshore's own, or its vLLM")
+    sampler: SamplerKind = Field(default="own", description="the sampler that a host starts: Longshore's own, or vLLM")
     sampler_url: str | None = Field(
-        default=None, max_length=2048, description="a server that speaks vLLM's protocol; else the installation's own"
+        default=None,
+        max_length=2048,
+        description="a server with vLLM's protocol; if absent, the installation's sampler",
     )
     samplers: int = Field(
         default=1,
         ge=1,
         le=16,
-        description="samplers leased at most; a step's prompts are divided over those that are up",
+        description="most samplers to lease; a step's prompts are divided among those that are up",
     )
-    colocate: bool = Field(
-        default=False, description="trainer and sampler share one device: each leaves it before the other works"
-    )
+    colocate: bool = Field(default=False, description="trainer and sampler share one device, and use it in turn")
     weight_sync: WeightSync = WeightSync()
     routing_replay: Literal["on", "off"] = Field(
         default="on",
-        description="of a mixture: the trainer computes each token with the experts that the sampler chose",
+        description="for mixtures of experts: the trainer uses the experts that the sampler chose for each token",
     )
-    max_lost_fraction: float = Field(default=0.1, ge=0, le=1, description="of prompts, too long to be answered")
+    max_lost_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="largest share of prompts that may be too long to be answered"
+    )
     probe_bound: float | None = Field(
         default=None,
         gt=0,
@@ -90,12 +92,12 @@ class Rollouts(Frozen):
         default=0.1,
         ge=0,
         le=1,
-        description="share of a step's samples without a grade: they are left out, and the run fails beyond it",
+        description="largest share of a step's samples without a grade; they are dropped, and the run fails beyond it",
     )
     shuffle_rewards: bool = Field(
         default=False,
-        description="a control experiment: rewards change places within their group (with batch_normalized and gae "
-        "within the step), and say nothing",
+        description="a control experiment: rewards are shuffled within their group (with batch_normalized and gae "
+        "within the step), so that they carry no information",
     )
     held_out: HeldOut | None = None
 

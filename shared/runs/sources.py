@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from longshore.fields import Frozen, Name
+from longshore.fields import Frozen, Name, added
 from longshore.losses import MOST_TEACHERS, DistillationSettings, several_teachers_fit
 from longshore.training import PAIRED
 
@@ -20,17 +20,18 @@ class DatasetSource(Frozen):
     """A dataset's URI and format. `auto` recognises the format by its first rows, and refuses a tie."""
 
     uri: str = Field(min_length=1, max_length=2048)
-    format: Format = Field(default="auto", description="how rows are written; auto: told by the first rows")
+    format: Format = Field(default="auto", description="the format of rows; auto: detected from the first rows")
     prompt_field: str | None = Field(default=None, description="the field that holds the prompt; else rows are chats")
     completion_field: str | None = Field(default=None, description="the field that holds the answer")
     assistant_turns: Literal["all", "last"] = Field(
-        default="all", description="which answers of a conversation are trained; last: it has to end with one"
+        default="all",
+        description="which answers of a conversation are trained; last: the conversation must end with an answer",
     )
     assistant_pattern: str | None = Field(
         default=None,
         min_length=1,
         max_length=500,
-        description="of these, only answers in which this regular expression is found are trained",
+        description="only train those answers that match this regular expression somewhere",
     )
 
 
@@ -103,16 +104,19 @@ class TaughtBy(DistillationSettings):
     """The teacher of a distillation: of the student's base, which is there once, or behind a URL."""
 
     teacher: TeacherUri = Field(
-        description="`base`, a published adapter on it (URI or name), or a URL (…/v1) that tells prompt_logprobs",
+        description="`base`, a published adapter on it (URI or name), or a URL (…/v1) that returns prompt_logprobs",
     )
     teacher_model: str | None = Field(
-        default=None, min_length=1, max_length=256, description="the teacher's name there"
+        default=None, min_length=1, max_length=256, description="the teacher's name at that URL"
+    )
+    teacher_key: str | None = added(
+        None, max_length=64, description="of a teacher behind a URL: the name under which this installation has its key"
     )
     teachers: Annotated[tuple[tuple[Name, TeacherUri], ...], PAIRED] = Field(
         default=(),
         max_length=MOST_TEACHERS,
-        description="further teachers by name, as `teacher` says one: a row's field `teacher` names its own, and a row "
-        "without one learns from `teacher`",
+        description="further teachers by name, each as in `teacher`: a row's field `teacher` names one of them; "
+        "other rows learn from `teacher`",
     )
     temperature: float = Field(default=1.0, gt=0, le=10, description="divides the logits of both while training")
 
@@ -137,6 +141,8 @@ class TaughtBy(DistillationSettings):
     def _servers_tell_some_tokens(self) -> Self:
         if (self.teacher_url is None) != (self.teacher_model is None):
             raise ValueError("teacher_model is what a teacher behind a URL is called there: both, or neither")
+        if self.teacher_key is not None and self.teacher_url is None:
+            raise ValueError("teacher_key is of a teacher behind a URL: drop it")
         if self.teacher_url is not None and (self.tokens == "all" or self.temperature != 1):
             raise ValueError("a server tells log-probabilities of some tokens, at temperature 1: tokens top_k or drawn")
         return self

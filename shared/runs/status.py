@@ -4,9 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from longshore.fields import Artifact, Frozen, Sha256
+from longshore.fields import Artifact, Frozen, Sha256, added
 from longshore.training import ScalarHead
 from shared.fence import Fence
+from shared.field_rules import Reason
 from shared.models.shape import ModelShape
 from shared.runs.requests import Kind, RunId
 
@@ -45,7 +46,7 @@ class Problem(Frozen):
     """The reason why a run failed, in words for its user."""
 
     kind: str
-    message: str
+    message: Reason
 
 
 STATUS_MEMO = "status"  # of a run's workflow: its RunStatus without metrics and timeline
@@ -84,7 +85,10 @@ class RunStatus(Frozen):
     )
     problem: Problem | None = None
     skipped_steps: int = Field(default=0, description="of an RL run: train steps with nothing to learn from")
-    notices: tuple[str, ...] = Field(default=(), description="what its user should know of it, whatever comes of it")
+    failed_steps: int = added(0, description="of an RL run: train steps that could not be trained")
+    equal_reward_steps: int = added(0, description="of an RL run: trained steps whose rewards were all the same")
+    zero_gradient_steps: int = added(0, description="of an RL run: trained steps whose gradient was 0 throughout")
+    notices: tuple[Reason, ...] = Field(default=(), description="what its user should know of it, whatever comes of it")
     started_at: float | None = Field(default=None, description="the first time, also of a run that was resumed")
     ended_at: float | None = None
     estimated_end: float | None = Field(
@@ -94,9 +98,13 @@ class RunStatus(Frozen):
     paused_by: str | None = Field(
         default=None, description="the limit that pauses it, in words: it goes on by itself when that is raised"
     )
+    client_away: bool = added(
+        False, description="it is paused since its client sent nothing: the client's next command or step resumes it"
+    )
     gpu_seconds: float = Field(default=0.0, description="seconds that workers were leased, times their ranks")
 
 
+STEP_COUNTS = ("skipped_steps", "failed_steps", "equal_reward_steps", "zero_gradient_steps")  # in a RunStatus
 StepKey = Annotated[str, Field(min_length=1, max_length=256)]
 
 

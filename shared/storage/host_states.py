@@ -89,6 +89,11 @@ class HostState(Frozen):
     max_ranks: int | None = None
     devices: Devices | None = added(None)
 
+    @property
+    def id(self) -> str:
+        """A short id that hosts of one machine differ in: of the random end of its queue's name."""
+        return self.queue.rpartition("-")[2][:8]
+
     def is_seen(self, now: float) -> bool:
         return now - self.seen_at < _SILENT_S
 
@@ -103,7 +108,7 @@ class HostState(Frozen):
         """Return why it takes no leases, in words, if it does not."""
         quarantined = f"it lost the workers of {len(self.lost_runs)} runs at their start: others go first"
         why = (*self.lacks, *((quarantined,) if self.is_quarantined(now) else ()))
-        return tuple(f"{self.name}: {each}" if by_name else each for each in why)
+        return tuple(f"{self.name} ({self.id}): {each}" if by_name else each for each in why)
 
     def with_loss(self, run_id: str) -> "HostState":
         """Return its state after it lost a run's worker at its start."""

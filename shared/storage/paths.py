@@ -9,6 +9,8 @@ from longshore.fields import Frozen
 from shared.fence import Fence
 
 MANIFEST = "manifest.json"
+LEFT = "_left.txt"
+"""In a dataset's folder: which files of its source were left, in words."""
 
 # Prefixes of objects of all tenants.
 SENT_REQUESTS = "index/sent/"

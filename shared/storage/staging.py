@@ -12,6 +12,7 @@ from pydantic import Field
 
 from longshore.fields import Artifact, Frozen
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput
+from shared.field_rules import Reason
 
 
 class StageRequest(Frozen):
@@ -29,7 +30,7 @@ class StageAnswer(Frozen):
     """All is in the cache; or why not, as a job's `failed` event says it."""
 
     kind: Literal["invalid_input", "corrupt_artifact", "disk_full", "error"] | None = None
-    message: str = ""
+    message: Reason = ""
 
     @staticmethod
     def path(log: str) -> Path:

@@ -356,7 +356,7 @@ def _refused(place: str, code: str) -> NotFound | StoreUnavailable:
         case "404" | "NoSuchKey" | "NotFound":
             return NotFound(f"no object {place}")
         case "NoSuchBucket":
-            return StoreUnavailable(f"{place}: there is no such bucket")
+            return StoreUnavailable(f"{place}: there is no such bucket, and Longshore makes none: create it")
         case "401" | "403" | "AccessDenied" | "InvalidAccessKeyId" | "SignatureDoesNotMatch" | "ExpiredToken":
             return StoreUnavailable(f"{place}: the store refuses our credentials ({code}); see `longshore doctor`")
         case _:

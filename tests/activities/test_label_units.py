@@ -169,7 +169,7 @@ def test_examples_are_never_cut_and_too_long_with_the_other_answer(tmp_path: Pat
             {"messages": [*turns(("user", "q")), {"role": "assistant", "content": "a", "weight": 0}], "label": True},
             "weight must be 1 or absent",
         ),
-        ({"text": "a line", "label": 1}, "kto learns from answers with a label.*: the row has no answer of its own"),
+        ({"text": "a line", "label": 1}, "kto learns from answers with a label.*: this row has no answer"),
         ({"prompt": "p", "completion": "c", "label": True}, "rows.jsonl:1.*there is no other row"),
     ],
 )

@@ -86,8 +86,8 @@ def test_the_bytes_are_those_that_an_engine_counts(tmp_path: Path, family: str, 
 
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a switch that nobody reads": (
-        lambda folder: edit(folder / "config.json", use_qk_norm=True),
-        "config.json: use_qk_norm = True is not supported: it is not known in models of the family qwen3_moe",
+        lambda folder: edit(folder / "config.json", use_parallel_residual=True),
+        "config.json: use_parallel_residual = True is not supported: it is not known in models of the family qwen3_moe",
     ),
     "a cap that nobody reads": (
         lambda folder: edit(folder / "config.json", final_logit_softcapping=30.0),
@@ -157,9 +157,9 @@ def test_the_command_tells_all_of_it_and_ends_with_100_where_a_run_would_be_refu
     rule = "messages[1].tool_calls: the chat template shows no tool calls (chat_template.jinja)"
     assert rule in done.stdout and "refused: layout.tp: tp=8" in done.stdout
 
-    edit(folder / "config.json", use_qk_norm=True)
+    edit(folder / "config.json", use_parallel_residual=True)
     done = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert done.returncode == 100
-    assert "use_qk_norm" in json.loads(done.stdout)["problems"][0]
+    assert "use_parallel_residual" in json.loads(done.stdout)["problems"][0]
     missing = subprocess.run([*command[:3], str(folder / "nothing")], capture_output=True, text=True)
     assert missing.returncode == 102 and "there is no such folder" in missing.stderr

@@ -129,9 +129,10 @@ def test_a_model_that_a_server_tells_of_teaches_as_one_on_the_worker(
     options += ["--tokens", "top_k", "--top-k", "16"]
     with running(tiny_model, tmp_path) as ready:
         url = f"{ready.url}/v1"
-        settings = {"LONGSHORE_GRADING__SCORE_MODEL_URL": url, "LONGSHORE_GRADING__SCORE_MODEL_KEY": ready.api_key}
+        keys = {"tutor": {"url": url, "key": ready.api_key}}
+        settings = {"LONGSHORE_GRADING__SERVER_KEYS": json.dumps(keys)}
         with started(tmp_path / "stack", **QUICK, **settings) as stack:
-            by_url = submit(stack, tiny_model, folder, url, "--teacher-model", NAME, *options)
+            by_url = submit(stack, tiny_model, folder, url, "--teacher-model", NAME, "--teacher-key", "tutor", *options)
             by_slot = submit(stack, tiny_model, folder, "base", *options)
             ours, theirs = (stack.cli("metrics", x.json["run_id"], "--json").json for x in (by_url, by_slot))
             for one, other in zip(ours["evaluations"], theirs["evaluations"], strict=True):
@@ -139,3 +140,7 @@ def test_a_model_that_a_server_tells_of_teaches_as_one_on_the_worker(
             assert ours["evaluations"][-1]["metrics"]["loss"] < 0.5 * ours["evaluations"][0]["metrics"]["loss"]
             refused = submit(stack, tiny_model, folder, url, *options, check=False)
             assert_refused(refused, "teacher_model is what a teacher behind a URL is called")
+            keyed = ("--teacher-model", NAME, "--teacher-key", "x", *options)
+            assert_refused(submit(stack, tiny_model, folder, url, *keyed, check=False), "has no key x for")
+        files = [path for path in (tmp_path / "stack").rglob("*") if path.is_file() and not path.is_symlink()]
+        assert len(files) > 50 and not [path for path in files if ready.api_key.encode() in path.read_bytes()]

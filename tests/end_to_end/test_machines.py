@@ -76,7 +76,7 @@ class Site:
         root.mkdir(exist_ok=True)
         if name is not None:
             listener = self.machines.on(name, lambda: socket.create_server(("127.0.0.1", 0)))
-            serving = asyncio.start_server(partial(_forward, address), sock=listener)
+            serving = asyncio.start_server(partial(forward, address), sock=listener)
             asyncio.run_coroutine_threadsafe(serving, self.forwarding).result()
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             more["LONGSHORE_HOST_ADDRESS"] = self.machines.addresses[name]
@@ -191,7 +191,7 @@ class Site:
         return sha256_file(Path(status.adapter.removeprefix("file://"), "adapter_model.safetensors"))
 
 
-async def _forward(address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def forward(address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     host, _, port = address.rpartition(":")
     with suppress(asyncio.CancelledError):  # the end of the test
         await join_streams((reader, writer), await asyncio.open_connection(host, int(port)))

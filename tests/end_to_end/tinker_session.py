@@ -10,6 +10,7 @@ import tarfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -322,9 +323,29 @@ def loop(service: tinker.ServiceClient, model: str, argument: str) -> Told:
     }
 
 
+def waits(service: tinker.ServiceClient, model: str, argument: str) -> Told:
+    """A step, then nothing until there is a file; then the scores before and after that wait, and another step."""
+    client = ready(service.create_lora_training_client(model, rank=4, seed=7))
+    data, adam = data_of(batches(1)[0]), types.AdamParams(learning_rate=0.01)
+
+    def loss() -> float:
+        return client.forward(data, "cross_entropy").result().metrics["loss:sum"]
+
+    client.forward_backward(data, "cross_entropy").result()
+    client.optim_step(adam).result()
+    before = loss()
+    print("waits", flush=True)
+    while not Path(argument).exists():
+        time.sleep(0.1)
+    after = loss()
+    client.forward_backward(data, "cross_entropy").result()
+    client.optim_step(adam).result()
+    return {"before": before, "after": after, "trained": loss()}
+
+
 def main() -> None:
     program, url, key, model, argument = sys.argv[1:6]
-    programs = {"sft": sft, "whole": whole, "large": large, "loop": loop, "export": export}
+    programs = {"sft": sft, "whole": whole, "large": large, "loop": loop, "export": export, "waits": waits}
     print(json.dumps(programs[program](opened(url, key), model, argument), default=str))
 
 

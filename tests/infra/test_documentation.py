@@ -106,6 +106,23 @@ def test_each_client_that_is_installed_has_rows_of_tests_that_exist() -> None:
 
 
 @pytest.mark.slow
+def test_programs_of_the_server_start_outside_a_checkout(tmp_path: Path) -> None:
+    """As the pages call them; `python -m service.host` finds nothing where Longshore is installed as a package."""
+    pages = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
+    ours = "service|activities|megatron_worker|shared|workflows"
+    printed = {"runs.md": "python -m service.cli.run_table"}  # for whoever changes the code
+    for name, text in pages.items():
+        bare = set(re.findall(rf"python -m (?:{ours})\.[\w.]+", text)) - {printed.get(name)}
+        assert not bare, f"{name}: python -P -m longshore.server"
+    named = rf"longshore\.server\s((?:{ours})\.[\w.]+)"
+    modules = {each for text in pages.values() for each in re.findall(named, text)}
+    assert {"service.host", "service.app", "service.launching"} <= modules
+    for module in sorted(modules):
+        command = [sys.executable, "-P", "-m", "longshore.server", module, "--help"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "usage: " in done.stdout, f"{module}: {done.stderr[-500:]}"
+
+
 def test_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path) -> None:
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]

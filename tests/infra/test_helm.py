@@ -6,7 +6,6 @@ and Prometheus' operator have none here: the fields that are used are listed bel
 
 import itertools
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -283,16 +282,15 @@ def test_values_that_cannot_work_are_refused_by_name(changes: tuple[str, ...], r
     assert done.returncode != 0 and rule in done.stderr.replace('\\"', '"'), done.stderr
 
 
-def _policies(found: list[dict]) -> Iterator[tuple[set[str], dict]]:
-    for policy in of_kind(found, "NetworkPolicy"):
-        selector = policy["spec"]["podSelector"]
-        apps = {selector["matchLabels"]["app"]} if "matchLabels" in selector else set()
-        apps |= {each for found in selector.get("matchExpressions", ()) for each in found["values"]}
-        yield {app.removeprefix("longshore-") for app in apps}, policy["spec"]
+def _apps(policy: dict) -> set[str]:
+    selector = policy["spec"]["podSelector"]
+    apps = {selector["matchLabels"]["app"]} if "matchLabels" in selector else set()
+    return apps | {each for found in selector.get("matchExpressions", ()) for each in found["values"]}
 
 
 def _rules(found: list[dict], app: str, way: str) -> list[dict]:
-    return [rule for apps, spec in _policies(found) if app in apps for rule in spec.get(way, [])]
+    policies = [each for each in of_kind(found, "NetworkPolicy") if f"longshore-{app}" in _apps(each)]
+    return [rule for policy in policies for rule in policy["spec"].get(way, [])]
 
 
 def _table(page: str, header: str) -> dict[str, list[str]]:
@@ -302,50 +300,101 @@ def _table(page: str, header: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
+def _peers(found: list[dict], values: dict, app: str, way: str) -> list[str]:
+    """The words of docs/kubernetes.md for whom a pod may reach, or be reached by; each rule must have one."""
+    own = {f"longshore-{each}": each.replace("gpu", "GPU").replace("-host", " hosts") for each in LEASING}
+    network, said = values["network"], list[str]()
+    for policy in of_kind(found, "NetworkPolicy"):
+        if f"longshore-{app}" not in _apps(policy):
+            continue
+        ending = policy["metadata"]["name"].removeprefix("longshore-").removesuffix(f"-{app}")
+        option = f" ({ending})" if ending in ("gangs", "weights") else ""
+        for rule in policy["spec"].get(way, []):
+            ports = [port["port"] for port in rule.get("ports", [])]
+            peers = rule.get("to" if way == "egress" else "from")
+            for where, ports_wanted, word in (
+                (network["clients"] or None, [values["service"]["port"]], "clients"),
+                (values["metrics"]["from"] or None, [values["metrics"]["port"]], "metrics"),
+                (values["temporal"]["peers"], [7233], "Temporal"),
+                (values["store"]["peers"], [values["store"]["port"]], "the store"),
+                (network["inCluster"], [], "the store"),
+                (network["database"], [network["databasePort"]], "PostgreSQL"),
+                (network["traces"], [network["tracesPort"]], "traces"),
+                (None, [53, 53], "DNS"),
+            ):
+                if peers == where and ports == ports_wanted:
+                    said.append(word)
+                    break
+            else:
+                assert peers, rule
+                for peer in peers:
+                    if "ipBlock" in peer:
+                        assert ports == [443, 80] and peer["ipBlock"]["cidr"] == "0.0.0.0/0"
+                        assert {"169.254.0.0/16", "10.0.0.0/8"} <= set(peer["ipBlock"]["except"])
+                        said.append("the internet")
+                        continue
+                    reached = _apps({"spec": peer})
+                    assert reached <= own.keys() | {"longshore-service"} and not ports
+                    said += [own[each] + option if each in own else "the service" for each in sorted(reached)]
+    return said
+
+
 @pytest.mark.parametrize("values", VALUES, ids=name)
-def test_network_policies_open_what_listens_and_nothing_else(values: Path | None) -> None:
-    """Against the table of sockets in docs/hardening.md, and that of the policies in docs/kubernetes.md."""
-    found = documents(values, "network.clients=null")
+def test_network_policies_are_the_tables_of_the_documentation(values: Path | None) -> None:
+    """Those of docs/kubernetes.md, to the word; and what listens at all by docs/hardening.md."""
+    found = documents(values)
+    given = yaml.safe_load((CHART / "values.yaml").read_text())
+    for key, part in yaml.safe_load(values.read_text()).items() if values else ():
+        given[key] = given[key] | part if isinstance(part, dict) else part
     sockets = _table("hardening.md", "| process | listens on | secrets in its environment |")
     told = _table("kubernetes.md", "| pods of | may be reached by | may reach |")
-    metrics = [rule for rule in _rules(found, "control-host", "ingress") if rule["ports"][0]["port"] == 9090]
-    assert bool(metrics) == bool(of_kind(found, "PodMonitor")) == (name(values) == "keda-self-hosted")
-    service = {"podSelector": {"matchLabels": {"app": "longshore-service"}}}
+    options = {f" ({each})": given["network"][each] for each in ("gangs", "weights")}
+    options |= {"metrics": given["metrics"]["port"], "traces": given["network"]["traces"]}
+    options |= {"PostgreSQL": given["network"]["database"], "the internet": given["network"]["internet"]}
+    assert all(options.values()) == (name(values) == "keda-self-hosted"), "one example turns everything on"
     for app in ("service", "control-host", *LEASING):
+        ways = [
+            way
+            for each in of_kind(found, "NetworkPolicy")
+            if f"longshore-{app}" in _apps(each)
+            for way in each["spec"]["policyTypes"]
+        ]
+        assert {"Ingress", "Egress"} <= set(ways), "what no rule names is closed"
+        for way, cell in zip(("ingress", "egress"), told[f"`longshore-{app}`"], strict=True):
+            wanted = {
+                word for word in cell.split(", ") if all(on or not word.endswith(end) for end, on in options.items())
+            }
+            if app not in LEASING and not given["network"]["inCluster"]:
+                wanted -= {"the store"}  # a cloud's: by the internet
+            assert set(_peers(found, given, app, way)) == wanted, f"{app} {way}"
         process = {"service": "web service", "control-host": "control host"}.get(
             app, app.replace("-", " ").replace("gpu", "GPU")
         )
-        listens = sockets[process][0]
-        came = [rule for rule in _rules(found, app, "ingress") if rule not in metrics]
-        all_ways = [way for apps, spec in _policies(found) if app in apps for way in spec["policyTypes"]]
-        assert {"Ingress", "Egress"} <= set(all_ways), "what no rule names is closed"
-        by, to = told[f"`longshore-{app}`"]
-        if app == "service":
-            assert listens.startswith("loopback") and "its port" in by, "here on the pod's address"
-            assert came == [{"ports": [{"protocol": "TCP", "port": 8484}]}]
-        elif app == "control-host":
-            assert listens.endswith("else nothing)") and by == "nobody" and came == []
-        else:
-            assert "by mutual TLS" in listens or "the same" in listens
-            assert came == [{"from": [service]}] and by.startswith("the service")
-        internet = [
-            to["ipBlock"]
-            for rule in _rules(found, app, "egress")
-            for to in rule.get("to", [])
-            if to.get("ipBlock", {}).get("cidr") == "0.0.0.0/0"
-        ]
-        assert bool(internet) == ("the internet" in to) == (app not in LEASING)
-        assert all("169.254.0.0/16" in block["except"] and "10.0.0.0/8" in block["except"] for block in internet)
-        anywhere = [port["port"] for rule in _rules(found, app, "egress") if "to" not in rule for port in rule["ports"]]
-        assert anywhere == [53, 53], "names, and nothing else, wherever"
+        assert sockets[process][0].startswith("loopback"), "here on the pod's address"
 
 
-@pytest.mark.parametrize("app", LEASING)
-def test_gpu_and_sampler_hosts_reach_names_temporal_and_the_store_alone(app: str) -> None:
-    rules = [rule for rule in _rules(documents(None), app, "egress") if "to" in rule]
-    assert sorted(re.findall(r"'(?:cidr|app|longshore-access)': '([^']+)'", str(rules))) == [
-        *("192.0.2.1/32", "temporal", "true"),
+def test_the_service_alone_reaches_postgresql() -> None:
+    """Someone's model that has taken over a worker must not find the records of all tenants one connection away."""
+    found = documents(CHART / "examples" / "keda-self-hosted.yaml")
+    reaching = [
+        app
+        for app in ("service", "control-host", *LEASING)
+        for rule in _rules(found, app, "egress")
+        if "databases" in str(rule)
     ]
+    assert reaching == ["service"]
+
+
+@pytest.mark.parametrize("values", VALUES, ids=name)
+def test_changed_settings_reach_every_pod_that_stays(values: Path | None) -> None:
+    """Pods read their settings once: a Deployment whose template stays equal would go on with the old ones."""
+    before, after = documents(values), documents(values, "settings.LONGSHORE_WANDB_MODE=online")
+    for kind in ("Deployment", "WorkerDeployment"):
+        for old, new in zip(of_kind(before, kind), of_kind(after, kind), strict=True):
+            sums = [each["spec"]["template"]["metadata"]["annotations"]["checksum/config"] for each in (old, new)]
+            assert sums[0] != sums[1], old["metadata"]["name"]
+            assert old["spec"]["template"]["spec"] == new["spec"]["template"]["spec"]
+    assert of_kind(before, "ScaledJob") == of_kind(after, "ScaledJob"), "its next jobs read the new ones"
 
 
 def test_ports_of_metrics_are_closed_to_all_but_those_who_are_named() -> None:

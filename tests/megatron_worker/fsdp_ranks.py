@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from longshore.layout import Layout
 from megatron_worker.engine import Outputs
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.fsdp.ranks import Ranks
 from megatron_worker.process.process_group import start_group
 from shared.errors import InvalidInput
+from shared.families.tensor_slices import TensorSlice
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, gradient, start
 from tests.megatron_worker.rows import bin_of, empty_bin, random_rows

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from longshore.layout import Layout
-from megatron_worker.families import read_config
 from shared.errors import InvalidInput
+from shared.families import read_config
 from shared.models.shape import ModelShape, check_layout, shape_of
 from tests.megatron_worker import layout_ranks
 from tests.megatron_worker.differences import GRADIENTS, furthest, furthest_gradient, notes, rounding, scores_of

@@ -21,14 +21,15 @@ from longshore.layout import Layout
 from longshore.losses import CrossEntropy
 from longshore.training import LINEARS, Adam, Dtype, Full, Linear, Lora
 from megatron_worker.engine import Batch, LossFunction, Outputs
-from megatron_worker.families.tensor_slices import TensorSlice, join_parts
+from megatron_worker.families.tensor_slices import join_parts, local_of, parts_of
 from megatron_worker.losses import loss_function
-from megatron_worker.megatron import attention
+from megatron_worker.megatron import attention, lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.parallel import collectives, dispatch
 from megatron_worker.megatron.parallel.mesh import Group, Mesh
 from shared.errors import InvalidInput
+from shared.families.tensor_slices import TensorSlice
 from tests.megatron_worker.differences import GRADIENTS
 from tests.megatron_worker.rows import bin_of, empty_bin, random_rows, routed
 from tests.megatron_worker.trees import LOSS as TREE_LOSS
@@ -258,8 +259,8 @@ Change = Callable[[Any], Any]
 
 
 def _same_shard(_: Any) -> Any:
-    def local(self: TensorSlice, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        return join_parts(self.parts(whole, 0, size), self.split)
+    def local(s: TensorSlice, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        return join_parts(parts_of(s, whole, 0, size), s.split)
 
     return local
 
@@ -268,7 +269,7 @@ def _own_everywhere(original: Any) -> Any:
     def gathered(self: Mesh, tensor_slice: TensorSlice, parameter: torch.Tensor) -> torch.Tensor:
         whole, group = original(self, tensor_slice, parameter).clone(), self.splitting(tensor_slice)
         if (split := tensor_slice.split) is not None:
-            own = tensor_slice.local(whole, group.rank, group.size).clone()
+            own = local_of(tensor_slice, whole, group.rank, group.size).clone()
             for part in whole.chunk(group.size, dim=split):
                 size = min(part.shape[split], own.shape[split])
                 part.narrow(split, 0, size).copy_(own.narrow(split, 0, size))
@@ -311,7 +312,7 @@ FAULTS: dict[str, tuple[Any, str, Change]] = {
     "drop-shard": (Mesh, "gathered", _own_everywhere),
     "local-norm": (Group, "sum", lambda original: lambda self, x: None if x.ndim == 0 else original(self, x)),
     "local-count": (MegatronEngine, "reduce", lambda _: lambda self, sums: {n: float(x) for n, x in sums.items()}),
-    "same-shard": (TensorSlice, "local", _same_shard),
+    "same-shard": (lora, "local_of", _same_shard),
     "forget-finalize": (MegatronModel, "_placement", _placement("partial", "whole")),
     "forget-tied": (MegatronModel, "_placement", _placement("tied", "split")),
     "forget-copies": (MegatronModel, "_placement", _placement("expert", "split")),

@@ -78,6 +78,7 @@ def reference(loss: PolicyLoss, c: ROWS, logprob: np.ndarray, frozen: np.ndarray
         mean_log_ratio, moved = (
             sum(c["weight"][n] * (of[n] - c["old"][n]) for n in members) / mass for of in (frozen, logprob)
         )
+        behind = sum(c["weight"][n] * (c["sampler"][n] - frozen[n]) for n in members) / mass
         sampled = [c["old"][n] - c["sampler"][n] for n in members]
         clipped = 0.0  # GMPO's mean of log ratios, each held by the sign of its own advantage
         for n in members if isinstance(loss, GMPO) else []:
@@ -113,7 +114,7 @@ def reference(loss: PolicyLoss, c: ROWS, logprob: np.ndarray, frozen: np.ndarray
                 ratio = math.exp(sum(sampled) if loss.importance_level == "sequence" else c["old"][n] - c["sampler"][n])
                 is_kept = (loss.importance_floor or 0.0) <= ratio <= loss.truncated_importance
                 v *= min(ratio, loss.truncated_importance) * (loss.importance_beyond == "truncate" or is_kept)
-            if loss.off_policy_bound is not None and c["advantage"][n] < 0 and -mean_log_ratio > loss.off_policy_bound:
+            if loss.off_policy_bound is not None and c["advantage"][n] < 0 and behind > loss.off_policy_bound:
                 v = 0.0
             if loss.kl is not None and loss.kl.placement == "loss":
                 v += loss.kl.coefficient * k(loss.kl.estimator, logprob[n], c["ref"][n])

@@ -43,6 +43,13 @@ def distinct_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **config), dtype=torch.float32)
+    make_distinct(model, family, seed)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_distinct(model: Any, family: str, seed: int = 0) -> None:
+    """Give transformers' model weights that tell its layers apart."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -65,8 +72,6 @@ def distinct_model(
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
         for number, scalar in enumerate(value for name, value in model.named_buffers() if "layer_scalar" in name):
             scalar.fill_(0.75 + 0.125 * number)
-    model.save_pretrained(folder)
-    return folder
 
 
 _SMALL = {"hidden_size": 16, "intermediate_size": 16}

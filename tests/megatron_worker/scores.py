@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,10 +33,12 @@ def logprobs_in_transformers(model: Any, rows: Sequence[Row]) -> Tensor:
     return torch.cat(found)
 
 
-def transformers_model(folder: Path, kind: str = "AutoModelForCausalLM") -> Any:
+def transformers_model(
+    folder: Path, kind: str = "AutoModelForCausalLM", dtype: torch.dtype | Literal["auto"] = "auto"
+) -> Any:
     import transformers
 
-    return getattr(transformers, kind).from_pretrained(folder)
+    return getattr(transformers, kind).from_pretrained(folder, dtype=dtype)
 
 
 def logprobs_by_steps(

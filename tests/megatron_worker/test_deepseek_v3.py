@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from longshore.layout import Layout
 from longshore.training import LATENT, LINEARS, Lora
-from megatron_worker.families import read_architecture, read_config
 from megatron_worker.megatron import experts
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
+from shared.families import read_architecture, read_config
 from shared.models.lora_modules import layer_of
 from shared.models.shape import check_layout, shape_of
 from tests.depth import drawn
@@ -188,7 +188,7 @@ def test_layers_of_multi_token_prediction_are_carried(model, changed, tmp_path):
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"kv_lora_rank": None}, "kv_lora_rank"),
-        ({"kv_lora_rank": 21}, "has shape"),
+        ({"kv_lora_rank": 21}, "config.json says"),
         ({"num_hidden_layers": 3, "num_nextn_predict_layers": 0}, "not of this family|4 layers of 3"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "weights that fp8 has"),
     ],
@@ -204,7 +204,7 @@ def test_a_tensor_that_is_missing_is_named(changed, missing):
     tensors = load_file(folder / "model.safetensors")
     del tensors[missing]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InvalidInput, match=f"the tensor '{missing}' is missing"):
+    with pytest.raises(InvalidInput, match=f"lack the tensor {missing}"):
         MegatronEngine(folder, Layout(), "float32")
 
 

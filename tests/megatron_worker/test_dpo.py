@@ -159,6 +159,8 @@ def test_a_column_that_is_missing_is_never_taken_for_zeros(tmp_path: Path):
         check_columns(units, Reinforce())
     with pytest.raises(InvalidInput, match="truncated_importance needs"):
         check_columns(units, PPO(old="trainer", truncated_importance=2.0))
+    with pytest.raises(InvalidInput, match="off_policy_bound needs"):
+        check_columns(units, PPO(old="trainer", off_policy_bound=0.1))
 
 
 def test_a_logprob_that_is_no_number_is_refused_where_it_is_trained_on(tmp_path: Path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import layouts
-from megatron_worker.families import read_config
+from shared.families import read_config
 from shared.models.shape import shape_of
 from tests.megatron_worker import layout_table
 from tests.megatron_worker.rows import distinct_model

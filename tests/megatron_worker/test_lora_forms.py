@@ -12,9 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from longshore.layout import Layout
 from longshore.training import LATENT, LINEARS, TARGETS, Adam, Lora, ScalarHead
-from megatron_worker.families import read_architecture
-from megatron_worker.families.model_slices import output_slice, slices_of
-from megatron_worker.families.tensor_slices import linears_of
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
@@ -22,6 +19,9 @@ from megatron_worker.sampler.decoders.interface import open_decoder
 from megatron_worker.tensors.dropout import Masks, dropped
 from megatron_worker.trainer_rank.rank import TrainerRank
 from shared.errors import InvalidInput
+from shared.families import read_architecture
+from shared.families.model_slices import output_slice, slices_of
+from shared.families.tensor_slices import linears_of
 from shared.models.config import Family
 from shared.models.peft import config_of, module_of, read_config
 from tests.depth import drawn as some_of

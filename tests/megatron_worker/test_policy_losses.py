@@ -40,6 +40,7 @@ TERMS = {
         "old": "trainer",
     },
     "off-policy": {"off_policy_bound": 0.05},
+    "off-policy-of-trainer": {"off_policy_bound": 0.05, "old": "trainer"},
 }
 ALGORITHMS = {
     "reinforce": (Reinforce, {}),
@@ -54,7 +55,12 @@ ALGORITHMS = {
     "dro": (DRO, {"beta": 0.3}),
 }
 WEIGHED = [name for name, terms in TERMS.items() if "truncated_importance" in terms]
-MASKS = ("truncated-sequence", "masked", "off-policy")  # of the ratios, whatever the surrogate is: two tell enough
+MASKS = (
+    "truncated-sequence",
+    "masked",
+    "off-policy",
+    "off-policy-of-trainer",
+)  # of the ratios, whatever the surrogate is: two tell enough
 CASES = [
     (a, t)
     for a in ALGORITHMS

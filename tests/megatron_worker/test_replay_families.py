@@ -17,11 +17,11 @@ from activities.sampling.sample import Drawing, draw_group
 from activities.tokenizing.render_prompts import PromptRow
 from longshore.layout import Layout
 from longshore.training import Full
-from megatron_worker.families import architecture_of, read_config
-from megatron_worker.families.architecture import Mixture
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
+from shared.families import architecture_of, read_config
+from shared.families.architecture import Mixture
 from shared.models.config import Family
 from shared.models.shape import shape_of
 from tests.depth import drawn as some_of

@@ -23,10 +23,10 @@ from longshore.layout import Layout
 from longshore.losses import PPO
 from longshore.training import Lora
 from megatron_worker.engine import Outputs
-from megatron_worker.families.architecture import Mixture
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.experts import Router
 from megatron_worker.sampler.decoder import Decoder
+from shared.families.architecture import Mixture
 from shared.jobs.events import Failed, Saved, Step, Succeeded
 from shared.jobs.job import Checkpointing, Job, PackedData, Schedule
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, RouteShape, UnitsWriter

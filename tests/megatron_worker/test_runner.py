@@ -342,19 +342,24 @@ def test_no_map_of_the_jobs_files_is_left(workshop: Workshop):
     assert str(workshop.root) not in maps
 
 
-def test_a_long_evaluation_tells_how_far_it_is():
-    def passes(number: int):
+def test_an_evaluation_tells_every_few_seconds_how_far_it_is():
+    clock = [0.0]
+
+    def passes(number: int, each_s: float):
         for _ in range(number):
+            clock[0] += each_s
             yield None
         return number
 
-    told_of: list[float] = []
-    for number in (19, 40):
-        turns = with_progress(passes(number), number, told_of.append)
+    def told(number: int, each_s: float) -> list[float]:
+        found: list[float] = []
+        turns = with_progress(passes(number, each_s), number, found.append, lambda: clock[0])
         while True:
             try:
                 next(turns)
             except StopIteration as end:
                 assert end.value == number
-                break
-    assert told_of == [tenth / 10 for tenth in range(10)], "and of a short one nothing"
+                return found
+
+    assert told(19, 0.1) == []
+    assert told(4, 3.0) == [0.5, 1.0]

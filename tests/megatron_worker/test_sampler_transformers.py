@@ -15,10 +15,6 @@ from longshore.layout import Layout
 from longshore.training import DELTA_NET, LINEARS, Lora
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
-from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import ClampedGate, DeltaNet, Mamba2, Mixture, Mlp, NormedBlock
-from megatron_worker.families.model_slices import slices_of
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter
 from megatron_worker.sampler.decoder import Decoder, computes
@@ -31,6 +27,10 @@ from megatron_worker.weight_sync.buckets import weights_sha256
 from megatron_worker.weight_sync.gathering import LastSent
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
+from shared.families import read_architecture
+from shared.families.architecture import ClampedGate, DeltaNet, Mamba2, Mixture, Mlp, NormedBlock
+from shared.families.model_slices import slices_of
+from shared.families.tensor_slices import TensorSlice
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import VOCAB_SIZE, Row, bin_of, distinct_model, model_with_tower, random_rows

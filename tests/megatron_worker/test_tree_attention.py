@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from longshore.layout import Layout
 from longshore.training import Full, Lora
 from megatron_worker.engine import Outputs
-from megatron_worker.families.architecture import Architecture, Attention
-from megatron_worker.families.rope import Rope
 from megatron_worker.megatron.attention import attend, plan_bin
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.mixers import tree_attention
 from megatron_worker.mixers.forest_calls import depths, find_nodes, mask_elements, plan_calls, subtree_ends
 from megatron_worker.mixers.tree_attention import Forest, block_mask, plan_forest
 from shared.errors import InvalidInput
+from shared.families.architecture import Architecture, Attention
+from shared.families.rope import Rope
 from tests.megatron_worker.trees import LOSS, as_chain, as_tree, random_sequences
 
 D = 8

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -23,6 +23,7 @@ from tests.service.conftest import (
     reaches,
     serving,
     settings_below,
+    sft,
     started,
     theirs,  # noqa: F401
 )
@@ -119,6 +120,35 @@ def trained(service: Service, tiny_model: Path, tmp_path_factory: pytest.TempPat
         measured.ended_as(service.store, runs["rl"], step=30, num_steps=30, epoch=1, metrics=lost, **times)
     service.rebuild()
     return runs
+
+
+@pytest.fixture(scope="session")
+def sweeper(service: Service) -> str:
+    """The key of a tenant that starts sweeps, so that their runs are in no list that other tests count."""
+    with service.http() as client:
+        made = client.post("/tenants", json={"tenant": "sweepers", "title": "Sweepers"})
+        assert made.status_code == 201, made.text
+        return made.json()["key"]["key"]
+
+
+@pytest.fixture(scope="session")
+def swept(service: Service, sweeper: str) -> dict[str, Any]:
+    """A sweep of four trials that has ended, three of them with a metric."""
+    run = {"kind": "sft", **sft(dataset={"uri": f"file:///data/tenants/acme/uploads/{'0d' * 32}/tide-tables.jsonl"})}
+    body = {"name": "tides", "run": run, "metric": "loss", "sampler": "random", "trials": 4, "seed": 1}
+    rates, ranks = {"choices": [0.001, 0.01]}, {"min": 4, "max": 64, "integer": True, "log": True}
+    with service.http(sweeper) as client:
+        answer = client.post("/sweeps", json=body | {"parameters": {"learning_rate": rates, "trainable.rank": ranks}})
+        assert answer.status_code == 201, answer.text
+        path = f"/sweeps/{answer.json()['sweep_id']}"
+        wait_until(lambda: client.get(path).json()["state"] != "running", "the sweep's end")
+        *measured_trials, other = client.get(path).json()["trials"]
+        for trial in measured_trials:
+            loss = 1 / trial["values"]["trainable.rank"] + trial["values"]["learning_rate"]
+            measured.ended_as(service.store, trial["run_id"], metrics={"loss": loss})
+        measured.ended_as(service.store, other["run_id"], metrics={})
+        service.rebuild()
+        return client.get(path).json()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What belongs to the tenant: keys, usage and cost, webhooks, files, models; and several runs side by side."""
 
-import re
 from pathlib import Path
 
 import httpx
@@ -40,7 +39,7 @@ def test_usage_and_its_limits_are_shown(guest: Guest, api: httpx.Client, trained
     api.put("/tenants/default/quotas", json={"spending": 40, "gpu_hours": 16})
     page.goto("/account")
     usage = page.locator("#usage")
-    for text in ("GPU hours of 30 days", "of 16 h", "Cost of 30 days", "of 40.00 USD", "Stored"):
+    for text in ("GPU hours in 30 days", "of 16 h", "Cost in 30 days", "of 40.00 USD", "Stored"):
         expect(usage).to_contain_text(text)
     expect(usage.locator("meter")).to_have_count(2)
     api.put("/tenants/default/quotas", json={})
@@ -65,7 +64,7 @@ def test_a_webhook_is_made_looked_at_and_deleted(guest: Guest, api: httpx.Client
     mine = hooks.get_by_role("article", name=f"Webhook {url}")
     expect(mine).to_contain_text("run.failed")
     mine.get_by_role("button", name="Ping").click()
-    expect(page.locator("#toast")).to_contain_text("A ping is on its way")
+    expect(page.locator("#toast")).to_contain_text("Ping sent.")
     hook = next(each for each in api.get("/webhooks").raise_for_status().json() if each["url"] == url)
     wait_until(lambda: api.get(f"/webhooks/{hook['id']}/deliveries").json(), "the ping is on record")
     mine.get_by_role("button", name="Deliveries").click()
@@ -92,13 +91,13 @@ def test_files_are_uploaded_and_deleted(guest: Guest, tmp_path: Path, trained: d
     rows = tmp_path / "tides.jsonl"
     rows.write_text('{"text": "high water"}\n')
     page.goto("/files")
-    page.get_by_label("Upload a file of yours").set_input_files(rows)
+    page.get_by_label("Upload a file").set_input_files(rows)
     row = page.get_by_role("row").filter(has_text="tides.jsonl")
     with page.expect_download() as found:
         row.get_by_role("link", name="Download").click()
     assert Path(found.value.path()).read_bytes() == rows.read_bytes()
     row.get_by_role("link", name="Train on").click()
-    expect(page.locator("#new-run [name=dataset]")).to_have_value(re.compile("/tides.jsonl$"))
+    expect(page.locator("#new-run [name=dataset]")).to_have_value("tides.jsonl")
     page.goto("/files")
     row.get_by_role("button", name="Delete").click()
     page.get_by_role("button", name="Yes").click()
@@ -116,7 +115,7 @@ def test_models_are_listed_with_their_versions(guest: Guest, trained: dict[str, 
     row.get_by_role("link", name="Train on").click()
     expect(page.locator("#new-run [name=model]")).to_have_value("harbour-chat")
     page.goto("/models")
-    page.get_by_label("And beside it").select_option("harbour-chat:base")
+    page.get_by_label("Compare with").select_option("harbour-chat:base")
     page.get_by_label("Message", exact=True).fill("Who is there?")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_label("Message", exact=True)).to_have_value("")

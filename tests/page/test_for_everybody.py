@@ -2,13 +2,15 @@
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.depth import drawn
 from tests.page.guest import AXE, DESKTOP, PHONE, PICTURES, SCREENSHOTS, Browser, Guest, Page, expect
-from tests.service.conftest import Service
+from tests.service.conftest import KEY, Service
 
 ALL_PICTURES = os.environ.get("LONGSHORE_TEST_ALL_SCREENSHOTS")
 TALLEST = 7000  # pixels of a page on a phone
@@ -50,6 +52,24 @@ def test_everything_is_reached_by_keyboard(guest: Guest, trained: dict[str, str]
     assert nameless == []
 
 
+def _pages(trained: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Every page: what it is, its path, and what it says once it is there."""
+    compared = f"/compare?run={trained['sft']}&run={trained['evil']}&run={trained['rl']}"
+    yield "list", "/?words=qwen", "harbour-chat"
+    yield "run", f"/runs/{trained['sft']}", "Device memory"
+    yield "rl", f"/runs/{trained['rl']}", "Where the time goes"
+    yield "failed", f"/runs/{trained['failed']}", "no assistant turn"
+    yield "compare", compared, "fields of the request differ"
+    yield "sweeps", "/sweeps", "No sweeps"
+    yield "schedules", "/schedules", "No schedules"
+    yield "new", "/new", "What is trained"
+    yield "models", "/models", "harbour-chat"
+    yield "files", "/files", "boarding-chats.jsonl"
+    yield "hosts", "/hosts", "Control hosts"
+    yield "account", "/account", "127.0.0.1:9/told"
+    yield "unknown", "/nothing-here", "nothing at this address"
+
+
 @pytest.mark.drawn
 @pytest.mark.parametrize(
     ("name", "width"), drawn([("phone", PHONE["width"]), ("tablet", 820), ("desktop", DESKTOP["width"])], 1)
@@ -57,35 +77,28 @@ def test_everything_is_reached_by_keyboard(guest: Guest, trained: dict[str, str]
 def test_pages_fit_the_screen_and_can_be_read(
     browser: Browser, service: Service, trained: dict[str, str], name: str, width: int
 ) -> None:
-    """Nothing is wider than the screen, no word is broken, no chip stands in a second line, text stands out from its
+    """Nothing is wider than the screen, no word is broken, no badge stands in a second line, text stands out from its
     ground by WCAG's ratio, and axe finds nothing serious: in light and in dark."""
     size = {"width": width, "height": 900}
     one = Guest(browser, service.url, viewport=size, color_scheme="light", is_mobile=name == "phone")
     page = one.page
-    compared = f"/compare?run={trained['sft']}&run={trained['evil']}&run={trained['rl']}"
     problems: dict[str, list] = {}
-    for what, path, ready in (
-        ("list", "/?words=qwen", "harbour-chat"),
-        ("run", f"/runs/{trained['sft']}", "Device memory"),
-        ("rl", f"/runs/{trained['rl']}", "Where the time goes"),
-        ("failed", f"/runs/{trained['failed']}", "no assistant turn"),
-        ("compare", compared, "fields of the request differ"),
-        ("sweeps", "/sweeps", "No sweeps"),
-        ("schedules", "/schedules", "No schedules"),
-        ("new", "/new", "What is trained"),
-        ("models", "/models", "harbour-chat"),
-        ("files", "/files", "boarding-chats.jsonl"),
-        ("account", "/account", "127.0.0.1:9/told"),
-        ("unknown", "/nothing-here", "nothing at this address"),
-    ):
+    for what, path, ready in _pages(trained):
         page.emulate_media(color_scheme="light")
         page.goto(path)
         expect(page.locator("main")).to_contain_text(ready)
-        for fold in ("New schedule", "New key", "New webhook", "Settings, field by field", "Settings as JSON"):
+        for fold in (
+            "New schedule",
+            "New sweep",
+            "New key",
+            "New webhook",
+            "Settings, field by field",
+            "Settings as JSON",
+        ):
             if page.get_by_text(fold, exact=True).count():
                 page.get_by_text(fold, exact=True).click()
-        if path in ("/new", "/schedules"):
-            expect(page.get_by_label("learning rate")).to_be_visible()
+        if path in ("/new", "/schedules", "/sweeps"):
+            expect(page.locator("details.settings").get_by_label("learning rate")).to_be_visible()
         expect(page.locator("#toast")).to_have_text("")
         found = {"wide": page.evaluate(_WIDE) if one.overflow > 0 else []}
         found |= {"broken": page.evaluate(_BROKEN), "in two lines": page.evaluate(_IN_TWO_LINES)}
@@ -103,6 +116,38 @@ def test_pages_fit_the_screen_and_can_be_read(
     assert problems == {}
     assert [trouble for trouble in one.troubles if "404" not in trouble] == []  # an address where nothing is
     one.context.close()
+
+
+@pytest.mark.parametrize("width", [PHONE["width"], DESKTOP["width"]])
+def test_nothing_is_cut_and_every_chart_is_drawn(
+    browser: Browser, service: Service, sweeper: str, trained: dict[str, str], swept: dict[str, Any], width: int
+) -> None:
+    """On every page: nothing is wider than the screen, each button and link shows its whole text (or, of a name that
+    somebody gave, an ellipsis, and the whole in a title), and what charts draw has a colour."""
+    problems: dict[str, list[str]] = {}
+    num_charts = 0
+    for key, pages in (
+        (KEY, [*_pages(trained)]),
+        (sweeper, [("sweeps with trials", "/sweeps", "Trials by their values"), ("list of trials", "/", "succeeded")]),
+    ):
+        one = Guest(browser, service.url, key, viewport={"width": width, "height": 900}, is_mobile=width < 500)
+        for what, path, ready in pages:
+            one.page.goto(path)
+            expect(one.page.locator("main")).to_contain_text(ready)
+            one.page.evaluate("document.querySelectorAll('details').forEach((fold) => { fold.open = true; })")
+            expect(one.page.locator("main")).not_to_contain_text("Loading …")
+            found = {"wide": one.page.evaluate(_WIDE) if one.overflow > 0 else [], "cut": one.page.evaluate(_CUT_TEXT)}
+            charts = one.page.evaluate(_CHARTS)
+            num_charts += charts["drawn"]
+            found["without a line"] = charts["pale"]
+            problems |= {f"{what}: {rule}": places for rule, places in found.items() if places}
+            if SCREENSHOTS and ALL_PICTURES:
+                time.sleep(0.5)
+                name = f"{what.replace(' ', '_')}_{width}.png"
+                one.page.screenshot(path=Path(SCREENSHOTS) / name, full_page=True, clip=_AT_MOST | {"width": width})
+        one.context.close()
+    assert problems == {}
+    assert num_charts >= 20
 
 
 def test_colours_are_the_readers_choice(guest: Guest) -> None:
@@ -155,9 +200,9 @@ _BROKEN = """
   return found.slice(0, 8);
 })()
 """
-# Chips, badges and marks that belong beside what stands before them, and stand below it.
+# Badges and marks that belong beside what stands before them, and stand below it.
 _IN_TWO_LINES = """
-[...document.querySelectorAll(".chips, .state-cell, .titled, .compared li")].filter((row) => {
+[...document.querySelectorAll(".state-cell, .titled, .compared li")].filter((row) => {
   const shown = [...row.children].filter((one) => one.getClientRects().length);
   const boxes = shown.map((one) => one.getBoundingClientRect());
   return boxes.some((box) => box.top > boxes[0].bottom - 4);
@@ -167,6 +212,48 @@ _IN_TWO_LINES = """
 _CUT_OFF = """
 [...document.querySelectorAll(".card")].filter((card) => card.scrollWidth > card.clientWidth + 1)
   .map((card) => card.textContent.slice(0, 40))
+"""
+_AT_MOST: Any = {"x": 0, "y": 0, "height": 3000}  # of a picture
+# Buttons and links whose text nobody can read to its end: it does not fit, or an ancestor cuts it off. A name that
+# somebody gave may end in an ellipsis, if its title has the whole.
+_CUT_TEXT = """
+[...document.querySelectorAll("button, a, summary, th, label, .state, .mark, .kind, h1, h2, h3")].filter((node) => {
+  if (!node.getClientRects().length || node.closest(".unseen, .skip")) return false;
+  const shown = getComputedStyle(node), text = node.textContent.trim();
+  const whole = (node.closest("[title]")?.title ?? "").includes(text);
+  if (shown.display !== "inline" && node.scrollWidth > node.clientWidth + 1) {
+    return !(shown.textOverflow === "ellipsis" && whole);
+  }
+  const box = node.getBoundingClientRect();
+  for (let at = node.parentElement; at && at !== document.body; at = at.parentElement) {
+    const frame = at.getBoundingClientRect(), style = getComputedStyle(at);
+    const isCut = style.overflowX !== "visible" && (box.right > frame.right + 1 || box.left < frame.left - 1);
+    if (isCut) return !(style.textOverflow === "ellipsis" && whole);
+    if (style.position === "fixed") break;
+  }
+  return box.right > innerWidth + 1;
+}).map((node) => `${node.tagName} ${node.textContent.trim().slice(0, 40)}`).slice(0, 8)
+"""
+# Lines, bars and dots of charts that have no colour, and how many pictures have some that do.
+_CHARTS = """
+(() => {
+  const pale = [];
+  let drawn = 0;
+  for (const picture of document.querySelectorAll(".chart svg, svg.spark")) {
+    const parts = [...picture.querySelectorAll("path, rect, circle")];
+    const seen = (part) => {
+      const { stroke, strokeWidth, fill, opacity } = getComputedStyle(part);
+      const isBlack = fill === "rgb(0, 0, 0)";  // as SVG fills what nobody has given a colour
+      const hasLine = stroke !== "none" && parseFloat(strokeWidth) > 0;
+      return Number(opacity) > 0.1 && !isBlack && (hasLine || fill !== "none");
+    };
+    const lost = parts.filter((part) => !seen(part));
+    const label = picture.getAttribute("aria-label");
+    if (lost.length || !parts.length) pale.push(`${label}: ${lost.length} of ${parts.length}`);
+    else drawn += 1;
+  }
+  return { pale, drawn };
+})()
 """
 _WIDE = """
 [...document.querySelectorAll("body *")].filter((node) => node.getBoundingClientRect().right > innerWidth + 1)

@@ -135,8 +135,8 @@ def test_runs_of_many_ways_are_told_apart(guest: Guest, standing: None) -> None:
     expect(phases.get_by_text("waiting for worker")).to_have_count(2)
     page.goto("/runs/sft-refused")
     expect(page.locator("#actions button")).to_have_text(["Run again"])
-    expect(glance).to_contain_text("no step was done")
-    expect(page.locator("#chart-grid")).to_have_text("No step was done: there is nothing to draw.")
+    expect(glance).to_contain_text("no step completed")
+    expect(page.locator("#chart-grid")).to_have_text("The run completed no step, so there is nothing to draw.")
     expect(page.locator("#samples-body")).to_have_text("There were none.")
     assert "Phase" not in glance.inner_text()
 

@@ -25,17 +25,18 @@ def test_a_run_is_started_from_a_file_of_ones_own(guest: Guest, service: Service
     expect(page.locator("#new-run-model-problem")).to_have_text("this must not be empty")
     expect(form.locator('[name="model"]')).to_be_focused()
     form.get_by_label("Model").fill(model.as_uri())
-    form.get_by_label("A file of yours, which is uploaded").set_input_files(rows)
-    expect(form.locator('[name="dataset"]')).to_have_value(re.compile("boarding.jsonl$"))
-    form.get_by_label("A file of yours to evaluate on").set_input_files(rows)
-    expect(form.locator('[name="eval_dataset"]')).to_have_value(re.compile("boarding.jsonl$"))
+    form.get_by_label("Upload the dataset").set_input_files(rows)
+    expect(form.locator('[name="dataset"]')).to_have_value("boarding.jsonl")
+    expect(form.locator('[name="dataset"]')).to_have_attribute("title", re.compile("^file:///.*/boarding.jsonl$"))
+    form.get_by_label("Upload the eval dataset").set_input_files(rows)
+    expect(form.locator('[name="eval_dataset"]')).to_have_value("boarding.jsonl")
     form.get_by_label("Epochs").fill("0")
     start.click()
     expect(page.locator("#new-run-duration-problem")).to_contain_text("greater than 0")
     form.get_by_text("Settings as JSON").click()
     form.get_by_label("Other settings").fill('{"epochs": 2, "batch_size": 2, "max_tokens": 64, "learning_rate": 99}')
     start.click()
-    expect(page.locator("#new-run-settings-problem")).to_contain_text("learning_rate")
+    expect(page.locator("#new-run-learning_rate-problem")).to_contain_text("less than or equal to 10")
     form.get_by_label("Other settings").fill('{"epochs": 2, "batch_size": 2, "max_tokens": 64}')
     page.get_by_role("button", name="Preview and estimate").click()
     preview = page.get_by_label("Preview", exact=True)
@@ -52,6 +53,33 @@ def test_a_run_is_started_from_a_file_of_ones_own(guest: Guest, service: Service
     assert (run["name"], run["model"], run["batch_size"]) == ("boarders", model.as_uri(), 2)
     assert (run["epochs"], run["eval_dataset"]["uri"], view["source"]["api"]) == (2, run["dataset"]["uri"], "page")
     guest.troubles[:] = [trouble for trouble in guest.troubles if "422" not in trouble]  # as Chromium notes refusals
+
+
+def test_learning_rate_and_rank_are_among_the_first_fields(guest: Guest) -> None:
+    """They show what a run takes that names none, and write the JSON as all fields do."""
+    page = guest.page
+    page.goto("/new")
+    rate, rank = page.locator("#new-run [name=learning_rate]"), page.locator("#new-run [name=rank]")
+    expect(rate).to_have_attribute("placeholder", "0.0001")
+    expect(rank).to_have_attribute("placeholder", "16")
+    page.get_by_label("Kind").select_option("rl")
+    expect(rate).to_have_attribute("placeholder", "0.00001")
+    page.get_by_label("Kind").select_option("sft")
+    rate.fill("2e-5")
+    rank.fill("4")
+    page.get_by_text("Settings as JSON").click()
+    settings = page.get_by_label("Other settings")
+    expect(settings).to_have_value(re.compile('"rank": 4'))
+    assert json.loads(settings.input_value()) == {
+        "batch_size": 8,
+        "epochs": 1,
+        "learning_rate": 2e-5,
+        "trainable": {"rank": 4},
+    }
+    settings.fill('{"trainable": {"kind": "full"}, "learning_rate": 0.003}')
+    settings.blur()
+    expect(rate).to_have_value("0.003")
+    expect(rank).to_be_disabled()  # no adapter, no rank
 
 
 def test_settings_are_fields_that_write_the_json(guest: Guest) -> None:

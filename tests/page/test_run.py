@@ -10,7 +10,7 @@ from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from tests.page import measured
 from tests.page.guest import Browser, Guest, expect
-from tests.service.conftest import Service, started
+from tests.service.conftest import Service, reaches, started
 from tests.service.stand_in import SUCCEEDS, WAITS
 
 
@@ -78,11 +78,64 @@ def test_two_runs_are_compared(guest: Guest, trained: dict[str, str]) -> None:
     assert f"with={trained['evil']}" in page.url
 
 
+def test_compared_runs_of_one_name_are_told_apart(guest: Guest, service: Service, api) -> None:
+    """In the legend, in the list and in the table; and `smooth` smooths short lines, too."""
+    page = guest.page
+    ids = [started(api, seed=SUCCEEDS, name="twins", steps=12) for _ in range(2)]
+    for run_id in ids:
+        reaches(api, run_id, "succeeded")
+        measured.sft_course(service.store, run_id, num_steps=12)
+    page.goto(f"/compare?run={ids[0]}&run={ids[1]}")
+    loss = page.locator("figure.chart").filter(has_text="Loss").first
+    expect(loss.locator(".legend li")).to_have_text([f"twins …{run_id[-6:]}" for run_id in ids])
+    expect(page.locator("#compared a")).to_have_text([f"twins …{run_id[-6:]}" for run_id in ids])
+    expect(page.locator("#table thead th a")).to_have_text([f"twins …{run_id[-6:]}" for run_id in ids])
+
+    def lines() -> list[str | None]:
+        return [path.get_attribute("d") for path in loss.locator("path.line:not(.raw)").all()]
+
+    smoothed = lines()
+    page.get_by_label("smooth").uncheck()
+    expect(loss.locator("path.raw")).to_have_count(0)
+    assert len(smoothed) == 2 and not set(smoothed) & set(lines())
+
+
+def test_people_see_names_where_the_store_has_addresses(guest: Guest, api, trained: dict[str, str]) -> None:
+    page, store = guest.page, "s3://bucket/tenants/default"
+    page.goto("/schedules")
+    shown = "async (address) => (await import('/static/page.js')).nameOf(address)"
+    for address, name in (
+        (f"{store}/uploads/{'0d' * 32}/boarding%20chats.jsonl", "boarding chats.jsonl"),
+        (f"file:///root/store/tenants/a/uploads/{'0d' * 32}/rows.jsonl?x=1", "rows.jsonl"),
+        (f"{store}/adapters/harbour-chat/v000012", "harbour-chat v12"),
+        (f"{store}/checkpoints/sft-1a/{'0d' * 16}", "checkpoint of sft-1a"),
+        ("file:///models/harbour/model/", "harbour/model"),
+        (f"file:///hub/models--Qwen--Qwen3-0.6B/snapshots/{'c1' * 20}", "Qwen/Qwen3-0.6B"),
+        ("file:///models/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("harbour-chat:v3", "harbour-chat:v3"),
+    ):
+        assert page.evaluate(shown, address) == name
+    uri = f"{store}/uploads/{'0d' * 32}/boarding.jsonl"
+    run_id = started(api, seed=SUCCEEDS, dataset={"uri": uri}, model=f"{store}/models/harbour-chat/v000002")
+    reaches(api, run_id, "succeeded")
+    page.goto(f"/runs/{run_id}?with={trained['sft']}")
+    expect(page.locator("#data-body")).to_contain_text("boarding.jsonl")
+    expect(page.locator("#facts")).to_contain_text("harbour-chat v2")
+    expect(page.locator("#differences")).to_contain_text("boarding.jsonl")
+    for path in (f"/runs/{run_id}?with={trained['sft']}", "/", "/models", "/files"):
+        page.goto(path)
+        expect(page.locator("main")).not_to_contain_text("Loading …")
+        assert not re.search(r"(file|s3)://|[0-9a-f]{32}", page.locator("main").inner_text()), path
+    page.goto(f"/runs/{run_id}")
+    expect(page.get_by_title(uri)).to_have_text("boarding.jsonl")  # the address is where one points at the name
+
+
 def test_rl_runs_show_rewards_and_what_was_sampled(guest: Guest, trained: dict[str, str]) -> None:
     page = guest.page
     page.goto(f"/runs/{trained['rl']}")
     expect(page.locator("#facts")).to_contain_text(
-        re.compile(r"Trajectories dropped in the last step\s*3 of 32\s*text is not what was sampled: 3")
+        re.compile(r"Trajectories dropped in the last step\s*3 of 32\s*text differs from the sampled tokens: 3")
     )
     for title in ("Reward", "Spread within groups", "KL", "Entropy", "Clipped tokens", "Length of answers"):
         expect(page.locator("figure.chart").filter(has_text=title).first).to_be_visible()
@@ -175,7 +228,7 @@ def test_buttons_do_what_they_say(guest: Guest, api, trained: dict[str, str]) ->
 def test_a_live_run_moves_under_ones_eyes(guest: Guest, service: Service, api) -> None:
     run_id, page = started(api, seed=WAITS), guest.page
     page.goto(f"/runs/{run_id}")
-    expect(page.locator("#chart-grid")).to_contain_text("Charts come with the first step")
+    expect(page.locator("#chart-grid")).to_contain_text("Charts appear after the first step")
     for step, loss in ((1, 2.5), (2, 1.25)):
         event = Step(seq=step, time=float(step), step=step, metrics={"loss": loss})
         part = RunKeys(run_id).log_part("000001", Fence(epoch=1), step)
@@ -191,6 +244,17 @@ def test_a_live_run_moves_under_ones_eyes(guest: Guest, service: Service, api) -
         service.store.put_bytes(part, event.model_dump_json().encode() + b"\n")
         progress = expect(page.locator("#progress"))
         progress.to_contain_text(told) if event.seq == 3 else progress.not_to_contain_text(told)
+    bar = """async ([run, share]) => {
+        const bar = (await import("/static/status.js")).progressBar(run, share);
+        return [bar.getAttribute("aria-label"), bar.hasAttribute("value") ? bar.value : null];
+    }"""
+    last = {"state": "running", "phase": "training", "step": 4, "num_steps": 4, "run": {"eval_dataset": {"uri": "x"}}}
+    # The bar is not full while the last evaluation goes on.
+    assert page.evaluate(bar, [last | {"step": 2}, None]) == ["Steps done", 2]
+    assert page.evaluate(bar, [last, 0.25]) == ["evaluating and saving", 0.25]
+    assert page.evaluate(bar, [last, None]) == ["evaluating and saving", None]
+    assert page.evaluate(bar, [last | {"phase": "publishing"}, None]) == ["publishing", None]
+    assert page.evaluate(bar, [last | {"state": "succeeded"}, None]) == ["Steps done", 4]
     api.post(f"/runs/{run_id}/cancel")
     expect(page.get_by_label("Summary")).to_contain_text("cancelled")
 

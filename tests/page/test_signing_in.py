@@ -19,7 +19,7 @@ def test_a_key_is_shown_once_and_never_kept_by_the_browser(browser: Browser, ser
     assert page.url.endswith("/login?after=%2Fschedules")
     page.get_by_label("API key").fill("ls-wrong")
     page.get_by_role("button", name="Sign in").click()
-    expect(page.get_by_role("alert")).to_contain_text("not known")
+    expect(page.get_by_role("alert")).to_contain_text("unknown")
     page.get_by_label("API key").fill(KEY)
     page.keyboard.press("Enter")
     expect(page.locator("#schedules")).to_contain_text("No schedules")

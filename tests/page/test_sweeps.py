@@ -1,48 +1,23 @@
 """The page of sweeps: a table, and the same in parallel coordinates."""
 
 import re
+from typing import Any
 
-import httpx
-
-from shared.runs.requests import RunRecord
-from shared.storage.paths import RunKeys
-from tests.page import measured
 from tests.page.guest import PHONE, Browser, Guest, expect
 from tests.service.conftest import Service, sft
 from tests.service.stand_in import WAITS
 from tests.waiting import wait_until
 
 
-def swept(api: httpx.Client, **changes) -> dict:
-    run = {"kind": "sft", **sft(**changes.pop("run", {}))}
-    rates, ranks = {"choices": [0.001, 0.01]}, {"min": 4, "max": 64, "integer": True, "log": True}
-    body = {"name": "tides", "run": run, "metric": "loss", "sampler": "random", "trials": 4, "seed": 1}
-    body |= {"parameters": {"learning_rate": rates, "trainable.rank": ranks}}
-    answer = api.post("/sweeps", json=body | changes)
-    assert answer.status_code == 201, answer.text
-    return answer.json()
-
-
-def test_a_sweep_is_shown_as_lines_and_as_a_table(browser: Browser, service: Service, acme: str) -> None:
-    """It is another tenant's, so that its runs are in no list that other tests count."""
-    with service.http(acme) as api:
-        sweep = swept(api)
-
-        def look() -> dict | None:
-            view = api.get(f"/sweeps/{sweep['sweep_id']}").json()
-            return view if view["state"] != "running" else None
-
-        view = wait_until(look, "the sweep's end")
-        for trial in view["trials"][:3]:
-            record = RunRecord.model_validate_json(service.store.get_bytes(RunKeys(trial["run_id"]).record))
-            rank = record.run.trainable.rank
-            measured.ended_as(service.store, trial["run_id"], metrics={"loss": 1 / rank + record.run.learning_rate})
-        measured.ended_as(service.store, view["trials"][3]["run_id"], metrics={})
-        service.rebuild()
-        view = api.get(f"/sweeps/{sweep['sweep_id']}").json()
-        held = swept(api, name="held", run={"seed": WAITS}, parallel=2)
-
-    guest = Guest(browser, service.url, acme, viewport=PHONE)
+def test_a_sweep_is_shown_as_lines_and_as_a_table(
+    browser: Browser, service: Service, sweeper: str, swept: dict[str, Any]
+) -> None:
+    view = swept
+    body = {key: swept["sweep"][key] for key in ("parameters", "metric", "sampler", "trials", "seed")}
+    run = {"kind": "sft", **sft(seed=WAITS)}
+    with service.http(sweeper) as api:
+        held = api.post("/sweeps", json=body | {"name": "held", "run": run, "parallel": 2}).json()
+    guest = Guest(browser, service.url, sweeper, viewport=PHONE)
     page = guest.page
     page.goto("/sweeps")
     card = page.get_by_label("Sweep tides")
@@ -57,7 +32,7 @@ def test_a_sweep_is_shown_as_lines_and_as_a_table(browser: Browser, service: Ser
         "img", name=re.compile("Parallel coordinates of 3 trials: learning_rate, trainable.rank, loss")
     )
     expect(picture.locator("path")).to_have_count(3)
-    best = picture.locator("path.s0")
+    best = picture.locator("path.c0")
     expect(best).to_have_count(1)
     assert f"trial {view['best']}: loss" in (best.locator("title").text_content() or "")
 
@@ -80,7 +55,44 @@ def test_a_sweep_is_shown_as_lines_and_as_a_table(browser: Browser, service: Ser
     page.get_by_role("button", name="Cancel: held").click()
     page.get_by_role("dialog").get_by_role("button", name=re.compile("^Yes")).click()
     expect(page.locator("#toast")).to_contain_text("held: cancelled.")
-    with service.http(acme) as api:
+    with service.http(sweeper) as api:
         wait_until(lambda: api.get(f"/sweeps/{held['sweep_id']}").json()["state"] == "cancelled", "its end")
     assert guest.troubles == []
+    guest.context.close()
+
+
+def test_a_sweep_is_started_on_the_page(browser: Browser, service: Service, sweeper: str) -> None:
+    """Values have the command line's notation, the dataset is uploaded, and refusals are shown at their fields."""
+    rows = service.settings.root_path.parent / "currents.jsonl"
+    rows.write_text('{"prompt": "Who climbs aboard?", "completion": "The pilot."}\n' * 5)
+    guest = Guest(browser, service.url, sweeper)
+    page = guest.page
+    page.goto("/sweeps")
+    page.get_by_text("New sweep", exact=True).click()
+    form = page.locator("#new-sweep")
+    form.get_by_label("Name of the sweep").fill("currents")
+    form.get_by_label("Model").fill("file:///models/tiny")
+    form.get_by_label("Upload the dataset").set_input_files(rows)
+    expect(form.locator('[name="dataset"]')).to_have_value("currents.jsonl")
+    form.get_by_label("Metric", exact=True).fill("loss")
+    form.get_by_label("Values are chosen").select_option("random")
+    form.get_by_label("Trials", exact=True).fill("3")
+    form.get_by_label("Values of field 1").fill("1e-3..1e-5:log")
+    page.get_by_role("button", name="Add a field").click()
+    form.get_by_label("Field 2", exact=True).fill("trainable.rank")
+    form.get_by_label("Values of field 2").fill("4, 8")
+    form.get_by_role("button", name="Start sweep").click()
+    expect(page.locator("#new-sweep-values_0-problem")).to_contain_text("a greater max")
+    form.get_by_label("Values of field 1").fill("1e-5..1e-3:log")
+    form.get_by_role("button", name="Start sweep").click()
+    expect(page.locator("#toast")).to_contain_text("currents: started.")
+    expect(page.get_by_label("Sweep currents").locator("tbody tr")).to_have_count(3)
+    with service.http(sweeper) as api:
+        [sweep] = [view["sweep"] for view in api.get("/sweeps").json() if view["sweep"]["name"] == "currents"]
+    space = {"choices": None, "min": 1e-5, "max": 1e-3, "log": True, "integer": False}
+    assert sweep["parameters"]["learning_rate"] == space
+    assert sweep["parameters"]["trainable.rank"]["choices"] == [4, 8]
+    assert (sweep["sampler"], sweep["trials"], sweep["metric"], sweep["direction"]) == ("random", 3, "loss", None)
+    assert sweep["run"]["dataset"]["uri"].endswith("/currents.jsonl") and sweep["run"]["batch_size"] == 8
+    assert [trouble for trouble in guest.troubles if "422" not in trouble] == []  # as Chromium notes refusals
     guest.context.close()

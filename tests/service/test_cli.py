@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from service.cli.output.render import waiting
 from shared.fence import Fence
 from shared.jobs.events import Step
 from shared.runs.status import RunStatus
@@ -157,6 +158,20 @@ def test_events_metrics_and_logs(service: Service, options) -> None:
     assert "step 2: loss 1" in service.cli("logs", "-f", run_id).stdout
 
 
+def test_what_takes_long_is_told_until_it_has_come(capsys: pytest.CaptureFixture) -> None:
+    told = ""
+
+    def is_told() -> bool:
+        nonlocal told
+        told += capsys.readouterr().err
+        return told.count("waiting for a sampler: ") >= 2
+
+    with waiting("waiting for a sampler", every_s=0.05) as has_come:
+        wait_until(is_told, "it is told again and again")
+        has_come()
+    assert re.search(r"waiting for a sampler: \d+ s so far", told)
+
+
 def test_a_download_is_checked(service: Service, options, tmp_path: Path) -> None:
     run_id = service.cli(*options, "--wait", "--json").json["run_id"]
     folder = tmp_path / "adapter"
@@ -165,9 +180,13 @@ def test_a_download_is_checked(service: Service, options, tmp_path: Path) -> Non
     artifacts.seal(folder)
     artifact = artifacts.upload_artifact(service.store, f"tenants/default/adapters/{run_id}/v000001", folder)
     result = RunStatus.model_validate_json(service.store.get_bytes(RunKeys(run_id).result))
-    result = result.model_copy(update={"adapter": artifact.uri, "adapter_sha256": artifact.sha256})
+    result = result.model_copy(update={"adapter": artifact.uri, "adapter_sha256": artifact.sha256, "version": 1})
+    result = result.model_copy(update={"name": "clerk"})
     service.store.put_bytes(RunKeys(run_id).result, result.model_dump_json().encode())
     service.rebuild()
+    told = service.cli("watch", run_id)
+    assert f"published: {result.name}:v1\n" in told.stdout and "file://" not in told.stdout
+    assert f'next: longshore chat {result.name}:v1 "…"' in told.stdout
 
     target = tmp_path / "here"
     assert service.cli("download", run_id, "--into", str(target)).code == 0

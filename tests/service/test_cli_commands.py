@@ -225,6 +225,9 @@ def test_tenants_have_quotas(cli: Cli) -> None:
     assert cli("--api-key", key, "tenants", "ls").code == 100
 
 
+RATES = ((0.001, 4), (0.002, 8))
+
+
 def test_files_come_back_as_they_were_sent(service: Service, cli: Cli, acme: str, dataset: Path) -> None:
     uri = cli("files", "upload", str(dataset)).stdout.strip()
     assert uri.startswith(service.store.uri) and uri.endswith("/chats.jsonl")
@@ -307,7 +310,7 @@ def test_an_estimate_counts_and_measures(
     assert refused.code == 100 and "a run would refuse this dataset" in refused.stdout
     for arguments, said in (
         (("rl", "-m", "org/tiny"), "as long as its client makes it"),
-        (("session", "-m", "org/tiny"), "estimate knows sft, dpo, distill, reward and rl"),
+        (("session", "-m", "org/tiny"), "estimate accepts sft, dpo, distill, reward and rl"),
         (("sft", "-m", "org/tiny", "-d", str(dataset), "--wait"), "--wait"),
         (("sft", "-m", "org/tiny", "-d", str(dataset), "--lora-rank", "0"), "--lora-rank"),
     ):
@@ -418,6 +421,32 @@ def test_the_shell_completes_runs_and_states(cli: Cli, api: httpx.Client, monkey
     assert completed("--api-url http://127.0.0.1:1 get sft-") == []
     assert completed("ls --state p") == ["paused"]
     assert completed("keys r") == ["revoke"]
+
+
+def test_runs_are_compared_by_what_differs(cli: Cli, api: httpx.Client) -> None:
+    run_ids = [started(api, learning_rate=rate, trainable={"kind": "lora", "rank": rank}) for rate, rank in RATES]
+    for run_id in run_ids:
+        reaches(api, run_id, "succeeded")
+    told = cli("compare", *run_ids)
+    assert told.code == 0, told
+    assert re.search(r"^learning_rate +0.001 +0.002$", told.stdout, re.MULTILINE)
+    assert re.search(r"^trainable.rank +4 +8$", told.stdout, re.MULTILINE)
+    assert re.search(r"^loss +1.5 +1.5$", told.stdout, re.MULTILINE)
+    assert "batch_size" not in told.stdout, "it is the same in both"
+    found = cli("compare", *run_ids, "--json").json
+    assert found["settings"] == {"learning_rate": [0.001, 0.002], "trainable.rank": [4, 8]}
+    assert cli("compare", run_ids[0], "sft-none").code == 102
+
+
+def test_help_is_in_groups_and_nothing_of_it_is_cut(cli: Cli) -> None:
+    for kind in ("sft", "dpo", "distill", "reward", "rl"):
+        told = cli("submit", kind, "--help").stdout
+        first, rest = told.split("What is set first:")[1].split("The adapter:")
+        assert all(f"--{name}" in first for name in ("model", "learning-rate", "lora-rank", "name")), first
+        assert " --lora-dora " in rest and " --tp " in rest.split("Machines:")[1]
+        assert " --wait " in rest.split("This command:")[1]
+    for group in ((), ("submit",), ("models",), ("keys",), ("schedule",)):
+        assert "..." not in cli(*group, "--help").stdout.split("Examples")[0].replace("[ARGS]...", "")
 
 
 def test_every_command_is_in_the_help_and_speaks_json(cli: Cli) -> None:

@@ -1,19 +1,27 @@
 """Options that come from the run models: their names, what they make of a request, and the page that lists them."""
 
+import builtins
+import json
 import subprocess
 import sys
+import types
+import typing
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 import typer
-from pydantic import Field
+from pydantic import BaseModel, Field, TypeAdapter
+from pydantic.fields import FieldInfo
 
+from longshore.fields import Artifact
 from longshore.training import Lora
 from service.cli.commands.submit import checked_run
 from service.cli.exits import Stop
 from service.cli.main import app
-from service.cli.run_options import NAMES, option_at, options_of, request_fields, run_model
+from service.cli.run_options import NAMES, given, option_at, options_of, request_fields, run_command, run_model
 from service.cli.run_table import table
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.requests import RLRun
@@ -124,3 +132,141 @@ def test_the_version_is_printed() -> None:
     program = Path(sys.executable).with_name("longshore")
     done = subprocess.run([program, "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("longshore "), done
+
+
+def _is_model(type_: object) -> bool:
+    return isinstance(type_, type) and issubclass(type_, BaseModel)
+
+
+def _values(annotation: object, name: str) -> Iterator[object]:
+    """Yield JSON values that a field takes: null, both booleans, each choice, numbers, lists, pairs; and text."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    match get_origin(annotation), get_args(annotation):
+        case ((typing.Union | types.UnionType), parts):
+            for part in parts:
+                yield from _values(part, name)
+        case typing.Literal, choices:
+            yield from choices
+        case builtins.tuple, (item, *_) if get_origin(item) is tuple:
+            yield from ([["q_proj", 1]], [["q_proj", 1], ["v_proj", 2]], [])
+        case builtins.tuple, (item, *_):
+            found = list(_values(item, name))
+            yield from (found[:1], found[:2])
+        case _:
+            yield from {
+                NoneType: [None],
+                bool: [False, True],
+                int: [2, 3],
+                float: [0.5],
+                str: ["text"],
+                Artifact: [{"uri": "s3://b/adapter", "sha256": "0" * 64}],
+            }[annotation]  # type: ignore[index]
+
+
+def _leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object, Any]]:
+    """Yield every place of a request with each value that it takes, through objects and all kinds of unions.
+
+    A kind of a union is a step of the path, as in pydantic's errors. What is below a grader or a critic's adapter is
+    JSON of one option, whose values are not walked.
+    """
+    for name, field in model.model_fields.items():
+        type_: Any = field.annotation
+        while get_origin(type_) is Annotated or (
+            get_origin(type_) in (typing.Union, types.UnionType)
+            and len([x for x in get_args(type_) if x is not NoneType]) == 1
+        ):
+            type_ = next(each for each in get_args(type_) if each is not NoneType)
+        variants = [each for each in get_args(type_) if "kind" in getattr(each, "model_fields", {})]
+        if name in ("kind", "schema_version", "head") or (name == "too_long" and len(get_args(type_)) == 1):
+            continue
+        if name in ("grader", "teachers") or (*path, name) == ("critic", "trainable"):
+            continue
+        if variants:
+            for each in variants:
+                kind = each.model_fields["kind"].default
+                if not isinstance(field.default, each):
+                    yield (*path, name, kind), {}, each
+                yield from _leaves(each, (*path, name, kind))
+        elif _is_model(type_):
+            yield from _leaves(type_, (*path, name))
+        else:
+            for value in _values(field.annotation, name):
+                yield (*path, name), value, field
+
+
+def _given_on_the_command_line(kind: str, arguments: list[str]) -> dict[str, Any]:
+    """Parse arguments as `longshore submit` does, and return the request that they make."""
+    asked: list[dict[str, Any]] = []
+    options, app = options_of(run_model(kind)), typer.Typer()
+
+    def command(context: typer.Context) -> None:
+        asked.append(request_fields(options, given(context)))
+
+    run_command(app, kind, kind, "")(command)
+    app.command("other")(lambda: None)
+    typer.main.get_command(app).main([kind, *arguments], "longshore", standalone_mode=False)
+    return asked[0]
+
+
+def _as_arguments(kind: str, place: tuple[str, ...], value: Any) -> list[str] | None:
+    """Write a value as a user would; None where leaving the option out says it."""
+    options = options_of(run_model(kind))
+    found = [
+        option
+        for option in options
+        if option.place == place or (option.form == "variant" and place == (*option.path, option.kind))
+    ]
+    if not found:  # below an option that takes JSON
+        whole = next(
+            option
+            for option in options
+            if place[: len(option.path)] == option.path and option.form in ("kind", "source")
+        )
+        rest = list(place[len(whole.path) :])
+        body = {"kind": rest.pop(0)} if whole.form == "kind" else {"uri": "s3://b/rows.jsonl"}
+        inner = body
+        for step in rest[:-1]:
+            inner = inner.setdefault(step, {})
+        if rest:
+            inner[rest[-1]] = value
+        return [f"--{whole.flag}", json.dumps(body)]
+    option, flag = found[0], f"--{found[0].flag}"
+    if option.form == "variant":
+        return [flag]
+    if value is None and not option.takes_null:
+        assert option.default is None, f"{flag} has no text for null"
+        return None
+    if isinstance(value, bool):
+        if value == option.default:
+            return None
+        return [flag if value else f"--no-{option.flag}"]
+    if option.form == "json":
+        return [flag, json.dumps(value)]
+    if option.form == "names":
+        return [flag, ",".join(value)]
+    if isinstance(value, list):
+        return [text for each in value for text in (flag, str(each))]
+    return [flag, "null" if value is None else str(value)]
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "distill", "reward", "rl"])
+def test_whatever_the_api_takes_can_be_given_on_the_command_line(kind: str) -> None:
+    """Every place of a request with every kind of value: what options make of it is what JSON would."""
+    seen = 0
+    for place, value, field in _leaves(run_model(kind)):
+        arguments = _as_arguments(kind, place, value)
+        if arguments is None:
+            continue
+        needed = {f"--{option.flag}" for option in options_of(run_model(kind)) if option.is_required} - set(arguments)
+        request = _given_on_the_command_line(kind, [*(x for each in needed for x in (each, "org/m")), *arguments])
+        found: Any = request
+        for step in place:
+            if isinstance(found, dict) and step not in found and found.get("kind") == step:
+                continue  # the kind of a union
+            found = found[step]
+        if isinstance(field, FieldInfo):
+            check = TypeAdapter(field.annotation)
+            assert check.validate_python(found) == check.validate_python(value), (place, arguments, request)
+        seen += 1
+    assert seen > 60

@@ -17,6 +17,7 @@ from service.cli.doctor import _seal_key
 from service.errors import WrongSealKey
 from service.sealing.codec import UNSEALED, key_of, sealed_data_converter, unseal
 from service.sealing.keys import SealKeys, seal_keys
+from shared.errors import InvalidInput
 from shared.settings import Settings
 from shared.storage.paths import SEAL_KEYS
 from tests.service import sealed_before
@@ -241,3 +242,20 @@ async def test_processes_that_start_at_once_agree_on_one_key(settings: Settings)
     assert began.count(True) == 1
     assert len(keys_of(settings, f"{began.index(True):032}").listed()) == 1
     assert (settings.root_path / "store" / SEAL_KEYS).exists()
+
+
+async def test_no_failure_is_longer_than_temporal_takes(keys: SealKeys) -> None:
+    """Whatever raised it, with its causes: Temporal would ask for the activity again, until its time is over."""
+    converter = sealed_data_converter(keys).with_context(activity_of("sft-1", "tokenize"))
+    for quoting in (RuntimeError, InvalidInput, ApplicationError):
+        failure = Failure()
+        try:
+            try:
+                raise ValueError("at first " + "x" * 3_000_000)
+            except ValueError as error:
+                raise quoting(f"row 3: {error}") from error
+        except Exception as error:
+            await converter.encode_failure(error, failure)
+        assert failure.ByteSize() < 50_000
+        read = await converter.decode_failure(failure)
+        assert "row 3: at first xxx" in str(read) and "at first xxx" in str(read.__cause__)

@@ -21,7 +21,7 @@ from service.cli.main import main
 from service.dev.children import StackProcess, end_leftovers
 from service.dev.connection import Connection
 from service.dev.ports import Ports
-from service.dev.supervisor import listens, supervisor
+from service.dev.supervisor import listens, supervisor, temporal_binary
 from shared.child_environment import STACK_MARK
 from tests import forks
 from tests.depth import drawn
@@ -154,10 +154,57 @@ def test_only_the_folder_where_it_was_started_is_open_and_a_second_tenant_is_war
 
 
 def test_a_second_stack_on_the_same_root_is_refused(dev: Dev) -> None:
-    for arguments in (("dev",), ("dev", "--detach")):
-        answer = dev.cli(*arguments)
-        assert answer.code == 100
-        assert "is running" in answer.stderr and "longshore dev --stop" in answer.stderr
+    answer = dev.cli("dev")
+    assert answer.code == 100
+    assert "is running" in answer.stderr and "longshore dev --stop" in answer.stderr
+
+
+def test_a_second_call_tells_the_address_and_a_link_and_restarts_nothing(dev: Dev) -> None:
+    wait_until(dev.is_well, "the stack is well")
+    before = {(each.pid, each.create_time()) for words in CHILDREN for each in dev.processes(*words)}
+    for more in ((), ("--open", str(Path.cwd())), ("--port", "9", "--ui")):
+        again = dev.cli("dev", "--detach", *more)
+        assert again.code == 0, again
+        assert f"API, page    {dev.connection.api_url}" in again.stderr
+        assert "/login?once=" in again.stderr
+        assert ("count when it is started anew" in again.stderr) == ("--port" in more)
+    assert {(each.pid, each.create_time()) for words in CHILDREN for each in dev.processes(*words)} == before
+
+
+def test_a_start_is_waited_for_and_told_however_long_it_takes(tmp_path: Path) -> None:
+    """Temporal is suspended as it starts, so that the start takes as long as this test wants."""
+    dev = Dev(tmp_path / "root")
+    program, go = tmp_path / "bin" / "temporal", tmp_path / "go"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nwhile [ ! -e {go} ]; do sleep 0.2; done\nexec {temporal_binary()} "$@"\n')
+    program.chmod(0o755)
+    env = {**os.environ, "LONGSHORE_ROOT": str(dev.root), "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    said = [tmp_path / "first", tmp_path / "second"]
+    try:
+        with said[0].open("wb") as first, said[1].open("wb") as second:
+            calls = [subprocess.Popen([LONGSHORE, "dev", "--detach"], stderr=first, env=env)]
+            wait_until(lambda: b"waiting until Temporal" in said[0].read_bytes(), "it says what it waits for")
+            calls.append(subprocess.Popen([LONGSHORE, "dev", "--detach"], stderr=second, env=env))
+            wait_until(lambda: b"waiting until Temporal" in said[1].read_bytes(), "the second call says so too")
+            assert [call.poll() for call in calls] == [None, None]
+            go.touch()
+            assert [call.wait(300) for call in calls] == [0, 0]
+        for each in said:
+            assert b"Longshore is up" in each.read_bytes() and b"/login?once=" in each.read_bytes()
+    finally:
+        go.touch()
+        dev.cli("dev", "--stop")
+
+
+def test_a_start_that_fails_again_and_again_ends_with_its_log_and_leaves_nothing(tmp_path: Path) -> None:
+    dev = Dev(tmp_path / "root")
+    program = tmp_path / "temporal"
+    program.write_text("#!/bin/sh\necho no room on the disk\nexit 3\n")
+    program.chmod(0o755)
+    failed = dev.cli("dev", "--detach", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert failed.code == 100
+    assert "Temporal does not start" in failed.stderr and "no room on the disk" in failed.stderr
+    assert dev.processes() == []
 
 
 _ROLES = ("control", "gpu", "sampler")

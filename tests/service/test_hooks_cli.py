@@ -124,7 +124,7 @@ def test_what_the_command_line_refuses(cli: Cli) -> None:
         (create("--", *submit), "exactly one of --cron and --every"),
         (create("--every", "10 parsecs", "--", *submit), "90m, 6h or 1d"),
         (create("--every", "10s", "--", *submit), "every_s"),
-        (create("--every", "1d", "--", "train"), "after -- goes what to start"),
+        (create("--every", "1d", "--", "train"), "after -- give the run to start"),
         (create("--every", "1d", "--", *submit, "--learning-rat", "1"), "No such option"),
         (create("--every", "1d", "--", *submit, "--tp", "0"), "--tp"),
         (create("--every", "1d", "--", *submit, "--wait"), "nothing is started now"),
@@ -167,7 +167,7 @@ def test_a_webhook_is_changed_and_given_a_new_secret_on_the_command_line(cli: Cl
     changed = cli("webhook", "update", made["id"], "--enable", "--all-events", "--json").json
     assert (changed["url"], changed["events"], changed["enabled"]) == (receiver.url, [], True)
     for options, code, words in (
-        ((), 2, "give what is to change"),
+        ((), 2, "name what to change"),
         (("--event", "run.failed", "--all-events"), 2, "exclude each other"),
         (("--url", "ftp://x"), 100, "url"),
         (("--event", "run.exploded"), 100, "events"),

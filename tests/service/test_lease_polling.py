@@ -5,6 +5,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -137,6 +138,56 @@ async def test_a_host_is_idle_from_when_it_asks(client: Client, tmp_path: Path) 
         await asyncio.wait_for(left.wait(), 120)
         left_at = time.monotonic()
     assert left_at - asks_at[0] >= IDLE_S
+
+
+async def test_a_host_that_passed_its_check_lately_has_leases_before_it_is_checked_again(
+    client: Client, tmp_path: Path
+) -> None:
+    """Where that check finds something, the lease in hand stays, and the host takes no other."""
+    is_checked, is_over, held = threading.Event(), threading.Event(), list[str]()
+
+    def check() -> tuple[str, ...]:
+        is_checked.wait()
+        return ("cuda:1 fails",)
+
+    state = HostState(role="gpu", shape="cpu", name="here", queue="own", seen_at=0.0)
+    standing, queue = Standing(LocalStore(tmp_path), state, check, alone_s=float("inf")), uuid.uuid4().hex
+    threads = ThreadPoolExecutor(2)
+
+    @activity.defn(name="lease")
+    def lease() -> None:
+        with standing.offered("r1", ()):
+            held.append(activity.info().activity_id)
+            is_over.wait()
+
+    def make() -> Worker:
+        options = {"max_concurrent_activities": 1, "activity_executor": threads}
+        return Worker(client, task_queue=queue, activities=[lease], **options)
+
+    async def took() -> list[str]:
+        return held
+
+    async def lacks() -> tuple[str, ...]:
+        return standing.state.lacks
+
+    async def has_left() -> bool:
+        return not standing.polls and not standing.holds_lease
+
+    async def start(name: str) -> None:
+        await client.start_activity(
+            "lease", id=queue + name, task_queue=queue, start_to_close_timeout=timedelta(seconds=120)
+        )
+
+    async with LeasePolling(standing, make):
+        await start("first")
+        await eventually(took, "it has the lease though its check hangs")
+        is_checked.set()
+        await eventually(lacks, "the check ends beside the lease")
+        await start("second")
+        assert standing.holds_lease and not is_over.is_set(), "the lease in hand goes on"
+        is_over.set()
+        await eventually(has_left, "the lease has ended")
+    assert held == [queue + "first"]
 
 
 @activity.defn(name="lease")

@@ -130,7 +130,8 @@ def test_a_quota_holds_and_is_named(service: Service, api) -> None:
         run_id = started(small, seed=WAITS)
         refused = small.post("/runs/sft", json=sft())
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "quota_exceeded")
-        assert "concurrent_runs" in refused.json()["error"]["message"]
+        message = refused.json()["error"]["message"]
+        assert "concurrent_runs" in message and run_id in message and "longshore cancel RUN" in message
         assert refused.headers["x-should-retry"] == "false" and "retry-after" not in refused.headers
         assert len(small.get("/runs").json()["runs"]) == 1
         usage = small.get("/usage").json()
@@ -246,7 +247,7 @@ def test_keys_are_tried_on_the_page_a_few_times_at_once(service: Service, api) -
             answers.append(browser.post("/login", data={"key": KEY}))
             assert [answer.status_code for answer in answers] == [401, 401, 401, 429, 429]
             assert 900 < int(answers[3].headers["retry-after"]) <= 1000
-            assert "tried too often" in answers[3].text and "set-cookie" not in answers[4].headers
+            assert "Too many sign-in attempts" in answers[3].text and "set-cookie" not in answers[4].headers
             assert browser.get("/login").status_code == 200
         with slow.http() as calls:
             assert calls.get("/runs").status_code == 200, "of the page alone"

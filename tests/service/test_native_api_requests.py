@@ -15,7 +15,7 @@ from tests.service.stand_in import SUCCEEDS
 @pytest.mark.parametrize(
     ("body", "place", "word"),
     [
-        (sft(steps=None), None, "epochs and steps"),
+        (sft(steps=None), "epochs", "epochs and steps"),
         (sft(learning_rate=-1), "learning_rate", "greater than 0"),
         (sft(learning_rat=1), "learning_rat", "no such field: learning_rat"),
         (sft(lora={"rank": 4}), "lora", "no such field: lora"),

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from service.apis.openai.fine_tuning.results import metrics_csv
-from service.apis.openai.fine_tuning.views import JobEvent, job_events, status_of
+from service.apis.openai.fine_tuning.views import JobEvent, job_events, job_of, status_of
 from service.runs.views.history import EvaluationMetrics, Histories, Metrics, RunReader, StepMetrics
 from service.runs.views.run_view import RunView
 from shared.fence import Fence
@@ -87,6 +87,20 @@ def test_statuses_in_openais_words() -> None:
         "failed",
         "cancelled",
     ]
+
+
+def test_the_error_of_a_job_names_its_file() -> None:
+    def param(*phases: str, kind: str = "invalid_input", **changes: Any) -> str | None:
+        spans = [{"phase": phase, "began": 0.0} for phase in phases]
+        failed = {"state": "failed", "phase": phases[-1], "problem": {"kind": kind, "message": "rows.jsonl:3: no"}}
+        error = job_of(view(**failed, timeline=spans, **changes), None).error
+        assert error is not None
+        return error.param
+
+    assert param("checking", "downloading") == param("downloading", "tokenizing") == "training_file"
+    assert param("downloading", "tokenizing", "packing", "downloading", "tokenizing") == "validation_file"
+    assert param("checking") is None and param("downloading", "tokenizing", kind="store_unavailable") is None
+    assert param("downloading", "tokenizing", "packing", "waiting_for_worker") is None
 
 
 def test_metrics_as_a_table() -> None:

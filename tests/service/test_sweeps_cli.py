@@ -34,7 +34,7 @@ def test_a_sweep_on_the_command_line(service: Service, cli: Cli, tmp_path: Path)
     assert refused.code == 100 and "parameters.learning_rat" in refused.stderr
     assert "there is no such field: learning_rat" in refused.stderr
     assert "give choices" in cli(*asked, "-p", "learning_rate=2..1", *run).stderr
-    assert "after -- goes" in cli(*asked, *rates, "--", "ls").stderr
+    assert "after -- give" in cli(*asked, *rates, "--", "ls").stderr
     assert "run.name" in cli(*asked, *rates, *run, "--name", "mine").stderr
 
     # The stand-in succeeds and publishes nothing.

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 import uuid
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ from temporalio import activity, workflow
 from temporalio.client import Client
 from temporalio.worker import Worker
 
-from activities.telemetry import HostStart, JobSeen
+from activities.telemetry import MAX_SPANS, HostStart, JobSeen
 from service.database import migrate
 from service.database.engine import open_database
 from service.runs.gauges import InstallationGauges
@@ -32,7 +33,7 @@ from service.telemetry import traces
 from service.telemetry.requests import SeenRequests
 from service.temporal import Temporal, connect_temporal, share_of
 from shared.fence import Fence
-from shared.jobs.events import Started
+from shared.jobs.events import Started, Step
 from shared.log_lines import JsonFormatter
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.requests import RunRecord
@@ -100,6 +101,17 @@ def test_a_host_s_start_and_a_job_s_loading_are_spans_that_follow_each_other(mon
         ("load", 100.0, 110.0),
     ]
     assert {each.parent and each.parent.span_id for each in phases} == {load.context and load.context.span_id}
+    kept.clear()
+    for step in range(1, 2 * MAX_SPANS + 2):
+        seen.take(Step(seq=step + 1, time=110.0 + step, step=step, metrics={}))
+    seen.end()
+    jobs = [span for span in kept.get_finished_spans() if span.name == "job"]
+    steps = [span for span in kept.get_finished_spans() if span.name == "optimizer step"]
+    of_trace = Counter(span.context.trace_id for span in steps)
+    assert list(of_trace.values()) == [MAX_SPANS, MAX_SPANS, 1]
+    assert [each.links[0].context if each.links else None for each in jobs] == [None, *(b.context for b in jobs[:-1])]
+    assert all(job.attributes["longshore.run"] == "sft-1" for job in jobs), "each trace is found by the run's id"
+    assert [job.end_time for job in jobs[:-1]] == [job.start_time for job in jobs[1:]]
 
 
 def test_a_span_is_sent_without_what_is_not_listed() -> None:
@@ -123,6 +135,46 @@ def test_a_span_is_sent_without_what_is_not_listed() -> None:
         whole.start_time,
         whole.end_time,
     )
+
+
+@workflow.defn(sandboxed=False)  # its module imports much
+class Endless:
+    """One activity an execution, of three."""
+
+    @workflow.run
+    async def run(self, number: int) -> None:
+        await workflow.execute_activity("work", start_to_close_timeout=timedelta(seconds=60))
+        if number < 3:
+            workflow.continue_as_new(number + 1)
+
+
+async def test_a_workflow_that_continues_as_new_begins_another_trace_with_a_link(temporal_address: str) -> None:
+    provider, kept = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+
+    @activity.defn
+    async def work() -> None:
+        pass
+
+    client, queue = await Client.connect(temporal_address), uuid.uuid4().hex
+    interceptors = [traces.temporal_interceptor(provider.get_tracer("test"))]
+    with provider.get_tracer("test").start_as_current_span("request") as request:
+        traced = await Client.connect(temporal_address, interceptors=interceptors)
+        async with Worker(
+            client,
+            task_queue=queue,
+            workflows=[Endless],
+            activities=[work],
+            interceptors=interceptors,
+            max_cached_workflows=0,
+        ):
+            await traced.execute_workflow(Endless.run, 1, id=queue, task_queue=queue)
+    spans = kept.get_finished_spans()
+    roots = [span for span in spans if span.name == "RunWorkflow:Endless"]
+    ids = [span.context.trace_id for span in roots]
+    assert len(roots) == len(set(ids)) == 3 and ids[0] == request.get_span_context().trace_id
+    assert [span.links[0].context.trace_id if span.links else None for span in roots] == [None, *ids[:-1]]
+    assert [span.context.trace_id for span in spans if span.name == "RunActivity:work"] == ids
 
 
 @workflow.defn(sandboxed=False)  # its module imports much

@@ -24,7 +24,10 @@ from shared.storage.artifacts import seal, stage
 from shared.storage.files import write_atomically
 from shared.storage.paths import WorkerPaths
 
-SEEDS = {"invalid_input": 901, "dies": 902, "deaf": 903, "error": 904, "dies_saved": 905, "crowded": 906}
+SEEDS = {
+    **{"invalid_input": 901, "dies": 902, "deaf": 903, "error": 904, "dies_saved": 905, "crowded": 906},
+    "flat": 907,
+}
 
 
 def adapter_bytes(seed: int, step: int) -> bytes:
@@ -129,7 +132,8 @@ class StandIn:
             time.sleep(self.step_s)
             step += 1
             state = _next(state, step, data)
-            self._say(job, Step, step=step, metrics={"loss": 1.0 / step, "step_time_s": self.step_s})
+            told = {"loss": 1.0 / step, "step_time_s": self.step_s, "grad_norm": float(seed != SEEDS["flat"])}
+            self._say(job, Step, step=step, metrics=told)
             if seed == SEEDS["dies"]:
                 print("the stand-in dies of its seed", flush=True)
                 os.kill(os.getpid(), 9)

@@ -44,6 +44,7 @@ from tests.waiting import eventually
 from tests.workflows.stack import Stack
 from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_activities import StandInData
+from tests.workflows.stand_in_worker import SEEDS
 from workflows import rl
 from workflows.rl import RLWorkflow
 from workflows.rollouts.sampling import LeasedSamplers
@@ -245,6 +246,40 @@ async def test_groups_that_cannot_be_trained_leave_the_policy_as_it_was(stack: R
     assert (skipped.state, skipped.policy_version, skipped.adapter) == ("skipped", 1, None)
     assert (await stack.train(handle, 2)).policy_version == 2
     await handle.cancel()
+
+
+async def test_a_run_of_which_every_step_failed_fails_and_says_why(stack: RLStack, undisturbed: Any) -> None:
+    handle = await stack.start_rl()
+    await handle.execute_update(RLWorkflow.train_step, stack.broken())
+    await handle.execute_update(RLWorkflow.finish)
+    with pytest.raises(WorkflowFailureError):
+        await handle.result()
+    status = await handle.query(RLWorkflow.status)
+    assert (status.state, status.problem.kind, status.failed_steps) == ("failed", "invalid_input", 1)
+    assert status.problem.message.startswith("no step was trained, and 1 failed; the last one: bad.jsonl:1: ")
+    resumed = await stack.start_rl(handle.id, resumed=True)
+    assert (await stack.train(resumed, 1)).policy_version == 1
+    await resumed.execute_update(RLWorkflow.finish)
+    status = await resumed.result()
+    assert status.state == "succeeded" and status.notices == (
+        "1 step was not trained: each has the reason in its own record",
+    )
+
+
+async def test_steps_of_equal_rewards_and_steps_without_a_gradient_are_counted_in_a_notice(stack: RLStack) -> None:
+    await stack.add_gpu_host()
+    handle = await stack.start_rl(seed=SEEDS["flat"], equal_rewards="keep")
+    equal = write_groups(stack.settings.root_path / "data" / "equal.jsonl", group(0.1, 0.1, 0.1), group(0.1, 0.1))
+    await stack.train(handle, 1)
+    step = await handle.execute_update(RLWorkflow.train_step, StepRequest(key="equal", groups=equal, wait=True))
+    assert (step.state, step.policy_version) == ("done", 2)
+    await handle.execute_update(RLWorkflow.finish)
+    status = await handle.result()
+    assert (status.state, status.equal_reward_steps, status.zero_gradient_steps) == ("succeeded", 1, 2)
+    assert [notice.partition(":")[0] for notice in status.notices] == [
+        "1 step was of equal rewards",
+        "2 steps were without any gradient",
+    ]
 
 
 async def test_an_idle_worker_is_given_back_and_the_next_step_leases_again(stack: RLStack, undisturbed: Any) -> None:

@@ -61,6 +61,12 @@ async def test_a_run_goes_from_dataset_to_adapter(stack: Stack) -> None:
     assert await stack.num_trackers(handle.id) == 1
 
 
+async def test_files_that_were_left_are_a_notice_of_the_run(stack: Stack) -> None:
+    await stack.add_gpu_host()
+    result = await (await stack.start(dataset="file:///hub", steps=1)).result()
+    assert result.notices == ("validation.jsonl was left",)
+
+
 async def test_no_worker_lives_before_a_job_waits_and_none_after_its_idle_time(
     temporal_address: str, tmp_path: Path
 ) -> None:

@@ -3,13 +3,12 @@
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.models.resolve import AdapterRequest, Resolve
+    from activities.models.resolve import Resolve
     from activities.sampling.score import ScoreSamples, ScoreSamplesRequest
     from longshore.fields import Artifact
     from shared.errors import InvalidInput
     from shared.grading.graders import chosen_scalar, reward_graders
-    from shared.models.shape import ModelShape
-    from shared.runs.models import ModelRequest
+    from shared.runs.models import ModelRequest, ResolvedModel
     from shared.runs.requests import dtype_of
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RLStart
@@ -19,23 +18,25 @@ with workflow.unsafe.imports_passed_through():
     from workflows.outcomes import RunFailed
     from workflows.rollouts.requests import rollouts_of
     from workflows.rollouts.sampling import LeasedSamplers
+    from workflows.training import models
 
 
-async def find_rewards(start: RLStart, model: Artifact, shape: ModelShape) -> tuple[RewardModel, ...]:
-    """Find the reward models that grade, and the models that they are on. `model`, `shape`: the policy's.
+async def find_rewards(start: RLStart, policy: ResolvedModel) -> tuple[RewardModel, ...]:
+    """Find the reward models that grade, and the models that they are on. `policy`: the policy's own.
 
     Raises:
         RunFailed: a grader asks for a scalar that its reward model does not give.
     """
     found: dict[str, RewardModel] = {}
-    rollouts, who = rollouts_of(start.run), {"tenant": start.tenant}
+    rollouts = rollouts_of(start.run)
     keeps_base = start.run.trainable.kind == "lora" and rollouts.sampler == "own"  # a sampler that can score, too
     for place, grader in reward_graders(rollouts.grader).items():
-        base, size = model, shape
+        base = policy
         if grader.base is not None:
-            told = await control.do(Resolve.resolve_model, ModelRequest(uri=grader.base, any_family=True, **who))
-            base, size = told.model, told.shape
-        request = AdapterRequest(run_id=start.run_id, role="reward_model", uri=grader.model, shape=size, **who)
+            asked = ModelRequest(uri=grader.base, any_family=True, tenant=start.tenant)
+            base = await control.do(Resolve.resolve_model, asked)
+        of_grader = {"role": "reward_model", "model": grader.base or start.run.model}
+        request = models.adapter_request(start, grader.model, base, **of_grader)
         adapter = await control.do(Resolve.resolve_adapter, request)
         head = adapter.lora.head
         assert head is not None  # the activity has refused what has none
@@ -43,9 +44,9 @@ async def find_rewards(start: RLStart, model: Artifact, shape: ModelShape) -> tu
             chosen_scalar(grader, head.names, f"rollouts.{place}")
         except InvalidInput as error:
             raise RunFailed(Problem(kind="invalid_input", message=str(error))) from error
-        is_beside = not keeps_base or base.sha256 != model.sha256
+        is_beside = not keeps_base or base.model.sha256 != policy.model.sha256
         found[grader.scorer] = RewardModel(
-            scorer=grader.scorer, model=base, adapter=adapter.adapter, head=head, is_beside=is_beside
+            scorer=grader.scorer, model=base.model, adapter=adapter.adapter, head=head, is_beside=is_beside
         )
     return tuple(found.values())
 

@@ -26,7 +26,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.jobs.leases import LeaseGrant
     from shared.jobs.packed import RouteShape
     from shared.jobs.weight_sync import SyncTarget
-    from shared.models.shape import ModelShape
+    from shared.runs.models import ResolvedModel
     from shared.runs.sources import DatasetSource
     from shared.runs.start import RLStart
     from shared.runs.status import Phase, Policy, Problem, RLState, RolloutData, StepStatus
@@ -51,26 +51,29 @@ class Rolled:
     metrics: dict[str, float]
 
 
-async def prepare_rollouts(start: RLStart, model: Artifact, shape: ModelShape) -> RolloutData:
+async def prepare_rollouts(run: ActiveRun, start: RLStart, policy: ResolvedModel) -> RolloutData:
     """Try the grader, download and render the prompts, before any accelerator is asked for.
 
     Raises:
         RunFailed: the model's weights do not fit the buckets that they are to travel in.
     """
-    if (message := rollout_requests.too_small_a_bucket(start.run, shape)) is not None:
+    if (message := rollout_requests.too_small_a_bucket(start.run, policy.shape)) is not None:
         raise RunFailed(Problem(kind="invalid_input", message=message))
     rollouts = rollouts_of(start.run)
     await control.do(Grade.check_grader, rollouts.grader)
-    rewards = await find_rewards(start, model, shape)
-    prompts = await _render(start, model, "train", rollouts.prompts)
-    held_out = await _render(start, model, "eval", rollouts.held_out.prompts) if rollouts.held_out else None
+    rewards = await find_rewards(start, policy)
+    prompts = await _render(run, start, policy.model, "train", rollouts.prompts)
+    held_out = await _render(run, start, policy.model, "eval", rollouts.held_out.prompts) if rollouts.held_out else None
     return rollout_requests.rollout_data(start.run, prompts, held_out).model_copy(update={"rewards": rewards})
 
 
-async def _render(start: RLStart, model: Artifact, split: Literal["train", "eval"], source: DatasetSource) -> Prompts:
+async def _render(
+    run: ActiveRun, start: RLStart, model: Artifact, split: Literal["train", "eval"], source: DatasetSource
+) -> Prompts:
     download = DownloadRequest(run_id=start.run_id, tenant=start.tenant, split=split, source=source)
-    dataset = (await control.do(Download.download, download)).dataset
-    request = rollout_requests.prompts_request(start.run, source, dataset, model)
+    downloaded = await control.do(Download.download, download)
+    run.add_notices(downloaded.notices)
+    request = rollout_requests.prompts_request(start.run, source, downloaded.dataset, model)
     return await control.do(RenderPrompts.render_prompts, request)
 
 

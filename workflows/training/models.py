@@ -1,5 +1,7 @@
 """The model and adapters that a run begins with, and what it publishes."""
 
+from typing import Any
+
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
@@ -7,7 +9,6 @@ with workflow.unsafe.imports_passed_through():
     from activities.publishing.publish import Publish, Published, PublishRequest
     from longshore.fields import Artifact
     from longshore.training import Lora
-    from shared.models.shape import ModelShape
     from shared.runs.models import ModelRequest, ResolvedModel
     from shared.runs.requests import dtype_of
     from shared.runs.start import AnyStart
@@ -31,22 +32,26 @@ async def resolve_model(start: AnyStart) -> ResolvedModel:
     return await control.do(Resolve.resolve_model, request)
 
 
-async def resolve_initial_adapter(start: AnyStart, shape: ModelShape) -> Artifact | None:
+async def resolve_initial_adapter(start: AnyStart, model: ResolvedModel) -> Artifact | None:
     """Check the adapter that the run begins with, if it names one."""
     run = start.run
     if run.initial_adapter is None:
         return None
     assert isinstance(run.trainable, Lora)  # the request's validation has checked this
-    request = AdapterRequest(
-        run_id=start.run_id, tenant=start.tenant, uri=run.initial_adapter, lora=run.trainable, shape=shape
-    )
+    request = adapter_request(start, run.initial_adapter, model, lora=run.trainable)
     return (await control.do(Resolve.resolve_adapter, request)).adapter
 
 
-async def resolve_reference(start: AnyStart, uri: str, shape: ModelShape) -> Artifact:
+def adapter_request(start: AnyStart, uri: str, model: ResolvedModel, **more: Any) -> AdapterRequest:
+    """Return the request for an adapter that a run puts on a model: its own, unless `more` names another."""
+    who = {"run_id": start.run_id, "tenant": start.tenant, "allow_other_base": start.run.allow_other_base}
+    on = {"shape": model.shape, "base": model.model, "model": start.run.model}
+    return AdapterRequest(uri=uri, **{**who, **on, **more})
+
+
+async def resolve_reference(start: AnyStart, uri: str, model: ResolvedModel) -> Artifact:
     """Check the adapter that the run's loss has as its reference."""
-    request = AdapterRequest(run_id=start.run_id, tenant=start.tenant, role="reference", uri=uri, shape=shape)
-    return (await control.do(Resolve.resolve_adapter, request)).adapter
+    return (await control.do(Resolve.resolve_adapter, adapter_request(start, uri, model, role="reference"))).adapter
 
 
 async def publish_weights(

@@ -11,7 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.records.run_records import RunRecords
     from shared.jobs.leases import GangLeader, LeaseGrant
     from shared.runs.start import AnyStart
-    from shared.runs.status import STATUS_MEMO, CheckpointRef, Phase, PhaseSpan, Problem, RunStatus, State
+    from shared.runs.status import STATUS_MEMO, STEP_COUNTS, CheckpointRef, Phase, PhaseSpan, Problem, RunStatus, State
     from workflows import control
     from workflows.leases.gang_turns import Turn
     from workflows.outcomes import ended_early, result_or_raise
@@ -24,7 +24,7 @@ _MOST_SPANS = 64
 _KEPT_WHEN_RESUMED = (
     *("started_at", "step", "num_steps", "planned_tokens", "metrics", "checkpoint", "dataset_report"),
     *("adapter", "adapter_sha256", "name", "version", "policy_version"),
-    *("notices", "skipped_steps"),
+    *("notices", *STEP_COUNTS),
 )
 
 
@@ -45,9 +45,13 @@ class StatusChanges(TypedDict, total=False):
     policy_version: int | None
     dataset_report: str
     skipped_steps: int
+    failed_steps: int
+    equal_reward_steps: int
+    zero_gradient_steps: int
     notices: tuple[str, ...]
     estimated_end: float | None
     paused_by: str | None
+    client_away: bool
     gpu_seconds: float
     ended_at: float
 
@@ -123,10 +127,10 @@ class ActiveRun:
             self._task.cancel()
         return await self._task
 
-    def pause(self, limit: str | None = None) -> None:
+    def pause(self, limit: str | None = None, client_away: bool = False) -> None:
         """Interrupt the run's work. `limit`: the one that pauses it, in words; None where a user does."""
         self.is_pausing = True
-        self.status = changed(self.status, paused_by=limit)
+        self.status = changed(self.status, paused_by=limit, client_away=client_away)
         if self._task is not None:
             self._task.cancel()
 
@@ -139,6 +143,10 @@ class ActiveRun:
         """Change the run's status, and its memo where state, phase or lease changed."""
         self.status = changed(self.status, **changes)
         self._note()
+
+    def add_notices(self, notices: tuple[str, ...]) -> None:
+        """Tell the run's user something, once."""
+        self.status = changed(self.status, notices=tuple(dict.fromkeys((*self.status.notices, *notices))))
 
     def with_jobs(self) -> RunStatus:
         """Return the status, updated with phase, notices, losses, timeline and GPU seconds of the jobs and leases."""
@@ -241,6 +249,16 @@ class ClientDrivenHandlers(RunHandlers):
     def make_room(self) -> None:
         """Give the worker back as soon as no work waits: another run waits for it. The next work leases another one."""
         self._wanted_epoch = self._run.training.leasing.epoch
+
+    @workflow.signal
+    def pause_for_client(self) -> None:
+        """Pause if nothing waits to be done: the client is away, and the service resumes the run for its next work."""
+        phase = self._run.current().phase
+        if phase in ("waiting_for_commands", "waiting_for_groups") and not (self._has_work() or self._run.is_ending):
+            self._run.pause(client_away=True)
+
+    def _has_work(self) -> bool:
+        raise NotImplementedError
 
     def _is_wanted(self) -> bool:
         return self._wanted_epoch == self._run.training.leasing.epoch

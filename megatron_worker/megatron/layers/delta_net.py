@@ -11,10 +11,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.families.architecture import DeltaNet
 from megatron_worker.megatron.attention import BinPlan
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedRowLinear
 from megatron_worker.mixers.delta_rule import convolve, gated_delta_rule, gated_norm, heads_of, log_decay
+from shared.families.architecture import DeltaNet
 
 
 class GatedNorm(torch.nn.Module):

@@ -15,13 +15,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.utils import skip_init
 
-from megatron_worker.families.architecture import Architecture, NormedBlock
-from megatron_worker.families.gemma import SharedAttention
 from megatron_worker.megatron.attention import BinPlan, attend, rotate, whole_context
 from megatron_worker.megatron.experts import MegatronExperts
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedRowLinear
 from megatron_worker.megatron.parallel.collectives import own_rows
 from megatron_worker.megatron.parallel.mesh import Mesh
+from shared.families.architecture import Architecture, NormedBlock
+from shared.families.gemma import SharedAttention
 
 
 @dataclass(frozen=True)

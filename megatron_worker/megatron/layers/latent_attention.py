@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_worker.families.architecture import LatentAttention
 from megatron_worker.megatron.attention import BinPlan, attend, rotate
 from megatron_worker.megatron.lora import ExpertLinear
 from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
 from megatron_worker.megatron.parallel.mesh import Group
+from shared.families.architecture import LatentAttention
 
 
 class LatentSelfAttention(torch.nn.Module):

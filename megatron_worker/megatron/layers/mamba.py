@@ -12,11 +12,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.families.architecture import Mamba2
 from megatron_worker.megatron.attention import BinPlan
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedRowLinear
 from megatron_worker.mixers.delta_rule import convolve
 from megatron_worker.mixers.mamba2 import gated_group_norm, scan, steps
+from shared.families.architecture import Mamba2
 
 
 class Mamba2Mixer(torch.nn.Module):

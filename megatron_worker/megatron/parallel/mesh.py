@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longshore.layout import Layout
-from megatron_worker.families.tensor_slices import TensorSlice
+from megatron_worker.families.tensor_slices import parts_of, read_slice
 from megatron_worker.process.agreement import agreement
 from megatron_worker.process.process_group import SideRanks, join, join_side_ranks
+from shared.families.tensor_slices import TensorSlice
 
 # How ranks hold a tensor: "split" over tp; "whole" on each tp rank, with the same gradient; "partial", whole with a
 # gradient that is to be added up over tp; "tied", split over tp and held by the first and last pipeline stage; of one
@@ -156,7 +157,7 @@ class Mesh:
         """Gather a whole tensor on the ranks that hold some of it; perhaps a view. Collective over these."""
         group = self.splitting(tensor_slice)
         share = tensor_slice.shape[0] if tensor_slice.split != 0 else -(-tensor_slice.shape[0] // group.size)
-        local, split = tensor_slice.read(parameter, share), tensor_slice.split
+        local, split = read_slice(tensor_slice, parameter, share), tensor_slice.split
         if split is None:
             return local
         if group.size == 1 or (split == 0 and not tensor_slice.sections):
@@ -165,7 +166,7 @@ class Mesh:
         for rank in range(group.size):
             sent = local if rank == group.rank else theirs
             group.broadcast(sent, rank)
-            parts = tensor_slice.parts(whole, rank, group.size)
+            parts = parts_of(tensor_slice, whole, rank, group.size)
             for part, received in zip(parts, sent.split([x.shape[split] for x in parts], dim=split), strict=True):
                 part.copy_(received)
         return whole

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from longshore.layout import Layout
-from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.parallel.mesh import Mesh
+from shared.families.architecture import Architecture
+from shared.families.tensor_slices import TensorSlice
 
 LAYERS = "decoder.layers."
 

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.initialization import no_init_weights
 
-from megatron_worker.families import is_generic, read_architecture
-from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.model_slices import constants_of, output_slice, slices_of
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.decoder import read_into
 from megatron_worker.sampler.decoders.checkpoint_views import find_views
 from megatron_worker.sampler.drawing import PromptScores, score_prompt
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, token_table, with_tokens
+from shared.families import is_generic, read_architecture
+from shared.families.architecture import Architecture
+from shared.families.model_slices import constants_of, output_slice, slices_of
+from shared.families.tensor_slices import TensorSlice
 from shared.models.peft import EMBEDDING
 
 _READ = 256  # tokens of a prompt that are read at a time: attention may hold a score for each of them and all before

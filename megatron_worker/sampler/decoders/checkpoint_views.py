@@ -22,10 +22,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from megatron_worker.families.architecture import Architecture
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.layers.linears import FusedLinear
 from shared.errors import InvalidInput
+from shared.families.architecture import Architecture
+from shared.families.tensor_slices import TensorSlice
 
 _OUTPUT = "lm_head"
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_worker.families import read_architecture
-from megatron_worker.families.architecture import Architecture
 from megatron_worker.sampler.decoder import Decoder, computes
 from megatron_worker.sampler.drawing import PromptScores
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
+from shared.families import read_architecture
+from shared.families.architecture import Architecture
 
 
 class AnyPrompt(Protocol):

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families.architecture import Attention
-from megatron_worker.families.rope import Rope
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Norm, fuse
+from shared.families.architecture import Attention
+from shared.families.rope import Rope
+from shared.families.tensor_slices import TensorSlice
 
 BLOCK = 128
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from megatron_worker.families import routing
-from megatron_worker.families.architecture import Mixture
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors, Mlp, fuse_mlp
+from shared.families.architecture import Mixture
+from shared.families.tensor_slices import TensorSlice
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families.tensor_slices import TensorSlice, as_linear
+from shared.families.tensor_slices import TensorSlice, as_linear
 from shared.models.peft import EMBEDDING
 
 

@@ -82,7 +82,7 @@ class ExperimentalConfig(SentModel):
     @model_validator(mode="after")
     def _one_loss(self) -> Self:
         if self.loss_fn is not None and self.ppo is not None and self.ppo != (self.loss_fn == "ppo"):
-            raise ValueError(f"loss_fn is {self.loss_fn}, and ppo says otherwise")
+            raise ValueError(f"loss_fn is {self.loss_fn}, but ppo means another loss")
         return self
 
     @property

@@ -40,7 +40,7 @@ def split(document: bytes, lines: BinaryIO) -> SentJob:
         reader = _Reader(document.decode())
         for name in reader.names():
             if name in job.fields or (name == GROUPS and job.num_groups):
-                raise InvalidInput("it stands in the document twice", name)
+                raise InvalidInput("it occurs twice in the document", name)
             if name != GROUPS:
                 job.fields[name] = reader.value()
                 continue

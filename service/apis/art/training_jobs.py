@@ -230,12 +230,12 @@ async def cancel_open_run(backend: Backend, tenant: str, model: ArtModel) -> Non
 
 
 async def _open_run(backend: Backend, tenant: str, model: ArtModel) -> RunView | None:
-    """The model's newest run, if it is going on."""
+    """The model's newest run, if it is going on, or paused until this client's next step."""
     page = await backend.runs.page(tenant, limit=1, api="art", metadata={MODEL_LABEL: model.model_id})
     if not page.runs:
         return None
     view = await backend.runs.view(tenant, page.runs[0].run_id)
-    return view if view.state == "running" else None
+    return view if view.state == "running" or view.client_away else None
 
 
 async def _end(backend: Backend, view: RunView) -> None:

@@ -20,17 +20,34 @@ from shared.provenance import Envelope, PublicKey
 from shared.runs.acceptance import precision_of
 from shared.runs.requests import Precision
 from shared.storage.artifacts import FileEntry
-from shared.storage.host_states import read_states
+from shared.storage.host_states import Devices, HostState, read_states
 
 router = APIRouter()
 ModelId = Annotated[str, Path(max_length=128, description="`name`, its newest version; `name:v3`; `run:step-30`")]
 
 
-class QueueHosts(Frozen):
-    """The hosts of a role that ask for work now; those that are busy with all they take do not ask.
+class HostView(Frozen):
+    """A GPU or sampler host that is up. `id` tells hosts of one machine apart, and a restarted host keeps it.
 
-    `lacking`: what hosts of it lack, or that they are quarantined: those do not take runs. Their names are told to an
-    operator's key alone. `precision`: on GPU hosts, of runs that name none.
+    `name`: of its machine; only an operator's key sees it. `lease_since`: when it took the lease that it works on, in
+    seconds since 1970, as `seen_at` is. `lacking`: why it takes no runs, if it does not.
+    """
+
+    id: str
+    name: str | None
+    shape: str
+    max_ranks: int | None = None
+    devices: Devices | None = None
+    lease_since: float | None = None
+    seen_at: float
+    lacking: tuple[str, ...] = ()
+
+
+class QueueHosts(Frozen):
+    """The hosts of a role. `num_polling`: how many ask for work now; a host that has all the work it takes does not.
+
+    `lacking`: why hosts take no runs, with their names if an operator's key asks. `precision`: on GPU hosts, of runs
+    that name none. `hosts`: those that are up, without control hosts.
     """
 
     role: Literal["control", "gpu", "sampler"]
@@ -38,6 +55,7 @@ class QueueHosts(Frozen):
     num_polling: int
     lacking: tuple[str, ...] = ()
     precision: Precision | None = None
+    hosts: tuple[HostView, ...] = ()
 
 
 class DeletedVersions(Frozen):
@@ -49,7 +67,7 @@ class DeletedVersions(Frozen):
 
 @router.get("/hosts")
 async def list_hosts(backend: Backed, asking: Asking) -> tuple[QueueHosts, ...]:
-    """How many hosts of each role poll their queue, and what those lack that do not take runs."""
+    """The hosts of each role: how many wait for work, what each of them is, and why some take no runs."""
     settings, now = backend.settings, time.time()
     states = await asyncio.to_thread(read_states, backend.store, settings.shape)
     precision = await asyncio.to_thread(precision_of, "auto", settings, backend.store)
@@ -66,9 +84,16 @@ async def list_hosts(backend: Backed, asking: Asking) -> tuple[QueueHosts, ...]:
             num_polling=count,
             lacking=tuple(why for each in states if each.role == role for why in each.why_not(now, asking.is_operator)),
             precision=precision if role == "gpu" else None,
+            hosts=tuple(_view(each, now, asking.is_operator) for each in states if each.role == role),
         )
         for (role, queue), count in zip(queues, counts, strict=True)
     )
+
+
+def _view(host: HostState, now: float, by_name: bool) -> HostView:
+    shown = host.model_dump(include={"shape", "max_ranks", "devices", "lease_since", "seen_at"})
+    name = host.name if by_name else None
+    return HostView(id=host.id, name=name, lacking=host.why_not(now, by_name=False), **shown)
 
 
 @router.get("/models")

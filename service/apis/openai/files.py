@@ -58,7 +58,7 @@ async def create_file(request: Request, asking: Asking, backend: Backed) -> File
 
         def purpose() -> str:
             if unknown := sorted(form.fields.keys() - {"purpose"}):
-                raise InvalidInput("there is no such field: files stay until they are deleted", unknown[0])
+                raise InvalidInput("unknown field: files are kept until they are deleted", unknown[0])
             return checked_purpose(form.fields.get("purpose", ""))
 
         record = await backend.files.receive(
@@ -137,7 +137,7 @@ async def delete_file(file_id: str, asking: Asking, backend: Backed) -> DeletedF
     """Delete a file. What a job made is deleted with its job alone."""
     if results.is_result(file_id):
         await results.find_result_file(backend, asking.tenant, file_id)
-        raise InvalidInput("this is a job's own: it stands as long as the job does", "file_id")
+        raise InvalidInput("this file belongs to a job, and is kept as long as the job", "file_id")
     await _shown(backend, asking.tenant, file_id)
     await backend.files.delete(asking.tenant, file_id)
     return DeletedFile(id=file_id)

@@ -12,6 +12,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, FileSystemLoader
 
+from longshore.training import Lora
 from service.accounts import audit
 from service.accounts.keys import COOKIE, LASTS_S, csrf_token, sent_key, shown_prefix
 from service.accounts.principals import ALL_SCOPES, Asking
@@ -19,13 +20,14 @@ from service.apis import errors as problems
 from service.backend import Backed, Backend
 from service.errors import Forbidden
 from shared.automation.webhooks import NOTICE_TYPES
-from shared.runs.requests import RUN_ID
+from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
+from shared.runs.requests import RUN_ID, RLRun
 
 _HERE = Path(__file__).parent
 SIGN_IN = "/login"
 OPEN_PATHS = (SIGN_IN,)
 HEALTH_PATHS = ("/health", "/healthz", "/readyz")
-_PAGES = ("/", "/new", "/compare", "/models", "/files", "/sweeps", "/schedules", "/account")
+_PAGES = ("/", "/new", "/compare", "/models", "/files", "/sweeps", "/schedules", "/hosts", "/account")
 STATIC = "/static"
 # Trusted types: the browser stops scripts that write HTML. The page's own scripts only set text.
 _POLICY = (
@@ -38,6 +40,12 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+
+_DATASET_RUNS = (SFTRun, DPORun, DistillRun, RewardRun)
+_RATES = {
+    run.model_fields["kind"].default: run.model_fields["learning_rate"].default for run in (*_DATASET_RUNS, RLRun)
+}
+"""The learning rate of a run that names none, by kind: forms show it."""
 
 router = APIRouter(include_in_schema=False)
 _frames = Environment(loader=FileSystemLoader(_HERE / "templates"), autoescape=True)
@@ -88,12 +96,12 @@ async def run(run_id: str, request: Request, backend: Backed, asking: Asking) ->
 
 def _plain_page(name: str) -> Callable[..., Awaitable[Response]]:
     async def page(request: Request, backend: Backed, asking: Asking) -> Response:
-        return _frame(request, backend, f"{name}.html", asking=asking)
+        return _frame(request, backend, f"{name}.html", asking=asking, rates=_RATES, rank=Lora().rank)
 
     return page
 
 
-for _name in ("new", "compare", "files", "models", "sweeps", "schedules"):
+for _name in ("new", "compare", "files", "models", "sweeps", "schedules", "hosts"):
     router.get(f"/{_name}")(_plain_page(_name))
 
 
@@ -115,7 +123,7 @@ async def sign_in_link(request: Request, backend: Backed) -> dict[str, str]:
     """Return a path that signs a browser in once, as the holder of the key that asks."""
     key = sent_key(request.headers.get("authorization", ""))
     if not key:
-        raise Forbidden("a key asks for a link, and no session")
+        raise Forbidden("a sign-in link needs an API key; a session cannot ask for one")
     return {"path": f"{SIGN_IN}?once={backend.sign_in_links.make(key)}"}
 
 
@@ -137,7 +145,7 @@ async def signed_in(
     if shown := shown_prefix(key):
         audit.touched(shown)
     if wait_s := backend.sign_in_limit.wait_s(request.client.host if request.client else "", key or once):
-        problem = f"Keys are tried too often from here, or too often this one: wait {math.ceil(wait_s)} s."
+        problem = f"Too many sign-in attempts from this address or with this key. Wait {math.ceil(wait_s)} s."
         refusal = _html("login.html", 429, after=_local(after), problem=problem)
         refusal.headers["retry-after"] = str(math.ceil(wait_s))
         return refusal
@@ -147,10 +155,10 @@ async def signed_in(
     else:
         begun = await backend.sign_ins.begin(key)
     if begun is None and once:
-        problem = "This link was used, or is older than ten minutes: start `longshore dev --link` for another."
+        problem = "This link was already used, or is older than ten minutes. `longshore dev --link` prints another."
         return _html("login.html", 401, after=_local(after), problem=problem)
     if begun is None:
-        return _html("login.html", 401, after=_local(after), problem="This key is not known, was revoked, or expired.")
+        return _html("login.html", 401, after=_local(after), problem="This key is unknown, revoked or expired.")
     token, request.state.principal = begun
     answer = RedirectResponse(_local(after), 303, headers=_HEADERS)
     answer.set_cookie(

@@ -289,7 +289,7 @@ def _dense(tensor: Tensor, place: str) -> NDArray[Any]:
 
 def _floats(values: NDArray[Any], place: str) -> NDArray[Any]:
     if not np.all(np.isfinite(values)):
-        raise InvalidInput("it holds what is no number", place)
+        raise InvalidInput("it contains a value that is not a number", place)
     return values
 
 

@@ -173,7 +173,7 @@ def estimate(
     it.
     """
     if words[0] not in _UNITS:
-        raise Stop("estimate knows sft, dpo, distill, reward and rl, with the options of longshore submit", USAGE)
+        raise Stop("estimate accepts sft, dpo, distill, reward and rl, with the options of longshore submit", USAGE)
     run = run_of(context, words, "longshore estimate")
     if run.kind == "rl" and run.rollouts is None:
         advice = "`longshore estimate rl --prompts ...` estimates a run of its own rollouts"

@@ -89,7 +89,7 @@ def _rows(samples: str | None, text: str | None, item: str | None, limit: int) -
             graded += 1
             yield f"{name}:{number}", _sample(_object(line, f"{name}:{number}"), f"{name}:{number}")
     if not graded:
-        raise Stop(f"{name}: there is no sample in it", USAGE)
+        raise Stop(f"{name} has no samples", USAGE)
 
 
 def _opened(name: str) -> Any:
@@ -105,7 +105,7 @@ def _object(text: str, place: str) -> dict[str, Any]:
     except ValueError as error:
         raise Stop(f"{place}: no JSON: {error}", USAGE) from None
     if not isinstance(found, dict):
-        raise Stop(f"{place}: a JSON object is wanted", USAGE)
+        raise Stop(f"{place}: expected a JSON object", USAGE)
     return found
 
 

@@ -14,7 +14,7 @@ from service.cli.command import CommandAnswer, command, group
 from service.cli.exits import DONE, FAILED, NOT_FOUND, USAGE, Stop
 from service.cli.output.delivering import deliver, destination
 from service.cli.output.fetching import fetch_files, fetch_tar
-from service.cli.output.render import ago, plain, print_table, say, size
+from service.cli.output.render import ago, plain, print_table, say, size, waiting
 
 if TYPE_CHECKING:
     from activities.model_look import ModelLook
@@ -169,9 +169,11 @@ def _lines() -> Iterator[str]:
 
 
 def _texts(client: "CliClient", request: dict[str, Any]) -> Iterator[str]:
-    for chunk in client.chat(request):
-        for choice in chunk["choices"]:
-            yield choice["delta"].get("content") or ""
+    with waiting(f"waiting for a sampler of {request['model']}, which loads the model if none has it") as has_begun:
+        for chunk in client.chat(request):
+            has_begun()
+            for choice in chunk["choices"]:
+                yield choice["delta"].get("content") or ""
 
 
 @command(app)
@@ -329,7 +331,7 @@ def verify(
         entries = fetch_files(client, f"/models/{version}", "files", Path(folder) / "files")
         differing = statement.differing(entries)
         if differing:
-            raise Stop(f"{version}: not as the statement says: {', '.join(differing)}")
+            raise Stop(f"{version}: differs from the signed statement: {', '.join(differing)}")
         retrained = _retrained(statement, seed, Path(folder)) if retrain else None
     document = {"name": version, "signed_by": envelope.signatures[0].keyid, "statement": statement.model_dump()}
     document |= {} if retrained is None else {"retrained": vars(retrained) | {"equal": retrained.is_equal}}

@@ -2,10 +2,11 @@
 
 import secrets
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -184,6 +185,37 @@ def _print_metrics(found: "Metrics") -> None:
         print(f"evaluated after step {row.step}: {brief(row.metrics)}")
     if found.train_steps:
         print_step_metrics(found.train_steps)
+
+
+@command(app)
+def compare(
+    client: "CliClient",
+    run_ids: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Ids of runs.", autocompletion=run_ids)],
+) -> CommandAnswer:
+    """Compare runs: the settings that differ, and their newest metrics, side by side."""
+    views = [client.run(run_id) for run_id in run_ids]
+    settings = _side_by_side([_flat(view.run.model_dump(mode="json")) for view in views])
+    settings = {name: row for name, row in settings.items() if any(value != row[0] for value in row)}
+    metrics = _side_by_side([view.metrics for view in views])
+
+    def show() -> None:
+        rows = [*settings.items(), ("", [""] * len(views)), *metrics.items()]
+        cells = ((name, *("" if each is None else plain(str(each)) for each in row)) for name, row in rows)
+        print_table(("setting or metric", *run_ids), cells)
+
+    return CommandAnswer({"runs": run_ids, "settings": settings, "metrics": metrics}, show)
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the fields of a JSON object, those of objects in it with dotted names."""
+    found: dict[str, Any] = {}
+    for name, below in value.items():
+        found |= _flat(below, f"{path}{name}.") if isinstance(below, dict) else {f"{path}{name}": below}
+    return found
+
+
+def _side_by_side(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [row.get(name) for row in rows] for row in rows for name in row}
 
 
 @command(app)

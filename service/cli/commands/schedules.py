@@ -154,7 +154,7 @@ def _run_of(context: typer.Context, command: list[str], kinds: str = "sft, dpo o
     from service.cli.commands.submit import run_of
 
     if command[0] != "submit":
-        raise Stop(f"after -- goes what to start: -- submit KIND ({kinds}), and its options", USAGE)
+        raise Stop(f"after -- give the run to start: -- submit KIND ({kinds}), with its options", USAGE)
     return run_of(context, command[1:], "longshore submit")
 
 
@@ -304,14 +304,14 @@ def _parameter(text: str) -> tuple[str, dict[str, Any]]:
     """Parse PATH=VALUES."""
     path, equals, values = text.partition("=")
     if not equals or not values:
-        raise Stop(f"--parameter: {text!r} is no PATH=a,b,c or PATH=low..high", USAGE)
+        raise Stop(f"--parameter: {text!r} is not of the form PATH=a,b,c or PATH=low..high", USAGE)
     if values.startswith("["):
         return path, {"choices": _json(values)}
     low, dots, rest = values.partition("..")
     if dots and "://" not in values and "/" not in values:
         high, *flags = rest.split(":")
         if set(flags) - {"log", "int"}:
-            raise Stop(f"--parameter: after low..high comes :log, :int or both, and not {rest}", USAGE)
+            raise Stop(f"--parameter: after low..high only :log and :int are allowed, not {rest}", USAGE)
         return path, {"min": low, "max": high, "log": "log" in flags, "integer": "int" in flags}
     return path, {"choices": [_json(each) for each in values.split(",")]}
 

@@ -94,7 +94,7 @@ def logout(context: typer.Context, profile_name: ProfileName = None) -> CommandA
     known = Profiles.read()
     name = profile_name or context.obj.profile or known.current
     if name is None:
-        raise Stop("nobody is logged in", USAGE, "longshore config profiles")
+        raise Stop("you are not logged in", USAGE, "longshore config profiles")
     known.named(name)
     known.without(name).write()
     words = f"profile {name} is forgotten; `longshore keys revoke` ends a key for good"

@@ -61,17 +61,17 @@ def dev(
         settings = settings.model_copy(update={"root": root})
     if detach and stop:
         raise Stop("--detach starts a stack and --stop ends one: give one of them", USAGE)
-    running = stack.supervisor(settings.root_path) if opened and not stop else None
+    running = stack.supervisor(settings.root_path) if opened and not (stop or detach) else None
     try:
         if link:
             print(_link(settings.root_path))
         elif running is not None:
             open_now = opened_folders.add(settings.root_path, running, opened or ())
-            say(f"runs may read files below {', '.join(open_now)}: the web service starts anew, in some seconds")
+            say(f"runs may read files below {', '.join(open_now)}; if one is new, the web service starts anew")
         elif stop:
             say("stopped" if stack.stop(settings.root_path) else f"no stack was running in {settings.root_path}")
         elif detach:
-            say(stack.detach(settings.root_path, port, ui, opened or ()).banner(with_link=True))
+            say(stack.detach(settings.root_path, port, ui, opened or ()))
         else:
             stack.Stack(settings, port, ui, opened or (), tells_link=True).run()
     except DevError as error:

@@ -125,14 +125,15 @@ def validated_request(model: "type[BaseModel]", fields: dict[str, Any], options:
 
 def _usage(error: "ValidationError", options: tuple[RunOption, ...]) -> Stop:
     """Turn a validation error into one about an option. A missing option goes before a wrong one."""
-    from shared.field_rules import rule_in_words
+    from shared.field_rules import location_of, rule_in_words
 
     errors = error.errors()
     for each in errors:
         missing = _option_of(options, each["loc"]) if each["type"] == "missing" else None
         if missing and missing.place == each["loc"]:
             return Stop(f"--{missing.flag} is missing", USAGE, "--help lists the options")
-    return _wrong(_option_of(options, errors[0]["loc"]), rule_in_words(errors[0]))
+    place = location_of(errors[0], {option.path[0] for option in options})
+    return _wrong(_option_of(options, place), rule_in_words(errors[0]))
 
 
 def _option_of(options: tuple[RunOption, ...], place: Sequence[int | str]) -> RunOption | None:

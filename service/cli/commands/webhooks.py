@@ -50,7 +50,7 @@ def update(
     asked = {"url": url, "events": events, "enabled": enabled}
     change = {name: value for name, value in asked.items() if value is not None}
     if not change:
-        raise Stop("give what is to change: --url, --event, --all-events, --enable or --disable", USAGE)
+        raise Stop("name what to change: --url, --event, --all-events, --enable or --disable", USAGE)
     changed = client.ask("PATCH", f"/webhooks/{webhook_id}", json=change)
     return CommandAnswer(changed, partial(print_table, _COLUMNS, [_row(changed)]))
 

@@ -113,6 +113,7 @@ class Bar:
         self._view = view
         self._step = view.step
         self._metrics = dict(view.metrics)
+        self._evaluating = ""
 
     def event(self, event: "RunEvent") -> None:
         from rich.markup import escape
@@ -120,11 +121,12 @@ class Bar:
         from service.runs.views.words import event_in_words
 
         body = event.event
+        self._evaluating = f"evaluating {body.fraction:.0%}" if body.event == "evaluating" else ""
         if body.event == "step":
             if self._view.state == "running":  # else it is a repeated event
                 self._step = body.step
                 self._metrics |= body.metrics
-        elif body.event not in ("offloaded", "probed", "saved"):
+        elif body.event not in ("evaluating", "offloaded", "probed", "saved"):
             self.console.print(escape(event_in_words(body)))
 
     def status(self, view: "RunView") -> None:
@@ -158,7 +160,7 @@ class Bar:
         from service.runs.views.words import main_metrics
 
         view, now = self._view, time.time()
-        label = view.phase.replace("_", " ") if view.state == "running" else view.state
+        label = self._evaluating or view.phase.replace("_", " ") if view.state == "running" else view.state
         steps = f"{self._step}/{view.num_steps}" if view.num_steps else f"step {self._step}" if self._step else ""
         took = span((view.ended_at or now) - view.started_at) if view.started_at is not None else ""
         left_s = seconds_left(view, now)

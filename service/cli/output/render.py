@@ -3,8 +3,10 @@
 import json
 import re
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,22 @@ def say(text: str) -> None:
     """Print a line to stderr: stdout is for what programs read."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+@contextmanager
+def waiting(what: str, every_s: float = 5.0) -> Iterator[Callable[[], None]]:
+    """Say every few seconds what is waited for, until the block ends or calls what it is given."""
+    is_over, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not is_over.wait(every_s):
+            say(f"{what}: {time.monotonic() - began:.0f} s so far")
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield is_over.set
+    finally:
+        is_over.set()
 
 
 def console() -> "Console":

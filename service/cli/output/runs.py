@@ -55,11 +55,17 @@ def summary(view: "RunView", place: int | None = None) -> str:
         lines.append(view.problem.message)
     if view.paused_by and view.state in ("running", "paused"):
         lines.append(f"paused by a limit: {view.paused_by}; it goes on by itself when that is raised")
+    if view.client_away:
+        lines.append("paused since its client sent nothing; the client's next command or step has it go on")
     lines += [f"notice: {notice}" for notice in view.notices]
     if lost := dropped(view.metrics):
         lines.append(f"its newest step: {lost}")
     if view.adapter:
-        lines.append(f"published: {view.adapter}")
+        name = f"{view.name}:v{view.version}" if view.version else view.run_id
+        lines.append(f"published: {name}")
+        if view.state == "succeeded":
+            next_one = f"models show {name}" if view.kind == "reward" else f'chat {name} "…"'
+            lines.append(f"next: longshore {next_one}, or longshore download {name}")
     kind = view.problem.kind if view.problem else ""
     if advice := _AFTER.get(kind, _LOOK) if view.state == "failed" else _NEXT.get(view.state):
         lines.append(advice.format(view.run_id))

@@ -56,7 +56,8 @@ def event_in_words(event: Event) -> str:
         case Kept():
             return f"state of command {event.step} kept"
         case Evaluating():
-            return f"evaluating after step {event.step}: {event.fraction:.0%} of the held-out rows"
+            what = "samples" if event.part == "samples" else "held-out rows"
+            return f"evaluating after step {event.step}: {event.fraction:.0%} of the {what}"
         case Evaluated():
             samples = f", {len(event.samples)} samples" if event.samples else ""
             return f"evaluated after step {event.step}: {brief(event.metrics)}{samples}"

@@ -72,7 +72,7 @@ def test_answers_that_a_pattern_is_found_in_are_trained_alone(tmp_path: Path) ->
     assert [row.weight for row in read(tmp_path, assistant_pattern="c") if isinstance(row, PromptCompletion)] == [1, 0]
     assert "assistant_pattern: it is no regular expression: missing )" in refusal(tmp_path, assistant_pattern="(")
     lines(tmp_path, {"text": "t"})
-    assert "assistant_pattern is of conversations" in refusal(tmp_path, assistant_pattern="t")
+    assert "assistant_pattern needs conversations" in refusal(tmp_path, assistant_pattern="t")
 
 
 def test_parts_have_weights_in_answers_of_chats_alone(tmp_path: Path) -> None:
@@ -224,6 +224,47 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path) == "rows.jsonl:1: byte 11 of the line is not UTF-8"
     (tmp_path / "rows.jsonl").write_bytes('{"text": "a"}'.encode("utf-16"))
     assert "UTF-16" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "kind"),
+    [
+        ("rows.zip", b"PK\x03\x04rows", "an archive"),
+        ("rows.csv", b"prompt,completion\na,b\n", "CSV"),
+        ("rows.tsv", b"prompt\tcompletion\na\tb\n", "CSV"),
+        ("rows.json", b'[\n {"text": "a"}\n]\n', "JSON over several lines"),
+        ("rows.json", b'\xef\xbb\xbf{\r\n "text": "a"}\r\n', "JSON over several lines"),
+        ("rows.db", b"SQLite format 3\x00", "a database"),
+    ],
+)
+def test_files_of_other_kinds_are_refused_as_what_they_are(tmp_path: Path, name: str, data: bytes, kind: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    assert (
+        refusal(tmp_path) == f"{name}: the file is {kind}: make it JSON lines (an object a line, in UTF-8) or Parquet"
+    )
+
+
+def test_arrow_files_are_read_as_parquet_is(tmp_path: Path) -> None:
+    """As files and as streams, of which `save_to_disk` of `datasets` makes a folder."""
+    table = pyarrow.Table.from_pylist(
+        [{"messages": [USER, ASSISTANT | {"content": f"a{k}"}], "loss_mask": None} for k in range(600)]
+    )
+    found = []
+    for make in (pyarrow.ipc.new_file, pyarrow.ipc.new_stream, None):
+        path = tmp_path / f"{make.__name__ if make else 'parquet'}" / "train" / "data-00000-of-00001.arrow"
+        path.parent.mkdir(parents=True)
+        if make is None:
+            parquet.write_table(table, path)
+        else:
+            with make(path, table.schema) as writer:
+                writer.write_table(table)
+        found.append(read(path.parents[1]))
+    assert len(found[0]) == 600 and found[0] == found[1] == found[2]
+    assert found[0][599].place == "train/data-00000-of-00001.arrow: row 600"
+    data = (tmp_path / "new_file" / "train" / "data-00000-of-00001.arrow").read_bytes()
+    for damaged in (data[: len(data) // 2], data[:8] + bytes(2000) + data[2008:]):
+        path.write_bytes(damaged)
+        assert "data-00000-of-00001.arrow: the Arrow file cannot be read" in refusal(path.parent)
 
 
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_the_prompt_apart_or_shared_is_the_same_pair(prompt, chosen, rejected) -
         ),
         (
             {"prompt": "other", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-            "prompt is none of the messages that chosen and rejected begin with",
+            "prompt is not one of the messages with which chosen and rejected begin",
         ),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "weight": 0.5}, "weight must be 1 or absent"),
         (

@@ -1,6 +1,8 @@
 """What a host finds that it lacks, and says in words."""
 
+import os
 import sys
+import time
 from pathlib import Path
 
 from activities.hosts import fitness
@@ -41,3 +43,23 @@ def test_devices_are_tried_where_packages_and_disk_allow_it(tmp_path: Path, monk
     assert Fitness("gpu", tmp_path)() == (), "this machine can work"
     monkeypatch.setattr(fitness, "WORKER_PACKAGES", ("no-such-package",))
     assert len(Fitness("gpu", tmp_path)()) == 1
+
+
+def test_a_check_that_was_passed_holds_for_an_hour_on_the_same_installation(tmp_path: Path, monkeypatch) -> None:
+    check = Fitness("gpu", tmp_path)
+    assert not check.passed_lately(), "nobody has checked"
+    assert check() == () and check.passed_lately()
+    assert not Fitness("sampler", tmp_path).passed_lately(), "it loads other packages"
+    assert not Fitness("gpu", tmp_path, {"OMP_NUM_THREADS": "7"}).passed_lately()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert not check.passed_lately(), "other devices"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    [mark] = tmp_path.glob("passed-*")
+    for at in (time.time() - 3700, time.time() + 3700):
+        os.utime(mark, (at, at))
+        assert not check.passed_lately(), "too long ago, or by a clock that went wrong"
+    os.utime(mark)
+    assert check.passed_lately()
+    monkeypatch.setattr(fitness, "WORKER_PACKAGES", ("no-such-package",))
+    assert not check.passed_lately(), "other packages"
+    assert check() and not list(tmp_path.glob("passed-*")), "it lacks something: the next host checks first"

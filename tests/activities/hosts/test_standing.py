@@ -84,7 +84,7 @@ def test_a_host_that_lacks_something_leaves_its_queue_to_others_until_it_is_mend
         "bad": ("torch is not installed",),
     }
     [state] = [state for state in read_states(yard.store, "cpu") if state.name == "bad"]
-    assert state.why_not(state.seen_at, by_name=True) == ("bad: torch is not installed",)
+    assert state.why_not(state.seen_at, by_name=True) == ("bad (bad): torch is not installed",)
     assert state.why_not(state.seen_at, by_name=False) == ("torch is not installed",)
     bad._check = lambda: ()
     bad.examine()

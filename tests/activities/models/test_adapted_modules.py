@@ -8,18 +8,18 @@ from safetensors.torch import load_file, save_file
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.models.files import HUB_PATTERNS, WEIGHTS, check_weights, decoder_modules, read_config
+from activities.models.files import HUB_PATTERNS, WEIGHTS, check_weights, read_config
 from activities.models.resolve import Resolve
 from activities.sources.models import locate
 from longshore.training import LINEARS, Lora
-from megatron_worker.families import read_architecture
-from megatron_worker.families import read_config as read_model
-from megatron_worker.families.model_slices import slices_of
-from megatron_worker.families.tensor_slices import modules_of
 from shared.errors import InvalidInput
+from shared.families import read_architecture
+from shared.families import read_config as read_model
+from shared.families.model_slices import slices_of
+from shared.families.tensor_slices import modules_of
 from shared.models.config import Family
 from shared.models.lora_modules import OUTPUT, layer_of
-from shared.models.peft import EMBEDDING, UNREAD, module_of
+from shared.models.peft import UNREAD, module_of
 from shared.models.shape import shape_of
 from shared.runs.models import ModelRequest
 from tests.activities.models.resolving import edit
@@ -30,11 +30,8 @@ WITH_TOWERS = ("qwen3_5", "gemma3", "gemma4", "mistral")
 
 def modules_before_a_run(config, model) -> dict[str, bool]:
     location = locate(str(model), "default", config, HUB_PATTERNS, lambda _: None)
-    config = read_config(location)
-    linears = (*shape_of(config).linears, EMBEDDING)
-    return {
-        name: name.rpartition(".")[2] in linears for name in decoder_modules(check_weights(location, config), config)
-    }
+    found = modules_of(check_weights(location, read_config(location)).slices)
+    return {name: can_adapt for name, can_adapt in found.items() if name != OUTPUT}
 
 
 def modules_in_the_worker(model) -> dict[str, bool]:

@@ -1,6 +1,7 @@
 """Adapters resolved against a model, and what a run began with."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,20 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.models.resolve import AdapterRequest, Resolve, ResolvedAdapter
-from longshore.training import Lora, ScalarHead
+from longshore.fields import Artifact
+from longshore.training import Lora, ScalarHead, SessionRun
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.models.config import read_model_config
 from shared.models.shape import ModelShape, shape_of
+from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.models import ModelRequest, ResolvedModel
+from shared.runs.requests import RLRun
+from shared.runs.start import RLStart, RunStart, SessionStart
 from shared.settings import Settings
+from shared.storage.artifacts import manifest_of, refer, upload_files
+from shared.storage.paths import RunKeys, checkpoint_adapter, published_version, version_claim
 from tests.activities.models.resolving import edit, stage
+from workflows.training.models import adapter_request
 
 SIZES = {
     **{"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16},
@@ -110,6 +118,24 @@ def test_an_adapter_with_a_head_goes_on_where_one_is_asked_for(config, tiny_mode
     assert "head is 2 scalars a token, 2 scalars a sequence" in adapter_refusal(config, tmp_path / "peft", lora=other)
 
 
+def test_the_order_of_patterns_which_peft_sorts_counts_where_it_makes_a_difference(config, tiny_model, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    ranks, alphas = {"q_proj": 2, "down_proj": 4}, {"q_proj": 3, r"layers.1.self_attn.q_proj": 5}
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "down_proj"], rank_pattern=ranks)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora).save_pretrained(tmp_path / "peft")
+    asked = Lora.model_validate({"rank": 8, "alpha": 16, "targets": ["q_proj", "down_proj"], "rank_pattern": ranks})
+    resolved = resolve_adapter(config, tmp_path / "peft", lora=asked)
+    assert [name for name, _ in resolved.lora.rank_pattern] == ["down_proj", "q_proj"]
+    edit(tmp_path / "peft" / "adapter_config.json", alpha_pattern=dict(sorted(alphas.items())))
+    same = asked.model_copy(update={"alpha_pattern": tuple(sorted(alphas.items()))})
+    resolve_adapter(config, tmp_path / "peft", lora=same)
+    other = asked.model_copy(update={"alpha_pattern": tuple(alphas.items())})
+    message = adapter_refusal(config, tmp_path / "peft", lora=other)
+    assert "matches model.layers.1.self_attn.q_proj" in message and "name them in the adapter's order" in message
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -197,3 +223,102 @@ def test_a_damaged_record_of_the_beginning_is_told_as_such(config, model) -> Non
     (config.root_path / "store" / "runs" / "r1" / "began_with" / "model.json").write_bytes(b"{")
     with pytest.raises(CorruptArtifact, match=r"began_with/model\.json: the file is damaged"):
         resolve_for(config, model, "r1")
+
+
+RUNS = (SFTRun, DPORun, DistillRun, RewardRun, RLRun, SessionRun)
+
+
+def other_weights(folder: Path) -> Path:
+    """Change a model's weights, not their shapes."""
+    flip_last_byte(folder / "model.safetensors")
+    return folder
+
+
+def on(config: Settings, model: Path | str, base: Path, **wanted) -> dict:
+    """Return what a request has of the model that an adapter is put on; `base`: the model's folder."""
+    request = ModelRequest(uri=str(base), tenant="default")
+    resolved = ActivityEnvironment().run(Resolve(HostContext(config)).resolve_model, request)
+    return {"base": resolved.model, "model": str(model), **wanted}
+
+
+def test_an_adapter_of_another_base_that_can_be_read_is_refused_by_its_weights_and_tokenizer(
+    config, model, adapter, tmp_path
+):
+    copied = Path(shutil.copytree(model, tmp_path / "copied"))
+    other = other_weights(Path(shutil.copytree(model, tmp_path / "other")))
+    tokenizer = Path(shutil.copytree(model, tmp_path / "tokenizer"))
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    edit(tokenizer / "tokenizer.json", added_tokens=content["added_tokens"][:-1])
+    (copied / "chat_template.jinja").write_text("{{ messages }}")  # what else lies there is no matter
+    here = on(config, model, model)
+    for named in (copied, model, f"{model}/", tmp_path / "gone", "/etc", "base", "a\0b", None, ""):
+        edit(adapter / "adapter_config.json", base_model_name_or_path=named and str(named))
+        resolve_adapter(config, adapter, **here)
+    for named, what in ((other, "model.safetensors"), (tokenizer, "tokenizer.json")):
+        edit(adapter / "adapter_config.json", base_model_name_or_path=str(named))
+        message = adapter_refusal(config, adapter, **here)
+        assert f"made on {named}, whose {what} is another, and not on {model}" in message
+        assert "set allow_other_base to insist" in message
+        resolve_adapter(config, adapter, **here, allow_other_base=True)
+        resolve_adapter(config, adapter)
+
+
+@pytest.mark.parametrize(
+    ("named", "model_named", "is_other"),
+    [
+        ("Org/One", "org/one", False),
+        ("Org/One", "org/one@main", False),
+        ("Org/One", "mirror/One", False),  # whose repository is of the same name
+        ("Org/One", "Org/Two", True),
+        ("Org/One", "/cache/hub/models--Org--One/snapshots/0123", False),
+        ("/other/hub/models--Org--Two/snapshots/0123", "Org/One", True),
+        ("Org/One", "/models/base", False),  # a folder's name says nothing
+        ("/models/base", "Org/One", False),
+        ("/models/one", "/models/two", False),
+        ("", "Org/One", False),
+    ],
+)
+def test_where_hashes_are_not_known_names_of_the_hub_are_compared(config, model, adapter, named, model_named, is_other):
+    edit(adapter / "adapter_config.json", base_model_name_or_path=named)
+    asked = on(config, model_named, model)
+    if not is_other:
+        resolve_adapter(config, adapter, **asked)
+        return
+    assert f"made on {named}, which is another model, and not on {model_named}" in adapter_refusal(
+        config, adapter, **asked
+    )
+
+
+@pytest.mark.parametrize("kind", ["version", "checkpoint"])
+def test_a_published_adapter_is_of_the_base_that_its_run_found(config, model, adapter, kind):
+    """Also where that folder has another model now, and whatever the adapter's own configuration says."""
+    store, began = HostContext(config).store, on(config, model, model, run_id="r1")
+    resolve_for(config, model, "r1")
+    edit(adapter / "adapter_config.json", base_model_name_or_path="Org/Other")
+    files = manifest_of(adapter)
+    if kind == "checkpoint":
+        weights = upload_files(store, f"{RunKeys('r1').checkpoints}/weights", adapter, files)
+        root = files.model_copy(update={"root": weights.uri})
+        published = refer(store, checkpoint_adapter("default", "r1", "a" * 64), root)
+    else:
+        store.put_bytes(version_claim("default", "adapters", "mine", 1), b'{"run_id": "r1"}')
+        published = upload_files(store, published_version("default", "adapters", "mine", 1), adapter, files)
+    resolve_adapter(config, published.uri, **began)
+    other_weights(model)
+    message = adapter_refusal(config, published.uri, **on(config, model, model))
+    assert "whose model.safetensors is another" in message
+    resolve_adapter(config, published.uri, **on(config, model, model), allow_other_base=True)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "distill", "reward", "rl", "session"])
+def test_every_kind_of_run_compares_bases_unless_it_insists(kind):
+    fields = {"model": "org/m", "dataset": {"uri": "/d"}, "steps": 1, "batch_size": 1, "teacher": "base"}
+    fields |= {"learning_rate": 1.0}
+    model = next(each for each in RUNS if each.model_fields["kind"].default == kind)
+    run = model.model_validate({name: value for name, value in fields.items() if name in model.model_fields})
+    resolved = ResolvedModel(model=Artifact(uri="file:///m", sha256="0" * 64), shape=SHAPE)
+    start_type = {"rl": RLStart, "session": SessionStart}.get(kind, RunStart)
+    for insists in (False, True):
+        start = start_type(run_id="r1", run=run.model_copy(update={"allow_other_base": insists}))
+        request = adapter_request(start, "/adapter", resolved)
+        assert (request.base, request.model, request.allow_other_base) == (resolved.model, "org/m", insists)

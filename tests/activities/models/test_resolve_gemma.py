@@ -1,7 +1,7 @@
 """Gemma 4's experts beside MLPs: what is known of them before a worker is asked for."""
 
 from longshore.layout import Layout
-from megatron_worker.families import read_config
+from shared.families import read_config
 from shared.models.shape import shape_of
 from tests.activities.models.resolving import refusal, resolve
 from tests.megatron_worker.rows import distinct_model

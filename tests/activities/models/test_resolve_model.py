@@ -20,8 +20,8 @@ from safetensors.torch import save_file as save_torch_file
 
 from activities.models.files import read_tensor_entries
 from longshore.layout import Layout
-from megatron_worker.families import read_config
 from shared.errors import CorruptArtifact, InvalidInput
+from shared.families import read_config
 from shared.models.config import FAMILIES
 from shared.models.end_tokens import read_end_ids
 from shared.models.shape import ModelShape, shape_of
@@ -294,7 +294,8 @@ def test_a_layout_that_does_not_fit_is_refused(config, model) -> None:
 def test_an_engine_that_cannot_hold_the_model_is_refused(config, model) -> None:
     resolve(config, model, engine="fsdp")
     edit(model / "config.json", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=192)
-    resolve(config, model, engine="fsdp")
+    lacking = "the weights lack the tensor model.layers.0.mlp.gate.weight and 25 more"
+    assert lacking in refusal(config, model, engine="fsdp")
     edit(model / "config.json", model_type="gpt_oss")
     assert refusal(config, model, engine="fsdp") == (
         "engine: the engine fsdp trains qwen3, qwen3_moe, qwen2, llama, mistral, ministral, smollm3, granite, olmo3, "
@@ -443,7 +444,7 @@ def test_weights_in_fp8_have_their_scales_before_a_run_begins(config, tmp_path) 
         save_torch_file({n: t for n, t in changed.items() if t is not None}, model / "model.safetensors")
 
     written()
-    assert f"tensor {names[0]} is F8_E4M3; weights must be one of" in refusal(config, model)
+    assert "_proj.weight is F8_E4M3; weights must be one of" in refusal(config, model)
     edit(model / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     assert resolve(config, model).shape == shape
     for change, words in (
@@ -453,7 +454,7 @@ def test_weights_in_fp8_have_their_scales_before_a_run_begins(config, tmp_path) 
         ),
         ({"_scale_inv": torch.ones(1, 1)}, "have to be floats of (2, 1): it is F32 of (1, 1)"),
         ({"_scale_inv": torch.ones(2, 1).to(torch.uint8)}, "have to be floats of (2, 1): it is U8"),
-        ({"": tensors[one].float()}, f"tensor {one} is no FP8, and has scales"),
+        ({"": tensors[one].float()}, f"1 tensors are not of this family, the first is '{one}_scale_inv'"),
         ({"": tensors[one].to(torch.float8_e5m2)}, f"tensor {one} is F8_E5M2; weights must be"),
     ):
         written(**change)

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from activities.models.files import WEIGHTS
 from longshore.layout import Layout
 from longshore.training import Lora
-from megatron_worker.families import read_config
 from megatron_worker.megatron.engine import MegatronEngine
+from shared.families import read_config
 from shared.models.shape import shape_of
 from tests.activities.models.resolving import edit, refusal, resolve
 from tests.activities.models.test_resolve_adapter import adapter_refusal, resolve_adapter

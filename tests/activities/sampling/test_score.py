@@ -226,7 +226,7 @@ def test_adapters_that_are_no_reward_models_are_refused(place, tmp_path) -> None
         (
             (weight[:, 0], NAMES, "has the shape"),
             (weight * float("nan"), NAMES, "not finite"),
-            (weight, ("a", "a"), "has a name of its own"),
+            (weight, ("a", "a"), "its own name"),
             (weight, 5, "are no list"),
         )
     ):

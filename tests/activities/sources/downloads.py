@@ -15,8 +15,8 @@ from shared.storage.artifacts import stage
 ROWS = b'{"prompt": "how many crates?", "completion": "42"}\n' * 50
 
 
-def download(settings: Settings, uri: str, run_id: str = "sft-1") -> Downloaded:
-    request = DownloadRequest(run_id=run_id, tenant="default", split="train", source=DatasetSource(uri=uri))
+def download(settings: Settings, uri: str, run_id: str = "sft-1", split: str = "train") -> Downloaded:
+    request = DownloadRequest(run_id=run_id, tenant="default", split=split, source=DatasetSource(uri=uri))
     return ActivityEnvironment().run(Download(HostContext(settings)).download, request)
 
 

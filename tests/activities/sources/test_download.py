@@ -12,6 +12,7 @@ import zstandard
 
 from shared.errors import DiskFull
 from shared.limits import QuotaSettings
+from shared.storage.paths import LEFT
 from shared.storage.store import LocalStore, uri_of
 from shared.storage.stored_bytes import Room
 from tests.activities.sources.downloads import ROWS, download, files_of, refusal, scratch_of, with_limits
@@ -222,3 +223,67 @@ def test_a_full_disk_is_named_and_nothing_is_left(settings, web, small_disk, tmp
         with pytest.raises(DiskFull, match=f"no space is left on the disk that holds {small_disk}"):
             download(small, uri)
         assert scratch_of(small) == []
+
+
+def hub_folder(tmp_path: Path, *names: str) -> str:
+    for name in names:
+        (tmp_path / "data" / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / "hub" / name).write_bytes(ROWS)
+    return f"file://{tmp_path}/data/hub"
+
+
+OF_SPLITS = tuple(f"data/{split}-00000-of-00001.jsonl" for split in ("train", "validation", "test"))
+
+
+def test_of_a_folder_with_splits_one_is_taken_and_the_others_are_named(settings, tmp_path) -> None:
+    uri = hub_folder(tmp_path, *OF_SPLITS, "README.md", "extra.jsonl")
+    taken = {"train": OF_SPLITS[0], "eval": OF_SPLITS[1]}
+    for split, name in taken.items():
+        for _ in range(2):  # a second attempt says the same
+            downloaded = download(settings, uri, split=split)
+            assert {*files_of(settings, downloaded)} == {name, LEFT} and downloaded.num_files == 1
+            [notice] = downloaded.notices
+            read, _, others = notice.partition(" were read")
+            assert name in read and all(each in others for each in {*OF_SPLITS, "README.md", "extra.jsonl"} - {name})
+
+
+@pytest.mark.parametrize(
+    ("names", "taken"),
+    [
+        (("train/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"), ["train/data-00000-of-00001.arrow"]),
+        (("my_train.jsonl", "my_dev.jsonl"), ["my_train.jsonl"]),
+        (("test/a.jsonl", "test/b.jsonl"), ["test/a.jsonl", "test/b.jsonl"]),
+        (("2024/a.jsonl", "2025/b.jsonl"), ["2024/a.jsonl", "2025/b.jsonl"]),
+        (("wiki-00000-of-00002.jsonl", "books-00000-of-00001.jsonl"), None),
+    ],
+)
+def test_splits_are_told_by_names_as_datasets_tells_them(settings, tmp_path, names, taken) -> None:
+    found = files_of(settings, download(settings, hub_folder(tmp_path, *names)))
+    assert {*found} - {LEFT} == {*(taken or names)}
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("en/train-00000-of-00001.jsonl", "de/train-00000-of-00001.jsonl"), "configurations 'de', 'en'"),
+        (("validation.jsonl", "test.jsonl"), "splits test, validation, and not train"),
+        (("rows.jsonl", "test.jsonl"), "splits (none), test, and not train"),
+        (("train_sft-00000-of-00001.jsonl", "train_gen-00000-of-00001.jsonl"), "train_gen, train_sft"),
+    ],
+)
+def test_files_of_which_nobody_can_say_the_split_are_refused_until_a_pattern_names_them(
+    settings, tmp_path, names, words
+) -> None:
+    uri = hub_folder(tmp_path, *names)
+    assert words in (told := refusal(settings, uri)) and "a URI names others by a pattern" in told
+    folder, _, last = names[0].rpartition("/")
+    named = download(settings, f"{uri}/{folder}{'/' * bool(folder)}{last[:6]}*")
+    assert last in files_of(settings, named) and not named.notices
+
+
+def test_a_pattern_leads_nowhere_else(settings, tmp_path) -> None:
+    hub_folder(tmp_path, "train.jsonl")
+    hub_folder(tmp_path, "my rows 1.jsonl")
+    assert {*files_of(settings, download(settings, f"file://{tmp_path}/data/hub/my%20ro*"))} == {"my rows 1.jsonl"}
+    for pattern in ("data/hub/test*", "data/*/none", "*"):
+        assert refusal(settings, f"file://{tmp_path}/{pattern}", "sft-2")

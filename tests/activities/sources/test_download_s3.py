@@ -38,6 +38,15 @@ def test_an_s3_prefix(bucket, uri) -> None:
     assert files_of(settings, download(settings, uri)) == {"1.jsonl": ROWS, "deep/2.jsonl": ROWS}
 
 
+def test_an_s3_prefix_with_splits_and_a_pattern(bucket) -> None:
+    client, settings = bucket
+    for name in ("train-0", "train-1", "test-0"):
+        client.put_object(Bucket="elsewhere", Key=f"hub/{name}.jsonl", Body=ROWS)
+    taken = files_of(settings, download(settings, "s3://elsewhere/hub"))
+    assert {*taken} == {"train-0.jsonl", "train-1.jsonl", "_left.txt"}
+    assert {*files_of(settings, download(settings, "s3://elsewhere/hub/te*", "sft-2"))} == {"test-0.jsonl"}
+
+
 def test_a_missing_s3_object_is_named(bucket) -> None:
     _, settings = bucket
     assert "s3://elsewhere/none: there is nothing here" in refusal(settings, "s3://elsewhere/none")

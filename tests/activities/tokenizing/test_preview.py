@@ -123,6 +123,22 @@ def test_the_activity_downloads_looks_and_cleans_up(tmp_path: Path, tiny_model: 
         ActivityEnvironment().run(PreviewDataset(HostContext(settings)).preview, start)
 
 
+@pytest.mark.parametrize("are_prompts", [False, True])
+def test_a_preview_of_a_folder_says_which_files_it_read(tmp_path: Path, tiny_model: Path, are_prompts: bool) -> None:
+    for k, name in enumerate(("train", "validation", "test")):
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        (tmp_path / "hub" / f"{name}.jsonl").write_text(json.dumps(row(k)) + "\n")
+    settings = Settings(root=tmp_path / "root", download=DownloadSettings(file_roots=(tmp_path, tiny_model.parent)))
+    source = DatasetSource(uri=f"file://{tmp_path}/hub")
+    request = PreviewRequest(source=source, model_uri=tiny_model.as_uri(), are_prompts=are_prompts)
+    preview = ActivityEnvironment().run(
+        PreviewDataset(HostContext(settings)).preview, PreviewStart(tenant="default", request=request)
+    )
+    [told] = preview.report.warnings
+    assert "files 'train.jsonl' were read, and 'test.jsonl', 'validation.jsonl' left" in told
+    assert [shown.place for shown in preview.rows] == ["train.jsonl:1"]
+
+
 def test_what_a_reward_model_learns_is_checked(tmp_path: Path) -> None:
     """Scores and margins are read, a target an answer or a score; rows of the other objective are refused."""
     found = look(tmp_path / "scores", [SCORED, SCORED | {"score": 2}], numbers=("score",))

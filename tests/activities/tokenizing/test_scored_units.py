@@ -108,7 +108,7 @@ def test_margins_and_scores_are_read(tmp_path, as_parquet) -> None:
             {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}], "score": 1.0},
             "the last message is the user's",
         ),
-        ({"text": "t", "score": 1.0}, "the row has none of its own"),
+        ({"text": "t", "score": 1.0}, "this row has no answer"),
         (
             {"messages": [{"role": "assistant", "content": [{"text": "a", "weight": 2}]}], "score": 1.0},
             "weight must be 1 or absent",
@@ -146,7 +146,7 @@ def test_the_head_is_of_the_objective() -> None:
         ({"num_samples": 1, "eval_dataset": {"uri": "v"}}, "num_samples: a head of scalars writes no text"),
         ({"dataset": {"uri": "u", "format": "chat"}}, "as reward does"),
         ({"dataset": {"uri": "u", "format": "text"}, "objective": "squared_error"}, "no answers"),
-        ({"trainable": {"kind": "lora", "targets": ["lm_head"]}}, "stands in the place of lm_head"),
+        ({"trainable": {"kind": "lora", "targets": ["lm_head"]}}, "replaces lm_head"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(fields, words) -> None:

@@ -119,6 +119,10 @@ LONG = {"type": "object", "properties": {"port": {"type": "string", "description
     ("asked", "words"),
     [
         ({"tools": [{"type": "function"}]}, r"tools[\s\S]*\[0\]: a tool is"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "tide", "input_schema": {"type": "object"}}}]},
+            r"\[0\].function: the schema of arguments is `parameters`",
+        ),
         ({"tools": [TIDE, {"type": "web_search"}]}, r"tools[\s\S]*\[1\]: a tool is"),
         ({"tools": [TIDE], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "there is no such tool"),
         ({"tools": [with_parameters({"type": "string"})], "tool_choice": "required"}, 'a schema of "type": "object"'),

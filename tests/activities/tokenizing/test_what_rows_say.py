@@ -65,10 +65,21 @@ TIDE = {
         "parameters": {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]},
     },
 }
+FLAT = TIDE["function"]
+OTHER_TOOLS: list[dict[str, Any]] = [
+    FLAT,
+    {"type": "function", **FLAT},  # Responses'
+    {"name": "tide", "input_schema": FLAT["parameters"]},  # Anthropic's
+    {"type": "custom", "name": "tide", "input_schema": FLAT["parameters"]},
+    {"name": "tide", "inputSchema": FLAT["parameters"]},  # MCP's
+    FLAT | {"parameters": json.dumps(FLAT["parameters"])},  # as Parquet files have it
+    {"type": "function", "function": {"name": "tide", "inputSchema": FLAT["parameters"]}},
+]
 QUAY = json.loads(json.dumps(TIDE).replace("tide", "quay").replace("port", "number").replace("string", "integer"))
 CALL = {"id": "call_1", "type": "function", "function": {"name": "tide", "arguments": '{"port": "Kiel"}'}}
 ASK = {"role": "user", "content": "When?"}
 ANSWER = {"role": "assistant", "content": "Half past six."}
+PREVIEW = PreviewRequest(source=DatasetSource(uri="file:///rows"), model_uri="m")
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 
 
@@ -138,6 +149,148 @@ def test_text_parts_are_one_text(tmp_path: Path) -> None:
         assert "How many sacks on quay 7?" in text and own == f"Twelve sacks.{END}"
     parts[1] = {"type": "image_url", "text": "x"}
     assert "messages[0].content[1] must be a text part" in refusal(tmp_path, ONLY_TEXTS, row)
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ({"type": "web_search", "name": "web"}, "tools[0].type must be function, not 'web_search'"),
+        ({"name": "tide", "parameters": {}, "input_schema": {}}, "tools[0]: parameters and input_schema must be one"),
+        ({"name": "tide", "inputSchema": ["text"]}, "tools[0]: inputSchema must be one object"),
+        ({"name": "tide", "inputSchema": "text"}, "tools[0].inputSchema must be an object, not text"),
+        ({"description": "Tells tides."}, "tools[0]: a tool is"),
+    ],
+)
+def test_tools_that_are_none_are_refused_by_their_keys(tmp_path: Path, tool: dict[str, Any], words: str) -> None:
+    assert words in refusal(tmp_path, WITH_TOOLS, {"messages": [ASK, ANSWER], "tools": [tool]})
+
+
+THOUGHT = "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '')"
+THINKING = TURNS.replace("m.content +", f"{THOUGHT} + m.content +")
+PARTS = [{"type": "text", "text": "The moon "}, {"type": "text", "text": "says so."}]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_in_parts_are_one_text_and_others_are_refused(tmp_path: Path, key: str) -> None:
+    row = {"messages": [ASK, ANSWER | {key: PARTS}]}
+    [(_, own)] = trained_of(tmp_path, THINKING, row)
+    assert own == f"<think>The moon says so.</think>Half past six.{END}"
+    for other in ({"text": "a"}, ["a"], 7, [{"type": "image_url", "text": "a"}]):
+        assert f"messages[1].{key}" in refusal(tmp_path, THINKING, {"messages": [ASK, ANSWER | {key: other}]})
+    for other in {"reasoning_content", "reasoning", "thinking"} - {key}:
+        both = ANSWER | {key: PARTS, other: "The moon says so."}
+        assert trained_of(tmp_path, THINKING, {"messages": [ASK, both]})[0][1] == own
+        assert "differ: give one" in refusal(tmp_path, THINKING, {"messages": [ASK, both | {other: "No."}]})
+
+
+def test_what_nobody_reads_is_named_in_every_format(tmp_path: Path) -> None:
+    asked, answer = ASK | {"mood": "calm"}, ANSWER | {"tone": "dry"}
+    spoken = [{"from": "human", "value": "When?", "mood": "calm"}, {"from": "gpt", "value": "Now.", "tone": "dry"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": [asked, answer]},
+        {"conversations": spoken},
+        {"prompt": [asked], "completion": [answer]},
+        {"prompt": [asked], "chosen": [answer], "rejected": [ANSWER | {"content": "No."}]},
+        {"chosen": [asked, answer], "rejected": [asked, ANSWER | {"content": "No."}]},
+        {
+            "input": {"messages": [asked], "hint": "a"},
+            "preferred_output": [answer],
+            "non_preferred_output": [ANSWER | {"content": "No."}],
+        },
+    ]
+    for row in rows:
+        report = preview_of(folder_of(tmp_path, row | {"quay": 7}), model_of(TURNS), PREVIEW).report
+        columns, keys = report.warnings
+        assert "'quay'" in columns and ("input.hint" in columns) == ("input" in row)
+        assert "the keys 'mood', 'tone' of messages" in keys
+
+
+def test_turns_of_sharegpt_have_what_messages_have(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "When?"}, {"from": "gpt", "value": "Now.", "reasoning_content": "It is."}]
+    [(_, own)] = trained_of(tmp_path, THINKING, {"conversations": turns})
+    assert own == f"<think>It is.</think>Now.{END}"
+    turns[0]["images"] = ["quay.png"]  # type: ignore[assignment]
+    assert "conversations[0].images" in refusal(tmp_path, THINKING, {"conversations": turns})
+
+
+FLAGS = ("train", "loss", "trainable")
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_of_other_trainers_are_weights(tmp_path: Path, flag: str) -> None:
+    """In messages of every format: chats, ShareGPT's, and completions of messages."""
+    first, last = ANSWER | {"content": "Never ask again."}, ANSWER | {flag: True}
+    for off in ({flag: False}, {flag: False, "weight": 0}, dict.fromkeys(FLAGS, False)):
+        turns = [ASK | {flag: False}, first | off, ASK, last]
+        spoken = [{"from": {"user": "human"}.get(t["role"], "gpt"), "value": t["content"], **t} for t in turns]
+        rows = [{"messages": turns}, {"conversations": spoken}, {"prompt": turns[:1], "completion": turns[1:]}]
+        for row in rows:
+            assert [own for _, own in trained_of(tmp_path, TURNS, row)] == [f"Half past six.{END}"]
+    for wrong in ({"weight": 1}, {other: True for other in FLAGS if other != flag}, {flag: "no"}, {flag: []}):
+        told = refusal(tmp_path, TURNS, {"messages": [ASK, first | {flag: False} | wrong]})
+        assert "messages[1]: " in told and flag in told
+    assert f"messages[0]: {flag}" in refusal(tmp_path, TURNS, {"messages": [ASK | {flag: True}, ANSWER]})
+    pair = {"prompt": [ASK], "chosen": [ANSWER | {flag: False}], "rejected": [first]}
+    assert "chosen[0].weight must be 1" in refusal(tmp_path, TURNS, pair)
+
+
+@pytest.mark.parametrize("column", ["images", "videos", "audios"])
+def test_rows_with_images_beside_their_text_are_refused_at_every_door(tmp_path: Path, column: str) -> None:
+    media = {column: ["quay.png"]}
+    asked = {"role": "user", "content": f"<{column[:-1]}>When?"}
+    rows: list[dict[str, Any]] = [
+        {"messages": [asked, ANSWER], **media},
+        {"messages": [asked | media, ANSWER]},
+        {"prompt": "<image>", "completion": "a", **media},
+        {"instruction": "<image>", "output": "a", **media},
+        {"conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "a"}], **media},
+        {"prompt": "<image>", "chosen": "a", "rejected": "b", **media},
+        {"text": "<image>", **media},
+    ]
+    for row in rows:
+        assert f"{column}: only text can be trained on" in refusal(tmp_path, TURNS, row)
+        (tmp_path / "rows" / "rows.jsonl").unlink()
+        parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows" / "rows.parquet")
+        with pytest.raises(InvalidInput, match="only text can be trained on"):
+            trained(tmp_path / "rows", model_of(TURNS))
+        (tmp_path / "rows" / "rows.parquet").unlink()
+    for row in rows[:4]:
+        with pytest.raises(InvalidInput, match="only text can be trained on"):
+            list(open_prompts(folder_of(tmp_path, row), DatasetSource(uri="file:///rows")))
+    assert trained_of(tmp_path, TURNS, {"messages": [ASK, ANSWER], column: []})
+
+
+def test_a_refusal_is_the_answer(tmp_path: Path) -> None:
+    told = "I may not say that."
+    answers: list[dict[str, Any]] = [
+        {"content": "", "refusal": told},
+        {"content": None, "refusal": told},
+        {"refusal": told},
+        {"content": [{"type": "refusal", "refusal": told}]},
+        {"content": told, "refusal": None},
+    ]
+    for answer in answers:
+        turns = [ASK, {"role": "assistant", **answer}]
+        assert [own for _, own in trained_of(tmp_path, TURNS, {"messages": turns})] == [told + END]
+        [pair, _] = trained_of(tmp_path, TURNS, {"prompt": [ASK], "chosen": turns[1:], "rejected": [ANSWER]})
+        assert pair[1] == told + END
+    for wrong in (ANSWER | {"refusal": told}, {"role": "assistant", "content": "", "refusal": [told]}):
+        assert "messages[1].refusal must be" in refusal(tmp_path, TURNS, {"messages": [ASK, wrong]})
+    assert "messages[0].refusal must be" in refusal(tmp_path, TURNS, {"messages": [ASK | {"refusal": told}, ANSWER]})
+
+
+def test_an_answer_of_nothing_is_warned_of(tmp_path: Path) -> None:
+    nothing = {"role": "assistant", "content": ""}
+    rows: list[dict[str, Any]] = [
+        {"messages": [ASK, nothing]},
+        {"prompt": "When?", "completion": ""},
+        {"prompt": [ASK], "chosen": [ANSWER], "rejected": [nothing]},
+    ]
+    for row in rows:
+        report = preview_of(folder_of(tmp_path, row), model_of(TURNS), PREVIEW).report
+        assert "an answer of 1 row is empty" in report.warnings[0] and "rows.jsonl:1" in report.warnings[0]
+    row = {"messages": [ASK, nothing | {"weight": 0}, ASK, CALLED | {"content": ""}, ASK, ANSWER]}
+    assert not preview_of(folder_of(tmp_path, row), model_of(CALLING), PREVIEW).report.warnings
 
 
 def test_a_model_with_a_template_for_tools_uses_it_where_a_row_has_some(tmp_path: Path) -> None:
@@ -462,6 +615,7 @@ SPOKEN: list[dict[str, Any]] = [
         "functions": [TIDE["function"]],
     },
     {"messages": [{"role": "system", "content": "Be terse."}, ASK, ANSWER, ASK, ANSWER], "tools": json.dumps([TIDE])},
+    *({"messages": [ASK, ANSWER], "tools": [tool]} for tool in OTHER_TOOLS),
 ]
 
 
@@ -482,6 +636,8 @@ def test_the_same_row_is_the_same_tokens_at_every_door(tmp_path: Path, chats: Ch
         return [block.id_T[a : a + n].tolist() for a, n in zip(block.start_R, block.num_tokens_R, strict=True)]
 
     [sft] = ids_of(row)
+    if row.get("tools") in [[tool] for tool in OTHER_TOOLS]:
+        assert [sft] == ids_of(row | {"tools": [TIDE]}), "whatever API's form the tool has"
     pair = {"prompt": asked, "chosen": [answer], "rejected": [answer | {"content": "No."}]} | tools
     assert ids_of(pair)[0] == sft
 
@@ -491,11 +647,12 @@ def test_the_same_row_is_the_same_tokens_at_every_door(tmp_path: Path, chats: Ch
     assert sft == [*prompt, *own, *model.tokens_of("\n")]
 
     openai = Row("chat", dict(row))  # OpenAI's protocol has tools as a list alone
+    sent = row["tools"] if isinstance(row.get("tools"), list) else tools_of(openai)
     assert list(chats.ids(artifact, asked, tools_of(openai) or [])) == prompt
 
     logprobs = {"content": [{"token": f"token_id:{token_id}", "logprob": -1.0} for token_id in own]}
     sampled = [*asked, answer | {"logprobs": logprobs}]
-    trajectory = ChatTrajectory.model_validate({"messages": sampled, "tools": tools_of(openai), "reward": 1.0})
+    trajectory = ChatTrajectory.model_validate({"messages": sampled, "tools": sent, "reward": 1.0})
     files = TokenizerFiles(folder=tmp_path / "model", place=artifact.uri)
     with Conversations(artifact, files) as conversations:
         [one] = conversations.trajectories_of(trajectory, 10_000)

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_worker.engine import Outputs
-from megatron_worker.head.logprobs import VocabShard
+from megatron_worker.head.distributions import score_beside_teacher
+from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
 from megatron_worker.process.process_group import start_group
 from megatron_worker.teachers import Divergence
 from tests.megatron_worker.head.test_distributions import HIDDEN_SIZE, KINDS, SKEW, VOCAB_SIZE, Given, expected, score
@@ -22,6 +23,13 @@ def check(rows_per_rank: int, tokens: Literal["all", "top_k"]) -> None:
     given = Given(torch.float64)
     shard = VocabShard(first=own.start, size=rows_per_rank, vocab_size=VOCAB_SIZE, group=dist.group.WORLD)
     batch = given.batch(tokens, given.logits(*given.leaves())[1].detach(), 4)
+    for top_k in (0, 4):
+        outputs, teacher_NH = Outputs(logprob=False, top_k=top_k, rest=True), given.teacher_NH
+        shard_VH = torch.cat([given.weight_VH, padding])[own]
+        told = score_beside_teacher(teacher_NH, shard_VH, batch, outputs, shard, None, chunk=3)
+        whole = score_beside_teacher(teacher_NH, given.weight_VH, batch, outputs, whole_vocabulary(VOCAB_SIZE), None)
+        assert torch.equal(told.top_id_NK, whole.top_id_NK)
+        torch.testing.assert_close(told.top_logprob_NK, whole.top_logprob_NK, rtol=1e-12, atol=1e-12)
     for kind in KINDS:
         hidden_NH, weight_VH = given.leaves()
         shard_VH = torch.cat([weight_VH.detach(), padding])[own].clone().requires_grad_()

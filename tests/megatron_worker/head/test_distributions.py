@@ -57,7 +57,8 @@ class Given:
             beside = (self.teacher_NH @ self.a_HR, self.teacher_b_VR) if self.has_adapters else ()
             return dataclasses.replace(batch, teacher=TeacherStates(self.teacher_NH, *beside))
         if tokens == "drawn":
-            return dataclasses.replace(batch, ref_logprob_N=logprob_NV.gather(1, self.label_N[:, None])[:, 0])
+            drawn = LikeliestIds(self.label_N[:, None], logprob_NV.gather(1, self.label_N[:, None]))
+            return dataclasses.replace(batch, teacher=drawn)
         top = logprob_NV.topk(top_k, dim=1)
         return dataclasses.replace(batch, teacher=LikeliestIds(top.indices.int(), top.values))
 
@@ -134,6 +135,59 @@ def test_value_and_gradients_are_the_textbooks_however_targets_are_cut(kind: Div
                 scale = max(1.0, float(wanted.abs().max()))
                 error = float((value.detach().double() - wanted).abs().max()) / scale
                 assert error < 1e-6, (name, has_adapters, chunk, error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("top_k", [0, 1, 4])
+@pytest.mark.parametrize("lead", [4.0, 15.0, 25.0, 60.0])
+def test_a_teacher_that_is_nearly_sure_leaves_the_mass_that_it_leaves(kind: DivergenceKind, top_k: int, lead: float):
+    """Others have e^-lead of its mass, less than float32 tells beside 1: the reference is in float64 throughout.
+
+    `top_k` 0: the token that stands in the row, which is now the teacher's favourite and now another.
+    """
+    given = Given()
+    teacher_logit_NV = torch.randn(NUM_TARGETS, VOCAB_SIZE, generator=torch.Generator().manual_seed(5)) * 0.5
+    rows_N, favourite_N = torch.arange(NUM_TARGETS), (given.label_N + torch.arange(NUM_TARGETS) % 2) % VOCAB_SIZE
+    teacher_logit_NV[rows_N, favourite_N] += lead
+    zeros_N = torch.zeros(NUM_TARGETS, dtype=torch.int64)
+    batch = Batch.to_score(zeros_N, zeros_N, zeros_N - 1, zeros_N, given.label_N)
+    eye = torch.eye(VOCAB_SIZE)
+    outputs = Outputs(logprob=False, top_k=top_k, rest=True)
+    with torch.no_grad():
+        told = score_beside_teacher(teacher_logit_NV, eye, batch, outputs, whole_vocabulary(VOCAB_SIZE), None, chunk=3)
+    batch = dataclasses.replace(batch, teacher=LikeliestIds(told.top_id_NK.int(), told.top_logprob_NK))
+    student_logit_NV = torch.randn(NUM_TARGETS, VOCAB_SIZE, generator=torch.Generator().manual_seed(6))
+    outputs = Outputs(divergence=Divergence(kind, SKEW, "top_k" if top_k else "drawn"))
+    leaf = student_logit_NV.clone().requires_grad_()
+    found = score_beside_teacher(leaf, eye, batch, outputs, whole_vocabulary(VOCAB_SIZE), None)
+    found.divergence_N.sum().backward()
+
+    exact = student_logit_NV.double().requires_grad_()
+    id_NK = teacher_logit_NV.topk(top_k).indices if top_k else given.label_N[:, None]
+
+    def outcomes(logit_NV: Tensor) -> Tensor:
+        logprob_NV = logit_NV.double().log_softmax(1)
+        rest_N = logprob_NV.scatter(1, id_NK, -torch.inf).logsumexp(1)
+        return torch.cat([logprob_NV.gather(1, id_NK), rest_N[:, None]], dim=1).exp()
+
+    wanted_N = textbook(kind, outcomes(teacher_logit_NV), outcomes(exact))
+    wanted_N.sum().backward()
+    for value, wanted in ((found.divergence_N, wanted_N.detach()), (leaf.grad, exact.grad)):
+        error = float((value.detach().double() - wanted).abs().max()) / max(1.0, float(wanted_N.detach().max()))
+        assert error < 1e-6, error
+
+
+def test_a_server_that_tells_more_digits_than_float32_has_beside_one_is_believed():
+    """`drawn`, without what is left: it follows from the one number, of which -1e-9 is told exactly."""
+    given = Given()
+    told = LikeliestIds(given.label_N[:, None], torch.full((NUM_TARGETS, 1), -1e-9))
+    batch = dataclasses.replace(given.batch("all", given.teacher_NH, 0), teacher=told)
+    outputs = Outputs(divergence=Divergence("reverse_kl", 0.0, "drawn"))
+    found_N = score(given, given.leaves(), batch, outputs, None, whole_vocabulary(VOCAB_SIZE)).divergence_N
+    own = (given.student_NH @ given.weight_VH.t()).double().softmax(1).gather(1, given.label_N[:, None])
+    teacher = torch.tensor([[1 - 1e-9, 1e-9]], dtype=torch.float64)
+    own = torch.cat([own, 1 - own], dim=1)
+    torch.testing.assert_close(found_N.double(), textbook("reverse_kl", teacher, own), rtol=1e-5, atol=1e-5)
 
 
 def test_naming_every_id_is_the_whole_distribution():

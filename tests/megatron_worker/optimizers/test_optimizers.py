@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 
 from longshore.layout import Layout
 from longshore.training import Adam, Muon
-from megatron_worker.families.tensor_slices import TensorSlice
 from megatron_worker.megatron.optimizer import MegatronOptimizer
 from megatron_worker.megatron.parallel.mesh import join_mesh
 from megatron_worker.megatron.regions import arrange
 from megatron_worker.optimizers.groups import groups_of
 from megatron_worker.optimizers.muon import orthogonal
 from megatron_worker.tensors.slot_engine import gradient_noise
+from shared.families.tensor_slices import TensorSlice
 from tests.depth import drawn
 from tests.megatron_worker.driving import LOSS, train
 from tests.megatron_worker.engines import checkpoint_bytes, furthest, gradient, start

@@ -40,8 +40,8 @@ def sweep(**changes: Any) -> Sweep:
         ({"run": {**SFT, "name": "mine"}}, "run.name: "),
         ({"run": {**SFT, "eval_dataset": None}}, "the run evaluates nothing"),
         ({"halving": {"first_step": 2}}, "the run evaluates at its end alone"),
-        ({"run": {"kind": "session", "model": "org/m"}}, "a trial ends by itself"),
-        ({"run": {"kind": "rl", "model": "org/m"}}, "a trial ends by itself"),
+        ({"run": {"kind": "session", "model": "org/m"}}, "a trial cannot be a session"),
+        ({"run": {"kind": "rl", "model": "org/m"}}, "a trial cannot be a session"),
         ({"run": RL}, "the run evaluates nothing"),
     ],
 )

@@ -1,5 +1,9 @@
 """What an algorithm's name means for a run: the paper's loss and advantages, and what may be said otherwise."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -43,6 +47,23 @@ def test_a_run_has_the_loss_and_the_advantages_of_its_algorithm(name: str) -> No
     [found] = advantages_of(run.advantages, [np.array([0.0, 0.0, 1.0])], [])
     assert found == pytest.approx(PAPERS[name], abs=1e-5)
     assert RLRun.model_validate_json(run.model_dump_json()) == run
+
+
+def test_every_name_in_the_docs_is_selected_by_the_fields_that_stand_beside_it() -> None:
+    """The table of names in docs/losses.md: each row's fields make a run, and change it."""
+    page = (Path(__file__).parents[3] / "docs" / "losses.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", page.partition("**Names.**")[2].partition("**Algorithms.**")[0], re.M)
+    told = {name: re.findall(r"`([a-z_.]+): ([a-z0-9_.]+)`", fields) for name, fields in rows[1:]}
+    assert len(told) > 10 and {"TIS", "MIS", "IcePop", "OPSM"} <= {name.partition(",")[0] for name in told}
+    for name, fields in told.items():
+        asked: dict[str, Any] = {"loss": {"kind": "ppo"}} if all(field != "algorithm" for field, _ in fields) else {}
+        for field, value in fields:
+            *above, last = field.split(".")
+            into = asked
+            for each in above:
+                into = into.setdefault(each, dict(GRADED) if each == "rollouts" else {})
+            into[last] = value
+        assert not fields or run_of(**asked) != run_of(), name
 
 
 def test_dr_grpo_divides_by_the_longest_answer() -> None:
@@ -182,7 +203,7 @@ def test_ppo_has_a_critic_beside_its_policy() -> None:
         ({"critic": {"trainable": {"targets": ["lm_head"]}}}, "a critic has no lm_head"),
         (
             {"critic": {"trainable": Lora(dropout=0.1)}, "engine": "fsdp", "layout": {"tp": 2}},
-            "critic.trainable.dropout: the engine fsdp draws no masks",
+            "critic.trainable.dropout: the engine fsdp has no dropout",
         ),
         ({"critic": {"gamma": 0}}, "gamma"),
         ({"critic": {"gae_lambda": 1.5}}, "gae_lambda"),

@@ -108,7 +108,7 @@ def test_settings_by_pattern_are_peft_s() -> None:
 def test_targets_are_said_once() -> None:
     assert Lora.model_validate({"targets": "all-linear"}) == Lora.model_validate({"targets": ["all-linear"]}) == Lora()
     for other in ({"targets": ["q_proj"]}, {"layers": [0]}):
-        with pytest.raises(ValidationError, match="drop targets and layers"):
+        with pytest.raises(ValidationError, match="replaces targets and layers"):
             Lora.model_validate({"target_pattern": "q_proj"} | other)
     lora = Lora.model_validate({"rank_pattern": {"b": 2, "a": 3}})
     assert Lora.model_validate_json(lora.model_dump_json()) == lora and hash(lora)  # in their order

@@ -54,6 +54,41 @@ def test_weights_are_merged_in_float32_and_rounded_once(
         assert not torch.equal(merged[f"{name}.weight"], before[f"{name}.weight"])
 
 
+def test_a_stack_of_experts_is_merged_as_each_expert_alone_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "_BLOCK_BYTES", 200)
+    torch.manual_seed(3)
+    start, sizes = "model.layers.0.mlp.experts", {"gate_proj": (6, 16), "up_proj": (6, 16), "down_proj": (16, 6)}
+    apart = {f"{start}.{e}.{n}.weight": torch.randn(size).bfloat16() for e in range(3) for n, size in sizes.items()}
+    lora, factors = Lora(rank=4, alpha=6, targets=("gate_proj", "up_proj", "down_proj")), {}
+    for name, weight in apart.items():
+        if ".1.up_proj" not in name:  # one expert's is left as it is
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            factors[f"{module}.lora_A.weight"] = torch.randn(4, weight.shape[1])
+            factors[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], 4)
+    save_file(factors, tmp_path / "adapter.safetensors")
+
+    def stacks(tensors) -> dict[str, torch.Tensor]:
+        rows = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+        return {
+            f"{start}.{name}": torch.stack(
+                [torch.cat([tensors[f"{start}.{e}.{n}.weight"] for n in own]) for e in range(3)]
+            )
+            for name, own in rows.items()
+        }
+
+    merged = {}
+    for name, tensors in (("apart", apart), ("stacked", stacks(apart))):
+        save_file(tensors, tmp_path / "base.safetensors")
+        with (tmp_path / "adapter.safetensors").open("rb") as weights:
+            merger = Merger.of(lora, weights, "adapter")
+        with (tmp_path / "base.safetensors").open("rb") as source, (tmp_path / name).open("wb") as target:
+            merger.merge(source, target, "base")
+        merger.check_used("base")
+        merged[name] = load_file(tmp_path / name)
+    assert all(torch.equal(merged["stacked"][name], stack) for name, stack in stacks(merged["apart"]).items())
+    assert not torch.equal(merged["stacked"][f"{start}.down_proj"], stacks(apart)[f"{start}.down_proj"])
+
+
 def test_bfloat16_is_rounded_as_torch_rounds() -> None:
     values = torch.cat(
         [torch.randn(5000) * 10.0 ** torch.randint(-30, 30, (5000,)), torch.tensor([1e39, float("nan"), 0])]

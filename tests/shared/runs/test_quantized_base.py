@@ -55,14 +55,12 @@ def test_a_quantized_base_is_of_adapters_beside_megatron_s(make):
 
 @pytest.mark.parametrize("make", [sft, lambda **c: SessionRun(model="m", **c), lambda **c: rl(0.5, **c), plan])
 def test_split_linears_of_fsdp_have_no_dropout_and_no_norms(make):
-    with pytest.raises(
-        ValidationError, match=r"trainable\.dora: the engine fsdp knows no norms of split rows; use meg"
-    ):
+    with pytest.raises(ValidationError, match=r"trainable\.dora: the engine fsdp has no dora for split rows; use meg"):
         make(trainable=Lora(dora=True), engine="fsdp", layout=Layout(tp=2))
     dropped = {"trainable": Lora(dropout=0.1), "engine": "fsdp"}
     assert make(**dropped, layout=Layout(dp=2)).trainable.dropout == 0.1
     assert make(**dropped | {"engine": "megatron"}, layout=Layout(tp=2)).trainable.dropout == 0.1
-    with pytest.raises(ValidationError, match=r"trainable\.dropout: the engine fsdp draws no masks for split linears"):
+    with pytest.raises(ValidationError, match=r"trainable\.dropout: the engine fsdp has no dropout for split linears"):
         make(**dropped, layout=Layout(tp=2))
 
 

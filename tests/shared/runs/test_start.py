@@ -34,6 +34,23 @@ def test_full_weights_need_a_sampler_that_takes_them():
     check_startable(RLRun.model_validate(FULL), settings("http://localhost:8000"))  # its client samples
 
 
+@pytest.mark.parametrize("rollouts", [None, ROLLOUTS])
+@pytest.mark.parametrize(
+    ("asked", "place", "mended"),
+    [
+        ({"algorithm": "gkd"}, "loss.distillation.teacher", {"loss": {"kind": "distillation", "teacher": "file:///t"}}),
+        ({"algorithm": "distill"}, "loss.reinforce.kl.reference", {"loss": {"kl": {"reference": "file:///t"}}}),
+    ],
+)
+def test_a_student_that_begins_as_its_own_teacher_is_refused(asked, place, mended, rollouts):
+    fields = {"kind": "rl", "model": "/model", "rollouts": rollouts, **asked}
+    with pytest.raises(InvalidInput, match="the student begins as the base itself") as refused:
+        check_startable(RLRun.model_validate(fields), settings(None), "run.")
+    assert refused.value.place == f"run.{place}"
+    for change in (mended, {"initial_adapter": "file:///a"}):
+        check_startable(RLRun.model_validate(fields | change), settings(None))
+
+
 def test_several_samplers_are_leased_ones():
     run = RLRun.model_validate({"kind": "rl", "model": "/model", "rollouts": ROLLOUTS | {"samplers": 2}})
     check_startable(run, settings(None))

@@ -48,6 +48,9 @@ containers:
         valueFrom: {fieldRef: {fieldPath: status.podIP}}
       {{- if eq .role "gpu" }}
       - {name: LONGSHORE_DRAIN_GRACE_S, value: {{ $host.drainSeconds | quote }}}
+      {{- else if $v.network.weights }}
+      - name: LONGSHORE_SAMPLING__WEIGHTS_ADDRESS  # where GPU hosts' workers send it weights
+        valueFrom: {fieldRef: {fieldPath: status.podIP}}
       {{- end }}
       {{- if and $v.keda.enabled $host.min }}
       - {name: LONGSHORE_WARM_HOSTS, value: {{ $host.min | quote }}}
@@ -137,6 +140,12 @@ volumes:
   {{- end }}
 {{- end }}
 
+{{- /* Pods read settings once, as they start: this annotation changes with them, so that an upgrade replaces the pods. */}}
+{{- define "longshore.settingsRead" -}}
+annotations:
+  checksum/config: {{ include (print .Template.BasePath "/settings.yaml") . | sha256sum }}
+{{- end }}
+
 {{- /* A Deployment of a process. As longshore.pod, and app, replicas. */}}
 {{- define "longshore.deployment" -}}
 apiVersion: apps/v1
@@ -153,6 +162,7 @@ spec:
   template:
     metadata:
       labels: {app: {{ .label | default .app }}{{ if .host }}, shape: {{ .shape }}{{ end }}}
+      {{- include "longshore.settingsRead" .root | nindent 6 }}
     spec:
       {{- include "longshore.pod" . | nindent 6 }}
 {{- end }}

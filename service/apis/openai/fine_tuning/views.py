@@ -30,6 +30,7 @@ _PHASES: dict[Phase, str] = {
     "tokenizing": "Validating the examples",
     "waiting_for_worker": "Waiting for a worker",
 }
+_READING = ("downloading", "tokenizing", "packing")
 
 
 class JobError(BaseModel):
@@ -117,7 +118,7 @@ def job_of(view: RunView, trained_tokens: int | None) -> JobObject:
     return JobObject(
         id=view.run_id,
         created_at=int(view.created_at),
-        error=JobError(code=problem.kind, message=problem.message) if problem else None,
+        error=JobError(code=problem.kind, message=problem.message, param=_file_at_fault(view)) if problem else None,
         estimated_finish=int(now + left_s) if left_s is not None else None,
         fine_tuned_model=f"{view.name}:v{view.version}" if is_done and view.version is not None else None,
         finished_at=int(view.ended_at) if has_ended and view.ended_at is not None else None,
@@ -194,6 +195,15 @@ def _metrics(step: int, train: dict[str, float], valid: dict[str, float]) -> dic
     if "loss" in valid:
         found["valid_loss"] = found["full_valid_loss"] = valid["loss"]
     return found
+
+
+def _file_at_fault(view: RunView) -> str | None:
+    """Return the field of the file that could not be read or learned from; None if it was none, or nobody can say."""
+    if view.problem is None or view.problem.kind != "invalid_input" or view.phase not in _READING:
+        return None
+    if view.kind == "rl" and (view.source.request or {}).get("validation_file"):
+        return None
+    return "validation_file" if [span.phase for span in view.timeline].count("downloading") > 1 else "training_file"
 
 
 class JobEvent(BaseModel):

@@ -9,14 +9,14 @@ async function loadUsage() {
   const hours = (value) => `${number(Number(value.toFixed(2)))} h`;
   const costs = (amount) => money({ amount, currency: usage.currency });
   const parts = [
-    ["Runs that go on", usage.concurrent_runs, quotas.concurrent_runs, number],
-    ["GPU hours of 30 days", usage.gpu_hours, quotas.gpu_hours, hours],
-    ...(usage.cost !== null ? [["Cost of 30 days", usage.cost, quotas.spending, costs]] : []),
+    ["Unfinished runs", usage.concurrent_runs, quotas.concurrent_runs, number],
+    ["GPU hours in 30 days", usage.gpu_hours, quotas.gpu_hours, hours],
+    ...(usage.cost !== null ? [["Cost in 30 days", usage.cost, quotas.spending, costs]] : []),
     ["Stored", usage.stored_bytes, quotas.stored_bytes, bytes],
   ];
   show(byId("usage"), make("dl.overview", {}, parts.map(([name, used, most, format]) => make("div", {}, make("dt", {}, name), make("dd", {}, format(used), make("span.muted.small.under", {}, most === null ? "no limit" : `of ${format(most)}`), most > 0 && make("meter", { min: 0, max: most, high: most * 0.9, value: Math.min(used, most), "aria-label": `${name}: ${format(used)} of ${format(most)}` }))))),
-    usage.cost === null && make("p.muted.small", {}, "Costs are shown where the installation has a price of a GPU hour."),
-    quotas.spending !== null && make("p.muted.small", {}, "At the limit of its cost the tenant's runs are paused; they go on when it is raised."));
+    usage.cost === null && make("p.muted.small", {}, "Costs are shown once the installation has a price per GPU hour."),
+    quotas.spending !== null && make("p.muted.small", {}, "When the cost reaches this limit, the tenant's runs are paused. They continue when the limit is raised."));
 }
 
 async function loadKeys() {
@@ -28,7 +28,7 @@ async function loadKeys() {
     make("td", {}, key.last_used_at ? ago(key.last_used_at) : "never"),
     make("td", {}, validity(key)),
     make("td.number", {}, !key.revoked_at && make("button.danger", { type: "button", "aria-label": `Revoke ${key.title || key.prefix}`, click: (event) => act(event.target, () => revoke(key)) }, "Revoke"))));
-  show(byId("keys"), rows.length ? table(["Key", "Scopes", "Created", "Last used", "", ""], rows) : make("p.muted", {}, "No keys were made here: the one of the installation's settings is not listed."));
+  show(byId("keys"), rows.length ? table(["Key", "Scopes", "Created", "Last used", "", ""], rows) : make("p.muted", {}, "No keys have been created here. The key in the installation's settings is not listed."));
 }
 
 function validity(key) {
@@ -38,13 +38,13 @@ function validity(key) {
 }
 
 async function revoke(key) {
-  if (!await isSure(`Revoke the key ${key.title || key.prefix}? What uses it is refused from now on, and it cannot be brought back.`)) return;
+  if (!await isSure(`Revoke the key ${key.title || key.prefix}? Programs that use it are refused from now on. This cannot be undone.`)) return;
   await remove(`/keys/${encodeURIComponent(key.key_id)}`);
   toast("The key is revoked.");
   await loadKeys();
 }
 
-makesSecret(byId("new-key"), "new-key-shown", "The new key. It is shown this once: keep it now.", async (form) => {
+makesSecret(byId("new-key"), "new-key-shown", "The new key. It is shown only once: copy it now.", async (form) => {
   const { title, days } = form.elements;
   const expiry = days.value ? { expires_at: now() + Number(days.value) * 86400 } : {};
   return (await post("/keys", { title: title.value.trim(), scopes: ticked(form, "scope"), ...expiry })).key;

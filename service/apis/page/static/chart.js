@@ -84,7 +84,7 @@ export class Chart {
     this.picture.setAttribute("aria-label", this.spoken(lines.length ? lines : columns));
     const most = this.width - LEFT - RIGHT;
     const body = [...this.axes(log)];
-    for (const { step } of marks) body.push(svg("line", { class: "restart", x1: this.x(step), x2: this.x(step), y1: TOP, y2: HEIGHT - BOTTOM }, svg("title", {}, `another worker goes on from step ${step}`)));
+    for (const { step } of marks) body.push(svg("line", { class: "restart", x1: this.x(step), x2: this.x(step), y1: TOP, y2: HEIGHT - BOTTOM }, svg("title", {}, `another worker continued from step ${step}`)));
     for (const band of bands) body.push(svg("path", { class: `band f${band.color}`, d: this.area(band.points) }));
     const wide = Math.max(1, Math.min(22, (most / Math.max(1, new Set(columns.flatMap((c) => c.points.map((p) => p[0]))).size)) * 0.8));
     for (const c of stacked) body.push(svg("rect", { class: `f${c.color}`, x: this.x(c.x) - wide / 2, y: this.y(c.top), width: wide, height: Math.max(0, this.y(c.bottom) - this.y(c.top)) }));
@@ -131,12 +131,12 @@ export class Chart {
 
   line(one, most, log) {
     const kind = one.other ? " other" : "";
-    const isLong = this.data.smooth && one.points.length > 60 && !one.exact;
+    const isSmooth = this.data.smooth && one.points.length > 2 && !one.exact;
     const usable = log ? one.points.filter((p) => p[1] > 0) : one.points;
     const path = (points, extra) => svg("path", { class: `line c${one.color}${extra}`, d: this.path(thinned(points, most)) });
     if (usable.length === 1) return [svg("circle", { class: `f${one.color}`, cx: this.x(usable[0][0]), cy: this.y(usable[0][1]), r: 3 })];
-    const dots = usable.length <= 24 && !one.other ? usable.map(([x, y]) => svg("circle", { class: `f${one.color}`, cx: this.x(x), cy: this.y(y), r: 2.2 })) : [];
-    return isLong ? [path(usable, `${kind} raw`), path(smoothed(usable), kind)] : [path(usable, kind), ...dots];
+    const dots = usable.length <= 24 && !one.other ? usable.map(([x, y]) => svg("circle", { class: `f${one.color}${isSmooth ? " raw" : ""}`, cx: this.x(x), cy: this.y(y), r: 2.2 })) : [];
+    return isSmooth ? [path(usable, `${kind} raw`), ...dots, path(smoothed(usable), kind)] : [path(usable, kind), ...dots];
   }
 
   path(points) {

@@ -1,6 +1,6 @@
 // Several runs: their charts laid over each other, and a table of results and settings. The address names the runs.
 
-import { comparison, runName } from "./comparison.js";
+import { comparison, namesOf, runName } from "./comparison.js";
 import { ago, byId, get, make, Problem, repeat, show, showIfNew, toast } from "./page.js";
 import { OverlaidCharts, RunMetrics } from "./series.js";
 import { shownState, stateBadge } from "./status.js";
@@ -14,12 +14,13 @@ let runs = [];
 const go = (chosen) => location.assign(`/compare?${chosen.map((id) => `run=${encodeURIComponent(id)}`).join("&")}`);
 
 function draw() {
-  charts.draw(runs.map((run) => ({ name: runName(run), metrics: metrics.get(run.run_id) })), { log: byId("log").checked, smooth: byId("smooth").checked });
+  const names = namesOf(runs);
+  charts.draw(runs.map((run, n) => ({ name: names[n], metrics: metrics.get(run.run_id) })), { log: byId("log").checked, smooth: byId("smooth").checked });
 }
 
 function chip(run, n) {
-  const name = runName(run);
-  return make("li", {}, make(`i.b${n}`), make("a", { href: `/runs/${encodeURIComponent(run.run_id)}` }, name), stateBadge(shownState(run)),
+  const name = namesOf(runs)[n];
+  return make("li", {}, make(`i.b${n}`), make("a", { href: `/runs/${encodeURIComponent(run.run_id)}`, title: name }, name), stateBadge(shownState(run)),
     make("button.plain", { type: "button", "aria-label": `Leave out ${name}`, click: () => go(ids.filter((id) => id !== run.run_id)) }, "✕"));
 }
 

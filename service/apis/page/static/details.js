@@ -1,15 +1,15 @@
 // What a run left behind: its data and their report, its log, checkpoints, published files, its request and job files.
 
 import { withTokenMarks } from "./texts.js";
-import { byId, bytes, get, getText, make, number, post, show } from "./page.js";
+import { byId, bytes, get, getText, make, named, number, post, show, table } from "./page.js";
 
 export async function showData(place, previewPlace, run) {
   const source = run.run.dataset ?? run.run.rollouts?.prompts ?? null;
   const { dataset, packing } = await get(`/runs/${run.run_id}/report`);
   show(place,
-    make("p", {}, source ? make("code", {}, source.uri) : make("span.muted", {}, "Trajectory groups that a client sends.")),
+    make("p", {}, source ? named(source.uri) : make("span.muted", {}, "Trajectory groups sent by a client.")),
     dataset && report(dataset), packing && packed(packing),
-    !dataset && make("p.muted", {}, run.state === "running" ? "The report comes once the data is read." : "There is no report."));
+    !dataset && make("p.muted", {}, run.state === "running" ? "The report appears once the data has been read." : "There is no report."));
   if (run.run.dataset && !previewPlace.childElementCount) show(previewPlace, previewButton(previewPlace, run.run));
 }
 
@@ -42,7 +42,7 @@ function packed(plan) {
 /** Show a dataset's first rows as a run's model will see them, and its report. Raises Problem. */
 export async function preview(place, { dataset, model, max_tokens, too_long }, more = () => []) {
   const found = await post("/preview", { source: dataset, model_uri: model, max_tokens, too_long, num_rows: 6, max_rows: 1000 });
-  show(place, more(found), make("h3", {}, "Rows as the model sees them; ", make("span.trained", {}, "trained tokens"), " are coloured"), found.problem && make("p.problem", {}, found.problem), found.rows.map(previewRow));
+  show(place, more(found), make("h3", {}, "Rows as the model sees them (", make("span.trained", {}, "trained tokens"), " are coloured)"), found.problem && make("p.problem", {}, found.problem), found.rows.map(previewRow));
 }
 
 function previewButton(place, run) {
@@ -73,7 +73,6 @@ export async function showFiles(place, run) {
 }
 
 const download = (href, text, name) => make("a", { href, download: true, "aria-label": `Download ${name}` }, text);
-const head = (...names) => make("thead", {}, make("tr", {}, names.map((name) => make(`th${name === "Size" ? ".number" : ""}`, { scope: "col" }, name))));
 
 function checkpointTable(run, checkpoints) {
   const rows = checkpoints.toReversed().map(({ step, fence, artifact }) => {
@@ -81,7 +80,7 @@ function checkpointTable(run, checkpoints) {
     return make("tr", {}, make("td", {}, number(step)), make("td", {}, `${fence.epoch}${fence.attempt > 1 ? `, attempt ${fence.attempt}` : ""}`), make("td.mono", {}, artifact.sha256.slice(0, 12)),
       make("td.number", {}, download(`/api/v1/runs/${run.run_id}/checkpoints/${label}/${step}/download`, "tar", `the checkpoint of step ${step}`)));
   });
-  return make("div.scroll", {}, make("table", {}, head("Checkpoint of step", "Lease", "Manifest", ""), make("tbody", {}, rows)));
+  return table(["Checkpoint of step", "Lease", "Manifest", ""], rows);
 }
 
 function publishedTable(run, files) {
@@ -89,7 +88,7 @@ function publishedTable(run, files) {
     make("td.number", {}, download(`/api/v1/runs/${run.run_id}/files/${path.split("/").map(encodeURIComponent).join("/")}`, "file", path))));
   return [
     make("h3", {}, `Published as ${run.name}${run.version ? ` v${run.version}` : ""}`),
-    make("div.scroll", {}, make("table", {}, head("File", "Size", ""), make("tbody", {}, rows))),
+    table(["File", "Size", ""], rows),
     make("p", {}, make("a.button", { href: `/api/v1/runs/${run.run_id}/download`, download: true }, "Everything as a tar")),
   ];
 }
@@ -109,7 +108,7 @@ export async function showRequest(place, run) {
     job.has_output && fold(`Worker's output ${job.job_id}, ${job.fence}`, () => getText(`${path(job)}/output`)),
   ]).filter(Boolean);
   show(place, fold("The request, as it was accepted", async () => JSON.stringify(run.run, null, 2)), files,
-    jobs.length > 40 && make("p.muted", {}, `The newest 40 of ${jobs.length} attempts.`), !files.length && make("p.muted", {}, run.state === "running" ? "Job files come with the first job." : "No worker was given a job of this run."));
+    jobs.length > 40 && make("p.muted", {}, `Showing the newest 40 of ${jobs.length} attempts.`), !files.length && make("p.muted", {}, run.state === "running" ? "Job files appear with the first job." : "No worker received a job of this run."));
 }
 
 const MOST_SHOWN = 2000;
@@ -134,7 +133,7 @@ export class Logs {
     const all = `${number(this.lines.length)} line${this.lines.length === 1 ? "" : "s"}`;
     byId("log-count").textContent = wanted ? `${number(found.length)} of ${all}` : all;
     const left = found.length - MOST_SHOWN;
-    const more = left > 0 ? [make("div.muted", {}, `… ${number(left)} lines before these; search finds them`)] : [];
+    const more = left > 0 ? [make("div.muted", {}, `… ${number(left)} earlier lines are not shown; use search to find them`)] : [];
     place.replaceChildren(...more, ...found.slice(-MOST_SHOWN).map((line) => logRow(line, wanted)));
     if (isAtEnd) place.scrollTop = place.scrollHeight;
   }

@@ -22,7 +22,7 @@ async function load() {
 }
 
 async function forget(file) {
-  if (!await isSure(`Delete ${file.name}? A run that has not read it yet fails.`)) return;
+  if (!await isSure(`Delete ${file.name}? Runs that have not read it yet will fail.`)) return;
   await remove(`/files/${encodeURIComponent(file.file_id)}`);
   toast(`${file.name} is deleted.`);
   await load();

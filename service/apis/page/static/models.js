@@ -1,7 +1,6 @@
 // Published models: a conversation with one, or with two side by side, whose answers come as they are drawn; and the list.
 
-import { act, ago, byId, bytes, clock, events, get, isSure, make, number, post, Problem, remove, show, table, toast } from "./page.js";
-import { modelName } from "./status.js";
+import { act, ago, byId, bytes, clock, events, get, isSure, make, named, nameOf, number, post, Problem, remove, show, table, toast } from "./page.js";
 
 const form = byId("ask"), { elements } = form, stop = byId("stop");
 const columns = new Map();  // by model: what was said to it and by it, and where that is shown
@@ -11,20 +10,20 @@ async function load() {
   const data = await get("/models");
   byId("summary").textContent = data.length ? `${number(data.length)} published` : "";
   const options = () => data.map(({ name }) => make("option", { value: name }, name));
-  const bases = () => data.filter(({ base }) => base).map(({ name, base }) => make("option", { value: `${name}:base` }, `${modelName(base)}, which ${name} was trained from`));
+  const bases = () => data.filter(({ base }) => base).map(({ name, base }) => make("option", { value: `${name}:base` }, `${nameOf(base)}: the base model of ${name}`));
   const chosen = elements.model.value || new URLSearchParams(location.search).get("ask");
   show(elements.model, options(), bases());
   if (data.some(({ name }) => name === chosen)) elements.model.value = chosen;
-  show(elements.other, make("option", { value: "" }, "nobody else"), options(), bases());
+  show(elements.other, make("option", { value: "" }, "no other model"), options(), bases());
   form.querySelector("[type=submit]").disabled = !data.length;
-  show(byId("models"), data.length ? modelTable(data) : make("p.empty", {}, "Nothing is published yet. A run publishes its result under its name when it succeeds."));
+  show(byId("models"), data.length ? modelTable(data) : make("p.empty", {}, "Nothing is published yet. When a run succeeds, it publishes its result under its name."));
 }
 
 function modelTable(data) {
   const rows = data.map((one) => make("tr", {},
     make("td", {}, make("strong", {}, one.name), make("span.under.muted.small", {}, one.kind)),
     make("td", {}, one.versions.length > 1 ? versions(one) : `v${one.version}`),
-    make("td", {}, one.base ? make("span", { title: one.base }, modelName(one.base)) : "–"),
+    make("td", {}, one.base ? named(one.base) : "–"),
     make("td", {}, make("a.mono", { href: `/runs/${encodeURIComponent(one.run_id)}` }, one.run_id)),
     make("td", { title: clock(one.created_at) }, ago(one.created_at)),
     make("td.number", {}, make("div.actions", {},
@@ -32,7 +31,7 @@ function modelTable(data) {
       make("a.button", { href: downloadOf(one.id), download: true, "aria-label": `Download ${one.id}` }, "Download"),
       exportsOf(one),
       make("button.danger", { type: "button", "aria-label": `Delete ${one.name}`, click: (event) => act(event.target, () => forgetModel(one.name)) }, "Delete")))));
-  return table(["Model", "Version", "Trained from", "By the run", "Submitted", ""], rows);
+  return table(["Model", "Version", "Base model", "Run", "Published", ""], rows);
 }
 
 const downloadOf = (id) => `/api/v1/models/${encodeURIComponent(id)}/download`;
@@ -64,7 +63,7 @@ function versions({ name, version, versions: all }) {
 }
 
 async function forgetModel(name) {
-  if (!await isSure(`Delete ${name}, every version of it? Runs that began from it go on; nobody can ask it any more.`)) return;
+  if (!await isSure(`Delete every version of ${name}? Runs that were started from it continue, but it can no longer answer questions.`)) return;
   await remove(`/models/${encodeURIComponent(name)}`);
   toast(`${name} is deleted`);
   await load();
@@ -106,7 +105,7 @@ async function ask(model, text, settings, signal) {
     messages.push(question, { role: "assistant", content });
   } catch (error) {
     if (!content) { asked.node.remove(); answer.node.remove(); }
-    else answer.node.firstChild.append(make("span.mark", {}, error.name === "AbortError" ? "stopped" : "broke off"));
+    else answer.node.firstChild.append(make("span.mark", {}, error.name === "AbortError" ? "stopped" : "interrupted"));
     if (error.name !== "AbortError") throw error;
   }
 }

@@ -1,35 +1,17 @@
 // The form of a new run: its data are uploaded, previewed and counted before anything is trained.
 
 import { preview, report } from "./details.js";
-import { act, byId, duration, make, money, number, post, show, toast, upload } from "./page.js";
-import { complain, fieldOfRun, forget, prepareSettings, refuse, runOf, settingsOf } from "./run_form.js";
+import { act, byId, duration, make, money, number, post, show } from "./page.js";
+import { fieldOfRun, forget, newKey, prepareSettings, refuse, runOf, settingsOf, showAddress, takeFiles } from "./run_form.js";
 
 const form = byId("new-run"), { elements } = form, place = byId("preview");
-let key = newKey();  // what is sent again unchanged, as no answer came, is one run
+let key = newKey();  // a request that is sent again unchanged, because no answer came, starts one run
 prepareSettings(form);
-for (const [name, value] of new URLSearchParams(location.search)) if (["model", "dataset"].includes(name)) elements[name].value = value;
+for (const [name, value] of new URLSearchParams(location.search)) if (["model", "dataset"].includes(name)) showAddress(elements[name], value);
 
 form.addEventListener("input", () => { key = newKey(); });
 
-function newKey() {
-  return `page-${Array.from(crypto.getRandomValues(new Uint32Array(4)), (n) => n.toString(16)).join("")}`;
-}
-
-for (const picker of form.querySelectorAll("[type=file]")) picker.addEventListener("change", async () => {
-  const [file] = picker.files;
-  if (!file) return;
-  forget(form);
-  picker.disabled = true;
-  try {
-    const record = await upload(file);
-    elements[picker.dataset.into].value = record.uri;
-    toast(`${file.name} is uploaded`);
-  } catch (error) {
-    refuse(form, error, () => picker.name);
-  } finally {
-    picker.disabled = false;
-  }
-});
+takeFiles(form);
 
 /** Do something with the run that the form asks for; what is refused is said at its field. */
 async function withRun(work) {
@@ -81,8 +63,8 @@ function estimated(found) {
     make("dl.facts", { id: "estimate" }, parts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))),
     found.problem && make("p.problem", { role: "alert" }, `A run would refuse this dataset: ${found.problem}`),
     found.precision.notice && make("p.notice", {}, found.precision.notice),
-    found.measured_on.length > 0 && make("p.muted.small", {}, `Measured on ${found.measured_on.join(", ")}${found.same_layout ? "" : ", of another layout, engine or precision: it may be far off"}. Waiting, loading and evaluation are not in it.`),
-    found.not_measured !== null && make("p.muted.small", {}, `How long it takes is not known, because ${found.not_measured}: the run says so itself from its second step on.`),
-    !found.is_complete && make("p.muted.small", {}, `Only the first ${number(found.rows)} rows were counted: there are more.`),
+    found.measured_on.length > 0 && make("p.muted.small", {}, `Measured on ${found.measured_on.join(", ")}${found.same_layout ? "" : ", with another layout, engine or precision; the estimate may be far off"}. Waiting, loading and evaluation are not included.`),
+    found.not_measured !== null && make("p.muted.small", {}, `The duration is unknown because ${found.not_measured}. The run estimates it itself after its second step.`),
+    !found.is_complete && make("p.muted.small", {}, `Only the first ${number(found.rows)} rows were counted; the dataset has more.`),
   ];
 }

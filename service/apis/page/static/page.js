@@ -188,6 +188,36 @@ export function bytes(value) {
   return `${size > 1 && amount < 100 ? amount.toFixed(1) : Math.round(amount)} ${name}`;
 }
 
+const GENERIC = /^(model|adapter|base|final|best|last|latest|main|data|dataset|checkpoint|(checkpoint|step)-\d+|v?\d+)$/i;
+
+/**
+ * The name that a person gave to what lies at an address: `rows.jsonl` of an upload, `harbour v1` of what was published
+ * here, or else the last part, with the one before it where the last says little.
+ */
+export function nameOf(address) {
+  const parts = String(address).replace(/[?#].*$/, "").replace(/^[a-z][a-z0-9+.-]*:\/\//i, "").split("/").filter(Boolean);
+  if (parts.length < 2) return String(address);
+  const version = /^v(\d{6,})$/.exec(parts.at(-1));
+  if (version) return `${parts.at(-2)} v${Number(version[1])}`;
+  if (parts.at(-3) === "checkpoints" && isHash(parts.at(-1))) return `checkpoint of ${parts.at(-2)}`;
+  const said = parts.filter((part) => !isHash(part) && part !== "snapshots").map((part) => part.replace(/^models--/, "").replaceAll("--", "/"));
+  const last = said.at(-1) ?? parts.at(-1);
+  return decoded(GENERIC.test(last) && said.length > 1 ? said.slice(-2).join("/") : last);
+}
+
+const isHash = (part) => /^[0-9a-f]{32,}$/.test(part);
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+/** What lies at an address by its name; the address itself is shown where the name is pointed at. */
+export const named = (address) => make("span", { title: address }, nameOf(address));
+
 export const words = (name) => String(name).replaceAll("_", " ");
 
 /**

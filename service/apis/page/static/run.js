@@ -5,8 +5,8 @@ import { Logs, showData, showFiles, showRequest } from "./details.js";
 import { Charts, RunMetrics } from "./series.js";
 import { SampleViewer } from "./samples.js";
 import { drawTimeline } from "./timeline.js";
-import { act, ago, byId, clock, duration, get, isSure, make, money, now, number, post, Problem, repeat, show, showIfNew, toast, words } from "./page.js";
-import { canResume, etaSeconds, modelName, progressBar, shownState, stateBadge, stoppedSeconds, tookSeconds } from "./status.js";
+import { act, ago, byId, clock, duration, get, isSure, make, money, named, now, number, post, Problem, repeat, show, showIfNew, toast } from "./page.js";
+import { canResume, etaSeconds, phaseText, progressBar, shownState, stateBadge, stoppedSeconds, tookSeconds } from "./status.js";
 
 const RUN = document.body.dataset.run;
 const { temporal, wandb } = document.body.dataset;
@@ -15,16 +15,16 @@ let run, metrics, charts, samples, other = null, place = null, owners = {};
 const hasEnded = (one) => one.state === "failed" || one.state === "cancelled";
 const AGAIN = "Start the same request as a new run, from the beginning?";
 const ACTIONS = [
-  { verb: "pause", label: "Pause", when: (one) => one.state === "running", done: "It pauses after the current step, with a checkpoint." },
-  { verb: "cancel", label: "Cancel", look: ".danger", when: (one) => one.state === "running", sure: cancelQuestion, done: "It is being cancelled." },
-  { verb: "resume", label: "Resume", look: ".strong", when: canResume, done: "It goes on from its last checkpoint." },
+  { verb: "pause", label: "Pause", when: (one) => one.state === "running", done: "The run pauses after the current step and saves a checkpoint." },
+  { verb: "cancel", label: "Cancel", look: ".danger", when: (one) => one.state === "running", sure: cancelQuestion, done: "The run is being cancelled." },
+  { verb: "resume", label: "Resume", look: ".strong", when: canResume, done: "The run continues from its last checkpoint." },
   { verb: "retry", label: "Run again", when: (one) => hasEnded(one) && canResume(one), sure: () => AGAIN, done: "A new run was started." },
-  { verb: "retry", label: "Run again", look: ".strong", when: (one) => hasEnded(one) && !canResume(one), sure: () => `${AGAIN} It fails again unless the cause was mended.`, done: "A new run was started." },
+  { verb: "retry", label: "Run again", look: ".strong", when: (one) => hasEnded(one) && !canResume(one), sure: () => `${AGAIN} It will fail again unless you have fixed the cause.`, done: "A new run was started." },
 ];
 const SOURCES = { native: "API or CLI", page: "this page", tinker: "Tinker", openai: "OpenAI's API", art: "ART" };
 
 function cancelQuestion() {
-  return run.step ? "Cancel this run? It ends after the current step, with a checkpoint, and can be resumed." : "Cancel this run? It has not done a step yet.";
+  return run.step ? "Cancel this run? It saves a checkpoint after the current step, and can be resumed." : "Cancel this run? It has not completed a step yet.";
 }
 
 function drawHead() {
@@ -32,17 +32,18 @@ function drawHead() {
   byId("name").textContent = run.run.name ?? run.run_id;
   document.title = `${state} · ${run.run.name ?? run.run_id} · Longshore`;
   showIfNew(byId("problem"), [run.problem, run.notices, run.paused_by, run.state], () => [
-    run.paused_by && ["running", "paused"].includes(run.state) && make("p.notice", {}, `Paused by a limit: ${run.paused_by}. It goes on by itself when that is raised.`),
+    run.paused_by && ["running", "paused"].includes(run.state) && make("p.notice", {}, `Paused by a limit: ${run.paused_by}. The run continues by itself when the limit is raised.`),
     run.problem && make("p.problem", { role: "alert" }, run.problem.message),
     ...(run.notices ?? []).map((notice) => make("p.notice", {}, notice)),
   ]);
   showIfNew(byId("actions"), [run.state, run.problem], () => [...ACTIONS.filter((one) => one.when(run)).map(button), ...links()]);
   showIfNew(byId("facts"), [run, place, owners, Math.floor(now())], () => summary(state).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   const eta = etaSeconds(run);
-  const none = run.state === "running" ? "no step yet" : "no step was done";
+  const none = run.state === "running" ? "no step yet" : "no step completed";
   const done = run.num_steps ? `step ${number(run.step)} of ${number(run.num_steps)}` : run.step ? `step ${number(run.step)}` : none;
-  const evaluating = run.state === "running" && metrics?.evaluating != null ? ` · evaluation: ${Math.round(100 * metrics.evaluating)} % of the held-out rows` : "";
-  show(byId("progress"), progressBar(run), make("div.progress-text", {}, make("span", {}, done + evaluating), make("span", {}, eta === null ? "" : `about ${duration(eta)} left`)));
+  const evaluated = run.state === "running" ? metrics?.evaluating ?? null : null;
+  const doing = evaluated !== null ? `evaluation: ${Math.round(100 * evaluated.fraction)} % of the ${evaluated.part === "samples" ? "samples" : "held-out rows"}` : run.state === "running" && run.step === run.num_steps ? phaseText(run) : "";
+  show(byId("progress"), progressBar(run, evaluated?.fraction ?? null), make("div.progress-text", {}, make("span", {}, [done, doing].filter(Boolean).join(" · ")), make("span", {}, eta === null ? "" : `about ${duration(eta)} left`)));
 }
 
 /** Names and values of the summary; those that a run does not have are left out. */
@@ -52,7 +53,7 @@ function summary(state) {
   const name = schedule?.split("/").pop(), stopped = run.started_at ? stoppedSeconds(run) : 0;
   return [
     ["State", stateBadge(state)],
-    ...(run.state === "running" && (run.phase !== state || place) ? [["Phase", words(run.phase) + (place ? `, position ${place} in the queue` : "")]] : []),
+    ...(run.state === "running" && (run.phase !== state || place) ? [["Phase", phaseText(run) + (place ? `, position ${place} in the queue` : "")]] : []),
     ...(Number.isFinite(value) ? [[measure, number(value)]] : []),
     ...(run.metrics.broken_trajectories ? [["Trajectories dropped in the last step", dropped(run.metrics)]] : []),
     ["Duration", [duration(tookSeconds(run)), stopped > 1 && make("span.muted.small.under", {}, `${duration(stopped)} of it paused or stopped`)]],
@@ -62,7 +63,7 @@ function summary(state) {
     ["Submitted", make("span", { title: clock(run.created_at) }, ago(run.created_at))],
     ["Owner", owners[run.owner] ?? run.owner ?? "–"],
     ["Source", name ? `schedule ${name}` : SOURCES[api]],
-    ["Model", make("span", { title: run.run.model }, modelName(run.run.model))],
+    ["Model", named(run.run.model)],
     ...(run.precision?.reason ? [["Precision", [run.precision.dtype, make("span.muted.small.under", {}, run.precision.reason)]]] : []),
     ...(run.version ? [["Published", `${run.name} v${run.version}`]] : []),
     ...Object.entries(metadata),
@@ -78,7 +79,7 @@ function dropped(metrics) {
 
 function reasonOf(metric) {
   const rule = metric.replace("dropped_for_", "").replaceAll("_", " ");
-  return rule === "differs" ? "text is not what was sampled" : rule;
+  return rule === "differs" ? "text differs from the sampled tokens" : rule;
 }
 
 /** What it has cost, and will at its end by its own estimate. */
@@ -162,7 +163,7 @@ async function turn() {
     run = await get(`/runs/${RUN}`);
   } catch (error) {
     if (error.status !== 404) throw error;
-    show(byId("main"), make("div.card.empty", {}, make("h1", {}, "No such run"), make("p", {}, "It may be another tenant's. ", make("a", { href: "/" }, "All runs"))));
+    show(byId("main"), make("div.card.empty", {}, make("h1", {}, "No such run"), make("p", {}, "It may belong to another tenant. ", make("a", { href: "/" }, "All runs"))));
     return 0;
   }
   if (run.state === "running" && ["queued", "waiting_for_worker"].includes(run.phase) || !metrics) {
@@ -177,7 +178,7 @@ async function turn() {
   if (isNew || !charts.isDrawn) drawMetrics();
   charts.isDrawn = true;
   const isOver = run.state !== "running";
-  if (!metrics.steps.size && !metrics.trainSteps.size) showIfNew(byId("chart-grid"), ["none", isOver], () => make("p.muted", {}, !isOver ? "Charts come with the first step." : run.step ? "No metrics of its steps are on record." : "No step was done: there is nothing to draw."));
+  if (!metrics.steps.size && !metrics.trainSteps.size) showIfNew(byId("chart-grid"), ["none", isOver], () => make("p.muted", {}, !isOver ? "Charts appear after the first step." : run.step ? "This run recorded no metrics." : "The run completed no step, so there is nothing to draw."));
   else if (byId("chart-grid").dataset.stamp) { delete byId("chart-grid").dataset.stamp; byId("chart-grid").querySelector("p.muted")?.remove(); }
   if (!samples.steps.length) showIfNew(byId("samples-body"), ["none", isOver], () => make("p.muted", {}, isOver ? "There were none." : "None yet."));
   const stamp = [run.state, run.dataset_report, run.adapter, run.epoch, metrics.saved, metrics.steps.size > 0].join();

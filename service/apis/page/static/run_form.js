@@ -1,6 +1,6 @@
 // What the forms of runs and of schedules share: the fields of a run, and refusals shown at their field.
 
-import { byId, make, Problem } from "./page.js";
+import { byId, make, nameOf, Problem, toast, upload } from "./page.js";
 import { LENGTHS, prepareFields } from "./settings_fields.js";
 
 const RL_START = { epochs: 1, mini_batches: 1, rollouts: { steps: 50, prompts_per_step: 8, group_size: 8, grader: { type: "string_check", name: "same", input: "{{sample.output_text}}", operation: "eq", reference: "{{item.answer}}" } } };
@@ -75,27 +75,58 @@ export function prepareSettings(form) {
   return begin;
 }
 
+/** An Idempotency-Key. */
+export function newKey() {
+  return `page-${Array.from(crypto.getRandomValues(new Uint32Array(4)), (n) => n.toString(16)).join("")}`;
+}
+
+/** Upload the files that are chosen in a form; the fields beside them then stand for the uploads. */
+export function takeFiles(form) {
+  for (const picker of form.querySelectorAll("[data-into]")) picker.addEventListener("change", async () => {
+    const [file] = picker.files;
+    if (!file) return;
+    forget(form);
+    picker.disabled = true;
+    try {
+      showAddress(form.elements[picker.dataset.into], (await upload(file)).uri);
+      toast(`${file.name} is uploaded`);
+    } catch (error) {
+      refuse(form, error, () => picker.name);
+    } finally {
+      picker.disabled = false;
+    }
+  });
+}
+
 /** The settings as an object; null where they are none, which is said at their field. */
 export function settingsOf(form) {
   try {
     const found = JSON.parse(form.elements.settings.value || "{}");
-    if (found === null || typeof found !== "object" || Array.isArray(found)) throw new SyntaxError("an object is wanted, in braces");
+    if (found === null || typeof found !== "object" || Array.isArray(found)) throw new SyntaxError("expected an object, in braces");
     return found;
   } catch (error) {
-    complain(form, "settings", `This is no JSON: ${error.message}`);
+    complain(form, "settings", `This is not valid JSON: ${error.message}`);
     return null;
   }
 }
 
+/** Show the name of what lies at an address in a field; the field stands for the address until it is edited. */
+export function showAddress(field, address) {
+  field.value = nameOf(address);
+  field.title = field.dataset.address = address;
+}
+
+const addressIn = ({ value, dataset: { address } }) => (address && nameOf(address) === value.trim() ? address : value.trim());
+
 /** The run that a form asks for. */
 export function runOf(elements, settings) {
-  const value = (name) => elements[name].value.trim();
-  const kind = value("kind"), uri = value("dataset"), held = value("eval_dataset"), { rollouts } = settings;
+  const value = (name) => elements[name]?.value.trim() ?? "";
+  const kind = value("kind"), uri = addressIn(elements.dataset), held = addressIn(elements.eval_dataset), { rollouts } = settings;
   const heldOut = held ? { held_out: { ...rollouts?.held_out, prompts: { ...rollouts?.held_out?.prompts, uri: held } } } : {};
   const data = kind === "rl"
     ? { rollouts: { ...rollouts, prompts: { ...rollouts?.prompts, uri }, ...heldOut } }
     : { dataset: { ...settings.dataset, uri }, ...(held ? { eval_dataset: { ...settings.eval_dataset, uri: held } } : {}) };
-  return { kind, model: value("model"), ...(value("run_name") ? { name: value("run_name") } : {}), ...settings, ...data };
+  return { kind, model: addressIn(elements.model), ...(value("run_name") ? { name: value("run_name") } : {}), ...settings, ...data };
 }
 
 /** The field of the form for a place in a run. */
@@ -106,6 +137,7 @@ export function fieldOfRun(place, kind) {
   if (inner[0] === "model" || inner[0] === "model_uri") return "model";
   if (inner.at(-1) === "uri" && (inner[0] === "eval_dataset" || inner[1] === "held_out")) return "eval_dataset";
   if (inner.join(".") === LENGTHS[kind].join(".")) return "duration";
+  if (inner.join(".") === "learning_rate" || inner.join(".") === "trainable.rank") return inner.at(-1);
   const isUri = inner.at(-1) === "uri" && (["dataset", "source"].includes(inner[0]) || inner[1] === "prompts");
   return isUri ? "dataset" : "settings";
 }

@@ -1,8 +1,8 @@
 // The list of runs: filters and pages in the address, rows that are brought up to date while they are looked at.
 
 import { sparkline } from "./chart.js";
-import { ago, byId, clock, duration, get, make, repeat, show, showIfNew, words } from "./page.js";
-import { etaSeconds, modelName, progressBar, shownState, stateBadge, tookSeconds } from "./status.js";
+import { ago, byId, clock, duration, get, make, nameOf, repeat, show, showIfNew } from "./page.js";
+import { etaSeconds, phaseText, progressBar, shownState, stateBadge, tookSeconds } from "./status.js";
 
 const STATES = ["running", "paused", "succeeded", "failed", "cancelled"];
 const PAGE = 50;  // as the frame asks for it beforehand (templates/runs.html)
@@ -24,8 +24,8 @@ function remember(changes, keepsPage = false) {
 function cells(run, place, owners) {
   const lost = run.workers_lost;
   return [
-    make("td", {}, make("div.titled", {}, picker(run), make("a.title", { href: `/runs/${run.run_id}` }, run.run.name ?? run.run_id), make("span.kind", {}, run.kind)),
-      make("span.under", { title: run.run.model }, `${run.run.name ? `${run.run_id} · ` : ""}${modelName(run.run.model)}`)),
+    make("td", {}, make("div.titled", {}, picker(run), make("a.title", { href: `/runs/${run.run_id}`, title: run.run.name ?? run.run_id }, run.run.name ?? run.run_id), make("span.kind", {}, run.kind)),
+      make("span.under", { title: run.run.model }, `${run.run.name ? `${run.run_id} · ` : ""}${nameOf(run.run.model)}`)),
     make("td.state-cell", {}, stateBadge(shownState(run)), lost > 0 && make("span.mark", {}, lost > 1 ? `${lost} workers lost` : "worker lost")),
     make("td.progress", {}, progressBar(run), progress(run, place)),
     make("td.trend", {}, sparklines[run.run_id] ? sparkline(sparklines[run.run_id]) : ""),
@@ -57,7 +57,7 @@ const owner = (name) => make("td.owner", { title: name }, make("span", {}, name)
 
 function progress(run, place) {
   const eta = etaSeconds(run);
-  const doing = run.state === "running" ? (place ? `${place === 1 ? "next" : `position ${place}`} in the queue` : words(run.phase)) : "";
+  const doing = run.state === "running" ? (place ? `${place === 1 ? "next" : `position ${place}`} in the queue` : phaseText(run)) : "";
   const steps = run.num_steps ? `${run.step} / ${run.num_steps}` : run.step ? `step ${run.step}` : "";
   return [
     make("div.progress-text", {}, make("span", {}, [doing, steps].filter(Boolean).join(" · ")), eta !== null && make("span", {}, `${duration(eta)} left`)),
@@ -80,10 +80,10 @@ function draw(page, overview) {
   });
   const isFiltered = query.get("state") || query.get("kind") || query.get("words");
   byId("empty").hidden = page.runs.length > 0;
-  show(byId("empty"), isFiltered ? "No run matches these filters." : make("span", {}, "No runs yet. ", make("a", { href: "/new" }, "Start one here"), ", or as ", make("code", {}, "longshore submit sft --help"), " says."));
+  show(byId("empty"), isFiltered ? "No run matches these filters." : make("span", {}, "No runs yet. ", make("a", { href: "/new" }, "Start one here"), ", or see ", make("code", {}, "longshore submit sft --help"), "."));
   const total = Object.values(overview.counts).reduce((sum, count) => sum + count, 0);
   const hidden = page.num_hidden_sessions;
-  byId("summary").textContent = `${total.toLocaleString("en")} in total${hidden ? `, of which ${hidden.toLocaleString("en")} idle ${hidden > 1 ? "sessions are" : "session is"} not shown` : ""}`;
+  byId("summary").textContent = `${total.toLocaleString("en")} in total${hidden ? ` (${hidden.toLocaleString("en")} idle ${hidden > 1 ? "sessions are" : "session is"} hidden)` : ""}`;
   showIfNew(byId("states"), [overview.counts, query.get("state")], () => chips(overview.counts, total));
 }
 
@@ -125,7 +125,7 @@ const refresh = repeat(load);
 async function loadHosts() {
   const lacking = (await get("/hosts")).flatMap(({ role, lacking }) => lacking.map((told) => `${role} host ${told}`));
   byId("hosts").hidden = !lacking.length;
-  byId("hosts").textContent = `Takes no runs: ${lacking.join("; ")}`;
+  byId("hosts").textContent = `Some hosts take no runs: ${lacking.join("; ")}`;
 }
 
 loadHosts().catch(() => {});  // the list itself says what is away

@@ -1,6 +1,6 @@
 // Schedules: their next times, their last actions, and buttons for what can be done with one.
 
-import { act, ago, byId, clock, get, isSure, make, now, post, remove, repeat, showIfNew, toast, until, words } from "./page.js";
+import { act, ago, byId, clock, get, isSure, make, now, post, remove, repeat, showIfNew, table, toast, until, words } from "./page.js";
 import { askForSpan, prepareForm } from "./schedule_form.js";
 import { stateBadge } from "./status.js";
 
@@ -48,8 +48,8 @@ function card(view) {
   return make("section.card", { "aria-label": `Schedule ${scheduled.name}` },
     make("div.schedule-head", {}, make("div", {}, make("h2", {}, scheduled.name, " ", make("span.kind", {}, scheduled.run.kind)), make("span.muted", { title: view.next_times.length ? clock(view.next_times[0]) : "" }, next)),
       make("div.actions", {}, buttons(view))),
-    make("dl.facts", {}, fact("When", scheduled.cron ? `${scheduled.cron} (${scheduled.timezone})` : `every ${length(scheduled.every_s)}`), fact("Overlap", words(scheduled.overlap)), fact("Skipped when missed by", `more than ${length(scheduled.catch_up_s)}`), fact("Continues from the last version", scheduled.continues ? "yes" : "no"), fact("Triggered", String(view.num_actions)), fact("Skipped", `${view.num_overlapped} overlapping, ${view.num_missed} missed`)),
-    view.actions.length > 0 && make("div.scroll", {}, make("table", {}, make("thead", {}, make("tr", {}, ["When", "Result", ""].map((name) => make("th", { scope: "col" }, name)))), make("tbody", {}, view.actions.map(row)))));
+    make("dl.facts", {}, fact("When", scheduled.cron ? `${scheduled.cron} (${scheduled.timezone})` : `every ${length(scheduled.every_s)}`), fact("Overlap", words(scheduled.overlap)), fact("Skipped if late by", `more than ${length(scheduled.catch_up_s)}`), fact("Continues from the last version", scheduled.continues ? "yes" : "no"), fact("Triggered", String(view.num_actions)), fact("Skipped", `${view.num_overlapped} overlapping, ${view.num_missed} missed`)),
+    view.actions.length > 0 && table(["When", "Result", ""], view.actions.map(row)));
 }
 
 function length(seconds) {
@@ -70,8 +70,8 @@ function buttons({ scheduled: { name }, paused }) {
   return [
     paused ? button(name, "Resume", call("resume"), `${name}: resumed.`) : button(name, "Pause", call("pause"), `${name}: paused.`),
     button(name, "Trigger", call("trigger"), `${name}: triggered.`),
-    button(name, "Backfill", () => askForSpan(name, (span) => post(`${path}/backfill`, span)), `${name} starts runs for the times of that span.`),
-    button(name, "Remove", async () => (await isSure(`Remove the schedule ${name}? Its runs stay, and one that is running continues.`)) && remove(path), `${name}: removed.`, ".danger"),
+    button(name, "Backfill", () => askForSpan(name, (span) => post(`${path}/backfill`, span)), `${name}: runs for that period are being started.`),
+    button(name, "Remove", async () => (await isSure(`Remove the schedule ${name}? Its runs are kept, and a running one continues.`)) && remove(path), `${name}: removed.`, ".danger"),
   ];
 }
 

@@ -11,7 +11,7 @@ export function showSecret(place, words, secret) {
       await navigator.clipboard.writeText(secret);
       toast("Copied.");
     } catch {
-      toast("Copy it by hand: it is selected.");
+      toast("The browser did not copy it. It is selected: copy it by hand.");
     }
   };
   show(place, make("div.secret", {}, make("p", {}, words), field,

@@ -39,7 +39,7 @@ export class RunMetrics {
     if (event.event === "evaluated") this.evaluations.set(event.step, event);
     if (event.event === "started" && event.first_step > 0 && this.kind !== "rl") this.starts.push({ step: event.first_step });
     if (event.event === "saved") this.saved += 1;
-    this.evaluating = event.event === "evaluating" ? event.fraction : null;  // any other event comes after its end
+    this.evaluating = event.event === "evaluating" ? event : null;  // any other event comes after its end
   }
 
   /** Points [step, value] of a metric of optimizer steps. */
@@ -71,7 +71,7 @@ function points(rows, value) {
 
 const step = (name, label = name) => [label, (run) => run.of(name)];
 const held = (name, label) => [label, (run) => run.evaluated(name), { exact: true }];
-const train = (name, label) => [label, (run) => run.trained(name), { exact: true }];
+const train = (name, label) => [label, (run) => run.trained(name), { exact: name.startsWith("eval_") }];
 const seconds = (name) => [name, (run) => run.trained(`${name}_seconds`), { columns: true }];
 
 const BY_STEP = [
@@ -146,7 +146,7 @@ export class OverlaidCharts {
       if (!this.charts.has(title)) this.charts.set(title, new Chart(title, { format: plan.format ?? number, xName: plan.xName ?? "step", fromZero: plan.fromZero }));
       shown.push([this.charts.get(title), { series, log: log && !plan.xName, smooth }]);
     }
-    const none = make("p.muted", {}, runs.length ? "No steps of these runs are on record." : "Choose runs to compare: here, or in the list of runs.");
+    const none = make("p.muted", {}, runs.length ? "These runs recorded no steps." : "Choose runs to compare, here or in the list of runs.");
     const figures = shown.map(([chart]) => chart.figure);
     show(this.more.lastChild, figures.slice(FIRST));
     show(this.place, figures.length ? figures.slice(0, FIRST) : none, figures.length > FIRST && this.more);

@@ -5,6 +5,7 @@ import { get, make, words } from "./page.js";
 
 const MODELS = { sft: "SFTRun", dpo: "DPORun", distill: "DistillRun", reward: "RewardRun", rl: "RLRun" };
 const IN_THE_FORM = ["kind", "schema_version", "name", "model", "dataset", "rollouts.prompts", "eval_dataset", "rollouts.held_out.prompts"];
+const FRONT = { duration: (kind) => LENGTHS[kind], learning_rate: () => ["learning_rate"], rank: () => ["trainable", "rank"] };
 export const LENGTHS = { sft: ["epochs"], dpo: ["epochs"], distill: ["epochs"], reward: ["epochs"], rl: ["rollouts", "steps"] };
 const SCALARS = ["boolean", "integer", "number", "string"];
 const PREFIXES = { held_out: "eval_", weight_sync: "sync_" };  // as the command line's options have them
@@ -81,19 +82,23 @@ const read = (form) => {
 /** Show the fields in the form's place for them, as soon as that is opened. `write`: of settings as text. */
 export function prepareFields(form, write) {
   const more = form.querySelector("details.settings"), place = more.querySelector("div");
-  const { duration } = form.elements, lengthPath = () => LENGTHS[form.elements.kind.value];
-  duration.addEventListener("input", () => {
+  const { elements } = form, pathOf = (name) => FRONT[name](elements.kind.value);
+  for (const name of Object.keys(FRONT)) elements[name].addEventListener("input", ({ target: { value } }) => {
     const now = read(form);
-    if (now) form.elements.settings.value = write(changed(now, lengthPath(), duration.value === "" ? undefined : Number(duration.value)));
+    if (now) elements.settings.value = write(changed(now, pathOf(name), value === "" ? undefined : Number(value)));
     draw();
   });
-  const showLength = (settings) => { duration.value = valueAt(settings, lengthPath()) ?? ""; };
+  const showFront = (settings) => {
+    for (const name of Object.keys(FRONT)) if (document.activeElement !== elements[name]) elements[name].value = valueAt(settings, pathOf(name)) ?? "";
+    elements.learning_rate.placeholder = JSON.parse(elements.learning_rate.dataset.usual)[elements.kind.value];
+    elements.rank.disabled = (settings.trainable?.kind ?? "lora") !== "lora";
+  };
   async function draw() {
     const settings = read(form);
-    if (settings && document.activeElement !== duration) showLength(settings);
+    if (settings) showFront(settings);
     if (!more.open || !settings) return;
     const all = await schemas(), groups = new Map([["", []]]);
-    for (const field of walk(all, resolved(all, { $ref: MODELS[form.elements.kind.value] }), [], settings)) {
+    for (const field of walk(all, resolved(all, { $ref: MODELS[elements.kind.value] }), [], settings)) {
       const group = field.path.slice(0, field.isChoice ? -2 : -1).join(" · ");
       groups.set(group, [...(groups.get(group) ?? []), field]);
     }
@@ -105,13 +110,13 @@ export function prepareFields(form, write) {
       const now = read(form), value = parsed(field, input.value);
       if (!now) return;
       const path = field.isChoice ? field.path.slice(0, -1) : field.path;
-      form.elements.settings.value = write(changed(now, path, field.isChoice && value !== undefined ? { kind: value } : value));
-      showLength(read(form));
+      elements.settings.value = write(changed(now, path, field.isChoice && value !== undefined ? { kind: value } : value));
+      showFront(read(form));
       if (field.isChoice) draw();
     });
     return make("div", {}, make("label", {}, words(field.label), " ", input), field.schema.description && make("small.muted", {}, field.schema.description));
   }
   more.addEventListener("toggle", draw);
-  form.elements.settings.addEventListener("change", draw);
+  elements.settings.addEventListener("change", draw);
   return draw;
 }

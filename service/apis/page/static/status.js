@@ -1,6 +1,6 @@
 // A run's status: its state, model, durations, time left, and whether it can be resumed.
 
-import { make, now } from "./page.js";
+import { make, now, words } from "./page.js";
 
 // Going on from a checkpoint would meet the same data, model or numbers again.
 const BEYOND_RESUMING = new Set(["invalid_input", "corrupt_artifact", "sampler_mismatch", "not_finite"]);
@@ -18,13 +18,6 @@ export function stateBadge(state) {
   return make(`span.state.${state}`, {}, make("span", { "aria-hidden": "true" }, MARKS[state] ?? ""), state);
 }
 
-/** `harbour v1` for what was published here, or else the last part of a model's address. */
-export function modelName(address) {
-  const parts = String(address).replace(/\/+$/, "").split("/");
-  const version = /^v(\d{6})$/.exec(parts.at(-1));
-  return version && parts.length > 1 ? `${parts.at(-2)} v${Number(version[1])}` : parts.at(-1);
-}
-
 /** Seconds since a run first began, until now if it goes on; paused time included. */
 export const tookSeconds = (run) => (run.started_at ? (run.ended_at ?? now()) - run.started_at : null);
 
@@ -37,9 +30,25 @@ export function etaSeconds(run) {
   return left > 0 ? left : null;
 }
 
-/** Null for a run that ended before it knew how many steps it has. */
-export function progressBar(run) {
+const hasAllSteps = (run) => run.state === "running" && run.num_steps > 0 && run.step >= run.num_steps;
+
+/** What a run does now. After its last step a worker still evaluates and saves. */
+export function phaseText(run) {
+  const isLast = hasAllSteps(run) && run.phase === "training";
+  return isLast ? (run.run.eval_dataset ? "evaluating and saving" : "saving") : words(run.phase);
+}
+
+/**
+ * Steps done; behind the last step the share of the evaluation, or a bar without an end while nobody knows it. Null for a
+ * run that ended before it knew how many steps it has.
+ */
+export function progressBar(run, evaluated = null) {
   if (!run.num_steps && run.state !== "running" && run.state !== "succeeded") return null;
+  if (hasAllSteps(run)) {
+    const rest = make("progress", { max: 1, "aria-label": phaseText(run) });
+    if (evaluated !== null) rest.value = evaluated;
+    return rest;
+  }
   const bar = make("progress", { max: run.num_steps || 1, "aria-label": "Steps done" });
   if (run.num_steps) bar.value = run.step;
   else if (run.state !== "running") bar.value = 1;

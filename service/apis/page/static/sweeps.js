@@ -1,10 +1,11 @@
 // Sweeps: each with its trials as a table, and as lines over one axis for each parameter and one for the metric.
 
-import { act, ago, byId, clock, get, isSure, make, number, post, repeat, showIfNew, svg, table, toast } from "./page.js";
+import { act, ago, byId, clock, get, isSure, make, nameOf, number, post, repeat, showIfNew, svg, table, toast } from "./page.js";
 import { stateBadge } from "./status.js";
+import { prepareForm } from "./sweep_form.js";
 
-const WIDTH = 900, HEIGHT = 190, TOP = 26, BOTTOM = 22, SIDE = 60;
-const text = (value) => (typeof value === "string" ? value : typeof value === "number" ? number(value) : JSON.stringify(value));
+const HEIGHT = 190, TOP = 26, BOTTOM = 22, SIDE = 54, LEAST = 110;  // LEAST: pixels between two axes
+const text = (value) => (typeof value === "string" ? (value.includes("://") ? nameOf(value) : value) : typeof value === "number" ? number(value) : JSON.stringify(value));
 
 /** What stands on an axis: where a trial is, from 0 (bottom) to 1, and the names of some places. */
 function axisOf(path, space) {
@@ -25,7 +26,8 @@ function coordinates(view) {
   const measured = view.trials.filter((trial) => trial.value !== null);
   if (!measured.length) return null;
   const axes = [...Object.entries(view.sweep.parameters).map(([path, space]) => axisOf(path, space)), metricAxis(view, measured)];
-  const x = (n) => SIDE + (n / (axes.length - 1)) * (WIDTH - 2 * SIDE), y = (at) => HEIGHT - BOTTOM - at * (HEIGHT - TOP - BOTTOM);
+  const width = Math.max(byId("sweeps").clientWidth - 80, 2 * SIDE + LEAST * (axes.length - 1));
+  const x = (n) => SIDE + (n / (axes.length - 1)) * (width - 2 * SIDE), y = (at) => HEIGHT - BOTTOM - at * (HEIGHT - TOP - BOTTOM);
   const parts = axes.flatMap((axis, n) => [
     svg("line", { class: "grid", x1: x(n), x2: x(n), y1: TOP, y2: HEIGHT - BOTTOM }),
     svg("text", { x: x(n), y: 12, "text-anchor": "middle" }, axis.name),
@@ -33,12 +35,14 @@ function coordinates(view) {
   ]);
   const order = [...measured].sort((a, b) => (a.number === view.best) - (b.number === view.best));  // the best is drawn last
   for (const trial of order) {
-    const isBest = trial.number === view.best, look = isBest ? "line s0" : trial.state === "succeeded" ? "line s1 raw" : "line s1 raw other";
+    const isBest = trial.number === view.best, look = isBest ? "line c0" : trial.state === "succeeded" ? "line c1 raw" : "line c1 raw other";
     const path = axes.map((axis, n) => `${n ? "L" : "M"}${x(n).toFixed(1)} ${y(axis.at(trial)).toFixed(1)}`).join("");
     parts.push(svg("path", { class: look, d: path }, svg("title", {}, `trial ${trial.number}: ${view.metric} ${number(trial.value)}`)));
   }
-  const told = `Parallel coordinates of ${measured.length} trials: ${axes.map((axis) => axis.name).join(", ")}. The table below has the same.`;
-  return make("figure.chart", {}, make("figcaption", {}, "Trials by their values", make("span.latest", {}, view.best === null ? "" : `best: trial ${view.best}`)), svg("svg", { role: "img", "aria-label": told, viewBox: `0 0 ${WIDTH} ${HEIGHT}` }, parts));
+  const told = `Parallel coordinates of ${measured.length} trials: ${axes.map((axis) => axis.name).join(", ")}. The table below shows the same values.`;
+  const picture = svg("svg", { role: "img", "aria-label": told, viewBox: `0 0 ${width} ${HEIGHT}` }, parts);
+  picture.style.width = `${width}px`;
+  return make("figure.chart", {}, make("figcaption", {}, "Trials by their values", make("span.latest", {}, view.best === null ? "" : `best: trial ${view.best}`)), make("div.scroll", { tabindex: "0", role: "region", "aria-label": "Trials by their values" }, picture));
 }
 
 function row(view, trial) {
@@ -50,7 +54,7 @@ function row(view, trial) {
 
 function card(view) {
   const { sweep } = view, ended = view.trials.filter((trial) => !["running", "paused"].includes(trial.state)).length;
-  const told = [`${ended} of ${view.num_trials} trials have ended`, sweep.sampler, sweep.halving && "successive halving", `${view.direction} ${view.metric}`, ago(view.created_at)];
+  const told = [`${ended} of ${view.num_trials} trials finished`, sweep.sampler, sweep.halving && "successive halving", `${view.direction} ${view.metric}`, ago(view.created_at)];
   return make("section.card", { "aria-label": `Sweep ${sweep.name}` },
     make("div.schedule-head", {}, make("div", {}, make("h2", {}, sweep.name, " ", make("span.kind", {}, sweep.run.kind), " ", stateBadge(view.state)), make("span.muted", { title: clock(view.created_at) }, told.filter(Boolean).join(" · "))),
       view.state === "running" && make("div.actions", {}, make("button.danger", { type: "button", "aria-label": `Cancel: ${sweep.name}`, click: (event) => cancel(event.target, view) }, "Cancel"))),
@@ -61,7 +65,7 @@ function card(view) {
 }
 
 const cancel = (button, view) => act(button, async () => {
-  if (!(await isSure(`Cancel the sweep ${view.sweep.name}, and its runs that have not ended?`))) return;
+  if (!(await isSure(`Cancel the sweep ${view.sweep.name} and its unfinished runs?`))) return;
   await post(`/sweeps/${view.sweep_id}/cancel`);
   toast(`${view.sweep.name}: cancelled.`);
   refresh();
@@ -70,6 +74,11 @@ const cancel = (button, view) => act(button, async () => {
 const refresh = repeat(async () => {
   const views = await get("/sweeps");
   byId("summary").textContent = views.length ? `${views.length}` : "";
-  showIfNew(byId("sweeps"), [views, Math.floor(Date.now() / 30000)], () => (views.length ? views.map(card) : make("div.card.empty", {}, "No sweeps. ", make("code", {}, "longshore sweep create"), " starts one.")));
+  showIfNew(byId("sweeps"), [views, Math.floor(Date.now() / 30000)], () => (views.length ? views.map(card) : make("div.card.empty", {}, "No sweeps.")));
   return views.some((view) => view.state === "running") ? 2500 : 10000;
+});
+
+prepareForm((name) => {
+  toast(`${name}: started.`);
+  refresh();
 });

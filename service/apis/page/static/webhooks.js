@@ -6,22 +6,22 @@ import { stateBadge } from "./status.js";
 
 export async function loadHooks() {
   const hooks = await get("/webhooks");
-  show(byId("hooks"), hooks.length ? hooks.map(card) : make("p.muted", {}, "Nobody is told of runs."));
+  show(byId("hooks"), hooks.length ? hooks.map(card) : make("p.muted", {}, "No webhooks yet."));
 }
 
 function card(hook) {
   const path = `/webhooks/${hook.id}`, seen = make("div");
   const button = (label, work, look = "") => make(`button${look}`, { type: "button", "aria-label": `${label}: ${hook.url}`, click: (event) => act(event.target, work) }, label);
   return make("article.sample", { "aria-label": `Webhook ${hook.url}` },
-    make("div.schedule-head", {}, make("div", {}, make("strong.mono", {}, hook.url), make("span.muted.small.under", { title: clock(hook.created_at) }, `${hook.events.join(", ") || "all events"} · made ${ago(hook.created_at)}`)),
+    make("div.schedule-head", {}, make("div", {}, make("strong.mono", {}, hook.url), make("span.muted.small.under", { title: clock(hook.created_at) }, `${hook.events.join(", ") || "all events"} · created ${ago(hook.created_at)}`)),
       !hook.enabled && make("span.mark.calm", {}, "switched off")),
     make("div.actions", {},
       button("Deliveries", async () => show(seen, deliveries(await get(`${path}/deliveries`)))),
-      hook.enabled && button("Ping", async () => { await post(`${path}/ping`); toast("A ping is on its way: Deliveries shows what became of it."); }),
+      hook.enabled && button("Ping", async () => { await post(`${path}/ping`); toast("Ping sent. Deliveries shows the result."); }),
       button(hook.enabled ? "Switch off" : "Switch on", async () => { await send("PATCH", path, { enabled: !hook.enabled }); await loadHooks(); }),
       button("New secret", async () => {
-        if (!await isSure("Make a new secret? Messages are signed with both for a day, then with the new one alone.")) return;
-        showSecret(byId("new-hook-shown"), "The new secret. It is shown this once: keep it now.", (await post(`${path}/rotate`)).secret);
+        if (!await isSure("Create a new secret? For one day messages are signed with both secrets, then only with the new one.")) return;
+        showSecret(byId("new-hook-shown"), "The new secret. It is shown only once: copy it now.", (await post(`${path}/rotate`)).secret);
       }),
       button("Delete", async () => {
         if (!await isSure(`Delete the webhook ${hook.url}, and what is known of its deliveries?`)) return;
@@ -32,7 +32,7 @@ function card(hook) {
 }
 
 function deliveries(found) {
-  if (!found.length) return make("p.muted", {}, "Nothing was sent yet.");
+  if (!found.length) return make("p.muted", {}, "Nothing has been sent yet.");
   const badges = { delivered: "succeeded", pending: "running", failed: "failed" };
   return table(["Event", "Run", "When", "", "Answer"], found.map((one) => {
     const last = one.attempts.at(-1), badge = stateBadge(badges[one.state]);
@@ -43,5 +43,5 @@ function deliveries(found) {
   }));
 }
 
-makesSecret(byId("new-hook"), "new-hook-shown", "The secret that messages are signed with. It is shown this once: keep it now.",
+makesSecret(byId("new-hook"), "new-hook-shown", "The secret that messages are signed with. It is shown only once: copy it now.",
   async (form) => (await post("/webhooks", { url: form.elements.url.value.trim(), events: ticked(form, "event") })).secret, loadHooks);

@@ -95,7 +95,7 @@ async def test_an_attempt_that_was_given_up_may_have_accepted_the_run(tmp_path: 
         ({"cron": None, "every_s": 5}, "greater than or equal to 60"),
         ({"timezone": "Mars/Olympus"}, "no time zone"),
         ({"continues": True}, "has a name"),
-        ({"run": {"kind": "rl", "model": "m"}}, "makes its own rollouts"),
+        ({"run": {"kind": "rl", "model": "m"}}, "needs rollouts"),
     ],
 )
 def test_schedules_that_are_refused(changes: dict, rule: str) -> None:

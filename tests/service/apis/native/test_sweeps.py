@@ -120,7 +120,7 @@ async def test_a_failed_trial_is_left_out(stack: SweepStack) -> None:
     assert (view.state, view.best, view.problem) == (
         "failed",
         None,
-        "no trial succeeded with eval_loss, and published something",
+        "no trial succeeded, reported eval_loss and published a result",
     )
 
     sizes = {"max_tokens": {"choices": [32, 64, 48]}, "bin_tokens": {"choices": [64, 32, 48]}}

@@ -4,30 +4,12 @@ MLPs have no gate, experts may work in fewer dimensions than the model. The bias
 is not trained: it is read in float32 whatever the model computes in, and carried along as it is.
 """
 
-import json
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
-from megatron_worker.families.architecture import Architecture, Mamba2, Mixer, Mixture, Mlp
-from megatron_worker.families.routing import corrections
-from megatron_worker.families.tensor_slices import TensorSlice
-from shared.models.config import prefix_of
+from shared.families.architecture import Architecture, Mamba2, Mixer, Mixture, Mlp
+from shared.families.deepseek_v3 import corrections
+from shared.families.tensor_slices import TensorSlice
 from shared.models.families import NemotronHConfig
-
-
-def named_as_in(folder: Path, config: NemotronHConfig) -> NemotronHConfig:
-    """Return the config with what the names of this folder's tensors begin with: transformers writes `backbone`."""
-    index = folder / "model.safetensors.index.json"
-    with suppress(OSError, ValueError, KeyError, TypeError, SafetensorError):  # reading weights says what is wrong
-        if index.exists():
-            names = list(json.loads(index.read_bytes())["weight_map"])
-        else:
-            names = list(safe_open(folder / "model.safetensors", framework="pt").keys())
-        return config.model_copy(update={"tensor_prefix": prefix_of(config, names)})
-    return config
 
 
 def architecture(alike: Architecture, config: NemotronHConfig) -> Architecture:

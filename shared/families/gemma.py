@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_worker.families.architecture import Architecture, Attention, Mixture, Mlp, NormedBlock
-from megatron_worker.families.rope import Rope
-from megatron_worker.families.tensor_slices import TensorSlice
+from shared.families.architecture import Architecture, Attention, Mixture, Mlp, NormedBlock
+from shared.families.rope import Rope
+from shared.families.tensor_slices import TensorSlice
 from shared.models.gemma import Gemma3Config, Gemma4Config, GemmaConfig
 
 _OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")

@@ -3,11 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from megatron_worker.families.rope import Rope, rotary_frequencies
+from shared.families.rope import Rope
 from shared.models.dense import DenseConfig, TensorNames, output_name
 
 
@@ -151,20 +147,6 @@ Mixer = Attention | DeltaNet | Mamba2
 Activation = Literal["silu", "relu2", "gelu_tanh"]
 
 
-def activate(made: Tensor, activation: Activation, is_gated: bool) -> Tensor:
-    """Return what an MLP's last linear is applied to: the activation of its first one's outputs, or where it is gated
-    of their first half, times the second."""
-    gate, up = made.chunk(2, dim=-1) if is_gated else (made, None)
-    match activation:
-        case "silu":
-            active = F.silu(gate)
-        case "relu2":
-            active = F.relu(gate).square()
-        case "gelu_tanh":
-            active = F.gelu(gate, approximate="tanh")
-    return active if up is None else active * up
-
-
 @dataclass(frozen=True)
 class Mlp:
     """A gated MLP, the activation of one projection times another, and a third of that; or one without the gate.
@@ -185,10 +167,6 @@ class ClampedGate:
 
     alpha: float
     limit: float
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        gate = gate.clamp(max=self.limit)
-        return (up.clamp(-self.limit, self.limit) + 1) * gate * (self.alpha * gate).sigmoid()
 
 
 @dataclass(frozen=True)
@@ -311,11 +289,6 @@ class Architecture:
     def has_sinks(self) -> bool:
         """True if some layers of attention have sinks."""
         return any(isinstance(mixer, Attention) and mixer.has_sinks for mixer in self.mixers)
-
-    def frequencies(self, device: torch.device) -> dict[Rope, Tensor]:
-        """Return the frequencies of each rotary embedding that layers have, as `rotary_frequencies` does."""
-        ropes = {mixer.rope for mixer in self.mixers if isinstance(mixer, Attention) and mixer.rope}
-        return {rope: rotary_frequencies(rope).to(device) for rope in ropes}
 
     @property
     def conv_width(self) -> int | None:

@@ -1,7 +1,7 @@
 """Every tensor of a model, by its Hugging Face name, and its place in the engine's parameters."""
 
-from megatron_worker.families import gemma
-from megatron_worker.families.architecture import (
+from shared.families import gemma
+from shared.families.architecture import (
     Architecture,
     Attention,
     DeltaNet,
@@ -10,12 +10,11 @@ from megatron_worker.families.architecture import (
     Mixture,
     Mlp,
 )
-from megatron_worker.families.deepseek_v3 import latent_slices
-from megatron_worker.families.gpt_oss import stacked_expert_slices
-from megatron_worker.families.nemotron_h import mamba_slices
-from megatron_worker.families.qwen3_5 import delta_net_slices
-from megatron_worker.families.routing import corrections
-from megatron_worker.families.tensor_slices import TensorSlice
+from shared.families.deepseek_v3 import corrections, latent_slices
+from shared.families.gpt_oss import stacked_expert_slices
+from shared.families.nemotron_h import mamba_slices
+from shared.families.qwen3_5 import delta_net_slices
+from shared.families.tensor_slices import TensorSlice
 
 
 def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:

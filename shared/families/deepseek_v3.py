@@ -7,10 +7,9 @@ others, and the corrections of the routers, which are computed with in float32 a
 import dataclasses
 import math
 
-from megatron_worker.families.architecture import Architecture, LatentAttention
-from megatron_worker.families.rope import yarn_magnitude
-from megatron_worker.families.routing import corrections
-from megatron_worker.families.tensor_slices import TensorSlice
+from shared.families.architecture import Architecture, LatentAttention, Mixture
+from shared.families.rope import yarn_magnitude
+from shared.families.tensor_slices import TensorSlice
 from shared.models.families import LatentConfig
 
 
@@ -69,4 +68,20 @@ def latent_slices(a: LatentAttention, hidden_size: int, tp: int, theirs: str, ou
         whole("kv_a_layernorm", "latent_norm", a.latent_size),
         by_heads("kv_b_proj", "latent_up", a.num_heads * own + values, a.latent_size),
         TensorSlice(*output, (hidden_size, values), 1, 0, hidden_size),
+    ]
+
+
+def corrections(a: Architecture) -> list[TensorSlice]:
+    """Return the bias that routers add to experts' scores when they choose: float32, whole on every rank."""
+    return [
+        TensorSlice(
+            f"{a.tensor_prefix}.layers.{layer}.{a.names.mlp}.gate.e_score_correction_bias",
+            f"decoder.layers.{layer}.mlp.router.correction",
+            (mlp.num_experts,),
+            None,
+            0,
+            mlp.num_experts,
+        )
+        for layer, mlp in enumerate(a.mlps)
+        if isinstance(mlp, Mixture) and mlp.scoring == "sigmoid"
     ]

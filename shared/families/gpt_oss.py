@@ -6,8 +6,8 @@ Projections, router and experts have biases. Published checkpoints hold the expe
 
 import dataclasses
 
-from megatron_worker.families.architecture import Architecture, ClampedGate, Mixture
-from megatron_worker.families.tensor_slices import TensorSlice
+from shared.families.architecture import Architecture, ClampedGate, Mixture
+from shared.families.tensor_slices import TensorSlice
 from shared.models.families import GptOssConfig
 
 

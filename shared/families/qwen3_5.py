@@ -6,8 +6,8 @@ besides the decoder, a tower of vision and the layers of multi-token prediction,
 
 import dataclasses
 
-from megatron_worker.families.architecture import Architecture, DeltaNet
-from megatron_worker.families.tensor_slices import TensorSlice
+from shared.families.architecture import Architecture, DeltaNet
+from shared.families.tensor_slices import TensorSlice
 from shared.models.families import HybridConfig
 
 IN_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # in the order of `DeltaNet.made_sizes`

@@ -1,0 +1,133 @@
+"""What each tensor of a model's folder is to its architecture: computed with, carried along, or a reason to refuse it.
+
+The control plane asks this before a lease, a worker as it loads. It goes by names, shapes and types alone, which the
+headers of files have. Published folders may hold the experts of a layer as one stack of [experts, rows, columns], with
+gates above ups in it, where the table of slices has each expert's own tensors; and weights in MXFP4 or FP8 as two.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shared.errors import InvalidInput
+from shared.families.tensor_slices import TensorSlice
+from shared.models.dense import output_name
+from shared.models.lora_modules import OUTPUT
+from shared.models.merging import FLOATS, FP8_SCALES, Part, fp8_scale_shape, parts_of
+
+BLOCKS, SCALES, BLOCK_BYTES = "_blocks", "_scales", 16
+"""What the names of MXFP4's two tensors end with, and the bytes of a block."""
+_IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
+_EMBEDDING = "embed_tokens.weight"
+_LAYER_BEHIND = re.compile(r".*\.layers\.\d+\.")
+
+
+class Stored(NamedTuple):
+    """A tensor of a file: its type by safetensors' name, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What was found of the slices in a folder.
+
+    Attributes:
+        parts: by the names of those that are in a stack. Others are there by their names.
+        tied: the output layer, and the embedding that it has to equal: the model ties them, and has a tensor for both.
+    """
+
+    parts: dict[str, Part]
+    tied: tuple[str, str] | None
+
+
+def contents_of(
+    slices: Sequence[TensorSlice],
+    carried: Sequence[str],
+    found: Mapping[str, Stored],
+    place: str,
+    is_fp8: bool = True,
+) -> Contents:
+    """Match a folder's tensors with those of an architecture.
+
+    Args:
+        slices: all that is computed with (`slices_of` and `constants_of`), for any number of ranks.
+        carried: what the names of tensors begin with that belong to the model, and are not computed with.
+        is_fp8: config.json says that weights may be in FP8.
+
+    Raises:
+        InvalidInput: a tensor is missing, unknown, of another shape, or of a type that is not computed with; names it.
+    """
+    found = unpacked(found, tuple(carried), place, is_fp8)
+    parts, shapes = stacked(slices, found), {s.name: s.shape for s in slices if s.name in found}
+    num_experts = 1 + max((s.expert for s in slices if s.expert is not None), default=-1)
+    for s in slices:
+        if part := parts.get(s.name):
+            height = found[part.stack].shape[1] // part.num_rows * s.shape[0]
+            shapes[part.stack] = num_experts, height, s.shape[1]
+    for name, shape in shapes.items():
+        if found[name].dtype not in FLOATS:
+            problem = f"tensor {name} is {found[name].dtype}; weights must be one of {', '.join(FLOATS)}"
+            raise InvalidInput(problem, place)
+        if found[name].shape != shape:
+            raise InvalidInput(f"tensor {name} is {found[name].shape}, config.json says {shape}", place)
+    needed = [s.name for s in slices if s.name not in parts]
+    needed += [  # a layer behind the others predicts more tokens, and says so
+        f"{start}eh_proj.weight"
+        for start in carried
+        if _LAYER_BEHIND.fullmatch(start) and any(name.startswith(start) for name in found)
+    ]
+    embedding = next((s.name for s in slices if s.name.endswith(_EMBEDDING)), "")
+    output = output_name(embedding.removesuffix(f".{_EMBEDDING}"))
+    if missing := [name for name in needed if name not in found]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        rule = "; tie_word_embeddings is false in config.json" if missing == [output] else ""
+        raise InvalidInput(f"the weights lack the tensor {missing[0]}{more}{rule}", place)
+    known = {*shapes, *(name for name in found if name.endswith(_IGNORED) or name.startswith(tuple(carried)))}
+    other = next((name for name in (output, f"{OUTPUT}.weight") if name in found.keys() - known), None)
+    tied = (other, embedding) if other and embedding else None
+    unknown = sorted(found.keys() - known - set(tied or ()))
+    if unknown:
+        raise InvalidInput(f"{len(unknown)} tensors are not of this family, the first is {unknown[0]!r}", place)
+    return Contents(parts, tied)
+
+
+def stacked(slices: Sequence[TensorSlice], found: Mapping[str, Stored]) -> dict[str, Part]:
+    """Return where tensors of experts are that a folder has in stacks, by their names.
+
+    A stack beside tensors that are in it would say them twice: it counts as unknown.
+    """
+    parts: dict[str, Part] = {}
+    if names := {s.name for s in slices if s.expert is not None}:
+        for name, stored in found.items():
+            own = [part for part in parts_of(name, stored.shape) if part.name in names]
+            if not any(part.name in found for part in own):
+                parts |= {part.name: part for part in own}
+    return parts
+
+
+def unpacked(found: Mapping[str, Stored], carried: tuple[str, ...], place: str, is_fp8: bool) -> Mapping[str, Stored]:
+    """Return tensors as they are read: what two hold is one in bfloat16, in MXFP4 of [experts, inputs, outputs].
+
+    Those that are carried along stay as they are.
+    """
+    read = dict(found)
+    for name in [name for name in found if name.endswith(BLOCKS) and not name.startswith(carried)]:
+        stem = name.removesuffix(BLOCKS)
+        blocks, scales = read.pop(name), read.pop(stem + SCALES, None)
+        if scales is None or len(blocks.shape) != 4 or blocks.shape != (*scales.shape, BLOCK_BYTES):
+            rule = f"{stem + SCALES} of shape {scales and scales.shape} does not fit its blocks, {blocks.shape}"
+            raise InvalidInput(rule, place)
+        experts, outputs, num_blocks, num_bytes = blocks.shape
+        read[stem] = Stored("BF16", (experts, num_blocks * num_bytes * 2, outputs))
+    for name, codes in found.items() if is_fp8 else ():
+        if codes.dtype == "F8_E4M3" and len(codes.shape) > 1 and not name.startswith(carried):
+            shape, scales = tuple(fp8_scale_shape(codes.shape)), read.pop(name + FP8_SCALES, None)
+            if scales is None or scales.shape != shape or scales.dtype not in FLOATS:
+                problem = "it is missing" if scales is None else f"it is {scales.dtype} of {scales.shape}"
+                rule = f"its scales, {name + FP8_SCALES}, have to be floats of {shape}"
+                raise InvalidInput(f"tensor {name} is FP8, and {rule}: {problem}", place)
+            read[name] = Stored("BF16", codes.shape)
+    return read
