@@ -192,5 +192,5 @@ def test_what_is_no_mistral_within_is_refused(tmp_path):
     folder = changed(whole, tmp_path / "without")
     del tensors["language_model.lm_head.weight"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(InvalidInput, match=r"'language_model.lm_head.weight' is missing"):
+    with pytest.raises(InvalidInput, match=r"the weights lack the tensor language_model.lm_head.weight"):
         MegatronEngine(folder, Layout(), "float32")
