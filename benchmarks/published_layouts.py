@@ -32,7 +32,7 @@ from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoders.interface import open_decoder
 from shared.errors import InvalidInput
-from shared.models.merging import read_header
+from shared.models.merging import FP8_SCALES, read_header
 from shared.runs.models import Export, ModelRequest
 from shared.settings import DownloadSettings, Settings
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
@@ -52,8 +52,9 @@ _ABOUT = """
 read with transformers' reading (nats); the losses of two LoRA steps with PEFT's (relative), beside experts' linears
 none, as PEFT trains stacks of its own; an adapter beside every linear with PEFT's reading of it (nats); a merged
 export with PEFT's merged model, and all weights after a step as they are saved with transformers' reading (nats); what
-the sampler's steps draw by with the trainer's (nats). Exports and saved models have the names that were read. What is
-refused is refused by `longshore models check`, by a run's checking phase and by the worker, in the same words.
+the sampler's steps draw by with the trainer's (nats). Exports and saved models have the names that were read. A merged
+export of an adapter beside a base in FP8 is refused. A model that is refused is refused by `longshore models check`,
+by a run's checking phase and by the worker, in the same words.
 
 """
 
@@ -61,7 +62,7 @@ refused is refused by `longshore models check`, by a run's checking phase and by
 def compare(name: str, folder: Path) -> dict[str, Any]:
     """Build a model and compare all that is done with it.
 
-    Returns: the largest difference in each column, or why the model is refused.
+    Returns: the largest difference in each column (None: refused, as docs/models.md says), or why the model is.
     """
     built = build(folder / "model", name)
     model = built.folder
@@ -91,10 +92,10 @@ def _registered() -> Iterator[None]:
         conversion_mapping._checkpoint_conversion_mapping_cache = known
 
 
-def _figures(built: Published, folder: Path) -> dict[str, float]:
+def _figures(built: Published, folder: Path) -> dict[str, float | None]:
     model, rows = built.folder, bin_of(ROWS)
     engine = MegatronEngine(model, Layout(), "float32")
-    found = {"read": _furthest(logprobs(engine, rows), _of(built, built.plain))}
+    found: dict[str, float | None] = {"read": _furthest(logprobs(engine, rows), _of(built, built.plain))}
     found["sampler"] = _sampled(model, engine)
     found["steps"] = _two_steps(built, folder)
     engine.add_adapter("all", _ALL, seed=3)
@@ -140,12 +141,15 @@ def _two_steps(built: Published, folder: Path) -> float:
     return max(of_losses, _furthest(logprobs(engine, bin_of(ROWS)), logprobs_in_transformers(theirs.eval(), ROWS)))
 
 
-def _beside_and_merged(built: Published, folder: Path, expected: Tensor) -> tuple[float, float]:
+def _beside_and_merged(built: Published, folder: Path, expected: Tensor) -> tuple[float, float | None]:
     from peft import PeftModel
 
     adapter = folder / "trained" / "weights"
     theirs = PeftModel.from_pretrained(transformers_model(built.plain, built.kind, torch.float32), adapter).eval()
     beside = _furthest(logprobs_in_transformers(theirs, ROWS), expected)
+    if any(name.endswith(FP8_SCALES) for name in headers(built.folder)):
+        _check_not_merged(built.folder, adapter, folder / "export")
+        return beside, None
     base = dict(transformers_model(built.plain, built.kind, torch.float32).named_parameters())
     merged = theirs.merge_and_unload()
     with torch.no_grad():  # as the export rounds them
@@ -158,6 +162,15 @@ def _beside_and_merged(built: Published, folder: Path, expected: Tensor) -> tupl
     if headers(built.plain) == headers(built.folder):
         assert _furthest(_of(built, export), found) <= 1e-4
     return beside, _furthest(found, logprobs_in_transformers(merged, ROWS))
+
+
+def _check_not_merged(model: Path, adapter: Path, folder: Path) -> None:
+    try:
+        _exported(model, adapter, folder)
+    except InvalidInput as error:
+        assert "is F8_E4M3" in error.message, error
+    else:
+        raise AssertionError("an adapter is merged with a base in FP8")
 
 
 def _exported(model: Path, adapter: Path, folder: Path) -> Path:
@@ -174,9 +187,13 @@ def _saved(built: Published, folder: Path) -> float:
     train(engine, [[STEPS[0]]])
     engine.save(folder / "full")
     saved = folder / "full" / "weights"
-    shapes = [{name: shape for name, (_, shape) in headers(each).items()} for each in (saved, built.plain)]
+    *shapes, in_files = (
+        {name: shape for name, (_, shape) in headers(each).items()} for each in (saved, built.plain, built.folder)
+    )
     for each in shapes:
         each.pop("lm_head.weight", None)  # which may be there twice
+    scales = {name for name in shapes[0] if name.endswith(FP8_SCALES)}  # of what is carried along
+    assert {name: shapes[0].pop(name) for name in scales}.items() <= in_files.items()
     assert shapes[0] == shapes[1]
     engine.load(folder / "full")
     return _furthest(logprobs(engine, bin_of(ROWS)), _of(built, saved))
@@ -201,7 +218,8 @@ def section() -> str:
         return ""
     lines = [f"| model | {' | '.join(_COLUMNS)} |", "|---" * (len(_COLUMNS) + 1) + "|"]
     for row in json.loads(RESULTS.read_text())["rows"]:
-        figures = [f"{row[column]:.0e}" for column in _COLUMNS] if "refused" not in row else []
+        found = [row[column] for column in _COLUMNS] if "refused" not in row else []
+        figures = ["refused" if figure is None else f"{figure:.0e}" for figure in found]
         refused = None if figures else f"refused: {shorten(row['refused'], 110, placeholder=' …')}"
         lines.append(f"| {row['model']} | " + (refused or " | ".join(figures)) + " |" + " |" * 5 * (not figures))
     return _ABOUT + "\n".join(lines) + "\n"

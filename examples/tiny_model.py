@@ -162,6 +162,8 @@ def _settings(family: "Family", sizes: dict[str, Any]) -> dict[str, Any]:
             }
         case "qwen3":
             return {}
+        case "phi3":  # as Phi-4-mini, whose heads are rotated in part
+            return {"partial_rotary_factor": 0.75, "head_dim": _ABSENT}
         case "qwen3_moe":
             return experts | {"norm_topk_prob": True}
         case "qwen2":

@@ -1,6 +1,6 @@
 """Checks of a model folder before any GPU is asked for: cheap ones, of small files and headers alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -11,11 +11,11 @@ from activities.host_context import HostContext
 from activities.sources.models import Location, json_object
 from shared.errors import InvalidInput
 from shared.families import architecture_of
-from shared.families.contents import Stored, contents_of
+from shared.families.contents import Stored, contents_of, unpacked
 from shared.families.model_slices import constants_of, slices_of
 from shared.families.tensor_slices import TensorSlice
 from shared.models.config import named_as_in, read_model_config
-from shared.models.dense import DenseConfig
+from shared.models.dense import DenseConfig, Fp8
 from shared.models.generic import GenericConfig
 from shared.models.merging import FLOATS, Entry, parse_header
 
@@ -36,7 +36,6 @@ _UNREAD_TEMPLATE = "chat_template.json"  # of processors of images and sounds
 HUB_PATTERNS = (*SMALL_FILES, _UNREAD_TEMPLATE, "model*.safetensors", INDEX)
 _MAX_TENSORS = 500_000
 _BLOCK_BYTES = 8 << 20
-_OUTPUT = "lm_head.weight"
 _IGNORED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry
 
 
@@ -197,16 +196,18 @@ def check_weights(location: Location, config: DenseConfig) -> Weights:
                 raise InvalidInput(f"more than {_MAX_TENSORS:,} tensors", location.store.uri)
     if INDEX in files:
         _check_index(file_of, location)
+    is_fp8 = isinstance(config.quantization_config, Fp8)
+    stored = {name: Stored(entry.dtype, entry.shape) for name, entry in tensors.items()}
+    place = _file_of_weights(location)
     if isinstance(config, GenericConfig):
-        check_dtypes(tensors, _file_of_weights(location))
+        check_dtypes(unpacked(stored, (), place, is_fp8), place)
         return Weights(tensors, file_of)
     architecture = architecture_of(named_as_in(config, tensors))
     slices = slices_of(architecture, tp=1)
-    stored = {name: Stored(entry.dtype, entry.shape) for name, entry in tensors.items()}
     everything = [*slices, *constants_of(architecture)]
-    contents = contents_of(everything, architecture.carried, stored, _file_of_weights(location))
+    contents = contents_of(everything, architecture.carried, stored, place, is_fp8)
     if contents.tied is not None:
-        _check_tied(tensors, file_of, contents.tied, location)
+        _check_tied(tensors, file_of, *contents.tied, location)
     return Weights(tensors, file_of, tuple(slices))
 
 
@@ -220,17 +221,19 @@ def _check_index(file_of: dict[str, str], location: Location) -> None:
             raise InvalidInput(f"it lacks tensor {name}, which is in {file}", location.place(INDEX))
 
 
-def _check_tied(tensors: dict[str, Entry], file_of: dict[str, str], embedded: str, location: Location) -> None:
+def _check_tied(
+    tensors: dict[str, Entry], file_of: dict[str, str], made: str, embedded: str, location: Location
+) -> None:
     """Compare an output layer that is there with the embedding. transformers uses it where it differs."""
-    output, embedding = tensors[_OUTPUT], tensors[embedded]
+    output, embedding = tensors[made], tensors[embedded]
     is_same = (output.dtype, output.shape) == (embedding.dtype, embedding.shape) and all(
         mine == theirs
         for mine, theirs in zip(
-            *(tensor_bytes(location, file_of[name], tensors[name]) for name in (_OUTPUT, embedded)), strict=True
+            *(tensor_bytes(location, file_of[name], tensors[name]) for name in (made, embedded)), strict=True
         )
     )
     if not is_same:
-        rule = f"but {_OUTPUT} of {file_of[_OUTPUT]} differs from {embedded}: set it to false, or remove that tensor"
+        rule = f"but {made} of {file_of[made]} differs from {embedded}: set it to false, or remove that tensor"
         raise InvalidInput(f"tie_word_embeddings is true, {rule}", location.place("config.json"))
 
 
@@ -248,7 +251,7 @@ def read_tensors(location: Location, name: str) -> dict[str, Entry]:
     return read_tensor_entries(read, location.files[name].size, location.place(name))
 
 
-def check_dtypes(tensors: dict[str, Entry], place: str) -> None:
+def check_dtypes(tensors: Mapping[str, Entry | Stored], place: str) -> None:
     """Raises InvalidInput for weights that are no floats of a kind that we train."""
     for name, tensor in tensors.items():
         if name.endswith((".weight", ".bias")) and tensor.dtype not in FLOATS:

@@ -6,8 +6,10 @@ others keep their type. (That reader needs torch, which control hosts have not.)
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +19,10 @@ import numpy as np
 from activities.confined.fork_server import sign
 from activities.models.gguf_names import GGUF_FAMILIES, PAIRED, PRE_TOKENIZERS, hugging_face_name, rope_factors, swapped
 from shared.errors import InvalidInput
+from shared.families import architecture_of
+from shared.families.contents import Stored, contents_of
+from shared.families.model_slices import slices_of
+from shared.models.config import read_model_config
 from shared.models.dense import RopeConfig
 from shared.models.merging import FLOATS, header_of
 
@@ -40,12 +46,11 @@ _UNUSED_OF_ROPE = {"default": {"low_freq_factor", "high_freq_factor", "truncate"
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 
-def convert_gguf(path: str, place: str, target: str) -> None:
-    """Write a model's files into the folder `target`.
+def convert_gguf(path: str, place: str, target: str | None) -> int:
+    """Write a model's files into the folder `target`; None: only look. Returns about how many bytes they have.
 
     Raises InvalidInput: names the file, and the key or tensor that is missing, cut, or cannot be used.
     """
-    folder = Path(target)
     with _as_damaged(place):
         reader = _open(path, place)
         fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -54,9 +59,11 @@ def convert_gguf(path: str, place: str, target: str) -> None:
             rule = f"general.architecture {family!r:.40} is not read: {', '.join(GGUF_FAMILIES)} are"
             raise InvalidInput(rule, place)
         config = _config(family, _Fields(fields, place), {tensor.name: tensor for tensor in reader.tensors})
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _write_tokenizer(_Fields(fields, place), folder)
-        _write_weights(reader, config, place, folder / "model.safetensors")
+        folder = None if target is None else Path(target)
+        if folder is not None:
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            _write_tokenizer(_Fields(fields, place), folder)
+        return reader.data_offset + _write_weights(reader, config, place, folder and folder / "model.safetensors")
 
 
 @contextmanager
@@ -88,6 +95,7 @@ def _open(path: str, place: str) -> "GGUFReader":
             return super()._get(offset, dtype, count, override_order)
 
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+            spans = []
             for field in fields:
                 _, name, _, dims, kind, offset = field.parts
                 self.key = f"tensor {bytes(name).decode()}"
@@ -95,6 +103,12 @@ def _open(path: str, place: str) -> "GGUFReader":
                 end = int(start_offs) + int(offset[0]) + prod(map(int, dims)) // items * item_bytes
                 if end > len(self.data):
                     raise InvalidInput(f"cut: {self.key} reaches to byte {end:,} of {len(self.data):,}", place)
+                if 0 in dims:
+                    raise InvalidInput(f"{self.key} has a dimension of 0", place)
+                spans.append((int(start_offs) + int(offset[0]), end, self.key))
+            for (_, end, one), (start, _, other) in pairwise(sorted(spans)):
+                if start < end:  # what a few bytes are read for again and again has no bound
+                    raise InvalidInput(f"{one} and {other} share bytes", place)
             super()._build_tensors(start_offs, fields)
 
     return Bounded(path)
@@ -113,6 +127,10 @@ class _Fields:
             problem = "is missing" if found is None else f"has a value of the type {type(found).__name__}"
             raise InvalidInput(f"the key {key} {problem}", self._place)
         return found
+
+    def behind(self, prefix: str) -> list[str]:
+        """Return what keys that begin so have behind it."""
+        return [key.removeprefix(prefix) for key in self._fields if key.startswith(prefix)]
 
     def refuse(self, problem: str) -> NoReturn:
         raise InvalidInput(problem, self._place)
@@ -180,7 +198,13 @@ def _write_tokenizer(fields: _Fields, folder: Path) -> None:
     }
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     if template := fields.get("tokenizer.chat_template", str, ""):
-        settings["chat_template"] = template
+        (folder / "chat_template.jinja").write_text(template)
+    for name in fields.behind("tokenizer.chat_template."):
+        if not re.fullmatch(r"\w{1,64}", name, re.ASCII):
+            fields.refuse(f"the key tokenizer.chat_template.{name:.80}: a template's name is of letters, digits and _")
+        (folder / "additional_chat_templates").mkdir(exist_ok=True)
+        template = fields.get(f"tokenizer.chat_template.{name}", str)
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(template)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -192,20 +216,27 @@ def _begun_by(token: str, number: int) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": [first, rest], "pair": pair, "special_tokens": known}
 
 
-def _write_weights(reader: "GGUFReader", config: dict[str, Any], place: str, path: Path) -> None:
-    """Write the tensors in the order of the file, a few megabytes at a time."""
+def _write_weights(reader: "GGUFReader", config: dict[str, Any], place: str, path: Path | None) -> int:
+    """Write the tensors in the order of the file, a few megabytes at a time. Returns how many bytes they have.
+
+    `path`: None: only check that all of them are as the file's keys say.
+    """
     entries, tensors = [], [tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"]
     for tensor in tensors:
         if (name := hugging_face_name(tensor.name)) is None:
             raise InvalidInput(f"tensor {tensor.name:.100} is none of the architecture {config['model_type']}", place)
         kind = tensor.tensor_type.name if tensor.tensor_type.name in FLOATS else "F32"
-        shape = [int(size) for size in reversed(tensor.shape)]
-        entries.append((name, kind, shape, int(tensor.n_elements) * FLOATS[kind]))
-    with path.open("wb") as file:
-        file.write(header_of(entries))
-        for tensor in tensors:
-            with _as_damaged(f"{place}: tensor {tensor.name}"):
-                file.writelines(_numbers(tensor, config))
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        entries.append((name, kind, shape, prod(shape) * FLOATS[kind]))
+    found = {name: Stored(kind, shape) for name, kind, shape, _ in entries}
+    contents_of(slices_of(architecture_of(read_model_config(config, place)), tp=1), (), found, place)
+    if path is not None:
+        with path.open("wb") as file:
+            file.write(header_of(entries))
+            for tensor in tensors:
+                with _as_damaged(f"{place}: tensor {tensor.name}"):
+                    file.writelines(_numbers(tensor, config))
+    return sum(num_bytes for *_, num_bytes in entries)
 
 
 def _numbers(tensor: "ReaderTensor", config: dict[str, Any]) -> Iterator[bytes]:

@@ -178,22 +178,26 @@ class Resolve:
                 if isinstance(location.store, LocalStore):
                     path = location.store.root / name
                 else:
+                    size, most = location.files[name].size, self._host.settings.download.max_bytes
+                    if size > most:
+                        rule = f"{size:,} bytes to transfer; the limit is {most:,}: download.max_bytes"
+                        raise InvalidInput(rule, place)
                     location.store.get_file(name, path)
                 folder = scratch / "model"
                 folder.mkdir()
-                self._host.confined(convert_gguf, str(path), place, str(folder), kind="dataset")
-                if _state(location.listed_again(), name) != _state(location, name):
-                    raise InvalidInput("the file changed while it was being read", place)
-                try:
-                    made = located(LocalStore(folder), manifest_of(folder))
-                    check_contents(made, check(made))
-                except InvalidInput as error:
-                    raise InvalidInput(error.message, place) from error
                 room = Room(store, tenant, self._host.settings.quotas)
-                num_bytes = manifest_of(folder).num_bytes
-                with room.reserving(num_bytes, place):
+                num_bytes = self._host.confined(convert_gguf, str(path), place, None, kind="dataset")
+                with room.reserving(num_bytes, place):  # before a byte of them is written
+                    self._host.confined(convert_gguf, str(path), place, str(folder), kind="dataset")
+                    if _state(location.listed_again(), name) != _state(location, name):
+                        raise InvalidInput("the file changed while it was being read", place)
+                    try:
+                        made = located(LocalStore(folder), manifest_of(folder))
+                        check_contents(made, check(made))
+                    except InvalidInput as error:
+                        raise InvalidInput(error.message, place) from error
                     artifact = self._host.keep(key, folder)
-                    room.ledger.bring(_MODELS, key.rpartition("/")[2], num_bytes)
+                    room.ledger.bring(_MODELS, key.rpartition("/")[2], manifest_of(folder).num_bytes)
         files, manifest = open_artifact(artifact, self._host.settings.s3)
         return located(files, manifest, artifact)
 

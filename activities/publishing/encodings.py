@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from activities.models.gguf_names import swapped
-from shared.models.merging import ITEM_BYTES, Entry, Floats, bytes_of, floats_of
+from shared.models.merging import FP8_BLOCK, ITEM_BYTES, Entry, Floats, bytes_of, floats_of
 
-FP8_BLOCK = 128
 MLX_GROUP = 64
 _FP8_LARGEST = np.float32(448)
 Parts = tuple[bytes, ...]

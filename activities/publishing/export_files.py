@@ -15,7 +15,7 @@ import numpy as np
 from activities.confined.fork_server import sign
 from activities.models.files import INDEX
 from activities.models.gguf_names import GGUF_FAMILIES
-from activities.publishing.encodings import FP8_BLOCK, MLX_GROUP, Encoding, Fp8, Mlx, Written
+from activities.publishing.encodings import MLX_GROUP, Encoding, Fp8, Mlx, Written
 from activities.publishing.gguf_writing import begin_gguf, ggml_of
 from longshore.fields import Frozen
 from shared.errors import CorruptArtifact, InvalidInput
@@ -23,7 +23,17 @@ from shared.models.config import read_model_config
 from shared.models.dense import DenseConfig
 from shared.models.end_tokens import GENERATION
 from shared.models.families import MixtureConfig
-from shared.models.merging import ITEM_BYTES, Entry, Floats, Merger, floats_of, header_of, parts_of, read_header
+from shared.models.merging import (
+    FP8_BLOCK,
+    ITEM_BYTES,
+    Entry,
+    Floats,
+    Merger,
+    floats_of,
+    header_of,
+    parts_of,
+    read_header,
+)
 from shared.models.peft import WEIGHTS, read_config
 from shared.runs.models import Export
 
@@ -89,6 +99,9 @@ def _plans(source: ExportSource) -> dict[str, Plan]:
         rule = f"{export.format} is written of {', '.join(families)}; merged of every family"
         problem = f"model_type {config.model_type!r} is not exported as {export.format}"
         raise InvalidInput(f"{problem}: {rule}", "config.json")
+    if families is not None and config.tensor_prefix != "model":
+        rule = f"{export.format} is written of a decoder alone; merged of this model, too"
+        raise InvalidInput(f"a decoder beside a tower of vision is not exported so: {rule}", "config.json")
     plans: dict[str, Plan] = {}
     for shard in source.weights:
         with (source.folder / shard).open("rb") as file:

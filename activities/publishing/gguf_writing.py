@@ -1,6 +1,7 @@
 """What a GGUF file calls each weight, how it holds it, and the file's head: by the `gguf` package's writer."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,8 @@ def _add_tokenizer(writer: "GGUFWriter", folder: Path, vocab_size: int) -> None:
     for added in raw.get("added_tokens", []):
         kind = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
         tokens[added["id"]], types[added["id"]] = added["content"], kind
+    if not model["merges"]:
+        raise InvalidInput("model: it has no merges, without which llama.cpp reads no vocabulary of bytes", place.name)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(name)
     writer.add_token_list(tokens)
@@ -125,7 +128,19 @@ def _add_tokenizer(writer: "GGUFWriter", folder: Path, vocab_size: int) -> None:
             add(tokens.index(content))
             if which == "bos":
                 writer.add_add_bos_token(begun == [tokens.index(content)])
-    template = folder / "chat_template.jinja"
-    text = template.read_text() if template.exists() else settings.get("chat_template")
-    if isinstance(text, str):
-        writer.add_chat_template(text)
+    writer.add_chat_template([{"name": name, "template": text} for name, text in _templates(folder, settings).items()])
+
+
+def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Return all chat templates by llama.cpp's names of them. Files hold before what tokenizer_config.json says."""
+    found = settings.get("chat_template") or []
+    told = [{"name": "default", "template": found}] if isinstance(found, str) else found
+    named = {one["name"]: one["template"] for one in told}
+    named |= {path.stem: path.read_text() for path in folder.glob("additional_chat_templates/*.jinja")}
+    if (folder / "chat_template.jinja").exists():
+        named["default"] = (folder / "chat_template.jinja").read_text()
+    made = {re.sub(r"\W", "_", name, flags=re.ASCII): text for name, text in named.items()}
+    if len(made) < len(named):
+        rule = "in a GGUF file names are of letters, digits and _, and two would be the same"
+        raise InvalidInput(f"chat templates {', '.join(map(repr, named))}: {rule}", "tokenizer_config.json")
+    return made

@@ -79,9 +79,8 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
 
     def _read_base(self) -> None:
         with self._ranks.agreement():
-            read_model(
-                self._folder, self._model.slices, self._model.shards, self._ranks, self._model.architecture.carried
-            )
+            model = self._model
+            read_model(self._folder, model.slices, model.shards, self._ranks, model.architecture.carried)
 
     def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> FsdpAdapter:
         more = [*head_slices(lora.head, self._model.architecture.hidden_size), *own]

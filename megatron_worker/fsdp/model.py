@@ -3,6 +3,7 @@
 Shape suffixes: T tokens of a bin, N targets, H hidden size, V vocabulary.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from shared.errors import InvalidInput
 from shared.families import architecture_of, is_generic, read_config
 from shared.families.tensor_slices import TensorSlice
 from shared.models.lora_modules import OUTPUT
-from shared.models.peft import EMBEDDING
+from shared.models.peft import EMBEDDING, module_of
 from shared.models.shape import check_layout, shape_of
 
 Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
@@ -74,8 +75,8 @@ class FsdpModel:
         self.architecture = architecture_of(config)
         self._ranks, self.dtype, self.device = ranks, dtype, ranks.device
         self.windows: frozenset[int | None] = frozenset()
-        headed = _Headed(_on_meta(folder, dtype))
-        self._styles = split_by_plan(headed.causal_lm, ranks)
+        headed = _Headed(_on_meta(folder, dtype, None if is_generic(self.architecture) else self.architecture.tied))
+        self._styles = {self._adapted(name): s for name, s in split_by_plan(headed.causal_lm, ranks).items()}
         splits = {name: split_dimension(p) for name, p in headed.named_parameters()}
         self._root = _shard(headed, ranks)
         self.layers: list[Any] = [m for m in headed.causal_lm.modules() if isinstance(m, FSDPModule)]
@@ -87,24 +88,34 @@ class FsdpModel:
         self.shards: dict[str, Tensor] = {}
         self.slices: list[TensorSlice] = []
         for full_name, p in self._root.named_parameters():
-            name, shape, local = full_name.removeprefix("causal_lm."), tuple(p.shape), p.detach().to_local()
+            name = self._in_files(full_name.removeprefix("causal_lm."))
+            shape, local = tuple(p.shape), p.detach().to_local()
             if ".experts." in name:
                 self.slices += stacked_slices(name, shape, ranks.size)
                 name, local = on_rank(name, ranks.rank), local.flatten(0, 1)
             else:
                 self.slices.append(slice_of(name, p, splits[full_name]))
             self.parameters[name], self.shards[name] = p, local
-        self._linears = _linears(headed.causal_lm)
+        self._linears = {self._adapted(name): linear for name, linear in _linears(headed.causal_lm).items()}
         self._adapter: FsdpAdapter | None = None
         self._experts = {name: module for name, module in headed.causal_lm.named_modules() if name.endswith(".experts")}
         for name, experts in self._experts.items():
             put_adapters_beside(name, experts, lambda: self._adapter)
         for name, linear in self._linears.items():
             linear.register_forward_hook(self._beside(name))
-        tables = {name: m for name, m in headed.causal_lm.named_modules() if name.endswith(f".{EMBEDDING}")}
+        tables = {self._adapted(n): m for n, m in headed.causal_lm.named_modules() if n.endswith(f".{EMBEDDING}")}
         self._tables = {name: module for name, module in tables.items() if isinstance(module, nn.Embedding)}
         for name, table in self._tables.items():
             table.register_forward_hook(self._beside_tokens(name))
+
+    def _in_files(self, name: str) -> str:
+        """Return what files call a tensor of the decoder, which is here without what it may stand among there."""
+        a = self.architecture
+        return a.output_name if name == f"{OUTPUT}.weight" else re.sub(r"^model\.", f"{a.tensor_prefix}.", name)
+
+    def _adapted(self, module: str) -> str:
+        """Return what PEFT calls a module of the decoder."""
+        return module_of(self._in_files(f"{module}.weight"))
 
     def _beside_tokens(self, name: str) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
         def add(table: nn.Module, inputs: tuple[Tensor], output_1TH: Tensor) -> Tensor:
@@ -207,9 +218,15 @@ class FsdpModel:
         return {window: plan_forest(parent_T, self.dtype, window=window) for window in self.windows}
 
 
-def _on_meta(folder: Path, dtype: torch.dtype) -> Any:
-    """Return the model's modules without any weight. Only transformers' code is run: none from the folder."""
+def _on_meta(folder: Path, dtype: torch.dtype, tied: bool | None) -> Any:
+    """Return the model's modules without any weight. Only transformers' code is run: none from the folder.
+
+    `tied`: of a family of ours, of which the decoder alone is made, whether its embeddings are; None: of another.
+    """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    if tied is not None:
+        config = config.get_text_config(decoder=True)
+        config.tie_word_embeddings = tied
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation="eager", trust_remote_code=False

@@ -122,8 +122,12 @@ class PackedSelfAttention(SelfAttention):
         mixed_T1X, _bias = self.linear_qkv(hidden_states)
         groups, size = self.num_query_groups_per_partition, a.head_dim
         num_queries = a.heads_per_group * a.rows_per_head // size
-        mixed_TGXD = mixed_T1X.view(len(mixed_T1X), groups, num_queries + 2, size)
-        query, key, value_TGD = mixed_TGXD.split([num_queries, 1, 1], dim=2)
+        if a.is_fused:
+            mixed_TXD = mixed_T1X.view(len(mixed_T1X), -1, 1, size)
+            query, key, value_TGD = mixed_TXD.split([groups * num_queries, groups, groups], dim=1)
+        else:
+            mixed_TGXD = mixed_T1X.view(len(mixed_T1X), groups, num_queries + 2, size)
+            query, key, value_TGD = mixed_TGXD.split([num_queries, 1, 1], dim=2)
         gate_THD = None
         if a.is_gated:
             query, gate = query.unflatten(2, (-1, 2)).unbind(3)

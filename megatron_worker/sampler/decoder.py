@@ -137,7 +137,7 @@ class Decoder:
         weights = _read(folder, self.architecture, dtype, device)
         a = self.architecture
         self._embedding_VH = weights[f"{a.tensor_prefix}.embed_tokens.weight"]
-        output_VH = self._embedding_VH if a.tied else weights["lm_head.weight"]
+        output_VH = self._embedding_VH if a.tied else weights[a.output_name]
         self._output = FusedLinear("lm_head", (output_slice(a, 1),), output_VH, None)
         self._final_norm = Norm(weights[f"{a.tensor_prefix}.norm.weight"], a.norm_eps)
         self._slices = slices_of(a, 1)

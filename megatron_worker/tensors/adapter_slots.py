@@ -37,7 +37,7 @@ from shared.families import read_architecture
 from shared.families.architecture import Architecture
 from shared.families.tensor_slices import TensorSlice, modules_of
 from shared.models import peft as peft_format
-from shared.models.lora_modules import OUTPUT_WEIGHT, beside
+from shared.models.lora_modules import OUTPUT, beside
 
 
 class SlotAdapter(Protocol):
@@ -205,7 +205,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         if head is not None:
             head.initialise(seed)
             own = [replace(s, name=s.name.removeprefix(peft_format.PREFIX)) for s in head.slices]
-            others = [s for s in self._base.slices if s.name != OUTPUT_WEIGHT]
+            others = [s for s in self._base.slices if peft_format.module_of(s.name) != OUTPUT]
             parts = [(parts[0][0], others), (self._new_optimizer(head), own)]
             self.activate(None)
         self._train(None, parts)

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from longshore.fields import Sha256
 from megatron_worker.families.tensor_slices import join_parts
-from megatron_worker.tensors.mxfp4 import Mxfp4Slice
+from megatron_worker.tensors.published_codes import Fp8Slice, Mxfp4Slice
 from shared.errors import InvalidInput
 from shared.families.contents import BLOCK_BYTES, BLOCKS, SCALES, Stored, contents_of, stacked
 from shared.families.tensor_slices import TensorSlice
-from shared.models.lora_modules import OUTPUT_WEIGHT
-from shared.models.merging import Part, header_of, parts_of
+from shared.models.merging import FP8_SCALES, Part, header_of, parts_of
 
 INDEX = "model.safetensors.index.json"
 _ROWS = 4096  # that are compared at a time
@@ -61,8 +60,8 @@ class _PartSlice:
 class TensorFiles:
     """The tensors of some safetensors files by name. Files are mapped lazily; its `with` block drops the maps.
 
-    What two tensors hold in MXFP4 is one, by the name without their suffixes. Once `assign` has matched them with an
-    architecture's, an expert's part of a stack is read by the expert's own name, too.
+    What two tensors hold in MXFP4, or in FP8, is one, by the name without their suffixes. Once `assign` has matched
+    them with an architecture's, an expert's part of a stack is read by the expert's own name, too.
     """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
@@ -71,7 +70,9 @@ class TensorFiles:
         self._packed = {
             name: (files[blocks], files[name + SCALES]) for blocks, name in ends.items() if name + SCALES in files
         }
+        self._scaled = {n: files[n + FP8_SCALES] for n in files if n + FP8_SCALES in files}
         packed = {name + suffix for name in self._packed for suffix in (BLOCKS, SCALES)}
+        packed |= {name + FP8_SCALES for name in self._scaled}
         plain = {name: path for name, path in files.items() if name not in packed}
         self._files = plain | {name: path for name, (path, _) in self._packed.items()}
         self._open: dict[Path, Any] = {}
@@ -83,7 +84,7 @@ class TensorFiles:
         self._parts = contents.parts
         self._files |= {name: self._files[part.stack] for name, part in self._parts.items()}
         if contents.tied is not None:
-            self.check_equal(OUTPUT_WEIGHT, contents.tied)
+            self.check_equal(*contents.tied)
 
     @property
     def names(self) -> set[str]:
@@ -134,14 +135,14 @@ class TensorFiles:
         return local
 
     def whole(self, name: str) -> Tensor:
-        """Read a tensor as it is."""
-        whole: Tensor = self._slice(name)[...]
+        """Read a tensor as it is in its file."""
+        whole: Tensor = self._slice_in(self._stored[name], name)[...]
         return whole
 
     def entries(self, prefixes: Sequence[str]) -> "list[WrittenTensor]":
-        """Return the tensors whose names begin with any of these, sorted by name."""
-        names = sorted(name for name in self.names if name.startswith(tuple(prefixes)))
-        return [WrittenTensor(name, _DTYPES[self._slice(name).get_dtype()], self.shape(name)) for name in names]
+        """Return the tensors whose names begin with any of these as they are in the files, sorted by name."""
+        found = sorted((name, one) for name, one in self._headers().items() if name.startswith(tuple(prefixes)))
+        return [WrittenTensor(name, _DTYPES[one.dtype], one.shape) for name, one in found]
 
     def number(self, name: str) -> int:
         """Read a tensor that is one whole number."""
@@ -157,7 +158,7 @@ class TensorFiles:
         raise InvalidInput(f"this ties {name!r} to {other!r}, and they differ", str(self._files[name]))
 
     def beside(self, others: "TensorFiles") -> "TensorFiles":
-        return TensorFiles({**self._files, **others._files})
+        return TensorFiles({**self._stored, **others._stored})
 
     def __enter__(self) -> Self:
         return self
@@ -178,7 +179,10 @@ class TensorFiles:
             return Mxfp4Slice(*parts)
         if (part := self._parts.get(name)) is not None:
             return _PartSlice(self._slice(part.stack), part)
-        return self._slice_in(self._files[name], name)
+        found = self._slice_in(self._files[name], name)
+        if name in self._scaled and found.get_dtype() == "F8_E4M3":  # `contents_of` has looked at the scales' shape
+            return Fp8Slice(found, self._slice_in(self._scaled[name], name + FP8_SCALES))
+        return found
 
     def _slice_in(self, path: Path, name: str) -> Any:
         if path not in self._open:

@@ -72,6 +72,10 @@ def architecture_of(config: DenseConfig) -> Architecture:
         case "gpt_oss":
             assert isinstance(config, GptOssConfig)
             return gpt_oss.architecture(_sized(config, _attention(config)), config)
+        case "phi3":
+            fused = _sized(config, dataclasses.replace(_attention(config), is_fused=True))
+            mlp = Mlp(config.intermediate_size, is_fused=True)
+            return _windowed(dataclasses.replace(fused, mlps=(mlp,) * fused.num_layers), config)
         case "smollm3":
             assert isinstance(config, SmolLM3Config)
             attention = _attention(config)

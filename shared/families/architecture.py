@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared.families.rope import Rope
-from shared.models.dense import DenseConfig, TensorNames
+from shared.models.dense import DenseConfig, TensorNames, output_name
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Attention:
         has_sinks: each head has a number that takes part in its softmax as one more score, of no value (gpt-oss).
         norms_all_heads: the norms of queries and of keys are over those of all heads together, not of each.
         scale: of the scores; None: 1 / sqrt(head_dim).
+        is_fused: one linear makes all queries, all keys and all values, in files as here.
     """
 
     num_heads: int
@@ -32,6 +33,7 @@ class Attention:
     window: int | None = None
     has_sinks: bool = False
     scale: float | None = None
+    is_fused: bool = False
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -147,11 +149,15 @@ Activation = Literal["silu", "relu2", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class Mlp:
-    """A gated MLP, the activation of one projection times another, and a third of that; or one without the gate."""
+    """A gated MLP, the activation of one projection times another, and a third of that; or one without the gate.
+
+    `is_fused`: files hold the first two as one.
+    """
 
     ffn_size: int
     activation: Activation = "silu"
     is_gated: bool = True
+    is_fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,6 +264,11 @@ class Architecture:
     @property
     def num_layers(self) -> int:
         return len(self.mixers)
+
+    @property
+    def output_name(self) -> str:
+        """What files call the output layer, if it is not tied."""
+        return output_name(self.tensor_prefix)
 
     @property
     def attention(self) -> Attention:

@@ -2,7 +2,7 @@
 
 The control plane asks this before a lease, a worker as it loads. It goes by names, shapes and types alone, which the
 headers of files have. Published folders may hold the experts of a layer as one stack of [experts, rows, columns], with
-gates above ups in it, where the table of slices has each expert's own tensors; and weights in MXFP4 as two tensors.
+gates above ups in it, where the table of slices has each expert's own tensors; and weights in MXFP4 or FP8 as two.
 """
 
 import re
@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from shared.errors import InvalidInput
 from shared.families.tensor_slices import TensorSlice
-from shared.models.lora_modules import OUTPUT_WEIGHT
-from shared.models.merging import FLOATS, Part, parts_of
+from shared.models.dense import output_name
+from shared.models.lora_modules import OUTPUT
+from shared.models.merging import FLOATS, FP8_SCALES, Part, fp8_scale_shape, parts_of
 
 BLOCKS, SCALES, BLOCK_BYTES = "_blocks", "_scales", 16
 """What the names of MXFP4's two tensors end with, and the bytes of a block."""
@@ -35,26 +36,31 @@ class Contents:
 
     Attributes:
         parts: by the names of those that are in a stack. Others are there by their names.
-        tied: the embedding that the output layer has to equal: the model ties them, and has a tensor for both.
+        tied: the output layer, and the embedding that it has to equal: the model ties them, and has a tensor for both.
     """
 
     parts: dict[str, Part]
-    tied: str | None
+    tied: tuple[str, str] | None
 
 
 def contents_of(
-    slices: Sequence[TensorSlice], carried: Sequence[str], found: Mapping[str, Stored], place: str
+    slices: Sequence[TensorSlice],
+    carried: Sequence[str],
+    found: Mapping[str, Stored],
+    place: str,
+    is_fp8: bool = True,
 ) -> Contents:
     """Match a folder's tensors with those of an architecture.
 
     Args:
         slices: all that is computed with (`slices_of` and `constants_of`), for any number of ranks.
         carried: what the names of tensors begin with that belong to the model, and are not computed with.
+        is_fp8: config.json says that weights may be in FP8.
 
     Raises:
         InvalidInput: a tensor is missing, unknown, of another shape, or of a type that is not computed with; names it.
     """
-    found = _unpacked(found, place)
+    found = unpacked(found, tuple(carried), place, is_fp8)
     parts, shapes = stacked(slices, found), {s.name: s.shape for s in slices if s.name in found}
     num_experts = 1 + max((s.expert for s in slices if s.expert is not None), default=-1)
     for s in slices:
@@ -73,14 +79,16 @@ def contents_of(
         for start in carried
         if _LAYER_BEHIND.fullmatch(start) and any(name.startswith(start) for name in found)
     ]
+    embedding = next((s.name for s in slices if s.name.endswith(_EMBEDDING)), "")
+    output = output_name(embedding.removesuffix(f".{_EMBEDDING}"))
     if missing := [name for name in needed if name not in found]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        rule = "; tie_word_embeddings is false in config.json" if missing == [OUTPUT_WEIGHT] else ""
+        rule = "; tie_word_embeddings is false in config.json" if missing == [output] else ""
         raise InvalidInput(f"the weights lack the tensor {missing[0]}{more}{rule}", place)
     known = {*shapes, *(name for name in found if name.endswith(_IGNORED) or name.startswith(tuple(carried)))}
-    embedding = next((s.name for s in slices if s.name.endswith(_EMBEDDING)), None)
-    tied = embedding if OUTPUT_WEIGHT in found.keys() - known else None
-    unknown = sorted(found.keys() - known - ({OUTPUT_WEIGHT} if tied else set()))
+    other = next((name for name in (output, f"{OUTPUT}.weight") if name in found.keys() - known), None)
+    tied = (other, embedding) if other and embedding else None
+    unknown = sorted(found.keys() - known - set(tied or ()))
     if unknown:
         raise InvalidInput(f"{len(unknown)} tensors are not of this family, the first is {unknown[0]!r}", place)
     return Contents(parts, tied)
@@ -100,10 +108,13 @@ def stacked(slices: Sequence[TensorSlice], found: Mapping[str, Stored]) -> dict[
     return parts
 
 
-def _unpacked(found: Mapping[str, Stored], place: str) -> Mapping[str, Stored]:
-    """Return tensors as they are read: what two hold in MXFP4 is one, [experts, inputs, outputs], in bfloat16."""
+def unpacked(found: Mapping[str, Stored], carried: tuple[str, ...], place: str, is_fp8: bool) -> Mapping[str, Stored]:
+    """Return tensors as they are read: what two hold is one in bfloat16, in MXFP4 of [experts, inputs, outputs].
+
+    Those that are carried along stay as they are.
+    """
     read = dict(found)
-    for name in [name for name in found if name.endswith(BLOCKS)]:
+    for name in [name for name in found if name.endswith(BLOCKS) and not name.startswith(carried)]:
         stem = name.removesuffix(BLOCKS)
         blocks, scales = read.pop(name), read.pop(stem + SCALES, None)
         if scales is None or len(blocks.shape) != 4 or blocks.shape != (*scales.shape, BLOCK_BYTES):
@@ -111,4 +122,12 @@ def _unpacked(found: Mapping[str, Stored], place: str) -> Mapping[str, Stored]:
             raise InvalidInput(rule, place)
         experts, outputs, num_blocks, num_bytes = blocks.shape
         read[stem] = Stored("BF16", (experts, num_blocks * num_bytes * 2, outputs))
+    for name, codes in found.items() if is_fp8 else ():
+        if codes.dtype == "F8_E4M3" and len(codes.shape) > 1 and not name.startswith(carried):
+            shape, scales = tuple(fp8_scale_shape(codes.shape)), read.pop(name + FP8_SCALES, None)
+            if scales is None or scales.shape != shape or scales.dtype not in FLOATS:
+                problem = "it is missing" if scales is None else f"it is {scales.dtype} of {scales.shape}"
+                rule = f"its scales, {name + FP8_SCALES}, have to be floats of {shape}"
+                raise InvalidInput(f"tensor {name} is FP8, and {rule}: {problem}", place)
+            read[name] = Stored("BF16", codes.shape)
     return read

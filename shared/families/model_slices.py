@@ -33,7 +33,7 @@ def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
 def output_slice(a: Architecture, tp: int) -> TensorSlice:
     """Return the output layer, which a model whose embeddings are tied has no tensor of its own for."""
     rows = -(-a.vocab_size // tp)
-    return TensorSlice("lm_head.weight", "output_layer.weight", (a.vocab_size, a.hidden_size), 0, 0, rows)
+    return TensorSlice(a.output_name, "output_layer.weight", (a.vocab_size, a.hidden_size), 0, 0, rows)
 
 
 def constants_of(a: Architecture) -> list[TensorSlice]:
@@ -95,7 +95,14 @@ def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, our
 
 
 def _qkv(a: Attention, tp: int, theirs: str, ours: str, suffix: str, rest: tuple[int, ...]) -> list[TensorSlice]:
-    """Return query, key and value, which megatron interleaves by key/value head: its queries, its key, its value."""
+    """Return query, key and value, which megatron interleaves by key/value head: its queries, its key, its value.
+
+    Where files hold them as one, they lie behind each other here, too.
+    """
+    if a.is_fused:
+        sizes = a.num_heads * a.head_dim, *[a.num_kv_heads * a.head_dim] * 2
+        name, rows = f"{theirs}.qkv_proj.{suffix}", sum(sizes)
+        return [TensorSlice(name, f"{ours}.{suffix}", (rows, *rest), 0, 0, rows // tp, sections=sizes)]
     slices, start = [], 0
     for name in a.projections:
         per_group = a.heads_per_group * a.rows_per_head if name == "q_proj" else a.head_dim
@@ -136,12 +143,15 @@ def _mlp(
 ) -> list[TensorSlice]:
     up, down, share = (mlp.ffn_size, hidden_size), (hidden_size, mlp.ffn_size), mlp.ffn_size // num_ranks
     fc1, fc2 = f"{ours}.linear_fc1.weight", f"{ours}.linear_fc2.weight"
+    down_slice = TensorSlice(f"{theirs}.down_proj.weight", fc2, down, 1, 0, hidden_size, expert=expert)
+    if isinstance(mlp, Mlp) and mlp.is_fused:
+        both = f"{theirs}.gate_up_proj.weight", fc1, (2 * mlp.ffn_size, hidden_size)
+        return [TensorSlice(*both, 0, 0, 2 * share, sections=(mlp.ffn_size, mlp.ffn_size)), down_slice]
     slices = []
     for place, name in enumerate(("gate_proj", "up_proj") if mlp.is_gated else ("up_proj",)):
         rows = place * share, (place + 1) * share
         slices.append(TensorSlice(f"{theirs}.{name}.weight", fc1, up, 0, *rows, expert=expert))
-    slices.append(TensorSlice(f"{theirs}.down_proj.weight", fc2, down, 1, 0, hidden_size, expert=expert))
-    return slices
+    return [*slices, down_slice]
 
 
 def _vector(name: str, parameter: str, size: int) -> TensorSlice:

@@ -23,6 +23,7 @@ from shared.models.families import (
     MixtureConfig,
     NemotronHConfig,
     Olmo3Config,
+    Phi3Config,
     SmolLM3Config,
 )
 from shared.models.generic import GenericConfig, generic_settings
@@ -32,6 +33,7 @@ ConfigT = TypeVar("ConfigT", bound=DenseConfig)
 Family = Literal[
     "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4", "deepseek_v3", "glm4_moe_lite",
     "nemotron_h", "qwen2", "llama", "mistral", "ministral", "smollm3", "granite", "olmo3",
+    "phi3",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """The `model_type` of each supported model family; shared/families holds their architectures."""
@@ -45,18 +47,21 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     **{family: {"sliding_window": 4096} for family in ("mistral", "ministral", "qwen2", "qwen3_moe")},
     "olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+    "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     "deepseek_v3": {"first_k_dense_replace": 3},
     "glm4_moe_lite": {"rms_norm_eps": 1e-5},
     "nemotron_h": {"intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128},
 }
-_ALIKE = ("mistral", "qwen3_moe")  # a window is of all layers
+_ALIKE = ("mistral", "qwen3_moe", "phi3")  # a window is of all layers
 _TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 # Of models whose decoder's settings are in `text_config`: what the decoder's tensors begin with, and what the others.
 _READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("model.language_model", ("mtp.", "model.visual."))),
     "gemma3": ("language_model.model", ("vision_tower.", "multi_modal_projector.")),
     "gemma4": ("model.language_model", tuple(f"model.{part}." for part in _TOWERS)),
+    "mistral3": ("language_model.model", ("vision_tower.", "multi_modal_projector.")),
 }
+_WITHIN = {"mistral3": "mistral"}  # the family of the decoder, if it is not called as the whole is
 _TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
 _PREDICT_MORE = ("qwen3_5", "qwen3_5_moe", "nemotron_h")  # their files may hold layers of multi-token prediction
 
@@ -69,6 +74,7 @@ _KINDS: dict[str, type[DenseConfig]] = {
     "smollm3": SmolLM3Config,
     "granite": GraniteConfig,
     "olmo3": Olmo3Config,
+    "phi3": Phi3Config,
     "deepseek_v3": LatentConfig,
     "glm4_moe_lite": LatentConfig,
     "nemotron_h": NemotronHConfig,
@@ -105,7 +111,7 @@ def decoder_settings(values: dict[str, Any], place: str, any_family: bool = Fals
     of which kinds its layers are.
     """
     named = values.get("model_type")
-    family = _TEXT_ALONE.get(named, named) if isinstance(named, str) else named
+    family = (_TEXT_ALONE | _WITHIN).get(named, named) if isinstance(named, str) else named
     if any_family and isinstance(named, str) and family not in FAMILIES:
         return generic_settings(values, place)
     if isinstance(named, str) and named in _UNKNOWN:
@@ -117,16 +123,23 @@ def decoder_settings(values: dict[str, Any], place: str, any_family: bool = Fals
     ours = {"model_type": family, "tensor_prefix": "model", "carried": ("mtp.",) if family in _PREDICT_MORE else ()}
     if family == "nemotron_h":
         ours |= {"tensor_prefix": "backbone", **_named_blocks(values, place)}
-    if family not in _READ_IMAGES or named in _TEXT_ALONE:
+    if named not in _READ_IMAGES:
         return _of_family(family)[1] | values | ours
     text = values.get("text_config")
     if not isinstance(text, dict):
         raise InvalidInput("text_config: this field is required: it has the sizes of the decoder", place)
+    inner = text.get("model_type", family)
+    if inner not in (family, f"{named}_text"):
+        needed = f", which needs {_UNKNOWN[inner][0]}" if inner in _UNKNOWN else ""
+        rule = f"a model of the type {named} is read with a decoder of the family {family}"
+        raise InvalidInput(f"text_config: its model_type is {inner!r:.40}{needed}; {rule}", place)
     defaults = _of_family(family)[1]
     is_tied = values.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
+    if named in _WITHIN:  # transformers writes true of the whole, whose output layer is one of its own
+        is_tied = text.get("tie_word_embeddings", False)
     if text.get("tie_word_embeddings", is_tied) != is_tied:
         raise InvalidInput("tie_word_embeddings is not the same in text_config: which of them holds?", place)
-    prefix, others = _READ_IMAGES[family]
+    prefix, others = _READ_IMAGES[named]
     ours |= {"tensor_prefix": prefix, "carried": others}
     of_whole = {"tie_word_embeddings": is_tied, "quantization_config": values.get("quantization_config")}
     return defaults | text | of_whole | ours
@@ -193,7 +206,8 @@ def _not_computed(config: DenseConfig) -> str | None:
         return problem
     if isinstance(quantized := config.quantization_config, dict):
         method = quantized.get("quant_method", "a method that it does not name")
-        return f"quantization_config: weights that {method} has quantized are not read: take a checkpoint in bfloat16"
+        rule = "FP8 is in blocks of 128 by 128, of e4m3, with dynamic activations; or take a checkpoint in bfloat16"
+        return f"quantization_config: weights that {method} has quantized so are not read: {rule}"
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
     if isinstance(config, LayerRopesConfig):  # it has looked at each layer's

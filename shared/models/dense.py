@@ -7,7 +7,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 SLIDING = "sliding_attention"
 SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window holds with `use_sliding_window` alone
-WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", "olmo3", *SWITCHED)
+WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", "olmo3", "phi3", *SWITCHED)
 
 Size = Field(ge=1, strict=True)
 SCALINGS = ("default", "llama3", "linear", "yarn", "dynamic", "longrope")
@@ -46,6 +46,15 @@ class RopeConfig(BaseModel):
         return self.max_position_embeddings if self.rope_type == "dynamic" else None
 
 
+class Fp8(BaseModel):
+    """E4M3 with a scale for each block, as DeepSeek-V3 is published: the quantization that is read of every family."""
+
+    quant_method: Literal["fp8"]
+    weight_block_size: tuple[Literal[128], Literal[128]]
+    fmt: Literal["e4m3"] = "e4m3"
+    activation_scheme: Literal["dynamic"] = "dynamic"
+
+
 # transformers takes an empty object for none.
 _AnyRope = Annotated[RopeConfig | None, BeforeValidator(lambda value: value or None)]
 
@@ -75,6 +84,7 @@ class DenseConfig(BaseModel):
     names: ClassVar[TensorNames] = TensorNames()
     rope_types: ClassVar[tuple[str, ...]] = SCALINGS
     norms_all_heads: ClassVar[bool] = False  # norms of queries and of keys are over all heads together
+    is_fused: ClassVar[bool] = False  # files hold queries, keys and values in one tensor, and gate and up in another
 
     model_type: str
     tensor_prefix: str = "model"
@@ -100,7 +110,7 @@ class DenseConfig(BaseModel):
     rope_theta: float | None = None
     rope_scaling: _AnyRope = None
     rope_parameters: _AnyRope = None
-    quantization_config: dict[str, Any] | None = None
+    quantization_config: Fp8 | dict[str, Any] | None = Field(default=None, union_mode="left_to_right")
 
     @property
     def rope(self) -> RopeConfig:
@@ -173,6 +183,11 @@ class DenseConfig(BaseModel):
         most = self.max_position_embeddings
         original = self.original_max_position_embeddings or rope.original_max_position_embeddings or most
         return rope.model_copy(update={"max_position_embeddings": most, "original_max_position_embeddings": original})
+
+
+def output_name(tensor_prefix: str) -> str:
+    """Return what files call the output layer of a model whose tensors' names begin so."""
+    return "language_model.lm_head.weight" if tensor_prefix == "language_model.model" else "lm_head.weight"
 
 
 def rope_problem(rope: RopeConfig, known: tuple[str, ...], size: int) -> str | None:

@@ -42,6 +42,28 @@ class GraniteConfig(DenseConfig):
     logits_scaling: float = Field(default=1.0, gt=0)
 
 
+class PartRotatedConfig(DenseConfig):
+    """The config of a family that rotates the first part of each head."""
+
+    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
+
+    @property
+    def rotary_size(self) -> int:
+        return int(self.size_of_heads * (self.rope.partial_rotary_factor or self.partial_rotary_factor))
+
+    def own_problem(self) -> str | None:
+        if self.rotary_size < 2 or self.rotary_size % 2:
+            return f"partial_rotary_factor rotates {self.rotary_size} of {self.size_of_heads} dimensions: not by pairs"
+        return super().own_problem()
+
+
+class Phi3Config(PartRotatedConfig):
+    """The config of Phi-3 and Phi-4. Theirs is no other scaling than LongRoPE: transformers reads others as that."""
+
+    is_fused: ClassVar[bool] = True
+    rope_types: ClassVar[tuple[str, ...]] = ("default", "longrope")
+
+
 class LayerRopesConfig(DenseConfig):
     """The config of a family whose layers that attend within a window have rotary settings of their own.
 
@@ -130,7 +152,7 @@ class MixtureConfig(DenseConfig):
 
 
 class GptOssConfig(DenseConfig):
-    """The config of gpt-oss. `quantization_config`: of MXFP4, which is read (tensors/mxfp4.py); no other is."""
+    """The config of gpt-oss. `quantization_config`: of MXFP4 (tensors/published_codes.py), and of nothing else."""
 
     layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
     num_experts: int = Field(ge=1, validation_alias=AliasChoices("num_experts", "num_local_experts"))
@@ -162,7 +184,7 @@ class GptOssConfig(DenseConfig):
         return _choice_problem(self.num_experts_per_tok, self.num_experts)
 
 
-class HybridConfig(DenseConfig):
+class HybridConfig(PartRotatedConfig):
     """The config of Qwen3.5: layers of gated delta nets among layers of attention with an output gate."""
 
     layer_types: tuple[Literal["linear_attention", "full_attention"], ...] | None = None
@@ -181,10 +203,6 @@ class HybridConfig(DenseConfig):
             return tuple(kind == "linear_attention" for kind in self.layer_types)
         return tuple((layer + 1) % self.full_attention_interval > 0 for layer in range(self.num_hidden_layers))
 
-    @property
-    def rotary_size(self) -> int:
-        return int(self.size_of_heads * (self.rope.partial_rotary_factor or self.partial_rotary_factor))
-
     def own_problem(self) -> str | None:
         num_layers, found = self.num_hidden_layers, len(self.is_recurrent)
         if found != num_layers:
@@ -192,8 +210,6 @@ class HybridConfig(DenseConfig):
         if self.linear_num_value_heads % self.linear_num_key_heads:
             heads = f"{self.linear_num_key_heads} key heads do not divide {self.linear_num_value_heads} value heads"
             return f"linear attention: {heads}"
-        if self.rotary_size < 2 or self.rotary_size % 2:
-            return f"partial_rotary_factor rotates {self.rotary_size} of {self.size_of_heads} dimensions: not by pairs"
         return super().own_problem()
 
 

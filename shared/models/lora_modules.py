@@ -11,7 +11,6 @@ from shared.models.peft import EMBEDDING, EXPERTS, MLPS, SHARED, UNREAD
 
 OUTPUT = "lm_head"
 """The module of the output layer, which is no layer's: PEFT takes it whatever `layers_to_transform` says."""
-OUTPUT_WEIGHT = f"{OUTPUT}.weight"
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def layout_bytes(tensors: Shapes, item_bytes: int, shape: ModelShape, lora: Lora
 def _largest_stage(tensors: Shapes, shape: ModelShape, layout: Layout) -> int:
     """Count the parameters of the rank of a pipeline that has the most."""
     stages = [0] * layout.pp
-    is_tied = "lm_head.weight" not in tensors
+    is_tied = not any(name.endswith("lm_head.weight") for name in tensors)
     for name, dims in tensors.items():
         size = -(-math.prod(dims) // _ways(name, dims, layout))
         if match := _LAYER.search(name):

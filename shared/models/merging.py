@@ -31,6 +31,8 @@ ITEM_BYTES = FLOATS | {
     **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2},
     **{"I32": 4, "U32": 4, "I64": 8, "U64": 8, "F64": 8},
 }
+FP8_BLOCK, FP8_SCALES = 128, "_scale_inv"
+"""Rows and columns of a block of FP8 weights, and what ends the names of their scales."""
 Floats = NDArray[np.float32]
 _DIMENSIONS = {"A": 2, "B": 2, "embedding_A": 2, "embedding_B": 2, "magnitude_vector": 1}
 _TURNED = {"embedding_A": "B", "embedding_B": "A"}
@@ -206,6 +208,11 @@ def parse_header(text: bytes, place: str) -> list[Entry]:
         if entry.start != begin or min(entry.shape, default=0) < 0 or entry.stop - begin != num_bytes:
             raise InvalidInput(f"{_DAMAGED}: tensor {entry.name} of {entry.dtype} does not fit its place", place)
     return entries
+
+
+def fp8_scale_shape(shape: Sequence[int]) -> list[int]:
+    """Return the shape of the scales of FP8 weights, [..., outputs, inputs]: a scale of each block."""
+    return [*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:])]
 
 
 def header_of(tensors: Iterable[tuple[str, str, Sequence[int], int]], written_by: str = "pt", **metadata: str) -> bytes:

@@ -60,7 +60,10 @@ _WITHOUT_EFFECT = frozenset(
 
 
 # transformers renames the modules of some models as it reads them: what names begin with in files, and in memory.
-_RENAMED = (("backbone.", "model."), ("language_model.model.", "model.language_model."))
+_RENAMED = (
+    *(("backbone.", "model."), ("language_model.model.", "model.language_model.")),
+    ("language_model.lm_head", "lm_head"),
+)
 
 
 def module_of(tensor: str) -> str:

@@ -150,8 +150,11 @@ def _linears(config: DenseConfig) -> tuple[LinearShape, ...]:
         for of, (num, width, ffn_size) in _mlps_of(config, layer).items():
             if isinstance(config, NemotronHConfig) and of == "experts":
                 continue
-            layers["up_proj", of, (width, ffn_size), num].append(layer)
-            if not isinstance(config, NemotronHConfig):
+            if config.is_fused:
+                layers["gate_up_proj", of, (width, 2 * ffn_size), num].append(layer)
+            else:
+                layers["up_proj", of, (width, ffn_size), num].append(layer)
+            if not config.is_fused and not isinstance(config, NemotronHConfig):
                 layers["gate_proj", of, (width, ffn_size), num].append(layer)
             layers["down_proj", of, (ffn_size, width), num].append(layer)
     return tuple(
@@ -180,6 +183,8 @@ def _of_mixer(config: DenseConfig, layer: int) -> dict[Linear, Sizes]:
             return {"fc1_latent_proj": (hidden_size, latent), "fc2_latent_proj": (latent, hidden_size)}
         case NemotronHConfig() if config.blocks[layer] != "attention":
             return {}
+    if config.is_fused:
+        return {"qkv_proj": (hidden_size, heads + 2 * kv_heads), "o_proj": (heads, hidden_size)}
     sizes: dict[Linear, Sizes] = {"q_proj": (hidden_size, heads * (2 if isinstance(config, HybridConfig) else 1))}
     sizes |= {"k_proj": (hidden_size, kv_heads), "v_proj": (hidden_size, kv_heads), "o_proj": (heads, hidden_size)}
     missing = config.missing_in(layer) if isinstance(config, GemmaConfig) else ()

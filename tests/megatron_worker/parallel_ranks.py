@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from longshore.layout import Layout
 from longshore.losses import CrossEntropy
-from longshore.training import LINEARS, Adam, Dtype, Full, Lora
+from longshore.training import LINEARS, Adam, Dtype, Full, Linear, Lora
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.families.tensor_slices import join_parts, local_of, parts_of
 from megatron_worker.losses import loss_function
@@ -36,10 +36,15 @@ from tests.megatron_worker.trees import LOSS as TREE_LOSS
 from tests.megatron_worker.trees import as_tree, random_sequences
 from tests.megatron_worker.trials import given_trials
 
+FUSED: tuple[Linear, ...] = ("qkv_proj", "gate_up_proj")
 LORA = Lora(
-    rank=3, alpha=6, targets=(*LINEARS, "lm_head"), rank_pattern={"q(_b)?_proj": 5}, alpha_pattern={"(kv_b|v)_proj": 2}
+    rank=3,
+    alpha=6,
+    targets=(*LINEARS, "lm_head"),
+    rank_pattern={"q(_b|kv)?_proj": 5},
+    alpha_pattern={"(kv_b|v|qkv)_proj": 2},
 )
-DROPPING = Lora(rank=3, dropout=0.3, targets=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"))
+DROPPING = Lora(rank=3, dropout=0.3, targets=(*FUSED, "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"))
 # Where a gradient is as small as float32 rounds, Adam's first step has the size of the rate and the rounding's sign.
 # An epsilon above the rounding keeps a comparison of weights one of layouts.
 ADAM = Adam(weight_decay=0.01, clip_norm=1.0, eps=1e-5)

@@ -327,5 +327,5 @@ def _quantized(tensors: dict[str, Tensor], how: Mapping[str, Any] | None) -> dic
             each = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: tensor.shape[0], : tensor.shape[1]]
             found[name] = (tensor.float() / each).to(torch.float8_e4m3fn)
             found[f"{name}_scale_inv"] = scale
-            tensors[name] = (found[name].float() * each).bfloat16()
+            tensors[name] = found[name].float() * each
     return found

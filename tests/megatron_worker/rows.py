@@ -81,6 +81,11 @@ _TOWERS: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
         family: (name, _SMALL | {"depth": 1, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": 64}, {})
         for family, name in (("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe"))
     },
+    "mistral": (
+        "Mistral3",
+        _SMALL | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32},
+        {"tie_word_embeddings": False},
+    ),
     "gemma3": (
         "Gemma3",
         _SMALL | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8},
@@ -115,7 +120,11 @@ def model_with_tower(folder: Path, family: Family) -> tuple[Path, Path]:
     model.lm_head.load_state_dict(decoder.lm_head.state_dict())
     whole = shutil.copytree(alone, folder / "whole")
     model.save_pretrained(whole)
-    if not is_tied:
+    if family == "mistral":  # published files say of no part whether it is tied
+        config = json.loads((whole / "config.json").read_text())
+        del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
+        (whole / "config.json").write_text(json.dumps(config))
+    if family.startswith("qwen"):
         tensors = load_file(whole / "model.safetensors")
         save_file(tensors | {"mtp.norm.weight": torch.ones(64)}, whole / "model.safetensors", {"format": "pt"})
     return alone, whole

@@ -190,7 +190,7 @@ def test_layers_of_multi_token_prediction_are_carried(model, changed, tmp_path):
         ({"kv_lora_rank": None}, "kv_lora_rank"),
         ({"kv_lora_rank": 21}, "config.json says"),
         ({"num_hidden_layers": 3, "num_nextn_predict_layers": 0}, "not of this family|4 layers of 3"),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "weights that fp8 has"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, "weights that fp8 has"),
     ],
 )
 def test_settings_that_are_not_computed_are_refused(changed, values, words):

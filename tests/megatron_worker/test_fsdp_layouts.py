@@ -12,7 +12,7 @@ from tests.megatron_worker import fsdp_layout_ranks, fsdp_ranks
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import checkpoint_bytes, furthest, start
 from tests.megatron_worker.launch import fork_ranks
-from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
+from tests.megatron_worker.rows import bin_of, distinct_model, model_with_tower, random_rows
 from tests.megatron_worker.scores import logprobs
 from tests.megatron_worker.test_fsdp_ranks import notes, tensors
 from tests.megatron_worker.trees import as_tree, random_sequences
@@ -25,12 +25,15 @@ LAYOUTS = {
     "qwen3": [Layout(tp=2, dp=2)],  # norms of heads
     "qwen2": [Layout(tp=2)],  # biases
     "phi3": [Layout(tp=2)],  # fused linears, whose outputs are gathered
+    "mistral3": [Layout(tp=2)],  # a decoder within a model that reads images
     "qwen3_moe": [Layout(dp=3)],  # four experts: ranks have two, two and none
 }
 RUNS = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
 
 
 def made(folder: Path, family: str) -> Path:
+    if family == "mistral3":
+        return model_with_tower(folder, "mistral")[1]
     return unknown_model(folder, family) if family in COMPUTED else distinct_model(folder, family, tied=False)
 
 

@@ -49,6 +49,7 @@ GEMMA3 = {2: [Layout(pp=2), Layout(cp=2)]}
 GEMMA4 = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(cp=2)], 4: [Layout(tp=2, dp=2)]}
 GEMMA4_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True), Layout(tp=2, sp=True, ep=2)]}
 GRANITE = {2: [Layout(tp=2), Layout(pp=2)]}
+FUSED = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)], 4: [Layout(tp=2, dp=2)]}
 OLMO = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)], 4: [Layout(tp=2, dp=2)]}
 MODELS: dict[str, dict] = {
     "dense": {"num_layers": 3},
@@ -64,6 +65,7 @@ MODELS: dict[str, dict] = {
     "gemma4-experts": {"family": "gemma4", "config": EXPERTS_BESIDE},
     "granite": {"family": "granite"},
     "olmo": {"family": "olmo3", "tied": False},
+    "fused": {"family": "phi3", "tied": False},
 }
 # By model and layout: what is broken there, and in what it must show.
 ALL_FAULTS = {
@@ -94,6 +96,7 @@ ALL_TRIALS = [
             GEMMA4_EXPERTS,
             GRANITE,
             OLMO,
+            FUSED,
         ),
         strict=True,
     )

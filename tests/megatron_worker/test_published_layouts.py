@@ -30,9 +30,6 @@ from tests.megatron_worker.scores import logprobs
 
 REFUSED = {
     "GLM-4.5-Air": "model_type 'glm4_moe' is not a known family",
-    "DeepSeek-V3": "quantization_config: weights that fp8 has quantized are not read",
-    "Mistral-Small-3.2-24B": "model_type 'mistral3' is not a known family",
-    "phi-4": "model_type 'phi3' is not a known family",
 }
 ROWS = bin_of(random_rows([30, 20]))
 LORA = Lora(rank=4, alpha=8)
@@ -48,7 +45,8 @@ def test_a_published_model_is_what_transformers_computes_or_is_refused(tmp_path:
         assert found["refused"].startswith(REFUSED[name])
     else:
         assert "refused" not in found, found
-        assert max(found.values()) <= 1e-5
+        assert [column for column, figure in found.items() if figure is None] == ["merged"] * (name == "DeepSeek-V3")
+        assert max(figure for figure in found.values() if figure is not None) <= 1e-5
 
 
 def test_all_published_models_are_compared() -> None:

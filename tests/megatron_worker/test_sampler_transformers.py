@@ -165,7 +165,7 @@ def tensors_of(layer):
     return [value for value in held if isinstance(value, torch.Tensor)]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "mistral"])
 def test_of_a_model_with_a_tower_the_text_model_is_taken(tmp_path, family):
     alone, whole = model_with_tower(tmp_path, family)
     ids, prefix = tuple(ids_of(50)), read_architecture(whole).tensor_prefix

@@ -99,6 +99,7 @@ def _places(
     for s in slices:
         # Towers beside the text model change the names of its tensors, and are not here.
         name = re.sub(rf"^{re.escape(a.tensor_prefix)}\.", f"{model.base_model_prefix}.", s.name)
+        name = f"{_OUTPUT}.weight" if s.name == a.output_name else name
         key, pattern = rename_source_key(name, renamings, list(converters.values()), model.base_model_prefix, tensors)
         if key not in tensors:
             _refuse(a, s.name, f"there is no {key}")

@@ -85,7 +85,7 @@ def fuse_attention(
     module: str, a: Attention, norm_eps: float, weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]
 ) -> SamplerAttention:
     """Fuse the linears of the attention with this Hugging Face name. What is no linear stays in `weights`."""
-    qkv = [f"{module}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    qkv = [f"{module}.{name}" for name in (("qkv_proj",) if a.is_fused else a.projections)]
     return SamplerAttention(
         attention=a,
         qkv=fuse(f"{module}.qkv", qkv, weights, slices),
@@ -96,8 +96,11 @@ def fuse_attention(
 
 
 def _rotated(x_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    first, second = x_TXD.chunk(2, dim=-1)
-    return x_TXD * cos_T1D + torch.cat([-second, first], dim=-1) * sin_T1D
+    """Rotate the dimensions that the tables have."""
+    turned, rest = x_TXD.split([size := cos_T1D.shape[-1], x_TXD.shape[-1] - size], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos_T1D + torch.cat([-second, first], dim=-1) * sin_T1D
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 def masks_of(position_B: Tensor, num_blocks: int) -> list[Tensor]:

@@ -110,5 +110,7 @@ class Mlp:
 
 def fuse_mlp(module: str, weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]) -> Mlp:
     """Fuse the linears of the MLP with this Hugging Face name, as `fuse` does."""
-    gate_up = fuse(f"{module}.gate_up", (f"{module}.gate_proj", f"{module}.up_proj"), weights, slices)
+    is_fused = f"{module}.gate_up_proj.weight" in slices
+    names = [f"{module}.{name}" for name in (("gate_up_proj",) if is_fused else ("gate_proj", "up_proj"))]
+    gate_up = fuse(f"{module}.gate_up", names, weights, slices)
     return Mlp(gate_up, fuse(f"{module}.down", (f"{module}.down_proj",), weights, slices))

@@ -25,7 +25,7 @@ from shared.runs.models import ModelRequest
 from tests.activities.models.resolving import edit
 from tests.megatron_worker.rows import distinct_model, model_with_tower
 
-WITH_TOWERS = ("qwen3_5", "gemma3", "gemma4")
+WITH_TOWERS = ("qwen3_5", "gemma3", "gemma4", "mistral")
 
 
 def modules_before_a_run(config, model) -> dict[str, bool]:

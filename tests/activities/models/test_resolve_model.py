@@ -11,9 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save, save_file
+from safetensors.torch import load_file as torch_file
+from safetensors.torch import save_file as save_torch_file
 
 from activities.models.files import read_tensor_entries
 from longshore.layout import Layout
@@ -296,7 +299,7 @@ def test_an_engine_that_cannot_hold_the_model_is_refused(config, model) -> None:
     edit(model / "config.json", model_type="gpt_oss")
     assert refusal(config, model, engine="fsdp") == (
         "engine: the engine fsdp trains qwen3, qwen3_moe, qwen2, llama, mistral, ministral, smollm3, granite, olmo3, "
-        "not gpt_oss: use megatron"
+        "phi3, not gpt_oss: use megatron"
     )
 
 
@@ -423,16 +426,48 @@ def test_layers_that_predict_more_tokens_may_stand_behind_the_others(config, tmp
     save_file(tensors | {"model.layers.2.eh_proj.weight": np.ones((64, 128), np.float32)}, model / "model.safetensors")
     assert resolve(config, model).shape == found.shape
     edit(model / "config.json", quantization_config={"quant_method": "fp8"})
-    assert "quantization_config: weights that fp8 has quantized are not read" in refusal(config, model)
+    edit(model / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]})
+    assert "quantization_config: weights that fp8 has quantized so are not read: FP8 is in" in refusal(config, model)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4"])
+def test_weights_in_fp8_have_their_scales_before_a_run_begins(config, tmp_path) -> None:
+    model = distinct_model(tmp_path, "deepseek_v3", tied=False, hidden_size=200)
+    shape, tensors = resolve(config, model).shape, torch_file(model / "model.safetensors")
+    names = [name for name in tensors if name.endswith("_proj.weight")]
+    for name in names:
+        blocks = [-(-size // 128) for size in tensors[name].shape]
+        tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(blocks)}
+    one = "model.layers.1.self_attn.o_proj.weight"
+
+    def written(**changes: torch.Tensor | None) -> None:
+        changed = tensors | {f"{one}{end}": tensor for end, tensor in changes.items()}
+        save_torch_file({n: t for n, t in changed.items() if t is not None}, model / "model.safetensors")
+
+    written()
+    assert "_proj.weight is F8_E4M3; weights must be one of" in refusal(config, model)
+    edit(model / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert resolve(config, model).shape == shape
+    for change, words in (
+        (
+            {"_scale_inv": None},
+            f"{one} is FP8, and its scales, {one}_scale_inv, have to be floats of (2, 1): it",
+        ),
+        ({"_scale_inv": torch.ones(1, 1)}, "have to be floats of (2, 1): it is F32 of (1, 1)"),
+        ({"_scale_inv": torch.ones(2, 1).to(torch.uint8)}, "have to be floats of (2, 1): it is U8"),
+        ({"": tensors[one].float()}, f"1 tensors are not of this family, the first is '{one}_scale_inv'"),
+        ({"": tensors[one].to(torch.float8_e5m2)}, f"tensor {one} is F8_E5M2; weights must be"),
+    ):
+        written(**change)
+        assert words in refusal(config, model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral"])
 def test_a_model_that_reads_images_is_its_decoder(config, tmp_path, family) -> None:
     alone, whole = model_with_tower(tmp_path, family)
     (whole / "generation_config.json").unlink()
     found, theirs = resolve(config, whole), resolve(config, alone)
     assert found.shape == theirs.shape == shape_of(read_config(whole))
-    assert (not found.shape.split_too) == family.startswith("gemma")
+    assert (not found.shape.split_too) == (not family.startswith("qwen"))
     assert read_end_ids(whole) == read_end_ids(alone) != ()
     edit(whole / "config.json", text_config=None)
     assert "text_config: this field is required" in refusal(config, whole)

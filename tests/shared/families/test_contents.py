@@ -63,7 +63,7 @@ def test_experts_are_found_apart_and_in_stacks_layer_by_layer() -> None:
         ({GATE_UP: Stored("BF16", (3, 13, 16))}, "lack the tensor model.layers.0.mlp.experts.0.gate_proj.weight"),
         ({GATE_UP: Stored("BF16", (3, 16, 12))}, f"tensor {GATE_UP} is (3, 16, 12), config.json says (3, 12, 16)"),
         ({DOWN: Stored("BF16", (3, 6, 16))}, f"tensor {DOWN} is (3, 6, 16), config.json says (3, 16, 6)"),
-        ({GATE_UP: Stored("F8_E4M3", (3, 12, 16))}, f"tensor {GATE_UP} is F8_E4M3; weights must be one of F32"),
+        ({GATE_UP: Stored("F8_E4M3", (3, 12, 16))}, f"{GATE_UP}_scale_inv, have to be floats of (3, 1, 1): it is"),
         ({DOWN: None}, "lack the tensor model.layers.0.mlp.experts.0.down_proj.weight and 2 more"),
         (
             {"model.layers.0.mlp.experts.1.up_proj.weight": Stored("BF16", (6, 16))},  # which of the two holds?
@@ -99,4 +99,15 @@ def test_an_output_layer_beside_tied_embeddings_has_to_equal_them() -> None:
     slices, carried, found = found_of(MIXTURE | {"tie_word_embeddings": True})
     assert contents_of(slices, carried, found, "folder").tied is None
     twice = found | {"lm_head.weight": found["model.embed_tokens.weight"]}
-    assert contents_of(slices, carried, twice, "folder").tied == "model.embed_tokens.weight"
+    assert contents_of(slices, carried, twice, "folder").tied == ("lm_head.weight", "model.embed_tokens.weight")
+
+
+def test_fp8_is_read_with_its_scales_if_the_configuration_says_so() -> None:
+    slices, carried, found = found_of(LATENT)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    codes = {name: Stored("F8_E4M3", found[name].shape), f"{name}_scale_inv": Stored("F32", (1, 1))}
+    behind = {f"model.layers.2.{end}": Stored("F8_E4M3", (16, 32)) for end in ("eh_proj.weight", "up_proj.weight")}
+    contents_of(slices, carried, found | codes | behind, "folder")  # what is carried along stays as it is
+    with pytest.raises(InvalidInput, match=f"tensor {name} is F8_E4M3; weights must be one of"):
+        contents_of(slices, carried, found | codes, "folder", is_fp8=False)
+    assert f"the first is '{name}_scale_inv'" in refusal(LATENT, found | {f"{name}_scale_inv": Stored("F32", (1, 1))})
