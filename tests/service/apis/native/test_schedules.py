@@ -345,6 +345,7 @@ async def test_a_quota_holds_for_schedules_as_for_what_is_sent(stack: Stack) -> 
     [(taken, first)] = [(name, action) for name, action in actions.items() if action.state == "started"]
     [(name, refused)] = [(name, action) for name, action in actions.items() if action.state == "skipped"]
     why = "quota concurrent_runs: 1 of small's runs are going on, and more are not allowed"
+    why += f": {first.run_id}. `longshore cancel RUN` ends one"
     assert (refused.reason, refused.run_id) == (why, None), "of two at once one gets the last place"
     assert await _runs_of(small) == {first.run_id}
     asking = Principal(tenant="small", key_id="key-1", scopes=frozenset({"write"}))
