@@ -156,7 +156,9 @@ def test_modules_and_their_options_exist() -> None:
     commands = [command.replace('"', "").replace(",", " ").replace("[", "").replace("]", "") for command in commands]
     commands += [*strings(compose()), *(text for manifest in manifests() for text in strings(manifest))]
     commands += re.findall(r"`((?:python|torchrun)[^`]*)`", "\n".join(path.read_text() for path in OPERATIONS))
-    found = [match for command in commands if (match := re.search(r"-m\s+([a-z_.]+)(.*)", command))]
+    found = [
+        match for command in commands if (match := re.search(r"-m\s+(?:longshore\.server\s+)?([a-z_.]+)(.*)", command))
+    ]
     assert {match[1] for match in found} >= {"service.app", "service.host", "megatron_worker"}
     for match in found:
         given = set(re.findall(r"--[a-z-]+", match[2]))

@@ -39,7 +39,7 @@ def test_a_sweep_on_the_command_line(service: Service, cli: Cli, tmp_path: Path)
 
     # The stand-in succeeds and publishes nothing.
     ended = cli(*asked, *rates, "--wait", "--timeout", "100", *run)
-    assert (ended.code, ended.json["state"]) == (100, "failed") and "published something" in ended.json["problem"]
+    assert (ended.code, ended.json["state"]) == (100, "failed") and "published a result" in ended.json["problem"]
     assert [trial["value"] for trial in ended.json["trials"]] == [1.5, 1.5]
     shown = cli("sweep", "show", ended.json["sweep_id"])
     assert "2 of 2 trials have ended" in shown.stdout and ended.json["trials"][0]["run_id"] in shown.stdout

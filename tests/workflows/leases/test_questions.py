@@ -246,9 +246,9 @@ async def test_two_models_are_asked_side_by_side_on_the_page(harbour: Harbour) -
             page = guest.page
             page.goto("/models?ask=north")
             expect(page.locator("#models").get_by_title(BASE).first).to_have_text("tiny")
-            page.get_by_label("And beside it").select_option("south")
+            page.get_by_label("Compare with").select_option("south")
             page.get_by_label("Temperature").fill("0")
-            page.get_by_label("Tokens at most").fill("12")
+            page.get_by_label("Max tokens").fill("12")
             page.get_by_label("System message").fill("You count crates.")
             page.get_by_label("Message", exact=True).fill("How many crates are there?")
             page.get_by_role("button", name="Send").click()
@@ -260,7 +260,7 @@ async def test_two_models_are_asked_side_by_side_on_the_page(harbour: Harbour) -
                 name: page.get_by_label(f"Conversation with {name}").locator("pre").all_text_contents()
                 for name in ("north", "south")
             }
-            page.get_by_label("Tokens at most").fill("9000")
+            page.get_by_label("Max tokens").fill("9000")
             page.get_by_label("Message", exact=True).fill("And now?")
             page.get_by_role("button", name="Send").click()
             expect(page.locator("#ask .problem")).to_contain_text("do not fit into 2048 tokens", timeout=120_000)
