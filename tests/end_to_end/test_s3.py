@@ -166,7 +166,7 @@ def cut_runs(
     """A run on preferences, one of a reward model, and one that samples its own rollouts: cancelled in their midst."""
     pairs = jsonl(tmp_path / "pairs.jsonl", [pair(number) for number in range(32)])
     data = ("--json", "--model", str(tiny_model), "--dataset", str(pairs), "--max-tokens", "256", "--lora-rank", "4")
-    steps = ("--steps", "60", "--batch-size", "8", "--checkpoint-every", "10")
+    steps = ("--steps", "2000", "--batch-size", "8", "--checkpoint-every", "10")
     found = []
     for options in (("submit", "dpo", *data, *steps), ("submit", "reward", *data, *steps), rollout_options):
         found.append(run_id := s3_stack.cli(*options).json["run_id"])
