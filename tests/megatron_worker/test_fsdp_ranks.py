@@ -130,5 +130,5 @@ def test_a_layout_of_pipeline_stages_is_refused(results):
 
 def test_a_family_of_recurrent_layers_is_refused(tmp_path):
     folder = make_tiny_model(tmp_path, ["hello there"], family="qwen3_5")
-    with pytest.raises(InvalidInput, match=r"fsdp trains qwen3, qwen3_moe, .*, olmo3, not qwen3_5: use megatron"):
+    with pytest.raises(InvalidInput, match=r"fsdp trains qwen3, qwen3_moe, .*, olmo3, phi3, not qwen3_5: use megatron"):
         start("fsdp", folder)

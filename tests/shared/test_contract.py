@@ -165,7 +165,7 @@ def test_an_engine_that_cannot_hold_the_model_is_refused() -> None:
         (
             EXPERTS.model_copy(update={"family": "gpt_oss"}),
             Layout(dp=2),
-            "^engine: the engine fsdp trains qwen3, qwen3_moe, .*, olmo3, not gpt_oss: use megatron$",
+            "^engine: the engine fsdp trains qwen3, qwen3_moe, .*, olmo3, phi3, not gpt_oss: use megatron$",
         ),
         (SHAPE, Layout(pp=2), "^layout: the engine fsdp splits data by dp and .* by tp alone: use these, and no pp2$"),
         (EXPERTS, Layout(tp=2), "^layout.tp: tp: the engine fsdp splits no experts: use dp, or the engine megatron$"),
