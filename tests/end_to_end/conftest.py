@@ -1,8 +1,11 @@
-"""One stack a session, patient enough for a loaded machine and quick to notice a death."""
+"""One stack for the tests of this folder, patient enough for a loaded machine and quick to notice a death.
+
+It is of the package's scope: an idle stack takes its part of the machine, so it stops when a process goes on to tests of
+other folders, and starts again if the process comes back.
+"""
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -56,7 +59,6 @@ DRAWN_FILES = (
 _HERE = Path(__file__).parent
 # Of a test, with its share of fixtures: it ends what hangs. Beside much else a run of seconds takes minutes.
 _TIMEOUT_S = 2400
-_shared = ExitStack()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,43 +67,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """Stop the shared stack behind the last test of this folder: an idle one takes its part of the machine."""
-    if nextitem is None or not nextitem.path.is_relative_to(_HERE):
-        _shared.close()
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def traces() -> Iterator[Receiver]:
     """Whatever the processes of `stack` send of their traces."""
-    with _shared:
-        yield _shared.enter_context(receiver())
+    with receiver() as opened:
+        yield opened
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, traces: Receiver) -> Iterator[Stack]:
     named = {"LONGSHORE_TINKER__MODELS": json.dumps({TINKER_MODEL: str(tiny_model)})}
     priced = {"LONGSHORE_PRICES__GPU_HOUR": "36"}  # a cent a second
     others = {"PYTHONPATH": str(PACKAGES)}
     seen = {"LONGSHORE_METRICS__PORT": str(metrics_port()), "OTEL_BSP_SCHEDULE_DELAY": "500"}
     seen["OTEL_EXPORTER_OTLP_ENDPOINT"] = traces.endpoint
-    with _shared:
-        root = tmp_path_factory.mktemp("stack")
-        codec = {"LONGSHORE_TEMPORAL_CODEC": "true"}
-        options = {**QUICK, **SECRETS, **named, **priced, **others, **codec, **seen}
-        yield _shared.enter_context(started(root, **options))
+    codec = {"LONGSHORE_TEMPORAL_CODEC": "true"}
+    options = {**QUICK, **SECRETS, **named, **priced, **others, **codec, **seen}
+    with started(tmp_path_factory.mktemp("stack"), **options) as opened:
+        yield opened
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fresh_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One to be disturbed, where nothing is found that was made on the other: samples and bins are found by content."""
     root = tmp_path_factory.mktemp("fresh")
     (root / "held").mkdir()
     held = {"PYTHONPATH": str(_HERE / "held_phases"), "PYTHON_HELD_PHASES": str(root / "held")}
     held["LONGSHORE_WANDB_MODE"] = "disabled"  # tests/chaos kills its writer; here it would be started for each run
-    with _shared:
-        yield _shared.enter_context(started(root, **QUICK, **held))
+    with started(root, **QUICK, **held) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")
@@ -136,7 +130,7 @@ def sft_options(options: list[str]) -> list[str]:
     return [*options, "--lora-rank", "4", "--learning-rate", "0.01"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def undisturbed(stack: Stack, sft_options: list[str]) -> Answer:
     """The run as it ends when nothing happens to it."""
     return stack.cli(*sft_options, "--wait")

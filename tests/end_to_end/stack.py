@@ -175,10 +175,10 @@ def _ports() -> Ports:
 
 def metrics_port() -> int:
     """The first of four ports in a row: of the web service, and of the three hosts."""
-    port = 20_050 + os.getpid() % 100 * 100
-    while [_ports().take(port + place) for place in range(4)] != [port + place for place in range(4)]:
-        port += 4
-    return port
+    taken = [_ports().take(20_050 + os.getpid() % 100 * 100)]
+    while len(taken) < 4 or taken[-1] - taken[-4] != 3:
+        taken.append(_ports().take(taken[-1] + 1))
+    return taken[-4]
 
 
 def _samples(families: list[Metric]) -> dict[str, float]:
