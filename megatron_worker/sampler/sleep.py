@@ -45,7 +45,7 @@ class Sleep:
         return self.memory()
 
     def wake(self) -> SamplerMemory:
-        """Take memory again and serve what was served, but for what was dropped and came from no folder.
+        """Take memory again and serve the same weights, except dropped ones that came from no folder.
 
         Raises RequestRefused: a folder cannot be read; the sampler sleeps on.
         """

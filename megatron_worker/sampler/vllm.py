@@ -42,8 +42,8 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room
 _ADAPTERS_A_BATCH = 2  # a step's policy, and the one of held-out samples or of a proof
 _LOOK_EVERY_S, _LOOK_TIMEOUT_S = 1.0, 30.0
 _TERM_GRACE_S = 15.0
-# The first error in vLLM's output, which later ones follow from; and the indented line below it, where there is one.
-# Warnings tell of errors that might come.
+# The first error in vLLM's output, which causes the later ones, and the indented line below it, if any. Lines with
+# WARNING are skipped: they mention errors that might come.
 _CAUSE = re.compile(rb"^(?!.*\bWARNING\b).*?\b(\w+(?:Error|Exception): .*(?:\n +\S.*)?)", re.MULTILINE)
 _OUTPUT_BYTES, _CAUSE_BYTES = 4 << 20, 500
 
@@ -86,7 +86,7 @@ def command_of(options: argparse.Namespace, folder: str) -> list[str]:
         *("--max-num-seqs", str(options.slots), "--seed", "0", "--load-format", "safetensors"),
         *("--generation-config", folder if options.end_ids else "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--middleware", "longshore_weights.Gate", "--worker-extension-cls", "longshore_weights.Weights"),
-        *("--api-server-count", "1"),  # of which each would let requests in by itself
+        *("--api-server-count", "1"),  # each would admit requests independently
         *("--no-trust-remote-code", "--disable-fastapi-docs", "--disable-uvicorn-access-log"),
         *(_lora_options(options) if options.max_lora_rank else ()),
         *(("--enable-return-routed-experts",) if tells_routes(options) else ()),
@@ -112,7 +112,7 @@ def _lora_options(options: argparse.Namespace) -> list[str]:
 
 
 def environment_of(options: argparse.Namespace, folder: str, api_key: str) -> dict[str, str]:
-    """Return vLLM's environment: the operator's variables, but for those that open it, and what it needs."""
+    """Return vLLM's environment: what it needs, and the operator's variables except those that would open it up."""
     return {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # where there is no GPU: threads take whichever core is free
         "VLLM_HOST_IP": "127.0.0.1",
@@ -158,7 +158,7 @@ def health(ready: SamplerReady) -> httpx.Response | None:
 
 
 def _told(answer: httpx.Response | None) -> str | None:
-    """Return what is said of weights that could not be replaced; None where the engine has died, which says nothing."""
+    """Return the error text of an answer about weights that could not be replaced; None if the engine has died."""
     try:
         return ErrorResponse.model_validate_json(answer.content).error.message if answer is not None else None
     except ValidationError:

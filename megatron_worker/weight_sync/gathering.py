@@ -33,9 +33,9 @@ _WHOLE, _FAILED = -1, -2  # in the place of a number of changes
 
 
 class LastSent:
-    """Copies of what this rank holds of the last version that was sent, from which changes are found. On the host.
+    """This rank's part of the last version that was sent, copied to the host, to find changes against.
 
-    `digest`: rank 0's, of that version; None while the copies are not of one version.
+    `digest`: of that version, on rank 0; None while the copies are not of one version.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Gathering:
             room = buffer[start : start + part.num_bytes]
             try:
                 num, found = self._fill_part(piece, room, only_changes)
-            except Exception as error:  # the others go on to send
+            except Exception as error:  # the other ranks continue sending
                 fault, num, found = fault or error, 0, 0
             parts.append(part.model_copy(update={"start": start, "num_changes": num}))
             sums.append(found)
@@ -175,7 +175,7 @@ def _give(own: OwnBlocks, piece: Piece, ranks: SideRanks, only_changes: bool) ->
         num, found = own.changes(piece, rows, out), checksum([rows])
         head = [_WHOLE if num is None else num, found if found < 1 << 63 else found - (1 << 64)]
         data = rows.reshape(-1).view(torch.uint8) if num is None or out is None else out[: changes.num_bytes(num)]
-    except Exception:  # rank 0 is told
+    except Exception:  # rank 0 gets the error
         traceback.print_exc()
     if block.rank == ranks.rank:
         ranks.send(torch.tensor(head), 0)

@@ -66,7 +66,7 @@ class Receivers:
         return needs_all
 
     def each(self, action: Callable[[Receiver], None]) -> None:
-        """Do something with every sampler; one with which it cannot be done is lost."""
+        """Call an action with every sampler; a sampler is lost if the action fails with it."""
         for receiver in list(self.living):
             try:
                 action(receiver)

@@ -16,9 +16,9 @@ from shared.models.peft import EMBEDDING
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """An adapter's matrices beside one fused linear; `b_OR` is empty but for each part's own rows and ranks.
+    """An adapter's matrices for one fused linear; `b_OR` is zero except in each part's block of rows and ranks.
 
-    `scale`: of the ranks, [R] where parts have different ones. `gain_O`: by how much DoRA scales the rows.
+    `scale`: of the ranks, [R] if parts have different ones. `gain_O`: DoRA's factor for each row.
     """
 
     a_RI: Tensor
