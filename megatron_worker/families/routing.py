@@ -1,4 +1,4 @@
-"""The experts that each token goes to, and with which weights: the trainer's formula and the sampler's.
+"""The experts that each token goes to, and their weights: one formula for trainer and sampler.
 
 Shape suffixes: T tokens, H hidden size, E experts, K experts of a token, G groups of X experts each.
 """

@@ -34,9 +34,9 @@ class ForwardEngine(Engine, Protocol):
         ...
 
     def train_own(self, slot: str | None, parameters: Mapping[str, Parameter]) -> None:
-        """Train parameters of one's own code with a slot: they step as one, and `save` and `load` have both.
+        """Train parameters of the user's code with a slot: they step together, and `save` and `load` handle both.
 
-        They are whole and equal on every rank, and computed with alike by those that share data.
+        They are whole and equal on every rank. Ranks that share data must compute the same with them.
         """
         ...
 

@@ -62,7 +62,7 @@ class FsdpAdapter:
         return self.parameters[_a(linear)], self.parameters[_b(linear)]
 
     def counted_once(self, module: str) -> tuple[Tensor, Tensor]:
-        """Return A and B of what tensor-parallel ranks each compute whole, for one of them to count."""
+        """Return A and B of a module that every tensor-parallel rank computes whole, with gradients on rank 0 only."""
         a, b = self.factors(module)
         return counted_by(self._ranks.tp_rank == 0, a), counted_by(self._ranks.tp_rank == 0, b)
 
@@ -123,7 +123,7 @@ def add_to_tokens(adapter: FsdpAdapter, module: str, table: Any, token_1T: Tenso
 
 
 def add_low(adapter: FsdpAdapter, linear: str, low_TR: Tensor, b_OR: Tensor, output_1TO: Tensor) -> Tensor:
-    """Add to a linear's output what B, or this rank's part of it, makes of what A made."""
+    """Add to a linear's output the product of B, or of this rank's part of it, with A's output `low_TR`."""
     return torch.addmm(output_1TO[0], low_TR, b_OR.t(), alpha=adapter.scales[linear])[None]
 
 

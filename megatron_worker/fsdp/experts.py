@@ -32,7 +32,7 @@ def stacked_slices(name: str, shape: tuple[int, ...], num_ranks: int) -> list[Te
 
 
 def on_rank(name: str, rank: int) -> str:
-    """Return the name of a rank's experts of a stack, none of which another rank holds."""
+    """Return the name of a rank's experts of a stack. Each expert is on one rank."""
     return f"{name}@{rank}"
 
 

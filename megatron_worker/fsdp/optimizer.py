@@ -84,7 +84,7 @@ class FsdpOptimizer:
 
     @property
     def shares_masters(self) -> bool:
-        """False: of what a rank holds it has all of the masters."""
+        """False: a rank has all masters of the parameters that it holds."""
         return False
 
     def masters_on(self, ranks: SideRanks) -> Held:
@@ -101,7 +101,7 @@ class FsdpOptimizer:
         return [*([] if self._masters is None else [self._masters]), self.exp_avg, self.exp_avg_sq]
 
     def detach(self) -> None:
-        """Freeze the parameters and let go of their gradients."""
+        """Freeze the parameters and release their gradients."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters.values():

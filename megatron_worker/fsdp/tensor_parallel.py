@@ -54,9 +54,10 @@ def slice_of(name: str, parameter: nn.Parameter, split: Shard | None) -> TensorS
 def add_split_adapter(
     adapter: FsdpAdapter, linear: str, style: str | None, input_1TI: Tensor, output_1TO: Tensor, ranks: Ranks
 ) -> Tensor:
-    """Add an adapter's output to that of a linear, of which this rank may have a part.
+    """Add an adapter's output to that of a linear, which may be split over tensor-parallel ranks.
 
-    Gradients of its factors are summed over all ranks. So what each rank computes whole, one of them has to count.
+    Gradients of its factors are summed over all ranks. So a factor that every rank computes whole has a gradient on one
+    of them only.
     """
     if linear not in adapter.scales:
         return output_1TO

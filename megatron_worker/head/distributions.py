@@ -14,14 +14,14 @@ and with f'_v = s_v df/ds_v its gradient by the student's logit of v, which the 
 
 As f' may gain any multiple of s without changing that, summands s_v are left out of it. Logits of a chunk of targets
 are held whole; the forward keeps a row of the hidden state's gradient for each target, as logprobs.py does, and the
-gradient of a trained embedding, or of an adapter beside it, is made of logits that the backward computes anew. Under
-tensor parallelism ranks merge logsumexps, sums and rows; the gradient of the hidden states comes out summed.
+backward recomputes the logits for the gradient of a trained embedding, or of an adapter on it. Under tensor parallelism
+ranks merge logsumexps, sums and rows; the gradient of the hidden states comes out summed.
 
-Of a teacher that is known by its K likeliest ids alone, all other ids are one outcome: by the student's own proportions
-they share the mass that the teacher has left, which is the divergence of both over K + 1 outcomes, and its gradient. It
-is never above that of whole distributions. The token that stands in the row is the case K = 1.
+If only a teacher's K likeliest ids are known, all other ids are one outcome: they share the rest of the teacher's mass
+in the student's proportions. This gives the divergence of both over K + 1 outcomes, and its gradient. It is never above
+the divergence of the whole distributions. The token of the row itself is the case K = 1.
 
-Shape suffixes: N targets, X hidden channels with an adapter's behind them, V rows of this rank's shard, C targets of a
+Shape suffixes: N targets, X hidden channels followed by an adapter's, V rows of this rank's shard, C targets of a
 chunk, K ids that a teacher names.
 """
 
@@ -161,7 +161,7 @@ class _Softmax:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a divergence is computed of, beside the tensors that have gradients."""
+    """The inputs of a divergence, except the tensors that have gradients."""
 
     label_N: Tensor
     teacher: TeacherStates | LikeliestIds

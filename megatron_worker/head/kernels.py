@@ -1,16 +1,16 @@
 """The logprob head's kernels: a tile of logits is made and used in registers, and never stored.
 
-A program makes one tile, [targets, rows of the output embedding], as any matrix product does, and leaves of it what a
-softmax needs to know (Milakov & Gimelshein 2018, arXiv:1805.02867): maximum, sum of exponentials, the target's logit,
-the sum of exponential times logit, the k greatest. A second kernel merges the tiles of a target. Where the gradient's
-rows are wanted, sum_v exp_v W_v, a chunk of targets leaves its exponentials too, in the dtype of the weights, for a
-matrix product of torch's own: the one buffer that is as wide as the vocabulary, bounded by WORKSPACE_BYTES (as are the
-candidates for the k greatest), though never less than one tile of targets. The
-weight's gradient has its factor made in the same way, from logits computed anew.
+A program makes one tile, [targets, rows of the output embedding], as any matrix product does, and stores only what a
+softmax needs (Milakov & Gimelshein 2018, arXiv:1805.02867): maximum, sum of exponentials, the target's logit, the sum
+of exponential times logit, the k greatest. A second kernel merges the tiles of a target. If the gradient's rows,
+sum_v exp_v W_v, are wanted, a chunk of targets also stores its exponentials, in the dtype of the weights, for a matrix
+product by torch: the one buffer that is as wide as the vocabulary, bounded by WORKSPACE_BYTES (as are the candidates
+for the k greatest), though never less than one tile of targets. The factor of the weight's gradient is made in the same
+way, from recomputed logits.
 
-The reference is logprobs.py, which does the same with torch alone. Against it, logits are not rounded to
-bfloat16. Nothing is added up by atomics, and no block size is found by timing: the same inputs give the same bits. A
-target's numbers do not depend on how many others stand beside it; its gradient's row, of torch's own product, may.
+The reference is logprobs.py, which does the same with torch alone. Unlike there, logits are not rounded to bfloat16.
+There are no atomic sums, and no block size is found by timing: the same inputs give the same bits. A target's numbers
+do not depend on the number of other targets; its gradient's row, from torch's product, may.
 
 Shape suffixes: N targets, H hidden size, V rows of this rank's shard without padding, C targets of a chunk, K greatest
 logits kept, L tiles of a row.

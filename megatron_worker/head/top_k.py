@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NONE = torch.iinfo(torch.int64).min  # stands for no logit; less than every key
+NONE = torch.iinfo(torch.int64).min  # means no logit; less than every key
 _LAST_ID = (1 << 31) - 1
 
 

@@ -20,9 +20,9 @@ from megatron_worker.head import top_k
 
 
 class TileSize(NamedTuple):
-    """Logits that torch holds at a time, where no kernel is used.
+    """Logits that torch holds at a time, if no kernel is used.
 
-    `joined`: rows of the embedding that are copied at a time, with an adapter's columns behind them, kernel or not.
+    `joined`: rows of the embedding that are copied at a time, with an adapter's columns appended, kernel or not.
     """
 
     targets: int

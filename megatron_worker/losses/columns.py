@@ -10,7 +10,7 @@ from shared.jobs.packed import Floats, Ints, Units
 
 
 def check_finite(units: Units, name: str, reason: str) -> None:
-    """Raise InvalidInput, which names the column, the unit and the reason, where a trained token has no number."""
+    """Raise InvalidInput, which names the column, the unit and the reason, if a trained token has no number."""
     values_N, weight_N = read_column(units, name, reason), read_column(units, "weight", reason)
     broken_N = ~np.isfinite(values_N) & (weight_N > 0)
     if broken_N.any():

@@ -60,7 +60,7 @@ def _sums(loss: PolicyLoss, scores: Scores, batch: Batch, has_critic: bool) -> L
 
 
 def _aggregate(value_N: Tensor, targets: Targets, loss: PolicyLoss) -> tuple[Tensor, Tensor]:
-    """Return the sum of a bin, and its part of what the sum over all bins is divided by: a sequence lies in one bin.
+    """Return the sum of a bin, and its part of the divisor of the sum over all bins. A sequence lies in one bin.
 
     token_mean: sum_n w_n v_n over sum_n w_n. sequence_mean: sum_s (sum_n w_n v_n / sum_n w_n) over S.
     constant_length: sum_n w_n v_n / L over S (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2).
@@ -95,11 +95,11 @@ def _importance(targets: Targets, loss: PolicyLoss) -> Tensor:
 
 
 def _left_out(targets: Targets, importance_N: Tensor, loss: PolicyLoss) -> dict[str, Tensor]:
-    """Return the tokens that count for nothing, bool [N], by what leaves them out.
+    """Return the tokens that are masked out, bool [N], by the reason.
 
     `masked`: their importance is beyond the bounds (IcePop, Ling Team 2025, arXiv:2510.18855). `off_policy`: they have
-    a negative advantage, and the policy has left what the sampler wrote of their sequence (off-policy sequence masking:
-    DeepSeek-V3.2, 2025, arXiv:2512.02556, whose old policy is the sampler as its server tells it).
+    a negative advantage, and the policy has drifted too far from the sampler on their sequence (off-policy sequence
+    masking: DeepSeek-V3.2, 2025, arXiv:2512.02556, with the sampler's own log-probabilities as the old policy).
     """
     found = {}
     if loss.truncated_importance is not None and loss.importance_beyond == "mask":

@@ -19,7 +19,7 @@ _WAITS_S = 10.0
 
 
 class TrainerMessages:
-    """The trainer's messages. Those that came before a group was given up are kept for later."""
+    """The trainer's messages. Messages read while looking for an interruption are kept for `next`."""
 
     def __init__(self, connection: SyncConnection) -> None:
         self.connection = connection
