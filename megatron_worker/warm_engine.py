@@ -260,7 +260,7 @@ def take_engine(
 
 
 def make_trainable(dispatcher: Dispatcher, job: Job, folders: Folders) -> None:
-    """Make the weights to train, fresh or from an adapter. A checkpoint to go on from is loaded into them later."""
+    """Make the weights to train, fresh or from an adapter. A checkpoint to resume from is loaded into them later."""
     plan = job.plan
     begins_here = job.needs_its_beginning and plan.initial_checkpoint is None
     starts_from = plan.initial_adapter if begins_here or isinstance(plan.trainable, Full) else None
@@ -282,7 +282,7 @@ def fits_beside(plan: WorkerPlan, others: Collection[WorkerPlan]) -> bool:
 
 
 class RunSlots(NamedTuple):
-    """The slots of a run: the one that it trains; those of its reference and of its critic, where it has them."""
+    """The slots of a run: the one that it trains; those of its reference and of its critic, if it has them."""
 
     trained: SlotName
     reference: str

@@ -68,7 +68,7 @@ class Expert(torch.nn.Module):
 
 
 class NormedRouter(Router):
-    """Chooses by what it has normed and scaled itself, and scales the weights of each expert's outputs (Gemma 4)."""
+    """Norms and scales its input itself, and scales the weights of each expert's outputs (Gemma 4)."""
 
     def __init__(self, mixture: Mixture, hidden_size: int, dtype: torch.dtype, eps: float) -> None:
         super().__init__(mixture, hidden_size, dtype)
@@ -100,7 +100,7 @@ class PlainStack(torch.nn.Module):
 class StackedExperts(torch.nn.Module):
     """This rank's experts, each a MLP with biases, as they are stored: [experts, inputs, outputs]. See ClampedGate.
 
-    Gates and ups stand in turns.
+    Gates and ups are interleaved.
     """
 
     def __init__(self, mixture: Mixture, num_experts: int, hidden_size: int, dtype: torch.dtype) -> None:
@@ -131,12 +131,12 @@ class SharedGate(torch.nn.Module):
 
 
 class MegatronExperts(torch.nn.Module):
-    """Takes the place of an MLP in megatron's spec.
+    """Replaces an MLP in megatron's spec.
 
     Args:
         shared: the MLP of the expert that all tokens go to, if any.
-        norm: makes the norms of what experts take and put out, if they have any.
-        place: its number among the model's layers with experts.
+        norm: makes the norms of the experts' inputs and outputs, if they have any.
+        place: the layer's number among the model's layers with experts.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class MegatronExperts(torch.nn.Module):
         return output_sH
 
     def _exchanged(self, hidden_sH: Tensor, weight_sK: Tensor, expert_sK: Tensor) -> Tensor:
-        """Let each token's experts work on it, on whichever ranks they are. H: where there is one, the latent size."""
+        """Run each token's experts on it, on whichever ranks they are. H: the latent size, if there is one."""
         if self._mesh.experts.size == 1:
             return self._computed(hidden_sH, weight_sK, expert_sK)
         way = dispatch(expert_sK, self._per_rank, self._mesh)

@@ -66,12 +66,12 @@ class LoraWeights:
     columns: Group | None = None
 
     def gain_O(self, weight_OI: Tensor) -> Tensor:
-        """Return by how much DoRA scales each row of W + scale B A: to the norm that is trained."""
+        """Return DoRA's factor for each row of W + scale B A, which gives the row its trained norm."""
         change_OI = (self.b_OR(len(weight_OI)) * self.scale) @ self.a_RI.detach()
         square_O = norms_of_rows(weight_OI, change_OI).square()
         if self.columns is not None:
             self.columns.sum(square_O)
-        norm_O = square_O.sqrt().to(weight_OI.dtype)  # rounded alike: before training, it is what is trained
+        norm_O = square_O.sqrt().to(weight_OI.dtype)  # rounded like the trained norm, which it equals before training
         trained_O = norm_O.clone()
         for part, own in zip(self.parts, self.norm_parts, strict=True):
             trained_O.view(part.groups, -1)[:, part.start : part.stop] = own.view(part.groups, -1)

@@ -1,6 +1,6 @@
 """AdamW (adamw.py) and Muon (muon.py) on float32 masters: flat buffers for weights, gradients and both moments.
 
-Of tensors that several ranks hold, each rank updates a share, and keeps masters and moments of that share only
+If several ranks hold a tensor, each rank updates a share of it, and keeps masters and moments of that share only
 (Rajbhandari et al. 2020, arXiv:1910.02054, stage 1): gradients are summed into shares, and weights gathered from them.
 """
 
@@ -96,7 +96,7 @@ class MegatronOptimizer:
         return [*masters, *chain.from_iterable(moments)]
 
     def detach(self) -> None:
-        """Freeze the parameters and let go of their gradients."""
+        """Freeze the parameters and release their gradients."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters.values():

@@ -69,7 +69,7 @@ class CpuMeter(TorchDispatchMode):
 
 
 def _storages(value: Any) -> list[torch.UntypedStorage]:
-    """Return those of what operations take and give: tensors, and tuples, lists and dictionaries of them."""
+    """Return the storages of operations' inputs or outputs: tensors, and tuples, lists and dictionaries of them."""
     if isinstance(value, Tensor):
         return [value.untyped_storage()]
     if isinstance(value, dict):

@@ -47,7 +47,7 @@ class RecurrentPlan:
 
 
 def plan_recurrence(parent_T: Tensor, conv_width: int) -> RecurrentPlan:
-    """Plan a bin. Raises InvalidInput unless parents come first and each subtree's tokens stand together."""
+    """Plan a bin. Raises InvalidInput unless parents come first and each subtree's tokens are contiguous."""
     nodes = find_nodes(parent_T.cpu().numpy())
     lengths = (nodes.end_N - nodes.begin_N).tolist()
     size = min(_CHUNK, -(-max(lengths, default=1) // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
@@ -100,10 +100,10 @@ def convolve(input_TJ: Tensor, weight_JW: Tensor, plan: RecurrentPlan, bias_J: T
 
 
 def decays_in_chunks(log_decay_XGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return factors by which states decay: from each token of a chunk (the last dimension) to each later one and
-    itself (the one before), 0 to earlier ones; from the chunk's beginning to each token; from each to its end.
+    """Return the decay factors of states: from each token of a chunk (the last dimension) to itself and each later one
+    (the dimension before), 0 to earlier ones; from the chunk's beginning to each token; from each token to its end.
 
-    Differences of sums count, which are summed in float64: a tenth of the error.
+    They are made of differences of sums, which are computed in float64: a tenth of the error.
     """
     decayed_XGC = log_decay_XGC.double().cumsum(-1)
     between_XGCC = (decayed_XGC[..., :, None] - decayed_XGC[..., None, :]).to(log_decay_XGC.dtype)
@@ -179,7 +179,7 @@ def in_chunks(rows: Tensor, plan: RecurrentPlan) -> Tensor:
 
 
 def log_decay(decay_TG: Tensor, log_rate_G: Tensor, bias_G: Tensor) -> Tensor:
-    """Return the logarithm of the factor by which each token's state decays, at most 0: float32 at least."""
+    """Return the logarithm of each token's decay factor, at most 0: float32 at least."""
     wide = torch.promote_types(torch.float32, decay_TG.dtype)
     return -log_rate_G.to(wide).exp() * F.softplus(decay_TG.to(wide) + bias_G)
 

@@ -1,8 +1,8 @@
 """The nodes of a forest of tokens, and the calls of the CPU's attention kernel that compute it (tree_attention.py).
 
-Tokens stand depth first, so that what descends from token k is an interval. Tokens between two branchings are a *node*.
-Each node is computed causally over itself, and everything below a node densely over the node; a small tree of many
-short nodes in one masked call, which is cheaper than many small ones.
+Tokens are in depth-first order, so that the descendants of token k are an interval. Tokens between two branchings are a
+*node*. Each node attends causally to itself, and everything below a node attends densely to the node; a small tree of
+many short nodes is one masked call, which is cheaper than many small ones.
 
 Shape suffixes: T tokens of a bin, N nodes; of one call, L tokens.
 """
@@ -142,7 +142,7 @@ def plan_calls(
 def _calls_in_window(
     nodes: Nodes, node: int, band: Callable[[int, int, int], Tensor], window: int, chunks: Sequence[slice]
 ) -> list[Call]:
-    """Return the calls over a node of what descends from it and sees something of it. Bands of one shape are shared."""
+    """Return the calls over a node for those of its descendants that see some of it. Bands of one shape are shared."""
     calls: list[Call] = []
     begin, end, depth, subtree_end = (
         int(x[node]) for x in (nodes.begin_N, nodes.end_N, nodes.depth_N, nodes.subtree_end_N)

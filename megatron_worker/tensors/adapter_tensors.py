@@ -1,4 +1,4 @@
-"""An adapter's tensors: which linears have some, how they begin, and by what they are scaled."""
+"""An adapter's tensors: the linears that have some, their initial values, and their scales."""
 
 import hashlib
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def scale_of(sizes: Sequence[LoraSize], device: torch.device) -> float | Tensor:
 
 @torch.no_grad()
 def norms_of_rows(weight_OI: Tensor, change_OI: Tensor | float = 0.0) -> Tensor:
-    """Return the norms by which DoRA divides, of W + scale B A, in float32: constants, as in PEFT."""
+    """Return the norms of the rows of W + scale B A, DoRA's divisors, in float32: constants, as in PEFT."""
     norm_O: Tensor = torch.linalg.vector_norm(weight_OI.float() + change_OI, dim=1)
     return norm_O
 

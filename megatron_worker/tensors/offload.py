@@ -1,6 +1,6 @@
-"""Host memory for what leaves the device, and the copies there and back.
+"""Host memory for offloaded tensors, and the copies there and back.
 
-Copies go chunk by chunk, on a stream of their own. Host memory is allocated by chunks, too, since torch rounds every
+Copies go chunk by chunk, on a separate stream. Host memory is allocated by chunks, too, since torch rounds every
 request for pinned memory up to a power of two: one of 9 GB would take 16 GB.
 """
 
@@ -52,7 +52,7 @@ class HostCopy:
             self.release()
 
     def reload(self) -> None:
-        """Undo `offload`, if necessary. The copies may go on after the return; work on the device waits for them."""
+        """Undo `offload`, if necessary. Copies may still run after the return; work on the device waits for them."""
         if not self.device_bytes:
             self.restore()
             with _beside(self._device):
@@ -91,7 +91,7 @@ class HostCopy:
 
 
 def _cut(tensors: Sequence[Tensor], chunk: int) -> list[list[Tensor]]:
-    """Flat tensors one after another in chunks of so many elements: the slices that each chunk consists of."""
+    """Cut the concatenation of flat tensors into chunks of `chunk` elements: the slices that make up each chunk."""
     chunks: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
@@ -111,7 +111,7 @@ def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """Run the block's work on a stream of its own, after the work before it and before the work after it.
+    """Run the block's work on a separate stream, after the work before it and before the work after it.
 
     On the CPU torch's streams do nothing.
     """

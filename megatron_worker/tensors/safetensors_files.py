@@ -135,7 +135,7 @@ class TensorFiles:
         return local
 
     def whole(self, name: str) -> Tensor:
-        """Read a tensor as it is in its file."""
+        """Read a tensor unchanged from its file."""
         whole: Tensor = self._slice_in(self._stored[name], name)[...]
         return whole
 

@@ -29,11 +29,11 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
             layer.forward = partial(self._run_layer, layer.forward)
 
     def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; with `recompute` so that of its tensors a graph keeps the inputs alone.
+        """Run a layer; with `recompute`, a graph keeps only the layer's inputs.
 
-        The backward has the same bits: masks of dropout are those of the bin, and nothing else is drawn. Not
-        megatron's own recomputation: it needs CUDA's random state, gives a layer tensors alone, and makes no gradients
-        of adapters where a layer's input needs none. Of several forwards before a backward, each has its own adapter.
+        The backward has the same bits: masks of dropout are those of the bin, and nothing else is drawn. Megatron's
+        recomputation is not used: it needs CUDA's random state, passes a layer only tensors, and makes no gradients of
+        adapters if a layer's input needs none. Several forwards may precede a backward, each with another adapter.
         """
         if not (self.recompute and torch.is_grad_enabled()):
             return forward(*args, **kwargs)

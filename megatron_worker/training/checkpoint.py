@@ -215,7 +215,7 @@ def _commit(temporary: Path, final: Path, state: CheckpointState, random_state: 
 
 
 def random_state() -> RandomState:
-    """Return the state of this rank's random generators. Ranks are seeded alike, so rank 0's is saved for all."""
+    """Return the state of this rank's random generators. All ranks have the same seed, so rank 0's is saved for all."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

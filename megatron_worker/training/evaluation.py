@@ -1,6 +1,6 @@
 """Computes the held-out loss, over all bins of an evaluation's plan, and greedy completions of its first prompts.
 
-The loss is the job's own, but for policy losses: held-out rows have no advantages, so theirs is cross entropy.
+The loss is the job's, except for policy losses: held-out rows have no advantages, so theirs is cross entropy.
 """
 
 import json

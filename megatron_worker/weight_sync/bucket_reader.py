@@ -50,7 +50,7 @@ class Receiving:
         self._inbound = ends_of(announcement.transport).inbound(device)
         self._inbound.prepare(announcement.buffer_bytes)
         self._read: SimpleQueue[tuple[Bucket, Tensor] | str | SyncBroken] = SimpleQueue()
-        self._has_come = threading.Event()  # set when the first message has been read
+        self._has_come = threading.Event()  # set when `_read` gets its first entry
         self._broken: SyncBroken | None = None
         self._thread = threading.Thread(target=self._read_all, name="weights-read", daemon=True)
         self._goes_on = threading.Event()

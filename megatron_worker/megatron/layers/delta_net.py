@@ -18,7 +18,7 @@ from shared.families.architecture import DeltaNet
 
 
 class GatedNorm(torch.nn.Module):
-    """The norm of each head's output, times the SiLU of its gate; in float32 but for the weight."""
+    """The norm of each head's output, times the SiLU of its gate; in float32, except the weight."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()

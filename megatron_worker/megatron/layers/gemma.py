@@ -1,7 +1,7 @@
 """Gemma's layers: norms around each block, attention to other layers' keys and values, embeddings of each layer.
 
 Shape suffixes: s tokens that a rank has between layers, t tokens of this context-parallel rank, H hidden size, L
-layers, P size of what a layer takes of a token beside the residual stream; T, G and D as in attention.py.
+layers, P size of a layer's extra embedding of a token; T, G and D as in attention.py.
 """
 
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ class PerLayerEmbedding(torch.nn.Module):
 
 
 class PerLayerBlock(torch.nn.Module):
-    """A third residual block, behind the MLP, that is gated by what its layer takes of the token."""
+    """A third residual block, after the MLP, that is gated by the layer's extra embedding of the token."""
 
     def __init__(self, block: NormedBlock, config: TransformerConfig, norm: type[torch.nn.Module]) -> None:
         super().__init__()

@@ -172,7 +172,7 @@ class Mesh:
         return whole
 
     def counts(self, placement: Placement) -> bool:
-        """Return True if a norm counts this rank's tensors. Of ranks with the same gradient only one counts it."""
+        """Return True if a norm counts this rank's tensors. A gradient that several ranks have is counted on one."""
         return placement != "whole" or self.tp.rank == 0
 
     def agreement(self) -> AbstractContextManager[None]:

@@ -1,8 +1,8 @@
 """Pipeline parallelism: hidden states and their gradients pass between stages in the order 1F1B.
 
-Each stage first does as many forwards as there are stages behind it, then takes turns, one forward, one backward
-(Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1), so that no more bins are alive on it than that. Every stage
-has every bin, and so knows the shape of what it is sent.
+Each stage first does as many forwards as there are stages after it, then alternates one forward and one backward
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1), which bounds the bins that are alive on it. Every stage has
+every bin, and so knows the shape of what it receives.
 
 Shape suffixes: s tokens of a bin that a rank has between layers, H hidden size.
 """
@@ -34,7 +34,7 @@ class Link:
         rows_forward: int | None = None,
         rows_backward: int | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Send hidden states on and a gradient back; receive hidden states, and a gradient, of so many rows."""
+        """Send hidden states on and a gradient back; receive hidden states and a gradient of the given rows."""
         pp = self.mesh.pp
         before, behind = pp.ranks[pp.rank - 1], pp.ranks[(pp.rank + 1) % pp.size]
         sends = [

@@ -6,8 +6,8 @@ connections (rendezvous.py). While the group lives, gloo listens at the address 
 each other; gloo's connections are neither authenticated nor encrypted. So before any weights travel, every member
 proves in the group that it is the other end of its connection, and checksums and digest come over the connection.
 
-When a member is lost, the trainer forms a group of the remaining ones, and sends the interrupted bucket again. All
-waits are bounded. NCCL has never been run.
+When a member is lost, the trainer forms a group of the remaining ones, and sends the unfinished buckets again.
+All waits are bounded. NCCL has never been run.
 """
 
 import hmac
