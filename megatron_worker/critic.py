@@ -89,7 +89,7 @@ class CriticSlot:
         self.dispatcher.engine.place("host", slots=[self.slot])
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote into a checkpoint's folder. Raises CorruptArtifact where it has no critic."""
+        """Resume from what `save` wrote into a checkpoint's folder. Raises CorruptArtifact if it has no critic."""
         if not (folder / "critic" / _SCALE).exists():
             raise CorruptArtifact("the checkpoint has no critic, and the job trains one", str(folder))
         with self._in_place_of_the_policy():
@@ -144,7 +144,7 @@ class CriticSlot:
         return ((value_N - self.scale.mean) / self.scale.spread).astype(np.float32)
 
     def _rewards(self, data: PackedBatches, loss: PolicyLoss) -> NDArray[np.float64]:
-        """Return the rewards of targets, less the KL penalty of those that are trained where it is part of them."""
+        """Return the rewards of targets, less the KL penalty of trained targets, if it is part of the reward."""
         reward_N = data.column("advantage_N").astype(np.float64)
         if loss.kl is None or loss.kl.placement == "loss":
             return reward_N

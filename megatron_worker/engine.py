@@ -30,8 +30,8 @@ from shared.jobs.packed import RouteShape
 class Batch:
     """One bin on the engine's device: the two tables of shared/jobs/packed.py. Indices int64, scores float32.
 
-    `sampler_logprob_N` is the column `old_logprob`. `old_logprob_N` and `ref_logprob_N` are what the loss compares
-    with: the columns of those names, or values that were computed at the start of the job. `teacher`: what it says.
+    `sampler_logprob_N` is the column `old_logprob`. The loss compares with `old_logprob_N` and `ref_logprob_N`: the
+    columns of those names, or values that were computed at the start of the job. `teacher`: a teacher's outputs.
     `route_TLK`, one or two bytes an expert: the experts that every forward of the bin takes; None: the router's choice.
     """
 
@@ -145,10 +145,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A loss over a bin: what it needs of the forward, and the sums it makes of it.
+    """A loss over a bin: the outputs that it needs of the forward, and the function that sums them.
 
-    `baseline`: what is summed over all bins and ranks of the step, without gradients, before the loss's own pass; and
-    what makes of these sums the loss of that pass.
+    `baseline`: sums over all bins and ranks of the step, computed without gradients in a pass before; and the function
+    that makes the loss of the step's pass from these sums.
     """
 
     outputs: Outputs
@@ -292,9 +292,9 @@ class Engine(Protocol):
         ...
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int = 0) -> None:
-        """A PEFT adapter from a folder, made active. `seed`: of its dropout.
+        """Load a PEFT adapter from a folder and make it active. `seed`: of its dropout.
 
-        Raises InvalidInput when it is missing, damaged, or not of `lora`'s shape.
+        Raises InvalidInput if it is missing, damaged, or not of `lora`'s shape.
         """
         ...
 
@@ -310,7 +310,7 @@ class Engine(Protocol):
         ...
 
     def train_full(self, full: Full, seed: int = 0) -> None:
-        """Make every weight of the base trainable. `seed`: of its head of scalars, if it is to have one."""
+        """Make every weight of the base trainable. `seed`: of its scalar head, if it has one."""
         ...
 
     # A step.

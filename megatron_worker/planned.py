@@ -68,7 +68,7 @@ class PlannedSteps(Program):
         yield from _agreed(self.slot, self.slot.dispatcher.score(self._roles_at_the_beginning()))
 
     def _roles_at_the_beginning(self) -> Iterator[Role]:
-        """Yield the old policy, and behind it the critic, whose rewards may have a penalty of all old policy's."""
+        """Yield the old policy, then the critic, whose rewards may have a penalty by all old log-probabilities."""
         plan, critic = self.plan, self.slot.critic
         if scores_old(plan.loss):
             steps = range(0 if critic is not None else max(self._done(), 1), plan.num_steps)

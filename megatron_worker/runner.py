@@ -104,7 +104,7 @@ def _stage_inputs(
     kept = warm.kept_for(job)
     at_hand = (job.plan.initial_checkpoint, kept.reference) if kept else ()
     inputs = yield from staging.fetch(job, cancelled, at_hand)
-    if kept is not None and warm.kept_for(job) is None:  # it was dropped meanwhile to make room
+    if kept is not None and warm.kept_for(job) is None:  # it was dropped in the meantime to make room
         return (yield from staging.fetch(job, cancelled)), None
     return inputs, kept
 

@@ -243,7 +243,7 @@ class SessionProgram(Program):
             raise InvalidInput(str(error), "optimizer") from None
         self._is_touched = True
         metrics = self.slot.optim_step(number, asked.optimizer, asked.learning_rate, denominator)
-        del metrics["memory_bytes"]  # of this worker: a result is the same whoever repeats the command
+        del metrics["memory_bytes"]  # of this worker: a repeated command gives the same result on any worker
         return CommandResult(number=number, kind=asked.kind, metrics=_metrics(sums) | metrics)
 
     def _load_state(self, number: int, asked: LoadStored) -> Doing:

@@ -1,4 +1,4 @@
-"""What a job trains: one slot, and the commands on it. The job's program decides which are done (runner.py)."""
+"""A job's trained slot, and the commands on it. The job's program decides which are done (runner.py)."""
 
 import math
 import time
@@ -49,7 +49,7 @@ Passes = Generator[Awaited | None, None, Outcome]
 
 
 class Program(ABC):
-    """What a job does with its slot: the steps of a plan (planned.py), or a session's commands (session.py)."""
+    """A job's work on its slot: the steps of a plan (planned.py), or a session's commands (session.py)."""
 
     def before_loading(self, before: CheckpointState | None, kept: WarmState | None) -> Iterator[None]:
         """Do what must precede loading a checkpoint, which may replace the base.
@@ -121,7 +121,7 @@ class TrainedSlot:
     ) -> dict[str, float]:
         """Divide the gradients, make one update, and report it as step `number`. Returns the metrics that it reports.
 
-        `beside`: further ones.
+        `beside`: further metrics.
 
         Raises:
             NotFinite: as the gradient's norm is.

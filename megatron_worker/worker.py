@@ -108,7 +108,7 @@ class Worker:
     """One rank's process, with its engine, and `slot_bytes` for slots on its device (None: `WarmEngine` says).
 
     Several jobs may be in progress, of runs that train adapters on one engine. Their passes are done in turn; the
-    results of each are equal, to the bit, to those of the job alone.
+    results of each are equal, to the bit, to those of the job on its own.
     """
 
     def __init__(self, ranks: WorkerRanks, staging: Staging, build: BuildEngine, slot_bytes: int | None = None) -> None:
@@ -146,7 +146,7 @@ class Worker:
                     self._offload(paths)
 
     def do_one(self, job: Job) -> Outcome:
-        """Do one job by hand: nothing is claimed, archived or cancelled. Raises InvalidInput when its log is in use."""
+        """Do one job by hand: nothing is claimed, archived or cancelled. Raises InvalidInput if its log is in use."""
         report = EventLog(Path(job.log_path) if self._ranks.rank == 0 else None)
         return self.run(job, report)
 

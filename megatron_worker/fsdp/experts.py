@@ -1,4 +1,4 @@
-"""Experts as transformers stacks them: where the tensors of files lie, and adapters beside each expert's linears.
+"""Experts as transformers stacks them: where the tensors of files lie, and adapters of each expert's linears.
 
 Shape suffixes: T tokens, K experts of a token, M tokens that chose one expert, H hidden size, I inputs of a linear.
 """

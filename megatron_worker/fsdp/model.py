@@ -161,7 +161,7 @@ class FsdpModel:
     def settle(self) -> None:
         """Run a first forward with all weights trainable, since FSDP decides in it how gradients are reduced.
 
-        Raises InvalidInput where attention is none that we compute.
+        Raises InvalidInput if we do not support the attention.
         """
         self._require_grad(True)
         zero_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -265,7 +265,7 @@ def _make_buffers(causal_lm: Any, is_bounded: bool) -> None:
 
     `is_bounded`: sequences so long that they change the frequencies are refused (`check_lengths`).
 
-    Raises InvalidInput where transformers does not, or computes frequencies by the longest sequence of a bin.
+    Raises InvalidInput if transformers does not, or computes frequencies by the longest sequence of a bin.
     """
     for name, module in causal_lm.named_modules():
         buffers, own = [b for b in module.buffers(recurse=False) if b.is_floating_point()], dict(module._parameters)

@@ -26,7 +26,7 @@ from shared.families.tensor_slices import TensorSlice
 class FsdpOptimizer:
     """Trains parameters. Gradients are accumulated in float32, whatever the weights' dtype.
 
-    `working`: by name, what this rank holds of each parameter; the model computes with it.
+    `working`: by name, this rank's shard of each parameter; the model computes with it.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class Ranks:
         return Place(self.dp_rank, self.dp_size)
 
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Gather a whole tensor on every rank from the shard of each. Collective where they differ."""
+        """Gather a whole tensor on every rank from all shards. Collective if they differ."""
         if tensor_slice.expert is not None:
             return self._from_holder(tensor_slice, parameters, dtype)
         split, size = tensor_slice.split, self.splitting(tensor_slice).size

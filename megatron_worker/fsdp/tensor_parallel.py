@@ -1,4 +1,4 @@
-"""Tensor parallelism by the plans that transformers has for its models, and adapters beside linears that are split.
+"""Tensor parallelism by the plans that transformers has for its models, and adapters of linears that are split.
 
 The embeddings stay whole on tensor-parallel ranks: the head takes log-probabilities of the whole vocabulary.
 
@@ -23,7 +23,7 @@ from shared.families.tensor_slices import TensorSlice
 def split_by_plan(causal_lm: Any, ranks: Ranks) -> dict[str, str]:
     """Split a model's linears as its plan says; one rank splits none. Returns the style of each module.
 
-    Raises InvalidInput where shares would not be equal.
+    Raises InvalidInput if shares would not be equal.
     """
     if ranks.tp_size == 1:
         return {}

@@ -56,9 +56,9 @@ def score_beside_teacher(
     target_N: Tensor | None = None,
     chunk: int | None = None,
 ) -> Scores:
-    """Score targets as `score_targets` does; with `outputs.divergence` also against what the batch has of a teacher.
+    """Score targets as `score_targets` does; with `outputs.divergence` also against the batch's teacher.
 
-    Then the log-probability is a constant, and nothing else is computed beside the two. `outputs.rest` is computed
+    Then the log-probability is a constant, and nothing else is computed. `outputs.rest` is computed
     here, too, as it takes whole logits. It has no gradient.
 
     Args:
@@ -90,7 +90,7 @@ def score_beside_teacher(
 
 
 def _teacher(batch: Batch, target_N: Tensor | None) -> TeacherStates | LikeliestIds:
-    """Return what is known of the teacher at the targets; `target_N`: at those alone."""
+    """Return the teacher's outputs at the targets; `target_N`: only at those."""
     known = batch.teacher
     assert known is not None, "the teacher has not computed this bin"
     if target_N is None or isinstance(known, TeacherStates):
@@ -149,7 +149,7 @@ class _Softmax:
             return lse_C
         max_C = lse_C.clone()
         dist.all_reduce(max_C, op=dist.ReduceOp.MAX, group=self.shard.group)
-        max_C.clamp_(min=torch.finfo(max_C.dtype).min)  # -inf where no shard has anything
+        max_C.clamp_(min=torch.finfo(max_C.dtype).min)  # -inf if no shard has anything
         return max_C + self.summed((lse_C - max_C).exp()).log()
 
     def summed(self, value: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def _mixed(teacher_CV: Tensor, own_CV: Tensor, part: float) -> Tensor:
 
 
 class _Diverged(torch.autograd.Function):
-    """`last_VR`: the last columns of the weight, where they alone have a gradient."""
+    """`last_VR`: the last columns of the weight, if they alone have a gradient."""
 
     @staticmethod
     def forward(

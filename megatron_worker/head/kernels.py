@@ -33,7 +33,7 @@ from megatron_worker.head.workspace import WORKSPACE_BYTES, Blocks, blocks_for, 
 class Scan:
     """Sums over these rows of the embedding for each target, float32 [N]. Exponentials are relative to `max_N`.
 
-    `target_N` is 0 where the label is another shard's. `weighted_logit_N` is 0 and `top_NK` None unless asked for;
+    `target_N` is 0 if the label is another shard's. `weighted_logit_N` is 0 and `top_NK` None unless asked for;
     `top_NK` are keys of top_k.py, their ids counted from these rows.
     """
 
@@ -61,7 +61,7 @@ def scan(
 
     Args:
         hidden_NH, weight_VH: bfloat16, float16 or float32, both the same; each row contiguous.
-        row_N: the label's row, int64; -1 where it is another shard's.
+        row_N: the label's row, int64; -1 if it is another shard's.
         top_k: how many of the greatest logits to keep, up to V.
         rows_NH: float32, written: sums of exponential times row.
         logit_rows_NH: float32, written: sums of exponential times logit, relative to `max_N`, times row. Only with
@@ -208,7 +208,7 @@ def add_weight_gradient(
 def _shape(hidden_NH: Tensor, blocks: Blocks) -> dict[str, Any]:
     return {
         "PRECISION": "ieee" if hidden_NH.dtype == torch.float32 else "tf32",  # has no effect on half precision
-        "WIDEN": not hidden_NH.is_cuda,  # the interpreter's products of bfloat16 are of its bits
+        "WIDEN": not hidden_NH.is_cuda,  # the interpreter multiplies the bits of bfloat16 as integers
         "EVEN_H": hidden_NH.shape[1] % blocks.hidden == 0,
         "BLOCK_N": blocks.targets,
         "BLOCK_V": blocks.rows,

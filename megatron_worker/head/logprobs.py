@@ -118,7 +118,7 @@ def score_targets(
 
 @dataclass(frozen=True)
 class _Task:
-    """What is computed, beside the tensors that have gradients. `keep_rows`: for the hidden states' gradient."""
+    """The inputs of the scan, except the tensors that have gradients. `keep_rows`: for the hidden states' gradient."""
 
     label_N: Tensor
     outputs: Outputs
@@ -128,7 +128,7 @@ class _Task:
 
 
 class _Head(torch.autograd.Function):
-    """`last_VR`: the last columns of the weight, behind those of `weight_VH`, where they alone have a gradient."""
+    """`last_VR`: the last columns of the weight, after those of `weight_VH`, if they alone have a gradient."""
 
     @staticmethod
     def forward(
@@ -293,7 +293,7 @@ def _weight_gradient(
 
 
 def _row_or_none(label_N: Tensor, shard: VocabShard) -> Tensor:
-    """Return the row of each label in this shard, -1 where another shard has it."""
+    """Return the row of each label in this shard, -1 if another shard has it."""
     row_N, owned_N = rows_of_labels(label_N, shard.first, shard.num_real)
     return torch.where(owned_N, row_N, -1)
 

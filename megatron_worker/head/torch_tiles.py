@@ -201,7 +201,7 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 def rows_of_labels(label_N: Tensor, first: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return each label's row among ids from `first` on (0 where it is not among them), and True where it is."""
+    """Return each label's row among ids from `first` on (0 if it is not among them), and True if it is."""
     row_N = label_N - first
     owned_N = (row_N >= 0) & (row_N < num_rows)
     return torch.where(owned_N, row_N, 0), owned_N

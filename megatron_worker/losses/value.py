@@ -1,4 +1,4 @@
-"""The loss of a critic: half the squared error of its values, which are kept near those before the job where it clips.
+"""The loss of a critic: half the squared error of its values, which are kept near those before the job if it clips.
 
 Shape suffixes: N targets of a bin.
 """

@@ -200,8 +200,8 @@ def _varlen(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan
 
 
 def rotate(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate each head's first half against its second by the angle of its token's position; of a head that is larger
-    than the tables, only the dimensions that they have.
+    """Rotate each head's first half against its second by the angle of its token's position. If a head is larger than
+    the tables, only the dimensions of the tables are rotated.
 
     It costs one product and two fused multiply-adds; the backward is the rotation by the opposite angle.
     """

@@ -5,8 +5,8 @@ whose experts they chose (dispatch.py). Each applies its experts (under etp its 
 received, one expert after another, and sends the sums back. No token is dropped, and no loss for load balance is added,
 so results do not depend on the layout.
 
-A bin may say the experts of its tokens, as a sampler chose them (routing replay: Ma et al. 2025, arXiv:2510.11370).
-Then the router's scores give their weights alone, and have its gradients, whatever function makes them.
+A bin may give the experts of its tokens, as a sampler chose them (routing replay: Ma et al. 2025, arXiv:2510.11370).
+Then the router's scores only give the experts' weights, with gradients for the router.
 
 Shape suffixes: s tokens of this rank, R tokens that came to it; K experts of a token, E experts, H hidden size; B
 choices of this rank's experts, M those of one of them; F feed-forward size of an expert on this rank.
@@ -177,7 +177,7 @@ class MegatronExperts(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, *_: object, padding_mask: Tensor | None = None, **__: object
     ) -> tuple[Tensor, None]:
-        """`padding_mask`: in the place of megatron's, the experts of each of its layers: [layers, s, K]."""
+        """`padding_mask`: not a mask, but the experts of each of the model's layers, [layers, s, K]."""
         hidden_sH = hidden_states.reshape(-1, hidden_states.shape[-1])
         output_sH = self._routed(hidden_sH, None if padding_mask is None else padding_mask[self.place])
         if self.shared_expert is not None:

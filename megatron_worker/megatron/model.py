@@ -147,8 +147,8 @@ class NormedMLP(DenseMLP):
 class MegatronModel:
     """This rank's part of the model, its parameters views of `flat`. Frozen until trained; `constants` for ever.
 
-    Parameters go by the names that they have in the whole model, whatever this stage calls them. With `quantize` the
-    weights of its linears are no parameters, but `quantized`; the dtype is that of all else.
+    Parameters have their names in the whole model, not those of this stage. With `quantize` the weights of the linears
+    are in `quantized` and are no parameters; the dtype is that of all other tensors.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class MegatronModel:
                 per_layer_sLP = per_layer(part.token_id_t, received_s1H)
         plan = part.plan if self.architecture.block is None else LayerInputs(part.plan, per_layer_sLP)
         self._gpt.decoder.set_input_tensor(received_s1H)
-        # Megatron passes a padding mask on to MLPs, also where they are computed again for the backward.
+        # Megatron passes a padding mask on to MLPs, also when they are recomputed for the backward.
         hidden_s1H: Tensor = self._gpt.decoder(received_s1H, attention_mask=plan, padding_mask=part.route_LsK)
         self._gpt.decoder.set_input_tensor(None)
         if not self._mesh.is_last_stage:

@@ -32,9 +32,9 @@ from shared.families.tensor_slices import TensorSlice
 class MegatronOptimizer:
     """Trains parameters that are views of one `Flat`, which `regions` cover.
 
-    Gradients are accumulated in float32, whatever the weights' dtype. `master` is the working buffer itself where that
+    Gradients are accumulated in float32, whatever the weights' dtype. `master` is the working buffer itself if that
     is float32; else, as the moments, this rank's shares one after another. `states`: how the moments are held.
-    `slices`: the tensors that the parameters hold; what is in none is updated as no matrix is.
+    `slices`: the tensors that the parameters hold; weights outside of them are not updated as matrices.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class MegatronOptimizer:
         return not self.is_exact
 
     def masters_on(self, ranks: SideRanks) -> Held:
-        """Return what gives the first of the ranks that hold a parameter its master, beside the passes.
+        """Return a function that gives the first rank that holds a parameter its master, during the passes.
 
         Its other holders have to ask for it, too, and get None.
         """
@@ -281,7 +281,7 @@ class Gathered(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
-            self._last = None  # it is let go before the next one takes memory
+            self._last = None  # it is freed before the next one takes memory
             self._last = name, self._gathered(name)
         return self._last[1]
 

@@ -32,11 +32,11 @@ class RecurrentPlan:
     """A bin's chunks, in the order of their levels.
 
     Attributes:
-        token_XC: the chunks' tokens; T where a chunk has fewer than C.
+        token_XC: the chunks' tokens; T if a chunk has fewer than C.
         place_T: each token's place among the X * C.
         levels: for each level, how many chunks it has.
         parents: for each level but the first, its chunks' parents' places in the level before.
-        ancestor_WT: each token's parent, its parent, and so on, W - 1 of them: T where there is none.
+        ancestor_WT: each token's parent, its parent, and so on, W - 1 of them: T if there is none.
     """
 
     token_XC: Tensor
@@ -132,7 +132,7 @@ def gated_delta_rule(
     step_key = key * step
     system_XGCC = (step_key @ key.transpose(-1, -2)) * between_XGCC
     seen_XGCC = (query @ key.transpose(-1, -2)) * between_XGCC
-    # What each token writes, were the state before the chunk zero; and what it takes off that for the state.
+    # What each token would write if the state before the chunk were zero, and what to subtract for that state.
     written = torch.linalg.solve_triangular(system_XGCC, value * step, upper=False, unitriangular=True)
     read_first = torch.linalg.solve_triangular(system_XGCC, step_key * from_start, upper=False, unitriangular=True)
     query = query * from_start
@@ -170,7 +170,7 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 def in_chunks(rows: Tensor, plan: RecurrentPlan) -> Tensor:
-    """Return rows of tokens, [T, heads, size], by chunk: [X, heads, C, size], zeros where a chunk has no token.
+    """Return rows of tokens, [T, heads, size], by chunk: [X, heads, C, size], zeros if a chunk has no token.
 
     Without a decay and a step, these change no state.
     """
@@ -185,7 +185,7 @@ def log_decay(decay_TG: Tensor, log_rate_G: Tensor, bias_G: Tensor) -> Tensor:
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the root mean square norm of each head's output, times the SiLU of its gate; in float32 but the weight."""
+    """Return the RMS norm of each head's output, times the SiLU of its gate; in float32, except the weight."""
     wide = torch.promote_types(torch.float32, x.dtype)
     normed = weight * F.rms_norm(x.to(wide), (x.shape[-1],), eps=eps).to(x.dtype)
     return (normed * F.silu(gate.to(wide))).to(x.dtype)

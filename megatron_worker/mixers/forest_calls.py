@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shared.errors import InvalidInput
 
-# What calling the kernel costs beside its work, in pairs of a query and a key that it could have met meanwhile.
+# The overhead of a kernel call, in pairs of a query and a key that it could compute in that time.
 _CALL_PAIRS = 2048
 
 Ints = NDArray[np.int64]
@@ -110,10 +110,11 @@ def plan_calls(
     chunks: Sequence[slice] = (),
     window: int | None = None,
 ) -> list[Call]:
-    """Return the cheapest calls for a forest, at `call_pairs` a call and one for each pair of a query and a key.
+    """Return the cheapest calls for a forest, at a cost of `call_pairs` per call and 1 per pair of a query and a key.
 
-    With chunks, at whose edges nodes must end: of their queries alone, which are counted from the first chunk's first.
-    With a window, of at most whose length nodes must be: what it excludes is left out of the calls, not of the costs.
+    With chunks, only calls for their queries, which are counted from the first chunk's first. Nodes must end at the
+    edges of chunks. With a window, nodes must not be longer than it; the pairs that it excludes are left out of the
+    calls, but count as costs.
     """
     own: list[Call] = []
     over_ancestors: list[Call] = []
@@ -164,7 +165,7 @@ def _calls_in_window(
 
 
 def _band(num_queries: int, num_keys: int, shift: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Return the mask of queries that are `shift` and more tokens behind the first key: [queries, keys]."""
+    """Return the mask of queries that begin `shift` tokens after the first key: [queries, keys]."""
     distance = torch.arange(num_queries)[:, None] + shift - torch.arange(num_keys)
     return torch.zeros(distance.shape, dtype=dtype).masked_fill_(distance >= window, -torch.inf)
 

@@ -156,9 +156,9 @@ def block_mask(
 ) -> BlockMask:
     """Make flex_attention's mask of a forest from the intervals: nothing of size [T, T] is made.
 
-    A block of keys before a block of queries matters when one of its keys has descendants among them, which then are
-    the first of them; it needs no mask when all its keys have all of them. With a window, which needs the tokens'
-    depths, blocks that are further apart are left out, and those that may be so in part have a mask.
+    A block of keys before a block of queries matters if one of its keys has descendants among the queries (then the
+    first query is one); it needs no mask if all queries are descendants of all its keys. With a window, which needs the
+    tokens' depths, blocks that are further apart are left out, and blocks that may be partly so have a mask.
     """
     num_tokens = len(end_T)
     num_blocks = -(-num_tokens // block_size)

@@ -1,4 +1,4 @@
-"""The process group of an engine's ranks, of the launcher or of one process; and one beside it."""
+"""The process group of an engine's ranks, of the launcher or of one process; and a second group."""
 
 import os
 import socket

@@ -363,7 +363,7 @@ class Answers:
 
 
 def _versions(drawn_by: list[DrawnBy]) -> list[int | None] | None:
-    """Return the version of the policy that drew each token; None where none is known."""
+    """Return the version of the policy that drew each token; None if none is known."""
     versions = [each.policy_version for each in drawn_by]
     return versions if any(version is not None for version in versions) else None
 

@@ -33,7 +33,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Penalties:
-    """What is added to a sequence's logits, as in vLLM. Penalties are for tokens that were drawn, not the prompt's."""
+    """Additions to a sequence's logits, as in vLLM. Penalties are for tokens that were drawn, not the prompt's."""
 
     bias: Mapping[int, float] = field(default_factory=dict)
     presence: float = 0.0
@@ -67,7 +67,7 @@ class PromptScores:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def add(self, logit_CV: Tensor, label_C: Tensor, num_top: int) -> None:
-        """Score the next C tokens, `label_C`, with `num_top` of the likeliest beside each."""
+        """Score the next C tokens, `label_C`, with `num_top` of the likeliest tokens at each."""
         logprob_CV = logit_CV.log_softmax(-1)
         logprob_C1 = logprob_CV.gather(1, label_C[:, None])
         self.logprobs += logprob_C1[:, 0].tolist()

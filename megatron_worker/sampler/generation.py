@@ -136,7 +136,7 @@ class Generator:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values of the sequences under way, and of their prompts."""
+        """Bytes of keys and values of the running sequences, and of their prompts."""
         return sum(lane.cache_bytes for lane in list(self._lanes.values()))
 
     def _lane(self, adapter: LoadedAdapter) -> "_Lane":

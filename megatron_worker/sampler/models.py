@@ -59,7 +59,7 @@ class SyncedWeights:
 
 
 class Models:
-    """What requests can name. Its methods are called by many threads; the generator's alone changes weights.
+    """The models that requests can name. Its methods are called by many threads; the generator's alone changes weights.
 
     After a sync that broke, or a folder that could not be read to its end, no weights can be named until others are
     loaded.

@@ -145,7 +145,7 @@ class _Exchange(BaseHTTPRequestHandler):
             return
         given = self.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, f"Bearer {self.server.api_key}".encode()):
-            # A stranger's body is not kept, and the connection cannot be used again without it.
+            # The body of an unauthenticated request is not kept; without reading it the connection cannot be reused.
             self.close_connection = self._body_is_unread = True
             raise RequestRefused(401, "the bearer key is missing or wrong", code="invalid_api_key")
 

@@ -196,7 +196,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.activate(name)
 
     def train_base(self, full: Full, seed: int) -> None:
-        """Train every weight of the base; with a head, that in the place of its output layer."""
+        """Train every weight of the base; a head replaces its output layer."""
         assert not self.trainings, "drop_slot comes before training something else"
         head = self._base_head = None if full.head is None else self._new_head(full.head, self._device)
         heads = [head.flat.host] if head else []

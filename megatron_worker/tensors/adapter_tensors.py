@@ -19,7 +19,7 @@ def targeted(parts: Sequence[TensorSlice], adapted: AdaptedModules) -> dict[Tens
 
 
 def scale_of(sizes: Sequence[LoraSize], device: torch.device) -> float | Tensor:
-    """Return the scale of adapters whose ranks are stacked: one of each rank, float32 [R], where they differ."""
+    """Return the scale of adapters whose ranks are stacked: one of each rank, float32 [R], if they differ."""
     if len({size.scale for size in sizes}) == 1:
         return sizes[0].scale
     return torch.tensor([size.scale for size in sizes for _ in range(size.rank)], device=device)

@@ -20,14 +20,14 @@ _HUGE_PAGE_BYTES = 2 << 20
 class HostCopy:
     """Tensors, each with its own storage, and host buffers for their values while they are offloaded.
 
-    Buffers are pinned where there is a device to copy to. They are allocated the first time that they are needed, and
+    Buffers are pinned if there is a device to copy to. They are allocated the first time that they are needed, and
     kept until `forget`: page-locking, or a page's first touch, costs more than the copy.
     """
 
     def __init__(self, tensors: Sequence[Tensor], chunk_bytes: int = CHUNK_BYTES) -> None:
         self._device = tensors[0].device
         self._storages = [t.untyped_storage() for t in tensors]
-        # Whole storages: a shard's is longer than the shard where the ranks' are not equal.
+        # Whole storages: a shard's is longer than the shard if shards are not equal.
         self._sizes = [storage.nbytes() for storage in self._storages]
         whole = [t.detach().as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0) for t in tensors]
         self._slices = _cut([t.view(torch.uint8) for t in whole], chunk_bytes)

@@ -1,4 +1,4 @@
-"""What an engine does by its slots alone, which is the same for all engines."""
+"""The parts of an engine that depend only on its slots, the same for all engines."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -149,7 +149,7 @@ def gradient_noise(sums: Mapping[str, float], norm: float) -> dict[str, float]:
 
     The mean gradient G_w of a weight w has E |G_w|^2 = signal + trace / w, with `signal` the true gradient's square and
     `trace` that of the covariance of weight 1. Ranks with w_r each, and all together, are two such sizes. Both
-    estimates are unbiased whatever the w_r; their quotient is not, and is left out where signal is not positive.
+    estimates are unbiased whatever the w_r; their quotient is not, and is left out if signal is not positive.
 
     Args:
         sums: over the ranks with a weight: `square`, of w_r |G_r|^2; `weight`, of w_r; `ranks`, their number.

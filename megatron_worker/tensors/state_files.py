@@ -70,7 +70,7 @@ class StateRanks(Protocol):
 
     @property
     def num_alike(self) -> int:
-        """Ranks that compute the same behind the model, whose gradients are added up."""
+        """The number of ranks that compute the same after the model, and whose gradients are summed."""
         ...
 
     def first_holder(self, tensor_slice: TensorSlice, part: int) -> int:
@@ -89,7 +89,7 @@ class StateRanks(Protocol):
 
 
 class StatefulOptimizer(Protocol):
-    """An optimizer whose state is saved. `gathered` is collective where ranks share the state out.
+    """An optimizer whose state is saved. `gathered` is collective if ranks split the state.
 
     `is_exact`: the model's own weights are float32 and are updated in place, so there are no masters. `detach`: freeze
     parameters, drop gradients.
@@ -119,7 +119,7 @@ OptimizerT = TypeVar("OptimizerT", bound=StatefulOptimizer)
 
 @dataclass
 class SlotTraining(Generic[OptimizerT]):
-    """What is being trained: an adapter's slot, or (None) the base.
+    """A slot that is trained: an adapter's, or (None) the base.
 
     Since the last step: `num_bins`, passes; `weight`, of this rank's bins.
 
@@ -328,7 +328,7 @@ def read_optimizer(folder: Path, training: SlotTraining[OptimizerT], ranks: Stat
 
 
 def write_optimizer(folder: Path | None, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
-    """Write both moments and the step count; the float32 masters too where `weights/` are not those."""
+    """Write both moments and the step count; the float32 masters too if `weights/` are not those."""
     entries = [
         WrittenTensor(f"{state}.{s.name}", torch.float32, s.shape) for state, _, own in training.saved for s in own
     ]

@@ -1,4 +1,4 @@
-"""The loop behind `forward_micro_batches`: agree, plan, forward, hand over, measure."""
+"""The loop of `forward_micro_batches`: agree, plan, forward, hand over, measure."""
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence

@@ -55,7 +55,7 @@ class PackedBatches:
         self._plan = plan
         self._scored: dict[Scored, NDArray[np.float32]] = {}
         self._likeliest: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
-        self.most_tokens: int | None = None  # of a bin, where the plan's are not taken
+        self.most_tokens: int | None = None  # of a bin, if the plan's are not taken
         self.most_step_tokens: int | None = None  # a bound on the tokens of any step, if it is known
         self._num_parts = 1
         self.num_steps = num_steps
@@ -130,7 +130,7 @@ class PackedBatches:
         return self._scored[name] if name in self._scored else self.units.columns[name.removesuffix("_N")].copy()
 
     def put(self, name: Scored, values: NDArray[np.float32], at_N: Flags | None = None) -> None:
-        """Replace a column of all later batches. `values`: one for each target on file. `at_N`: where; None: all."""
+        """Replace a column of all later batches. `values`: one for each target on file. `at_N`: which; None: all."""
         assert len(values) == self.units.header.num_targets
         self._scored[name] = values if at_N is None else np.where(at_N, values, self._scored.get(name, values))
 

@@ -136,7 +136,7 @@ _prompts: TypeAdapter[list[HeldOutPrompt]] = TypeAdapter(list[HeldOutPrompt])
 
 
 def read_prompts(units: Path) -> list[HeldOutPrompt]:
-    """Read `prompts.json` beside the units. Data that was tokenized elsewhere has none."""
+    """Read `prompts.json`, next to the units. Data that was tokenized elsewhere has none."""
     path = units / "prompts.json"
     return _parse(_prompts, path) if path.exists() else []
 

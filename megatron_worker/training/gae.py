@@ -62,12 +62,12 @@ def moves_of(units: Units, per_turn: bool) -> Moves:
 
 
 def _changes(values_N: Ints) -> NDArray[np.bool_]:
-    """Return where a column has another value than just before; its first place counts as one."""
+    """Return True where a column's value differs from the one before, and at its first place."""
     return np.append(True, values_N[1:] != values_N[:-1])[: len(values_N)]
 
 
 def estimate(moves: Moves, reward_N: Floats, value_N: Floats, critic: Critic) -> Estimates:
-    """Estimate advantages from rewards and values of targets, [N]. What is NaN makes its episode so, and no other."""
+    """Estimate advantages from rewards and values of targets, [N]. A NaN makes only its episode NaN."""
     reward_M = np.add.reduceat(reward_N.astype(np.float64), moves.first_M)
     value_M = value_N.astype(np.float64)[moves.first_M]
     advantage_M = _discounted(moves, reward_M, value_M, critic.gamma, critic.gae_lambda)
@@ -78,7 +78,7 @@ def estimate(moves: Moves, reward_N: Floats, value_N: Floats, critic: Critic) ->
 def _discounted(
     moves: Moves, reward_M: NDArray[np.float64], value_M: NDArray[np.float64], gamma: float, lam: float
 ) -> NDArray[np.float64]:
-    """Return the sums of (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); 0 where it was cut.
+    """Return the sums of (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); 0 at a cut.
 
     All episodes are gone through at once, from their ends: as many steps as the longest has moves.
     """

@@ -19,7 +19,7 @@ from shared.jobs.packed import Ints
 
 @dataclass(frozen=True)
 class Role:
-    """A slot that scores data, and where its scores go.
+    """A slot that scores data, and the destination of its scores.
 
     Attributes:
         slot: its name; None: the base.

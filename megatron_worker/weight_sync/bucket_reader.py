@@ -56,7 +56,7 @@ class Receiving:
         self._goes_on = threading.Event()
 
     def begin(self, needs_all: bool) -> None:
-        """Take what was announced, and wait for the first bucket: until it is here nothing has to be given up.
+        """Accept the announced sync, and wait for the first bucket: until then nothing must be given up.
 
         Raises SyncBroken.
         """

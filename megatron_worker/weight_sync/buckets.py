@@ -284,7 +284,7 @@ def _change(buffer: Tensor, part: BucketPart, rows: Tensor) -> None:
     if rows.itemsize < DTYPES[part.dtype].itemsize:
         raise InvalidInput(f"changes of {part.dtype} do not apply to {rows.dtype}", part.name)
     assert part.num_changes is not None
-    # Itself, but of some columns, and where a model keeps a tensor wider than it is sent.
+    # A copy only if the part has some of the columns, or the model keeps the tensor in a wider dtype.
     whole = rows.to(DTYPES[part.dtype]).contiguous()
     try:
         changes.apply(buffer[part.start :], part.num_changes, whole)

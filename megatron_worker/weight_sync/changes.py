@@ -18,7 +18,7 @@ def num_bytes(num_changes: int) -> int:
 
 
 def find_changes(new: Tensor, old: Tensor, out: Tensor) -> int | None:
-    """Write the changes from `old` to `new` into `out`, uint8. None where they take more bytes than `out` has.
+    """Write the changes from `old` to `new` into `out`, uint8. None if they take more bytes than `out` has.
 
     Args:
         new, old: contiguous, of one shape and of a dtype of 2 or 4 bytes.

@@ -1,14 +1,14 @@
 """Connections between a trainer and a sampler: a Unix socket on one machine, TCP between machines.
 
-A message is JSON behind its length (4 bytes, big-endian). Whoever may open the Unix socket may send weights: it lies in
-a folder that only the host's user can enter. Over TCP both ends prove that they know the run's secret, and an
-HMAC-SHA256 over its number and its bytes comes before every message:
+A message is its length (4 bytes, big-endian), then JSON. Anyone who can open the Unix socket may send weights: it lies
+in a folder that only the host's user can enter. Over TCP both ends prove that they know the run's secret, and every
+message comes after an HMAC-SHA256 over its number and its bytes:
 
     sampler: 32 random bytes        trainer: Hello, with 32 more
     key = HMAC(secret of the run, both)
 
-So nothing that others send is read as more than a Hello, and nothing of an earlier connection can be used again. The
-messages are not encrypted; no weights are in them.
+So data from an unauthenticated peer is read only as a Hello, and messages of an earlier connection cannot be replayed.
+The messages are not encrypted; no weights are in them.
 """
 
 import hmac
@@ -110,7 +110,7 @@ class SyncConnection:
         return bool(select.select([self.socket], [], [], 0)[0])
 
     def shut(self) -> None:
-        """End the connection for both; whoever waits in it is woken."""
+        """End the connection for both ends; a thread that waits in it wakes."""
         with suppress(OSError):  # it is gone already
             self.socket.shutdown(socket.SHUT_RDWR)
 

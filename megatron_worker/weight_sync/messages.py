@@ -82,7 +82,7 @@ class RemoteBuffers(Frozen):
 
 
 class Connect(Frozen):
-    """What a sampler needs beside the announcement. For shared_memory file descriptors follow with a zero byte."""
+    """What a sampler needs besides the announcement. For shared_memory, file descriptors follow with a zero byte."""
 
     group: GroupPlace | None = None
     handles: tuple[CudaHandle, ...] = Field(default=(), max_length=NUM_BUFFERS)

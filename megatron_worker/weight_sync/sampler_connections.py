@@ -13,7 +13,7 @@ from shared.jobs.weight_sync import OVER_TCP, SyncPlace
 class Receiver:
     """A connection to one sampler. `num_owed`: messages that it has not answered.
 
-    `is_interrupted`: it has answered that its group broke; whoever forms another sets it back.
+    `is_interrupted`: it has answered that its group broke; forming another group resets it.
     """
 
     place: SyncPlace

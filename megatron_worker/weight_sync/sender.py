@@ -1,4 +1,4 @@
-"""The trainer's end of a sync: weights into two buffers in turn, to all samplers at once, beside the trainer's work."""
+"""The trainer's end of a sync: weights into two buffers in turn, to all samplers at once, during the trainer's work."""
 
 import time
 from collections.abc import Iterator

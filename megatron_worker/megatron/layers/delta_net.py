@@ -1,6 +1,6 @@
-"""A gated delta net in the place of attention, its heads shared out over tensor-parallel ranks.
+"""A gated delta net in place of attention, its heads split over tensor-parallel ranks.
 
-megatron-core's own (ssm/gated_delta_net.py) needs flash-linear-attention, which runs on CUDA alone, knows neither
+megatron-core's class (ssm/gated_delta_net.py) needs flash-linear-attention, which runs only on CUDA, supports neither
 sequences of a bin nor branches, and applies its norm's gate in another dtype than the published models.
 
 Shape suffixes: T tokens of a bin; G value heads of this rank and V the size of each; J channels of its convolution.

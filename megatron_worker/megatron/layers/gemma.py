@@ -26,7 +26,7 @@ from shared.families.gemma import SharedAttention
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The inputs of layers beside the residual stream, for one bin; `kept`: keys and values that later layers share."""
+    """A bin's inputs of layers besides the residual stream. `kept`: keys and values that later layers share."""
 
     plan: BinPlan
     per_layer_sLP: Tensor | None
@@ -123,7 +123,7 @@ class NormedLayer(torch.nn.Module):
 
 
 class TakenAttention(torch.nn.Module):
-    """Attention whose values are normed, may be what keys are made of, or which takes keys and values of a layer."""
+    """Attention with normed values. Keys may be made from the same projection, or both taken from another layer."""
 
     def __init__(
         self, config: TransformerConfig, attention: SharedAttention, norm: type[torch.nn.Module], **_: object

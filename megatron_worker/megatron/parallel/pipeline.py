@@ -54,7 +54,7 @@ class Link:
         return torch.empty(rows, 1, self.hidden_size, dtype=self.dtype, device=self.mesh.device)
 
 
-# A bin's forward on this stage: its number, what was received, and what is sent on, or, of the last stage, the loss.
+# A bin's forward on this stage: its number, the received and the sent hidden states, or, on the last stage, the loss.
 StageForward = Callable[[int, Tensor | None], Tensor]
 
 
@@ -72,7 +72,7 @@ def one_forward_one_backward(link: Link, rows: Sequence[int], forward: StageForw
 
     def go_back(gradient: Tensor | None) -> Tensor | None:
         _number, received, output = alive.popleft()
-        if output.requires_grad:  # as it does not where the first stages have nothing that is trained
+        if output.requires_grad:  # which it does not if the first stages have no trained parameters
             torch.autograd.backward(output, gradient)
         return None if received is None else received.grad
 

@@ -238,7 +238,7 @@ def _slices(model: Any, a: Architecture) -> list[TensorSlice]:
 
 
 def bound_steps(model: Any) -> None:
-    """Bound the steps of Mamba-2 from below in all calls: transformers does where it reads several tokens alone."""
+    """Bound the steps of Mamba-2 from below in all calls: transformers does it only for several tokens at once."""
     for mixer in model.modules():
         if hasattr(mixer, "time_step_limit"):
             mixer.in_proj.register_forward_hook(partial(_with_bounded_steps, mixer))

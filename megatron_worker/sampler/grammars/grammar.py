@@ -90,7 +90,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compiled(self, wanted: StructuredOutputs, asking: str = "") -> Grammar:
-        """Compile what an answer has to be.
+        """Compile the constraint on an answer.
 
         `asking`: the requester. Each requester's grammars are tried one after another, so that nobody waits for others.
 
@@ -175,6 +175,6 @@ def _schema(schema: dict[str, JsonValue]) -> str:
 
 
 def _in_short(problem: str) -> str:
-    """Return llguidance's message on one line, without the place in the text that was made of the schema here."""
+    """Return llguidance's message on one line, without the position in the grammar text, which users do not see."""
     message = _EXCERPT.split(_AT.sub("", problem))[0].replace("<non-verbose/>", "")
     return " ".join(message.split())[:_MESSAGE_CHARACTERS]

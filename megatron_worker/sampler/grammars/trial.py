@@ -27,7 +27,7 @@ LIMITS = LLParserLimits(
 """Bounds of work (and so of time and memory) of a compilation, and of each token. Their units are llguidance's."""
 REFUSED = 3
 CPU_S, MEMORY_BYTES = 2, 1 << 30
-_STACK_BYTES = 1 << 20  # glibc gives threads 2 MiB at least where the stack is not limited, else 8 MiB
+_STACK_BYTES = 1 << 20  # glibc gives threads 2 MiB at least if the stack is not limited, else 8 MiB
 
 
 class _Bytes:

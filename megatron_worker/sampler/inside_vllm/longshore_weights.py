@@ -122,7 +122,7 @@ class Gate:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """Let no other request begin, and wait until those under way have ended."""
+        """Let no other request begin, and wait until running ones have ended."""
         self._is_open.clear()
         try:
             while self._num_served:

@@ -1,4 +1,4 @@
-"""Linears of the decoder with the adapters beside them, and the MLP made of them.
+"""Linears of the decoder with their adapters, and the MLP made of them.
 
 Shape suffixes: T tokens or slots, O outputs and I inputs of a linear, R ranks of an adapter, H hidden size.
 """
@@ -69,7 +69,7 @@ class FusedLinear:
 
 
 def token_table(s: TensorSlice, weight_VH: Tensor) -> FusedLinear:
-    """Return the embeddings of tokens as what an adapter can be beside."""
+    """Return the token embeddings in a form that can have an adapter."""
     return FusedLinear(EMBEDDING, (as_linear(s),), weight_VH.t(), None)
 
 

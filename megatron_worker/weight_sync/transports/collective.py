@@ -195,7 +195,7 @@ class CollectiveOutbound(_Member):
         values = Values(time.monotonic() + _JOIN_S)
         for rank, receiver in enumerate(living, 1):
             place = GroupPlace(rank=rank, size=len(living) + 1, name=name)
-            with suppress(SyncBroken):  # it is found to be gone where its calls are read
+            with suppress(SyncBroken):  # reading its calls shows that it is gone
                 receiver.send(SyncMessage(connect=Connect(group=place)))
         found: dict[str, str] = {}
         threads = [threading.Thread(target=_serve, args=(one, values, found), daemon=True) for one in living]

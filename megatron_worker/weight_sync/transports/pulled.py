@@ -40,7 +40,7 @@ class PullEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back, also where something is still read."""
+        """Release everything, even during a read."""
         ...
 
 
