@@ -305,7 +305,7 @@ class Engine(Protocol):
     def drop_slot(self, slot: str | None) -> None:
         """Forget a slot, if it is there, with its gradients and moments. None is active if it was. Collective.
 
-        Of slot None: end the training of the base, whose published weights are read when they are next wanted.
+        Slot None: end the training of the base, whose published weights are read again when they are next needed.
         """
         ...
 

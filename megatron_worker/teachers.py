@@ -32,7 +32,7 @@ class TeacherStates:
 class LikeliestIds:
     """Ids that a teacher names for each target of a bin, integers [N, K], and their log-probabilities, float32.
 
-    A last id of -1 stands for all other ids: the sum of their probabilities. A teacher behind a URL does not give it.
+    A last id of -1 means all other ids: the sum of their probabilities. A teacher behind a URL does not give it.
     """
 
     id_NK: Tensor

@@ -23,7 +23,7 @@ class ForwardEngine(Engine, Protocol):
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the targets' hidden states after the final norm, [N, H], and the output embedding for their heads.
 
-        Of the embedding they are this rank's rows, [V, H]. Hidden states are equal on all ranks that share a
+        The embedding has only this rank's rows, [V, H]. Hidden states are equal on all ranks that share a
         vocabulary, and heads must give them the complete gradient on each.
         """
         ...

@@ -93,7 +93,7 @@ def score_targets(
         tile: None for the device's.
         beside: an adapter of the output embedding, which then has no gradient itself.
 
-    The log-probability is differentiable by hidden states and weight, once; the entropy if `outputs` says so; the
+    The log-probability is differentiable by hidden states and weight, once; the entropy with `entropy_gradient`; the
     `top_k` are constants.
     """
     assert weight_VH.shape[0] == shard.size, (weight_VH.shape, shard)

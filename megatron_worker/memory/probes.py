@@ -32,7 +32,7 @@ _MASK_BLOCK = 128  # tokens, on CUDA
 def measure_step(
     engine: Engine, loss: LossFunction, branches: bool, budget_bytes: float, most_tokens: int | None = None
 ) -> PassCost:
-    """Measure the memory of forward_backward by tokens, all of which are targets; up to `most_tokens`.
+    """Measure the memory of forward_backward by tokens, up to `most_tokens`; all tokens are targets.
 
     The active slot must hold no gradients: those of the measuring passes are dropped. Collective.
     """
