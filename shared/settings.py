@@ -101,7 +101,7 @@ OwnAddress = Annotated[IPvAnyAddress, AfterValidator(_one_address)]
 
 
 class SamplingSettings(BaseModel):
-    """The installation's own sampler, where it is a server that speaks vLLM's protocol; and vLLM on sampler hosts."""
+    """The installation's own sampling server, if it has one, with vLLM's protocol; and vLLM on sampler hosts."""
 
     url: str | None = Field(default=None, description="http://host:8000, of runs that name none")
     api_key: SecretStr | None = Field(default=None, description="sent to `url`, and nowhere else")
@@ -161,7 +161,7 @@ class WebhookSettings(BaseModel):
 
 
 class MetricsSettings(BaseModel):
-    """Where a process shows its metrics to Prometheus, without a key."""
+    """The address of a process's metrics for Prometheus, which need no key."""
 
     port: int | None = Field(
         default=None,
