@@ -1,4 +1,4 @@
-"""Settings of what tenants may use, keep and ask for, and of what that costs."""
+"""Settings of tenants' quotas, retention, prices and request limits."""
 
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ class ClientSettings(BaseModel):
 
 
 class RetentionSettings(BaseModel):
-    """Days after which a control host deletes what runs have left; None: never. What is published stays.
+    """Days after which a control host deletes data of ended runs; None: never. Published versions are kept.
 
     Days count from the end of the run, or of the last one that used it.
     """
@@ -76,7 +76,7 @@ class RetentionSettings(BaseModel):
 
 
 class PriceSettings(BaseModel):
-    """Prices, from which the costs of runs are computed. Costs are shown where the price of a GPU hour is set."""
+    """Prices to compute the costs of runs. Costs are shown if the price of a GPU hour is set."""
 
     gpu_hour: float | None = Field(default=None, ge=0, description="of one rank of a worker, or a sampler, for an hour")
     currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$", description="of prices and spending limits")

@@ -12,7 +12,7 @@ class GarbageRequest(Frozen):
 
 
 class Freed(Frozen):
-    """What was deleted, or would be: of one tenant and one kind. What several tenants use is nobody's here."""
+    """What was deleted, or would be, of one tenant and one kind. Data that several tenants share has no tenant here."""
 
     what: str = Field(description="checkpoints, data, samples, logs, sessions, models, or removed: of removed runs")
     tenant: str | None = None

@@ -71,7 +71,7 @@ class ScheduledRun(Frozen):
 
 
 class ScheduleRecord(Frozen):
-    """The record of an accepted schedule, from which a schedule that Temporal has lost is made again.
+    """The record of an accepted schedule. If Temporal has lost the schedule, it is made again from this record.
 
     `salt`: keeps its id from telling its name to whoever guesses it; empty of schedules from before there was one.
     """

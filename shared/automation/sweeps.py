@@ -1,7 +1,7 @@
-"""Sweeps: runs that differ in a few fields, of which the best one is published.
+"""Sweeps: runs that differ in a few fields; the best one is published.
 
-What a sweep decides follows from its trials' metrics in the order of their numbers, never from the order in which runs
-happen to end: a service that is killed decides the same once more.
+A sweep's decisions depend on its trials' metrics in the order of the trials' numbers, never on the order in which runs
+end, so a service that was killed makes the same decisions again.
 """
 
 import json
@@ -70,7 +70,7 @@ class Space(Frozen):
 
 
 class Halving(Frozen):
-    """Successive halving, asynchronous (arXiv:1810.05934): at each rung the best 1/reduction of the trials go on."""
+    """Successive halving, asynchronous (arXiv:1810.05934): at each rung the best 1/reduction of the trials continue."""
 
     first_step: int = Field(ge=1, le=10_000_000, description="the first rung: a trial's first report from this step on")
     reduction: int = Field(default=3, ge=2, le=16, description="each rung is at so many times the step before it")
@@ -141,7 +141,7 @@ class Sweep(Frozen):
 
     @property
     def measured(self) -> str:
-        """The metric by which trials are compared."""
+        """The metric that ranks the trials."""
         return self.metric or ("eval_reward_mean" if self.run.kind == "rl" else "eval_loss")
 
     @property
@@ -151,7 +151,7 @@ class Sweep(Frozen):
 
 
 class SweepRecord(Frozen):
-    """The record of an accepted sweep. Its trials are on record as runs, in the source of which they have numbers."""
+    """The record of an accepted sweep. Its trials have run records of their own, whose source holds their number."""
 
     schema_version: Literal[1] = 1
     sweep_id: SweepId
@@ -184,14 +184,14 @@ class BestRequest(Frozen):
 
 
 class Report(NamedTuple):
-    """What a trial has reported: the metric after a step."""
+    """A trial's metric after a step."""
 
     step: int
     value: float
 
 
 class SweepEnd(Frozen):
-    """The end of a sweep, as it is on record."""
+    """The recorded end of a sweep."""
 
     state: Literal["succeeded", "failed", "cancelled"]
     pruned: dict[int, Report] = Field(default_factory=dict, description="by the number of the trial")
@@ -202,7 +202,7 @@ class SweepEnd(Frozen):
 
 
 class SweepTurn(Frozen):
-    """What came of looking after a sweep's trials: its end, once all have ended, and what to publish before that."""
+    """The result of advancing a sweep: its end, once all trials have ended, and what to publish before that."""
 
     end: SweepEnd | None = None
     best: BestRequest | None = None
@@ -215,7 +215,7 @@ class SweepEnding(SweepRef):
 
 
 class Reports(NamedTuple):
-    """What a trial has reported so far: its metric by step; and whether its run has ended."""
+    """A trial's metric by step so far, and whether its run has ended."""
 
     by_step: Mapping[int, float]
     has_ended: bool
@@ -237,7 +237,7 @@ def with_values(run: Run, values: Mapping[str, JsonValue]) -> Run:
         InvalidInput: at `parameters.PATH`: there is no such field, or the run's model refuses the values.
     """
     tops = {path.partition(".")[0] for path in values}
-    # Without a `trainable`, an adapter that `model` names says of what shape it is.
+    # Without a `trainable`, an adapter named by `model` gives its shape.
     fields: Any = run.model_dump(mode="json", exclude={"trainable"} - run.model_fields_set - tops)
     for path, value in values.items():
         *above, last = path.split(".")
@@ -258,9 +258,10 @@ def with_values(run: Run, values: Mapping[str, JsonValue]) -> Run:
 
 
 def candidates(sweep: Sweep) -> Iterator[Values]:
-    """Yield what is tried on the run's model before a sweep is accepted: every combination of a grid.
+    """Yield the values that are validated by the run's model before a sweep is accepted.
 
-    Of other samplers every choice and end of a range, beside the first ones of the other parameters; and the last ones.
+    For a grid: every combination. For other samplers: every choice and both ends of a range, with the first values of
+    the other parameters; and the last values of all parameters together.
     """
     if sweep.sampler == "grid":
         yield from (grid_values(sweep, number) for number in range(sweep.num_trials))

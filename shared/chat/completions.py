@@ -103,13 +103,13 @@ class CompletionRequest(SamplerRequest):
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that an answer can tell of. A prompt has at most as many as it has characters or ids."""
+        """The most tokens that an answer can describe. A prompt has at most one per character or id."""
         num_prompt = len(self.prompt) + sum(len(one) for one in self.prompt if isinstance(one, list | str))
         return num_prompt * self.n + self.num_prompts * self.n * self.max_tokens
 
     @property
     def num_likely(self) -> int:
-        """How many of the likeliest tokens are told in the place of each."""
+        """How many of the likeliest tokens are returned for each position."""
         return max(self.logprobs or 0, self.prompt_logprobs or 0)
 
     @field_validator("stream_options")
@@ -179,7 +179,7 @@ class Choice(SamplerAnswer):
 
 
 class DrawnBy(SamplerAnswer):
-    """Weights that drew some of an answer: the policy's version, where it is known, and the hash of their bits."""
+    """Weights that sampled a part of an answer: the policy's version, if it is known, and the hash of their bits."""
 
     policy_version: int | None = None
     weights_sha256: Sha256 | None = None

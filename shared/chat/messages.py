@@ -158,7 +158,7 @@ class ChatRequest(SamplerRequest):
 
     @property
     def forced_tools(self) -> list[dict[str, JsonValue]]:
-        """The tools one of which the model has to call; none where it may as well answer."""
+        """The tools of which the model must call one; empty if it may answer in text."""
         return [] if self.tool_choice in (None, "none", "auto") else _forced(self.tools or [], self.tool_choice)
 
     @property
@@ -276,7 +276,7 @@ class ChunkChoice(SamplerAnswer):
 class ChatChunk(SamplerAnswer):
     """An event of a stream; `usage` comes in the last one, which has no choices, if it was asked for.
 
-    `prompt_token_ids` stand in the first one alone, if ids were asked for.
+    Only the first one has `prompt_token_ids`, if ids were asked for.
     """
 
     id: str

@@ -1,7 +1,7 @@
-"""Trajectories: what was sampled for a prompt, token by token, and how good it was. One group a line of JSONL.
+"""Trajectories: the tokens sampled for a prompt, and their reward. One group per line of JSONL.
 
-Token ids are trained as they were sampled. A conversation of chat messages can stand for them where rendering it gives
-those very ids again, which is checked.
+Token ids are trained as they were sampled. Chat messages can be given instead if rendering them gives exactly the
+sampled ids, which is checked.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,8 +16,8 @@ class Trajectory(Frozen):
     """One sampled sequence: prompt, answers and tool results in the order in which the model saw them.
 
     `sampled`, `logprobs`, `token_ids`, `token_rewards` and `policy_versions` have one length L. `logprobs` are the
-    sampler's, in nats; they are read only where `sampled` is true. `routes`: of a run's own samples, the places of the
-    prompt's and the other tokens' experts in the file beside these (activities/sampling/routes.py).
+    sampler's, in nats; they are read only where `sampled` is true. `routes`: for a run's own samples, the positions of
+    the prompt's and the other tokens' experts in the routes file (activities/sampling/routes.py).
     """
 
     token_ids: tuple[int, ...] = Field(min_length=1, description="L ids, prompt and all")

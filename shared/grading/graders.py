@@ -239,9 +239,9 @@ def chosen_scalar(grader: RewardModelGrader, names: Sequence[str], place: str = 
 
 
 class SampleRewards(Frozen):
-    """What a reward model gives of a sample: its scalars, of which one may be no finite number; or why there are none.
+    """A reward model's scalars for a sample, or why there are none.
 
-    `values`: by the scalars' names.
+    `values`: by the scalars' names; None for one that is no finite number.
     """
 
     values: dict[str, float | None] = Field(default_factory=dict)

@@ -45,8 +45,8 @@ ONLY_JOB = "000001"
 class Schedule(Frozen):
     """The learning rate of step t of `num_steps`: linear warm-up, then constant, linear or cosine decay to 0.
 
-    `rates`, if there are any, are those of all steps, in place of this. `num_steps`: of the run, where a job does not
-    end it.
+    `rates`, if there are any, give each step's rate instead. `num_steps`: the decay's length, if it is not
+    the job's.
     """
 
     kind: Literal["constant", "linear", "cosine"] = "linear"
@@ -62,12 +62,12 @@ class PackedData(Frozen):
     units: Artifact
     plan: Artifact
     likeliest: Artifact | None = Field(
-        default=None, description="ids that a teacher elsewhere names for each target, and their log-probabilities"
+        default=None, description="a remote teacher's top ids for each target, and their log-probabilities"
     )
 
 
 class JobCritic(Critic):
-    """The critic of a job, with what it trains and how fast. `alone`: the policy stays as it is."""
+    """The critic of a job, its trained parameters and learning rate. `alone`: the policy is not trained."""
 
     trainable: Lora
     learning_rate: float = Field(gt=0)
@@ -84,14 +84,14 @@ class Evaluation(Frozen):
 
 
 class Checkpointing(Frozen):
-    """A checkpoint every `every_steps` (0: only the last), of which the newest `keep` stay."""
+    """A checkpoint every `every_steps` (0: only the last); the newest `keep` are kept."""
 
     every_steps: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)
 
 
 class WorkerPlan(Frozen):
-    """The engine and the slot that a piece of work needs, whoever decides its steps: the same for every attempt."""
+    """The engine and the slot that a job or session needs: the same for every attempt."""
 
     run_id: str
     job_id: str = Field(pattern=r"^[0-9]{6}$")
@@ -99,12 +99,12 @@ class WorkerPlan(Frozen):
     engine: EngineName = "megatron"
     layout: Layout = Layout()
     dtype: Dtype = "float32"
-    quantize_base: Quantization | None = Field(default=None, description="how the frozen base's linears are held")
-    optimizer_states: OptimizerStates = Field(default="float32", description="how both moments are held")
-    recompute: Recompute = Field(default="auto", description="layers are computed again in the backward")
+    quantize_base: Quantization | None = Field(default=None, description="how the frozen base's linears are stored")
+    optimizer_states: OptimizerStates = Field(default="float32", description="how both moments are stored")
+    recompute: Recompute = Field(default="auto", description="layers are recomputed in the backward pass")
     threads_per_rank: int = Field(default=1, ge=1, description="CPU threads; part of what makes a result bit-identical")
     trainable: Trainable
-    initial_adapter: Artifact | None = Field(default=None, description="a published adapter to go on from")
+    initial_adapter: Artifact | None = Field(default=None, description="a published adapter to continue from")
     initial_checkpoint: Artifact | None = Field(
         default=None, description="the last checkpoint of the run's job before: weights, optimizer and random state"
     )

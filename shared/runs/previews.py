@@ -72,7 +72,7 @@ class PreviewRequest(Frozen):
 
 
 class PreviewStart(Frozen):
-    """A preview's request, and its tenant. `cut`: how a run would cut the rows into steps, to be told its length."""
+    """A preview's request, and its tenant. `cut`: how a run would cut the rows into steps, to compute its length."""
 
     tenant: Tenant
     request: PreviewRequest
@@ -87,9 +87,9 @@ class Span(Frozen):
 
 
 class PreviewRow(Frozen):
-    """A row as the model sees it. `fate`: what becomes of it; `is_cut`: the text shown is not all of it.
+    """A row as the model sees it. `fate`: how a run would treat it; `is_cut`: the text is shown in part.
 
-    Of a pair, `spans` are the prompt and the chosen answer, and `rejected` is the other answer.
+    For a pair, `spans` are the prompt and the chosen answer, and `rejected` is the other answer.
     """
 
     place: str

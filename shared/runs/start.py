@@ -21,7 +21,7 @@ from shared.storage.store import ObjectStore
 SFT_WORKFLOW = "SFTWorkflow"
 RL_WORKFLOW = "RLWorkflow"
 SESSION_WORKFLOW = "SessionWorkflow"
-# A living host takes a job at once. One that has not after so many heartbeat timeouts is considered dead.
+# A living host takes a job at once. One that has not after this many heartbeat timeouts is considered dead.
 _PICKUP_PER_HEARTBEAT = 1.5
 
 

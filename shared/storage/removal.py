@@ -1,4 +1,4 @@
-"""A run that is removed, and what is deleted of its folder. Blocking."""
+"""Removes a run: its record as removed, and the deletion of its folder. Blocking."""
 
 from pydantic import Field
 
@@ -13,7 +13,7 @@ _REMOVED = "removed"
 
 
 class RemovedRun(Frozen):
-    """The record of a removed run. From it on the run is removed, whatever is still there of it."""
+    """The record of a removed run. Once it exists the run is removed, even if some of its files remain."""
 
     run_id: str
     tenant: str
