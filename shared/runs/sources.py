@@ -1,4 +1,4 @@
-"""Data sets of runs, where they are and how their rows are written; and teachers."""
+"""Datasets of runs: where they are and the format of their rows; and teachers."""
 
 from typing import Annotated, Literal, Self
 
@@ -101,7 +101,7 @@ def _is_url(teacher: str) -> bool:
 
 
 class TaughtBy(DistillationSettings):
-    """The teacher of a distillation: of the student's base, which is there once, or behind a URL."""
+    """The teacher of a distillation: on the student's base, which is loaded once, or behind a URL."""
 
     teacher: TeacherUri = Field(
         description="`base`, a published adapter on it (URI or name), or a URL (…/v1) that returns prompt_logprobs",
@@ -110,7 +110,9 @@ class TaughtBy(DistillationSettings):
         default=None, min_length=1, max_length=256, description="the teacher's name at that URL"
     )
     teacher_key: str | None = added(
-        None, max_length=64, description="of a teacher behind a URL: the name under which this installation has its key"
+        None,
+        max_length=64,
+        description="for a teacher behind a URL: the name of its key in the installation's settings",
     )
     teachers: Annotated[tuple[tuple[Name, TeacherUri], ...], PAIRED] = Field(
         default=(),

@@ -51,8 +51,8 @@ class ObjectStore(Protocol):
         ...
 
     def put_if_unchanged(self, key: str, data: bytes, seen: ObjectInfo) -> bool:
-        """Overwrite an object if it has not changed since `seen`; True if this call wrote it. Of several calls, one
-        succeeds.
+        """Overwrite an object if it has not changed since `seen`. Returns True if this call wrote it; only one of
+        several concurrent calls does.
         """
         ...
 

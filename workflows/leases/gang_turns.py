@@ -17,7 +17,7 @@ _ASK_AGAIN_S = 600.0
 
 
 class Turn(Frozen):
-    """A run's request for the lock. `turn_id` is unique. `patience_s`: the most seconds for which it holds the lock."""
+    """A run's request for the lock. `turn_id` is unique. `patience_s`: the most seconds that it holds the lock."""
 
     workflow_id: str
     turn_id: str
