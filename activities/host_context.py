@@ -97,11 +97,11 @@ class HostContext:
         return upload_files(self.store, key, folder, manifest_of(folder))
 
     def made_once(self, key: str, purpose: str, make: Callable[[Path], object], anew: bool = False) -> Artifact:
-        """The artifact under a key, made in a scratch folder where the store has none. It stays while its run goes on.
+        """The artifact under a key, made in a scratch folder if the store has none. It is kept until its run ends.
 
         Args:
             key: derived from everything that `make` depends on.
-            make: fills the folder that it is given. What it raises is raised, and nothing is kept.
+            make: fills the folder that it is given. If it raises, nothing is kept and the error is raised.
             anew: make it whatever the store has there.
         """
         self.use(key)
@@ -206,6 +206,6 @@ def beating(detail: Callable[[], object] = lambda: None) -> Iterator[None]:
 
 
 def host_is_leaving() -> bool:
-    """True when this host shuts down, so that the work has to go on elsewhere."""
+    """True when this host shuts down, so that another host must continue the work."""
     details = activity.cancellation_details()
     return activity.is_worker_shutdown() or (details is not None and details.worker_shutdown)

@@ -46,9 +46,9 @@ _PROBES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
 class ModelLook(Frozen):
     """What was found out about a model's folder.
 
-    `targets`: how many linears of each name an adapter can be beside. `conversations`: for what rows may hold, None, or
-    why the chat template refuses it. `unlike_prompts`: those of them whose answers are trained behind another text than
-    the prompt which asks for them. `problems`: why a run would be refused, each with its file and rule.
+    `targets`: the number of linears of each name that an adapter can target. `conversations`: for each kind of row,
+    None, or why the chat template refuses it. `unlike_prompts`: the kinds of rows whose answers are trained after
+    another text than the prompt that asks for them. `problems`: why a run would be refused, each with file and rule.
     """
 
     folder: str

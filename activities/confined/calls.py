@@ -63,12 +63,12 @@ def call(
 
     Args:
         function: its parameters and its result are annotated with types that JSON can carry.
-        kind: `dataset` for what reads all of one, which leaves a place to others; `grading`, which mostly waits for
-            judges, has places of its own.
+        kind: `dataset` calls read a whole dataset and always leave one place to other calls; `grading` calls mostly
+            wait for judges and have separate places.
         answer: answers what the function asks (`ask` of fork_server.py).
 
     Raises:
-        LongshoreError, OSError: what the function raised. InvalidInput also where the child broke a limit, or broke.
+        LongshoreError, OSError: what the function raised. InvalidInput also if the child broke a limit or crashed.
         RuntimeError: somebody killed the child, or the function has a bug.
     """
     _, result_type = types_of(function)

@@ -29,8 +29,8 @@ _MAX_FRAME_BYTES = 256 << 20
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GRACE_S = 10.0
 AnswerQuestion = Callable[[bytearray], bytes]
-"""Answers a question of a child, which reads strangers' data: it may ask anything."""
-_MUCH = 0.5  # share of its memory limit from which on a child itself is to blame that the host has run out
+"""Answers a child's question. The child reads untrusted data, so it may ask anything."""
+_MUCH = 0.5  # share of its memory limit; a child above it is to blame if the host runs out of memory
 
 
 class Child:

@@ -1,13 +1,14 @@
 """The fork server of calls.py and programs.py: a process with everything imported, which forks a child for each call.
 
-It has one thread, reads no untrusted data, and is told no secret: a program's environment is read by its own process.
+It has one thread, reads no untrusted data, and gets no secrets: each program's own process reads its environment.
 Its standard input is a socket of its host, which sends two descriptors a call: an end of the call's own socket, and a
 pipe on which the server reports how the child ended. For a program, two more are its output and its errors. When that
 socket closes, the host has gone, and the server and its children end. (The kernel's parent-death signal would not do:
 it comes when the thread that started the process ends.)
 
-The server of a stack is there for the stack's service and hosts, too: each has a socket to it, and asks it for servers
-of kinds that have no secrets, which are forks of it. Who asks for the same shares one. They end with the stack's own.
+A stack's service and hosts also use the stack's server: each has a socket to it, and asks it for servers of kinds that
+have no secrets. It forks these servers from itself. Callers that ask for the same kind share one server. They end with
+the stack's server.
 """
 
 import fcntl
@@ -56,7 +57,7 @@ _sign: Callable[[str | None], None] | None = None
 
 
 def sign(place: str | None = None) -> None:
-    """Report that a confined call goes on, which restarts its time limits; `place`: the place in the input by now.
+    """Report progress of a confined call, which restarts its time limits. `place`: the current place in the input.
 
     Does nothing outside a child of the fork server.
     """
@@ -271,7 +272,7 @@ def _begin(data: int, *output: int, kept: Sequence[int] = ()) -> None:
 
 
 def _program(data: int, output: tuple[int, ...], lent: Sequence[int]) -> NoReturn:
-    """Run a program of ours, which is told to the host by its pid as soon as others can find it."""
+    """Run one of our programs, and send the host its pid as soon as others can find the process."""
 
     def tell() -> None:
         with suppress(BrokenPipeError):
@@ -373,7 +374,7 @@ def _results(module: str, name: str, question: bytes) -> Iterator[bytes]:
 
 
 def _told(error: BaseException) -> dict[str, Any]:
-    """Describe an exception as JSON, from which `_raise` in calls.py makes it again."""
+    """Describe an exception as JSON; `_raise` in calls.py restores it."""
     from shared.errors import InvalidInput, LongshoreError
 
     match error:

@@ -1,8 +1,8 @@
-"""Starts programs: those of ours that import much as forks of a process that has imported it, which saves seconds.
+"""Starts programs. Our programs with large imports are forks of a process that has imported them, which saves seconds.
 
-That process is this host's, or the supervisor's of `longshore dev`; the GPU and the sampler host of such a stack share
-one. It starts with the first such program, ends with its host or stack, and is started anew where it was lost. Its
-programs end with it. Where there is none, programs start as usual.
+That process belongs to this host, or to the supervisor of `longshore dev`, whose GPU and sampler hosts share one. It
+starts with the first such program, ends with its host or stack, and is restarted if it is lost. Its programs end with
+it. Without such a process, programs start as usual.
 """
 
 import json
@@ -68,9 +68,9 @@ def start(
     stderr: int,
     dies_by: signal.Signals | None = None,
 ) -> RunningProgram:
-    """Start a program in a session of its own, without input. Raises OSError.
+    """Start a program in a new session, without input. Raises OSError.
 
-    `dies_by`: what a program that is no fork is sent when this thread ends (Linux alone).
+    `dies_by`: the signal that a program which is no fork gets when this thread ends (Linux only).
     """
     if (imports := _imports_of(command)) is not None:
         try:
@@ -117,7 +117,7 @@ def _fork(
             pid = int(read_frame(data.fileno(), deadline=time.monotonic() + _PATIENCE_S))
         return Fork(pid, os.pidfd_open(pid), status)
     except BaseException as error:
-        os.close(status)  # by which the server ends it
+        os.close(status)  # so the server ends it
         if isinstance(error, TimeoutError):
             _server.end()
         raise
@@ -158,7 +158,7 @@ class Fork:
         return self.returncode
 
     def _reported(self) -> int:
-        """Return the exit status by the server's report. Where it was lost, or is stopped, nobody knows any more."""
+        """Return the exit status that the server reported; SIGKILL's if the server was lost or is stopped."""
         told = os.read(self._status, 4096) if _is_readable(self._status, _GRACE_S) else b""
         return os.waitstatus_to_exitcode(json.loads(told)[0]) if told else -signal.SIGKILL
 

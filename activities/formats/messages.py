@@ -43,7 +43,7 @@ def has_weighed_parts(message: Mapping[str, Any]) -> bool:
 
 
 def message_of(row: Row, field: str, turn: dict[str, JSON], weighs_parts: bool = False) -> Message:
-    """A message as templates take it, without its weight. Raises InvalidInput for what is none.
+    """A message as templates take it, without its weight. Raises InvalidInput if it is not a message.
 
     `weighs_parts`: parts of an assistant's content may have weights.
     """
@@ -95,7 +95,7 @@ def turn_weight(row: Row, field: str, turn: Mapping[str, JSON], role: JSON = "as
 
 
 def refuse_media(row: Row, field: str = "") -> None:
-    """Raise InvalidInput for a row or a message with images, videos or audios, for which tags stand in its text."""
+    """Raise InvalidInput for a row or a message with images, videos or audios, which its text refers to by tags."""
     if key := next((key for key in MEDIA if is_given(row, key)), None):
         raise InvalidInput(f"{field}{key}: only text can be trained on: drop the row", row.place)
 

@@ -1,6 +1,6 @@
-"""Rows of preference pairs: one prompt, the answer that is preferred and the one that is not.
+"""Rows of preference pairs: one prompt, its preferred and its rejected answer.
 
-Each answer becomes an example of its own, so that it is rendered and encoded as it would be alone.
+Each answer becomes a separate example, so that it is rendered and encoded as it would be alone.
 """
 
 from dataclasses import replace

@@ -26,7 +26,7 @@ _MAX_PARQUET_BATCH_BYTES = 512 << 20  # of _PARQUET_ROWS rows
 _MAX_COLUMNS = 1000
 _UTF8_BOM = b"\xef\xbb\xbf"
 _ARROW = (b"PAR1", b"ARROW1", b"\xff" * 4)  # Parquet, an IPC file, an IPC stream
-_OTHER_KINDS = {  # by what they begin with
+_OTHER_KINDS = {  # by their first bytes
     "UTF-16": rb"\xff\xfe|\xfe\xff",
     "an archive": rb"PK\x03\x04|7z\xbc\xaf|Rar!",
     "JSON over several lines": rb"(\xef\xbb\xbf)?\s*[\[{]\s*[\r\n]",
@@ -271,7 +271,7 @@ def list_of_objects(row: Row, field: str) -> list[dict[str, Any]]:
 
 
 def weight_of(row: Row, field: str, weight: JSON) -> float:
-    """A loss weight: 1 where there is none. Raises InvalidInput for what is no number of at least 0."""
+    """A loss weight; 1 by default. Raises InvalidInput unless it is a number of at least 0."""
     if weight is None:
         return 1.0
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:

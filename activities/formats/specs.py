@@ -83,7 +83,7 @@ def _conversation(row: Row, field: str, messages: list[dict[str, Any]], weights:
 
 
 def _answered(row: Row, prompt: str, completion: str) -> Chat | PromptCompletion:
-    """Make the example of two texts: a conversation, where more is told than these."""
+    """Make an example of a prompt and a completion: a conversation if the row has more than these two texts."""
     tools, turns = tools_of(row), [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     messages, weights = with_context(row, turns, [0.0, 1.0])
     weight = _row_weight(row)
@@ -263,7 +263,7 @@ def prompt_completion(prompt: str = "prompt", completion: str = "completion") ->
 
 
 def _said(row: Row, field: str, role: str) -> list[dict[str, Any]]:
-    """Return a field's messages, of which a text is one, of this role."""
+    """Return a field's messages. A text is one message of this role."""
     if isinstance(row.fields.get(field), list):
         return messages_of(row, field)
     return [{"role": role, "content": text_of(row, field)}]

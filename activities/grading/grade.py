@@ -147,7 +147,7 @@ def graded_parts(
     Args:
         done: the first samples of the parts that are graded already.
         sandbox: a folder for the processes of python graders.
-        rewards: files of what reward models give, by their graders' `scorer`.
+        rewards: files of reward models' scores, by their graders' `scorer`.
     """
     rows, first = _rewarded(sampled_items(samples), rewards) if rewards else sampled_items(samples), 0
     with open_grader(grader, means, sandbox) as grade_all:
@@ -215,10 +215,10 @@ def _graded(part: list[tuple[str, SampledItem]], grade_all: GradeAll) -> list[Sa
 
 
 def sampled_items(folder: Path) -> Iterator[tuple[str, SampledItem]]:
-    """The rows of a folder's JSONL files and where they stand, in the order of the files' names.
+    """The rows of a folder's JSONL files with their places, in the order of the files' names.
 
     Raises:
-        InvalidInput: a row that is no sample.
+        InvalidInput: a row is not a sample.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.jsonl"))
     for name in names:

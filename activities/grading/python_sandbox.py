@@ -1,7 +1,7 @@
 """Runs python graders, which are untrusted code, in a sandbox: starts it, sends it samples, and validates its answers.
 
-One sandbox grades many samples, each in a child process of its own (sandbox_process.py), so that samples cannot
-influence each other's grades. A sandbox that is lost is started anew.
+One sandbox grades many samples, each in a separate child process (sandbox_process.py), so that samples cannot
+influence each other's grades. A lost sandbox is restarted.
 """
 
 import json
@@ -196,7 +196,7 @@ def _believed(answer: str) -> Any:
 
 
 def isolation_in_use() -> str:
-    """Name what isolates graders on this machine, `bubblewrap` or `namespaces`; where nothing does, the reason."""
+    """Return how graders are isolated on this machine: `bubblewrap`, `namespaces`, or why they are not."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with PythonSandbox("", GradingSettings(), Path(folder)) as sandbox:

@@ -1,9 +1,9 @@
-"""String checks and text similarity, from 0 to 1: pure functions, float64, case-sensitive but for ROUGE and `ilike`.
+"""String checks and text similarity, from 0 to 1: pure functions, float64, case-sensitive except for ROUGE and `ilike`.
 
-Words are runs of letters, digits and _, and every other sign that is not white space is a word of its own.
+Words are runs of letters, digits and _; every other character that is not white space is a separate word.
 
 BLEU, GLEU and ROUGE-N are written here: sacrebleu and rouge-score would bring ten packages (lxml and nltk among them)
-for forty lines, and rouge-score's words are of ASCII letters alone.
+for forty lines, and rouge-score's words have ASCII letters only.
 """
 
 import math
@@ -36,7 +36,7 @@ def string_check(operation: Literal["eq", "ne", "like", "ilike"], text: str, ref
 
 
 def text_similarity(metric: Metric, text: str, reference: str) -> float:
-    """The metric of a text against a reference. Two empty texts are alike, one empty text is like nothing.
+    """The metric of a text against a reference. Two empty texts are equal; one empty text has similarity 0.
 
     Raises:
         NotGraded: a text of more than 100,000 characters.

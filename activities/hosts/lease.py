@@ -76,8 +76,8 @@ class ProcessLease:
     """What all kinds of leases do: start or adopt a process, signal the run, and watch until the lease ends.
 
     Args:
-        signal: the name of the signal that tells the run's workflow of the process.
-        standing: this host's, which is told of losses.
+        signal: the name of the signal that announces the process to the run's workflow.
+        standing: this host's, which counts lost workers.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ProcessLease:
     ) -> Iterator[WorkerProcess | None]:
         """Yield a process once it is up, and give it back when the block ends. Yields None if the lease ended first.
 
-        `meet`: makes a context in which a process of several machines, of which this is `node`, meets the others.
+        `meet`: makes a context in which a process of several machines meets its other parts; this machine is `node`.
 
         Raises:
             WorkerLost: it ended or did not come up in time, or this host leaves.
@@ -126,7 +126,7 @@ class ProcessLease:
         try:
             yield begun
         except (WorkerLost, DiskFull, OSError) as error:
-            # Where the disk is full, another host's may have room; on a host that is alone the error says so.
+            # If the disk is full, another host's may have room. A host without others raises the error itself.
             if self._standing is None:
                 raise
             loss = error if isinstance(error, WorkerLost) else WorkerLost(f"no worker can be started: {error}")
@@ -190,11 +190,11 @@ class Lease:
     """Starts or adopts a worker, tells the run about it, and holds it until the lease is cancelled.
 
     Args:
-        joining: makes a context in which this host polls a queue for `join_lease` activities.
-        allowed: experimental transports of weights that this host takes part in.
+        joining: makes a context; while it is open, this host polls a queue for `join_lease` activities.
+        allowed: experimental weight-sync transports that this host supports.
         standing: this host's; without one it takes every lease.
-        meetings: with hosts of other machines, and `stager`: what stages inputs for ranks here whose job another
-            host has; without them it takes no part of a worker of several machines.
+        meetings: the rendezvous with hosts of other machines. `stager`: stages inputs for ranks here whose job is on
+            another host. Without these, the host takes no part of a worker of several machines.
         drain_grace_s: that such a worker has to save a checkpoint once this host leaves.
     """
 
@@ -256,7 +256,7 @@ class Lease:
 
     @contextmanager
     def _meet(self, request: LeaseRequest, mark: LeaseMark, worker: WorkerProcess) -> Iterator[None]:
-        """Have a worker of several machines meet the others: at this host, of which the run is told, or at the first.
+        """Have a worker of several machines meet its other parts: at this host, after it told the run, or at the first.
 
         Raises WorkerLost: the first machine's host is not reached.
         """

@@ -36,9 +36,9 @@ class Stager:
         self._lock = threading.Lock()
 
     def stage(self, artifact: Artifact, check: Callable[[], None]) -> None:
-        """Stage an artifact, after any other job for which it is being staged, so that it is fetched once.
+        """Stage an artifact. Waits for other jobs that are staging the same one, so that it is fetched once.
 
-        Raises as `stage` of shared/storage/artifacts.py does, and what `check` raises, which is called now and then.
+        Calls `check` now and then. Raises as `stage` of shared/storage/artifacts.py does, and what `check` raises.
         """
         with self._lock:
             lock = self._locks.setdefault(artifact, threading.Lock())

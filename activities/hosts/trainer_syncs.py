@@ -1,4 +1,4 @@
-"""A host's part in its jobs' weight syncs: it tells workers what samplers know them by, and who answers questions."""
+"""A host's part in its jobs' weight syncs: it gives workers their sync key and the addresses of samplers."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ Find = Callable[[AnyPlan], "Future[LeaseGrant | None]"]
 
 
 class QuestionSamplers:
-    """Finds the samplers that answer users' questions, by their serving workflows. Whoever asks does not wait."""
+    """Finds the samplers that answer users' questions, by their serving workflows. Callers do not block."""
 
     def __init__(self, client: Client, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
         self._client, self._loop, self._settings = client, loop, settings
@@ -53,8 +53,8 @@ class QuestionSamplers:
 class TrainerSyncs:
     """What this host adds to its jobs' weight syncs.
 
-    `key`: by which samplers know the installation's trainers. `root`: of this host. `find`: looks for the
-    sampler that answers questions to what a plan trains.
+    `key`: authenticates the installation's trainers to samplers. `root`: this host's folder. `find`: looks for the
+    sampler that answers questions to the model that a plan trains.
     """
 
     key: bytes

@@ -101,12 +101,12 @@ class Uploader:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def job(self) -> None:
-        """Upload the job file, so that the job can be run again by hand whatever becomes of it."""
+        """Upload the job file, so that the job can be run again later, however it ends."""
         key = self._keys.job(self._job.plan.job_id, self._job.fence)
         self._begin(lambda: self._store.put_bytes(key, self._job.model_dump_json(indent=1).encode()))
 
     def checkpoint(self, saved: Saved) -> None:
-        """Upload a checkpoint, after the log of the steps before it: a job that goes on from it needs their metrics."""
+        """Upload a checkpoint, after the log of the steps before it: a job that resumes from it needs their metrics."""
         self._part()
         self._num_saved += 1
         number = self._num_saved

@@ -156,8 +156,8 @@ class WorkerPool:
     def release(self, worker: WorkerProcess, lease: LeaseMark) -> None:
         """Take a lease off its worker, after its running jobs have ended. A worker without leases becomes idle.
 
-        It first leaves the device. It is ended instead if it is dead, suspect or of several machines, does not do so,
-        or if the idle time is 0. Of the others those are ended that have no room beside it.
+        It first moves off the device. It is ended instead if it is dead, suspect or of several machines, cannot move
+        off, or if the idle time is 0. Other idle workers are ended if there is no memory for both.
         """
         while worker.num_jobs[lease.run_id]:
             time.sleep(0.02)

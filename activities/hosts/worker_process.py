@@ -209,7 +209,7 @@ def launch(
     max_ranks: int = MAX_WORLD_SIZE,
     node: int = 0,
 ) -> WorkerProcess:
-    """Start a worker in a folder of its own; of one that has several machines, the part that is on this `node`.
+    """Start a worker in a new folder, or this `node`'s part of a worker that has several machines.
 
     Its folder and record, still without a pid, are written before it is started. If this host is killed in between,
     the next host finds the process by the mark in its environment.

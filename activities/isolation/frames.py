@@ -1,4 +1,4 @@
-"""Frames between our processes: eight bytes of length, then so many bytes. The standard library alone is imported."""
+"""Frames between our processes: eight bytes of length, then this many bytes. Imports only the standard library."""
 
 import os
 import select

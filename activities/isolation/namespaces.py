@@ -1,7 +1,7 @@
-"""Namespaces of our own and an empty root, where bubblewrap is not installed; mounts and calls of the kernel for both.
+"""Namespaces and an empty root for hosts without bubblewrap; mounts and system calls for both.
 
 launcher            unshares, forks, waits; SIGTERM ends the namespace
-└─ first process    pid 1: builds an empty root, goes on
+└─ first process    pid 1: builds an empty root, continues
 """
 
 import ctypes
@@ -138,7 +138,7 @@ def _fork_first() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     read_end, write_end = os.pipe()
     first = os.fork()
-    if first:  # keeps write_end: its closing tells of our end
+    if first:  # keeps write_end: it closes when this process ends
         os.close(0)
         os.close(1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])

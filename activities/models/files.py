@@ -93,7 +93,7 @@ class _Index(BaseModel):
 def read_config(location: Location, any_family: bool = False) -> DenseConfig:
     """Read `config.json`. `any_family`: see `read_model_config`.
 
-    Raises InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.
+    Raises InvalidInput: it is missing, of an unknown family, or needs something that we do not compute.
     """
     if "config.json" not in location.files and "adapter_config.json" in location.files:
         raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
@@ -160,7 +160,7 @@ def weight_files(location: Location) -> list[str]:
 
 
 def gguf_file(location: Location) -> str | None:
-    """Return the name of the GGUF file that is the model, where no safetensors are. Raises InvalidInput for several."""
+    """Return the name of the model's GGUF file if there are no safetensors. Raises InvalidInput for several."""
     found = sorted(name for name in location.files if name.endswith(".gguf"))
     if not found or WEIGHTS in location.files or INDEX in location.files:
         return None

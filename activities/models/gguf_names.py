@@ -86,7 +86,7 @@ def _plain(value: Any) -> Any:
 
 
 def rope_factors(rope: RopeConfig, head_size: int) -> Floats:
-    """Return by what llama.cpp divides the frequency of each pair, for Llama 3's scaling."""
+    """Return llama.cpp's divisor of each pair's frequency, for Llama 3's scaling."""
     assert rope.factor is not None and rope.original_max_position_embeddings is not None
     frequencies = (rope.rope_theta or 10_000.0) ** (-np.arange(0, head_size, 2) / head_size)
     turns = rope.original_max_position_embeddings * frequencies / (2 * np.pi)

@@ -72,7 +72,7 @@ from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Room
 
 _MOST_NAMES = 4
-_OF_BASE = (".safetensors", "tokenizer.json")  # ends of names of what tells one base from another
+_OF_BASE = (".safetensors", "tokenizer.json")  # suffixes of the files that identify a base model
 _MODELS = "models"  # in the place of a run id: imported models stay for other runs
 _TENSOR = re.compile(
     r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\.(self_attn|linear_attn|"
@@ -134,8 +134,8 @@ class Resolve:
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 
     def _check_room(self, request: ModelRequest, tensors: dict[str, tuple[int, ...]], shape: ModelShape) -> None:
-        """Refuse a model whose weights alone no GPU host has room for that is up. Of what training adds to them, and
-        passes hold, a worker says on its device whether it fits.
+        """Refuse a model whose weights alone do not fit on any running GPU host. Whether training's other memory fits,
+        a worker checks later on its device.
         """
         offer = read_offer(self._host.store, self._host.settings.shape)
         if request.dtype is None or offer is None or offer.devices is None:

@@ -103,7 +103,7 @@ class Mlx:
     def encode(self, rows_OI: Floats) -> Parts:
         groups, largest = rows_OI.reshape(-1, MLX_GROUP), 2**self.bits - 1
         bias = bytes_of(groups.min(1), self.dtype)
-        low = floats_of(bias, self.dtype, "")  # codes are counted from the bias as it is stored
+        low = floats_of(bias, self.dtype, "")  # codes are relative to the stored bias
         scale = bytes_of(np.maximum((groups.max(1) - low) / np.float32(largest), np.float32(1e-7)), self.dtype)
         codes = np.rint((groups - low[:, None]) / floats_of(scale, self.dtype, "")[:, None])
         words = np.clip(codes, 0, largest).astype(np.uint32).reshape(-1, 32 // self.bits) << self._shifts

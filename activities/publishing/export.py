@@ -1,4 +1,4 @@
-"""Exports a published adapter or model: a whole model in another program's format, as an artifact of its own."""
+"""Exports a published adapter or model as a new artifact: a whole model in another program's format."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """Writes the files of an export from the folders of a model and an adapter, and reads them back: a confined call.
 
-Of the weights a few megabytes are held at a time.
+It holds only a few megabytes of weights in memory at a time.
 """
 
 import json
@@ -112,7 +112,7 @@ def _plans(source: ExportSource) -> dict[str, Plan]:
 
 
 def _encoding(entry: Entry, config: DenseConfig, export: Export, place: str) -> Encoding | None:
-    """Return how a tensor is written; None: as it is, or in a GGUF file not at all."""
+    """Return how a tensor is written. None: unchanged, or omitted from a GGUF file."""
     match export.format:
         case "gguf":
             return ggml_of(entry, config, str(export.stored_as), place)
@@ -133,7 +133,7 @@ def _tensors(entry: Entry, how: Encoding | None) -> tuple[Written, ...]:
 
 
 def _write_shard(source: ExportSource, shard: str, plan: Plan, merger: Merger, path: Path) -> Regions:
-    """Write a file of safetensors. Returns where its tensors lie, by what its library can open."""
+    """Write a safetensors file. Returns the tensors' regions, once the safetensors library has opened it."""
     from safetensors import safe_open
 
     tensors = (each for entry, how in plan.items() for each in _tensors(entry, how))

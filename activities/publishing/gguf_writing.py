@@ -22,11 +22,11 @@ _Q8_GROUP = 32
 
 
 def ggml_of(entry: Entry, config: DenseConfig, stored_as: str, place: str) -> Ggml | None:
-    """Return how a GGUF file holds a tensor; None for an output layer that the embedding stands for.
+    """Return how a GGUF file holds a tensor; None for an output layer that is tied to the embedding.
 
     Norms and biases stay float32, as llama.cpp wants them; a weight that Q8_0 cannot hold is F16.
 
-    Raises InvalidInput: GGUF has no name for it, or it is of no type that can be written.
+    Raises InvalidInput: GGUF has no name for it, or it has a type that cannot be written.
     """
     if config.tie_word_embeddings and entry.name == "lm_head.weight":
         return None

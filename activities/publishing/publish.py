@@ -109,9 +109,10 @@ class Publish:
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=request.name, version=version)
 
     def _made(self, key: str, make: Callable[[Path], object], made_from: MakeStatement) -> Artifact:
-        """Make a version, and then sign what it was made from. Nothing is done where the statement stands.
+        """Make a version, and then sign what it was made from. A version with a signed statement is kept.
 
-        Without one a version is made anew, whatever lies there: whoever writes to the store could have that signed.
+        Without a statement the version is remade even if its files exist: we do not sign files that others may have
+        written.
         """
         statement = f"{key}/{provenance.NAME}"
         if self._sign is None or self._host.store.head(statement) is not None:

@@ -72,7 +72,7 @@ class CommandRecords:
         with beating():
             found = self._find(keys)
             for number in found.waiting:
-                if number < found.last:  # it was to save a state, of which others were done behind it
+                if number < found.last:  # it should save a state, and later commands are done
                     self._say_dropped(keys, number, Gap(through=number, message=_ENDED))
             if found.waiting and found.waiting[-1] > found.last:
                 gap = Gap(through=found.waiting[-1], message=_ENDED)

@@ -31,16 +31,16 @@ FOLDERS: dict[str, What] = {
     "commands": "sessions",
     "results": "sessions",
 }
-"""Of a run's folder; what is elsewhere in it are records, which stay as long as the run."""
+"""Categories of a run's folders. Everything else there is a record, which is kept as long as the run."""
 KINDS: dict[str, What] = {
     "tokenized": "data",
     "packed": "data",
     "prompts": "data",
     "models": "models",
 }
-"""Of what several runs may share; the rest are samples."""
+"""Categories of artifacts that runs may share; the rest are samples."""
 _NOTED = ("dataset", "commands", "run.json")
-_NOTED_RESULT_BYTES = 2048  # larger results are noted by who writes them (shared/runs/session_results.py)
+_NOTED_RESULT_BYTES = 2048  # larger results are noted by their writers (shared/runs/session_results.py)
 _READS_AT_ONCE = 16
 
 
@@ -67,8 +67,8 @@ class RunFolder:
     """A run as the store has it.
 
     Attributes:
-        noted: bytes that the tenant's ledger has already, by what they are of.
-        checkpoints: by step and fence, what they hold; `newest` is of the manifest, 0 without one.
+        noted: bytes that the tenant's ledger has already, by category.
+        checkpoints: objects by step and fence; `newest` is the manifest's, 0 without one.
         job: the key of one of its job files, and how long that is.
         model: the unit of the imported model that its jobs train.
         ended_at: when its result says that it ended, or was written.
@@ -125,7 +125,7 @@ class Census:
                 self.runs[run_id].noted[what] -= noted
 
     def measured(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of each tenant that its ledger does not have, by what they are of."""
+        """Return each tenant's bytes that are not in its ledger, by category."""
         found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         for run in self.runs.values():
             for what, heap in run.heaps.items():

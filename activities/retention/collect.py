@@ -51,9 +51,9 @@ class CollectGarbage:
 
     @activity.defn(name="collect_garbage")
     def collect(self, request: GarbageRequest) -> GarbageReport:
-        """Measure, and delete what is due; of a dry run only say what that is.
+        """Measure, and delete what is due. A dry run only reports it.
 
-        Raises StoreUnavailable: what is left is deleted the next time.
+        Raises StoreUnavailable: the next collection deletes the rest.
         """
         with beating():
             return collect(self._store, self._policy, is_dry=request.is_dry)
@@ -67,7 +67,7 @@ def collect(
     now: float | None = None,
     at_once: int = _AT_ONCE,
 ) -> GarbageReport:
-    """Do the work of the activity, of so many units at once. Blocking. `now`: by which days are counted."""
+    """Do the activity's work, this many units at once. Blocking. `now`: the time from which ages are counted."""
     began = time.time()
     census = take(store, reads_jobs=policy.models_days is not None)
     found = list(due(census, policy, began if now is None else now))
@@ -135,8 +135,8 @@ def _delete(store: ObjectStore, policy: RetentionSettings, each: Due, census: Ce
         if each.run is None:
             if any(info.key not in census.marks for info in marks):
                 return None  # a run has come since all was counted, has ended, and may have published
-            # First what tells of it, which nobody would find later. The marks are of runs that have ended: one that
-            # comes or is resumed meanwhile puts its own.
+            # Delete its marks and notes first: nobody would find them later. The marks belong to ended runs; a run
+            # that begins or is resumed during this writes its own.
             for info in [*marks, *(_noted_model(store, each.unit, census) if each.whats == ("models",) else ())]:
                 store.delete(info.key)
             return {each.whats[0]: list(delete_objects(store, list(store.list(each.unit)), until))}
@@ -198,7 +198,7 @@ def _noted_model(store: ObjectStore, unit: str, census: Census) -> list[ObjectIn
 
 
 def _clean_up(store: ObjectStore, census: Census, now: float) -> None:
-    """Give back claims of processes that died, and forget removed runs of which nothing is left."""
+    """Give back claims of processes that died, and forget removed runs without remaining objects."""
     for info in list(store.list(CLAIMS)):
         with claiming(store, info.key.removeprefix(CLAIMS)):
             pass

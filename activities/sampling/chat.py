@@ -42,7 +42,7 @@ _IMPOSSIBLE = -9999.0  # JSON has no infinity
 
 
 class ChatPrompts:
-    """Renders conversations to token ids: the same as in training, where they stand before the answer.
+    """Renders conversations to token ids: the same ids that precede the answer in training.
 
     Safe to use from several threads, which render one at a time.
     """

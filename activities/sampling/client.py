@@ -1,7 +1,7 @@
 """A client of any sampler that speaks vLLM's OpenAI-compatible protocol: ours, or a vLLM server.
 
-Blocking, and safe to share between threads (parallel_calls.py makes calls on a few). What fails in passing is tried
-again, a bounded number of times: a seeded completion is the same however often it is asked for.
+Blocking, and safe to share between threads (parallel_calls.py makes calls on a few). It retries
+temporary failures a bounded number of times: a seeded completion is the same however often it is asked for.
 """
 
 import math
@@ -47,7 +47,7 @@ _MODELS_BYTES = 4 << 20
 _LARGE_BYTES = 2 << 20  # longer answers of servers that are not trusted are parsed in a child process
 # Set explicitly: otherwise vLLM takes these from the model's generation_config.json.
 _PLAIN = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-# Events of httpcore by which a connection gets a socket.
+# Events of httpcore after which a connection has a socket.
 _CONNECTED = (
     "connection.connect_tcp.complete",
     "connection.connect_unix_socket.complete",
@@ -85,9 +85,9 @@ class Sampler:
         timeout_s: of one request, from its last byte to the answer's first.
         attempts: how often a request is made before SamplerUnavailable is raised.
         confinement: for a server that is not trusted: limits of the child process that parses its large answers.
-        socket_path: of the Unix socket at which the server listens, in the place of the address of `url`.
+        socket_path: the Unix socket on which the server listens, instead of the address of `url`.
 
-    Every method raises InvalidInput for what the server refuses (4xx), and SamplerUnavailable for passing faults.
+    Every method raises InvalidInput if the server refuses the request (4xx), and SamplerUnavailable for passing faults.
     """
 
     def __init__(
@@ -269,9 +269,9 @@ class Sampler:
         return True
 
     def update_weights(self, name: str, version: int, folder: str | None, *, is_adapter: bool) -> None:
-        """Have a version of a policy take the place of older ones in our own sampler; None: the model as it is.
+        """Replace older versions of a policy in our own sampler by this one; `folder` None: the unchanged model.
 
-        Samples under way go on under it. A version that is not newer than what is there changes nothing.
+        Samples in progress continue under it. A version that is not newer than the current one changes nothing.
         """
         body = {"name": name, "version": version, "path": folder, "lora": is_adapter}
         self._ask("POST", "/v1/update_weights", body)

@@ -50,7 +50,7 @@ class SamplerLeaseRequest(Frozen):
 class SamplerCommand:
     """Makes the command line of a sampler. The model's files are staged on this machine first.
 
-    `sync_key`: by which samplers know the installation's trainers (shared/jobs/weight_sync.py).
+    `sync_key`: authenticates the installation's trainers to samplers (shared/jobs/weight_sync.py).
     """
 
     host: HostContext

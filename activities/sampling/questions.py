@@ -151,7 +151,7 @@ def _shown(request: CompleteRequest, tell: Tell | None) -> Tell | None:
 def _ask(
     opened: OpenSampler, request: CompletionRequest, place: str, tell: Tell | None, form: str = _FORM
 ) -> CompletionResponse:
-    """Ask a sampler. A refusal is the fault of `form` where the sampler says so, else of the prompt, `place`."""
+    """Ask a sampler. A refusal names `form` if the sampler blames that, else the prompt, `place`."""
     try:
         return opened.client.complete(request, tell)
     except InvalidInput as error:

@@ -40,7 +40,7 @@ def read_answer(text: str | None, num_tokens: int, shape: RouteShape, place: str
 
     `text`: a base64-encoded `.npy` file, as vLLM writes `routed_experts`.
 
-    Raises InvalidInput: there are none, or not of so many tokens, or experts that no token can have.
+    Raises InvalidInput: there are none, or for another number of tokens, or with experts that no token can have.
     """
     if text is None:
         raise InvalidInput(f"the sampler sends no routed_experts, which the trainer is to take ({_ASK})", place)
@@ -117,7 +117,7 @@ class RoutesWriter:
 
 
 def routes_starts(folders: Sequence[Path]) -> list[int]:
-    """Return where each folder's blocks begin when the files stand one behind the other."""
+    """Return where each folder's blocks begin when the files are concatenated."""
     sizes = [path.stat().st_size if (path := folder / ROUTES).exists() else 0 for folder in folders]
     return [sum(sizes[:number]) for number in range(len(sizes))]
 

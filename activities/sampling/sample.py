@@ -50,7 +50,7 @@ SUMMARY = "summary.json"
 class Drawing(Frozen):
     """Options for drawing the samples of each prompt; `policy_version` is written beside them.
 
-    `routes`: of the model's experts; given, the experts of each token are told, too.
+    `routes`: the shape of the model's experts; if given, each token's experts are written, too.
     """
 
     group_size: int = Field(ge=1, le=MAX_SAMPLES, description="samples of each prompt")
@@ -63,9 +63,9 @@ class Drawing(Frozen):
 class PolicySampleRequest(Drawing, PolicyWeights):
     """Prompts to answer, the policy, and the sampler.
 
-    `model` and `dtype`: what the sampler at `place` serves; they decide the samples, and so are part of the key.
-    `refuted`: versions of which a sampler failed the proof when samples were under way: they are drawn again.
-    `groups`: the numbers of those that are drawn, if not all.
+    `model` and `dtype`: what the sampler at `place` serves; the samples depend on them, so they are part of the key.
+    `refuted`: versions that a sampler failed to prove while samples were being drawn: these are drawn again.
+    `groups`: the numbers of the groups to draw, if not all.
     """
 
     run_id: RunId
@@ -219,10 +219,10 @@ class SamplerActivities:
 
     @activity.defn(name="prove_adapter")
     def prove_adapter(self, request: ProveRequest) -> Proved:
-        """Load the adapter, score the probe, and compare. Nothing is cached: the proof is of the sampler as it is now.
+        """Load the adapter, score the probe, and compare. Nothing is cached: the proof is of the sampler's state now.
 
-        Where they differ the policy is loaded from the store, whole, and compared once more. A leased sampler that
-        differs then, too, is ended.
+        If they differ, the whole policy is loaded from the store and compared once more. A leased sampler that still
+        differs is ended.
 
         Raises:
             SamplerMismatch: a token's logprob differs by more than the bound, so the sampler has other weights.
@@ -282,7 +282,7 @@ def _proved(sampler: Sampler, served: Served, request: ProveRequest) -> Proved:
     """Prove that a sampler serves a policy; once more from the store where it does not. Raises SamplerMismatch."""
 
     def difference() -> float | None:
-        """Return None where the trainer has sent a later version, whose proof is to come."""
+        """Return None if the trainer has sent a later version, which will be proved separately."""
         try:
             told, by = sampler.scored_by(served.name, request.probe)
         except InvalidInput as error:

@@ -39,17 +39,17 @@ MAX_ADAPTERS = 16
 
 
 class OpenSampler(NamedTuple):
-    """A client of a sampler, and the name by which its requests ask for the base model."""
+    """A client of a sampler, and the base model's name in its requests."""
 
     client: Sampler
     model: str
 
 
 class PolicyWeights(Frozen):
-    """A run's policy on its model: an adapter, or weights in place of the model's; neither: the model as it is.
+    """A run's policy on its model: an adapter, or weights in place of the model's; neither: the unchanged model.
 
     `keep`: adapters of this run that must stay loaded. `synced`: the digest of the same weights, if the trainer has
-    sent them to the sampler (shared/jobs/weight_sync.py); otherwise, or where they have not arrived, they are loaded.
+    sent them to the sampler (shared/jobs/weight_sync.py); otherwise, or if they have not arrived, they are loaded.
     `is_checkpoint`: adapter or weights lie in a checkpoint, beside other things. `in_place`: the sampler keeps the
     newest version of the policy under one name, and one that is not older than this will do.
     """
@@ -63,7 +63,7 @@ class PolicyWeights(Frozen):
     in_place: Literal["adapter", "weights"] | None = None
 
     def staged(self, host: HostContext) -> str | None:
-        """Return the folder of the adapter, or weights, on this host; None for the model as it is."""
+        """Return the folder of the adapter, or weights, on this host; None for the unchanged model."""
         artifact = self.weights or self.adapter
         if artifact is None:
             return None
@@ -75,8 +75,8 @@ class PolicyWeights(Frozen):
 class Served(NamedTuple):
     """A policy's name in requests to a sampler. `was_sent`: a trainer's weight sync has just brought it there.
 
-    `reload`: loads it from the store in the place of what is served; None where it cannot: for the model as it is, for
-    a policy whose samples go on under whatever comes, and for an adapter in a vLLM.
+    `reload`: replaces what is served by the policy from the store. None if that is impossible: for the unchanged model,
+    for a policy that is updated while samples are drawn, and for an adapter in a vLLM.
     """
 
     name: str
@@ -270,10 +270,9 @@ def _serve(
     reload: Callable[[str], None] | None,
     host: HostContext,
 ) -> Served:
-    """Have a policy served by its name: what is present stays, what a trainer has sent is named, the rest is loaded.
+    """Serve a policy under its name: keep it if it is present, name it if a trainer has sent it, else load it.
 
-    `load` and `reload` are given the folder where the policy's files are staged; `reload`, where something is served by
-    this name.
+    `load` and `reload` take the folder where the policy's files are staged; `reload` is for a name that is served.
     """
 
     def from_store(into: Callable[[str], None]) -> None:
@@ -291,7 +290,7 @@ def _serve(
 
 
 def _serve_newest(client: Sampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Served:
-    """Have a policy served by the name of the run's newest version, which may be newer than this one."""
+    """Serve a policy under the name of the run's newest version, which may be newer than this one."""
     name = newest_name(run_id)
     card = client.models().get(name)
     if card is None or (card.policy_version or 0) < policy.policy_version:
@@ -301,7 +300,7 @@ def _serve_newest(client: Sampler, run_id: str, policy: PolicyWeights, host: Hos
 
 
 def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Served:
-    """Load an adapter of a run into a sampler. Without an adapter, the model is served as it is.
+    """Load an adapter of a run into a sampler. Without an adapter, the unchanged model is served.
 
     Other adapters of this run that are not in `keep` are unloaded; those of other runs stay. Unless a trainer has sent
     it, the sampler gets the adapter as a folder of this machine: a server behind a URL must see this host's disk.
@@ -386,5 +385,5 @@ class ServingAdapters:
         present = {one for one in opened.client.models() if _OURS.fullmatch(one)} - {name}
         oldest_first = sorted(present, key=lambda one: (self._asked_at.get(one, 0.0), one))
         for old in oldest_first[: max(0, len(present) + 1 - self._max_adapters)]:
-            opened.client.unload_adapter(old)  # samples that are being drawn from it go on
+            opened.client.unload_adapter(old)  # samples that are being drawn from it continue
             self._asked_at.pop(old, None)

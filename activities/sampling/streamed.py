@@ -30,7 +30,7 @@ class StreamedAnswer:
     """The answer that the events of one response make. `tell` is given the texts of all choices after each event.
 
     Args:
-        num_choices: so many are expected.
+        num_choices: the expected number.
         place: names the server in errors.
     """
 
@@ -51,7 +51,7 @@ class StreamedAnswer:
         """Take a line of the response.
 
         Raises:
-            InvalidInput: it is no event of this answer, or the sampler refuses to go on with what was asked.
+            InvalidInput: it is not an event of this answer, or the sampler refuses to continue the request.
             SamplerUnavailable: the sampler reports another error.
         """
         data = line.removeprefix(_DATA).strip()

@@ -45,7 +45,7 @@ class HubId:
 
     @classmethod
     def parse(cls, text: str) -> "HubId | None":
-        """Parse a hub id; None for what is none."""
+        """Parse a hub id; None if it is not one."""
         match = _HUB_ID.fullmatch(text)
         if match is None or ".." in text or "--" in match["repository"]:
             return None

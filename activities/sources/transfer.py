@@ -1,7 +1,7 @@
-"""Transfers of a file to this host in pieces, which go on where they broke off, and its decompression (gzip, zstd).
+"""Resumable transfers of a file to this host in pieces, and its decompression (gzip, zstd).
 
 A file beside the data, the part map, is append-only: a validator of the source's content, then the size and SHA-256 of
-every part. After a crash only parts whose hash is right are used.
+every part. After a crash only parts with the right hash are used.
 """
 
 import gzip
@@ -224,7 +224,7 @@ def _read_all(stream: Iterator[bytes], parts: PartMap, left: Allowance, place: s
 
 
 def compression_of(file: BinaryIO) -> Literal["gzip", "zstd"] | None:
-    """Tell a file's compression by its first bytes. The file stands at its begin, before and after."""
+    """Detect a file's compression by its first bytes. The file is at its beginning, before and after."""
     start = file.read(4)
     file.seek(0)
     if start[1:] == _SKIPPABLE and start[0] & 0xF0 == 0x50:
@@ -276,6 +276,6 @@ def _read(content: BinaryIO, place: str) -> bytes:
 
 
 def check_space(target: Path, num_bytes: int) -> None:
-    """Raises DiskFull when so many bytes more in `target` would leave its disk too little."""
+    """Raise DiskFull if writing `num_bytes` to `target` would leave its disk too little space."""
     if shutil.disk_usage(target.parent).free < num_bytes + _RESERVE_BYTES:
         raise DiskFull(f"no space is left on the disk that holds {target.parent}")
