@@ -149,8 +149,8 @@ def rendered(
 ) -> Iterator[tuple[Question, list[int]]]:
     """Render and tokenize questions: ids equal to what training on the same row has before the answer.
 
-    A plain text is a user's message; where the model has no chat template, it stands as it is, begun as the tokenizer
-    begins texts.
+    A plain text is a user's message. If the model has no chat template, the text is tokenized alone, with the
+    tokenizer's first tokens.
 
     `refused`: called with the place of each row at which the template raises an error, and that error. By default it
     raises InvalidInput.

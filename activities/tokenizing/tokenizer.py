@@ -55,7 +55,7 @@ _BYTE_OF = _byte_alphabet()
 class Encoded:
     """Encoded texts, concatenated: ids [T], loss weights [T] (0: not trained), and the tokens of each text [R].
 
-    `is_joined_R`: texts of which a token reaches from outside of all spans into one.
+    `is_joined_R`: texts with a token that begins outside of all spans and reaches into one.
     """
 
     id_T: NDArray[np.uint32]
@@ -250,7 +250,7 @@ def _json(data: bytes, place: str) -> dict[str, Any]:
 
 
 def _tokenizer(data: bytes, place: str) -> "Tokenizer":
-    """The Rust tokenizer, whole texts only: no truncation or padding of its own."""
+    """The Rust tokenizer, for whole texts: it does not truncate or pad."""
     from tokenizers import Tokenizer
 
     try:
@@ -289,7 +289,7 @@ def _ids_before_text(tokenizer: "Tokenizer") -> list[int]:
 
 
 def _token_bytes(described: dict[str, Any], tokenizer: "Tokenizer") -> NDArray[np.int64] | None:
-    """Bytes of each token's text, [vocabulary]; None unless this is byte-level BPE that adds nothing of its own."""
+    """Bytes of each token's text, [vocabulary]; None unless this is byte-level BPE that adds nothing."""
     pre = described.get("pre_tokenizer") or {}
     steps = pre.get("pretokenizers", [pre])
     byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
@@ -314,7 +314,7 @@ def _token_bytes(described: dict[str, Any], tokenizer: "Tokenizer") -> NDArray[n
 def _templates(files: dict[str, bytes], config: dict[str, Any], place: str) -> tuple[str | None, str | None]:
     """The chat template, and the one for conversations with tools if there are several (`tool_use`, as transformers).
 
-    They stand in files of their own, or else in tokenizer_config.json, as a text or a list of named ones.
+    They are in separate files, or else in tokenizer_config.json, as a text or a list of named ones.
     """
     in_files = {"default": TEMPLATE, "tool_use": TOOL_TEMPLATE}
     by_name = {name: files[path].decode() for name, path in in_files.items() if path in files}
@@ -328,8 +328,8 @@ def _templates(files: dict[str, bytes], config: dict[str, Any], place: str) -> t
     return by_name.get("default"), by_name.get("tool_use")
 
 
-# The tokens with which a model's answers end: those that its files name, and those that training puts there. A base
-# model's files name the end of a text, and its chat template ends turns with another token.
+# The end tokens of a model's answers: those that its files name, and those that training adds. A base model's files
+# name the end of a text, but its chat template ends turns with another token.
 
 
 def end_ids_of(host: HostContext, model: Artifact) -> tuple[int, ...]:
@@ -344,7 +344,7 @@ def stops_of(place: SamplerPlace, host: HostContext, model: Artifact) -> tuple[i
 
 
 def stopping_at(asked: AskedT, end_ids: tuple[int, ...]) -> AskedT:
-    """Return a request with more stop tokens, unless it is to go on behind the model's own end."""
+    """Return a request with these stop tokens added, unless it asks to continue after the model's end tokens."""
     if asked.ignore_eos or not end_ids:
         return asked
     return asked.model_copy(update={"stop_token_ids": [*dict.fromkeys([*(asked.stop_token_ids or ()), *end_ids])]})

@@ -343,10 +343,10 @@ def keep_pairs(block: TokenBlock, max_tokens: int) -> KeptPairs:
 
 
 class LabelledAnswers:
-    """Rows with good and bad answers, as units of KTO: each answer, and behind its prompt that of the row before.
+    """Rows with good and bad answers, as KTO's units: each answer, and its prompt with the previous row's answer.
 
-    Of rows that are pairs it is that of the same side of the pair before. The first row has the last one's answer, so
-    that its unit comes last.
+    For pairs, this is the previous pair's answer of the same side. The first row gets the last row's answer, so its
+    unit comes last.
     """
 
     def __init__(self, max_tokens: int, are_pairs: bool) -> None:
@@ -372,7 +372,7 @@ class LabelledAnswers:
         return KeptPairs(pairs)
 
     def rest(self) -> KeptPairs:
-        """The units of the first rows. Raises InvalidInput where there is no other row."""
+        """The units of the first rows. Raises InvalidInput if there is no other row."""
         for side, first in self._first.items():
             if self._before[side] is first:
                 raise InvalidInput("kto compares with answers to other prompts, and there is no other row", first.place)

@@ -38,9 +38,9 @@ _LOOKS_PER_S = 20.0  # reads of the store for all runs together: with more runs 
 _READERS = 4
 _EVENTS_A_PAGE = 1000
 _BEAT_S = 5.0
-_TURN_S = 60.0  # for which an online run stays open in the writer while others wait for a place
-_TRIES = 3  # failed tries in a row of one mode, without anything new in W&B
-_TRY_AGAIN = timedelta(minutes=5)  # after which all is tried again, if not even an offline run could be written
+_TURN_S = 60.0  # how long an online run stays open in the writer while others wait
+_TRIES = 3  # failed tries in a row of one mode, without progress in W&B
+_TRY_AGAIN = timedelta(minutes=5)  # the pause before a retry, if not even an offline run could be written
 _log = logging.getLogger(__name__)
 
 Mode = Literal["offline", "online"]

@@ -51,7 +51,7 @@ class OpenRun:
         self.is_closed = False
 
     async def open(self, start: WriterStart) -> None:
-        """Begin the run in W&B, or go on with one that is there. Raises: WriterLost, RunRefused."""
+        """Begin the run in W&B, or resume it there. Raises WriterLost, RunRefused."""
         answer = await self._process.call(self._number, Open(start=start), start.init_timeout_s + _CALL_TIMEOUT_S)
         self.done = answer.done or Done()
 
@@ -125,7 +125,7 @@ class Writer:
 
 
 class _Process:
-    """One writer process, with a folder of its own for all that it and W&B leave there."""
+    """One writer process, with a separate folder for its files and W&B's."""
 
     def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
         self._process = process
@@ -168,7 +168,7 @@ class _Process:
 
     @asynccontextmanager
     async def used(self) -> AsyncIterator[OpenRun]:
-        """Yield a new run, with a number and a folder of its own. A process without open runs ends after a while."""
+        """Yield a new run, with a new number and folder. A process without open runs ends after a while."""
         if self._idle is not None:
             self._idle.cancel()
         self._num_open += 1

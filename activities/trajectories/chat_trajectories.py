@@ -115,7 +115,7 @@ class _Drawn:
 
 @dataclass
 class _Sequence:
-    """Ids in the order in which the model saw them, with the logprobs of those that were sampled."""
+    """Ids in the order that the model saw them, with the logprobs of sampled ones."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
