@@ -47,7 +47,7 @@ class Attended:
             tell(next, result if len(result) <= MOST_TOLD_BYTES else None)
 
     def listen(self, tell: Tell) -> Callable[[], None]:
-        """Have `tell` called now and at each news. Returns what ends that."""
+        """Call `tell` now and on each notification. Returns a function that ends this."""
         with self._lock:
             self._listeners.append(tell)
             tell(self._next, None)

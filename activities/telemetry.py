@@ -156,7 +156,7 @@ class HostStart:
         self._reached: list[tuple[str, float]] = []
 
     def begin(self) -> None:
-        """Note that the host's program has imported what it needs."""
+        """Note that the host's program has finished its imports."""
         self._reached = [("", psutil.Process().create_time()), ("host: imports", time.time())]
 
     def reached(self, phase: str) -> None:

@@ -172,7 +172,7 @@ class _Server:
         return pid
 
     def _lend_server(self, data: int, asking: int) -> None:
-        """Hand a client to the server that has imported what it asks for, which is forked unless there is one."""
+        """Hand a client to the server with the modules that it asks for; fork one if there is none."""
         wanted = bytes(read_frame(data))
         if wanted in self._lent:
             with suppress(BrokenPipeError, ConnectionResetError):  # it was killed
@@ -216,7 +216,7 @@ def _fork(data: int) -> int:
 
 
 def _import(names: list[str]) -> None:
-    """Import what a program will need. Where that fails it tells so itself."""
+    """Import a program's modules. If that fails, the program itself reports it."""
     gc.disable()  # collections would take a quarter of the time
     with suppress(Exception):
         for name in names:
@@ -244,7 +244,7 @@ def _reap(running: dict[int, _Running], watched: select.poll) -> None:
 
 
 def _oom_kills() -> int:
-    """Count the processes that this machine's kernel has ended for want of memory."""
+    """Count the processes that this machine's kernel has killed for lack of memory."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -282,7 +282,7 @@ def _program(data: int, output: tuple[int, ...], lent: Sequence[int]) -> NoRetur
     _begin(data, *output, kept=lent)
     try:
         asked = json.loads(read_frame(_CHANNEL))
-    except EOFError:  # nobody wants it any more
+    except EOFError:  # the caller has gone
         os._exit(0)
     if lent:
         asked["environment"][LENDER] = str(_KEPT)
@@ -304,7 +304,7 @@ def _child(data: int) -> NoReturn:
         _limit(limits)
         _work(opening["module"], opening["function"], bytes(read_frame(_CHANNEL)), limits)
         status = 0
-    except EOFError:  # nobody wants an answer any more
+    except EOFError:  # the caller has gone
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -390,7 +390,7 @@ def _told(error: BaseException) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # Run from the imported module and not from `__main__`, so that `_sign` is set where others import `sign` from.
+    # Run from the imported module and not from `__main__`, so that `_sign` is set in the module that others import.
     from activities.confined import fork_server
 
     fork_server._serve()

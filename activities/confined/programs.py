@@ -42,7 +42,7 @@ _GRACE_S = 10.0
 # bad on a busy machine: with 2 threads beside 2 busy processes a step of 0.4 s took 6.6 s; with this value 1.1 s.
 SPIN_COUNT = {"GOMP_SPINCOUNT": "1000"}
 _log = logging.getLogger(__name__)
-# Its libraries are to start no threads as they are imported. Programs set the number of their own.
+# Its libraries must start no threads while they are imported. Each program sets its own number of threads.
 _SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 _server = ForkServer((ROOM_OF_COMMAND,), "worker", added=SPIN_COUNT | _SINGLE | ROOM_OF_ENVIRONMENT, borrows=True)
 os.register_at_fork(after_in_child=_server.forget_parents)
@@ -89,12 +89,12 @@ def start(
 
 
 def prepare(command: Sequence[str]) -> None:
-    """Have imported what a program needs by the time that it is started, if it starts as a fork. This does not wait."""
+    """Import a program's modules before it is started, if it starts as a fork. Does not block."""
     if (imports := _imports_of(command)) is not None:
         with suppress(OSError), Path(os.devnull).open("wb") as nowhere:
             opening = json.dumps({"imports": imports, "borrows": False}).encode()
             data, status = _server.fork(nowhere.fileno(), nowhere.fileno(), opening=opening)
-            data.close()  # its child ends, as nobody tells it what to do
+            data.close()  # its child ends, because it gets no program
             os.close(status)
 
 
@@ -107,7 +107,7 @@ def _imports_of(command: Sequence[str]) -> Sequence[str] | None:
 def _fork(
     command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int, imports: Sequence[str]
 ) -> RunningProgram:
-    # Two frames: of a program's environment its server is to know nothing.
+    # Two frames, so that the server does not see the program's environment.
     opening = {"imports": imports, "borrows": imports is _STACK_MODULES}
     data, status = _server.fork(stdout, stderr, opening=json.dumps(opening).encode())
     program = {"command": command, "environment": dict(environment), "cwd": str(Path.cwd())}
@@ -124,7 +124,7 @@ def _fork(
 
 
 class Fork:
-    """A program that was forked. It is killed when nobody has this object any more."""
+    """A forked program. It is killed when this object is garbage-collected."""
 
     def __init__(self, pid: int, ended: int, status: int) -> None:
         self.pid = pid

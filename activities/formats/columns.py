@@ -30,7 +30,7 @@ _MOST_KEYS = 1000
 
 @dataclass
 class Unread:
-    """What nobody reads: columns, keys of messages with the number of rows of each, files in words; empty answers."""
+    """Unread parts: columns, message keys with their numbers of rows, a description of files; and empty answers."""
 
     columns: set[str] = field(default_factory=set)
     keys: Counter[str] = field(default_factory=Counter)
@@ -59,7 +59,7 @@ class Unread:
             self.num_empty, self.first_empty = self.num_empty + 1, self.first_empty or example.place
 
     def warnings(self, template: str) -> Iterator[str]:
-        """`template`: the source of the chat template. What it names may be read there."""
+        """`template`: the source of the chat template. Message keys that it names count as read."""
         if self.files:
             yield self.files
         if self.num_empty:

@@ -58,14 +58,14 @@ def open_dataset(
     """Find a folder's data files and their format.
 
     Args:
-        pairs: what is looked for and taken: preference pairs alone, anything but pairs, or (None) either.
-        labels: answers with a label are, or pairs (labels.py).
-        fields: those with numbers that a reward model learns (scores.py).
+        pairs: accept only preference pairs (True), anything except pairs (False), or both (None).
+        labels: accept answers with a label, or pairs (labels.py).
+        fields: the fields with numbers that a reward model learns (scores.py).
         teachers: names that the field `teacher` may have (scores.py).
 
     Raises:
-        InvalidInput: no file, no row, or first rows that match no format, or two, or not all the same one; or
-            `assistant_pattern` is no regular expression.
+        InvalidInput: no file, no row, or first rows that match no format, two, or different ones; or
+            `assistant_pattern` is not a regular expression.
     """
     files = _data_files(folder, source)
     if source.prompt_field is not None and source.format not in ("auto", "prompt_completion"):
@@ -136,7 +136,7 @@ def _rows(folder: Path, files: Iterable[Path], columns: tuple[str, ...] | None =
 
 
 def _detect(rows: Iterable[Row], tell: Callable[[Row], FormatSpec], source: DatasetSource) -> FormatSpec:
-    """The format of the first rows, by `tell`. Raises InvalidInput where there is none, or they differ."""
+    """The format of the first rows, by `tell`. Raises InvalidInput if there is none, or they differ."""
     found: tuple[FormatSpec, str] | None = None
     for row in islice(rows, _DETECTION_ROWS):
         spec = tell(row)

@@ -21,7 +21,7 @@ def preference(row: Row) -> PreferencePair:
     Without `prompt`, the messages that both conversations begin with are the prompt. Some datasets repeat it as a text
     in `prompt`; this text must be one of those messages.
 
-    Raises InvalidInput: an answer is missing, or is the other one; the prompts differ, or there is none.
+    Raises InvalidInput: an answer is missing, or equals the other one; the prompts differ, or there is none.
     """
     _refuse_weight(row)
     if isinstance(row.fields.get("chosen"), str) and not isinstance(row.fields.get("prompt"), list):

@@ -74,7 +74,7 @@ def lines_of(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
             place = f"{name}:{number}"
             if len(line) > MAX_LINE_BYTES:
                 raise InvalidInput(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", place)
-            if len(line) > _LONG_LINE_BYTES:  # what it is parsed into may be thirty times as large
+            if len(line) > _LONG_LINE_BYTES:  # the parsed objects may be thirty times as large
                 sign(place)
             if number == 1:
                 line = line.removeprefix(_UTF8_BOM)
@@ -249,7 +249,7 @@ def refuse_missing(row: Row, field: str) -> None:
 
 
 def text_of(row: Row, field: str) -> str:
-    """Return a field's text. Raises InvalidInput when the row has no such field, or it is no text."""
+    """Return a field's text. Raises InvalidInput when the row has no such field, or it is not text."""
     refuse_missing(row, field)
     value = row.fields[field]
     if not isinstance(value, str):
@@ -258,7 +258,7 @@ def text_of(row: Row, field: str) -> str:
 
 
 def list_of_objects(row: Row, field: str) -> list[dict[str, Any]]:
-    """A field's objects, without what a schema added. Raises InvalidInput when there is none, or one is no object."""
+    """A field's objects, without what a schema added. Raises InvalidInput if there is none, or one is no object."""
     turns = row.fields.get(field)
     if not isinstance(turns, list):
         raise InvalidInput(f"{field} must be a list, not {type_name(turns)}", row.place)

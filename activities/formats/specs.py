@@ -22,7 +22,7 @@ from shared.errors import InvalidInput
 from shared.runs.sources import PAIR_FORMATS, Format
 
 _ASKING = ("user", "tool")
-_PADDING = -(2**62)  # beyond what _int_array takes: the label, meanwhile, of a token that is padding
+_PADDING = -(2**62)  # a padding token's temporary label; `_int_array` does not accept this number
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -167,7 +167,7 @@ def _sharegpt(row: Row) -> Chat:
 
 
 def _sharegpt_messages(row: Row) -> list[dict[str, Any]]:
-    """Convert `conversations` to messages. Raises InvalidInput for a turn that is none."""
+    """Convert `conversations` to messages. Raises InvalidInput for an invalid turn."""
     messages: list[dict[str, Any]] = []
     for i, turn in enumerate(list_of_objects(row, "conversations")):
         speaker, value = turn.get("from"), turn.get("value")
@@ -196,7 +196,7 @@ def _calls_in(row: Row, i: int, value: str) -> list[JSON]:
 
 
 def _alpaca_prompt(row: Row) -> str:
-    """The instruction, and what it is about. Raises InvalidInput when either is no text."""
+    """The instruction and its input. Raises InvalidInput when either is not text."""
     instruction = text_of(row, "instruction")
     context = text_of(row, "input") if row.fields.get("input") is not None else ""
     return f"{instruction}\n\n{context}" if context else instruction

@@ -59,11 +59,11 @@ class AskTeacher:
 
     @activity.defn(name="ask_teacher")
     def ask_teacher(self, request: TeacherRequest) -> Artifact:
-        """Write what the teacher says of every target: the files of `PackedData.likeliest`, once a run.
+        """Write the teacher's answers for every target, once a run: the files of `PackedData.likeliest`.
 
         Raises:
-            InvalidInput: the server refuses, may not be asked, tells no log-probabilities, or has another tokenizer; or
-                no key of this name is for it.
+            InvalidInput: the server refuses, may not be asked, sends no log-probabilities, or has another tokenizer; or
+                this installation has no key of this name for it.
             StoreUnavailable: it cannot be reached, or is too busy.
         """
         means = _means(request, self._host.settings)
@@ -94,7 +94,7 @@ def _means(request: TeacherRequest, settings: Settings) -> GraderMeans:
 
 
 def told_by_teacher(units: Path, model: Path, request: TeacherRequest, means: GraderMeans) -> Iterator[Told]:
-    """Yield what the teacher says of each unit. Raises as the activity does."""
+    """Yield the teacher's answer for each unit. Raises as the activity does."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -143,7 +143,7 @@ def _told(answer: Any, row: PackedBin, num_tokens: int, top_k: int, text_of: Any
 
 def _check_token(id: int, theirs: object, text_of: Any, vocab_size: int) -> None:
     """Refuse a teacher with another tokenizer. Parts of characters are not compared: servers write them differently."""
-    ours = text_of(id) if 0 <= id < vocab_size else None  # "" where the model has more ids than the tokenizer
+    ours = text_of(id) if 0 <= id < vocab_size else None  # "" if the model has more ids than the tokenizer
     if ours is None or (isinstance(theirs, str) and ours.isascii() and ours.strip() != theirs.strip()):
         rule = f"its token {id} is {theirs!r}, the student's {ours!r}: both must have one tokenizer"
         raise InvalidInput(rule, "teacher")

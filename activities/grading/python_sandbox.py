@@ -41,7 +41,7 @@ class PythonSandbox:
     """A grader's source in a sandbox. Start and use it in one thread: it ends when that thread does.
 
     Attributes:
-        isolation: what has isolated it: `bubblewrap` where that is installed and works, else `namespaces` of our own.
+        isolation: `bubblewrap` if that is installed and works, else `namespaces`.
 
     Raises (from `with`):
         InvalidInput: this system refuses isolation.
@@ -104,7 +104,7 @@ class PythonSandbox:
         self._send(self._source.encode())
 
     def _is_started_by(self, bwrap: str) -> bool:
-        """Start the sandbox in bubblewrap. False where the system refuses it, or it is older than 0.8."""
+        """Start the sandbox in bubblewrap. False if the system refuses it, or it is older than 0.8."""
         for namespaces in bubblewrap.namespace_options():
             told, tells = os.pipe()
             options = ("--as-pid-1", "--info-fd", str(tells))

@@ -22,7 +22,7 @@ _MAX_ORDER = 4  # of BLEU's and GLEU's n-grams
 
 
 def string_check(operation: Literal["eq", "ne", "like", "ilike"], text: str, reference: str) -> float:
-    """1.0 where the operation holds, else 0.0. `ilike` compares case-folded texts."""
+    """1.0 if the operation holds, else 0.0. `ilike` compares case-folded texts."""
     match operation:
         case "eq":
             holds = text == reference
@@ -61,7 +61,7 @@ def _rouge_words(text: str) -> list[str]:
 
 
 def bleu(words: Sequence[str], reference: Sequence[str]) -> float:
-    """Sentence BLEU (Papineni et al. 2002, eq. 1-3), n-grams up to 4, or up to the text's length where it is shorter.
+    """Sentence BLEU (Papineni et al. 2002, eq. 1-3), n-grams up to 4, or up to the text's length if it is shorter.
 
     An n-gram order without a match is smoothed by halves: 1/2, 1/4, ... of a match (Chen & Cherry 2014, smoothing 3),
     but a text that shares no word with its reference scores 0.

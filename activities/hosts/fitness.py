@@ -1,4 +1,4 @@
-"""What a GPU or sampler host lacks for work: packages, room on its disk, devices that compute.
+"""Checks of a GPU or sampler host: packages, free disk space, working devices.
 
     python -P -m longshore.server activities.hosts.fitness --role gpu|sampler
 
@@ -41,7 +41,7 @@ Check = Callable[[], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Fitness:
-    """Checks this machine as a worker or sampler would find it. `environment`: what those get beside the host's own."""
+    """Checks this machine as a worker or sampler would find it. `environment`: their variables besides the host's."""
 
     role: LeasingRole
     root: Path

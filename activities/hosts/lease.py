@@ -29,7 +29,7 @@ from shared.storage.store import ObjectStore
 _POLL_S = 0.05
 _LOOK_EVERY_S = 60.0  # between checks for a stopped (SIGSTOP) process, whose users would wait for ever
 _UNUSABLE_MODEL = 2  # a sampler's exit status
-_SIGNALLED = 128  # more than that is a launcher's exit status where a signal ended a rank
+_SIGNALLED = 128  # a launcher's exit status is above this if a signal ended a rank
 
 JoiningLeases = Callable[[str], AbstractContextManager[None]]
 Meet = Callable[[WorkerProcess], AbstractContextManager[None]]
@@ -46,9 +46,9 @@ class LeaseRequest(Frozen):
     """A run's request for a worker.
 
     `join_queue`: runs with the same value may train adapters on one worker; None: the worker is not shared.
-    `sync_backend`: how the worker's weights are to come to samplers. `avoid`: queues of hosts that lost the run's
-    worker at its start, which leave it to others where there are any. `node`: which part of a worker of several
-    machines; `leader`: of all but the first, where they meet.
+    `sync_backend`: the transport of the worker's weights to samplers. `avoid`: queues of hosts that lost the run's
+    worker at its start, which leave the run to other hosts if there are any. `node`: this part's number in a worker of
+    several machines. `leader`: where the parts meet, for all except the first.
     """
 
     run_id: RunId
@@ -73,7 +73,7 @@ class LeaseRecord(Frozen):
 
 
 class ProcessLease:
-    """What all kinds of leases do: start or adopt a process, signal the run, and watch until the lease ends.
+    """The common part of all leases: start or adopt a process, signal the run, and watch until the lease ends.
 
     Args:
         signal: the name of the signal that announces the process to the run's workflow.
@@ -173,7 +173,7 @@ class ProcessLease:
     ) -> bool:
         """Signal the run until the signal arrives. Returns False if the lease ended first. Raises as `begin` does.
 
-        `reached`: of a sampler's lease, the grant's fields that say where it is asked, and where it takes weights.
+        `reached`: for a sampler's lease, the grant's fields with its addresses for requests and for weights.
         """
         worker.count_time_of(mark)
         grant = LeaseGrant(
@@ -195,7 +195,7 @@ class Lease:
         standing: this host's; without one it takes every lease.
         meetings: the rendezvous with hosts of other machines. `stager`: stages inputs for ranks here whose job is on
             another host. Without these, the host takes no part of a worker of several machines.
-        drain_grace_s: that such a worker has to save a checkpoint once this host leaves.
+        drain_grace_s: the time that such a worker has to save a checkpoint once this host leaves.
     """
 
     def __init__(
@@ -375,6 +375,6 @@ def _loss(worker: WorkerProcess) -> LongshoreError:
         said = last_words(log_tail(worker.paths.output))
         return InvalidInput(f"the sampler cannot use this model: {said}", worker.key.model.uri)
     if worker.meeting is not None and worker.meeting.has_met and 0 <= (worker.exit_code or 0) <= _SIGNALLED:
-        # A rank ends by itself when it cannot reach another machine's any more, which is no fault of this host.
+        # A rank ends by itself when it can no longer reach another machine's, which is not this host's fault.
         return LeaseLost(worker.death_report())
     return WorkerLost(worker.death_report())

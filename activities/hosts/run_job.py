@@ -94,7 +94,7 @@ class RunJob:
         standing: Standing | None = None,
         drain_grace_s: float = 0.0,
     ) -> None:
-        """`drain_grace_s`: that a job has to save a checkpoint once this host leaves."""
+        """`drain_grace_s`: the time that a job has to save a checkpoint once this host leaves."""
         self._pool = pool
         self._store = store
         self._stager = stager

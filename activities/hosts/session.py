@@ -84,12 +84,12 @@ class ApplyCommands:
 
     @activity.defn(name="apply_commands", no_thread_cancel_exception=True)
     def apply_commands(self, request: ApplyRequest) -> AppliedCommands:
-        """Have commands done in order, once the session's job has begun on the worker. Returns when none come, the
-        session is closed, or a saved state is to be published.
+        """Give commands to the worker in order, once the session's job has begun there. Returns when none come, the
+        session is closed, or a saved state must be published.
 
         Raises:
             WorkerLost: the worker ended, serves another lease, or this host leaves.
-            CorruptArtifact: an object in the store is no command, or a command that is needed is missing.
+            CorruptArtifact: an object in the store is not a command, or a needed command is missing.
         """
         lease = LeaseMark(run_id=request.run_id, fence=request.fence)
         attended = self._bells.attended(request.run_id, request.next)
@@ -196,9 +196,9 @@ class _Applying:
             self._write(number, self._again(number, head, data), head.through)
 
     def _again(self, number: int, head: CommandHead, data: bytes) -> bytes:
-        """Return what a new worker does for a command that has a result: the command again, if it changes state.
+        """Return a new worker's replacement for a command that has a result: the same command, if it changes state.
 
-        An `error`, such as of a device without memory, might not come again: its effect does, as the client knows it.
+        An `error`, such as a full device, might not happen again. Its effect is repeated, because the client knows it.
         """
         effect = EFFECTS.get(head.kind)
         if effect == "nothing":
@@ -213,7 +213,7 @@ class _Applying:
     def _check_is_repeatable(self, number: int, head: CommandHead) -> None:
         """Raise CorruptArtifact if a `load_state` that succeeded cannot be repeated, because its state has gone.
 
-        This is only needed where the state that it saved itself was damaged.
+        This is only needed if the state that the session saved itself was damaged.
         """
         if head.checkpoint is None or self._store.head(f"{self._key_of(head.checkpoint)}/{MANIFEST}") is not None:
             return

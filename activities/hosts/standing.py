@@ -1,4 +1,4 @@
-"""A host's standing: what it lacks, which workers it has lost, and whether it takes leases.
+"""A host's health: what it lacks, which workers it has lost, and whether it takes leases.
 
 A host that lacks something, or has lost workers at their start again and again, leaves its lease queue to others. If
 there are no others, runs must not wait for ever: then a host that lacks something tells them what it lacks, and one
@@ -50,11 +50,11 @@ class Standing:
     Args:
         check: finds what the host lacks; it may take a minute.
         alone_s: after this many seconds without a host that takes leases, one that lacks something answers runs.
-        num_warm: hosts of this role and shape that do not leave for want of leases: the first, by their queues' names,
-            of those that have none.
+        num_warm: this many hosts of this role and shape stay without leases: the first idle ones by their queues'
+            names.
 
-    `leave`: has this host's poller ask for no more leases; called by the activity that holds the only one. `begun`: is
-    called when it has taken a lease.
+    `leave`: stops this host's poller of leases; called by the activity that holds the only one. `begun`: called when
+    the host has taken a lease.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Standing:
             _log.warning("what this host offers is not written: %s", error)
 
     def _look(self) -> tuple[HostState, ...]:
-        """Return the other hosts, and note since when none of them takes leases, and whether this one stays warm."""
+        """Return the other hosts. Notes since when none of them takes leases, and whether this one stays warm."""
         others, now = self._others(), time.time()
         free = [each for each in others if each.takes_leases(now) and each.lease_since is None]
         self._stays = sum(each.queue < self.state.queue for each in free) < self._num_warm
@@ -210,7 +210,7 @@ class Standing:
     def lost(self, run_id: str, error: WorkerLost | None, at_start: bool) -> None:
         """Note that a worker was lost here, or, without an error, that a job failed before its first step.
 
-        What is lost for a reason outside its process, as when the host leaves, is not counted.
+        Losses for reasons outside the worker's process, such as a leaving host, are not counted.
         """
         if isinstance(error, LeaseLost):
             return

@@ -1,4 +1,4 @@
-"""What weights can travel by on a host, asked before a worker or sampler is started for a run that names one way."""
+"""The weight-sync transports of a host, checked before it starts a worker or sampler for a run that names one."""
 
 import functools
 import json

@@ -48,7 +48,7 @@ class LogReader:
     def read(self) -> list[LogLine]:
         """The whole lines that were appended since the last call.
 
-        Raises ValueError: a line is no event, or `seq` has a gap.
+        Raises ValueError: a line is not an event, or `seq` has a gap.
         """
         try:
             with self.path.open("rb") as file:
@@ -182,7 +182,7 @@ class Uploader:
         return True
 
     def _profile(self) -> bool:
-        """Pass a request for a trace of steps on to the worker, and its trace to the store. False: nothing was put.
+        """Pass a request for a trace of steps to the worker, and its trace to the store. False: nothing was written.
 
         A job that ends before the worker has begun leaves the request to the run's next job.
         """

@@ -46,8 +46,8 @@ class WorkerPool:
     quarter of it if None): those that were leased least recently are ended first. A sampler keeps its weights on the
     device, so it is ended before another one starts.
 
-    Safe to use from several threads. The constructor ends workers that a killed host left behind, and starts one of
-    them anew, which may fetch a model's files.
+    Safe to use from several threads. The constructor ends workers that a killed host left behind, and restarts one of
+    them, which may fetch a model's files.
     """
 
     def __init__(

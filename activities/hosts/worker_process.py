@@ -42,9 +42,9 @@ _log = logging.getLogger(__name__)
 class Meeting(Protocol):
     """How a worker's ranks on this machine meet those of its other machines; service/host_http/gangs.py has the rest.
 
-    `at`: where the hosts of all but the first come. `broken`: why the others are lost, once they are. `leaves`: the
-    host of one of them is about to leave. `is_leaving`: this host is. `has_met`: a rank of this machine has reached
-    the others' store. `is_whole`: all hosts are here.
+    `at`: the first host's address, to which the others connect. `broken`: why the other parts are lost, once they are.
+    `leaves`: another part's host is about to leave. `is_leaving`: this host is. `has_met`: a rank of this machine has
+    reached the others' store. `is_whole`: all hosts have connected.
     """
 
     at: HostAddress
@@ -128,7 +128,7 @@ class WorkerProcess:
     def leave(self, lease: LeaseMark) -> None:
         """Serve a lease no longer."""
         self._turn()
-        self.paths.offloaded.unlink(missing_ok=True)  # before the lease: the worker then writes it anew
+        self.paths.offloaded.unlink(missing_ok=True)  # before the lease: the worker then rewrites it
         del self.leases[lease.run_id], self._turn_before[lease.run_id], self.num_jobs[lease.run_id]
         self.paths.lease(lease.run_id).unlink(missing_ok=True)
 
@@ -143,9 +143,9 @@ class WorkerProcess:
         return not self.holds_device
 
     def host_bytes(self) -> int:
-        """Return the memory that would be free if its processes ended. A driver's pinned pages may not count as theirs.
+        """Return the memory that would be free if its processes ended.
 
-        So it is at least what the engine said that it holds.
+        It is at least the engine's own report, because a driver's pinned pages may not count as the processes'.
         """
         return max(self.offloaded_bytes, sum(_own_bytes(process) for process in processes_of(self.worker_id)))
 

@@ -66,7 +66,7 @@ def read_tensor_entries(read: Callable[[int, int], bytes], size: int, place: str
 
 
 def read_metadata(location: Location, name: str) -> dict[str, str]:
-    """What a safetensors file says beside its tensors, once `read_tensors` has found it whole."""
+    """The metadata of a safetensors file, once `read_tensors` has found the file complete."""
     header_bytes = int.from_bytes(location.store.read_range(name, 0, 8), "little")
     found = json_object(location.store.read_range(name, 8, header_bytes), location.place(name)).get("__metadata__")
     return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
@@ -76,7 +76,7 @@ def read_metadata(location: Location, name: str) -> dict[str, str]:
 class Weights:
     """The tensors of a folder by name, and the file of each.
 
-    `slices`: those that are computed with and trained, by the names of the family; of none of ours, none.
+    `slices`: the computed and trained tensors, by the family's names; empty for a family that is not ours.
     """
 
     tensors: dict[str, Entry]
@@ -101,7 +101,7 @@ def read_config(location: Location, any_family: bool = False) -> DenseConfig:
 
 
 def check_tokenizer(location: Location, vocab_size: int, host: HostContext) -> None:
-    """Raises InvalidInput when there is no fast tokenizer, or it has ids that the model has not."""
+    """Raises InvalidInput when there is no fast tokenizer, or it has ids that the model does not have."""
     data, place = location.read_whole("tokenizer.json"), location.place("tokenizer.json")
     location.read_json("tokenizer_config.json")
     host.confined(check_ids, data.decode(errors="replace"), place, vocab_size)
@@ -224,7 +224,7 @@ def _check_index(file_of: dict[str, str], location: Location) -> None:
 def _check_tied(
     tensors: dict[str, Entry], file_of: dict[str, str], made: str, embedded: str, location: Location
 ) -> None:
-    """Compare an output layer that is there with the embedding. transformers uses it where it differs."""
+    """Compare a separate output layer with the embedding. transformers uses the layer if it differs."""
     output, embedding = tensors[made], tensors[embedded]
     is_same = (output.dtype, output.shape) == (embedding.dtype, embedding.shape) and all(
         mine == theirs

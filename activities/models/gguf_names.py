@@ -1,4 +1,4 @@
-"""What GGUF files call the parts of Llama, Qwen2 and Qwen3, as llama.cpp reads and writes them."""
+"""GGUF's names for the parts of Llama, Qwen2 and Qwen3, as llama.cpp reads and writes them."""
 
 import re
 from typing import Any
@@ -79,7 +79,7 @@ def pre_tokenizer_name(found: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a pre-tokenizer without what does not change its pieces."""
+    """Return a pre-tokenizer without settings that do not change its pieces."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items() if key != "trim_offsets"}
     return [_plain(one) for one in value] if isinstance(value, list) else value

@@ -33,8 +33,8 @@ def written(name: str, dtype: str, *shape: int) -> Written:
 
 # Each encoding has:
 #   rows: it takes rows in multiples of this number;
-#   error: what a number that is read back may be off, as a share of the largest of its rows;
-#   tensors: what is written for a weight; encode: the bytes of each, of some rows; decode: the rows of such bytes.
+#   error: the greatest error of a decoded number, as a share of the largest number of its rows;
+#   tensors: the tensors written for a weight; encode: each one's bytes, for some rows; decode: the rows of such bytes.
 
 
 class Fp8:

@@ -47,7 +47,7 @@ Regions = dict[str, tuple[Path, int, int]]
 
 
 class ExportSource(Frozen):
-    """What is exported, and how: a model's folder with its files of weights and others, an adapter's, a title."""
+    """The source and format of an export: a model's folder with its weights and other files, an adapter's, a title."""
 
     model: str
     weights: tuple[str, ...]
@@ -76,7 +76,7 @@ def write_export(source: ExportSource, target: str) -> None:
 
     Raises:
         InvalidInput: names the file and the key that the format cannot hold, or the factor that has no weight.
-        CorruptArtifact: what is read back is not what was written.
+        CorruptArtifact: the data that was read back differs from the written data.
     """
     folder, merger = Path(target), source.merger()
     plans = _plans(source)
@@ -161,7 +161,7 @@ def _write_gguf(source: ExportSource, plans: Mapping[str, Plan], merger: Merger,
 
 
 def _encode(source: ExportSource, shard: str, plan: Plan, merger: Merger, file: BinaryIO) -> Iterator[Entry]:
-    """Write each tensor, its first part as it comes and its scales behind it. Yields it when it is written."""
+    """Write each tensor block by block, followed by its scales. Yields it when it is written."""
     for entry, how, blocks in _blocks(source, shard, plan, merger):
         if how is None:
             file.writelines(blocks)
@@ -227,7 +227,7 @@ def _read(place: tuple[Path, int, int], num_bytes: int) -> bytes:
 
 
 def _write_small_files(source: ExportSource, regions: Regions, folder: Path) -> None:
-    """Copy what is beside the weights, of an adapter what ends trained answers; write the config and the index."""
+    """Copy the files beside the weights, and an adapter's end tokens; write the config and the index."""
     copied = [source.folder / name for name in source.others]
     copied += [Path(source.adapter) / name for name in (GENERATION, "README.md")] if source.adapter else []
     for path in copied:

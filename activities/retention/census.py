@@ -1,4 +1,4 @@
-"""Counts what the store holds: the parts of each run, what several runs may share, and who uses it.
+"""Inventory of the store: the parts of each run, the artifacts that runs may share, and their users.
 
 One listing of each prefix, and of each run its record, its result and, if that is wanted, one job. Blocking.
 """
@@ -100,7 +100,7 @@ class RunFolder:
 
 @dataclass
 class Census:
-    """What the store holds. `marks`: keys. `users`: the runs that have marked a unit. `removed`: removed runs."""
+    """The store's contents. `marks`: keys. `users`: the runs that have marked a unit. `removed`: removed runs."""
 
     runs: dict[str, RunFolder] = field(default_factory=dict)
     shared: dict[str, Heap] = field(default_factory=lambda: defaultdict(Heap))
@@ -198,7 +198,7 @@ def _count(run: RunFolder, path: str, info: ObjectInfo) -> None:
 
 
 def _kind(path: str, size: int) -> tuple[What, int]:
-    """Return what an object of a run's folder is, and how many of its bytes the tenant's ledger has already."""
+    """Return the category of an object in a run's folder, and how many of its bytes are in the tenant's ledger."""
     folder = path.partition("/")[0]
     is_noted = folder in _NOTED and not (folder == "dataset" and path.endswith(f"/{MANIFEST}"))
     is_noted = is_noted or (folder == "results" and size > _NOTED_RESULT_BYTES)

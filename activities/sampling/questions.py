@@ -30,7 +30,7 @@ _FORM, _BIAS = "structured_outputs", "logit_bias"  # fields that samplers name
 class OpenQuestion:
     """One question under way. Its client may hang up from another thread at any time.
 
-    `tell`: is given the text of each choice as it grows; None where nobody wants it.
+    `tell`: takes the text of each choice as it grows; None if nobody wants it.
     """
 
     def __init__(self, tell: Tell | None = None) -> None:
@@ -161,7 +161,7 @@ def _ask(
 
 
 def _asking(request: CompleteRequest) -> str:
-    """Say who asks, by a name that only tells tenants apart."""
+    """Return a name of the caller that only distinguishes tenants."""
     return hashlib.sha256(request.tenant.encode()).hexdigest()[:16]
 
 

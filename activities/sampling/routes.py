@@ -1,8 +1,8 @@
 """Routes of samples, the experts that a sampler chose: read from its answers, checked, and kept beside the samples.
 
-`routes.bin` consists of blocks: the routes of some tokens of a sequence, behind a digest of them and of the sequence's
-ids up to the last of them. By that no sequence can be trained by the routes of another. A prompt's block serves all of
-its samples. The last token of a sequence has no route: nobody has computed it, and nothing is scored from it.
+`routes.bin` consists of blocks: a digest, then the routes of some tokens of a sequence. The digest is of these routes
+and of the sequence's ids up to their last token, so that no sequence is trained with another's routes. A prompt's block
+serves all of its samples. The last token of a sequence has no route: it is not computed, and nothing is scored from it.
 
 Shape suffixes: T tokens, L layers with experts, K experts of a token.
 """
@@ -123,7 +123,7 @@ def routes_starts(folders: Sequence[Path]) -> list[int]:
 
 
 class RoutesFile:
-    """The blocks of folders' files, one file behind the other."""
+    """The blocks of folders' files, concatenated."""
 
     def __init__(self, folders: Sequence[Path], shape: RouteShape) -> None:
         self._shape, self._starts = shape, routes_starts(folders)

@@ -79,10 +79,10 @@ class PolicySampleRequest(Drawing, PolicyWeights):
 
     @property
     def key(self) -> str:
-        """The store key: a hash of all that decides the samples, but not of the run, the lease or the files' places."""
+        """The store key: a hash of everything that the samples depend on, without run, lease and files' places."""
         own = self.model_dump_json(include={*Drawing.model_fields, "dtype", "rows"} - {"routes"})
         weights = [(self.weights or self.model).sha256, self.adapter.sha256 if self.adapter else ""]
-        if self.in_place is not None:  # what is drawn depends on when newer versions came, and is of this run alone
+        if self.in_place is not None:  # samples depend on when newer versions came, so they are this run's only
             weights.append(f"{self.in_place} of {self.run_id}")
         weights += [f"again after version {version}" for version in self.refuted]
         if self.routes is not None:
@@ -160,8 +160,8 @@ class ProveRequest(PolicyWeights):
 
 class Proved(Frozen):
     """`max_difference`: of the sampler's logprobs and the trainer's, in nats. `was_sent`: the trainer itself had sent
-    the weights, by a weight sync; else they were loaded from the store. `was_reloaded`: what the sampler had was not
-    the policy, and was replaced from the store.
+    the weights, by a weight sync; else they were loaded from the store. `was_reloaded`: the sampler's weights were
+    not the policy's, and were replaced from the store.
     """
 
     max_difference: float
@@ -178,10 +178,10 @@ class SamplerActivities:
 
     @activity.defn(name="sample")
     def sample(self, request: PolicySampleRequest) -> Sampled:
-        """Draw every prompt's samples; what an earlier attempt has drawn is not drawn again.
+        """Draw every prompt's samples, except those that an earlier attempt has drawn.
 
         Raises:
-            InvalidInput: the server refuses a prompt or the adapter, or sends what cannot be trained.
+            InvalidInput: the server refuses a prompt or the adapter, or sends samples that cannot be trained.
             SamplerUnavailable, WorkerLost: there is no sampler at this place now; finished prompts are kept.
             StoreUnavailable: the store is away.
         """
@@ -279,7 +279,7 @@ class SamplerActivities:
 
 
 def _proved(sampler: Sampler, served: Served, request: ProveRequest) -> Proved:
-    """Prove that a sampler serves a policy; once more from the store where it does not. Raises SamplerMismatch."""
+    """Prove that a sampler serves a policy; if not, reload it from the store and retry. Raises SamplerMismatch."""
 
     def difference() -> float | None:
         """Return None if the trainer has sent a later version, which will be proved separately."""
@@ -309,9 +309,9 @@ def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: Promp
     """Draw one prompt's samples. They are the same to the bit, whatever else the sampler computes at the time.
 
     Raises:
-        InvalidInput: the server refuses the prompt, or sends what cannot be trained; names the prompt's place, and of
-            routes the sample.
-        SamplerUnavailable: it does not answer, gave a sample up, or serves the adapter no longer.
+        InvalidInput: the server refuses the prompt, or sends samples that cannot be trained; names the prompt's place,
+            and the sample if its routes are at fault.
+        SamplerUnavailable: it does not answer, gave up a sample, or no longer serves the adapter.
     """
     seed = sample_seed(how.seed, group)
     token_bytes, sent = (how.routes.dtype.itemsize, sent_bytes(how.routes)) if how.routes is not None else (0, 0)

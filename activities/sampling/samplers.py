@@ -50,7 +50,7 @@ class PolicyWeights(Frozen):
 
     `keep`: adapters of this run that must stay loaded. `synced`: the digest of the same weights, if the trainer has
     sent them to the sampler (shared/jobs/weight_sync.py); otherwise, or if they have not arrived, they are loaded.
-    `is_checkpoint`: adapter or weights lie in a checkpoint, beside other things. `in_place`: the sampler keeps the
+    `is_checkpoint`: adapter or weights are part of a checkpoint. `in_place`: the sampler keeps the
     newest version of the policy under one name, and one that is not older than this will do.
     """
 
@@ -93,7 +93,7 @@ class WeightsInUse:
 
     @contextmanager
     def hold(self, sampler: str, weights: str) -> Iterator[None]:
-        """Wait until nobody uses other weights of this sampler, and keep others waiting until the block ends."""
+        """Wait until nobody uses other weights of this sampler; others wait until the block ends."""
         mine = sampler, weights
         with self._changed:
             self._changed.wait_for(lambda: not any(key[0] == sampler and key != mine for key in self._users))
@@ -154,7 +154,7 @@ class Samplers:
         """Connect to a sampler, and have it serve a run's policy for a `with` block.
 
         Raises: as `open`, and
-            InvalidInput: the sampler refuses the policy. CorruptArtifact: its files are not what they were.
+            InvalidInput: the sampler refuses the policy. CorruptArtifact: its files have changed.
             SamplerUnavailable: the sampler does not answer.
         """
         with self.open(place) as opened:
@@ -207,7 +207,7 @@ class Samplers:
             raise InvalidInput("name the sampler's server as sampler_url, or set sampling.url", "rollouts.sampler_url")
         url = _without_version(named)
         is_own = own.url is not None and url == _without_version(own.url)
-        # What the operator named may be on the operator's own network.
+        # The operator's own URL may lead into a private network.
         reached = url if is_own else _public(url, self._settings.download.allow_private_addresses)
         key = own.api_key.get_secret_value() if is_own and own.api_key else None
         with Sampler(reached, key, confinement=self._settings.confined) as client:
@@ -240,7 +240,7 @@ def _public(url: str, allow_private_addresses: bool) -> str:
     https the certificate prevents that.
 
     Raises:
-        InvalidInput: it is no plain http(s) URL, or leads into a private network.
+        InvalidInput: it is not a plain http(s) URL, or leads into a private network.
         SamplerUnavailable: its host name does not resolve.
     """
     parts = parse_http_uri(url)
@@ -321,7 +321,7 @@ def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: H
         sampler.unload_adapter(name)
         sampler.load_adapter(name, folder)
 
-    # A vLLM keeps keys and values by an adapter's name, those of the probe too. Our own sampler says what it serves.
+    # A vLLM caches keys and values by adapter name, also the probe's. Our own sampler reports what it serves.
     is_own = opened.model in present and present[opened.model].weights_sha256 is not None
     load = partial(sampler.load_adapter, name)
     return _serve(sampler, name, policy, present, load, reload if is_own else None, host)
@@ -350,7 +350,7 @@ class ServingAdapters:
         """Load an adapter unless it is loaded, and return its name in requests. Its files are staged on this host.
 
         Raises:
-            InvalidInput: the sampler refuses it. CorruptArtifact: its files are not what they were.
+            InvalidInput: the sampler refuses it. CorruptArtifact: its files have changed.
             SamplerUnavailable: the sampler does not answer.
         """
         if adapter is None:
@@ -364,7 +364,7 @@ class ServingAdapters:
         return name
 
     def _is_there(self, opened: OpenSampler, name: str, adapter: Artifact) -> bool:
-        """Name an adapter that its trainer has sent to the sampler. False where it has not, or others have come since.
+        """Name an adapter that its trainer has sent to the sampler. False if it has not, or others have come since.
 
         Only the adapter's configuration is staged.
         """

@@ -41,7 +41,7 @@ class StreamedAnswer:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what an attempt before this one has brought."""
+        """Forget the results of an earlier attempt."""
         self._parts: list[list[Choice]] = [[] for _ in range(self._num_choices)]
         self._texts = [""] * self._num_choices
         self._head: CompletionChunk | None = None
@@ -119,7 +119,7 @@ def _joined_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs:
 
 
 def _reported(data: str) -> ErrorDetail | None:
-    """Return an error that a server sends in the place of an event."""
+    """Return an error that a server sends instead of an event."""
     try:
         return ErrorResponse.model_validate_json(data).error
     except ValidationError:

@@ -160,10 +160,10 @@ def _matching(uri: str, find: Callable[[str], dict[str, Source]]) -> dict[str, S
 
 
 def chosen(sources: dict[str, Source], split: str, uri: str) -> tuple[dict[str, Source], str]:
-    """Choose of a folder's files those of one split, and say in words which were read and which were left.
+    """Choose one split's files from a folder, and describe which files were read and which were left out.
 
-    As the library `datasets` does: a word in the name of a file, or of a folder around it, says its split; where some
-    have one, files without are left. `train` takes the split train; `eval`, a run's held-out data, takes validation,
+    As in the library `datasets`, a word in the name of a file or of a folder around it is its split; if some files have
+    one, files without are left out. `train` takes the split train; `eval`, a run's held-out data, takes validation,
     else test. Files of a single split, or named by a pattern, are all taken.
 
     Raises InvalidInput: the files are of other splits, or of several configurations.
@@ -294,7 +294,7 @@ class Downloaded(Frozen):
 
 
 class Download:
-    """Brings a run's dataset into the store. `keeps_parts`: what has arrived waits for another attempt."""
+    """Brings a run's dataset into the store. `keeps_parts`: keep a partial download for another attempt."""
 
     def __init__(self, host: HostContext, *, keeps_parts: bool = True) -> None:
         self._host = host
@@ -305,8 +305,8 @@ class Download:
         """The dataset as an artifact. A run that has one already keeps it.
 
         Raises:
-            InvalidInput: the URI leads nowhere, or where it may not; the data is empty, damaged, too large or changing.
-            StoreUnavailable: the source or the store cannot be reached now; what has arrived is kept for the next try.
+            InvalidInput: the URI leads nowhere or may not be read; the data is empty, damaged, too large or changing.
+            StoreUnavailable: the source or the store cannot be reached; the partial download is kept for the next try.
         """
         store = self._host.store
         key = RunKeys(request.run_id).dataset(request.split)

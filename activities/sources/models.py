@@ -280,7 +280,7 @@ def _in_store(
 
 
 def located(store: ObjectStore, manifest: Manifest, artifact: Artifact | None = None) -> Location:
-    """Return the files of a manifest, as they lie in a store."""
+    """Return the files of a manifest, as they are in a store."""
     return Location(store, _listed(store, [entry.path for entry in manifest.files]), artifact)
 
 

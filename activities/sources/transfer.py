@@ -21,7 +21,7 @@ from longshore.fields import Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.settings import DownloadSettings
 
-_SKIPPABLE = b"\x2a\x4d\x18"  # behind 0x50 to 0x5f: a frame of zstd that holds no content
+_SKIPPABLE = b"\x2a\x4d\x18"  # after 0x50 to 0x5f: a zstd frame without content
 _MAGIC: dict[bytes, Literal["gzip", "zstd"]] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _CHUNK_BYTES = 1 << 20
 _RESERVE_BYTES = 256 << 20  # left free for the rest of the machine
@@ -71,7 +71,7 @@ class _Part(Frozen):
 
 
 class PartMap:
-    """`data` and `parts.jsonl` in a folder: what has arrived so far."""
+    """`data` and `parts.jsonl` in a folder: the parts that have arrived."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class PartMap:
         return self.content.total is not None and self.num_bytes == self.content.total
 
     def begin(self, content: _Content) -> None:
-        """Start anew with this content: forget the parts that have arrived."""
+        """Restart with this content: forget the parts that have arrived."""
         self.num_changes += self.num_bytes > 0 and content != self.content
         self.content, self.num_bytes = content, 0
         with self.path.open("r+b") as data:
@@ -169,11 +169,11 @@ class Allowance:
 
 
 def fetch(remote: Remote, folder: Path, left: Allowance) -> Path:
-    """Bring a remote file into a folder, going on from what an earlier attempt left there.
+    """Bring a remote file into a folder. Resumes an earlier attempt there.
 
     Raises:
         InvalidInput: the file is larger than allowed, or changes all the time.
-        StoreUnavailable: it cannot be had now, or comes too slowly.
+        StoreUnavailable: it cannot be read now, or arrives too slowly.
     """
     parts = PartMap(folder)
     num_failures, farthest = 0, parts.num_bytes

@@ -65,7 +65,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class _Turns:
-    """What a template puts around an assistant's words, learned from two short conversations.
+    """The text that a template puts around an assistant's words, learned from two short conversations.
 
     `opener`: the first token of the generation prompt, "" without one.
     """
@@ -82,7 +82,7 @@ class _Marked:
     text: str
     ends: dict[int, int]
     blocks: list[tuple[int, int]]
-    positions: dict[int, int]  # where each mark is that was set; -1: nowhere
+    positions: dict[int, int]  # where each mark is; -1: nowhere
     marks: Marks
 
 
@@ -345,7 +345,7 @@ class ChatTemplate:
         if not shared or (self._turns.opener and self._turns.opener in asked[shared:]):
             header, behind = self._turns.generation_prompt, marked.ends.get(i - 1, -1)
             found = marked.text.find(header, behind, marked.ends.get(i, _next_end(marked, i)))
-            if header and behind >= 0 and found >= 0:  # the template writes something else behind the message before
+            if header and behind >= 0 and found >= 0:  # the template writes something else after the previous message
                 return found + len(header)
             raise Unrendered(f"messages[{i}]: the turn does not begin as its prompt ends, with {asked[-60:]!r}")
         return at + shared
@@ -355,8 +355,8 @@ class ChatTemplate:
     ) -> tuple[int, str]:
         """Find where the model stops writing message i, and the token that the text lacks there, if it lacks one.
 
-        Behind a content that is the first token which ends turns. Calls, and several messages in one turn, have ends of
-        their own within: the last token before the next message's content is the turn's.
+        After a content, this is the first token that ends turns. Calls, and several messages in one turn, contain more
+        such tokens: there, the last one before the next message's content ends the turn.
         """
         text, calls = marked.text, messages[i].get("tool_calls") or ()
         ends = {*self._turns.terminators, *(self._end_tokens if calls else ())}
@@ -368,7 +368,7 @@ class ChatTemplate:
             return len(text), marker
         if found:
             token = found[0] if limit is None or (i in marked.ends and not calls) else found[-1]
-            is_written = token.group() not in self._turns.terminators[1:]  # else the model writes a stop in its place
+            is_written = token.group() not in self._turns.terminators[1:]  # else the model writes a stop instead
             end = token.end() if is_written else token.start()
             if all(lacking(text[start:end], call["function"]) is None for call in calls):
                 return end, ""
@@ -383,7 +383,7 @@ class ChatTemplate:
         return markers[-1] if markers and longer.count(markers[-1]) > text.count(markers[-1]) else ""
 
     def _in_blocks(self, turn: WeightedSpan, marked: _Marked) -> Iterator[WeightedSpan]:
-        """Yield what of a turn the template's own `{% generation %}` blocks hold, and the token that ends the turn."""
+        """Yield a turn's spans inside the template's `{% generation %}` blocks, with the token that ends the turn."""
         for start, end in marked.blocks:
             start, end = max(start, turn.start), min(end, turn.end)
             after = self._control.match(marked.text, end)

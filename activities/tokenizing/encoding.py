@@ -49,7 +49,7 @@ class EncodedBatch:
     `control_tokens`: the place of each row with a message that quotes a token that opens or ends turns; and the token.
     `hidden_thoughts`: the place of each row, and how many messages' thoughts the template leaves out. `refused`: the
     places of rows that the template refuses, which are not in the block, with its errors. `unlike_prompts`: the places
-    of rows with an answer that is trained behind other tokens than those which ask for it.
+    of rows with an answer that is trained after other tokens than its prompt's.
     """
 
     block: TokenBlock
@@ -104,7 +104,7 @@ def batches_of(
 
 
 def _rows_of(batch: list[Example]) -> list[Example]:
-    """List the rows of examples: each alone, and both answers of a pair, one behind the other."""
+    """List the rows of examples: each alone, and both answers of a pair in order."""
     return [row for one in batch for row in ((one.chosen, one.rejected) if isinstance(one, PreferencePair) else (one,))]
 
 

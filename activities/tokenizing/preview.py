@@ -165,7 +165,7 @@ def _length(tokens_U: "array[int]", cut: Cut | None, are_prompts: bool) -> RunLe
 
 
 def _problem(check: Callable[..., None], *arguments: object) -> str | None:
-    """Return what a check refuses."""
+    """Return a check's refusals."""
     try:
         check(*arguments)
     except InvalidInput as error:

@@ -61,7 +61,7 @@ class Marks:
     ) -> list[dict[str, Any]]:
         """Return the messages, the chosen ones with a mark after the last character that is not space.
 
-        `at_the_end`: behind the space of a content that ends with its thoughts, since templates cut there.
+        `at_the_end`: after the trailing space of a content that ends with its thoughts, since templates cut there.
         """
         return [
             {**message, "content": self._with_mark(message["content"], i, at_the_end)}
@@ -79,7 +79,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class CallForm:
-    """What a template wants of a message that calls tools: its content where there is none, arguments as JSON text."""
+    """How a template takes a message that calls tools: the content if it has none, and arguments as JSON text."""
 
     content: str | None
     are_texts: bool

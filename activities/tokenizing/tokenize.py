@@ -78,7 +78,7 @@ class TokenizeRequest(Frozen):
 class Tokenized(Frozen):
     """Units (shared/jobs/packed.py) with `report.json` and `prompts.json` beside them.
 
-    `notices`: what the run's user should know of the rows.
+    `notices`: for the run's user, about the rows.
     """
 
     units: Artifact

@@ -104,7 +104,7 @@ class ModelTokenizer:
         return TemplateSource(source, self.special_tokens, control, tool_source, ends, file)
 
     def end_ids(self, stops: Sequence[str] = ()) -> tuple[int, ...]:
-        """Return the ids that end what is trained: of the end-of-text token, and of the tokens that end an answer."""
+        """Return the ids that end trained texts: the end-of-text token, and the tokens that end an answer."""
         eos = self.special_tokens.get("eos_token")
         ids = (self._tokenizer.token_to_id(text) for text in (*stops, *([eos] if eos else ())))
         return tuple(dict.fromkeys(one for one in ids if one is not None))
@@ -178,8 +178,8 @@ def _weights(
     end_T: NDArray[np.int64],
     num_tokens_R: NDArray[np.int64],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return each token's weight, that of the span which overlaps its characters [begin, end) or 0, and the fields of
-    `Encoded` behind it.
+    """Return each token's weight, that of the span which overlaps its characters [begin, end) or 0, and the next fields
+    of `Encoded`.
     """
     weight_T = np.zeros(len(begin_T), dtype=np.float32)
     flat = [(start, span) for start, each in zip(start_R.tolist(), spans, strict=True) for span in each]
@@ -191,7 +191,7 @@ def _weights(
     )
     is_joined_S = (np.append(begin_T, 1 << 62)[first_S] < begin_S) & (begin_S != np.append(-1, end_S)[:-1])
     for first, last, (_, span) in zip(first_S.tolist(), last_S.tolist(), flat, strict=True):
-        before = weight_T[first:last][:1].copy()  # where the span before it reaches into its first token
+        before = weight_T[first:last][:1].copy()  # if the previous span reaches into its first token
         weight_T[first:last] = span.weight
         weight_T[first : first + len(before)] = before if abs(before) > abs(span.weight) else span.weight
     return weight_T, num_tokens_R, np.bincount(row_S[is_joined_S], minlength=len(spans)) > 0
@@ -333,7 +333,7 @@ def _templates(files: dict[str, bytes], config: dict[str, Any], place: str) -> t
 
 
 def end_ids_of(host: HostContext, model: Artifact) -> tuple[int, ...]:
-    """Return the ids that end a model's answers. Raises CorruptArtifact where its files have changed."""
+    """Return the ids that end a model's answers. Raises CorruptArtifact if its files have changed."""
     named = read_end_ids(host.stage(model, only=(GENERATION, "config.json")))
     return tuple(dict.fromkeys([*named, *_trained(host, model)]))
 
@@ -360,7 +360,7 @@ def _trained(host: HostContext, model: Artifact) -> tuple[int, ...]:
 
 
 def trained_end_ids(files: TokenizerFiles) -> tuple[int, ...]:
-    """Load a tokenizer and its template in a confined process. Raises InvalidInput where they cannot be used."""
+    """Load a tokenizer and its template in a confined process. Raises InvalidInput if they cannot be used."""
     tokenizer = files.load()
     if tokenizer.template is None:
         return tokenizer.end_ids()

@@ -14,7 +14,7 @@ NO_CALLS: tuple[ToolCall, ...] = ()
 
 
 def forced_calls(asked: ChatRequest) -> StructuredOutputs | None:
-    """Return the form of an answer that calls one of the forced tools, or several; None where none is forced."""
+    """Return the form of an answer that calls one of the forced tools, or several; None if none is forced."""
     tags = [
         Tag(
             begin=f'{_BEGIN}\n{{"name": {json.dumps(name_of(tool), ensure_ascii=False)}, "arguments": ',

@@ -75,7 +75,7 @@ class OpenRun:
 class Writer:
     """Runs that are written to W&B, a bounded number at a time, by one process.
 
-    `folder`: where offline runs are to lie.
+    `folder`: for offline runs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,7 +92,7 @@ class Writer:
 
     @asynccontextmanager
     async def opened(self, start: WriterStart) -> AsyncIterator[OpenRun]:
-        """Yield a run of the writer as soon as there is a place. If it is not closed in the block, it is abandoned.
+        """Yield a run of the writer as soon as a place is free. If it is not closed in the block, it is abandoned.
 
         Raises:
             WriterLost, RunRefused.

@@ -186,7 +186,7 @@ def _do(request: Request, runs: dict[int, Any]) -> Answer:
                 if (run := runs.pop(number, None)) is not None:
                     run.finish()
     except Exception as error:  # an error of one run must not end the others
-        if not _core_is_up():  # W&B never restarts it, so this process has to be replaced
+        if not _core_is_up():  # W&B never restarts it, so this process must be replaced
             print(f"wandb-core is gone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
         return Answer(number=number, error=f"{type(error).__name__}: {error}"[:2000])

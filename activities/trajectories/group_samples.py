@@ -80,7 +80,7 @@ class GroupsMade(Frozen):
 
     @property
     def files(self) -> list[Artifact]:
-        """The completions, those that were drawn again behind them."""
+        """The completions, followed by those that were drawn again."""
         return [*([] if self.completions is None else [self.completions]), *self.redrawn]
 
 
@@ -115,9 +115,9 @@ class GroupSamples:
 
 
 def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesRequest, folder: Path) -> GroupsMade:
-    """Stream completions and grades into a folder with `groups.jsonl`. Not sealed.
+    """Stream completions and grades into a folder with `groups.jsonl`, without a manifest.
 
-    `rounds`: folders of completions and of their grades; what a later one has counts.
+    `rounds`: folders of completions and of their grades; later ones take precedence.
 
     Raises InvalidInput: more samples have no grade than the run allows, or none has one.
     """

@@ -163,7 +163,7 @@ def pack_groups(
 
     Called in a confined process, it asks its caller for records of answers.
 
-    `drawn`: the folders of the samples that they were made of, where those have routes.
+    `drawn`: the folders of the samples that they were made from, if those have routes.
 
     Raises InvalidInput: as `parse_groups` and `read_groups` do.
     """
