@@ -69,7 +69,7 @@ _ask: Callable[[bytes], bytearray] | None = None
 
 
 def ask(question: bytes) -> bytearray:
-    """Return the answer of whoever made this confined call (`answer` of calls.py). Only a child may ask."""
+    """Return the caller's answer to a question (`answer` of calls.py). Only a child may ask."""
     assert _ask is not None, "nobody is there to answer"
     return _ask(question)
 
@@ -79,7 +79,7 @@ def ask(question: bytes) -> bytearray:
 
 @dataclass(frozen=True)
 class _Running:
-    """A child that runs. `status`: the pipe on which its end is reported; the host closes it to have the child ended.
+    """A child that runs. `status`: the pipe on which its end is reported; the host closes it to end the child.
 
     `kills`: the count of `_oom_kills` when the child was started.
     """

@@ -107,7 +107,7 @@ def refuse_unread(row: Row, read: Collection[str], format: str) -> None:
 def with_context(row: Row, messages: list[Message], weights: list[float]) -> tuple[list[Message], list[float]]:
     """Put a row's `system` text and `history` (pairs of question and answer) before its messages.
 
-    The answers of the history are learned as those of the messages are.
+    The history's answers are trained like the messages' answers.
 
     Raises InvalidInput: they are no text or pairs of texts, or the messages have another system turn.
     """

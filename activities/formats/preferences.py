@@ -75,7 +75,7 @@ def _spoken(text: str) -> Messages:
 def _answer(row: Row, field: str) -> Messages:
     """Return the messages of an answer, which may be one message, or a text behind a prompt of messages.
 
-    Weights other than 1 are refused, since all of an answer is learned.
+    Weights other than 1 are refused, because the whole answer is trained.
     """
     match row.fields.get(field):
         case str() as text if isinstance(row.fields.get("prompt"), list):

@@ -40,7 +40,7 @@ class FormatSpec:
     """One format. A new one needs an entry in `FORMATS`, and its name in `Format` (shared/runs/sources.py).
 
     Attributes:
-        fields: a row that has all of them is of this format. The first one holds the prompt.
+        fields: a row that has all of them has this format. The first field is the prompt.
         example: makes a row's training example. Raises InvalidInput for a row that breaks a rule.
         question: makes a row's prompt; None if rows of this format have none. Raises as `example` does.
         more: other columns that `example` reads.

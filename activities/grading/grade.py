@@ -171,7 +171,7 @@ def grade_sample(grader: Grader, means: GraderMeans, sandbox: Path, sample: Samp
 def _write_grades(
     found: Iterable[tuple[int, tuple[SampleGrade, ...] | None]], parts: Parts, path: Path
 ) -> GradeSummary:
-    """Write grades part by part; each is kept in the store as it comes, so that a kill costs one part at most."""
+    """Write grades part by part. Each part is stored when it is finished, so that a kill costs at most one part."""
     grades, reasons, num_failed = list[float](), list[str](), 0
     with path.open("wb") as file:
         for first, part in found:

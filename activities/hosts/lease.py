@@ -27,7 +27,7 @@ from shared.storage.paths import RunKeys, WorkerPaths
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.05
-_LOOK_EVERY_S = 60.0  # between checks for a stopped (SIGSTOP) process, whose users would wait for ever
+_LOOK_EVERY_S = 60.0  # between checks for a stopped (SIGSTOP) process, whose users would wait forever
 _UNUSABLE_MODEL = 2  # a sampler's exit status
 _SIGNALLED = 128  # a launcher's exit status is above this if a signal ended a rank
 

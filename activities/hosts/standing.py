@@ -129,9 +129,9 @@ class Standing:
         return others
 
     def retire(self) -> None:
-        """Take the state off the store, as this host leaves in good order."""
+        """Delete the state from the store, because this host leaves in good order."""
         with self._lock:
-            self._is_retired = True  # a beat that is still under way writes it no more
+            self._is_retired = True  # a beat that is still running does not write it again
             try:
                 delete_state(self._store, self.state)
             except (LongshoreError, OSError) as error:
@@ -242,7 +242,7 @@ class Standing:
         return tuple(each for each in states if each.role == self.state.role and each.queue != self.state.queue)
 
     def others_take_leases(self, but: tuple[str, ...] = (), num: int = 1) -> bool:
-        """Return True if `num` other hosts of its role and shape take leases, beside those of the queues `but`."""
+        """Return True if `num` other hosts of its role and shape take leases, without those of the queues `but`."""
         now = time.time()
         return sum(other.takes_leases(now) and other.queue not in but for other in self._others()) >= num
 

@@ -117,9 +117,9 @@ class WorkerPool:
         return None
 
     def _take_beyond(self, budget: int) -> list[WorkerProcess]:
-        """Take the workers out of the idle ones that a budget has no room for, or that are dead or on the device.
+        """Remove idle workers that exceed a memory budget, are dead, or are on the device.
 
-        Once one has no room, those that were used before it have none either.
+        Once a worker does not fit, workers that were used before it do not fit either.
         """
         taken: list[WorkerProcess] = []
         for worker, num_bytes in reversed(list(self._idle.values())):
@@ -223,7 +223,7 @@ class WorkerPool:
 
 
 def worker_environment(settings: Settings) -> dict[str, str]:
-    """Return the settings that worker processes get beside their environment."""
+    """Return the settings that worker processes get besides their environment."""
     environment = {
         "LONGSHORE_ROOT": str(settings.root_path),
         "LONGSHORE_KERNELS": settings.kernels,

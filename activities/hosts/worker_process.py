@@ -30,7 +30,7 @@ from shared.storage.paths import HostPaths, WorkerPaths
 _TERM_GRACE_S = 1.0
 _VLLM_TERM_GRACE_S = 15.0  # killed, it leaves hundreds of megabytes in /dev/shm
 _STOP_GRACE_S = 5.0
-# A killed process can take long to end, or stay for ever, if it is in a system call of a device that has failed.
+# A killed process can take long to end, or never end, if it is in a system call of a failed device.
 _KILL_PATIENCE_S = 60.0
 _TAIL_BYTES = 2000
 _TAIL_LINES = 15
@@ -76,7 +76,7 @@ class WorkerProcess:
     """A worker that this host started. `leases`: those it serves now, by run id; none while it waits in the pool.
 
     `holds_device`: its last job left the weights on the device (`after: keep`), for the next job of the same lease.
-    `offloaded_bytes`: of host memory that its engine holds, as it said last.
+    `offloaded_bytes`: the host memory that its engine holds, by its last report.
     `is_asleep`: a sampler was asked to sleep, and has not been woken since.
     `has_worked`: it has done a step or a session's command, or is a sampler that answers.
     `is_suspect`: a job failed on it before any of that, so that it serves no other run.
@@ -120,7 +120,7 @@ class WorkerProcess:
         return self.paths.ready.exists()
 
     def serve(self, lease: LeaseMark) -> None:
-        """Serve a lease, beside those that it serves: jobs of no lease, or of older ones, are refused from now on."""
+        """Serve one more lease. From now on, jobs of no lease or of older ones are refused."""
         write_atomically(self.paths.lease(lease.run_id), lease.model_dump_json().encode())
         self.count_time_of(lease)
         self.leases[lease.run_id] = lease

@@ -40,8 +40,8 @@ class BubblewrapStart:
 
     Attributes:
         packages: folders of packages that it imports. It can import only these and the standard library.
-        environment: its variables, all of them.
-        capabilities: those that it needs until it gives up its rights.
+        environment: all of its variables.
+        capabilities: those that it keeps until it gives up its rights.
         options: more of bwrap's.
     """
 
@@ -72,7 +72,7 @@ def namespace_options() -> tuple[tuple[str, ...], ...]:
     """Return alternative namespace options for bwrap, the strictest first; not every system allows each of them."""
     if os.geteuid() == 0:
         return (_NAMESPACES,)
-    return (*_AS_USER, "--disable-userns"), _AS_USER  # the latter where /proc/sys is read-only, as in many containers
+    return (*_AS_USER, "--disable-userns"), _AS_USER  # the latter if /proc/sys is read-only, as in many containers
 
 
 def _root(packages: Sequence[Path]) -> Iterator[str]:

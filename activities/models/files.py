@@ -139,7 +139,7 @@ def check_chat_template(location: Location) -> None:
 
 
 def weight_files(location: Location) -> list[str]:
-    """The safetensors files that make up the weights, and their index. Others beside them are left alone.
+    """The safetensors files that make up the weights, and their index. Other files are ignored.
 
     Raises InvalidInput: there are none, there are two sets, or the index names one that is missing.
     """

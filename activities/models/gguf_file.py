@@ -79,7 +79,7 @@ def _open(path: str, place: str) -> "GGUFReader":
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 
     class Bounded(GGUFReader):
-        """Refuses whatever reaches beyond the file's end."""
+        """Refuses anything that reaches beyond the file's end."""
 
         key = "the head"
 
@@ -219,7 +219,7 @@ def _begun_by(token: str, number: int) -> dict[str, Any]:
 def _write_weights(reader: "GGUFReader", config: dict[str, Any], place: str, path: Path | None) -> int:
     """Write the tensors in the order of the file, a few megabytes at a time. Returns how many bytes they have.
 
-    `path`: None: only check that all of them are as the file's keys say.
+    `path`: None: only check all of them against the file's keys.
     """
     entries, tensors = [], [tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"]
     for tensor in tensors:

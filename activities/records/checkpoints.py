@@ -135,7 +135,7 @@ def discard_after(store: ObjectStore, run_id: str, step: int) -> None:
 def _what_is_wrong(store: ObjectStore, key: str) -> str | None:
     """Compare a checkpoint's sizes with its manifest. Returns None if it is intact, else the fault.
 
-    An empty text means that files are missing, as it was being pruned or uploaded.
+    An empty text means that files are missing, because it was being pruned or uploaded.
     """
     try:
         manifest = read_record(store, f"{key}/{MANIFEST}", Manifest)

@@ -131,7 +131,7 @@ class Census:
             for what, heap in run.heaps.items():
                 found[run.tenant][what] += heap.num_bytes - run.noted.get(what, 0)
         for unit, heap in self.shared.items():
-            if (what := what_of(unit)) != "models":  # whoever brings a model has it noted
+            if (what := what_of(unit)) != "models":  # its download is noted in the ledger
                 for tenant in {run.tenant for run in self.users_of(unit)}:
                     found[tenant][what] += heap.num_bytes
         return {tenant: {w: n for w, n in sorted(of.items()) if n} for tenant, of in found.items()}
@@ -207,7 +207,7 @@ def _kind(path: str, size: int) -> tuple[What, int]:
 
 def _read(store: ObjectStore, run: RunFolder, reads_job: bool) -> None:
     keys = RunKeys(run.run_id)
-    # It was removed since it was listed; or a record cannot be read: then the run counts as going on.
+    # It was removed after it was listed; or a record cannot be read: then the run counts as active.
     with suppress(NotFound, ValidationError):
         if run.is_on_record:
             run.tenant = _Record.model_validate_json(store.get_bytes(keys.record)).tenant

@@ -123,7 +123,7 @@ class Sampler:
         self.close()
 
     def close(self) -> None:
-        """Close all connections, also those of other threads' requests, so that the server stops sampling for them."""
+        """Close all connections, also of other threads' requests, so that the server stops sampling for them."""
         self._is_closed = True
         with self._sockets_lock:
             for connection in self._sockets:
@@ -293,7 +293,7 @@ class Sampler:
             yield
 
     def sleep(self, level: Literal[1, 2]) -> SamplerMemory:
-        """Have our own sampler give its memory back, when the sequences under way have ended."""
+        """Make our own sampler free its memory when its running sequences have ended."""
         return parsed(SamplerMemory, self._ask("POST", "/v1/sleep", {"level": level}), self._url)
 
     def wake(self) -> SamplerMemory:

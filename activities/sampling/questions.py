@@ -28,7 +28,7 @@ _FORM, _BIAS = "structured_outputs", "logit_bias"  # fields that samplers name
 
 
 class OpenQuestion:
-    """One question under way. Its client may hang up from another thread at any time.
+    """One running question. Another thread may hang up its client at any time.
 
     `tell`: takes the text of each choice as it grows; None if nobody wants it.
     """

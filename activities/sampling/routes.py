@@ -31,7 +31,7 @@ _ASK = "vLLM sends them with --enable-return-routed-experts; rollouts.routing_re
 
 
 def sent_bytes(shape: RouteShape) -> int:
-    """Return the bytes of a token's routes in an answer, at most: those of vLLM have something of each layer."""
+    """Return the most bytes of a token's routes in an answer: vLLM's have an entry for each layer."""
     return shape.dtype.itemsize * max(shape.num_layers, len(shape.has_experts)) // shape.num_layers
 
 

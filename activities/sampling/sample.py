@@ -189,7 +189,7 @@ class SamplerActivities:
         parts = Parts(store, partial(sampled_part, request.key))
         self._host.use(completions(request.key))
         if done := _result(store, request.key):
-            parts.forget(parts.known())  # an attempt that was killed as it forgot them has left some
+            parts.forget(parts.known())  # an attempt that was killed while it deleted them has left some
             return done
         with self._host.scratch("sample") as scratch:
             with PromptsFile(self._host.stage(request.prompts)) as prompts:
@@ -239,7 +239,7 @@ class SamplerActivities:
 
     @activity.defn(name="sleep_sampler")
     def sleep_sampler(self, place: LeasedSampler) -> SamplerMemory:
-        """Have a sampler give its device's memory back. One that sleeps already sleeps on.
+        """Make a sampler free its device's memory. One that already sleeps stays asleep.
 
         Raises:
             SamplerUnavailable, WorkerLost: there is no sampler at this place now.
@@ -249,7 +249,7 @@ class SamplerActivities:
 
     @activity.defn(name="wake_sampler")
     def wake_sampler(self, place: LeasedSampler) -> SamplerMemory:
-        """Have a sampler take its memory again. Raises as `sleep_sampler` does."""
+        """Make a sampler take its memory again. Raises as `sleep_sampler` does."""
         with beating():
             return self._samplers.wake(place)
 
@@ -306,7 +306,7 @@ def _proved(sampler: Sampler, served: Served, request: ProveRequest) -> Proved:
 
 
 def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: PromptRow, how: Drawing) -> SampledGroup:
-    """Draw one prompt's samples. They are the same to the bit, whatever else the sampler computes at the time.
+    """Draw one prompt's samples. They are bitwise reproducible, whatever else the sampler computes at the time.
 
     Raises:
         InvalidInput: the server refuses the prompt, or sends samples that cannot be trained; names the prompt's place,
@@ -344,7 +344,7 @@ def _routes(completion: Completion, number: int, prompt: PromptRow, shape: Route
 
 
 def drawn_weights(drawn: Iterable[Completion], policy_version: int) -> tuple[DrawnBy, ...]:
-    """Return the weights that drew completions. Those that the sampler knows no version of were asked for as one."""
+    """Return the weights that drew completions. If the sampler reports no versions, they are the requested ones."""
     found = (each for completion in drawn for each in completion.drawn_by)
     return tuple(
         dict.fromkeys(one if one.policy_version is not None else one.of_version(policy_version) for one in found)
@@ -354,7 +354,7 @@ def drawn_weights(drawn: Iterable[Completion], policy_version: int) -> tuple[Dra
 def write_samples(
     groups: Iterable[SampledGroup], prompts: PromptsFile, completions_folder: Path, samples_folder: Path
 ) -> SampledSummary:
-    """Groups into two folders: token by token, and as graders see them. One group at a time; not sealed."""
+    """Write groups into two folders, one at a time: as tokens, and as graders see them. Writes no manifests."""
     num_groups = num_samples = num_cut_off = num_tokens = 0
     for folder in (completions_folder, samples_folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -135,13 +135,13 @@ class Samplers:
                 return self._open_served(place)
 
     def sleep(self, place: LeasedSampler) -> SamplerMemory:
-        """Have a leased sampler give its memory back. Raises as `open` does."""
+        """Make a leased sampler free its memory. Raises as `open` does."""
         with self._using(place) as (worker, opened):
             worker.is_asleep = True
             return opened.client.sleep(1)
 
     def wake(self, place: LeasedSampler) -> SamplerMemory:
-        """Have a leased sampler take its memory again. Raises as `open` does."""
+        """Make a leased sampler take its memory again. Raises as `open` does."""
         with self._using(place) as (worker, opened):
             memory = opened.client.wake()
             worker.is_asleep = False

@@ -143,7 +143,7 @@ class ChatTemplate:
             )
         except MemoryError:
             raise
-        except Exception as error:  # whatever a stranger's code does
+        except Exception as error:  # untrusted code may do anything
             raise Raised(f"the chat template refuses the conversation: {error}") from error
 
     def spans(self, messages: list[Message], tools: list[Any] | None, weights: list[float]) -> Rendered:
@@ -193,7 +193,7 @@ class ChatTemplate:
         return Rendered(text, [], hidden_thoughts=self._checked(text, messages, tools, positions))
 
     def _checked(self, text: str, messages: list[Message], tools: list[Any] | None, positions: dict[int, int]) -> int:
-        """Count hidden thoughts. Raises Unrendered where the text lacks anything else (see `hidden_thoughts`)."""
+        """Count hidden thoughts. Raises Unrendered if the text lacks anything else (see `hidden_thoughts`)."""
         if tools and not self._probe_tools and says_a_tools_name(messages, tools):
             without = [self._render_or("", messages, prompt=prompt) for prompt in (False, True)]
             if text in without:

@@ -109,7 +109,7 @@ def _rows_of(batch: list[Example]) -> list[Example]:
 
 
 def _is_first_R(places: list[str]) -> list[bool]:
-    """Flag the rows that have a prompt to show: all but rejected answers, which follow a row of the same place."""
+    """Flag the rows that have a prompt to show: all except rejected answers, which follow a row of the same place."""
     return [k == 0 or place != places[k - 1] for k, place in enumerate(places)]
 
 

@@ -398,7 +398,7 @@ class _Answer(NamedTuple):
 
 
 def pair_unit(chosen_ids: Ids, chosen_mask: Mask, rejected_ids: Ids, rejected_mask: Mask) -> TreeUnit:
-    """One pair as one unit. Each row is a prompt with an answer; its targets are the tokens that its mask says.
+    """One pair as one unit. Each row is a prompt with an answer; its targets are the tokens in its mask.
 
     Raises InvalidInput if there is nothing to prefer, or a row's first token is a target.
     """

@@ -9,7 +9,7 @@ from shared.errors import InvalidInput
 
 
 def part_spans(chat: Chat, row: Rendered) -> list[WeightedSpan]:
-    """Return a row's trained spans, those of answers with weighed parts cut into these.
+    """Return a row's trained spans; answers with weighed parts are cut into these parts.
 
     A part's weight is multiplied by the message's. Text that the template puts around an answer, such as its end
     token, has the message's weight.

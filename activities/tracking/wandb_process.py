@@ -218,7 +218,7 @@ class _Process:
                 await self._process.stdin.drain()
 
     async def _read(self) -> None:
-        """Give answers to the calls that wait for them; when the process has ended, fail those that are left."""
+        """Give answers to the waiting calls; when the process has ended, fail the remaining ones."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             answer = Answer.model_validate_json(line)

@@ -52,7 +52,7 @@ class BrokenTrajectory(Exception):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as templates take them; and of those that were sampled, by index, the records of that."""
+    """Messages as templates take them; and records of the sampled ones, by index."""
 
     messages: list[dict[str, Any]]
     sampled: dict[int, SampledTurn]

@@ -109,7 +109,7 @@ class PackTrajectories:
         with beating():
             if (before := find_key(store, request.run_id, request.step)) is not None:
                 return PackedGroups(trained_before=before)
-            # Groups that a client names are downloaded like any data, so that it cannot name those of other runs.
+            # Groups that a client names are downloaded like any data, so that it cannot name other runs' groups.
             made_here = find_groups(store, request.step.groups) if request.run.rollouts is not None else None
             groups = made_here or self._bring(request)
             drawn = completions_of(store, made_here) if made_here is not None and request.routes is not None else []
