@@ -82,7 +82,7 @@ class Metadata(_Named):
 class RunDetails(_Named):
     builder: Builder
     metadata: Metadata
-    byproducts: tuple[Resource, ...] = Field(description="the job file and the checkpoint that the weights are of")
+    byproducts: tuple[Resource, ...] = Field(description="the job file, and the checkpoint of the weights")
 
 
 class Predicate(_Named):

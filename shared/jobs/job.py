@@ -167,7 +167,7 @@ class SessionPlan(WorkerPlan):
     kind: Literal["session"] = "session"
     max_tokens: int = Field(ge=2, description="longest sequence, and tokens of a micro-batch")
     save_after_s: float = Field(default=30.0, gt=0, description="seconds of commands after which the state is saved")
-    keep_states: int = Field(default=32, ge=1, description="states of save_state that stay, the newest")
+    keep_states: int = Field(default=32, ge=1, description="how many of the newest states of save_state are kept")
     offload_after_s: float = Field(default=10.0, gt=0, description="seconds without a command until the slot is moved")
 
     @property
@@ -190,14 +190,14 @@ class JobPlan(WorkerPlan):
     num_steps: int = Field(ge=1, description="of this job")
     loss: Loss = CrossEntropy()
     critic: JobCritic | None = Field(
-        default=None, description="what makes advantages of the data's rewards, which stand in their place"
+        default=None, description="computes advantages from the data's rewards, which are in the advantages' columns"
     )
     temperature: float = Field(
         default=1.0,
         gt=0,
         allow_inf_nan=False,
-        description="of a policy loss: logits are divided by it, as those were that the trajectories were sampled "
-        "from; of distillation: the teacher's and the student's are",
+        description="logits are divided by it: for a policy loss the sampling temperature; for distillation it divides "
+        "both the teacher's and the student's",
     )
     optimizer: Optimizer = Adam()
     schedule: Schedule
@@ -205,15 +205,15 @@ class JobPlan(WorkerPlan):
     memory_budget_bytes: int | None = Field(
         default=None,
         gt=0,
-        description="what a pass may hold on a rank beside weights and optimizer: the worker forms micro-batches of a "
-        "step's examples that fit. Without one they are the plan's bins",
+        description="bytes for a pass on a rank, besides weights and optimizer: the worker forms micro-batches that "
+        "fit. If absent, micro-batches are the plan's bins",
     )
     max_micro_batch_tokens: int | None = Field(
-        default=None, ge=2, description="at most, whatever the budget has room for"
+        default=None, ge=2, description="upper limit, even if the budget has room for more"
     )
-    sync: SyncTarget | None = Field(default=None, description="samplers that the weights are sent to at the end")
+    sync: SyncTarget | None = Field(default=None, description="samplers that get the weights at the end")
     probe: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(), description="token ids whose log-probabilities, by the weights that it leaves, end the job's report"
+        default=(), description="token ids; the job ends by reporting their log-probabilities under its final weights"
     )
 
     @property
@@ -302,11 +302,11 @@ class Job(Frozen):
     checkpoint_dir: str
     scratch_dir: str
     commands_dir: str | None = Field(
-        default=None, description="of a session: its commands as <number>.json, results beside them"
+        default=None, description="for a session: the folder of its commands, <number>.json, and their results"
     )
-    start: Artifact | None = Field(default=None, description="the checkpoint to go on from")
-    tenant: str = Field(default="", description="whose run it is: tenants share a worker's time by their weights")
-    tenant_weight: float = Field(default=1.0, gt=0, description="the tenant's part of it, beside those of others")
+    start: Artifact | None = Field(default=None, description="the checkpoint to continue from")
+    tenant: str = Field(default="", description="the run's tenant: tenants share a worker's time by their weights")
+    tenant_weight: float = Field(default=1.0, gt=0, description="the tenant's share of that time, relative to others")
 
     @property
     def needs_its_beginning(self) -> bool:

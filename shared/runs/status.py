@@ -74,14 +74,14 @@ class RunStatus(Frozen):
     epoch: int = Field(default=0, description="leases so far: the number of the newest")
     workers_lost: int = Field(default=0, description="leases that ended in a loss: not by a pause or a host's shutdown")
     checkpoint: CheckpointRef | None = None
-    adapter: str | None = Field(default=None, description="URI of what was published: adapter, or model after `full`")
+    adapter: str | None = Field(default=None, description="URI of the published adapter, or model after `full`")
     adapter_sha256: str | None = Field(default=None, description="SHA-256 of its manifest")
     name: str | None = None
     version: int | None = None
     policy_version: int | None = Field(default=None, description="of an RL run: train steps that changed the policy")
     dataset_report: str | None = Field(default=None, description="URI of the tokenizing report")
     planned_tokens: int | None = Field(
-        default=None, description="of the examples of all steps, once they are packed; not of RL runs"
+        default=None, description="in the examples of all steps, once they are packed; not for RL runs"
     )
     problem: Problem | None = None
     skipped_steps: int = Field(default=0, description="of an RL run: train steps with nothing to learn from")
@@ -89,7 +89,7 @@ class RunStatus(Frozen):
     equal_reward_steps: int = added(0, description="of an RL run: trained steps whose rewards were all the same")
     zero_gradient_steps: int = added(0, description="of an RL run: trained steps whose gradient was 0 throughout")
     notices: tuple[Reason, ...] = Field(default=(), description="what its user should know, whether it succeeds or not")
-    started_at: float | None = Field(default=None, description="the first time, also of a run that was resumed")
+    started_at: float | None = Field(default=None, description="the first start, also for a resumed run")
     ended_at: float | None = None
     estimated_end: float | None = Field(
         default=None, description="when its last step ends, at the pace so far; None while it is unknown"
