@@ -25,7 +25,7 @@ def is_public(address: str) -> bool:
 
 
 def _carried(ip: ipaddress.IPv6Address) -> list[str]:
-    """Return the IPv4 addresses embedded in an IPv6 address, to which a gateway or tunnel would send its packets."""
+    """Return the IPv4 addresses embedded in an IPv6 address: a gateway or tunnel would send its packets to them."""
     found = [ip.sixtofour, *(ip.teredo or ())]
     last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     if ip in _MAPPED or ip in _NAT64 or (int(ip) >> 32) & 0xFFFFFFFF in _ISATAP:

@@ -23,7 +23,7 @@ STACK_MARK = "LONGSHORE_DEV_ROOT"
 
 _PREFIX = "LONGSHORE_"
 
-# Names of variables; a name that ends with a star stands for all with that prefix.
+# Names of variables; a name that ends with a star matches all with that prefix.
 _SYSTEM = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_*"),
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "PYTHON*", "VIRTUAL_ENV"),
@@ -47,9 +47,9 @@ _ALLOWED: dict[Kind, tuple[str, ...]] = {
     "control": (*_SYSTEM, *_NETWORK, *_S3, *_TRACES, *_HUB, "WANDB_*"),
     "gpu": (*_SYSTEM, *_NETWORK, *_S3, *_TRACES, *_DEVICE),
     "sampler": (*_SYSTEM, *_NETWORK, *_S3, *_TRACES, *_DEVICE, *_VLLM),
-    # Neither a proxy nor credentials, as they read folders alone: their hosts stage what comes from a store.
+    # Neither a proxy nor credentials: workers read only local folders; their hosts stage files from a store.
     "worker": (*_SYSTEM, *_DEVICE, *_VLLM),
-    # No PYTHON*, as it has a Python of its own.
+    # No PYTHON*: vLLM has its own Python.
     "vllm": (
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_*", "LD_LIBRARY_PATH", "LD_PRELOAD"),
         *("MALLOC_*", STACK_MARK, WORKER_ID_VARIABLE, *_DEVICE, *_VLLM),

@@ -29,8 +29,8 @@ class InvalidInput(LongshoreError):
 
     Args:
         message: what is wrong and which rule it breaks, in a sentence a user can act on.
-        place: where it is: a field, a file, `file:line`, or a URI. Of a place in a tenant's folder of the store,
-            what the tenant knows it by: `train.jsonl:12` of an upload, `adapters/NAME/v000003` of what was published.
+        place: where it is: a field, a file, `file:line`, or a URI. A key in a tenant's folder of the store is shortened
+            to what the tenant knows: `train.jsonl:12` of an upload, `adapters/NAME/v000003` of a published adapter.
     """
 
     def __init__(self, message: str, place: str | None = None) -> None:

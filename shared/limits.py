@@ -1,4 +1,4 @@
-"""Settings of what tenants may use, keep and ask for, and of what that costs."""
+"""Settings of tenants' quotas, retention, prices and request limits."""
 
 from typing import Any, Literal
 
@@ -19,26 +19,26 @@ class QuotaSettings(BaseModel, extra="forbid"):
 
     _not_a_truth = field_validator("*", mode="before")(_no_truth)
 
-    concurrent_runs: int | None = Field(default=None, ge=0, description="accepted and not ended")
-    gpu_hours: float | None = Field(default=None, ge=0, description="of its runs of the last 30 days")
+    concurrent_runs: int | None = Field(default=None, ge=0, description="runs that are accepted and have not ended")
+    gpu_hours: float | None = Field(default=None, ge=0, description="GPU hours of the last 30 days' runs")
     spending: float | None = Field(
         default=None,
         ge=0,
-        description="what its runs of the last 30 days may cost, by `prices`: then they are paused, until it is raised",
+        description="cost of the last 30 days' runs by `prices`: at the limit, runs are paused until it is raised",
     )
     stored_bytes: int | None = Field(
-        default=None, ge=0, description="uploads, what was published, and what runs have brought and left"
+        default=None, ge=0, description="uploads, published versions, and runs' downloads and results"
     )
     worker_sharing: WorkerSharing | None = Field(
         default=None,
-        description="whose adapters are trained on one worker: `tenant`, also where absent: this one's; `all`: those "
-        "of every tenant of which the same is said; `none`: one run's",
+        description="whose adapters share a worker: `tenant` (the default): this tenant's; `all`: those of all tenants "
+        "with this setting; `none`: one run's",
     )
     worker_weight: float | None = Field(
         default=None,
         gt=0,
         le=1000,
-        description="a tenant's part of workers that tenants share, and of queues for hosts, beside others' (1)",
+        description="a tenant's weight in the use of shared workers and in queues for hosts; 1 if absent",
     )
 
 
@@ -46,39 +46,49 @@ class ClientSettings(BaseModel):
     """Runs that wait for their clients: sessions, and RL runs whose groups a client sends."""
 
     idle_s: float = Field(
-        default=60.0, ge=0, description="without work, until such a run takes no place of the quota `concurrent_runs`"
+        default=60.0,
+        ge=0,
+        description="seconds without work until such a run no longer counts for the quota `concurrent_runs`",
     )
     away_s: float = Field(
-        default=3600.0, ge=0, description="without work, until such a run is paused; its next work resumes it. 0: never"
+        default=3600.0,
+        ge=0,
+        description="seconds without work until such a run is paused; its next work resumes it. 0: never",
     )
 
 
 class RetentionSettings(BaseModel):
-    """Days after which a control host deletes what runs have left; None: never. What is published stays.
+    """Days after which a control host deletes data of ended runs; None: never. Published versions are kept.
 
     Days count from the end of the run, or of the last one that used it.
     """
 
-    every_s: float = Field(default=3600.0, gt=0, description="between two times that it looks, and measures the store")
-    checkpoints_days: float | None = Field(default=None, ge=0, description="but for the newest `checkpoints_kept`")
-    checkpoints_kept: int = Field(default=1, ge=0, description="of each run; 0: it can be neither resumed nor branched")
+    every_s: float = Field(
+        default=3600.0, gt=0, description="seconds between collections, which also measure the store"
+    )
+    checkpoints_days: float | None = Field(default=None, ge=0, description="except for the newest `checkpoints_kept`")
+    checkpoints_kept: int = Field(
+        default=1, ge=0, description="per run; 0: the run can be neither resumed nor branched"
+    )
     data_days: float | None = Field(
-        default=None, ge=0, description="copies of data sets, and what was made of them: tokens, plans, prompts"
+        default=None, ge=0, description="copies of datasets, and what was made from them: tokens, plans, prompts"
     )
     samples_days: float | None = Field(default=None, ge=0, description="completions, grades and groups of RL runs")
-    logs_days: float | None = Field(default=None, ge=0, description="events, output, job files but for one")
+    logs_days: float | None = Field(default=None, ge=0, description="events, output, and job files except one")
     sessions_days: float | None = Field(
-        default=None, ge=0, description="commands and results of sessions, which cannot be resumed then"
+        default=None, ge=0, description="commands and results of sessions, which cannot be resumed afterwards"
     )
     models_days: float | None = Field(
-        default=None, ge=1, description="imported models that nothing published, no checkpoint and no live run is of"
+        default=None, ge=1, description="imported models without a published version, checkpoint or live run on them"
     )
 
 
 class PriceSettings(BaseModel):
-    """Prices, from which the costs of runs are computed. Costs are shown where the price of a GPU hour is set."""
+    """Prices to compute the costs of runs. Costs are shown if the price of a GPU hour is set."""
 
-    gpu_hour: float | None = Field(default=None, ge=0, description="of one rank of a worker, or a sampler, for an hour")
+    gpu_hour: float | None = Field(
+        default=None, ge=0, description="price of an hour of one worker rank, or of a sampler"
+    )
     currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$", description="of prices and spending limits")
 
 

@@ -25,7 +25,7 @@ BUILD_VARIABLE = "LONGSHORE_BUILD_ID"
 RENDEZVOUS_VARIABLE = "LONGSHORE_RENDEZVOUS"
 """Names the file in which a worker's ranks meet, or that says where."""
 NODE_VARIABLE, INTERFACE_VARIABLE = "LONGSHORE_NODE", "LONGSHORE_INTERFACE"
-"""Of a worker of several machines: which of them this is, and its network interface that leads to the others."""
+"""For a worker on several machines: which of them this is, and its network interface to the others."""
 
 
 def is_of_a_build() -> bool:
@@ -37,8 +37,8 @@ def become(
 ) -> NoReturn:
     """Become the program `python -P -m MODULE ARGUMENTS` in a process that was just forked, and end with it.
 
-    `ps` and psutil show it with its own command line and environment, by which others find it. Where that cannot be
-    done, or the parent has done what does not survive a fork, this process executes the program anew.
+    `ps` and psutil show it with its own command line and environment, so that others find it. If that fails, or the
+    parent's state does not survive a fork (threads, CUDA), this process executes the program with execve instead.
 
     `is_ready`: called as soon as the process can be found.
     """
@@ -81,7 +81,7 @@ os.register_at_fork(before=_note_threads)
 
 
 def show(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Write both where the kernel looks for them: over those with which this process was executed."""
+    """Write both where the kernel reads them: over the command line and environment of this process's start."""
     try:
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         arg_start, arg_end, env_start, env_end = map(int, stat[45:49])

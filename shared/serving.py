@@ -53,16 +53,16 @@ class CompleteRequest(Frozen):
     base: str
     place: SamplerPlace
     asked: ChatRequest | CompletionRequest
-    answer_id: str | None = Field(default=None, description="of an answer that is streamed, to messages")
+    answer_id: str | None = Field(default=None, description="id of a streamed answer to chat messages")
 
     @property
     def tells_text(self) -> bool:
-        """True if text is told while it is drawn. Where ids are asked for, the prompt's come first, with the rest."""
+        """True if text is sent as it is sampled. With token ids the prompt's come first, so all is sent at the end."""
         return bool(self.asked.stream and not self.asked.return_token_ids)
 
 
 class QuestionFailure(Frozen):
-    """Why a host cannot answer. `lost`: its sampler, or itself, is going; another one may answer."""
+    """Why a host cannot answer. `lost`: the sampler or the host is stopping; another one may answer."""
 
     kind: Literal["refused", "lost", "failed"]
     message: Reason
@@ -70,9 +70,9 @@ class QuestionFailure(Frozen):
 
 
 class AnswerLine(Frozen):
-    """A line of the reply to a question, of which the first with `ends` is the last; the answer's JSON follows it.
+    """A line of the reply to a question. A line with `ends` is the last one; the answer's JSON follows it.
 
-    `grown`: what each choice's text has grown by since the line before.
+    `grown`: the text added to each choice since the line before.
     """
 
     grown: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ def serving_id(settings: Settings, key: SamplerKey) -> str:
 class ServingStart(Frozen):
     """The input of a serving workflow: the sampler to lease, and the shape of its host.
 
-    `idle_s`: seconds without a question after which the sampler is given back.
+    `idle_s`: seconds without a question until the sampler is released.
     """
 
     serving_id: RunId = Field(description="the workflow's own id")

@@ -51,7 +51,7 @@ def with_counts(notices: tuple[str, ...], **counts: int) -> tuple[str, ...]:
 
 
 class RunFailed(Exception):
-    """The run cannot go on. `problem`: the reason, in words for its user."""
+    """The run cannot continue. `problem`: the reason, in words for its user."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)

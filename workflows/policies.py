@@ -11,13 +11,13 @@ from shared.jobs.leases import SamplerKey, WorkerKey
 from shared.programs import is_of_a_build
 from shared.runs.start import RunTiming
 
-# Of long services, on control hosts that are of a build (service/builds.py). A worker of none may not name any.
+# Versioning of long-lived services on control hosts with a build (service/builds.py). Without a build none may be set.
 MOVES = VersioningBehavior.AUTO_UPGRADE if is_of_a_build() else VersioningBehavior.UNSPECIFIED
 # Types of errors, by the names that Temporal carries, that are never retried: they would only fail again.
 FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull", "SamplerMismatch")
 # Kinds of a job's `failed` event after which another worker would fail in the same way.
 FINAL_KINDS = frozenset({"invalid_input", "corrupt_artifact", "not_finite", "disk_full"})
-# The kind of a job that was not begun, or a session that was not gone on with, as others' slots left it no memory.
+# The kind of a job that was not begun, or a session that was not continued: other runs' slots left it no memory.
 CROWDED = "crowded"
 # The kind of a lease of several hosts that were not free together.
 NOT_GATHERED = "not_gathered"
@@ -43,9 +43,9 @@ DATA_HEARTBEAT = timedelta(seconds=30)
 PATIENT = RetryPolicy(
     maximum_interval=timedelta(minutes=1), maximum_attempts=60, non_retryable_error_types=FINAL_ERRORS
 )
-# Of what a sweep asks of the web service: it goes on when that is back, whenever that is.
+# For a sweep's requests to the web service: retried until the service is back.
 ENDLESS = RetryPolicy(maximum_interval=timedelta(minutes=1), non_retryable_error_types=FINAL_ERRORS)
-# Nats by which a sampler's log-probabilities of the probe may differ from the trainer's; 1e-5 measured in float32.
+# Allowed difference in nats between sampler and trainer on the probe's log-probabilities; 1e-5 measured in float32.
 PROBE_BOUND = {"float32": 1e-4, "bfloat16": 0.3}
 # For records in the store. Without its result a run is lost, so even a full disk is retried.
 RECORD_RETRY = RetryPolicy(
@@ -86,9 +86,9 @@ def sampler_ready_timeout_s(key: SamplerKey) -> float:
     return _VLLM_READY_TIMEOUT_S if key.sampler == "vllm" else WORKER_READY_TIMEOUT_S
 
 
-# Pools of activities of a control host, by what they wait for: each has threads and a queue of its own. Activities that
-# are not listed work on a tenant's data, for as long as that takes, on the control queue itself. Those of `records`
-# wait for nothing but the store, and no run can end without them: nothing else may ever queue before them.
+# Pools of a control host's activities, by what they wait for: each has its own threads and queue. Activities that are
+# not listed process a tenant's data, which may take long, on the control queue itself. The activities of `records` wait
+# only for the store, and no run can end without them: nothing else may ever queue before them.
 Pool = Literal["records", "publishing", "exports", "models", "steps", "looks", "sampling", "webhooks", "tracking"]
 _POOLS: dict[str, Pool] = {
     "record_result": "records",
@@ -143,7 +143,7 @@ def activity_name(activity: Callable[..., Any]) -> str:
 
 
 def queue_of(activity: str, control_queue: str) -> str:
-    """The queue from which control hosts take an activity."""
+    """The queue that control hosts poll for an activity."""
     return pool_queue(pool_of(activity), control_queue)
 
 

@@ -27,7 +27,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.training import models
     from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
 
-# For `apply_commands`: repeating it while the session's job goes on does no command twice.
+# For `apply_commands`: repeating it while the session's job runs does not repeat a command.
 _APPLY_RETRY = RetryPolicy(
     maximum_interval=timedelta(seconds=5),
     maximum_attempts=5,
@@ -144,9 +144,9 @@ class SessionWorkflow(ClientDrivenHandlers):
     # On a worker.
 
     async def _hold_worker(self, state: SessionState) -> None:
-        """Lease a worker and have commands done on it, until none come for a while; then have the state saved.
+        """Lease a worker and run commands on it until none come for a while; then save the state.
 
-        Raises RunFailed: the session cannot go on.
+        Raises RunFailed: the session cannot continue.
         """
         self._run.show(phase="waiting_for_worker")
         self._is_giving_back = False

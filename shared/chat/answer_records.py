@@ -56,7 +56,7 @@ class AnswerRecord(Frozen):
 
 
 class AnswerLookup(Frozen):
-    """Answers that are looked for: those of these ids, or with `alike` those of one content (`content_digest`)."""
+    """A query for answers: by ids, or with `alike` by the digest of their content (`content_digest`)."""
 
     ids: tuple[str, ...] = Field(default=(), max_length=LOOKUP_AT_ONCE)
     alike: Sha256 | None = None
@@ -75,9 +75,9 @@ def remember(store: ObjectStore, tenant: str, record: AnswerRecord) -> None:
 
 
 def look_up(store: ObjectStore, tenant: str, wanted: AnswerLookup) -> list[str | None]:
-    """Read a tenant's records, of ids in their order, as JSON: a stranger has a part in what they hold.
+    """Read a tenant's records as JSON, in the order of the ids. Not parsed here: users supplied parts of the contents.
 
-    None stands for an id that is malformed or another tenant's, or whose record was deleted. Raises StoreUnavailable.
+    None for an id that is malformed or another tenant's, or whose record was deleted. Raises StoreUnavailable.
     """
     ids: Sequence[str] = wanted.ids
     if wanted.alike is not None:

@@ -83,11 +83,11 @@ class ChatRequest(SamplerRequest):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = Field(default=None, description="vLLM's: ids of the prompt and of every choice")
     return_tokens_as_token_ids: bool | None = Field(
-        default=None, description="vLLM's: drawn tokens are named token_id:123 among the logprobs"
+        default=None, description="vLLM's: sampled tokens are named token_id:123 among the logprobs"
     )
     tools: list[dict[str, JsonValue]] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: _ToolChoice = Field(default=None, description="none: the model is told of no tools")
-    parallel_tool_calls: bool | None = Field(default=None, description="false: a forced call is the only one")
+    tool_choice: _ToolChoice = Field(default=None, description="none: the prompt has no tools")
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call if calls are forced")
     response_format: ResponseFormat | None = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
@@ -103,9 +103,11 @@ class ChatRequest(SamplerRequest):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    chat_template_kwargs: TemplateSettings | None = Field(default=None, description="no other is given to a template")
+    chat_template_kwargs: TemplateSettings | None = Field(
+        default=None, description="the only settings that a template gets"
+    )
     nvext: MoreFields | None = Field(
-        default=None, description="asks Dynamo's servers for more fields than there are here"
+        default=None, description="asks Dynamo's servers for fields that do not exist here"
     )
 
     # Known to clients; only at the values that change nothing.
@@ -158,7 +160,7 @@ class ChatRequest(SamplerRequest):
 
     @property
     def forced_tools(self) -> list[dict[str, JsonValue]]:
-        """The tools one of which the model has to call; none where it may as well answer."""
+        """The tools of which the model must call one; empty if it may answer in text."""
         return [] if self.tool_choice in (None, "none", "auto") else _forced(self.tools or [], self.tool_choice)
 
     @property
@@ -276,7 +278,7 @@ class ChunkChoice(SamplerAnswer):
 class ChatChunk(SamplerAnswer):
     """An event of a stream; `usage` comes in the last one, which has no choices, if it was asked for.
 
-    `prompt_token_ids` stand in the first one alone, if ids were asked for.
+    Only the first one has `prompt_token_ids`, if ids were asked for.
     """
 
     id: str

@@ -1,5 +1,5 @@
-"""What a sampler is asked beside completions: vLLM's `GET /v1/models`, `POST /v1/load_lora_adapter` and
-`POST /v1/unload_lora_adapter`, and what is Longshore's own: weights, sleep, memory, the ready file.
+"""Requests to a sampler other than completions: vLLM's `GET /v1/models`, `POST /v1/load_lora_adapter` and
+`POST /v1/unload_lora_adapter`, and those that only Longshore has: weights, sleep, memory, the ready file.
 """
 
 from typing import Literal
@@ -34,9 +34,9 @@ class LoadWeightsRequest(SamplerRequest):
 
 
 class NameWeightsRequest(SamplerRequest):
-    """Weights or an adapter that came by a weight sync get the name by which requests ask for them.
+    """Names weights or an adapter that arrived by a weight sync; requests then use that name.
 
-    `digest`: of the sync; or of an adapter its content (shared/models/peft.py).
+    `digest`: of the sync, or of the adapter's content (shared/models/peft.py).
     """
 
     name: str = Field(min_length=1, max_length=512)
@@ -44,7 +44,7 @@ class NameWeightsRequest(SamplerRequest):
 
 
 class ScoreRequest(SamplerRequest):
-    """`POST /v1/score`: conversations as token ids, of which a reward model gives its scalars at the last token.
+    """`POST /v1/score`: conversations as token ids; a reward model returns its scalars at the last token of each.
 
     Only our own sampler takes it.
     """
@@ -54,10 +54,10 @@ class ScoreRequest(SamplerRequest):
 
 
 class UpdateWeightsRequest(SamplerRequest):
-    """A version of a policy takes the place of an older one under `name`; samples under way go on under it.
+    """Replaces the policy version served as `name`; samples in progress continue with the new one.
 
     `path`: an adapter's folder (`lora`; null: the model without one) or a whole model's. A version that is not newer
-    than what the name stands for changes nothing. Only our own sampler takes it.
+    than the one served changes nothing. Only our own sampler takes it.
     """
 
     name: str = Field(min_length=1, max_length=512)
@@ -67,7 +67,7 @@ class UpdateWeightsRequest(SamplerRequest):
 
 
 class SleepRequest(SamplerRequest):
-    """`POST /v1/sleep`. Level 1 keeps the weights in the host's memory, where that is not the device; 2 drops them."""
+    """`POST /v1/sleep`. Level 1 keeps the weights in the host's memory, unless that is the device; 2 drops them."""
 
     level: Literal[1, 2] = 1
 
@@ -75,7 +75,7 @@ class SleepRequest(SamplerRequest):
 class ModelCard(SamplerAnswer):
     """A model or adapter that a server lists. `root`: the path of its files; `parent`: an adapter's base model.
 
-    Of our own sampler also the policy's version, where it is known, and the hash of the weights as they lie in memory.
+    Our own sampler adds the policy's version, if it is known, and the hash of the weights in memory.
     """
 
     id: str
@@ -129,8 +129,8 @@ class SamplerMemory(SamplerAnswer):
 class SamplerReady(Frozen):
     """The ready file: written, for the owner's eyes alone, when the sampler answers.
 
-    `socket`: the path of the Unix socket at which it listens, where it does not listen at the address of `url`.
-    `weights_address`: `host:port`, where it takes weights from trainers of other machines.
+    `socket`: the path of the Unix socket that it listens on, if it does not listen at the address of `url`.
+    `weights_address`: `host:port` for weights from trainers on other machines, if it takes any.
     """
 
     url: str

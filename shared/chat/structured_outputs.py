@@ -1,8 +1,8 @@
-"""What an answer has to be: JSON, JSON of a schema, or calls of tools.
+"""Structured outputs: an answer must be JSON, JSON of a schema, or tool calls.
 
-Clients of chats say it as OpenAI has it (`response_format`, `tool_choice`), samplers are told as vLLM has it
-(`structured_outputs`). Schemas are a stranger's: their text and depth are bounded here, what it takes to compile them
-by the sampler (megatron_worker/sampler/grammars).
+Chat clients use OpenAI's fields (`response_format`, `tool_choice`); samplers get vLLM's (`structured_outputs`).
+Schemas are untrusted: their length and depth are bounded here, the resources to compile them by the sampler
+(megatron_worker/sampler/grammars).
 """
 
 import json
@@ -64,7 +64,7 @@ class ResponseFormat(_Told):
 
     @property
     def wanted(self) -> "StructuredOutputs | None":
-        """What a sampler is told; None for text."""
+        """The sampler's form of this; None for text."""
         match self.type, self.json_schema:
             case "json_schema", NamedSchema() as named:
                 return StructuredOutputs(json=named.schema_)

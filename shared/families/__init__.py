@@ -149,7 +149,7 @@ def _attention(config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = F
 
 
 def _sized(config: DenseConfig, attention: Attention) -> Architecture:
-    """Return an architecture whose layers have the same attention, and experts where the config says so."""
+    """Return an architecture whose layers all have this attention, and experts in the layers that the config names."""
     mixture = _mixture(config) if isinstance(config, MixtureConfig) else None
     return Architecture(
         family=config.model_type,

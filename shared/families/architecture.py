@@ -107,7 +107,7 @@ class DeltaNet:
 
     @property
     def made_sizes(self) -> tuple[int, int, int, int]:
-        """Output sizes of the input projection: the convolution's channels, gates, a step and a decay a value head."""
+        """Output sizes of the input projection: the convolution's channels, gates, value heads' steps and decays."""
         return sum(self.mixed_sizes), self.num_values, self.num_value_heads, self.num_value_heads
 
 
@@ -171,20 +171,20 @@ class ClampedGate:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts in the place of an MLP.
+    """Experts instead of an MLP.
 
     Attributes:
         is_normalised: the chosen experts' weights add up to 1, before they are multiplied by `scale`.
-        shared_ffn_size: of an expert that all tokens go to; 0: there is none. `shared_is_gated`: it has a gate.
-        scoring: the softmax of all experts' scores; or the sigmoid of each one's, to which a correction is added for
-            the choice alone; or the softmax of the chosen ones' alone.
-        num_groups, chosen_groups: experts are chosen among those of some groups.
-        activation, is_gated: of the experts, as of an Mlp.
-        latent_size: experts work in so many dimensions, between two linears; 0: in the model's.
-        stacked: the activation of experts whose tensors are stored together and have biases, as the router has; None:
-            they are not.
-        is_beside: the shared expert is an MLP beside the others. It, they and the router norm what they take of the
-            residual stream, it and they what they put out. Their tensors are stored together (Gemma 4).
+        shared_ffn_size: size of an expert that all tokens go to; 0: there is none. `shared_is_gated`: it has a gate.
+        scoring: softmax over all experts' scores; or the sigmoid of each score, plus a correction that only affects
+            the choice; or softmax over the chosen experts' scores.
+        num_groups, chosen_groups: experts are chosen from `chosen_groups` of `num_groups` groups.
+        activation, is_gated: of the experts, as in an Mlp.
+        latent_size: dimensions that the experts work in, between two linears; 0: the model's.
+        stacked: activation of experts whose tensors are stored together and have biases, as the router has; None for
+            other experts.
+        is_beside: the shared expert is an MLP in parallel to the others. It, they and the router norm their inputs from
+            the residual stream; it and they also norm their outputs. Their tensors are stored together (Gemma 4).
     """
 
     num_experts: int
@@ -211,13 +211,13 @@ class Mixture:
 
 @dataclass(frozen=True)
 class NormedBlock:
-    """A residual block that norms what a mixer and an MLP put out, before it is added (Gemma; OLMo).
+    """A residual block that norms the outputs of a mixer and an MLP before they are added (Gemma; OLMo).
 
     Attributes:
-        norms_inputs: what they take, too.
-        per_layer_size: of what each layer takes of a token beside the residual stream, by an embedding of the layer's
-            own with `per_layer_vocab_size` rows and by a projection of the token's embedding. 0: there is none.
-        has_scalar: what leaves a layer is multiplied by a number of the layer's, which is not trained.
+        norms_inputs: their inputs are normed, too.
+        per_layer_size: size of each layer's extra input for a token: an embedding per layer with `per_layer_vocab_size`
+            rows, and a projection of the token's embedding. 0: there is none.
+        has_scalar: each layer's output is multiplied by a number that is not trained.
     """
 
     norms_inputs: bool = True
@@ -277,7 +277,7 @@ class Architecture:
 
     @property
     def delta_net(self) -> DeltaNet | None:
-        """The first gated delta net: all are alike. None: there is none."""
+        """The first gated delta net; all have the same sizes. None: there is none."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, DeltaNet)), None)
 
     @property

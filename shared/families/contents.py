@@ -74,7 +74,7 @@ def contents_of(
         if found[name].shape != shape:
             raise InvalidInput(f"tensor {name} is {found[name].shape}, config.json says {shape}", place)
     needed = [s.name for s in slices if s.name not in parts]
-    needed += [  # a layer behind the others predicts more tokens, and says so
+    needed += [  # a layer of multi-token prediction, after the decoder's, must have its `eh_proj`
         f"{start}eh_proj.weight"
         for start in carried
         if _LAYER_BEHIND.fullmatch(start) and any(name.startswith(start) for name in found)

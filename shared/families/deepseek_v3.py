@@ -1,7 +1,7 @@
 """DeepSeek-V3, and GLM-4's models that are built like it (glm4_moe_lite): multi-head latent attention, and experts.
 
-What checkpoints hold besides is carried along as it is: the layers of multi-token prediction, which stand behind the
-others, and the corrections of the routers, which are computed with in float32 and not trained.
+Other tensors of a checkpoint are copied unchanged: the layers of multi-token prediction, which follow the decoder's,
+and the routers' corrections, which are used in float32 and not trained.
 """
 
 import dataclasses

@@ -31,7 +31,7 @@ def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
 
 
 def output_slice(a: Architecture, tp: int) -> TensorSlice:
-    """Return the output layer, which a model whose embeddings are tied has no tensor of its own for."""
+    """Return the output layer. A model with tied embeddings has no separate tensor for it."""
     rows = -(-a.vocab_size // tp)
     return TensorSlice(a.output_name, "output_layer.weight", (a.vocab_size, a.hidden_size), 0, 0, rows)
 

@@ -1,7 +1,7 @@
 """Qwen3.5 and 3.6, dense and mixture: gated delta nets, and among them layers of attention with an output gate.
 
-Norms but the delta net's own are zero-centred, and attention rotates a part of each head. What the checkpoints hold
-besides the decoder, a tower of vision and the layers of multi-token prediction, is carried along as it is.
+All norms except the delta net's are zero-centred, and attention rotates a part of each head. The checkpoints' other
+tensors, of a vision tower and of multi-token prediction, are copied unchanged.
 """
 
 import dataclasses

@@ -46,7 +46,7 @@ def read_rope(parameters: RopeConfig, size: int) -> Rope:
 
 
 def _magnitude(scaling: RopeConfig) -> float:
-    """Return the magnitude of the papers on YaRN and LongRoPE, unless the file has one, or scales of its own."""
+    """Return the file's magnitude or scales if it has any, else the magnitude of the papers on YaRN and LongRoPE."""
     factor, original = scaling.factor, scaling.original_max_position_embeddings
     if scaling.attention_factor is not None:
         return scaling.attention_factor

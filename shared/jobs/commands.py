@@ -105,7 +105,7 @@ def with_data(asked: ForwardOptions | ForwardBackwardOptions, data: Sequence[Map
 def joined(units: Sequence[Mapping[str, NDArray]]) -> dict[str, NDArray]:
     """Join the columns of units, behind the offsets of their tokens and targets.
 
-    Each unit has a `token_id`. What else one has and another lacks gets its default there.
+    Each unit has a `token_id`. A unit that lacks a column which another has gets the column's default.
     """
     names = [name for name in _COLUMNS if any(name in unit for unit in units)]
     filled = [_filled(unit) for unit in units]
@@ -122,7 +122,8 @@ def _filled(unit: Mapping[str, NDArray]) -> dict[str, NDArray]:
 
 
 def units_of(arrays: Mapping[str, NDArray]) -> Units:
-    """Make units of what `joined` returns. Without a `label`, targets are the tokens but the first. A weight is 1.
+    """Make units from what `joined` returns. Without a `label`, targets are all tokens but the first. Weights default
+    to 1.
 
     Raises CorruptArtifact: the arrays do not fit each other.
     """

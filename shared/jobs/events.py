@@ -18,10 +18,10 @@ class _Event(Frozen):
 
 
 class Started(_Event):
-    """The worker has claimed the job. `first_step` is where it goes on: 0, or the checkpoint's step.
+    """The worker has claimed the job. `first_step` is where it begins: 0, or the checkpoint's step.
 
-    `code`: a hash of what it computes with (shared/provenance.py); None of workers that did not say. `seconds`: of what
-    came before, by phase, in order.
+    `code`: a hash of the code that it runs (shared/provenance.py); None from workers that did not report it.
+    `seconds`: durations of the phases before this, in order.
     """
 
     event: Literal["started"] = "started"
@@ -129,7 +129,7 @@ class Succeeded(_Event):
 
 
 class Failed(_Event):
-    """All ranks agree that the job cannot go on. `invalid_input`: the user's to mend, never retried.
+    """All ranks agree that the job cannot continue. `invalid_input`: the user must fix it; never retried.
 
     `corrupt_artifact`: bytes of an input are not those that its manifest names.
     """

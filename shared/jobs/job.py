@@ -45,8 +45,8 @@ ONLY_JOB = "000001"
 class Schedule(Frozen):
     """The learning rate of step t of `num_steps`: linear warm-up, then constant, linear or cosine decay to 0.
 
-    `rates`, if there are any, are those of all steps, in place of this. `num_steps`: of the run, where a job does not
-    end it.
+    `rates`, if there are any, give each step's rate instead. `num_steps`: the decay's length, if it is not
+    the job's.
     """
 
     kind: Literal["constant", "linear", "cosine"] = "linear"
@@ -62,12 +62,12 @@ class PackedData(Frozen):
     units: Artifact
     plan: Artifact
     likeliest: Artifact | None = Field(
-        default=None, description="ids that a teacher elsewhere names for each target, and their log-probabilities"
+        default=None, description="a remote teacher's top ids for each target, and their log-probabilities"
     )
 
 
 class JobCritic(Critic):
-    """The critic of a job, with what it trains and how fast. `alone`: the policy stays as it is."""
+    """The critic of a job, its trained parameters and learning rate. `alone`: the policy is not trained."""
 
     trainable: Lora
     learning_rate: float = Field(gt=0)
@@ -84,14 +84,14 @@ class Evaluation(Frozen):
 
 
 class Checkpointing(Frozen):
-    """A checkpoint every `every_steps` (0: only the last), of which the newest `keep` stay."""
+    """A checkpoint every `every_steps` (0: only the last); the newest `keep` are kept."""
 
     every_steps: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)
 
 
 class WorkerPlan(Frozen):
-    """The engine and the slot that a piece of work needs, whoever decides its steps: the same for every attempt."""
+    """The engine and the slot that a job or session needs: the same for every attempt."""
 
     run_id: str
     job_id: str = Field(pattern=r"^[0-9]{6}$")
@@ -99,12 +99,12 @@ class WorkerPlan(Frozen):
     engine: EngineName = "megatron"
     layout: Layout = Layout()
     dtype: Dtype = "float32"
-    quantize_base: Quantization | None = Field(default=None, description="how the frozen base's linears are held")
-    optimizer_states: OptimizerStates = Field(default="float32", description="how both moments are held")
-    recompute: Recompute = Field(default="auto", description="layers are computed again in the backward")
+    quantize_base: Quantization | None = Field(default=None, description="how the frozen base's linears are stored")
+    optimizer_states: OptimizerStates = Field(default="float32", description="how both moments are stored")
+    recompute: Recompute = Field(default="auto", description="layers are recomputed in the backward pass")
     threads_per_rank: int = Field(default=1, ge=1, description="CPU threads; part of what makes a result bit-identical")
     trainable: Trainable
-    initial_adapter: Artifact | None = Field(default=None, description="a published adapter to go on from")
+    initial_adapter: Artifact | None = Field(default=None, description="a published adapter to continue from")
     initial_checkpoint: Artifact | None = Field(
         default=None, description="the last checkpoint of the run's job before: weights, optimizer and random state"
     )
@@ -167,7 +167,7 @@ class SessionPlan(WorkerPlan):
     kind: Literal["session"] = "session"
     max_tokens: int = Field(ge=2, description="longest sequence, and tokens of a micro-batch")
     save_after_s: float = Field(default=30.0, gt=0, description="seconds of commands after which the state is saved")
-    keep_states: int = Field(default=32, ge=1, description="states of save_state that stay, the newest")
+    keep_states: int = Field(default=32, ge=1, description="how many of the newest states of save_state are kept")
     offload_after_s: float = Field(default=10.0, gt=0, description="seconds without a command until the slot is moved")
 
     @property
@@ -190,14 +190,14 @@ class JobPlan(WorkerPlan):
     num_steps: int = Field(ge=1, description="of this job")
     loss: Loss = CrossEntropy()
     critic: JobCritic | None = Field(
-        default=None, description="what makes advantages of the data's rewards, which stand in their place"
+        default=None, description="computes advantages from the data's rewards, which are in the advantages' columns"
     )
     temperature: float = Field(
         default=1.0,
         gt=0,
         allow_inf_nan=False,
-        description="of a policy loss: logits are divided by it, as those were that the trajectories were sampled "
-        "from; of distillation: the teacher's and the student's are",
+        description="logits are divided by it: for a policy loss the sampling temperature; for distillation it divides "
+        "both the teacher's and the student's",
     )
     optimizer: Optimizer = Adam()
     schedule: Schedule
@@ -205,15 +205,15 @@ class JobPlan(WorkerPlan):
     memory_budget_bytes: int | None = Field(
         default=None,
         gt=0,
-        description="what a pass may hold on a rank beside weights and optimizer: the worker forms micro-batches of a "
-        "step's examples that fit. Without one they are the plan's bins",
+        description="bytes for a pass on a rank, besides weights and optimizer: the worker forms micro-batches that "
+        "fit. If absent, micro-batches are the plan's bins",
     )
     max_micro_batch_tokens: int | None = Field(
-        default=None, ge=2, description="at most, whatever the budget has room for"
+        default=None, ge=2, description="upper limit, even if the budget has room for more"
     )
-    sync: SyncTarget | None = Field(default=None, description="samplers that the weights are sent to at the end")
+    sync: SyncTarget | None = Field(default=None, description="samplers that get the weights at the end")
     probe: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(), description="token ids whose log-probabilities, by the weights that it leaves, end the job's report"
+        default=(), description="token ids; the job ends by reporting their log-probabilities under its final weights"
     )
 
     @property
@@ -302,11 +302,11 @@ class Job(Frozen):
     checkpoint_dir: str
     scratch_dir: str
     commands_dir: str | None = Field(
-        default=None, description="of a session: its commands as <number>.json, results beside them"
+        default=None, description="for a session: the folder of its commands, <number>.json, and their results"
     )
-    start: Artifact | None = Field(default=None, description="the checkpoint to go on from")
-    tenant: str = Field(default="", description="whose run it is: tenants share a worker's time by their weights")
-    tenant_weight: float = Field(default=1.0, gt=0, description="the tenant's part of it, beside those of others")
+    start: Artifact | None = Field(default=None, description="the checkpoint to continue from")
+    tenant: str = Field(default="", description="the run's tenant: tenants share a worker's time by their weights")
+    tenant_weight: float = Field(default=1.0, gt=0, description="the tenant's share of that time, relative to others")
 
     @property
     def needs_its_beginning(self) -> bool:

@@ -31,7 +31,7 @@ def check_ranks(layout: Layout, max_ranks: int, below: str = "", why: str = "(se
 
     `why`: where that number is from.
 
-    Raises InvalidInput: names the dimension, where one alone asks for too much.
+    Raises InvalidInput: names the dimension if one alone exceeds the limit.
     """
     if layout.ranks_per_node > max_ranks:
         split = [name for name in ("tp", "pp", "cp", "dp") if getattr(layout, name) > 1]

@@ -49,8 +49,8 @@ class SamplerKey(Frozen):
     threads: int = Field(default=1, ge=1, description="CPU threads")
     slots: int = Field(default=32, ge=1, description="sequences a step")
     max_model_len: int = Field(default=4096, ge=2, description="prompt and completion together, in tokens")
-    max_lora_rank: int = Field(default=0, ge=0, description="of vLLM: the highest rank of its adapters")
-    tells_routes: bool = Field(default=False, description="of vLLM: it tells the experts of each token")
+    max_lora_rank: int = Field(default=0, ge=0, description="for vLLM: the highest rank of its adapters")
+    tells_routes: bool = Field(default=False, description="for vLLM: it returns the experts of each token")
 
 
 ProcessKey = WorkerKey | SamplerKey

@@ -1,4 +1,4 @@
-"""Losses of jobs and of commands, and published algorithms by name: each is a loss and a kind of advantages.
+"""Losses of jobs and commands, and published algorithms by name: each is a loss and a kind of advantages.
 
 Formulas and metrics: docs/losses.md.
 """
@@ -69,13 +69,13 @@ class _OfPairs(Frozen):
 
     @property
     def has_reference(self) -> bool:
-        """True if log-probabilities are against those of a reference model."""
+        """True if log-probabilities are compared with those of a reference model."""
         return self.objective not in _WITHOUT_REFERENCE
 
 
 class DPO(_OfPairs):
-    """Direct preference optimisation (arXiv:2305.18290) and its relatives, of pairs: sequences 2k and 2k + 1 of a
-    unit, of which the chosen has advantage +1, the rejected -1. Formulas: docs/losses.md."""
+    """Direct preference optimisation (arXiv:2305.18290) and its relatives. Sequences 2k and 2k + 1 of a unit are a
+    pair: the chosen one has advantage +1, the rejected one -1. Formulas: docs/losses.md."""
 
     kind: Literal["dpo"] = "dpo"
     reference: Reference = "base"
@@ -83,8 +83,8 @@ class DPO(_OfPairs):
 
 class KTO(Frozen):
     """Kahneman-Tversky optimisation (arXiv:2402.01306) of single answers: sequence 2k of a unit, with advantage +1
-    where it is desirable, -1 where it is not. Sequence 2k + 1 answers another prompt: its advantage and weight are 0,
-    and it is scored only."""
+    if it is desirable, else -1. Sequence 2k + 1 answers another prompt: its advantage and weight are 0, and it is only
+    scored."""
 
     kind: Literal["kto"] = "kto"
     beta: float = Field(default=0.1, gt=0)
@@ -240,7 +240,7 @@ class Critic(Frozen):
         return self
 
     def trained_beside(self, policy: Lora) -> Lora:
-        """Return what is trained: its own adapter, or one as the policy's but for the output layer; and the head."""
+        """Return what is trained: the head, and its own adapter or one like the policy's without the output layer."""
         if self.trainable is not None:
             return self.trainable.model_copy(update={"head": _VALUE})
         targets = tuple(target for target in policy.targets if target != "lm_head")

@@ -63,7 +63,7 @@ class RouteShape(Frozen):
     num_layers: int = Field(ge=1, description="layers that have experts")
     num_experts: int = Field(ge=1, le=32_768)
     per_token: int = Field(ge=1)
-    has_experts: tuple[bool, ...] = Field(default=(), description="of each layer, where some have none")
+    has_experts: tuple[bool, ...] = Field(default=(), description="per layer, if some have none")
 
     @property
     def dtype(self) -> np.dtype:
@@ -147,7 +147,7 @@ class UnitsWriter:
         self.extend([len(columns["token_id"])], [len(columns["label"])], **columns)
 
     def extend(self, num_tokens: Ints | list[int], num_targets: Ints | list[int], **columns: NDArray) -> None:
-        """Add units that stand one behind the other in each column; the counts say where each ends."""
+        """Add units whose values are concatenated in each column; the counts give each unit's length."""
         tokens, targets = int(np.sum(num_tokens)), int(np.sum(num_targets))
         assert len(num_tokens) == len(num_targets) and set(columns) == set(self._columns), sorted(columns)
         for name in self._columns:

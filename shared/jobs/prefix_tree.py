@@ -1,9 +1,9 @@
-"""Prefix trees: sequences that begin alike become trees in which each shared part stands once. Pure functions.
+"""Prefix trees: sequences with equal prefixes become trees that hold each shared part once. Pure functions.
 
-A tree's tokens stand depth first, a part between two branchings (a *node*) in one piece; positions follow each branch.
-A target is scored from the hidden state of the token before it, which for the first token of a branch lies in the
-node above. A token that several sequences share is a target of each of them that asks for it: same hidden index and
-label, other sequence.
+A tree's tokens are ordered depth first, and the part between two branchings (a *node*) is contiguous; positions count
+along each branch. A target is scored from the hidden state of the token before it; for the first token of a branch that
+is in the node above. If several sequences share a token, it is a target of each one whose mask selects it: with the
+same hidden index and label, and another sequence number.
 
 Legend: S sequences in lexicographic order ("sorted"); L tokens of one sequence; T tokens and N targets of a unit.
 """
@@ -22,10 +22,10 @@ from shared.jobs.prefix_forest import Node, grow, indices, tables, token_ids
 
 @dataclass(frozen=True)
 class SequenceRow:
-    """One sequence, and what is to be learnt from its tokens: arrays of one length.
+    """One sequence and its training targets: arrays of one length.
 
-    Only the places where `target_mask` says so are read from the four after it. `token_ids` are integers from 0;
-    `old_logprob` and `ref_logprob` are in nats. `routes`: the experts of each token, [L, layers, experts of a token].
+    The four arrays after `target_mask` are only read where it is true. `token_ids` are integers from 0; `old_logprob`
+    and `ref_logprob` are in nats. `routes`: the experts of each token, [L, layers, experts of a token].
     """
 
     token_ids: NDArray[np.integer]

@@ -71,7 +71,7 @@ def _endless(tokens_U: Indices, cut: Cut) -> Iterator[Indices]:
 
 
 def _units_of_epoch(num_units: int, epochs: float, epoch: int) -> int:
-    """Return the number of units that an epoch of so many trains: at least one of the first."""
+    """Return how many of `num_units` an epoch trains: in the first one at least 1."""
     units = round(min(1.0, max(0.0, epochs - epoch)) * num_units)
     return min(num_units, max(units, 1)) if epoch == 0 else units
 
@@ -127,7 +127,7 @@ def _tokens_of_first(num_drawn: int, tokens_U: Indices, seed: int) -> int:
 
 
 def _count_steps(tokens_U: Indices, cut: Cut, planned: int) -> tuple[int, bool]:
-    """Return the steps of so many units, and whether that is exact."""
+    """Return how many steps `planned` units take, and whether that is exact."""
     if cut.batch_size is not None:
         whole, rest = divmod(planned, len(tokens_U))
         return whole * math.ceil(len(tokens_U) / cut.batch_size) + math.ceil(rest / cut.batch_size), True
@@ -140,7 +140,7 @@ def _count_steps(tokens_U: Indices, cut: Cut, planned: int) -> tuple[int, bool]:
 
 
 def _count_units(tokens_U: Indices, cut: Cut, steps: int) -> tuple[int, int, bool]:
-    """Return the units and tokens of so many steps, and whether they are exact."""
+    """Return the units and tokens of this many steps, and whether they are exact."""
     if cut.batch_size is not None:
         whole, left = divmod(steps, math.ceil(len(tokens_U) / cut.batch_size))
         planned = whole * len(tokens_U) + min(len(tokens_U), left * cut.batch_size)

@@ -40,14 +40,14 @@ class RopeConfig(BaseModel):
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence of which no frequency depends on its length; None: none of any does."""
+        """The longest sequence whose frequencies do not depend on its length; None: they never do."""
         if self.rope_type == "longrope" and self.short_factor != self.long_factor:
             return self.original_max_position_embeddings
         return self.max_position_embeddings if self.rope_type == "dynamic" else None
 
 
 class Fp8(BaseModel):
-    """E4M3 with a scale for each block, as DeepSeek-V3 is published: the quantization that is read of every family."""
+    """E4M3 with a scale for each block, as in DeepSeek-V3's files: the quantization that we read for every family."""
 
     quant_method: Literal["fp8"]
     weight_block_size: tuple[Literal[128], Literal[128]]

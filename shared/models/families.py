@@ -34,7 +34,7 @@ class SmolLM3Config(DenseConfig):
 
 
 class GraniteConfig(DenseConfig):
-    """The config of Granite. What blocks add to the residual stream is multiplied, and logits are divided."""
+    """The config of Granite. Blocks' outputs are multiplied before they are added, and logits are divided."""
 
     embedding_multiplier: float = 1.0
     attention_multiplier: float = Field(default=1.0, gt=0)
@@ -58,7 +58,7 @@ class PartRotatedConfig(DenseConfig):
 
 
 class Phi3Config(PartRotatedConfig):
-    """The config of Phi-3 and Phi-4. Theirs is no other scaling than LongRoPE: transformers reads others as that."""
+    """The config of Phi-3 and Phi-4. Only LongRoPE scaling: transformers reads every other kind as that."""
 
     is_fused: ClassVar[bool] = True
     rope_types: ClassVar[tuple[str, ...]] = ("default", "longrope")
@@ -69,7 +69,7 @@ class LayerRopesConfig(DenseConfig):
 
     Attributes:
         rope_parameters: of the layers that attend to everything; `local_rope`: of the others.
-        sliding_window_pattern: one of so many layers attends to everything, where the file does not say which.
+        sliding_window_pattern: one of this many layers attends to everything, if the file does not list them.
     """
 
     original_max_position_embeddings: None = None

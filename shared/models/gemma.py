@@ -65,7 +65,7 @@ _Number = Annotated[int, Field(ge=0), BeforeValidator(lambda value: value or 0)]
 
 
 class LayerHeads(BaseModel):
-    """What a layer of Gemma 4 has of its own, of attention. None: as the model."""
+    """Attention sizes of one layer of Gemma 4. None: the model's."""
 
     model_config = ConfigDict(extra="forbid")
 

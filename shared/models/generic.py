@@ -1,6 +1,6 @@
-"""Models of transformers that are none of our families: the engine fsdp trains them by transformers' own code.
+"""Models of transformers outside our families: the engine fsdp trains them with transformers' own code.
 
-Of a `config.json` the sizes alone are read, by their common names. The rest is found out where the model is loaded
+Only the sizes of a `config.json` are read, by their common names. The rest is found when the model is loaded
 (megatron_worker/fsdp/probe.py).
 """
 

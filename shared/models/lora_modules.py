@@ -1,4 +1,4 @@
-"""Which modules of a model an adapter is beside, with which rank and scale: as PEFT decides it by their names."""
+"""Which modules of a model an adapter adapts, with which rank and scale: decided by their names, as in PEFT."""
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -93,12 +93,12 @@ def beside(lora: Lora, modules: Mapping[str, bool], is_new: bool = False) -> Lor
     """Check an adapter's settings against a model. Returns them as `with_own_targets`.
 
     Args:
-        modules: names of all of the model's modules that have a weight, and whether an adapter can be beside them.
-        is_new: it is to be trained from its beginning, and PEFT has to load what comes of it.
+        modules: names of all of the model's modules with a weight, and whether each can be adapted.
+        is_new: the adapter is trained from scratch, and PEFT must be able to load the result.
 
     Raises:
-        InvalidInput: the model has none of them, or not all layers or patterns; or a pattern means what takes none;
-            or PEFT would leave something out.
+        InvalidInput: the model has no such modules, or lacks a layer or a match of a pattern; or a pattern matches a
+            module that cannot be adapted; or PEFT would leave something out.
     """
     modules = {**{name: takes and UNREAD not in name for name, takes in modules.items()}, OUTPUT: True}  # tied, too
     linears = {_last(name) for name, takes_adapter in modules.items() if takes_adapter}
@@ -128,9 +128,9 @@ def beside(lora: Lora, modules: Mapping[str, bool], is_new: bool = False) -> Lor
 
 
 def _check_mixture(lora: Lora, sizes: Mapping[str, LoraSize | None]) -> None:
-    """Refuse an adapter beside MLPs of a mixture that PEFT would not load as it is. It stacks a layer's experts.
+    """Refuse an adapter of a mixture's MLPs that PEFT would not load unchanged. PEFT stacks a layer's experts.
 
-    `sizes`: by the names of all linears of MLPs, what is beside them.
+    `sizes`: the adapter's size for each linear of the MLPs, by name; None: not adapted.
     """
     place = "targets" if lora.target_pattern is None else "target_pattern"
     adapted = {name: size for name, size in sizes.items() if size is not None}

@@ -89,7 +89,7 @@ def _ways(name: str, dims: tuple[int, ...], layout: Layout) -> int:
 
 
 def _adapter_size(shape: ModelShape, layout: Layout, lora: Lora) -> int:
-    """Count the numbers of an adapter on a rank: of each linear one factor is split as it is, and one is whole."""
+    """Count an adapter's parameters on a rank: for each linear one factor is split like it, the other is whole."""
     total = 0
     for size in shape.sizes:
         if size.name in lora.targets:

@@ -1,4 +1,4 @@
-"""PEFT's adapter folder: `adapter_config.json` and `adapter_model.safetensors`. What we do not compute is refused."""
+"""PEFT's adapter folder: `adapter_config.json` and `adapter_model.safetensors`. Unsupported features are refused."""
 
 import hashlib
 import json
@@ -32,12 +32,12 @@ _PLAIN: frozenset[Target] = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 )  # what takes these takes all: a model has other linears in their places
 
-# What PEFT leaves out beside the decoder of a model that reads images: linears go by the same names in its towers.
+# PEFT excludes these in a model that reads images: linears of its towers have the same names as the decoder's.
 _TOWERS = r".*(vision_tower|audio_tower|visual)\..*"
 
-# Of mixtures whose experts transformers stacks in memory, as PEFT does their factors: gate and up together, of twice
-# the rank. In files each expert has its own. For most families PEFT reads the names of linears so, too, and then leaves
-# out other linears of these names: they are told by `target_parameters`. For the others stacks are.
+# For mixtures whose experts transformers stacks in memory, PEFT stacks the factors too: gate and up together, with
+# twice the rank. In files each expert has its own. For most families PEFT also takes names of linears as these stacks
+# and skips other linears with these names, so `target_parameters` lists those. For other families it lists the stacks.
 EXPERTS = ".mlp.experts."
 MLPS = frozenset({"gate_proj", "up_proj", "down_proj"})
 UNREAD = ".mixer.experts."
@@ -132,7 +132,7 @@ _OURS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "layer
 
 
 def config_of(lora: Lora) -> dict[str, object]:
-    """The content of `adapter_config.json`, but for dropout, which is of training. Equal adapters have equal ones."""
+    """The content of `adapter_config.json`, without the training's dropout. Equal adapters have equal contents."""
     config: dict[str, object] = {
         "base_model_name_or_path": None,
         "bias": "none",
@@ -204,12 +204,12 @@ def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None 
 
 
 def _of_pairs(rank: int, alpha: float, is_stabilized: bool) -> dict[str, float]:
-    """Return rank and alpha of gate and up together, by which their scale is that of each."""
+    """Return rank and alpha for gate and up together that keep the scale of each."""
     return {"rank_pattern": 2 * rank, "alpha_pattern": alpha * (math.sqrt(2) if is_stabilized else 2)}
 
 
 def _told(lora: Lora, adapted: Iterable[str]) -> dict[str, Any]:
-    """Return what `adapter_config.json` has otherwise than elsewhere for an adapter beside these modules."""
+    """Return the fields of `adapter_config.json` that an adapter of a mixture needs for these modules."""
     mlps = [name for name in adapted if ".mlp." in name and name.rpartition(".")[2] in MLPS]
     experts = {name.rpartition(".")[2] for name in mlps if EXPERTS in name}
     if not experts and not any(".mlp.shared_experts." in name for name in mlps):
@@ -218,7 +218,7 @@ def _told(lora: Lora, adapted: Iterable[str]) -> dict[str, Any]:
     has_stacks = reads_names or lora.target_pattern is not None  # a pattern of whole names means no stack
     others = () if reads_names else (name for name in mlps if EXPERTS not in name)
     parameters = {f"mlp.{name.rpartition('.mlp.')[2]}.weight" for name in others}
-    if experts and (has_stacks or "down_proj" not in experts):  # without which PEFT finds no gate and up, either
+    if experts and (has_stacks or "down_proj" not in experts):  # without it PEFT does not find gate and up
         parameters.add(_DOWN)
     fields: dict[str, Any] = {"lora_dropout": 0.0}  # PEFT loads no stack with dropout
     if "gate_proj" in experts:
@@ -230,7 +230,7 @@ def _told(lora: Lora, adapted: Iterable[str]) -> dict[str, Any]:
 
 
 def _untold(lora: Mapping[str, Any], names: str | tuple[str, ...], parameters: object) -> tuple[dict[str, Any], bool]:
-    """Return fields of a Lora without what `_told` adds, and whether the parameters are as it names them."""
+    """Return fields of a Lora without the additions of `_told`, and whether the parameters are those that it lists."""
     of_pairs = _of_pairs(lora["rank"], lora["alpha"], lora["rank_stabilized"])
     without = {
         field: {k: v for k, v in lora[field].items() if (k, v) != (_PAIR, of_pairs[field])} for field in of_pairs
@@ -298,7 +298,7 @@ def read_config(folder: Path, expected: Lora | None = None, may_have_head: bool 
 
 
 def content_sha256(lora: Lora, weights_sha256: Sha256) -> Sha256:
-    """Identify an adapter by what it computes: its configuration, and the hash of its weights' file."""
+    """Identify an adapter by its function: a hash of its configuration and of its weights' file's hash."""
     return hashlib.sha256(f"{json.dumps(config_of(lora))} {weights_sha256}".encode()).hexdigest()
 
 
@@ -321,9 +321,9 @@ def check_same(found: Lora, expected: Lora, place: str, in_order: bool = False) 
 
 
 def _are_alike(one: set[Target], other: set[Target]) -> bool:
-    """Return True if there may be a model beside which both targets are the same modules.
+    """Return True if there may be a model in which both sets of targets are the same modules.
 
-    So it is where one has linears of several families, as the default has. Missing tensors then show by their names.
+    That is so if one has linears of several families, as the default has; missing tensors are then found by name.
     Every model has an output layer and embeddings.
     """
     ends: set[Target] = {"lm_head", "embed_tokens"}

@@ -42,14 +42,14 @@ class ModelShape(Frozen):
     """The sizes of a model that limit its layouts, read from a Hugging Face `config.json`.
 
     Attributes:
-        num_kv_heads: what divides those of every layer.
+        num_kv_heads: a common divisor of all layers' numbers.
         ffn_size: of MLPs; 0: all layers have experts, or nothing. `shared_ffn_size`: of the expert of all tokens.
-        split_too: what else of a layer tensor parallelism splits, by what it is called: of recurrent layers.
-        has_stacked_experts: they are stored together, and no adapter is beside them.
-        needs_one_stage: layers take keys and values of others, or embeddings of their own.
-        routes: None beside experts: the shape was read before they were known.
-        max_positions: of a sequence: rope scaling changes longer ones with their length.
-        sizes: of all linears of layers that an adapter can be beside. Empty: of no family of ours, and not known.
+        split_too: other sizes that tensor parallelism splits, by name: those of recurrent layers.
+        has_stacked_experts: experts are stored together and cannot be adapted.
+        needs_one_stage: layers use keys and values of other layers, or have embeddings of their own.
+        routes: None although there are experts: the shape was read before routes were recorded.
+        max_positions: longest sequence for which rope scaling does not depend on the length.
+        sizes: of all linears of layers that can be adapted. Empty: not one of our families, so unknown.
     """
 
     family: str
@@ -192,7 +192,7 @@ def _of_mixer(config: DenseConfig, layer: int) -> dict[Linear, Sizes]:
 
 
 def _mlps_of(config: DenseConfig, layer: int) -> dict[Of, tuple[int, int, int]]:
-    """Return how many MLPs of each kind a layer has, the size of what they take, and their own."""
+    """Return how many MLPs of each kind a layer has, their input size, and their own size."""
     width = config.hidden_size
     if isinstance(config, MixtureConfig) and config.has_experts[layer]:
         latent = config.moe_latent_size if isinstance(config, NemotronHConfig) else None

@@ -197,7 +197,7 @@ class DPORun(Preferences, _DatasetRun):
     """
 
     kind: Literal["dpo"] = "dpo"
-    dataset: PreferencesSource = Field(description="preference pairs; of kto answers with a label, too")
+    dataset: PreferencesSource = Field(description="preference pairs; for kto also answers with a label")
     eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with a label")
     too_long: Literal["drop"] = "drop"
     batch_size: int | None = Field(default=None, ge=1, description="pairs a step")
@@ -226,7 +226,7 @@ class RewardRun(_DatasetRun):
     objective: Literal["bradley_terry", "squared_error"] = Field(
         default="bradley_terry", description="pairs, with or without a margin; squared_error: answers with scores"
     )
-    dataset: PreferencesSource = Field(description="preference pairs; of squared_error answers with scores")
+    dataset: PreferencesSource = Field(description="preference pairs; for squared_error answers with scores")
     eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with scores")
     score_fields: tuple[Name, ...] | None = Field(
         default=None,

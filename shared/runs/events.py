@@ -1,7 +1,7 @@
 """A run's events, read back from the store: pieces of the log while a job runs, the whole log afterwards.
 
-In order of job, then of fence, then of `seq`. A worker that goes on from a checkpoint repeats the steps after it under
-a later fence: for every step, what comes last counts.
+Ordered by job, then fence, then `seq`. A worker that continues from a checkpoint repeats the steps after it under a
+later fence: the last event of a step counts.
 """
 
 import re

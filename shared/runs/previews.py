@@ -41,12 +41,12 @@ class Report(Frozen):
     num_truncated: int
     num_too_long: int
     num_fully_masked: int
-    num_refused: int = Field(default=0, description="rows at which the chat template raises an error")
+    num_refused: int = Field(default=0, description="rows for which the chat template raises an error")
     lengths: tuple[LengthCount, ...]
     lost: tuple[LostRow, ...]
     num_control_tokens: int = Field(default=0, description="rows whose messages hold the text of a control token")
     warnings: tuple[Reason, ...] = ()
-    notices: tuple[Reason, ...] = added((), description="the warnings that a run on these rows shows too")
+    notices: tuple[Reason, ...] = added((), description="those warnings that a run on these rows also shows")
 
     @property
     def num_lost(self) -> int:
@@ -63,16 +63,20 @@ class PreviewRequest(Frozen):
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
     num_rows: int = Field(default=4, ge=0, le=100, description="rows to show")
     max_rows: int = Field(default=100_000, ge=1, description="rows to count")
-    max_seconds: float = Field(default=120.0, gt=0, le=200, description="to count them in, at least one")
-    are_prompts: bool = Field(default=False, description="rows are prompts of RL: only what the model is shown counts")
-    labels: bool = Field(default=False, description="rows are learned from by kto: they are counted, and none is shown")
+    max_seconds: float = Field(
+        default=120.0, gt=0, le=200, description="time limit for counting; at least one row is counted"
+    )
+    are_prompts: bool = Field(default=False, description="rows are prompts of RL: only the prompt counts")
+    labels: bool = Field(default=False, description="rows have kto's labels: they are counted, and none is shown")
     numbers: tuple[str, ...] = Field(
-        default=(), max_length=MAX_SCALARS, description="fields with what a reward model learns; as with labels"
+        default=(),
+        max_length=MAX_SCALARS,
+        description="fields with a reward model's scores; rows are counted, and none is shown",
     )
 
 
 class PreviewStart(Frozen):
-    """A preview's request, and its tenant. `cut`: how a run would cut the rows into steps, to be told its length."""
+    """A preview's request, and its tenant. `cut`: how a run would cut the rows into steps, to compute its length."""
 
     tenant: Tenant
     request: PreviewRequest
@@ -87,9 +91,9 @@ class Span(Frozen):
 
 
 class PreviewRow(Frozen):
-    """A row as the model sees it. `fate`: what becomes of it; `is_cut`: the text shown is not all of it.
+    """A row as the model sees it. `fate`: how a run would treat it; `is_cut`: the text is shown in part.
 
-    Of a pair, `spans` are the prompt and the chosen answer, and `rejected` is the other answer.
+    For a pair, `spans` are the prompt and the chosen answer, and `rejected` is the other answer.
     """
 
     place: str

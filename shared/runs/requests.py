@@ -34,7 +34,7 @@ class Overlong(Frozen):
     """A penalty that grows over the last tokens before the limit of an answer (DAPO, arXiv:2503.14476, eq. 13)."""
 
     buffer_tokens: int = Field(ge=1, description="tokens before the limit over which the penalty grows")
-    penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="of an answer at the limit")
+    penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="penalty of an answer at the limit")
 
 
 class RLRun(TrainedRun):
@@ -72,14 +72,14 @@ class RLRun(TrainedRun):
         default="drop",
         description="groups whose rewards are all equal teach nothing, but count in means; default: the algorithm's",
     )
-    overlong: Overlong | None = Field(default=None, description="what long answers lose of their reward")
+    overlong: Overlong | None = Field(default=None, description="a penalty on the rewards of long answers")
     truncated: Literal["train", "mask", "bootstrap"] = Field(
         default="train",
         description="answers that were cut by the sampler's limit: mask counts their rewards but trains none of their "
         "tokens; bootstrap: the critic's value of their last state replaces the missing rest",
     )
     critic: Critic | None = Field(
-        default=None, description="makes gae advantages: one that is trained beside the policy (algorithm ppo)"
+        default=None, description="a critic for gae advantages, trained with the policy (algorithm ppo)"
     )
     broken: Literal["refuse", "drop"] = Field(
         default="refuse", description="what fails if a trajectory cannot be trained: the step, or only that trajectory"
@@ -266,11 +266,11 @@ class Source(Frozen):
 
     api: Literal["native", "page", "openai", "art", "tinker"] = "native"
     schedule: str | None = Field(default=None, description="the name of the schedule that started it")
-    trial: SweepTrial | None = Field(default=None, description="of the sweep that started it")
+    trial: SweepTrial | None = Field(default=None, description="its place in the sweep that started it")
     metadata: dict[MetadataKey, MetadataValue] = Field(default_factory=dict, max_length=MAX_METADATA)
     wandb: WandbRun | None = None
     request: dict[str, JsonValue] | None = Field(
-        default=None, description="what a client of another API sent, to be shown to it again; never a secret"
+        default=None, description="the request of a client of another API, to return it later; never a secret"
     )
 
 
@@ -280,7 +280,7 @@ class RunRecord(Frozen):
     schema_version: Literal[1] = 1
     run_id: RunId
     tenant: Tenant = FIRST_TENANT
-    owner: str | None = Field(default=None, description="the id of the API key that sent it")
+    owner: str | None = Field(default=None, description="id of the API key that submitted it")
     source: Source = Source()
     run: Run
     created_at: float

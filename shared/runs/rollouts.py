@@ -1,4 +1,4 @@
-"""How an RL run makes trajectory groups of its own: prompts, grader, samplers, and prompts held out."""
+"""Settings of an RL run's own rollouts: prompts, grader, samplers, and held-out prompts."""
 
 from typing import Annotated, Literal, Self
 
@@ -34,11 +34,11 @@ class HeldOut(Frozen):
 
 
 class Rollouts(Frozen):
-    """Settings by which a run makes trajectory groups of its own: a step's prompts are sampled, graded, and trained on.
+    """Settings of a run's own rollouts: the prompts of a step are sampled, graded, and trained on.
 
-    Steps take the prompts in an order shuffled by (seed, epoch). Counted from 0, step t is sampled from the policy as
-    it stood before step max(0, t - off_policy_steps): by this rule and not by what was ready first. With
-    `weight_sync.in_flight: continue` that policy is the oldest that may draw a token of the step.
+    Steps take the prompts in an order shuffled by (seed, epoch). Counted from 0, step t is always sampled from the
+    policy before step max(0, t - off_policy_steps), whatever was ready first. With `weight_sync.in_flight: continue`
+    that policy is the oldest that may sample a token of the step.
     """
 
     prompts: PromptsSource = Field(description="rows whose last message, or prompt_field, the model answers")

@@ -110,7 +110,7 @@ class TaughtBy(DistillationSettings):
         default=None, min_length=1, max_length=256, description="the teacher's name at that URL"
     )
     teacher_key: str | None = added(
-        None, max_length=64, description="of a teacher behind a URL: the name under which this installation has its key"
+        None, max_length=64, description="for a teacher behind a URL: the name of its key in this installation"
     )
     teachers: Annotated[tuple[tuple[Name, TeacherUri], ...], PAIRED] = Field(
         default=(),

@@ -21,7 +21,7 @@ from shared.storage.store import ObjectStore
 SFT_WORKFLOW = "SFTWorkflow"
 RL_WORKFLOW = "RLWorkflow"
 SESSION_WORKFLOW = "SessionWorkflow"
-# A living host takes a job at once. One that has not after so many heartbeat timeouts is considered dead.
+# A living host takes a job at once. One that has not after this many heartbeat timeouts is considered dead.
 _PICKUP_PER_HEARTBEAT = 1.5
 
 
@@ -29,9 +29,13 @@ class RunTiming(Frozen):
     """Timeouts of the control plane for this run; workflows may not read settings, so they travel with the run."""
 
     heartbeat_timeout_s: float = Field(default=10.0, gt=0)
-    host_pickup_timeout_s: float = Field(default=15.0, gt=0, description="until a leased host must take its job")
-    cancel_grace_s: float = Field(default=60.0, gt=0, description="from a cancel to the kill of the process group")
-    gather_patience_s: float = added(600.0, gt=0, description="until as many hosts are free as a worker needs")
+    host_pickup_timeout_s: float = Field(
+        default=15.0, gt=0, description="seconds until a leased host must take its job"
+    )
+    cancel_grace_s: float = Field(
+        default=60.0, gt=0, description="seconds from a cancel to the kill of the process group"
+    )
+    gather_patience_s: float = added(600.0, gt=0, description="seconds to wait for enough free hosts")
     max_losses: int = Field(default=5, ge=1, description="workers lost in a row without a new checkpoint")
 
 
@@ -42,14 +46,14 @@ class Start(Frozen):
     tenant: Tenant = FIRST_TENANT
     timing: RunTiming = RunTiming()
     threads_per_rank: int = Field(default=1, ge=1)
-    shape: str = Field(default="cpu", description="hosts of this shape are asked: the lease queue is gpu-<shape>")
-    start_id: str = Field(default="", pattern=r"^[0-9a-f]*$", description="this start's own: good for one workflow")
+    shape: str = Field(default="cpu", description="shape of the hosts: the lease queue is gpu-<shape>")
+    start_id: str = Field(default="", pattern=r"^[0-9a-f]*$", description="id of this start, valid for one workflow")
     resumed: bool = False
-    goes_on_from: str | None = Field(default=None, description="of a resumed run: its result's SHA-256, if it has one")
-    is_tracked: bool = Field(default=True, description="W&B gets the run's metrics")
-    shares_with: str | None = Field(
-        default=None, description="the group of runs that its adapters may be trained beside, on one worker"
+    goes_on_from: str | None = Field(
+        default=None, description="for a resumed run: SHA-256 of its result, if it has one"
     )
+    is_tracked: bool = Field(default=True, description="W&B gets the run's metrics")
+    shares_with: str | None = Field(default=None, description="the group of runs whose adapters may share its worker")
     tenant_weight: float = Field(default=1.0, gt=0, description="the tenant's part of a shared worker's time")
 
 
@@ -64,7 +68,7 @@ class RLStart(Start):
 
     run: RLRun
     serves_sampler: bool = Field(
-        default=False, description="the installation has a sampling server: no sampler is leased where none is named"
+        default=False, description="the installation has a sampling server, so no sampler is leased"
     )
     state: RLState | None = None
 

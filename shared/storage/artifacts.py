@@ -193,7 +193,7 @@ def open_artifact(artifact: Artifact, s3: S3Settings) -> tuple[ObjectStore, Mani
 
 
 def go_on() -> None:
-    """The check of a staging that nothing ends."""
+    """The check of a staging that cannot be ended."""
 
 
 def stage(
@@ -205,8 +205,8 @@ def stage(
     Files that were checked once on this machine are not read again while their size and times stay the same.
 
     Args:
-        only: patterns such as `tokenizer*`: the files that are wanted, where not all are.
-        check: called from any thread, before and after each range of a file. What it raises ends the staging.
+        only: patterns such as `tokenizer*` of the wanted files; all if empty.
+        check: called from any thread, before and after each range of a file. An exception ends the staging.
 
     Raises:
         CorruptArtifact: a file is missing, of another size, or of another hash.
@@ -261,7 +261,7 @@ def _place(
 
 
 def _manifests(cache: Path) -> Path:
-    """Where `stage` leaves the manifests of what it fetched, for `staged`."""
+    """The folder of manifests that `stage` has fetched, for `staged`."""
     return cache / "manifests"
 
 

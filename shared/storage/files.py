@@ -51,9 +51,9 @@ def copy_file(source: BinaryIO, target: BinaryIO) -> None:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder, and close it to other users: runs, datasets and webhooks' secrets are its owner's own.
+    """Make a folder that other users cannot read: it holds runs, datasets and webhooks' secrets.
 
-    One that is shared by its nature (/tmp) or that is another's is left as it is, with a warning.
+    A folder that is meant to be shared (/tmp) or belongs to another user is left unchanged, with a warning.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()

@@ -1,4 +1,4 @@
-"""What GPU and sampler hosts tell of themselves in the store: what they lack, and the workers that they have lost."""
+"""The states that GPU and sampler hosts write to the store: what they lack, and the workers that they have lost."""
 
 import os
 import re

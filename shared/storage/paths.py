@@ -107,7 +107,7 @@ class RunKeys:
 
 
 def host_state(name: str) -> str:
-    """What a GPU or sampler host tells of itself."""
+    """The state that a GPU or sampler host reports."""
     return f"{HOST_STATES}{name}.json"
 
 
@@ -146,7 +146,7 @@ def upload(tenant: str, sha256: str, name: str) -> str:
     return f"{tenant_folder(tenant)}/uploads/{sha256}/{name}"
 
 
-# Records of what the database lists: small JSON objects, from which it is built again.
+# Records behind the database: small JSON objects that it can be rebuilt from.
 
 
 def tenant_record(tenant: str = "") -> str:
@@ -213,7 +213,7 @@ class SweepKeys:
 
 
 def last_scheduled(tenant: str, name: str) -> str:
-    """The last run that a schedule made, and of which data."""
+    """The last run of a schedule, and its data."""
     return f"records/last_scheduled/{tenant}/{name}"
 
 
@@ -323,7 +323,7 @@ def version_claim(tenant: str, kind: str, name: str, version: int) -> str:
 
 
 def checkpoint_adapter(tenant: str, run_id: str, sha256: str) -> str:
-    """The manifest by which a checkpoint's adapter is used as it lies; `sha256` is the checkpoint's."""
+    """The manifest of a checkpoint's adapter, which is used without a copy; `sha256` is the checkpoint's."""
     return f"{tenant_folder(tenant)}/checkpoints/{run_id}/{sha256[:32]}"
 
 
@@ -374,7 +374,7 @@ class WorkerPaths:
         self.archive = root / "archive"
         self.stop = root / "stop"
         self.ready = root / "ready"
-        self.meeting = root / "meeting"  # the port of torch's store, where a worker has several machines
+        self.meeting = root / "meeting"  # the port of torch's store, if a worker is on several machines
         self.offloaded = root / "offloaded"
         self.sampler_socket = root / "sampler.sock"
         self.weights_socket = root / "weights.sock"

@@ -1,4 +1,4 @@
-"""The rule for what a tenant may read, applied to every path, URI, link and manifest.
+"""Which places a tenant may read: the rule for every path, URI, link and manifest.
 
 In the installation's store a tenant may read `tenants/<tenant>/` only. On this machine it may read files below
 `download.file_roots`; within the installation's root only below a file root that itself lies in that root, and never in
@@ -24,7 +24,7 @@ _NOT_OPEN = (
     "or as download.file_roots; `longshore files upload PATH` brings a file to the service instead"
 )
 _NOT_YOURS = "this leads into the service's own store, and to nothing of yours"
-# What lies here is no data, whatever the roots say: a process's environment, devices that never end.
+# Never readable, whatever the roots are: a process's environment, devices that never end.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
 _ALIASES = ("-s3alias", "--ol-s3", ".mrap")
 _NEVER = tuple(map(Path, ("/proc", "/sys", "/dev")))

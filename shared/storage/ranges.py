@@ -61,7 +61,7 @@ def _begin(
 
     def bring(start: int) -> None:
         check()
-        # One byte more than the last range should have, by which an object that is too long is noticed.
+        # Read one byte beyond the last range, to notice an object that is too long.
         end = min(start + RANGE_BYTES, file.size)
         data = _read(store, file.key, start, end - start + (end == file.size))
         check()

@@ -51,7 +51,8 @@ class ObjectStore(Protocol):
         ...
 
     def put_if_unchanged(self, key: str, data: bytes, seen: ObjectInfo) -> bool:
-        """Write an object that is still as `head` told; True if this call wrote it. Of several, one does."""
+        """Write an object if it is unchanged since `head` returned `seen`; True if this call wrote it. If several calls
+        compete, one writes it."""
         ...
 
     def put_file(self, key: str, path: Path) -> None: ...

@@ -5,8 +5,8 @@ An entry is an empty object whose key holds the writer, the number of bytes and 
 expires, or until a later count of the store includes the bytes themselves.
 
 Writers take no lock. Each puts an `asked` entry before it counts, so that of two writers at least one sees the other.
-The entry becomes `held` once there is room. If there would be room but for other `asked` entries, the writer with the
-smallest id waits until the others are decided; these withdraw and ask again. Blocking.
+The entry becomes `held` once there is room. If only other `asked` entries leave no room, the writer with the smallest
+id waits until the others are decided; those withdraw and ask again. Blocking.
 """
 
 import random
@@ -41,9 +41,9 @@ class StoredCount:
 
 
 class Measured(BaseModel, frozen=True):
-    """Bytes of a tenant that nobody notes as they are written, as they were counted `at`: by what they are of.
+    """A tenant's bytes by category, from a scan at time `at`; the ledger does not record these writes.
 
-    What several tenants use counts for each of them.
+    Data that several tenants use counts for each of them.
     """
 
     at: float = 0.0
@@ -138,7 +138,7 @@ class Reservation:
     def admit(self, num_bytes: int, most: int, counted: StoredCount) -> int:
         """Reserve `num_bytes` in all if the tenant's total stays within `most`. Returns that total.
 
-        If there is no room, an earlier reservation stays as it is.
+        If there is no room, an earlier reservation stays unchanged.
         """
         give_up_at = time.monotonic() + _PATIENCE_S
         while True:
@@ -168,7 +168,7 @@ class Reservation:
             time.sleep(_PAUSE_S)
 
     def hold(self, num_bytes: int) -> None:
-        """Hold so many bytes, without a check for room."""
+        """Hold `num_bytes`, without a check for room."""
         now = time.time()
         self._replace(self._put(_HELD, num_bytes, now + _BELIEVED_S))
         self.num_bytes, self._renew_at = num_bytes, now + _RENEWED_S

@@ -1,11 +1,11 @@
-"""Which runs need what others may delete: marks of use, and claims of whoever deletes. Their keys are here.
+"""Reference marks and deletion claims: they keep data that a run needs from being deleted. Their keys are here.
 
 What is deleted, and when: activities/retention, service/automation/removals.py.
 
-A *unit* is an artifact that several runs may share, by its key without what is below it; or the folder of a run.
-Whoever uses one puts a mark, and then looks for a claim; whoever deletes puts a claim, and then looks for marks of runs
-that go on. So of two at the same moment at least one sees the other: a run waits until the claim is gone, and makes
-anew what it does not find then; who deletes withdraws. Blocking.
+A *unit* is the key of an artifact that several runs may share, or the folder of a run. A user puts a mark, then looks
+for a claim; a deleter puts a claim, then looks for marks of runs that have not ended. So if both act at the same time,
+at least one sees the other: the run waits until the claim is gone and makes again what it no longer finds; the deleter
+withdraws. Blocking.
 """
 
 import re
@@ -114,7 +114,7 @@ def _is_claimed(store: ObjectStore, unit: str, now: float) -> bool:
 
 
 def hold_checkpoints(store: ObjectStore, tenant: str, run_id: str, request: str) -> None:
-    """Keep the checkpoints of other runs that a run's request names from being deleted while the run goes on.
+    """Keep the checkpoints of other runs that a run's request names from being deleted until the run ends.
 
     Raises InvalidInput: one is gone since its name was looked up. BeingDeleted: it may be, in a moment.
     """
@@ -126,7 +126,7 @@ def hold_checkpoints(store: ObjectStore, tenant: str, run_id: str, request: str)
 
 
 def end_of(store: ObjectStore, run_id: str) -> RunEnd | None:
-    """Return how a run ended; None for one that goes on, is paused, or is unknown."""
+    """Return how a run ended; None if it is running, paused, or unknown."""
     with suppress(NotFound):
         end = RunEnd.model_validate_json(store.get_bytes(RunKeys(run_id).result))
         return None if end.state == "paused" else end
@@ -138,10 +138,10 @@ def marks_of(store: ObjectStore, unit: str) -> list[ObjectInfo]:
 
 
 def used_by(store: ObjectStore, marks: Iterable[ObjectInfo], but: str | None = None) -> str | None:
-    """Return a run that has put one of the marks and has not ended; None if there is none. `but`: one not meant.
+    """Return a run that has put one of the marks and has not ended; None if there is none. `but`: a run to ignore.
 
-    A run is marked for before it is on record, where it names another's checkpoint. A mark of what is no run on record,
-    such as a preview, counts for an hour.
+    A run that names another's checkpoint puts its mark before it is recorded. A mark without a recorded run, such as a
+    preview's, counts for an hour.
     """
     users: dict[str, float] = {}
     for info in marks:
@@ -158,7 +158,7 @@ def used_by(store: ObjectStore, marks: Iterable[ObjectInfo], but: str | None = N
 @contextmanager
 def claiming(store: ObjectStore, unit: str) -> Iterator[float | None]:
     """Hold the claim of a unit in the block. Yields the time until which the block may delete; None: another process
-    has it. Of several that find it too old, one takes it.
+    has it. If several processes find it expired, one takes it.
     """
     now = time.time()
     if not _take(store, unit, now):

@@ -1,4 +1,4 @@
-"""One run at a time gathers the hosts of several machines, as two could each hold half of what both need, for ever."""
+"""A lock for leases of several hosts. Without it two runs could each hold half of the hosts and wait for ever."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -11,13 +11,13 @@ with workflow.unsafe.imports_passed_through():
     from longshore.fields import Frozen
     from workflows import policies
 
-_SLACK_S = 60.0  # beyond a turn's time, for a run that was terminated in it
-# A run that waits asks again so often, as whoever terminates the workflow below ends the line, too.
+_SLACK_S = 60.0  # beyond a turn's time, in case its run was terminated
+# A waiting run asks again at this interval, because its place is lost if somebody terminates the workflow below.
 _ASK_AGAIN_S = 600.0
 
 
 class Turn(Frozen):
-    """A run's wish to gather hosts, by an id of its own. `patience_s`: its turn is over after that."""
+    """A run's request for the lock, with its own id. `patience_s`: the turn ends after that."""
 
     workflow_id: str
     turn_id: str
@@ -26,7 +26,7 @@ class Turn(Frozen):
 
 @workflow.defn(versioning_behavior=policies.MOVES)
 class GangTurnsWorkflow:
-    """Gives runs their turns, those first that have waited longest, and ends when nobody waits. One for each queue."""
+    """Gives runs their turns in order of arrival, and ends when no run waits. One per lease queue."""
 
     @workflow.init
     def __init__(self, waiting: tuple[Turn, ...]) -> None:
@@ -49,13 +49,13 @@ class GangTurnsWorkflow:
 
     @workflow.signal
     def ask(self, turn: Turn) -> None:
-        """Stand in line."""
+        """Add a turn to the end of the queue."""
         if turn not in self._waiting and turn != self._current:
             self._waiting.append(turn)
 
     @workflow.signal
     def leave(self, turn: Turn) -> None:
-        """End one's turn, or stand in line no more."""
+        """End a turn, or remove it from the queue."""
         if turn in self._waiting:
             self._waiting.remove(turn)
         if turn == self._current:
@@ -71,7 +71,7 @@ class Turns:
         self._has_turn = False
 
     async def given(self, turn: Turn) -> None:
-        """Take the signal that a turn is this run's. One that it does not wait for any more is over at once."""
+        """Handle the signal that a turn has come. A turn that the run no longer waits for is ended at once."""
         if turn == self._wanted:
             self._has_turn = True
         else:
@@ -79,7 +79,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, patience_s: float) -> AsyncIterator[None]:
-        """Wait for this run's turn, and have it in a `with` block."""
+        """Wait for this run's turn, and keep it for the `with` block."""
         turn_id = str(workflow.uuid4())
         turn = Turn(workflow_id=workflow.info().workflow_id, turn_id=turn_id, patience_s=patience_s)
         self._wanted, self._has_turn = turn, False
@@ -105,7 +105,7 @@ class Turns:
                     GangTurnsWorkflow.run,
                     (turn,),
                     id=self._id,
-                    # It is everybody's: neither this run's end nor its cancellation is to end it.
+                    # All runs share it: neither this run's end nor its cancellation may end it.
                     cancellation_type=workflow.ChildWorkflowCancellationType.ABANDON,
                     parent_close_policy=workflow.ParentClosePolicy.ABANDON,
                 )

@@ -30,7 +30,7 @@ class Lost(Exception):
     """A lease ended before its process was up, or the process was lost. A new lease may succeed.
 
     `kind`: the type of the error that ended it, such as `WorkerLost` (shared/errors.py), or the kind of its job's
-    failure, if there was one. `host`: the queue of the host, as far as it says so.
+    failure, if there was one. `host`: the host's queue, if the error names it.
     """
 
     def __init__(self, message: str, kind: str | None = None, host: str | None = None) -> None:
@@ -126,9 +126,9 @@ class Leasing:
     def take_worker(self, request: LeaseRequest, joins: bool = True) -> None:
         """Ask for a worker of its own and, if the run may share one, also to join another's: the first grant counts.
 
-        For a worker of several machines `wait` asks.
+        For a worker on several machines, `wait` asks.
 
-        `joins`: False for a worker of its own that others may join.
+        `joins`: False to lease only a new worker, which others may join.
         """
         if request.key.layout.nodes > 1:
             self._begin(request.epoch)
@@ -214,7 +214,7 @@ class Leasing:
 
     def release(self) -> None:
         """Give the process back, if there is one. This does not wait: the host learns of it at its next heartbeat."""
-        if not workflow.in_workflow():  # evicted from the host's memory: the execution goes on elsewhere
+        if not workflow.in_workflow():  # evicted from the host's memory: the execution continues elsewhere
             return
         for lease in self._asked:
             if self.grant is None and lease.done() and not lease.cancelled() and (error := lease.exception()):

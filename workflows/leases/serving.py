@@ -145,7 +145,7 @@ class ServingWorkflow:
         while not happens():
             before = self._num_asked, self._idle_s, self._due_at
             due_s = self._due_at - workflow.time() if self._due_at is not None else 0.0
-            # A wait with a timeout of 0 would not yield. If the share is over, `happens` says so, without a timer.
+            # A wait with a timeout of 0 would not yield. If the share is over, `happens` is true, without a timer.
             left_s = min(self._idle_s, due_s) if due_s > 0 else self._idle_s
             try:
                 await workflow.wait_condition(

@@ -234,8 +234,8 @@ class RolloutSource:
     async def prove_and_sample_next(self, step: StepStatus, logprobs: Sequence[float]) -> dict[str, float]:
         """Let samplers prove the policy that a step made, and begin to sample from it before it is published.
 
-        Where a sampler failed that and may have drawn by what it had, all that is not trained yet is drawn again.
-        Where held-out prompts may yet show that the run ends with this step, nothing is begun.
+        If a sampler failed the proof and may have sampled with wrong weights, everything not yet trained is sampled
+        again. If an evaluation may still show that the run ends with this step, no new step is begun.
         """
         metrics = await self.prove(policy_of(step), logprobs)
         policy = policy_of(step.model_copy(update={"metrics": step.metrics | metrics}))

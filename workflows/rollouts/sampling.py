@@ -28,24 +28,24 @@ RequestT = TypeVar("RequestT")
 Answer = TypeVar("Answer")
 REPLACES_MISMATCHED = "a sampler that fails the proof is given up, and another is leased"
 DRAWS_AGAIN = "what a sampler may have drawn before it failed the proof is drawn again"
-# Samplers in a row, in one of a run's places for them, that fail the proof with weights from the store: then that place
-# stays empty, since another one would fail, too.
+# If this many samplers in a row fail the proof in one of a run's sampler slots, even with weights from the store, the
+# slot stays empty: another one would fail, too.
 _MAX_MISMATCHES = 2
-_SHARED_AFTER = timedelta(minutes=1)  # in which a process starts where a host is free for it
+_SHARED_AFTER = timedelta(minutes=1)  # enough for a process to start if a host is free
 
 
 @dataclass
 class LeasedSamplers:
-    """A run's samplers and their leases: at most `rollouts.samplers`. Work goes on with those that are up.
+    """A run's samplers and their leases: at most `rollouts.samplers`. Those that are up do the work.
 
     A sampler whose weights are not the trainer's, even when it has loaded them from the store, is given up like one
     that was lost: `num_mismatched` counts those. `num_reloaded` counts the proofs that succeeded only then.
 
-    `policys`: the policy's samplers, where these are of a reward model's base (`beside`): then there is one.
+    `policys`: the policy's samplers, if this is the one sampler of a reward model's base (`beside`).
 
     `waits` is called before the run waits for a sampler, so that it can give up an idle worker first. A sampler that
-    shares its device with the trainer sleeps while a job has that, and is woken when it is asked something; `_asleep`
-    has the epochs of leases whose samplers sleep.
+    shares its device with the trainer sleeps while a job uses it, and is woken by the next request; `_asleep` has the
+    epochs of leases whose samplers sleep.
     """
 
     start: RLStart
@@ -74,14 +74,14 @@ class LeasedSamplers:
         return tuple(dict.fromkeys(host for leasing in self.leasings for host in leasing.avoid))
 
     def beside(self, model: Artifact) -> "LeasedSamplers":
-        """Return the run's sampler of another model than the policy's, by which a reward model scores."""
+        """Return the run's sampler for a reward model whose base is not the policy's."""
         if model.sha256 not in self._beside:
             self._beside[model.sha256] = LeasedSamplers(self.start, self.waits, self)
         return self._beside[model.sha256]
 
     @property
     def _of_run(self) -> tuple[Leasing, ...]:
-        """The leases of the policy's samplers and of those beside them."""
+        """The leases of the policy's samplers and of the reward models' samplers."""
         first = self.policys or self
         return tuple(one for each in (first, *first._beside.values()) for one in each.leasings)
 
@@ -94,23 +94,23 @@ class LeasedSamplers:
 
     @property
     def is_shared_out(self) -> bool:
-        """True where the run may have several samplers, which a step's prompts are divided over."""
+        """True if the run may have several samplers, among which a step's prompts are divided."""
         return len(self.leasings) > 1 and not self.is_served
 
     @property
     def is_colocated(self) -> bool:
-        """True where trainer and sampler share one device."""
+        """True if trainer and sampler share one device."""
         rollouts = self.start.run.rollouts
         return rollouts is not None and rollouts.colocate and not self.is_served and self.policys is None
 
     @property
     def draws_unproven(self) -> bool:
-        """True where samples go on under new weights before these are proven."""
+        """True if samples continue with new weights before these are proven."""
         rollouts = self.start.run.rollouts
         return rollouts is not None and rollouts.weight_sync.in_flight == "continue"
 
     def go_on_after(self, problem: Problem | None) -> None:
-        """Take note of what a resumed run ended by: of a sampler that failed a proof, samples may be in the store."""
+        """Note the problem that ended a resumed run: if a sampler failed a proof, its samples may be in the store."""
         if problem is not None and problem.kind == "sampler_mismatch" and self.draws_unproven:
             self.num_mismatched += workflow.patched(DRAWS_AGAIN)
 

@@ -20,7 +20,7 @@ with workflow.unsafe.imports_passed_through():
 
 @workflow.defn
 class PreviewWorkflow:
-    """Shows what a dataset's rows become, before any training: on a control host, which has tokenizers."""
+    """Shows a dataset's rows as a run would train them, before any training. Control hosts have the tokenizers."""
 
     @workflow.run
     async def run(self, start: PreviewStart) -> Preview:
@@ -29,7 +29,7 @@ class PreviewWorkflow:
 
 @workflow.defn
 class GraderWorkflow:
-    """Tries a grader on one sample, before any run: a stranger's code, in a control host's sandbox."""
+    """Tries a grader on one sample, before any run: untrusted code, in a control host's sandbox."""
 
     @workflow.run
     async def run(self, request: GradeOneRequest) -> OneGrade:
@@ -56,7 +56,7 @@ class ExportWorkflow:
 
 @workflow.defn
 class GarbageWorkflow:
-    """Measures what tenants store, and deletes what policies let go: on a control host, beside runs that go on."""
+    """Measures tenants' storage and deletes expired data, on a control host, while runs are active."""
 
     @workflow.run
     async def run(self, request: GarbageRequest) -> GarbageReport:

@@ -29,7 +29,7 @@ _KEPT_WHEN_RESUMED = (
 
 
 class StatusChanges(TypedDict, total=False):
-    """The fields of a RunStatus that change while a run goes on."""
+    """The fields of a RunStatus that change during a run."""
 
     state: State
     phase: Phase

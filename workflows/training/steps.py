@@ -40,7 +40,7 @@ class StepQueue:
         return step
 
     def keep(self, step: StepStatus) -> None:
-        """Replace a step's status. Of the steps that ended, the last ones stay."""
+        """Replace a step's status. Only the last ended steps are kept."""
         self._steps[step.step] = step
         ended = [number for number, one in self._steps.items() if one.is_final]
         for number in ended[:-_REMEMBERED]:

@@ -22,10 +22,10 @@ _SAMPLES_EARLY = "the next step is sampled while this one is published"
 
 
 class GroupSource(Protocol):
-    """Where a run's own groups come from: samplers that are to have each version of the policy."""
+    """The source of a run's own groups: samplers that get each version of the policy."""
 
     def sync_target(self, version: int) -> SyncTarget | None:
-        """Return where the trainer sends a version of the policy; None where samplers load it from the store."""
+        """Return where the trainer sends a version of the policy; None if samplers load it from the store."""
 
     async def prove(self, policy: Policy, logprobs: Sequence[float]) -> dict[str, float]:
         """Prove that samplers serve a policy, given the trainer's log-probabilities of the probe; return metrics."""
@@ -147,7 +147,7 @@ def sync_metrics(sync: SyncOutcome) -> dict[str, float]:
 
 
 def unchanged(state: RLState, step: StepStatus) -> StepStatus:
-    """A step that leaves the policy as it is."""
+    """A step that leaves the policy unchanged."""
     policy = {"policy_version": state.policy_version, "optimizer_step": state.optimizer_step}
     return step.model_copy(update=policy)
 

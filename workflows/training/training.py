@@ -1,4 +1,4 @@
-"""A run's jobs on leased workers. A worker that is lost is replaced, and the job goes on from its newest checkpoint."""
+"""A run's jobs on leased workers. If a worker is lost, another continues the job from its newest checkpoint."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -26,7 +26,7 @@ with workflow.unsafe.imports_passed_through():
 
 
 class Damaged(Exception):
-    """The checkpoint that a job was to go on from is damaged. An older one may be intact."""
+    """The checkpoint that a job should continue from is damaged. An older one may be intact."""
 
 
 @dataclass
@@ -84,13 +84,13 @@ class Training:
         is_ending: tells whether the run was paused or cancelled.
         changed: called when a lease begins, is granted, or ends.
         holds: keep a worker after its job for the next one, until `release`.
-        must_yield: tells that it is not to be kept all the same, as the run waits for a sampler.
-        shares: other runs may train on its worker, if the run was accepted with that.
-        device: makes a context in which a job has its device, which it may share with a sampler.
+        must_yield: tells whether to release it nevertheless, because the run waits for a sampler.
+        shares: other runs may train on its worker, if the run was accepted with worker sharing.
+        device: makes the context in which a job holds its device, which it may share with a sampler.
         num_lost: leases of this execution that ended in a loss.
         notices: messages for the run's user.
         eta: of the steps within a job.
-        is_tracked: a workflow that writes the run to W&B was started, as it is with the run's first worker.
+        is_tracked: the workflow that writes the run to W&B was started, which happens with the run's first worker.
         leasing: its `epoch` counts the leases of all executions of the run.
     """
 
@@ -223,7 +223,7 @@ class Training:
                 workflow.logger.warning("%s", notice)
 
     async def _find_checkpoint(self, plan: AnyPlan) -> bool:
-        """Find the last epoch and the checkpoint to go on from. Returns True if there is a newer one than before."""
+        """Find the last epoch and the checkpoint to continue from. Returns True if it is newer than before."""
         request = FindCheckpointRequest(run_id=self.start.run_id, passed_over=self._passed_over)
         find = FindCheckpoint.find_checkpoint
         point = await control.do(find, request, policies.PATIENT, policies.RECORD_TIMEOUT)
