@@ -19,8 +19,8 @@ class QuotaSettings(BaseModel, extra="forbid"):
 
     _not_a_truth = field_validator("*", mode="before")(_no_truth)
 
-    concurrent_runs: int | None = Field(default=None, ge=0, description="accepted and not ended")
-    gpu_hours: float | None = Field(default=None, ge=0, description="of its runs of the last 30 days")
+    concurrent_runs: int | None = Field(default=None, ge=0, description="runs that are accepted and have not ended")
+    gpu_hours: float | None = Field(default=None, ge=0, description="GPU hours of the last 30 days' runs")
     spending: float | None = Field(
         default=None,
         ge=0,
@@ -49,7 +49,9 @@ class ClientSettings(BaseModel):
         default=60.0, ge=0, description="without work, until such a run no longer counts in the quota `concurrent_runs`"
     )
     away_s: float = Field(
-        default=3600.0, ge=0, description="without work, until such a run is paused; its next work resumes it. 0: never"
+        default=3600.0,
+        ge=0,
+        description="seconds without work until such a run is paused; its next work resumes it. 0: never",
     )
 
 
@@ -70,7 +72,7 @@ class RetentionSettings(BaseModel):
     samples_days: float | None = Field(default=None, ge=0, description="completions, grades and groups of RL runs")
     logs_days: float | None = Field(default=None, ge=0, description="events, output, all job files except one")
     sessions_days: float | None = Field(
-        default=None, ge=0, description="commands and results of sessions, which cannot be resumed then"
+        default=None, ge=0, description="commands and results of sessions, which cannot be resumed afterwards"
     )
     models_days: float | None = Field(
         default=None, ge=1, description="imported models that no published version, checkpoint or live run needs"
@@ -80,7 +82,9 @@ class RetentionSettings(BaseModel):
 class PriceSettings(BaseModel):
     """Prices to compute the costs of runs. Costs are shown if the price of a GPU hour is set."""
 
-    gpu_hour: float | None = Field(default=None, ge=0, description="of one rank of a worker, or a sampler, for an hour")
+    gpu_hour: float | None = Field(
+        default=None, ge=0, description="price of an hour of one worker rank, or of a sampler"
+    )
     currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$", description="of prices and spending limits")
 
 

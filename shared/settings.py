@@ -46,7 +46,7 @@ class S3Settings(BaseModel):
 class DownloadSettings(BaseModel):
     """Limits of downloads from users' URIs, and the places that they may name."""
 
-    max_bytes: int = Field(default=50 << 30, description="as transferred")
+    max_bytes: int = Field(default=50 << 30, description="bytes transferred, before decompression")
     max_decompressed_bytes: int = Field(default=200 << 30)
     allow_private_addresses: bool = Field(default=False, description="http(s) to loopback and private networks")
     file_roots: tuple[Path, ...] = Field(
@@ -69,11 +69,11 @@ class ServerKey(BaseModel):
 class GradingSettings(BaseModel):
     """Limits of graders, and the server of `score_model` graders."""
 
-    python_time_s: float = Field(default=10.0, gt=0, description="of one sample")
+    python_time_s: float = Field(default=10.0, gt=0, description="seconds for one sample")
     python_memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
     score_model_url: str | None = Field(default=None, description="for graders that name no base_url: https://host/v1")
     score_model_key: str | None = Field(default=None, description="sent to score_model_url, and nowhere else")
-    server_keys: dict[str, ServerKey] = Field(default={}, description="by the name that a run's teacher_key gives")
+    server_keys: dict[str, ServerKey] = Field(default={}, description="keys by name, for runs' teacher_key")
     score_model_timeout_s: float = Field(default=120.0, gt=0)
     score_model_concurrency: int = Field(default=8, ge=1, le=64)
 
@@ -82,11 +82,11 @@ class ConfinedSettings(BaseModel):
     """Limits of the processes that work on users' data (activities/confined/calls.py)."""
 
     memory_bytes: int = Field(default=4 << 30, ge=512 << 20)
-    step_cpu_s: int = Field(default=300, ge=1, description="of processor time, from one batch of rows to the next")
-    silence_s: float = Field(default=1800.0, gt=0, description="from one batch of rows to the next")
-    file_bytes: int = Field(default=256 << 30, ge=1 << 20, description="of one file that it writes")
+    step_cpu_s: int = Field(default=300, ge=1, description="CPU seconds from one batch of rows to the next")
+    silence_s: float = Field(default=1800.0, gt=0, description="seconds from one batch of rows to the next")
+    file_bytes: int = Field(default=256 << 30, ge=1 << 20, description="largest file that such a process writes")
     at_once: int | None = Field(
-        default=None, ge=2, description="such processes of one host; as many as its memory holds if absent"
+        default=None, ge=2, description="such processes per host; if absent, as many as fit into its memory"
     )
 
 
@@ -177,7 +177,7 @@ class MetricsSettings(BaseModel):
         le=65532,
         description="none: no metrics. Under `longshore dev` the web service's port; hosts use the ports after it",
     )
-    address: IPvAnyAddress = Field(default=IPv4Address("127.0.0.1"), description="of this machine")
+    address: IPvAnyAddress = Field(default=IPv4Address("127.0.0.1"), description="an address of this machine")
 
 
 def user_config_path() -> Path:
@@ -222,7 +222,9 @@ class Settings(BaseSettings):
     tinker: TinkerSettings = TinkerSettings()
     webhooks: WebhookSettings = WebhookSettings()
     metrics: MetricsSettings = MetricsSettings()
-    log_format: Literal["text", "json"] = Field(default="text", description="of service and hosts; json: lines of JSON")
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="for service and hosts; json: lines of JSON"
+    )
 
     temporal_address: str = "127.0.0.1:7233"
     temporal_namespace: str = "default"
@@ -282,7 +284,7 @@ class Settings(BaseSettings):
     audit_days: float = Field(default=90.0, gt=0, description="how long the service keeps entries of its audit log")
 
     shape: str = Field(
-        default="cpu", description="what this host offers: the lease queue is gpu-<shape> or sampler-<shape>"
+        default="cpu", description="this host's shape: the lease queue is gpu-<shape> or sampler-<shape>"
     )
     dtype: DtypeChoice = Field(
         default="auto",
@@ -347,8 +349,9 @@ class Settings(BaseSettings):
     warm_hosts: int = Field(
         default=0, ge=0, description="how many GPU hosts and how many sampler hosts stay up without a lease"
     )
+    warm_hosts: int = Field(default=0, ge=0, description="GPU hosts, and sampler hosts, that are kept without a lease")
     launch: str | None = Field(
-        default=None, description="of a host: the name under which it was started (service/launching.py)"
+        default=None, description="for a host: the name under which it was started (service/launching.py)"
     )
 
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"

@@ -14,7 +14,7 @@ class GarbageRequest(Frozen):
 class Freed(Frozen):
     """What was deleted, or would be, of one tenant and one kind. Data that several tenants share has no tenant here."""
 
-    what: str = Field(description="checkpoints, data, samples, logs, sessions, models, or removed: of removed runs")
+    what: str = Field(description="checkpoints, data, samples, logs, sessions, models, or removed (removed runs)")
     tenant: str | None = None
     num_units: int = Field(description="runs, or artifacts that runs share")
     num_objects: int
@@ -27,13 +27,13 @@ class GarbageReport(Frozen):
     is_dry: bool
     began: float
     took_s: float
-    num_runs: int = Field(description="on record")
+    num_runs: int = Field(description="recorded runs")
     num_going_on: int
     freed: tuple[Freed, ...] = ()
-    num_withdrawn: int = Field(default=0, description="units that a run was found to use at the second look")
+    num_withdrawn: int = Field(default=0, description="units kept because the second check found a run that uses them")
     held_back_by: str | None = Field(
-        default=None, description="a run that began before runs marked what they use: until its end nothing shared goes"
+        default=None, description="a run from before reference marks: no shared unit is deleted until it ends"
     )
     measured: dict[str, dict[str, int]] = Field(
-        default_factory=dict, description="bytes of each tenant that its quota counts by this measure, by kind"
+        default_factory=dict, description="measured bytes that count for each tenant's quota, by kind"
     )

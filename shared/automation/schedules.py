@@ -44,15 +44,20 @@ class ScheduledRun(Frozen):
     cron: Annotated[str, Field(max_length=128), AfterValidator(_five_fields)] | None = None
     every_s: int | None = Field(default=None, ge=60, le=366 * 86_400)
     timezone: Annotated[str, Field(max_length=64), AfterValidator(_known_zone)] = Field(
-        default="UTC", description="that cron's hours are in"
+        default="UTC", description="the time zone of cron's hours"
     )
-    overlap: Overlap = Field(default="skip", description="when the run before is still going on")
+    overlap: Overlap = Field(default="skip", description="if the previous run has not ended")
     catch_up_s: int = Field(
-        default=600, ge=10, le=30 * 86_400, description="a time missed by more, as by an outage, is left out"
+        default=600,
+        ge=10,
+        le=30 * 86_400,
+        description="a time missed by more seconds, such as in an outage, is skipped",
     )
-    continues: bool = Field(default=False, description="from the last published version of the run's name, if any")
+    continues: bool = Field(
+        default=False, description="train from the last published version of the run's name, if any"
+    )
     even_unchanged: bool = Field(
-        default=False, description="also when the data is what the last run had, which did not fail"
+        default=False, description="also start if the data has not changed since the last run and that run did not fail"
     )
 
     @model_validator(mode="after")

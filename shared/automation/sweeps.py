@@ -38,8 +38,8 @@ class Space(Frozen):
     choices: tuple[JsonValue, ...] | None = Field(default=None, min_length=1, max_length=64)
     min: float | None = Field(default=None, allow_inf_nan=False)
     max: float | None = Field(default=None, allow_inf_nan=False)
-    log: bool = Field(default=False, description="of a range: drawn by its logarithm")
-    integer: bool = Field(default=False, description="of a range: whole numbers")
+    log: bool = Field(default=False, description="for a range: sampled on a logarithmic scale")
+    integer: bool = Field(default=False, description="for a range: only whole numbers")
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
@@ -73,26 +73,29 @@ class Halving(Frozen):
     """Successive halving, asynchronous (arXiv:1810.05934): at each rung the best 1/reduction of the trials continue."""
 
     first_step: int = Field(ge=1, le=10_000_000, description="the first rung: a trial's first report from this step on")
-    reduction: int = Field(default=3, ge=2, le=16, description="each rung is at so many times the step before it")
+    reduction: int = Field(default=3, ge=2, le=16, description="each rung's step is this many times the one before")
 
 
 class Sweep(Frozen):
     """A sweep, as a user asks for it: trials are runs like `run`, with values of `parameters` in their fields."""
 
-    name: Name = Field(description="what the best trial is published as")
+    name: Name = Field(description="the name that the best trial is published under")
     run: Run
     parameters: dict[FieldPath, Space] = Field(min_length=1, max_length=16)
     sampler: Literal["grid", "random", "tpe"] = Field(
         default="tpe", description="every combination of choices; at random; or Optuna's TPE, which learns from trials"
     )
-    seed: int = Field(default=0, ge=0, lt=2**32, description="of the sampler")
-    trials: int | None = Field(default=None, ge=1, le=MAX_TRIALS, description="of a grid all combinations if absent")
-    parallel: int = Field(default=4, ge=1, le=64, description="runs at once")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the sampler")
+    trials: int | None = Field(default=None, ge=1, le=MAX_TRIALS, description="for a grid, all combinations if absent")
+    parallel: int = Field(default=4, ge=1, le=64, description="trials at a time")
     metric: str | None = Field(
-        default=None, min_length=1, max_length=128, description="of a run's last step; eval_loss, or an rl run's reward"
+        default=None,
+        min_length=1,
+        max_length=128,
+        description="at a run's last step; if absent, eval_loss, or an rl run's reward",
     )
     direction: Literal["minimize", "maximize"] | None = Field(
-        default=None, description="maximize for a metric with reward or accuracy in its name, if absent"
+        default=None, description="if absent, maximize for a metric with reward or accuracy in its name, else minimize"
     )
     halving: Halving | None = None
 
@@ -196,7 +199,7 @@ class SweepEnd(Frozen):
     state: Literal["succeeded", "failed", "cancelled"]
     pruned: dict[int, Report] = Field(default_factory=dict, description="by the number of the trial")
     problem: str | None = None
-    adapter: str | None = Field(default=None, description="URI of what was published: adapter, or model after `full`")
+    adapter: str | None = Field(default=None, description="URI of the published adapter, or model after `full`")
     version: int | None = None
     ended_at: float
 

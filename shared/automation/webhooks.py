@@ -56,13 +56,13 @@ class Webhook(Frozen):
     schema_version: Literal[1] = 1
     webhook_id: WebhookId
     tenant: Tenant
-    owner: str | None = Field(default=None, description="the id of the API key that made it")
+    owner: str | None = Field(default=None, description="id of the API key that created it")
     url: WebhookUrl
-    events: tuple[NoticeType, ...] = Field(default=(), description="it is told these alone; all if empty")
+    events: tuple[NoticeType, ...] = Field(default=(), description="only these events are sent; all if empty")
     enabled: bool = True
     secret: str = Field(repr=False, description="whsec_ and the key of the signatures in base64")
-    previous_secret: str | None = Field(default=None, repr=False, description="the one before, which signs too")
-    previous_until: float | None = Field(default=None, description="how long it does, in seconds since 1970")
+    previous_secret: str | None = Field(default=None, repr=False, description="the previous secret, which also signs")
+    previous_until: float | None = Field(default=None, description="until when it does, in seconds since 1970")
     created_at: float
 
     def wants(self, kind: str) -> bool:
@@ -103,7 +103,7 @@ class Attempt(Frozen):
     at: float
     status: int | None = None
     problem: str | None = None
-    retry_after_s: float | None = Field(default=None, description="how long the receiver asked to be left alone")
+    retry_after_s: float | None = Field(default=None, description="seconds that the receiver asked to wait")
 
 
 class Delivery(Frozen):

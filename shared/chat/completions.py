@@ -22,8 +22,8 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 Only1 = Annotated[float | None, Field(ge=1, le=1), only(1, words="this is not applied here: leave it out, or give 1")]
 """A setting that clients know and samplers here do not apply: only the value that changes nothing."""
 
-TopK = Annotated[int | None, Field(ge=-1, description="draw from the likeliest alone; -1 and 0: from all")]
-MinP = Annotated[float | None, Field(ge=0, le=1, description="least share of the likeliest token's probability")]
+TopK = Annotated[int | None, Field(ge=-1, description="sample from this many of the likeliest tokens; -1 and 0: all")]
+MinP = Annotated[float | None, Field(ge=0, le=1, description="smallest share of the likeliest token's probability")]
 Penalty = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None,
@@ -41,11 +41,11 @@ class Sampling(Frozen):
 
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1, description="draw from the likeliest alone; -1 and 0: from all")
+    top_k: int = Field(default=-1, ge=-1, description="sample from this many of the likeliest tokens; -1 and 0: all")
     max_tokens: int = Field(default=16, ge=1)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = Field(default=False, description="go on behind the model's own end tokens")
+    ignore_eos: bool = Field(default=False, description="continue after the model's own end tokens")
 
 
 class SamplerRequest(BaseModel):
@@ -75,13 +75,16 @@ class CompletionRequest(SamplerRequest):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     prompt_logprobs: int | None = Field(
-        default=None, ge=0, le=MAX_TOP_LOGPROBS, description="of the prompt's own tokens, and so many likeliest beside"
+        default=None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="logprobs of the prompt's tokens, with this many of the likeliest at each",
     )
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = Field(
         default=None, description="vLLM's: tokens are named token_id:123 among the logprobs"
     )
-    stream: bool | None = Field(default=None, description="send the answer in chunks, as it is drawn")
+    stream: bool | None = Field(default=None, description="send the answer in chunks, as it is sampled")
     stream_options: StreamOptions | None = None
     top_k: TopK = None
     min_p: MinP = None

@@ -83,11 +83,11 @@ class ChatRequest(SamplerRequest):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = Field(default=None, description="vLLM's: ids of the prompt and of every choice")
     return_tokens_as_token_ids: bool | None = Field(
-        default=None, description="vLLM's: drawn tokens are named token_id:123 among the logprobs"
+        default=None, description="vLLM's: sampled tokens are named token_id:123 among the logprobs"
     )
     tools: list[dict[str, JsonValue]] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: _ToolChoice = Field(default=None, description="none: the model is told of no tools")
-    parallel_tool_calls: bool | None = Field(default=None, description="false: a forced call is the only one")
+    tool_choice: _ToolChoice = Field(default=None, description="none: the prompt has no tools")
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call if calls are forced")
     response_format: ResponseFormat | None = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
@@ -103,9 +103,11 @@ class ChatRequest(SamplerRequest):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    chat_template_kwargs: TemplateSettings | None = Field(default=None, description="no other is given to a template")
+    chat_template_kwargs: TemplateSettings | None = Field(
+        default=None, description="the only settings that a template gets"
+    )
     nvext: MoreFields | None = Field(
-        default=None, description="asks Dynamo's servers for more fields than there are here"
+        default=None, description="asks Dynamo's servers for fields that do not exist here"
     )
 
     # Known to clients; only at the values that change nothing.

@@ -20,23 +20,23 @@ class Trajectory(Frozen):
     the prompt's and the other tokens' experts in the routes file (activities/sampling/routes.py).
     """
 
-    token_ids: tuple[int, ...] = Field(min_length=1, description="L ids, prompt and all")
+    token_ids: tuple[int, ...] = Field(min_length=1, description="L ids, including the prompt")
     sampled: tuple[bool, ...] = Field(description="which of the ids the policy sampled: those are trained")
-    logprobs: tuple[float | None, ...] = Field(description="null beside what was not sampled")
+    logprobs: tuple[float | None, ...] = Field(description="null for ids that were not sampled")
     reward: float
-    advantage: float | None = Field(default=None, description="with advantages `given` alone")
+    advantage: float | None = Field(default=None, description="only with advantages `given`")
     token_rewards: tuple[float, ...] | None = Field(
-        default=None, description="of each id, beside `reward`, which is of the end; with a critic alone"
+        default=None, description="a reward per id, besides `reward` at the end; only with a critic"
     )
     policy_version: int | None = Field(
-        default=None, ge=0, description="of the adapter that sampled it; 0 is the run's beginning; null: nobody knows"
+        default=None, ge=0, description="of the adapter that sampled it; 0: the run's beginning; null: unknown"
     )
     policy_versions: tuple[Annotated[int, Field(ge=0)] | None, ...] | None = Field(
-        default=None, description="of each id, null beside what was not sampled; without it all are policy_version's"
+        default=None, description="per id, null for ids that were not sampled; if absent, policy_version for all"
     )
-    finish_reason: Literal["stop", "length"] | None = Field(default=None, description="length: its end was cut off")
+    finish_reason: Literal["stop", "length"] | None = Field(default=None, description="length: it was cut off")
     metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
-    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="kept beside it, read by nobody")
+    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="stored with it, not used")
     routes: tuple[int, int] | None = None
 
     @property
@@ -89,7 +89,7 @@ class ChatHistory(Frozen):
     messages: tuple[dict[str, JsonValue], ...] = Field(
         min_length=1, validation_alias=AliasChoices("messages", "messages_and_choices")
     )
-    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="that the model was told of")
+    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="the tools in the model's prompt")
 
 
 class ChatTrajectory(Frozen):
@@ -103,28 +103,28 @@ class ChatTrajectory(Frozen):
     messages: tuple[dict[str, JsonValue], ...] = Field(
         min_length=1, validation_alias=AliasChoices("messages", "messages_and_choices")
     )
-    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="that the model was told of")
+    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="the tools in the model's prompt")
     additional_histories: tuple[ChatHistory, ...] = Field(
-        default=(), description="further conversations, which have its reward: a sub-agent's, or after a summary"
+        default=(), description="further conversations with the same reward: a sub-agent's, or after a summary"
     )
     own_answers: bool = Field(
-        default=False, description="train remembered answers of the run's own policy alone; others are context"
+        default=False, description="train only stored answers of the run's own policy; others are context"
     )
     reward: float
-    advantage: float | None = Field(default=None, description="with advantages `given` alone")
+    advantage: float | None = Field(default=None, description="only with advantages `given`")
     policy_version: int | None = Field(
         default=None,
         ge=0,
         validation_alias=AliasChoices("policy_version", "initial_policy_version"),
-        description="of the adapter that sampled its first turn; what is remembered of an answer goes before",
+        description="of the adapter that sampled its first turn; a stored answer's version overrides it",
     )
     model_version: int | None = Field(
-        default=None, ge=0, description="the same as the published adapter's version, where there is no policy_version"
+        default=None, ge=0, description="the published adapter's version, if there is no policy_version"
     )
-    final_policy_version: int | None = Field(default=None, description="read by nobody: the first turn's counts")
+    final_policy_version: int | None = Field(default=None, description="not used: the first turn's version counts")
     metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
-    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="kept beside it, read by nobody")
-    logs: tuple[str, ...] = Field(default=(), description="read by nobody")
+    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="stored with it, not used")
+    logs: tuple[str, ...] = Field(default=(), description="not used")
 
     @property
     def histories(self) -> tuple[ChatHistory, ...]:
@@ -150,9 +150,9 @@ class SentGroup(Frozen):
 
     trajectories: tuple[SentTrajectory, ...] = Field(min_length=1)
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
-    exceptions: tuple[JsonValue, ...] = Field(default=(), description="rollouts that failed: read by nobody")
-    metrics: dict[str, JsonValue] = Field(default_factory=dict, description="of the whole group: read by nobody")
-    logs: tuple[str, ...] = Field(default=(), description="read by nobody")
+    exceptions: tuple[JsonValue, ...] = Field(default=(), description="failed rollouts; not used")
+    metrics: dict[str, JsonValue] = Field(default_factory=dict, description="of the whole group; not used")
+    logs: tuple[str, ...] = Field(default=(), description="not used")
 
 
 class TrajectoryGroup(Frozen):

@@ -150,24 +150,22 @@ class ScoreModelGrader(Frozen):
 
 
 class RewardModelGrader(Frozen):
-    """Longshore's own kind: what a reward model gives of the prompt and the sample, as one conversation.
+    """Longshore's own kind: a reward model scores the prompt and the sample as one conversation.
 
-    It is scored on a sampler that the run leases: on its own where that serves `base`, too, else on another.
+    The reward model runs on a sampler that the run leases: the policy's if that also serves `base`, else another.
     """
 
     type: Literal["reward_model"] = "reward_model"
     name: GraderName
-    model: str = Field(
-        min_length=1, max_length=2048, description="a reward model that is an adapter: published name, or URI"
-    )
+    model: str = Field(min_length=1, max_length=2048, description="the reward model's adapter: published name, or URI")
     base: str | None = Field(
         default=None,
         min_length=1,
         max_length=2048,
-        description="the model that it is on: that of a published name, else the policy's, if absent",
+        description="its base model; if absent, the published adapter's, else the policy's",
     )
     scalar: str | None = Field(
-        default=None, min_length=1, max_length=200, description="which of its scalars; absent where it has one"
+        default=None, min_length=1, max_length=200, description="which of its scalars; may be absent if it has one"
     )
 
     @property

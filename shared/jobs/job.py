@@ -215,7 +215,7 @@ class JobPlan(WorkerPlan):
     max_micro_batch_tokens: int | None = Field(
         default=None, ge=2, description="the most tokens of a micro-batch, even if the memory budget has room for more"
     )
-    sync: SyncTarget | None = Field(default=None, description="samplers that the weights are sent to at the end")
+    sync: SyncTarget | None = Field(default=None, description="samplers that get the weights at the end")
     probe: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="token ids whose log-probabilities under the final weights the job reports at its end"
     )

@@ -41,12 +41,12 @@ class Report(Frozen):
     num_truncated: int
     num_too_long: int
     num_fully_masked: int
-    num_refused: int = Field(default=0, description="rows at which the chat template raises an error")
+    num_refused: int = Field(default=0, description="rows for which the chat template raises an error")
     lengths: tuple[LengthCount, ...]
     lost: tuple[LostRow, ...]
     num_control_tokens: int = Field(default=0, description="rows whose messages hold the text of a control token")
     warnings: tuple[Reason, ...] = ()
-    notices: tuple[Reason, ...] = added((), description="the warnings that a run on these rows shows too")
+    notices: tuple[Reason, ...] = added((), description="those warnings that a run on these rows also shows")
 
     @property
     def num_lost(self) -> int:

@@ -34,7 +34,7 @@ class Overlong(Frozen):
     """A penalty that grows over the last tokens before the limit of an answer (DAPO, arXiv:2503.14476, eq. 13)."""
 
     buffer_tokens: int = Field(ge=1, description="tokens before the limit over which the penalty grows")
-    penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="of an answer at the limit")
+    penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="penalty of an answer at the limit")
 
 
 class RLRun(TrainedRun):
@@ -266,7 +266,7 @@ class Source(Frozen):
 
     api: Literal["native", "page", "openai", "art", "tinker"] = "native"
     schedule: str | None = Field(default=None, description="the name of the schedule that started it")
-    trial: SweepTrial | None = Field(default=None, description="of the sweep that started it")
+    trial: SweepTrial | None = Field(default=None, description="its place in the sweep that started it")
     metadata: dict[MetadataKey, MetadataValue] = Field(default_factory=dict, max_length=MAX_METADATA)
     wandb: WandbRun | None = None
     request: dict[str, JsonValue] | None = Field(
@@ -280,7 +280,7 @@ class RunRecord(Frozen):
     schema_version: Literal[1] = 1
     run_id: RunId
     tenant: Tenant = FIRST_TENANT
-    owner: str | None = Field(default=None, description="the id of the API key that sent it")
+    owner: str | None = Field(default=None, description="id of the API key that submitted it")
     source: Source = Source()
     run: Run
     created_at: float

@@ -81,7 +81,7 @@ class RunStatus(Frozen):
     policy_version: int | None = Field(default=None, description="of an RL run: train steps that changed the policy")
     dataset_report: str | None = Field(default=None, description="URI of the tokenizing report")
     planned_tokens: int | None = Field(
-        default=None, description="of the examples of all steps, once they are packed; not of RL runs"
+        default=None, description="in the examples of all steps, once they are packed; not for RL runs"
     )
     problem: Problem | None = None
     skipped_steps: int = Field(default=0, description="of an RL run: train steps with nothing to learn from")

@@ -20,8 +20,8 @@ class RemovedRun(Frozen):
     removed_at: float
     created_at: float
     ended_at: float
-    gpu_seconds: float = Field(description="they count in the tenant's quota as if it were there")
-    stays_published: bool = Field(description="versions that it published stay, and need its record and one job")
+    gpu_seconds: float = Field(description="they still count for the tenant's quota")
+    stays_published: bool = Field(description="its published versions stay, and need its record and one job file")
 
 
 def delete_run(store: ObjectStore, removed: RemovedRun, until: float) -> list[ObjectInfo]:
