@@ -346,9 +346,6 @@ class Settings(BaseSettings):
     drain_notice: Path | None = Field(
         default=None, description="of a host: it shuts down as on SIGTERM when this file appears, such as a spot notice"
     )
-    warm_hosts: int = Field(
-        default=0, ge=0, description="how many GPU hosts and how many sampler hosts stay up without a lease"
-    )
     warm_hosts: int = Field(default=0, ge=0, description="GPU hosts, and sampler hosts, that are kept without a lease")
     launch: str | None = Field(
         default=None, description="for a host: the name under which it was started (service/launching.py)"
