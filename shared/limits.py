@@ -56,7 +56,7 @@ class ClientSettings(BaseModel):
 
 
 class RetentionSettings(BaseModel):
-    """Days after which a control host deletes data of ended runs; None: never. Published versions are kept.
+    """Days until a control host deletes data of ended runs; None: never. Published versions are kept.
 
     Days count from the end of the run, or of the last run that used the data.
     """

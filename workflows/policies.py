@@ -57,7 +57,7 @@ RECORD_RETRY = RetryPolicy(
 )
 # Small reads and writes of the store.
 RECORD_TIMEOUT = timedelta(minutes=2)
-# A lease may wait for a host for ever, and is held as long as a run takes.
+# A lease may wait for a host without limit, and is held until the run ends.
 LEASE_TIMEOUT = timedelta(days=365)
 WORKER_READY_TIMEOUT_S = 300.0
 # vLLM compiles a model, and starts three processes that each import it: minutes on a busy machine.
@@ -88,9 +88,9 @@ def sampler_ready_timeout_s(key: SamplerKey) -> float:
     return _VLLM_READY_TIMEOUT_S if key.sampler == "vllm" else WORKER_READY_TIMEOUT_S
 
 
-# A control host's activities are divided into pools by what they wait for; each pool has its own threads and queue.
-# Activities that are not listed work on tenants' data, which may take long, on the control queue itself. Those of
-# `records` wait only for the store, and no run can end without them: nothing else may ever queue before them.
+# A control host's activities are divided into pools, depending on what they wait for. Each pool has its own threads and
+# queue. Activities that are not listed work on tenants' data, which may take long, on the control queue itself. Those
+# of `records` wait only for the store, and no run can end without them: nothing else may ever queue before them.
 Pool = Literal["records", "publishing", "exports", "models", "steps", "looks", "sampling", "webhooks", "tracking"]
 _POOLS: dict[str, Pool] = {
     "record_result": "records",
@@ -155,7 +155,7 @@ def pool_queue(pool: Pool | None, control_queue: str) -> str:
 
 
 def service_queue(control_queue: str) -> str:
-    """The web service's own queue: it alone counts what a tenant uses."""
+    """The web service's own queue: only the service counts tenants' usage."""
     return f"{control_queue}-service"
 
 

@@ -208,7 +208,7 @@ class SessionWorkflow(ClientDrivenHandlers):
                 if is_final(error):
                     raise RunFailed(problem_of_error(error)) from error
                 lost_epoch = grant.fence.epoch
-                try:  # wait for the session's job to notice the loss, and lease anew
+                try:  # wait for the session's job to notice the loss, and take a new lease
                     is_known = partial(self._is_leased_after, lost_epoch)
                     await workflow.wait_condition(is_known, timeout=timedelta(seconds=_LOSS_IS_KNOWN_S))
                 except TimeoutError:
@@ -312,7 +312,7 @@ class SessionWorkflow(ClientDrivenHandlers):
     def _check_command(self, sent: CommandArrived) -> None:
         if sent.number in self._waiting or sent.number < self._next:
             return
-        # While the run is being paused, too: its end would drop the command.
+        # Also refused while the run is being paused, since its end would drop the command.
         is_over = self._is_closing or self._has_ended() or self._run.is_pausing
         if is_over or self._run.status.state != "running":
             raise ApplicationError("the session takes no more commands: it was closed, or has ended", type="Conflict")

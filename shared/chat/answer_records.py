@@ -2,7 +2,7 @@
 tokenizing an answer's text again may give other ids.
 
 Keys consist of the tenant, the hour of the answer (which its id contains), and the answer's id. An answer is also found
-by its content: its prompt's ids and its logprobs, which clients keep that lose the id.
+by its content, the prompt's ids and the logprobs, because some clients keep these but lose the id.
 """
 
 import hashlib

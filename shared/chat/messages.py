@@ -160,7 +160,7 @@ class ChatRequest(SamplerRequest):
 
     @property
     def forced_tools(self) -> list[dict[str, JsonValue]]:
-        """The tools of which the model must call one; empty if it may answer in text."""
+        """The model must call one of these tools; empty if it may answer in text."""
         return [] if self.tool_choice in (None, "none", "auto") else _forced(self.tools or [], self.tool_choice)
 
     @property

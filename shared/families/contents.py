@@ -109,7 +109,7 @@ def stacked(slices: Sequence[TensorSlice], found: Mapping[str, Stored]) -> dict[
 
 
 def unpacked(found: Mapping[str, Stored], carried: tuple[str, ...], place: str, is_fp8: bool) -> Mapping[str, Stored]:
-    """Return tensors in the form in which they are read: a quantized weight, stored as two, is one in bfloat16 (of
+    """Return tensors in the form that readers get: a quantized weight, stored as two, is one in bfloat16 (of
     [experts, inputs, outputs] for MXFP4).
 
     Tensors that we do not use do not change.

@@ -41,7 +41,7 @@ def _ungated(mlp: Mlp | Mixture | None, config: NemotronHConfig) -> Mlp | Mixtur
 def mamba_slices(mamba: Mamba2, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
     """Return the tensors of a Mamba-2 mixer. Each rank has some groups of heads.
 
-    PEFT refuses adapters beside this family's `out_proj`, as kernels that transformers uses do not call that module.
+    PEFT refuses adapters of this family's `out_proj`, since kernels that transformers uses do not call that module.
     """
     values, heads = mamba.num_values, mamba.num_heads
 

@@ -18,7 +18,7 @@ class _Event(Frozen):
 
 
 class Started(_Event):
-    """The worker has claimed the job. `first_step` is where it begins: 0, or the checkpoint's step.
+    """The worker has claimed the job. `first_step`: the step that it starts from, 0 or the checkpoint's.
 
     `code`: a hash of the code that it runs (shared/provenance.py); None from workers that did not report it.
     `seconds`: durations of the phases before this, in order.

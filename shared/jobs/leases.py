@@ -95,9 +95,9 @@ class GangLeader(Frozen):
 class LeaseGrant(Frozen):
     """Signal to the workflow: the worker is up, and jobs for it go to the host's own queue.
 
-    `joined`: the worker already trained other runs. A sampler also has `weights_socket`, a path to which trainers on
-    its machine send weights, and `weights_address`, `host:port` for trainers on other machines. `host_socket` and
-    `host_address`: where the web service reaches the sampler's host; the latter uses mutual TLS.
+    `joined`: the worker already trained other runs. A sampler also has addresses for weights: `weights_socket`, a
+    path for trainers on its machine, and `weights_address`, `host:port` for trainers on other machines. `host_socket`
+    and `host_address`: the addresses of the sampler's host for the web service; the latter uses mutual TLS.
     """
 
     fence: Fence

@@ -47,8 +47,8 @@ def sort_key(row: NDArray[np.integer]) -> bytes:
 def nodes_of(shared_S: list[int], length_S: list[int]) -> list[Node]:
     """Return the nodes of sorted sequences, depth first.
 
-    Sequences with a common prefix are neighbours in that order, and the prefix is as long as the least that any two
-    neighbours among them share. `shared_S`: the number of tokens that each shares with the one before.
+    Sequences with a common prefix are neighbours in that order. The prefix's length is the minimum over neighbours of
+    the tokens that they share. `shared_S`: the number of tokens that each shares with the one before.
     """
     nodes: list[Node] = []
     waiting = [(first, last, -1) for first, last in _branches(0, len(length_S), 0, shared_S, length_S)]

@@ -102,8 +102,8 @@ class SyncTarget(Frozen):
 
 
 class SyncAccess(Frozen):
-    """A file next to a job's log, from the trainer's host to its worker alone: the run's secret, in hexadecimal, and
-    the file that traces are appended to.
+    """A file next to a job's log that the trainer's host writes for its worker only: the run's secret, in hexadecimal,
+    and the file that traces are appended to.
 
     `target`: where weights are sent if the plan names no target: the sampler that answers users' questions. The host
     rewrites the file when that changes.
@@ -145,5 +145,5 @@ class SyncOutcome(Frozen):
 
 
 def secret_of_run(key: bytes, run_id: str) -> bytes:
-    """Return the secret with which a run's trainer authenticates to a sampler that knows `key`."""
+    """Return the secret that a run's trainer uses to authenticate to a sampler that knows `key`."""
     return hmac.digest(key, b"run " + run_id.encode(), "sha256")

@@ -62,7 +62,7 @@ _READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mistral3": ("language_model.model", ("vision_tower.", "multi_modal_projector.")),
 }
 _WITHIN = {"mistral3": "mistral"}  # the family of the decoder, if its name differs from the whole model's
-_TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
+_TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of decoders on their own
 _PREDICT_MORE = ("qwen3_5", "qwen3_5_moe", "nemotron_h")  # their files may hold layers of multi-token prediction
 
 

@@ -15,7 +15,7 @@ OUTPUT = "lm_head"
 
 @dataclass(frozen=True)
 class LoraSize:
-    """The adapter beside one module: y += B A x * scale with A of [rank, inputs]."""
+    """The adapter of one module: y += B A x * scale with A of [rank, inputs]."""
 
     rank: int
     scale: float
@@ -100,7 +100,7 @@ def beside(lora: Lora, modules: Mapping[str, bool], is_new: bool = False) -> Lor
         InvalidInput: the model has no such modules, or lacks a layer or a match of a pattern; or a pattern matches a
             module that cannot be adapted; or PEFT would leave something out.
     """
-    modules = {**{name: takes and UNREAD not in name for name, takes in modules.items()}, OUTPUT: True}  # tied, too
+    modules = {**{name: takes and UNREAD not in name for name, takes in modules.items()}, OUTPUT: True}  # also if tied
     linears = {_last(name) for name, takes_adapter in modules.items() if takes_adapter}
     if EMBEDDING in lora.targets and EMBEDDING not in linears:
         raise InvalidInput(f"this model's embeddings are not called {EMBEDDING}, and take no adapter", "targets")

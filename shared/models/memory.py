@@ -73,7 +73,7 @@ def _largest_stage(tensors: Shapes, shape: ModelShape, layout: Layout) -> int:
         size = -(-math.prod(dims) // _ways(name, dims, layout))
         if match := _LAYER.search(name):
             stages[int(match[1]) * layout.pp // shape.num_layers] += size
-        elif "embed" in name:  # of each layer, too
+        elif "embed" in name:  # also embeddings per layer
             stages[0] += size
             stages[-1] += size if is_tied and layout.pp > 1 else 0
         else:

@@ -1,6 +1,6 @@
 """Merge a LoRA adapter into its base model: safetensors in, safetensors out, a few megabytes at a time.
 
-W' = W + alpha / rank * B A (Hu et al. 2021, arXiv:2106.09685), its rows scaled to DoRA's norms where there are any,
+W' = W + alpha / rank * B A (Hu et al. 2021, arXiv:2106.09685), with rows scaled to DoRA's norms if there are any. It is
 computed in float32 and rounded once to W's own type.
 Memory holds the adapter and a block of rows of the base model.
 """

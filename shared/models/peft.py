@@ -76,14 +76,14 @@ def module_of(tensor: str) -> str:
 
 
 def factor_of(tensor: str, side: Literal["A", "B"]) -> str:
-    """Return PEFT's name of a factor beside a model's tensor. Beside embeddings A is of [rank, tokens]."""
+    """Return PEFT's name of the factor for a model's tensor. For embeddings, A has the shape [rank, tokens]."""
     module = module_of(tensor)
     is_linear = module.rpartition(".")[2] != EMBEDDING
     return f"{PREFIX}{module}.lora_" + (f"{side}.weight" if is_linear else f"embedding_{side}")
 
 
 def norms_of(tensor: str) -> str:
-    """Return PEFT's name of the norms that DoRA trains beside a model's tensor."""
+    """Return PEFT's name of the norms that DoRA trains for a model's tensor."""
     return PREFIX + module_of(tensor) + NORMS
 
 
@@ -248,7 +248,7 @@ def _untold(lora: Mapping[str, Any], names: str | tuple[str, ...], parameters: o
 
 
 def write_config(folder: Path, lora: Lora, tensors: Iterable[str]) -> None:
-    """Write `adapter_config.json` beside these tensors."""
+    """Write `adapter_config.json` for an adapter with these tensors."""
     adapted = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}
     config = config_of(lora) | {"lora_dropout": lora.dropout} | _told(lora, adapted)
     if any(".language_model." in name for name in adapted):
@@ -298,7 +298,7 @@ def read_config(folder: Path, expected: Lora | None = None, may_have_head: bool 
 
 
 def content_sha256(lora: Lora, weights_sha256: Sha256) -> Sha256:
-    """Identify an adapter by its function: a hash of its configuration and of its weights' file's hash."""
+    """Identify an adapter's content: a hash of its configuration and of the hash of its weights' file."""
     return hashlib.sha256(f"{json.dumps(config_of(lora))} {weights_sha256}".encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Decides if an installation accepts a run: whether its hosts can start it, and with which precision."""
+"""Decides if an installation accepts a run, and chooses its precision."""
 
 from longshore.losses import Distillation
 from longshore.training import DtypeChoice, Lora
@@ -36,7 +36,7 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
             raise InvalidInput(_ITSELF, f"{below}loss.distillation.teacher")
         case RLRun(initial_adapter=None, advantages="none", loss=loss) if (
             reference_uri(loss) is None
-        ):  # by its kl alone
+        ):  # it learns only by its kl
             raise InvalidInput(_ITSELF, f"{below}loss.{loss.kind}.kl.reference")
         case SFTRun() | DPORun() | DistillRun() | RewardRun() if run.batch_size is not None:
             examples = run.batch_size

@@ -54,7 +54,7 @@ class SessionResults:
             self._ledger.forget_result(self._run_id, old, size)
 
     def delete_scores(self) -> None:
-        """Delete the scores of all results. The results themselves stay, as they say which commands were done."""
+        """Delete the scores of all results. The results themselves stay, since they record which commands were done."""
         for info in self._store.list(self._keys.command_result()):
             if info.size > _SMALL_BYTES:
                 self._delete_scores(info.key)

@@ -17,7 +17,7 @@ PAIR_FORMATS = ("preference", "openai_preference")
 
 
 class DatasetSource(Frozen):
-    """A dataset's URI and format. `auto` recognises the format by its first rows, and refuses a tie."""
+    """A dataset's URI and format. `auto` detects the format from the first rows, and refuses ambiguous ones."""
 
     uri: str = Field(min_length=1, max_length=2048)
     format: Format = Field(default="auto", description="the format of rows; auto: detected from the first rows")

@@ -163,7 +163,7 @@ class Policy(Frozen):
 class RewardModel(Frozen):
     """A reward model that grades, as found at the run's beginning: its adapter, and the adapter's base model.
 
-    `scorer`: its name in the graders. `is_beside`: it runs on a sampler of its own, not on the policy's.
+    `scorer`: its name in the graders. `is_beside`: it runs on its own sampler, not on the policy's.
     """
 
     scorer: str

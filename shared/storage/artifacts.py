@@ -73,7 +73,7 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_object(store: ObjectStore, key: str, size: int) -> str:
-    """Hash an object where it lies, a piece at a time."""
+    """Hash an object in the store, one piece at a time."""
     digest = hashlib.sha256()
     for start in range(0, size, _CHUNK_BYTES):
         digest.update(store.read_range(key, start, min(_CHUNK_BYTES, size - start)))
@@ -201,7 +201,7 @@ def stage(
 ) -> Path:
     """An artifact as a local folder, every file's hash checked.
 
-    Files that are on this machine are used where they lie; others are copied into `cache`, under the artifact's hash.
+    Files on this machine are used in place; others are copied into `cache`, under the artifact's hash.
     Files that were checked once on this machine are not read again while their size and times stay the same.
 
     Args:
@@ -253,7 +253,7 @@ def staged(artifact: Artifact, cache: Path, check: Callable[[], None] = go_on) -
 def _place(
     artifact: Artifact, manifest: Manifest, cache: Path, s3: S3Settings, only: tuple[str, ...] = ()
 ) -> tuple[ObjectStore, Path]:
-    """Return the store of an artifact's files, and the folder where they are, or are to be, on this machine."""
+    """Return the store of an artifact's files, and their folder on this machine, which may not exist yet."""
     store = open_store(manifest.root or artifact.uri, s3)
     if isinstance(store, LocalStore):
         return store, store.root
@@ -261,7 +261,7 @@ def _place(
 
 
 def _manifests(cache: Path) -> Path:
-    """The folder in which `stage` keeps the manifests of downloaded artifacts, for `staged`."""
+    """The folder of downloaded artifacts' manifests, written by `stage` and read by `staged`."""
     return cache / "manifests"
 
 

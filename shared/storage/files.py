@@ -1,4 +1,4 @@
-"""Files on a host's disk: written whole or not at all, or for their owner alone; and sockets for theirs."""
+"""Files on a host's disk that are written atomically, or that only their owner can read; and sockets like these."""
 
 import errno
 import logging

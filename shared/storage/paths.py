@@ -1,4 +1,5 @@
-"""The keys of the store (with uses.py), and the folders that a host and its worker share. Nobody else joins them."""
+"""The keys of the store (with uses.py), and the folders that a host and its worker share. Only this module joins them.
+"""
 
 import hashlib
 import json
@@ -95,7 +96,7 @@ class RunKeys:
         return f"{self.logs}/{job_id}/{fence.label}/log.jsonl"
 
     def log_part(self, job_id: str, fence: Fence, first_seq: int) -> str:
-        """A piece of the log, carried while the job runs; `first_seq` is its first event's."""
+        """A piece of the log, uploaded while the job runs; `first_seq`: the `seq` of its first event."""
         return f"{self.logs}/{job_id}/{fence.label}/parts/{first_seq:010d}.jsonl"
 
     def job(self, job_id: str, fence: Fence) -> str:
@@ -146,7 +147,7 @@ def upload(tenant: str, sha256: str, name: str) -> str:
     return f"{tenant_folder(tenant)}/uploads/{sha256}/{name}"
 
 
-# Records of the database's rows: small JSON objects, from which the database can be rebuilt.
+# Records of the database's rows: small JSON objects that allow the database to be rebuilt.
 
 
 def tenant_record(tenant: str = "") -> str:
@@ -328,7 +329,7 @@ def checkpoint_adapter(tenant: str, run_id: str, sha256: str) -> str:
 
 
 def is_published(tenant: str, key: str) -> bool:
-    """Return True for a key of `published_version`: a run of this tenant publishes there, and nobody uploads."""
+    """Return True for a key of `published_version`: only runs of this tenant write there, and no uploads."""
     pattern = rf"{re.escape(tenant_folder(tenant))}/(adapters|models)/[a-z0-9][a-z0-9._-]{{0,62}}/v[0-9]{{6,}}"
     return re.fullmatch(pattern, key) is not None
 

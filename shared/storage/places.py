@@ -1,4 +1,4 @@
-"""The rule for which files a tenant may read, applied to every path, URI, link and manifest.
+"""The rule on the files that a tenant may read, applied to every path, URI, link and manifest.
 
 In the installation's store a tenant may read `tenants/<tenant>/` only. On this machine it may read files below
 `download.file_roots`; within the installation's root only below a file root that itself lies in that root, and never in
@@ -49,7 +49,7 @@ class OpenPlaces:
         Raises InvalidInput: it leads to files of the installation or of another tenant, whether they exist or not.
         """
         if text[:5].lower() == "s3://":
-            with suppress(ValueError):  # its field says what is wrong with it
+            with suppress(ValueError):  # validation of its field reports the error
                 parts = urlsplit(text)
                 _check_object_name(parts.netloc, unquote(parts.path).lstrip("/"), place)
         key = self._key_of(text)
@@ -111,7 +111,7 @@ class OpenPlaces:
                 return None
             store, key = open_uri(text, self._s3)
         except (InvalidInput, ValueError):
-            return None  # its field says what is wrong with it
+            return None  # validation of its field reports the error
         if isinstance(store, S3Store):
             return self._object_key(store, key)
         return self._real_key(Path("/") / key, with_parents=True)

@@ -33,7 +33,7 @@ def delete_run(store: ObjectStore, removed: RemovedRun, until: float) -> list[Ob
     store.delete(paths.run_index(removed.run_id))
     references = list(store.list(paths.checkpoint_adapter(removed.tenant, removed.run_id, "")))
     own = paths.brought(removed.tenant, removed.run_id)
-    for info in [*store.list(own), *marks_of(store, keys.prefix)]:  # first, as nobody would find them later
+    for info in [*store.list(own), *marks_of(store, keys.prefix)]:  # first, since they could not be found later
         if not (removed.stays_published and info.key.startswith(f"{own}record/")):
             store.delete(info.key)
     return list(delete_objects(store, (*references, *(info for info in found if info.key not in stay)), until))

@@ -350,7 +350,7 @@ class S3Store:
 
 
 def _tag(told: Mapping[str, Any]) -> str | None:
-    return (told.get("ETag") or "").strip('"') or None  # some servers quote it in one answer alone
+    return (told.get("ETag") or "").strip('"') or None  # some servers quote it only in some answers
 
 
 def _refused(place: str, code: str) -> NotFound | StoreUnavailable:

@@ -66,7 +66,7 @@ def claim(unit: str) -> str:
 
 
 def removed_run(run_id: str = "") -> str:
-    """The record of a run that was removed, for as long as its GPU seconds count in its tenant's quota."""
+    """The record of a removed run. It is kept while the run's GPU seconds count in its tenant's quota."""
     return f"records/removed/{run_id}"
 
 

@@ -26,7 +26,7 @@ from shared.serving import SamplerPlace
 from shared.storage.paths import content_key
 from workflows import policies as limits
 
-_EVALUATION = 0  # the number of a step where held-out prompts are sampled
+_EVALUATION = 0  # the step number of evaluations, which sample held-out prompts
 # Sequences that a sampler computes at a time. Samples depend on this number, so it must not vary between hosts.
 _MOST_SLOTS = 64
 _ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}

@@ -29,7 +29,7 @@ async def find_rewards(start: RLStart, policy: ResolvedModel) -> tuple[RewardMod
     """
     found: dict[str, RewardModel] = {}
     rollouts = rollouts_of(start.run)
-    keeps_base = start.run.trainable.kind == "lora" and rollouts.sampler == "own"  # a sampler that can score, too
+    keeps_base = start.run.trainable.kind == "lora" and rollouts.sampler == "own"  # this sampler can also score
     for place, grader in reward_graders(rollouts.grader).items():
         base = policy
         if grader.base is not None:

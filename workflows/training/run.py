@@ -182,7 +182,7 @@ class ActiveRun:
     def _note(self) -> None:
         """Put the status into the workflow's memo, if its state, phase or lease changed, and the phase on the timeline.
 
-        A listing of workflows shows their memos, so that nobody has to query each of them.
+        A listing of workflows includes their memos, which saves a query to each workflow.
         """
         status = self.current()
         now = (status.state, status.phase, status.epoch)
@@ -241,7 +241,7 @@ class RunHandlers:
 
 
 class ClientDrivenHandlers(RunHandlers):
-    """The handlers of a workflow whose client sends work at any time, and that may hold an idle worker meanwhile."""
+    """The handlers of a workflow whose client sends work at any time, and that may hold an idle worker in between."""
 
     _wanted_epoch: int | None = None  # the lease whose worker another run waits for
 

@@ -34,7 +34,7 @@ class StepEta:
     """Estimates when a run's last step ends, from the times at which the steps of one lease ended.
 
     Measured from the end of the first step that a lease's worker did, so that waiting, a worker's start and warming up
-    do not count; measured anew with another lease, which may repeat steps. Holds the first and the last step of one
+    do not count; each lease is measured separately, since it may repeat steps. Holds the first and the last step of one
     lease: their numbers, and their ends in seconds since 1970 without the seconds of evaluations before them.
     """
 
@@ -153,7 +153,7 @@ class Training:
         self.leasing.note_held(news.held_s)
 
     async def do(self, plan: AnyPlan) -> JobResult:
-        """Do a job to its end. When a worker is lost, another is leased, as long as new checkpoints are made.
+        """Do a job to its end. When a worker is lost, another is leased, provided that new checkpoints are made.
 
         Raises:
             RunFailed: the job cannot be done, or too many workers in a row were lost without a new checkpoint.
