@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from longshore.fields import Frozen, added
+from longshore.fields import Frozen
 from longshore.training import SessionRun
 from shared.errors import NotFound
 from shared.limits import QuotaSettings
@@ -31,7 +31,7 @@ class RunTiming(Frozen):
     heartbeat_timeout_s: float = Field(default=10.0, gt=0)
     host_pickup_timeout_s: float = Field(default=15.0, gt=0, description="until a leased host must take its job")
     cancel_grace_s: float = Field(default=60.0, gt=0, description="from a cancel to the kill of the process group")
-    gather_patience_s: float = added(600.0, gt=0, description="until as many hosts are free as a worker needs")
+    gather_patience_s: float = Field(default=600.0, gt=0, description="until as many hosts are free as a worker needs")
     max_losses: int = Field(default=5, ge=1, description="workers lost in a row without a new checkpoint")
 
 

@@ -99,17 +99,6 @@ def test_a_unit_is_a_datum() -> None:
     assert columns(kept, 1)["hidden_index_N"] == [0, 1]
 
 
-@pytest.mark.parametrize("asked", COMMANDS)
-def test_commands_of_the_release_before_are_read(asked: Command) -> None:
-    """Their data is in their JSON: in the store of a session that was begun then, and in archives."""
-    (one, of_one), (other, of_other) = read_command(asked.model_dump_json().encode()), read_command(stored_form(asked))
-    assert one == other and (of_one is None) == (of_other is None)
-    if of_one is not None and of_other is not None:
-        assert of_one.columns.keys() == of_other.columns.keys()
-        for name, values in of_one.columns.items():
-            np.testing.assert_array_equal(values, of_other.columns[name], err_msg=name)
-
-
 def test_wrong_tokens_are_named() -> None:
     data = units(stored_form(Forward(data=(PLAIN, LABELLED))))
     check_data(data, vocab_size=10, max_tokens=4)
