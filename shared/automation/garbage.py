@@ -31,9 +31,6 @@ class GarbageReport(Frozen):
     num_going_on: int
     freed: tuple[Freed, ...] = ()
     num_withdrawn: int = Field(default=0, description="units that a run was found to use at the second look")
-    held_back_by: str | None = Field(
-        default=None, description="a run that began before runs marked what they use: until its end nothing shared goes"
-    )
     measured: dict[str, dict[str, int]] = Field(
         default_factory=dict, description="bytes of each tenant that its quota counts by this measure, by kind"
     )
