@@ -47,7 +47,7 @@ class ModelShape(Frozen):
         split_too: what else of a layer tensor parallelism splits, by what it is called: of recurrent layers.
         has_stacked_experts: they are stored together, and no adapter is beside them.
         needs_one_stage: layers take keys and values of others, or embeddings of their own.
-        routes: None beside experts: the shape was read before they were known.
+        routes: None without experts.
         max_positions: of a sequence: rope scaling changes longer ones with their length.
         sizes: of all linears of layers that an adapter can be beside. Empty: of no family of ours, and not known.
     """
