@@ -82,9 +82,7 @@ class CommandHead(Frozen):
 
 
 _Plain = StoredAsSent | LoadStored | Skip | Gap
-Command = Annotated[Forward | ForwardBackward | _Plain, Field(discriminator="kind")]
-"""With its data in JSON: as a client sends it."""
-command: TypeAdapter[Command] = TypeAdapter(Command)
+Command = Forward | ForwardBackward | _Plain
 StoredCommand = Annotated[ForwardOptions | ForwardBackwardOptions | _Plain, Field(discriminator="kind")]
 """What a command's file says beside its arrays."""
 _stored: TypeAdapter[StoredCommand] = TypeAdapter(StoredCommand)

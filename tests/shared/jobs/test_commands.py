@@ -6,13 +6,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from safetensors.numpy import load, save
 
 from longshore.client import Session
-from longshore.commands import EFFECTS, Datum, Forward, ForwardBackward, OptimStep, SaveState
+from longshore.commands import EFFECTS, Asked, Datum, Forward, ForwardBackward, OptimStep, SaveState
 from longshore.losses import PPO
 from shared.errors import CorruptArtifact, InvalidInput
+from shared.field_rules import first_error
 from shared.jobs.commands import (
     Command,
     CommandHead,
@@ -59,6 +60,43 @@ def test_a_file_says_all_that_was_sent(asked: Command) -> None:
     assert stored_form(asked) == data, "whoever repeats it sends the same bytes"
     if not found:
         assert json.loads(data) == asked.model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    ("bad", "place", "rule"),
+    [
+        ({"kind": "forward_backward", "data": [{"tokens": [1]}]}, "data.0.tokens", "at least 2"),
+        ({"kind": "forward_backward", "data": [{"tokens": [1, 2], "weights": [1, 1]}]}, "data.0", "weights has 2"),
+        ({"kind": "forward_backward", "data": [{"tokens": [1, 2], "weights": ["NaN"]}]}, "weights", "finite"),
+        ({"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3], [4]]}]}, "data.0", "labels has 2"),
+        (
+            {"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3, 4]], "label_weights": [[1]]}]},
+            "data.0",
+            "one number for each label",
+        ),
+        (
+            {"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3]], "weights": [1]}]},
+            "data.0",
+            "label_weights alone",
+        ),
+        (
+            {"kind": "forward", "share_prefixes": True, "data": [{"tokens": [1, 2], "labels": [[3]]}]},
+            "share_prefixes",
+            "not computed as trees",
+        ),
+        ({"kind": "forward", "data": [{"tokens": [1] * 5000}], "top_k": 128}, "top_k", "1,000,000 at most"),
+        (
+            {"kind": "forward_backward", "data": [{"tokens": [1, 2]}], "loss": {"kind": "ppo"}},
+            "data[0].advantages",
+            "needs it",
+        ),
+    ],
+)
+def test_a_command_that_cannot_be_is_refused_where_it_arrives(bad: dict[str, object], place: str, rule: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter[object](Asked).validate_json(json.dumps(bad))
+    found, words = first_error(caught.value)
+    assert place in f"{found} {words}" and rule in words
 
 
 def test_what_is_no_command_has_no_head() -> None:
