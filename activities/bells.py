@@ -1,8 +1,8 @@
-"""News of sessions' commands on a host, so that nobody has to ask the store again and again.
+"""Notifications of sessions' commands and results on a host, instead of polling the store.
 
-The web service rings when a command is in the store; the host tells how far results are in the store. Small commands
-and results come along, so that nobody need read them there. Any of this may be missed: both sides look by themselves
-every few seconds, too.
+The web service notifies the host of a command in the store; the host announces which results are in the store. Small
+commands and results are sent along, so that nobody needs to read them there. Notifications may be lost: both sides also
+look into the store every few seconds.
 """
 
 import threading
@@ -13,12 +13,12 @@ from shared.runs.sessions import MOST_TOLD_BYTES
 
 _MOST_HELD = 64
 Tell = Callable[[int | None, bytes | None], object]
-"""Is given the number of the next command without a result; None when nobody attends to the session here any more. Then
-the result before that number, if it is small and new."""
+"""Takes the number of the next command without a result, or None when this host no longer serves the session; and the
+result before that number, if it is small and new."""
 
 
 class Attended:
-    """A session whose commands this host passes on. `rung`: is set when there may be something new in the store."""
+    """A session whose commands this host gives to a worker. `rung`: set when the store may have something new."""
 
     def __init__(self, next: int) -> None:
         self.rung = threading.Event()
@@ -39,7 +39,7 @@ class Attended:
             return self._commands.pop(number, None)
 
     def stored(self, next: int, result: bytes) -> None:
-        """Tell that all commands before `next` have their results in the store, the last of which is `result`."""
+        """Announce that the store has the results of all commands before `next`; `result` is the last of them."""
         with self._lock:
             self._next, listeners = next, list(self._listeners)
             self._commands = {number: each for number, each in self._commands.items() if number >= next}
@@ -47,7 +47,7 @@ class Attended:
             tell(next, result if len(result) <= MOST_TOLD_BYTES else None)
 
     def listen(self, tell: Tell) -> Callable[[], None]:
-        """Have `tell` called now and at each news. Returns what ends that."""
+        """Call `tell` now and on each notification. Returns a function that ends this."""
         with self._lock:
             self._listeners.append(tell)
             tell(self._next, None)

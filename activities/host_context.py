@@ -37,7 +37,7 @@ Arguments = TypeVarTuple("Arguments")
 
 @dataclass(frozen=True, eq=False)
 class HostContext:
-    """What activities get from their host: settings, store and folders. Safe to share between threads."""
+    """An activity's view of its host: settings, store and folders. Safe to share between threads."""
 
     settings: Settings
 
@@ -62,7 +62,7 @@ class HostContext:
     ) -> AnswerT:
         """The result of one of our functions on a stranger's data, called in a child process under limits.
 
-        `answer`: answers what the function asks, which has no credentials of the store.
+        `answer`: answers questions of the function, which has no credentials of the store.
         """
         return confined.call(self.settings.confined, function, *arguments, kind=kind, answer=answer)
 
@@ -97,12 +97,12 @@ class HostContext:
         return upload_files(self.store, key, folder, manifest_of(folder))
 
     def made_once(self, key: str, purpose: str, make: Callable[[Path], object], anew: bool = False) -> Artifact:
-        """The artifact under a key, made in a scratch folder where the store has none. It stays while its run goes on.
+        """The artifact under a key, made in a scratch folder if the store has none. It is kept until its run ends.
 
         Args:
             key: derived from everything that `make` depends on.
-            make: fills the folder that it is given. What it raises is raised, and nothing is kept.
-            anew: make it whatever the store has there.
+            make: fills the folder that it is given. If it raises, nothing is kept and the error is raised.
+            anew: make it even if the store has it.
         """
         self.use(key)
         if not anew and (done := find_artifact(self.store, key)):
@@ -116,7 +116,7 @@ class HostContext:
 class Parts:
     """Finished parts of an activity's result, by number. They are kept in the store until the whole result is there.
 
-    After a kill only the parts that were under way are done again. `key_of`: the store key of a part, by its number.
+    After a kill only unfinished parts are redone. `key_of`: the store key of a part, by its number.
     """
 
     store: ObjectStore
@@ -206,6 +206,6 @@ def beating(detail: Callable[[], object] = lambda: None) -> Iterator[None]:
 
 
 def host_is_leaving() -> bool:
-    """True when this host shuts down, so that the work has to go on elsewhere."""
+    """True when this host shuts down, so that another host must continue the work."""
     details = activity.cancellation_details()
     return activity.is_worker_shutdown() or (details is not None and details.worker_shutdown)

@@ -1,4 +1,4 @@
-"""A look at a model's folder, for people: what would be computed, what each layout wants, what is refused.
+"""Human-readable inspection of a model's folder: computed parts, memory of each layout, and refusals.
 
 It trains nothing, and needs no host, worker or store.
 """
@@ -44,11 +44,11 @@ _PROBES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
 
 
 class ModelLook(Frozen):
-    """What was found out about a model's folder.
+    """The findings about a model's folder.
 
-    `targets`: how many linears of each name an adapter can be beside. `conversations`: for what rows may hold, None, or
-    why the chat template refuses it. `unlike_prompts`: those of them whose answers are trained behind another text than
-    the prompt which asks for them. `problems`: why a run would be refused, each with its file and rule.
+    `targets`: the number of linears of each name that an adapter can target. `conversations`: for each kind of row,
+    None, or why the chat template refuses it. `unlike_prompts`: the kinds of rows whose answers are trained after
+    another text than the prompt that asks for them. `problems`: why a run would be refused, each with file and rule.
     """
 
     folder: str
@@ -107,7 +107,7 @@ def _noted(problems: list[str]) -> Iterator[None]:
 
 
 def _chats(tokenizer: ModelTokenizer) -> dict[str, Any]:
-    """Try what the chat template shows."""
+    """Try the chat template on each kind of row."""
     assert tokenizer.template is not None
     refused, unlike = dict[str, str | None](), list[str]()
     with TemplateProcess(tokenizer.template, tokenizer.place) as process:

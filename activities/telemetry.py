@@ -79,9 +79,9 @@ def proof_counted() -> Iterator[None]:
 class JobSeen:
     """Counts a job's events, and makes spans of them below the span of the current activity.
 
-    Each span begins where the one before ended. After `MAX_SPANS` of them the job goes on in a trace of its own, whose
-    `job` span links to the one before: collectors cut, or refuse, traces without bound. `begun_at`: when the job was
-    written, in seconds since 1970.
+    Each span begins when the one before ended. After `MAX_SPANS` of them the job continues in a new trace, whose `job`
+    span links to the previous one: collectors cut or refuse unbounded traces. `begun_at`: when the job was written, in
+    seconds since 1970.
     """
 
     def __init__(self, plan: AnyPlan, fence: Fence, begun_at: float) -> None:
@@ -119,14 +119,14 @@ class JobSeen:
                 self._span(_SPANS[type(event)], event)
 
     def end(self) -> None:
-        """End the job's span, where its last event was."""
+        """End the job's span at the time of its last event."""
         JOBS.labels(self._outcome).inc()
         if self._outcome in ("failed", "lost"):
             self._job.set_status(trace.StatusCode.ERROR, self._outcome)
         self._job.end(_ns(self._until))
 
     def _loaded(self, event: Started) -> None:
-        """Make the span of all that came before the first step, and spans of its phases, the last of which ends it."""
+        """Make the span of everything before the first step, and spans of its phases; the last phase ends with it."""
         load = self._tracer.start_span("load", self._inside, start_time=_ns(self._until))
         inside, at = trace.set_span_in_context(load), event.time - sum(event.seconds.values())
         for phase, seconds in event.seconds.items():
@@ -148,19 +148,19 @@ class JobSeen:
 
 
 class HostStart:
-    """What this host did before it could take its first lease. Where it was started while that lease waited, the
-    lease's trace has it as spans.
+    """What this host did before it could take its first lease. If it was started while that lease waited, the lease's
+    trace shows this as spans.
     """
 
     def __init__(self) -> None:
         self._reached: list[tuple[str, float]] = []
 
     def begin(self) -> None:
-        """Note that the host's program has imported what it needs."""
+        """Note that the host's program has finished its imports."""
         self._reached = [("", psutil.Process().create_time()), ("host: imports", time.time())]
 
     def reached(self, phase: str) -> None:
-        """Note that a phase has ended, unless the start was told already, or is not a program's."""
+        """Note that a phase has ended, unless the spans were made already, or `begin` was never called."""
         if self._reached:
             self._reached.append((phase, time.time()))
 
@@ -178,7 +178,7 @@ HOST_START = HostStart()
 
 
 def phase(name: str) -> AbstractContextManager[object]:
-    """Hold a span of this host's in a `with` block."""
+    """Record a span of this host around a `with` block."""
     return trace.get_tracer("longshore.host").start_as_current_span(name)
 
 

@@ -20,6 +20,7 @@ from megatron_worker.process.watchdog import start_watchdog
 from shared.errors import InvalidInput
 from shared.jobs.job import Job
 from shared.log_lines import escape_output
+from shared.programs import leave
 from shared.settings import Settings
 from shared.storage.paths import HostPaths, WorkerPaths
 
@@ -91,4 +92,4 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     escape_output()
-    sys.exit(main())
+    leave(main())

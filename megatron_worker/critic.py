@@ -1,7 +1,8 @@
-"""The critic of a job: a slot beside the policy's whose head of a scalar says what rewards are to come.
+"""The critic of a job: a second slot, whose scalar head estimates the rewards to come.
 
-It scores the job's data by its weights at the job's beginning, from which advantages are made; every step then updates
-the policy by them, and the critic by the returns. Of both optimizers only one is on the device at a time.
+It scores the job's data with its weights at the job's beginning, and advantages are made from these values. Every step
+then updates the policy by the advantages, and the critic by the returns. Only one of the two optimizers is on the
+device at a time.
 
 Shape suffixes: N targets of all units, M moves of them (gae.py).
 """
@@ -33,14 +34,14 @@ from shared.errors import CorruptArtifact
 from shared.jobs.job import JobCritic
 
 _SCALE = "scale.json"
-_KEEPS = 0.9  # of what earlier jobs said of the returns
+_KEEPS = 0.9  # the weight of earlier jobs in the running means
 _LEAST = 1e-4  # a scale is not below
 
 
 class Scale(Frozen):
-    """The mean and spread of returns: running means over jobs, each of which counts as much as `weight` of all.
+    """The mean and spread of returns: running means over jobs. `weight`: the weights of the jobs so far, added up.
 
-    With van Hasselt et al. 2016 (arXiv:1602.07714, section 2.1), without its correction of the head's weights.
+    As in van Hasselt et al. 2016 (arXiv:1602.07714, section 2.1), without its correction of the head's weights.
     """
 
     weight: float = 0.0
@@ -63,11 +64,11 @@ class Scale(Frozen):
 
 @dataclass
 class CriticSlot:
-    """See the module's docstring. `policy`: the slot that it sits beside.
+    """See the module's docstring. `policy`: the slot whose critic this is.
 
     Attributes:
-        scale: the unit of its values; what a fresh one says, which changes none, where `value_scale` is none.
-        facts: metrics of what was estimated at the job's beginning.
+        scale: the unit of its values; if `value_scale` is none, a fresh scale, which changes no value.
+        facts: metrics of the estimates at the job's beginning.
     """
 
     plan: JobCritic
@@ -88,7 +89,7 @@ class CriticSlot:
         self.dispatcher.engine.place("host", slots=[self.slot])
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote into a checkpoint's folder. Raises CorruptArtifact where it has no critic."""
+        """Resume from what `save` wrote into a checkpoint's folder. Raises CorruptArtifact if it has no critic."""
         if not (folder / "critic" / _SCALE).exists():
             raise CorruptArtifact("the checkpoint has no critic, and the job trains one", str(folder))
         with self._in_place_of_the_policy():
@@ -143,7 +144,7 @@ class CriticSlot:
         return ((value_N - self.scale.mean) / self.scale.spread).astype(np.float32)
 
     def _rewards(self, data: PackedBatches, loss: PolicyLoss) -> NDArray[np.float64]:
-        """Return the rewards of targets, less the KL penalty of those that are trained where it is part of them."""
+        """Return the rewards of targets, less the KL penalty of trained targets, if it is part of the reward."""
         reward_N = data.column("advantage_N").astype(np.float64)
         if loss.kl is None or loss.kl.placement == "loss":
             return reward_N

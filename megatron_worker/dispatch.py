@@ -95,8 +95,8 @@ class Dispatcher:
     def slot_bytes(self, trainable: Lora | Full, frozen: Path | None) -> tuple[int, int, int]:
         """Count the bytes of a slot on this rank's device, without making it: weights, gradients, optimizer state.
 
-        `frozen`: a PEFT folder whose adapter is computed with beside it: its weights count, too. Raises InvalidInput
-        where it has none.
+        `frozen`: a PEFT folder of an adapter that the loss uses, too: its weights also count. Raises InvalidInput if
+        the folder has none.
         """
         parts = self.engine.slot_bytes(trainable)
         frozen_bytes = (
@@ -105,7 +105,7 @@ class Dispatcher:
         return parts["weights"] + frozen_bytes, parts["gradients"], parts["optimizer"]
 
     def load_state(self, slot: SlotName, folder: Path, optimizer: bool = True) -> None:
-        """Go on from what `save_state` wrote, under any layout. Raises InvalidInput where it does not fit.
+        """Resume from what `save_state` wrote, under any layout. Raises InvalidInput if it does not fit.
 
         `optimizer`: False to begin with moments and a step count of zero.
         """
@@ -158,7 +158,7 @@ class Dispatcher:
 
         Args:
             most_tokens: of a bin, whatever the budget has room for.
-            recompute: layers compute again in the backward; "auto": where the longest example fits in no other way.
+            recompute: layers are recomputed in the backward; "auto": if the longest example does not fit otherwise.
             recorded: the number, and whether they do, that a checkpoint records. It is taken if it holds the longest
                 example and `recompute` allows it.
 
@@ -273,10 +273,10 @@ class Dispatcher:
         return share_of_rank(data, num_steps, self.facts.dp_rank, self.facts.dp_size)
 
     def score(self, roles: Iterable[Role]) -> Iterator[None]:
-        """Have each role score its data by its weights as they are. Yields between its passes, as `evaluate` does.
+        """Have each role score its data with its current weights. Yields between its passes, as `evaluate` does.
 
-        Roles come one after another: only one at a time has its weights on the device beside the base, and none its
-        optimizer state. The next one is asked for when the one before it is done.
+        Roles come one after another: only one at a time has its weights on the device, with the base, and none its
+        optimizer state. The next one is taken from `roles` when the one before it is done.
         """
         facts = self.facts
         for role in roles:

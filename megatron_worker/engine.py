@@ -1,11 +1,11 @@
 """The Engine: model and optimizer on a parallel mesh, behind one interface.
 
-What to optimise is decided above it (losses, normalisation, schedules, when to step); how, inside it (parallelism,
-sharding, precision, offload). Every method is collective: all ranks call it, in the same order, with equal arguments,
-except that `forward` and `forward_backward` take this data-parallel rank's own bins. A rank whose bins are used up
-while its peers still have some gives empty ones: weights, or experts, may be spread over all of them.
+Its callers decide what to optimise (losses, normalisation, schedules, when to step); the engine decides how
+(parallelism, sharding, precision, offload). Every method is collective: all ranks call it, in the same order, with
+equal arguments, except that `forward` and `forward_backward` take this data-parallel rank's bins. A rank whose bins are
+used up while its peers still have some gives empty ones: weights, or experts, may be spread over all of them.
 
-Shape suffixes: T tokens of a bin, N targets of a bin, K ids kept of each, L scalars of a head. Of routes: L layers with
+Shape suffixes: T tokens of a bin, N targets of a bin, K ids kept of each, L scalars of a head. In routes: L layers with
 experts, K experts.
 """
 
@@ -30,8 +30,8 @@ from shared.jobs.packed import RouteShape
 class Batch:
     """One bin on the engine's device: the two tables of shared/jobs/packed.py. Indices int64, scores float32.
 
-    `sampler_logprob_N` is the column `old_logprob`. `old_logprob_N` and `ref_logprob_N` are what the loss compares
-    with: the columns of those names, or values that were computed at the start of the job. `teacher`: what it says.
+    `sampler_logprob_N` is the column `old_logprob`. The loss compares with `old_logprob_N` and `ref_logprob_N`: the
+    columns of those names, or values that were computed at the start of the job. `teacher`: a teacher's outputs.
     `route_TLK`, one or two bytes an expert: the experts that every forward of the bin takes; None: the router's choice.
     """
 
@@ -103,13 +103,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a forward shall compute. Entropy has a gradient only with `entropy_gradient`.
+    """The outputs that a forward computes. Entropy has a gradient only with `entropy_gradient`.
 
     Scores are of the distribution whose logits are divided by `temperature`. `top_k`: the number of most likely ids to
-    return, with their log-probabilities. `values`: those of the slot's head of scalars, beside which nothing else is.
-    `rest`: a last column, of id -1, has the log-probability of all ids that are not named, exact even where they have
-    next to nothing. With a `top_k` of 0 the label is named. Nothing else is computed beside it.
-    Beside `divergence` log-probabilities alone are computed, as constants.
+    return, with their log-probabilities. `values`: those of the slot's scalar head, without any other output.
+    `rest`: a last column, of id -1, has the log-probability of all ids that are not named, exact even if it is tiny.
+    With a `top_k` of 0 the label is named. `rest` excludes all other outputs.
+    With `divergence`, only log-probabilities are computed besides, as constants.
     """
 
     logprob: bool = True
@@ -145,10 +145,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A loss over a bin: what it needs of the forward, and the sums it makes of it.
+    """A loss over a bin: the outputs that it needs of the forward, and the function that sums them.
 
-    `baseline`: what is summed over all bins and ranks of the step, without gradients, before the loss's own pass; and
-    what makes of these sums the loss of that pass.
+    `baseline`: sums over all bins and ranks of the step, computed without gradients in a pass before; and the function
+    that makes the loss of the step's pass from these sums.
     """
 
     outputs: Outputs
@@ -160,7 +160,7 @@ class LossFunction:
 class Norms:
     """The gradient norm over all ranks, after normalisation and before clipping; `clipped`: it was above the bound.
 
-    `noise`: metrics of the gradient noise scale, where it was asked for.
+    `noise`: metrics of the gradient noise scale, if it was requested.
     """
 
     grad_norm: float
@@ -208,8 +208,8 @@ class Facts:
     """Properties of an engine that do not change.
 
     Attributes:
-        windows: of its layers of attention (None: of those without).
-        routes: of its model's experts, where it takes a bin's.
+        windows: of its attention layers (None: of layers without a window).
+        routes: of its model's experts, if it can take a bin's routes.
         trains_base: its weights can be trained; quantized ones are frozen.
         weights_s: seconds that reading its weights took.
     """
@@ -259,13 +259,13 @@ class TensorBlock:
 class Outgoing:
     """A slot's weights to send to samplers: names and shapes of whole tensors, and the blocks that ranks hold of them.
 
-    `lora` is that of an adapter, whose names are PEFT's and whose tensors are float32; the base has Hugging Face's
-    names. Shapes and blocks are the same on every rank, the blocks of a tensor one after another.
+    `lora` is an adapter's; its names are PEFT's and its tensors are float32. The base has Hugging Face's names. Shapes
+    and blocks are the same on every rank, the blocks of a tensor one after another.
 
     Args:
-        held: returns a block, contiguous, on the rank that holds it, and None on others. `members` ask it for every
-            block, in their order, as some may have parts of what another one holds.
-        ranks: by which members reach each other beside the passes.
+        held: returns a block, contiguous, on the rank that holds it, and None on others. `members` call it for every
+            block, in their order, as some may hold parts of another one's block.
+        ranks: for communication between members during the passes.
     """
 
     lora: Lora | None
@@ -292,9 +292,9 @@ class Engine(Protocol):
         ...
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int = 0) -> None:
-        """A PEFT adapter from a folder, made active. `seed`: of its dropout.
+        """Load a PEFT adapter from a folder and make it active. `seed`: of its dropout.
 
-        Raises InvalidInput when it is missing, damaged, or not of `lora`'s shape.
+        Raises InvalidInput if it is missing, damaged, or not of `lora`'s shape.
         """
         ...
 
@@ -305,12 +305,12 @@ class Engine(Protocol):
     def drop_slot(self, slot: str | None) -> None:
         """Forget a slot, if it is there, with its gradients and moments. None is active if it was. Collective.
 
-        Of slot None: end the training of the base, whose published weights are read when they are next wanted.
+        Slot None: end the training of the base, whose published weights are read again when they are next needed.
         """
         ...
 
     def train_full(self, full: Full, seed: int = 0) -> None:
-        """Make every weight of the base trainable. `seed`: of its head of scalars, if it is to have one."""
+        """Make every weight of the base trainable. `seed`: of its scalar head, if it has one."""
         ...
 
     # A step.
@@ -358,7 +358,7 @@ class Engine(Protocol):
         ...
 
     def reset_moments(self) -> None:
-        """Set the moments and the step count of what is being trained to zero."""
+        """Set the optimizer's moments and step count to zero."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -377,10 +377,10 @@ class Engine(Protocol):
         slots: Collection[str | None] | None = None,
         **parts: Unpack[PartPlaces],
     ) -> None:
-        """Move parts of some slots (None among them: the base), or of all: to the device, to the host, or give them up.
+        """Move parts of some slots (None among them: the base), or of all, to the device or to the host, or drop them.
 
-        Bits are kept, but of what is dropped: the base is read again from its files, gradients are zero. Raises
-        ValueError where nothing else holds what is to be dropped.
+        Bits are kept, except of dropped parts: the base is read again from its files, gradients are zero. Raises
+        ValueError if nothing else holds a part that is to be dropped.
         """
         ...
 

@@ -46,11 +46,11 @@ class PlannedSteps(Program):
     def before_loading(self, before: CheckpointState | None, kept: WarmState | None) -> Generator[None, None, None]:
         """Load the loss's reference, form micro-batches, and score the data by the reference.
 
-        No checkpoint is loaded yet, which may replace the base. Several agreements: loading is collective, so no rank
-        may come to it alone.
+        No checkpoint is loaded yet, as that may replace the base. There are several agreements: loading is collective,
+        so no rank may begin it alone.
 
         Args:
-            before: the checkpoint that the job goes on from, or begins with.
+            before: the checkpoint that the job resumes from, or begins with.
         """
         facts = self.slot.dispatcher.facts
         self.slot.ranks.agree(lambda: _check_probe(self.plan.probe, facts.vocab_size))
@@ -61,14 +61,14 @@ class PlannedSteps(Program):
         yield from _agreed(self.slot, self.slot.dispatcher.score(self._reference_roles()))
 
     def at_the_beginning(self) -> Generator[None, None, None]:
-        """Score the data by the policy of the job's beginning, where its loss needs that.
+        """Score the data by the policy of the job's beginning, if its loss needs that.
 
-        Without the first step, where the old policy is the policy itself (targets.py).
+        The first step is left out: its old policy is the policy itself (targets.py).
         """
         yield from _agreed(self.slot, self.slot.dispatcher.score(self._roles_at_the_beginning()))
 
     def _roles_at_the_beginning(self) -> Iterator[Role]:
-        """Yield the old policy, and behind it the critic, whose rewards may have a penalty of all old policy's."""
+        """Yield the old policy, then the critic, whose rewards may have a penalty by all old log-probabilities."""
         plan, critic = self.plan, self.slot.critic
         if scores_old(plan.loss):
             steps = range(0 if critic is not None else max(self._done(), 1), plan.num_steps)
@@ -232,7 +232,7 @@ class PlannedSteps(Program):
         return True
 
     def _kept(self) -> WarmState | None:
-        """Return the state that is left in the engine, if another job is expected to go on from this one's end."""
+        """Return the state that stays in the engine, if another job is expected to continue from it."""
         if self.plan.after != "keep" and not is_policy_loss(self.plan.loss):
             return None
         assert self.slot.written is not None

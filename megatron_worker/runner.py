@@ -36,14 +36,14 @@ from shared.provenance import code_sha256
 
 
 class Phases:
-    """Seconds of what a job does before it starts, by phase, in order."""
+    """Seconds of a job's phases before it starts, in order."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._since = time.perf_counter()
 
     def end(self, phase: str, within: Mapping[str, float] = MappingProxyType({})) -> None:
-        """End a phase. `within`: parts of it, its last, that are told by themselves."""
+        """End a phase. `within`: its last parts, which are reported separately."""
         now = time.perf_counter()
         self.seconds |= {phase: now - self._since - sum(within.values()), **within}
         self._since = now
@@ -104,7 +104,7 @@ def _stage_inputs(
     kept = warm.kept_for(job)
     at_hand = (job.plan.initial_checkpoint, kept.reference) if kept else ()
     inputs = yield from staging.fetch(job, cancelled, at_hand)
-    if kept is not None and warm.kept_for(job) is None:  # it was dropped meanwhile to make room
+    if kept is not None and warm.kept_for(job) is None:  # it was dropped in the meantime to make room
         return (yield from staging.fetch(job, cancelled)), None
     return inputs, kept
 
@@ -112,11 +112,11 @@ def _stage_inputs(
 def _begin(
     slot: TrainedSlot, program: Program, folders: Folders, kept: WarmState | None, phases: Phases
 ) -> Generator[None, None, None]:
-    """Make the slot's weights, load what the job goes on from, and report `started`.
+    """Make the slot's weights, load the state that the job resumes from, and report `started`.
 
     Raises:
-        JobFailed: what one rank could not do.
-        CancelledEarly: while log-probabilities were computed that the steps need.
+        JobFailed: one rank failed.
+        CancelledEarly: the job was cancelled while log-probabilities for its steps were computed.
     """
     job, plan, ranks, dispatcher = slot.job, slot.job.plan, slot.ranks, slot.dispatcher
     if kept is None:
@@ -152,7 +152,7 @@ def _begin(
 
 
 def _state_before(job: Job, folders: Folders, kept: WarmState | None) -> CheckpointState | None:
-    """Return the state of the checkpoint that the job goes on from, or else begins with."""
+    """Return the state of the checkpoint that the job resumes from, or else begins with."""
     begins_with = job.start or job.plan.initial_checkpoint
     return None if begins_with is None else kept.checkpoint.state if kept else read_state(folders[begins_with])
 

@@ -1,7 +1,7 @@
 """The program of a session: a client trains a slot by commands, which arrive as files and are done one after another.
 
 On each lease the commands are done in the order of their numbers. A checkpoint holds the state after the last command
-that left no accumulated gradients. The next lease goes on from it, and repeats the commands after it.
+that left no accumulated gradients. The next lease resumes from it, and repeats the commands after it.
 """
 
 import time
@@ -135,10 +135,10 @@ class SessionProgram(Program):
     # Commands.
 
     def _do(self, number: int, data: bytes) -> Iterator[Awaited | None]:
-        """Do a command and write its result. An error of it becomes its result, and the session goes on.
+        """Do a command and write its result. An error becomes its result, and the session continues.
 
         Raises:
-            JobFailed: the slot may have lost its state, so that the session must go on from a saved one.
+            JobFailed: the slot may have lost its state, so that the session must resume from a saved one.
             CancelledEarly: the session was cancelled before the command changed anything.
         """
         began, self._is_touched = time.perf_counter(), False
@@ -243,7 +243,7 @@ class SessionProgram(Program):
             raise InvalidInput(str(error), "optimizer") from None
         self._is_touched = True
         metrics = self.slot.optim_step(number, asked.optimizer, asked.learning_rate, denominator)
-        del metrics["memory_bytes"]  # of this worker: a result is the same whoever repeats the command
+        del metrics["memory_bytes"]  # of this worker: a repeated command gives the same result on any worker
         return CommandResult(number=number, kind=asked.kind, metrics=_metrics(sums) | metrics)
 
     def _load_state(self, number: int, asked: LoadStored) -> Doing:

@@ -44,7 +44,7 @@ def combine(name: str, one: Tensor, other: Tensor) -> Tensor:
 def over_ranks(
     sums: dict[str, Tensor], rank: int, num_ranks: int, add_over_ranks: Callable[[Tensor], None]
 ) -> dict[str, float]:
-    """Combine the values of all ranks in one reduction, a sum: each rank has a column of its own for its maxima.
+    """Combine the values of all ranks in one reduction, a sum: each rank has a separate column for its maxima.
 
     Args:
         sums: scalars of this rank, the same names on every rank, all on one device.

@@ -1,4 +1,4 @@
-"""What a loss asks of a teacher's distributions, and what a teacher has computed of a bin."""
+"""A loss's request for a teacher's distributions, and a teacher's outputs for a bin."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Divergence:
 class TeacherStates:
     """A teacher's hidden states of the targets of a bin that this rank scores, [N, H], after the final norm.
 
-    `low_NR` and `b_VR` are what an adapter of the output layer makes its part of the logits of (head/beside.py).
+    `low_NR` and `b_VR`: the output layer's adapter computes its part of the logits from them (head/beside.py).
     """
 
     hidden_NH: Tensor
@@ -32,7 +32,7 @@ class TeacherStates:
 class LikeliestIds:
     """Ids that a teacher names for each target of a bin, integers [N, K], and their log-probabilities, float32.
 
-    A last id of -1 names all others: what their probabilities sum to. A teacher behind a URL does not tell it.
+    A last id of -1 means all other ids: the sum of their probabilities. A teacher behind a URL does not give it.
     """
 
     id_NK: Tensor

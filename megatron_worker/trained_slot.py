@@ -1,4 +1,4 @@
-"""What a job trains: one slot, and the commands on it. The job's program decides which are done (runner.py)."""
+"""A job's trained slot, and the commands on it. The job's program decides which are done (runner.py)."""
 
 import math
 import time
@@ -35,7 +35,7 @@ T = TypeVar("T")
 class Outcome:
     """The outcome of a job, and the number of steps done. `fault`: the reason if it failed.
 
-    `kept`: the state that it left in its slots, if another job is expected to go on with it.
+    `kept`: the state that it left in its slots, if another job is expected to continue from it.
     """
 
     state: Literal["succeeded", "failed", "cancelled"]
@@ -49,13 +49,13 @@ Passes = Generator[Awaited | None, None, Outcome]
 
 
 class Program(ABC):
-    """What a job does with its slot: the steps of a plan (planned.py), or a session's commands (session.py)."""
+    """A job's work on its slot: the steps of a plan (planned.py), or a session's commands (session.py)."""
 
     def before_loading(self, before: CheckpointState | None, kept: WarmState | None) -> Iterator[None]:
-        """Do what must be done before a checkpoint is loaded, which may replace the base.
+        """Do what must precede loading a checkpoint, which may replace the base.
 
         Args:
-            before: the checkpoint that the job goes on from, or else begins with.
+            before: the checkpoint that the job resumes from, or else begins with.
             kept: what the run's last job left in the engine, if the job begins with that.
         """
         return iter(())
@@ -66,21 +66,21 @@ class Program(ABC):
 
     @abstractmethod
     def run(self, by_hand: bool) -> Passes:
-        """Do the commands, and save a checkpoint behind them. `by_hand`: nobody sends any further ones."""
+        """Do the commands, then save a checkpoint. `by_hand`: nobody sends any further commands."""
 
 
 @dataclass
 class TrainedSlot:
-    """The slot, and how far it has come. Every rank has one, and gives its commands alike.
+    """The slot, and its progress. Every rank has one, and gives the same commands.
 
     Attributes:
         slot: the dispatcher's name of it; None for the base.
         at: the number of the last state without gradients: steps of the run, or commands of a session.
         saved_at: that of the newest checkpoint, -1 before the first. `written`: this attempt's newest one.
-        micro_batch_tokens: of the largest micro-batch, where the job has a memory budget.
+        micro_batch_tokens: of the largest micro-batch, if the job has a memory budget.
         sums: the loss's sums since the last optimizer step, as the dispatcher reports them; empty without gradients.
-        critic: the one that is trained beside it, if there is one.
-        profiler: traces steps, where the job's host asks for that.
+        critic: the critic that is trained with it, if any.
+        profiler: traces steps, if the job's host wants that.
     """
 
     job: Job
@@ -121,7 +121,7 @@ class TrainedSlot:
     ) -> dict[str, float]:
         """Divide the gradients, make one update, and report it as step `number`. Returns the metrics that it reports.
 
-        `beside`: further ones.
+        `beside`: further metrics.
 
         Raises:
             NotFinite: as the gradient's norm is.

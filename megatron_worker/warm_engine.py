@@ -60,8 +60,8 @@ def new_engine(
 class WarmState:
     """The state that a job left in the engine for the next one of its run: that of its last checkpoint.
 
-    `reference`: the adapter in the slot of the loss's reference, if the loss has one. `critic`: what is trained in the
-    critic's slot, if there is one, and the unit of its values.
+    `reference`: the adapter in the slot of the loss's reference, if the loss has one. `critic`: the critic's
+    `trainable` and the unit of its values, if there is one.
     """
 
     trainable: Lora | Full
@@ -149,7 +149,7 @@ class WarmEngine:
 
         WarmState slots that no job uses are offloaded for that, those first that were used least recently.
 
-        Raises JobFailed: they do not fit, alone (`invalid_input`) or beside those in use (`crowded`).
+        Raises JobFailed: they do not fit, alone (`invalid_input`) or with those in use (`crowded`).
         """
         assert self.dispatcher is not None
         if self.room.limit is None:
@@ -166,14 +166,14 @@ class WarmEngine:
         self.room.reserve(plan.run_id, need)
 
     def _need(self, plan: WorkerPlan, folders: Folders, ranks: WorkerRanks) -> SlotNeed:
-        """Return what a plan's slots take on the rank where they take most, by part."""
+        """Return the bytes of a plan's slots on the rank with the most, by part."""
         dispatcher = self.dispatcher
         assert dispatcher is not None
         frozen: list[Path | None] = [folders[adapter] for adapter in adapters_of(plan.step_loss)]
         frozen = frozen or [None]  # of several one at a time
         each = ranks.agree(lambda: [dispatcher.slot_bytes(plan.trainable, folder) for folder in frozen])
         weights, *others = map(max, *each, each[0])
-        if (critic := plan.step_critic) is not None:  # of gradients and moments one slot's alone are on the device
+        if (critic := plan.step_critic) is not None:  # gradients and moments of only one slot are on the device
             more, *beside = ranks.agree(lambda: dispatcher.slot_bytes(critic.trainable, None))
             weights, others = weights + more, [max(pair) for pair in zip(others, beside, strict=True)]
         return SlotNeed(plan.trainable, *ranks.largest([weights, *others]))
@@ -260,7 +260,7 @@ def take_engine(
 
 
 def make_trainable(dispatcher: Dispatcher, job: Job, folders: Folders) -> None:
-    """Make the weights to train, fresh or from an adapter. A checkpoint to go on from is loaded into them later."""
+    """Make the weights to train, fresh or from an adapter. A checkpoint to resume from is loaded into them later."""
     plan = job.plan
     begins_here = job.needs_its_beginning and plan.initial_checkpoint is None
     starts_from = plan.initial_adapter if begins_here or isinstance(plan.trainable, Full) else None
@@ -282,7 +282,7 @@ def fits_beside(plan: WorkerPlan, others: Collection[WorkerPlan]) -> bool:
 
 
 class RunSlots(NamedTuple):
-    """The slots of a run: the one that it trains; those of its reference and of its critic, where it has them."""
+    """The slots of a run: the one that it trains; those of its reference and of its critic, if it has them."""
 
     trained: SlotName
     reference: str

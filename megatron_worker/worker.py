@@ -29,7 +29,7 @@ KEEP_ALIVE_S = 60.0  # idle ranks wait in a broadcast, which may not time out
 
 
 class WorkerOrder(Frozen):
-    """Rank 0's order to all ranks: begin a job, go on with a run's job, wait, offload, or end.
+    """Rank 0's order to all ranks: begin a job, continue a run's job, wait, offload, or end.
 
     `stale`: why a job is refused.
     """
@@ -75,7 +75,7 @@ class FairTurns:
         self._seconds_of[tenant] = self._seconds(tenant) + seconds / weight
 
     def next(self, waiting: Sequence[tuple[str, str]]) -> str:
-        """Return the run to go on with. `waiting`: pairs of run and tenant, those first that have waited longest."""
+        """Return the run to continue. `waiting`: pairs of run and tenant, the longest-waiting ones first."""
         run_id, tenant = min(waiting, key=lambda each: self._seconds(each[1]))
         self._least_s = self._seconds(tenant)
         return run_id
@@ -108,7 +108,7 @@ class Worker:
     """One rank's process, with its engine, and `slot_bytes` for slots on its device (None: `WarmEngine` says).
 
     Several jobs may be in progress, of runs that train adapters on one engine. Their passes are done in turn; the
-    results of each are equal, to the bit, to those of the job alone.
+    results of each are equal, to the bit, to those of the job on its own.
     """
 
     def __init__(self, ranks: WorkerRanks, staging: Staging, build: BuildEngine, slot_bytes: int | None = None) -> None:
@@ -120,9 +120,9 @@ class Worker:
         self._last: str | None = None
 
     def serve(self, paths: WorkerPaths) -> None:
-        """Do jobs until the folder's `stop` stands and no job is in hand."""
+        """Do jobs until the folder's `stop` exists and no job is active."""
         reader = QueueReader(paths) if self._ranks.rank == 0 else None
-        # On another machine than rank 0's a job has places of its own, for what its host stages there.
+        # On machines other than rank 0's a job has separate folders, which that machine's host fills.
         is_elsewhere = self._ranks.rank != self._ranks.local_rank
         if is_elsewhere and self._ranks.local_rank == 0:
             write_atomically(paths.ready, b"")
@@ -146,7 +146,7 @@ class Worker:
                     self._offload(paths)
 
     def do_one(self, job: Job) -> Outcome:
-        """Do one job by hand: nothing is claimed, archived or cancelled. Raises InvalidInput when its log is in use."""
+        """Do one job by hand: nothing is claimed, archived or cancelled. Raises InvalidInput if its log is in use."""
         report = EventLog(Path(job.log_path) if self._ranks.rank == 0 else None)
         return self.run(job, report)
 
@@ -233,9 +233,9 @@ class QueueReader:
         write_atomically(paths.ready, b"")
 
     def next_order(self, in_hand: Mapping[str, InHand], turns: FairTurns, is_on_device: bool) -> WorkerOrder:
-        """Wait for something to do: begin a new job, or go on with the run whose turn it is.
+        """Wait for something to do: begin a new job, or continue the run whose turn it is.
 
-        A worker that is on its device and serves no lease any more is to leave the device.
+        A worker that is on its device and no longer serves a lease leaves the device.
 
         After KEEP_ALIVE_S seconds it returns an order to wait, so that the broadcast to other ranks does not time out.
         """

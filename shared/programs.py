@@ -59,7 +59,7 @@ def become(
         code = left.code
     except BaseException:
         traceback.print_exc()
-    _exit(code)
+    leave(code)
 
 
 def _is_sound() -> bool:
@@ -104,8 +104,12 @@ def _block(texts: Iterable[str], size: int) -> bytes | None:
     return block.ljust(size, b"\0") if len(block) <= size else None
 
 
-def _exit(code: object) -> NoReturn:
-    """End as the interpreter does, but for what the parent began: its `with` blocks are not left here."""
+def leave(code: object) -> NoReturn:
+    """End this process as `sys.exit` does, without the interpreter's finalization.
+
+    In a fork, finalization would leave the parent's `with` blocks. In a rank, a thread of torch that still runs can
+    abort the process during finalization, after a job has succeeded.
+    """
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1

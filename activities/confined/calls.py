@@ -3,11 +3,11 @@
     host ──a socket a call──► fork server (imports done, one thread) ──fork──► child: one call, then it ends
 
 On untrusted data a tokenizer, a Parquet reader or a JSON parser may take any amount of memory, loop, or abort its
-process. If the child breaks by itself, its input is at fault: InvalidInput, which is final. If somebody killed it, the
-call may be retried. The same holds if the kernel killed it for lack of memory, unless it had taken much of it itself.
+process. If the child breaks by itself, its input is at fault: InvalidInput, which is final. If it was killed from
+outside, the call may be retried; also if the kernel killed it for lack of memory, unless it used much of it itself.
 
 Requests, signs of life and results are JSON, which pydantic reads (no pickle). The child has no credentials: its caller
-stages what it reads from a store, and answers its questions (`answer`). It dies with the fork server, which dies with
+stages its inputs from a store, and answers its questions (`answer`). It dies with the fork server, which dies with
 its host. When memory runs out, the kernel kills such children first.
 """
 
@@ -59,17 +59,17 @@ def call(
     kind: Kind = "short",
     answer: AnswerQuestion | None = None,
 ) -> AnswerT:
-    """Call a module-level function in a child process, as soon as there is a place for one more, and return its result.
+    """Call a module-level function in a child process, as soon as a place is free, and return its result.
 
     Args:
         function: its parameters and its result are annotated with types that JSON can carry.
-        kind: `dataset` for what reads all of one, which leaves a place to others; `grading`, which mostly waits for
-            judges, has places of its own.
-        answer: answers what the function asks (`ask` of fork_server.py).
+        kind: `dataset` calls read a whole dataset and always leave one place to other calls; `grading` calls mostly
+            wait for judges and have separate places.
+        answer: answers the function's questions (`ask` of fork_server.py).
 
     Raises:
-        LongshoreError, OSError: what the function raised. InvalidInput also where the child broke a limit, or broke.
-        RuntimeError: somebody killed the child, or the function has a bug.
+        LongshoreError, OSError: what the function raised. InvalidInput also if the child broke a limit or crashed.
+        RuntimeError: the child was killed from outside, or the function has a bug.
     """
     _, result_type = types_of(function)
     [frame] = _frames(settings, function, arguments, kind, answer)
@@ -83,7 +83,7 @@ def stream(
     *arguments: *Arguments,
     kind: Kind = "short",
 ) -> Generator[AnswerT, None, None]:
-    """Stream what a generator function yields in a child. Raises as `call` does. Close it to end the child."""
+    """Stream a generator function's items from a child. Raises as `call` does. Close it to end the child."""
     _, answer = types_of(function)
     adapter: TypeAdapter[AnswerT] = TypeAdapter(answer)
     for frame in _frames(settings, function, arguments, kind):

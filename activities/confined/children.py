@@ -29,8 +29,8 @@ _MAX_FRAME_BYTES = 256 << 20
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GRACE_S = 10.0
 AnswerQuestion = Callable[[bytearray], bytes]
-"""Answers a question of a child, which reads strangers' data: it may ask anything."""
-_MUCH = 0.5  # share of its memory limit from which on a child itself is to blame that the host has run out
+"""Answers a child's question. The child reads untrusted data, so it may ask anything."""
+_MUCH = 0.5  # share of its memory limit; a child above it is to blame if the host runs out of memory
 
 
 class Child:
@@ -70,9 +70,9 @@ class Child:
             write_frame(self._data.fileno(), frame)
 
     def results(self, answer: AnswerQuestion | None = None) -> Iterator[bytearray]:
-        """Yield the frames of results. `answer`: answers what the child asks meanwhile; what it raises is raised.
+        """Yield the frames of results. `answer`: answers the child's questions; its errors are raised.
 
-        Raises what the child raised, or an error that says how it ended.
+        Raises the child's error, or one that says how the child ended.
         """
         while True:
             frame = self._receive()
@@ -129,7 +129,7 @@ def _in_words(num_bytes: int) -> str:
 
 
 def _raise(told: dict[str, Any], place: str | None) -> NoReturn:
-    """Raise what the function raised in the child."""
+    """Raise the error that the function raised in the child."""
     match told:
         case {"error": "InvalidInput" | "CorruptArtifact" as name, "message": message, "place": where}:
             raise getattr(errors, name)(message, where)
@@ -146,14 +146,14 @@ def _raise(told: dict[str, Any], place: str | None) -> NoReturn:
 
 
 class ForkServer:
-    """A fork server of this process, started when it is first needed, and again when it was lost.
+    """A fork server of this process, started when it is first needed, and again if it is lost.
 
     Args:
-        modules: what it imports, so that its children need not.
-        kind: which environment it has.
-        niceness: of its children, where others wait for the processor.
-        added: variables beside those of its kind.
-        borrows: in a stack's process, it is a fork of the stack's own server, shared with whoever asks for the same.
+        modules: imported by the server, so that its children need not import them.
+        kind: the kind of its environment.
+        niceness: its children's, for hosts whose processors others need.
+        added: environment variables besides those of its kind.
+        borrows: in a stack's process, use a fork of the stack's server, shared by all that ask for the same modules.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def forget_parents(self) -> None:
-        """Begin anew in a process that was forked: the server is its parent's."""
+        """Reset the state in a forked process: the server belongs to its parent."""
         self.__init__(self._modules, self._kind, self._niceness, self._added, self._borrows)  # type: ignore[misc]
 
     def start(self) -> None:
@@ -236,7 +236,7 @@ class ForkServer:
         os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
 
     def _borrow(self, theirs: socket.socket) -> bool:
-        """Have a fork of the stack's server serve. Returns False where there is none."""
+        """Use a fork of the stack's server. Returns False if there is no stack's server."""
         if LENDER not in os.environ:
             return False
         environment = {name: value for name, value in self._environment.items() if name not in ROOM_OF_ENVIRONMENT}
@@ -259,7 +259,7 @@ class ForkServer:
         return child_environment(self._kind) | self._added
 
     def end(self) -> None:
-        """Forget it where it does not answer. Its children end with it, unless it is shared: then they live on."""
+        """Drop a server that does not answer. Its children end with it, unless it is shared."""
         with self._lock:
             self._borrows = False
             self._forget()

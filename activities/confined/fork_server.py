@@ -1,13 +1,14 @@
 """The fork server of calls.py and programs.py: a process with everything imported, which forks a child for each call.
 
-It has one thread, reads no untrusted data, and is told no secret: a program's environment is read by its own process.
+It has one thread, reads no untrusted data, and gets no secrets: each program's own process reads its environment.
 Its standard input is a socket of its host, which sends two descriptors a call: an end of the call's own socket, and a
 pipe on which the server reports how the child ended. For a program, two more are its output and its errors. When that
 socket closes, the host has gone, and the server and its children end. (The kernel's parent-death signal would not do:
 it comes when the thread that started the process ends.)
 
-The server of a stack is there for the stack's service and hosts, too: each has a socket to it, and asks it for servers
-of kinds that have no secrets, which are forks of it. Who asks for the same shares one. They end with the stack's own.
+A stack's service and hosts also use the stack's server: each has a socket to it, and asks it for servers of kinds that
+have no secrets. It forks these servers from itself. Callers that ask for the same kind share one server. They end with
+the stack's server.
 """
 
 import fcntl
@@ -56,7 +57,7 @@ _sign: Callable[[str | None], None] | None = None
 
 
 def sign(place: str | None = None) -> None:
-    """Report that a confined call goes on, which restarts its time limits; `place`: the place in the input by now.
+    """Report progress of a confined call, which restarts its time limits. `place`: the current place in the input.
 
     Does nothing outside a child of the fork server.
     """
@@ -68,7 +69,7 @@ _ask: Callable[[bytes], bytearray] | None = None
 
 
 def ask(question: bytes) -> bytearray:
-    """Return the answer of whoever made this confined call (`answer` of calls.py). Only a child may ask."""
+    """Return the caller's answer to a question (`answer` of calls.py). Only a child may ask."""
     assert _ask is not None, "nobody is there to answer"
     return _ask(question)
 
@@ -78,7 +79,7 @@ def ask(question: bytes) -> bytearray:
 
 @dataclass(frozen=True)
 class _Running:
-    """A child that runs. `status`: the pipe on which its end is reported; the host closes it to have the child ended.
+    """A child that runs. `status`: the pipe on which its end is reported; the host closes it to end the child.
 
     `kills`: the count of `_oom_kills` when the child was started.
     """
@@ -171,7 +172,7 @@ class _Server:
         return pid
 
     def _lend_server(self, data: int, asking: int) -> None:
-        """Hand a client to the server that has imported what it asks for, which is forked unless there is one."""
+        """Hand a client to the server with the modules that it asks for; fork one if there is none."""
         wanted = bytes(read_frame(data))
         if wanted in self._lent:
             with suppress(BrokenPipeError, ConnectionResetError):  # it was killed
@@ -215,7 +216,7 @@ def _fork(data: int) -> int:
 
 
 def _import(names: list[str]) -> None:
-    """Import what a program will need. Where that fails it tells so itself."""
+    """Import a program's modules. If that fails, the program itself reports it."""
     gc.disable()  # collections would take a quarter of the time
     with suppress(Exception):
         for name in names:
@@ -243,7 +244,7 @@ def _reap(running: dict[int, _Running], watched: select.poll) -> None:
 
 
 def _oom_kills() -> int:
-    """Count the processes that this machine's kernel has ended for want of memory."""
+    """Count the processes that this machine's kernel has killed for lack of memory."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -271,7 +272,7 @@ def _begin(data: int, *output: int, kept: Sequence[int] = ()) -> None:
 
 
 def _program(data: int, output: tuple[int, ...], lent: Sequence[int]) -> NoReturn:
-    """Run a program of ours, which is told to the host by its pid as soon as others can find it."""
+    """Run one of our programs, and send the host its pid as soon as others can find the process."""
 
     def tell() -> None:
         with suppress(BrokenPipeError):
@@ -281,7 +282,7 @@ def _program(data: int, output: tuple[int, ...], lent: Sequence[int]) -> NoRetur
     _begin(data, *output, kept=lent)
     try:
         asked = json.loads(read_frame(_CHANNEL))
-    except EOFError:  # nobody wants it any more
+    except EOFError:  # the caller has gone
         os._exit(0)
     if lent:
         asked["environment"][LENDER] = str(_KEPT)
@@ -303,7 +304,7 @@ def _child(data: int) -> NoReturn:
         _limit(limits)
         _work(opening["module"], opening["function"], bytes(read_frame(_CHANNEL)), limits)
         status = 0
-    except EOFError:  # nobody wants an answer any more
+    except EOFError:  # the caller has gone
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -373,7 +374,7 @@ def _results(module: str, name: str, question: bytes) -> Iterator[bytes]:
 
 
 def _told(error: BaseException) -> dict[str, Any]:
-    """Describe an exception as JSON, from which `_raise` in calls.py makes it again."""
+    """Describe an exception as JSON; `_raise` in calls.py restores it."""
     from shared.errors import InvalidInput, LongshoreError
 
     match error:
@@ -389,7 +390,7 @@ def _told(error: BaseException) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # Run from the imported module and not from `__main__`, so that `_sign` is set where others import `sign` from.
+    # Run from the imported module and not from `__main__`, so that `_sign` is set in the module that others import.
     from activities.confined import fork_server
 
     fork_server._serve()

@@ -1,8 +1,8 @@
-"""Starts programs: those of ours that import much as forks of a process that has imported it, which saves seconds.
+"""Starts programs. Our programs with large imports are forks of a process that has imported them, which saves seconds.
 
-That process is this host's, or the supervisor's of `longshore dev`; the GPU and the sampler host of such a stack share
-one. It starts with the first such program, ends with its host or stack, and is started anew where it was lost. Its
-programs end with it. Where there is none, programs start as usual.
+That process belongs to this host, or to the supervisor of `longshore dev`, whose GPU and sampler hosts share one. It
+starts with the first such program, ends with its host or stack, and is restarted if it is lost. Its programs end with
+it. Without such a process, programs start as usual.
 """
 
 import json
@@ -42,7 +42,7 @@ _GRACE_S = 10.0
 # bad on a busy machine: with 2 threads beside 2 busy processes a step of 0.4 s took 6.6 s; with this value 1.1 s.
 SPIN_COUNT = {"GOMP_SPINCOUNT": "1000"}
 _log = logging.getLogger(__name__)
-# Its libraries are to start no threads as they are imported. Programs set the number of their own.
+# Its libraries must start no threads while they are imported. Each program sets its own number of threads.
 _SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 _server = ForkServer((ROOM_OF_COMMAND,), "worker", added=SPIN_COUNT | _SINGLE | ROOM_OF_ENVIRONMENT, borrows=True)
 os.register_at_fork(after_in_child=_server.forget_parents)
@@ -68,9 +68,9 @@ def start(
     stderr: int,
     dies_by: signal.Signals | None = None,
 ) -> RunningProgram:
-    """Start a program in a session of its own, without input. Raises OSError.
+    """Start a program in a new session, without input. Raises OSError.
 
-    `dies_by`: what a program that is no fork is sent when this thread ends (Linux alone).
+    `dies_by`: the signal that a program which is no fork gets when this thread ends (Linux only).
     """
     if (imports := _imports_of(command)) is not None:
         try:
@@ -89,12 +89,12 @@ def start(
 
 
 def prepare(command: Sequence[str]) -> None:
-    """Have imported what a program needs by the time that it is started, if it starts as a fork. This does not wait."""
+    """Import a program's modules before it is started, if it starts as a fork. Does not block."""
     if (imports := _imports_of(command)) is not None:
         with suppress(OSError), Path(os.devnull).open("wb") as nowhere:
             opening = json.dumps({"imports": imports, "borrows": False}).encode()
             data, status = _server.fork(nowhere.fileno(), nowhere.fileno(), opening=opening)
-            data.close()  # its child ends, as nobody tells it what to do
+            data.close()  # its child ends, because it gets no program
             os.close(status)
 
 
@@ -107,7 +107,7 @@ def _imports_of(command: Sequence[str]) -> Sequence[str] | None:
 def _fork(
     command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int, imports: Sequence[str]
 ) -> RunningProgram:
-    # Two frames: of a program's environment its server is to know nothing.
+    # Two frames, so that the server does not see the program's environment.
     opening = {"imports": imports, "borrows": imports is _STACK_MODULES}
     data, status = _server.fork(stdout, stderr, opening=json.dumps(opening).encode())
     program = {"command": command, "environment": dict(environment), "cwd": str(Path.cwd())}
@@ -117,14 +117,14 @@ def _fork(
             pid = int(read_frame(data.fileno(), deadline=time.monotonic() + _PATIENCE_S))
         return Fork(pid, os.pidfd_open(pid), status)
     except BaseException as error:
-        os.close(status)  # by which the server ends it
+        os.close(status)  # so the server ends it
         if isinstance(error, TimeoutError):
             _server.end()
         raise
 
 
 class Fork:
-    """A program that was forked. It is killed when nobody has this object any more."""
+    """A forked program. It is killed when this object is garbage-collected."""
 
     def __init__(self, pid: int, ended: int, status: int) -> None:
         self.pid = pid
@@ -158,7 +158,7 @@ class Fork:
         return self.returncode
 
     def _reported(self) -> int:
-        """Return the exit status by the server's report. Where it was lost, or is stopped, nobody knows any more."""
+        """Return the exit status that the server reported; SIGKILL's if the server was lost or is stopped."""
         told = os.read(self._status, 4096) if _is_readable(self._status, _GRACE_S) else b""
         return os.waitstatus_to_exitcode(json.loads(told)[0]) if told else -signal.SIGKILL
 

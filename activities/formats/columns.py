@@ -1,6 +1,6 @@
-"""Columns beside those of a format: parts of the prompt, masks and labels, which are read or refused, never ignored.
+"""Columns other than a format's own: parts of the prompt, masks and labels are read or refused, never ignored.
 
-What nobody reads is named.
+The names of unread columns are reported.
 """
 
 import re
@@ -30,7 +30,7 @@ _MOST_KEYS = 1000
 
 @dataclass
 class Unread:
-    """What nobody reads: columns, keys of messages with the number of rows of each, files in words; empty answers."""
+    """Unread parts: columns, message keys with their numbers of rows, a description of files; and empty answers."""
 
     columns: set[str] = field(default_factory=set)
     keys: Counter[str] = field(default_factory=Counter)
@@ -44,7 +44,7 @@ class Unread:
         return cls(files=(folder / LEFT).read_text() if (folder / LEFT).is_file() else "")
 
     def note_keys(self, row: Row, columns: Collection[str]) -> None:
-        """Count the keys of a row's messages, which stand in these columns, that are none of a message's."""
+        """Count the unknown keys of a row's messages, which are in these columns."""
         turns = (turn for column in columns for turn in _listed(row.fields.get(column)))
         found = {key for turn in turns for key in turn.keys() - _READ_KEYS if turn[key] is not None}
         for name, value in ((name, row.fields.get(name)) for name in columns):
@@ -53,13 +53,13 @@ class Unread:
         self.keys.update(key for key in found if key in self.keys or len(self.keys) < _MOST_KEYS)
 
     def note_empty(self, example: Example) -> None:
-        """Note a row of which an answer that is learned says nothing: neither text nor thoughts nor calls."""
+        """Note a row if one of its trained answers is empty: it has no text, no thoughts and no calls."""
         answers = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
         if any(map(_is_empty, answers)):
             self.num_empty, self.first_empty = self.num_empty + 1, self.first_empty or example.place
 
     def warnings(self, template: str) -> Iterator[str]:
-        """`template`: the source of the chat template. What it names may be read there."""
+        """`template`: the source of the chat template. Message keys that it names count as read."""
         if self.files:
             yield self.files
         if self.num_empty:
@@ -107,7 +107,7 @@ def refuse_unread(row: Row, read: Collection[str], format: str) -> None:
 def with_context(row: Row, messages: list[Message], weights: list[float]) -> tuple[list[Message], list[float]]:
     """Put a row's `system` text and `history` (pairs of question and answer) before its messages.
 
-    The answers of the history are learned as those of the messages are.
+    The history's answers are trained like the messages' answers.
 
     Raises InvalidInput: they are no text or pairs of texts, or the messages have another system turn.
     """

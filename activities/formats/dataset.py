@@ -31,8 +31,8 @@ ItemT = TypeVar("ItemT")
 class Dataset(Generic[ItemT]):
     """A dataset whose format is known. Iterating streams its items, in order of file name and row.
 
-    `columns`: those of a Parquet file to read; all if None. `unread`: what was met and not read. `numbers`: those
-    of rows that were parsed, until somebody takes them.
+    `columns`: those of a Parquet file to read; all if None. `unread`: what was found and not read. `numbers`: those of
+    the parsed rows, until the caller takes them.
     """
 
     folder: Path
@@ -58,14 +58,14 @@ def open_dataset(
     """Find a folder's data files and their format.
 
     Args:
-        pairs: what is looked for and taken: preference pairs alone, anything but pairs, or (None) either.
-        labels: answers with a label are, or pairs (labels.py).
-        fields: those with numbers that a reward model learns (scores.py).
+        pairs: accept only preference pairs (True), anything except pairs (False), or both (None).
+        labels: accept answers with a label, or pairs (labels.py).
+        fields: the fields with numbers that a reward model learns (scores.py).
         teachers: names that the field `teacher` may have (scores.py).
 
     Raises:
-        InvalidInput: no file, no row, or first rows that match no format, or two, or not all the same one; or
-            `assistant_pattern` is no regular expression.
+        InvalidInput: no file, no row, or first rows that match no format, two, or different ones; or
+            `assistant_pattern` is not a regular expression.
     """
     files = _data_files(folder, source)
     if source.prompt_field is not None and source.format not in ("auto", "prompt_completion"):
@@ -136,7 +136,7 @@ def _rows(folder: Path, files: Iterable[Path], columns: tuple[str, ...] | None =
 
 
 def _detect(rows: Iterable[Row], tell: Callable[[Row], FormatSpec], source: DatasetSource) -> FormatSpec:
-    """The format of the first rows, by `tell`. Raises InvalidInput where there is none, or they differ."""
+    """The format of the first rows, by `tell`. Raises InvalidInput if there is none, or they differ."""
     found: tuple[FormatSpec, str] | None = None
     for row in islice(rows, _DETECTION_ROWS):
         spec = tell(row)
@@ -158,7 +158,7 @@ def _guarded(
     numbers: Numbers,
     row: Row,
 ) -> Example:
-    """Parse a row. What nobody reads is added to `unread`; columns that say what is trained are refused."""
+    """Parse a row. Adds unread columns to `unread`; refuses unread columns that select what is trained."""
     bare = replace(row, fields=row.fields | {"label": None}) if labels else row
     refuse_unread(bare, spec.read, spec.name)
     unread.columns.update(row.fields.keys() - spec.read - _REFUSED - {*fields}, row.others)
@@ -175,7 +175,7 @@ def _guarded(
 
 
 def _last_answer(spec: FormatSpec, row: Row) -> Example:
-    """Return the example of a row, of which the last answer alone is trained. Raises InvalidInput if none ends it."""
+    """Return a row's example with only its last answer trained. Raises InvalidInput unless the row ends with one."""
     example = spec.example(row)
     match example:
         case Chat(messages=messages, weights=weights):
@@ -189,7 +189,7 @@ def _last_answer(spec: FormatSpec, row: Row) -> Example:
 
 
 def _matching(example: Callable[[Row], Example], pattern: re.Pattern[str], row: Row) -> Example:
-    """Return the example of a row, of which answers without the pattern are not trained."""
+    """Return a row's example without training answers that do not match the pattern."""
     match found := example(row):
         case Chat(messages=messages, weights=weights):
             matches = [pattern.search(message.get("content") or "") is not None for message in messages]

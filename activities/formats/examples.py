@@ -29,7 +29,7 @@ class PromptCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of which every token is learned."""
+    """A text; every token is trained."""
 
     place: str
     text: str
@@ -48,7 +48,7 @@ class TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class PreferencePair:
-    """One prompt with the answer that is preferred and the one that is not, each as an example of its own."""
+    """One prompt with its preferred and its rejected answer, each as a complete example."""
 
     place: str
     chosen: Chat | PromptCompletion

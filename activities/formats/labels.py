@@ -11,11 +11,11 @@ LABELLED = "answers with a label, true or false"
 
 
 def with_label(example: Example, row: Row) -> Example:
-    """Return a row's example as its `label` says: all that stands behind the last question is the answer.
+    """Return a row's example with its `label`: the answer is everything after the last question.
 
-    Of a pair, the chosen answer is good and the rejected one bad.
+    In a pair, the chosen answer is good and the rejected one bad.
 
-    Raises InvalidInput: there is no label, or no answer behind the last question; or the row or a message has a weight.
+    Raises InvalidInput: there is no label, or no answer after the last question; or the row or a message has a weight.
     """
     match example:
         case PreferencePair():

@@ -43,7 +43,7 @@ def has_weighed_parts(message: Mapping[str, Any]) -> bool:
 
 
 def message_of(row: Row, field: str, turn: dict[str, JSON], weighs_parts: bool = False) -> Message:
-    """A message as templates take it, without its weight. Raises InvalidInput for what is none.
+    """A message as templates take it, without its weight. Raises InvalidInput if it is not a message.
 
     `weighs_parts`: parts of an assistant's content may have weights.
     """
@@ -82,8 +82,8 @@ def message_of(row: Row, field: str, turn: dict[str, JSON], weighs_parts: bool =
 def turn_weight(row: Row, field: str, turn: Mapping[str, JSON], role: JSON = "assistant") -> float:
     """A message's loss weight: 1 for an assistant's unless it says otherwise, 0 for all others.
 
-    Raises InvalidInput: a weight that is none; flags that are neither true nor false, or contradict the weight, each
-    other, or that only an assistant's messages are learned.
+    Raises InvalidInput: an invalid weight; flags that are neither true nor false, that contradict the weight or each
+    other, or that train a message of another role.
     """
     weight = weight_of(row, f"{field}.weight", turn.get("weight"))
     flags = {key: turn[key] for key in _FLAGS if turn.get(key) is not None}
@@ -95,7 +95,7 @@ def turn_weight(row: Row, field: str, turn: Mapping[str, JSON], role: JSON = "as
 
 
 def refuse_media(row: Row, field: str = "") -> None:
-    """Raise InvalidInput for a row or a message with images, videos or audios, for which tags stand in its text."""
+    """Raise InvalidInput for a row or a message with images, videos or audios, which its text refers to by tags."""
     if key := next((key for key in MEDIA if is_given(row, key)), None):
         raise InvalidInput(f"{field}{key}: only text can be trained on: drop the row", row.place)
 
@@ -106,9 +106,9 @@ def messages_of(row: Row, field: str) -> list[Message]:
 
 
 def tools_of(row: Row, field: str = "tools") -> Tools | None:
-    """The row's tools, which may be JSON text; None where it has none. `functions` is their older name.
+    """The row's tools, which may be JSON text; None if it has none. `functions` is their older name.
 
-    Raises InvalidInput: what is no list of tools, or both names.
+    Raises InvalidInput: not a list of tools, or both names.
     """
     older = field.removesuffix("tools") + "functions"
     if row.fields.get(field) and row.fields.get(older):
@@ -130,7 +130,7 @@ def tools_of(row: Row, field: str = "tools") -> Tools | None:
 def tool_of(row: Row, field: str, tool: dict[str, Any]) -> dict[str, Any]:
     """A tool in OpenAI's form, which may be given flat, or with the schema under a name of `_SCHEMAS`.
 
-    Raises InvalidInput: it has no name, two schemas or one that is no object, or is a tool of somebody's server.
+    Raises InvalidInput: it has no name, two schemas or one that is not an object, or it is a tool of somebody's server.
     """
     if not isinstance(tool.get("function"), dict):
         if tool.get("type") not in (None, "function", "custom"):

@@ -1,6 +1,6 @@
-"""Rows of preference pairs: one prompt, the answer that is preferred and the one that is not.
+"""Rows of preference pairs: one prompt, its preferred and its rejected answer.
 
-Each answer becomes an example of its own, so that it is rendered and encoded as it would be alone.
+Each answer becomes a separate example, so that it is rendered and encoded as it would be alone.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ def preference(row: Row) -> PreferencePair:
     Without `prompt`, the messages that both conversations begin with are the prompt. Some datasets repeat it as a text
     in `prompt`; this text must be one of those messages.
 
-    Raises InvalidInput: an answer is missing, or is the other one; the prompts differ, or there is none.
+    Raises InvalidInput: an answer is missing, or equals the other one; the prompts differ, or there is none.
     """
     _refuse_weight(row)
     if isinstance(row.fields.get("chosen"), str) and not isinstance(row.fields.get("prompt"), list):
@@ -75,7 +75,7 @@ def _spoken(text: str) -> Messages:
 def _answer(row: Row, field: str) -> Messages:
     """Return the messages of an answer, which may be one message, or a text behind a prompt of messages.
 
-    Weights other than 1 are refused, since all of an answer is learned.
+    Weights other than 1 are refused, because the whole answer is trained.
     """
     match row.fields.get(field):
         case str() as text if isinstance(row.fields.get("prompt"), list):

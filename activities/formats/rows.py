@@ -26,7 +26,7 @@ _MAX_PARQUET_BATCH_BYTES = 512 << 20  # of _PARQUET_ROWS rows
 _MAX_COLUMNS = 1000
 _UTF8_BOM = b"\xef\xbb\xbf"
 _ARROW = (b"PAR1", b"ARROW1", b"\xff" * 4)  # Parquet, an IPC file, an IPC stream
-_OTHER_KINDS = {  # by what they begin with
+_OTHER_KINDS = {  # by their first bytes
     "UTF-16": rb"\xff\xfe|\xfe\xff",
     "an archive": rb"PK\x03\x04|7z\xbc\xaf|Rar!",
     "JSON over several lines": rb"(\xef\xbb\xbf)?\s*[\[{]\s*[\r\n]",
@@ -74,7 +74,7 @@ def lines_of(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
             place = f"{name}:{number}"
             if len(line) > MAX_LINE_BYTES:
                 raise InvalidInput(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", place)
-            if len(line) > _LONG_LINE_BYTES:  # what it is parsed into may be thirty times as large
+            if len(line) > _LONG_LINE_BYTES:  # the parsed objects may be thirty times as large
                 sign(place)
             if number == 1:
                 line = line.removeprefix(_UTF8_BOM)
@@ -249,7 +249,7 @@ def refuse_missing(row: Row, field: str) -> None:
 
 
 def text_of(row: Row, field: str) -> str:
-    """Return a field's text. Raises InvalidInput when the row has no such field, or it is no text."""
+    """Return a field's text. Raises InvalidInput when the row has no such field, or it is not text."""
     refuse_missing(row, field)
     value = row.fields[field]
     if not isinstance(value, str):
@@ -258,7 +258,7 @@ def text_of(row: Row, field: str) -> str:
 
 
 def list_of_objects(row: Row, field: str) -> list[dict[str, Any]]:
-    """A field's objects, without what a schema added. Raises InvalidInput when there is none, or one is no object."""
+    """A field's objects, without what a schema added. Raises InvalidInput if there is none, or one is no object."""
     turns = row.fields.get(field)
     if not isinstance(turns, list):
         raise InvalidInput(f"{field} must be a list, not {type_name(turns)}", row.place)
@@ -271,7 +271,7 @@ def list_of_objects(row: Row, field: str) -> list[dict[str, Any]]:
 
 
 def weight_of(row: Row, field: str, weight: JSON) -> float:
-    """A loss weight: 1 where there is none. Raises InvalidInput for what is no number of at least 0."""
+    """A loss weight; 1 by default. Raises InvalidInput unless it is a number of at least 0."""
     if weight is None:
         return 1.0
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:

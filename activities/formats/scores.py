@@ -18,11 +18,11 @@ Numbers = dict[str, tuple[float, ...]]
 
 
 def read_numbers(example: Example, row: Row, fields: tuple[str, ...], numbers: Numbers) -> Example:
-    """Note a row's numbers, and return its example: of a pair its `margin`, 0 without one; else those of the fields.
+    """Note a row's numbers and return its example. A pair has its `margin` (default 0), other rows `fields`.
 
-    Of the field `labels` they are a list: one for each of the assistant's turns, but for those of a prompt.
+    The field `labels` is a list with one number for each of the assistant's turns, except those of a prompt.
 
-    Raises InvalidInput: a field is missing, or no finite number; or the row has a weight, or no answer that ends it.
+    Raises InvalidInput: a field is missing or not a finite number; the row has a weight, or ends without an answer.
     """
     match example:
         case PreferencePair():

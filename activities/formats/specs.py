@@ -22,7 +22,7 @@ from shared.errors import InvalidInput
 from shared.runs.sources import PAIR_FORMATS, Format
 
 _ASKING = ("user", "tool")
-_PADDING = -(2**62)  # beyond what _int_array takes: the label, meanwhile, of a token that is padding
+_PADDING = -(2**62)  # a padding token's temporary label; `_int_array` does not accept this number
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -40,7 +40,7 @@ class FormatSpec:
     """One format. A new one needs an entry in `FORMATS`, and its name in `Format` (shared/runs/sources.py).
 
     Attributes:
-        fields: a row that has all of them is of this format. The first one holds the prompt.
+        fields: a row that has all of them has this format. The first field is the prompt.
         example: makes a row's training example. Raises InvalidInput for a row that breaks a rule.
         question: makes a row's prompt; None if rows of this format have none. Raises as `example` does.
         more: other columns that `example` reads.
@@ -83,7 +83,7 @@ def _conversation(row: Row, field: str, messages: list[dict[str, Any]], weights:
 
 
 def _answered(row: Row, prompt: str, completion: str) -> Chat | PromptCompletion:
-    """Make the example of two texts: a conversation, where more is told than these."""
+    """Make an example of a prompt and a completion: a conversation if the row has more than these two texts."""
     tools, turns = tools_of(row), [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     messages, weights = with_context(row, turns, [0.0, 1.0])
     weight = _row_weight(row)
@@ -167,7 +167,7 @@ def _sharegpt(row: Row) -> Chat:
 
 
 def _sharegpt_messages(row: Row) -> list[dict[str, Any]]:
-    """Convert `conversations` to messages. Raises InvalidInput for a turn that is none."""
+    """Convert `conversations` to messages. Raises InvalidInput for an invalid turn."""
     messages: list[dict[str, Any]] = []
     for i, turn in enumerate(list_of_objects(row, "conversations")):
         speaker, value = turn.get("from"), turn.get("value")
@@ -196,7 +196,7 @@ def _calls_in(row: Row, i: int, value: str) -> list[JSON]:
 
 
 def _alpaca_prompt(row: Row) -> str:
-    """The instruction, and what it is about. Raises InvalidInput when either is no text."""
+    """The instruction and its input. Raises InvalidInput when either is not text."""
     instruction = text_of(row, "instruction")
     context = text_of(row, "input") if row.fields.get("input") is not None else ""
     return f"{instruction}\n\n{context}" if context else instruction
@@ -263,7 +263,7 @@ def prompt_completion(prompt: str = "prompt", completion: str = "completion") ->
 
 
 def _said(row: Row, field: str, role: str) -> list[dict[str, Any]]:
-    """Return a field's messages, of which a text is one, of this role."""
+    """Return a field's messages. A text is one message of this role."""
     if isinstance(row.fields.get(field), list):
         return messages_of(row, field)
     return [{"role": role, "content": text_of(row, field)}]

@@ -1,6 +1,6 @@
-"""What a teacher behind a URL says of a dataset's tokens: its likeliest ids, or those that stand there.
+"""Asks a teacher behind a URL for log-probabilities: of its likeliest tokens, or of the dataset's own.
 
-The server is OpenAI-compatible and tells `prompt_logprobs`, as vLLM's and Longshore's samplers do. Keys and addresses
+The server is OpenAI-compatible and sends `prompt_logprobs`, as vLLM's and Longshore's samplers do. Keys and addresses
 are as for `score_model` graders.
 """
 
@@ -31,13 +31,13 @@ from shared.storage.paths import content_key, taught
 
 _AT_ONCE = 64  # units whose requests wait for threads
 Told = tuple[tuple[tuple[int, ...], ...], tuple[tuple[float, ...], ...]]
-"""Of one unit: ids and log-probabilities in nats, [N, K]."""
+"""One unit's ids and log-probabilities in nats, [N, K]."""
 
 
 class TeacherRequest(Frozen):
-    """Units, the model whose tokenizer they are of, and whom to ask. `top_k`: 0 for the ids that stand there alone.
+    """Units, the model whose tokenizer made them, and the server to ask. `top_k`: 0 for the units' own ids alone.
 
-    `key`: the name of the one that the server is sent. Only the settings of this host have the key itself.
+    `key`: the name of the key that the server is sent. Only this host's settings have the key itself.
     """
 
     run_id: str
@@ -59,11 +59,11 @@ class AskTeacher:
 
     @activity.defn(name="ask_teacher")
     def ask_teacher(self, request: TeacherRequest) -> Artifact:
-        """Write what the teacher says of every target: the files of `PackedData.likeliest`, once a run.
+        """Write the teacher's answers for every target, once a run: the files of `PackedData.likeliest`.
 
         Raises:
-            InvalidInput: the server refuses, may not be asked, tells no log-probabilities, or has another tokenizer; or
-                no key of this name is for it.
+            InvalidInput: the server refuses, may not be asked, sends no log-probabilities, or has another tokenizer; or
+                this installation has no key of this name for it.
             StoreUnavailable: it cannot be reached, or is too busy.
         """
         means = _means(request, self._host.settings)
@@ -94,7 +94,7 @@ def _means(request: TeacherRequest, settings: Settings) -> GraderMeans:
 
 
 def told_by_teacher(units: Path, model: Path, request: TeacherRequest, means: GraderMeans) -> Iterator[Told]:
-    """Yield what the teacher says of each unit. Raises as the activity does."""
+    """Yield the teacher's answer for each unit. Raises as the activity does."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -142,8 +142,8 @@ def _told(answer: Any, row: PackedBin, num_tokens: int, top_k: int, text_of: Any
 
 
 def _check_token(id: int, theirs: object, text_of: Any, vocab_size: int) -> None:
-    """Refuse a teacher with another tokenizer. Parts of characters are told in several ways, and not compared."""
-    ours = text_of(id) if 0 <= id < vocab_size else None  # "" where the model has more ids than the tokenizer
+    """Refuse a teacher with another tokenizer. Parts of characters are not compared: servers write them differently."""
+    ours = text_of(id) if 0 <= id < vocab_size else None  # "" if the model has more ids than the tokenizer
     if ours is None or (isinstance(theirs, str) and ours.isascii() and ours.strip() != theirs.strip()):
         rule = f"its token {id} is {theirs!r}, the student's {ours!r}: both must have one tokenizer"
         raise InvalidInput(rule, "teacher")

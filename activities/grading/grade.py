@@ -41,7 +41,7 @@ GRADES, SUMMARY, REWARDS = "grades.jsonl", "summary.json", "rewards.jsonl"
 class GradeRequest(Frozen):
     """Samples to grade, and the grader. `samples`: JSONL files of one `SampledItem` a line, read in order of name.
 
-    `rewards`: what its reward models give of the samples, by the graders' `scorer`: a `SampleRewards` a line.
+    `rewards`: its reward models' scores of the samples, by the graders' `scorer`: a `SampleRewards` a line.
     """
 
     samples: Artifact
@@ -85,10 +85,10 @@ class Grade:
 
     @activity.defn(name="grade")
     def grade(self, request: GradeRequest) -> Graded:
-        """Grade every sample; where that fails, record the reason. The grades are an artifact in the store.
+        """Grade every sample; if that fails, record the reason. The grades are an artifact in the store.
 
         Raises:
-            InvalidInput: a row that is no sample; a grader that cannot be loaded, isolated or asked.
+            InvalidInput: a row is not a sample; a grader that cannot be loaded, isolated or asked.
             StoreUnavailable: a scoring server or the store is away; finished grades are kept for the next try.
         """
         parts = Parts(self._host.store, partial(graded_part, request.key))
@@ -96,7 +96,7 @@ class Grade:
         def write(folder: Path) -> None:
             settings = self._host.settings
             samples, means = self._host.stage(request.samples), GraderMeans.of(settings)
-            sandbox = folder / ".sandbox"  # hidden, so that it is no part of the artifact
+            sandbox = folder / ".sandbox"  # hidden, so that the artifact does not include it
             rewards = {scorer: self._host.stage(given) / REWARDS for scorer, given in request.rewards.items()}
             asked = samples, request.grader, means, parts.known(), sandbox, rewards
             with closing(confined.stream(settings.confined, graded_parts, *asked, kind="grading")) as found:
@@ -116,8 +116,8 @@ class Grade:
 
     @activity.defn(name="grade_one")
     def grade_one(self, request: GradeOneRequest) -> OneGrade:
-        """Grade one sample. Raises InvalidInput for a grader that cannot be loaded, isolated or asked, or is no user's
-        to try: a reward model.
+        """Grade one sample. Raises InvalidInput for a grader that cannot be loaded, isolated or asked, and for a
+        reward model, which grades only in runs.
         """
         for place in reward_graders(request.grader):
             raise InvalidInput(
@@ -142,12 +142,12 @@ def graded_parts(
 ) -> Iterator[tuple[int, tuple[SampleGrade, ...] | None]]:
     """Grade part after part, so that memory does not grow with the samples. Raises as `Grade.grade` does.
 
-    Yields the number of each part's first sample, and its grades; None where they are known already.
+    Yields the number of each part's first sample, and its grades; None if they are known already.
 
     Args:
         done: the first samples of the parts that are graded already.
         sandbox: a folder for the processes of python graders.
-        rewards: files of what reward models give, by their graders' `scorer`.
+        rewards: files of reward models' scores, by their graders' `scorer`.
     """
     rows, first = _rewarded(sampled_items(samples), rewards) if rewards else sampled_items(samples), 0
     with open_grader(grader, means, sandbox) as grade_all:
@@ -171,7 +171,7 @@ def grade_sample(grader: Grader, means: GraderMeans, sandbox: Path, sample: Samp
 def _write_grades(
     found: Iterable[tuple[int, tuple[SampleGrade, ...] | None]], parts: Parts, path: Path
 ) -> GradeSummary:
-    """Write grades part by part; each is kept in the store as it comes, so that a kill costs one part at most."""
+    """Write grades part by part. Each part is stored when it is finished, so that a kill costs at most one part."""
     grades, reasons, num_failed = list[float](), list[str](), 0
     with path.open("wb") as file:
         for first, part in found:
@@ -215,10 +215,10 @@ def _graded(part: list[tuple[str, SampledItem]], grade_all: GradeAll) -> list[Sa
 
 
 def sampled_items(folder: Path) -> Iterator[tuple[str, SampledItem]]:
-    """The rows of a folder's JSONL files and where they stand, in the order of the files' names.
+    """The rows of a folder's JSONL files with their places, in the order of the files' names.
 
     Raises:
-        InvalidInput: a row that is no sample.
+        InvalidInput: a row is not a sample.
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.jsonl"))
     for name in names:

@@ -30,7 +30,7 @@ from shared.settings import GradingSettings, Settings
 
 
 class RewardedItem(SampledItem):
-    """A sample with what reward models give of it, by their graders' `scorer`. Others do not see that."""
+    """A sample with its rewards by reward models, by their graders' `scorer`. Other graders do not see these."""
 
     rewards: dict[str, SampleRewards]
 
@@ -46,7 +46,7 @@ class GraderMeans(Frozen):
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Return what graders need: keys that are not theirs never reach their processes."""
+        """Return the settings that graders need. Other keys never reach their processes."""
         grading = settings.grading.model_copy(update={"server_keys": {}})
         return cls(grading=grading, allow_private_addresses=settings.download.allow_private_addresses)
 
@@ -91,7 +91,7 @@ def _each(grade: Callable[[SampledItem], float]) -> GradeAll:
 
 
 def _reward(grader: RewardModelGrader, row: SampledItem) -> float:
-    assert isinstance(row, RewardedItem)  # Grade.grade_one refuses what is not scored
+    assert isinstance(row, RewardedItem)  # Grade.grade_one refuses samples without scores
     found = row.rewards[grader.scorer]
     if found.error is not None:
         raise NotGraded(found.error)

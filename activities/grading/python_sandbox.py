@@ -1,7 +1,7 @@
 """Runs python graders, which are untrusted code, in a sandbox: starts it, sends it samples, and validates its answers.
 
-One sandbox grades many samples, each in a child process of its own (sandbox_process.py), so that samples cannot
-influence each other's grades. A sandbox that is lost is started anew.
+One sandbox grades many samples, each in a separate child process (sandbox_process.py), so that samples cannot
+influence each other's grades. A lost sandbox is restarted.
 """
 
 import json
@@ -41,7 +41,7 @@ class PythonSandbox:
     """A grader's source in a sandbox. Start and use it in one thread: it ends when that thread does.
 
     Attributes:
-        isolation: what has isolated it: `bubblewrap` where that is installed and works, else `namespaces` of our own.
+        isolation: `bubblewrap` if that is installed and works, else `namespaces`.
 
     Raises (from `with`):
         InvalidInput: this system refuses isolation.
@@ -104,7 +104,7 @@ class PythonSandbox:
         self._send(self._source.encode())
 
     def _is_started_by(self, bwrap: str) -> bool:
-        """Start the sandbox in bubblewrap. False where the system refuses it, or it is older than 0.8."""
+        """Start the sandbox in bubblewrap. False if the system refuses it, or it is older than 0.8."""
         for namespaces in bubblewrap.namespace_options():
             told, tells = os.pipe()
             options = ("--as-pid-1", "--info-fd", str(tells))
@@ -196,7 +196,7 @@ def _believed(answer: str) -> Any:
 
 
 def isolation_in_use() -> str:
-    """Name what isolates graders on this machine, `bubblewrap` or `namespaces`; where nothing does, the reason."""
+    """Return how graders are isolated on this machine: `bubblewrap`, `namespaces`, or why they are not."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with PythonSandbox("", GradingSettings(), Path(folder)) as sandbox:

@@ -162,7 +162,7 @@ def _end_of(child: int, deadline: float, limits: SandboxLimits) -> str:
 
 
 def _end(child: int) -> None:
-    """End the child, and whatever else is in this namespace."""
+    """End the child and all other processes of this namespace."""
     os.kill(child, signal.SIGKILL)
     assert os.getpid() == 1, "-1 is everybody: only in a namespace of our own"
     os.kill(-1, signal.SIGKILL)

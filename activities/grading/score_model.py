@@ -68,7 +68,7 @@ class ModelServer:
         )
 
     def ask(self, path: str, body: dict[str, Any]) -> Any:
-        """Post a request, again where the server is busy. Returns the answer's JSON.
+        """Post a request; retry if the server is busy. Returns the answer's JSON.
 
         Raises:
             NotGraded: the answer is too long, or no JSON.
@@ -102,7 +102,7 @@ class ModelServer:
             raise _Busy(said, float(text) if text.isascii() and text.isdigit() else None)
         if response.status != 200:
             text = data[:300].decode(errors="replace")
-            text = text.replace(self._key, "…") if self._key else text  # some servers repeat what they were sent
+            text = text.replace(self._key, "…") if self._key else text  # some servers echo the request
             raise InvalidInput(f"{said}: {text}", shown_uri(self._url))
         try:
             return json.loads(data)

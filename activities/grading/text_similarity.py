@@ -1,9 +1,9 @@
-"""String checks and text similarity, from 0 to 1: pure functions, float64, case-sensitive but for ROUGE and `ilike`.
+"""String checks and text similarity, from 0 to 1: pure functions, float64, case-sensitive except for ROUGE and `ilike`.
 
-Words are runs of letters, digits and _, and every other sign that is not white space is a word of its own.
+Words are runs of letters, digits and _; every other character that is not white space is a separate word.
 
 BLEU, GLEU and ROUGE-N are written here: sacrebleu and rouge-score would bring ten packages (lxml and nltk among them)
-for forty lines, and rouge-score's words are of ASCII letters alone.
+for forty lines, and rouge-score's words have ASCII letters only.
 """
 
 import math
@@ -22,7 +22,7 @@ _MAX_ORDER = 4  # of BLEU's and GLEU's n-grams
 
 
 def string_check(operation: Literal["eq", "ne", "like", "ilike"], text: str, reference: str) -> float:
-    """1.0 where the operation holds, else 0.0. `ilike` compares case-folded texts."""
+    """1.0 if the operation holds, else 0.0. `ilike` compares case-folded texts."""
     match operation:
         case "eq":
             holds = text == reference
@@ -36,7 +36,7 @@ def string_check(operation: Literal["eq", "ne", "like", "ilike"], text: str, ref
 
 
 def text_similarity(metric: Metric, text: str, reference: str) -> float:
-    """The metric of a text against a reference. Two empty texts are alike, one empty text is like nothing.
+    """The metric of a text against a reference. Two empty texts are equal; one empty text has similarity 0.
 
     Raises:
         NotGraded: a text of more than 100,000 characters.
@@ -61,7 +61,7 @@ def _rouge_words(text: str) -> list[str]:
 
 
 def bleu(words: Sequence[str], reference: Sequence[str]) -> float:
-    """Sentence BLEU (Papineni et al. 2002, eq. 1-3), n-grams up to 4, or up to the text's length where it is shorter.
+    """Sentence BLEU (Papineni et al. 2002, eq. 1-3), n-grams up to 4, or up to the text's length if it is shorter.
 
     An n-gram order without a match is smoothed by halves: 1/2, 1/4, ... of a match (Chen & Cherry 2014, smoothing 3),
     but a text that shares no word with its reference scores 0.

@@ -1,1 +1,1 @@
-"""A GPU host's work: leases of worker processes, jobs on them, and what they report."""
+"""A GPU host's work: leases of worker processes, jobs on them, and their reports."""

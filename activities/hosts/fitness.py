@@ -1,4 +1,4 @@
-"""What a GPU or sampler host lacks for work: packages, room on its disk, devices that compute.
+"""Checks of a GPU or sampler host: packages, free disk space, working devices.
 
     python -P -m longshore.server activities.hosts.fitness --role gpu|sampler
 
@@ -33,22 +33,22 @@ LEAST_BYTES = 256 << 20
 """Of the disk under a host's root: less cannot hold the log and the checkpoint of a small run."""
 _WRITTEN_BYTES = 4 << 20
 _TRIAL_S = 300.0  # as long as a worker may take to be up
-_PASSED_S = 3600.0  # for which a check that a host has passed holds for the next host of the same root and installation
+_PASSED_S = 3600.0  # how long a passed check is valid for the next host of the same root and installation
 
 Check = Callable[[], tuple[str, ...]]
-"""Returns what a host lacks, in words."""
+"""Returns descriptions of what a host lacks."""
 
 
 @dataclass(frozen=True)
 class Fitness:
-    """Checks this machine as a worker or sampler would find it. `environment`: what those get beside the host's own."""
+    """Checks this machine as a worker or sampler would find it. `environment`: their variables besides the host's."""
 
     role: LeasingRole
     root: Path
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self) -> tuple[str, ...]:
-        """Return what is missing. Devices are tried only where the packages for that are there."""
+        """Return what is missing. Devices are tried only if the packages for that are installed."""
         found = (*missing_packages(WORKER_PACKAGES), *disk_lacks(self.root)) or self._tried()
         with suppress(OSError):  # without the mark the next host checks first
             self._mark.unlink(missing_ok=True) if found else self._mark.write_text(self._installation())
@@ -57,8 +57,8 @@ class Fitness:
     def passed_lately(self) -> bool:
         """Return True if a host of this machine and root has passed its check within the hour, and nothing has changed.
 
-        A host that was killed then takes leases as soon as it is back, and is checked beside them. Its disk is tried
-        here, as it may have filled up meanwhile.
+        A host that restarts after a kill then takes leases at once; its full check runs while they do. Its disk is
+        checked here, because it may have filled up since.
         """
         with suppress(OSError):
             is_new = 0 <= time.time() - self._mark.stat().st_mtime < _PASSED_S
@@ -70,7 +70,7 @@ class Fitness:
         return self.root / f"passed-{self.role}-{socket.gethostname()}"
 
     def _installation(self) -> str:
-        """Return a hash of what a check depends on: packages, Python, the machine since it booted, its GPUs."""
+        """Return a hash of a check's dependencies: packages, Python, the machine's boot and its GPUs."""
         nvidia = Path("/proc/driver/nvidia")
         files = [
             Path("/proc/sys/kernel/random/boot_id"),
@@ -117,7 +117,7 @@ def disk_lacks(root: Path, least_bytes: int = LEAST_BYTES) -> tuple[str, ...]:
 
 
 def trial_lacks(command: list[str], environment: Mapping[str, str], timeout_s: float = _TRIAL_S) -> tuple[str, ...]:
-    """Run megatron_worker/training/trial.py as a process of its own: a broken device may hang it, or kill it."""
+    """Run megatron_worker/training/trial.py as a separate process: a broken device may hang or kill it."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         try:
             trial = start(command, environment, stdout.fileno(), stderr.fileno())

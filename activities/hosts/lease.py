@@ -27,9 +27,9 @@ from shared.storage.paths import RunKeys, WorkerPaths
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.05
-_LOOK_EVERY_S = 60.0  # between checks for a stopped (SIGSTOP) process, whose users would wait for ever
+_LOOK_EVERY_S = 60.0  # between checks for a stopped (SIGSTOP) process, whose users would wait forever
 _UNUSABLE_MODEL = 2  # a sampler's exit status
-_SIGNALLED = 128  # more than that is a launcher's exit status where a signal ended a rank
+_SIGNALLED = 128  # a launcher's exit status is above this if a signal ended a rank
 
 JoiningLeases = Callable[[str], AbstractContextManager[None]]
 Meet = Callable[[WorkerProcess], AbstractContextManager[None]]
@@ -46,9 +46,9 @@ class LeaseRequest(Frozen):
     """A run's request for a worker.
 
     `join_queue`: runs with the same value may train adapters on one worker; None: the worker is not shared.
-    `sync_backend`: how the worker's weights are to come to samplers. `avoid`: queues of hosts that lost the run's
-    worker at its start, which leave it to others where there are any. `node`: which part of a worker of several
-    machines; `leader`: of all but the first, where they meet.
+    `sync_backend`: the transport of the worker's weights to samplers. `avoid`: queues of hosts that lost the run's
+    worker at its start, which leave the run to other hosts if there are any. `node`: this part's number in a worker of
+    several machines. `leader`: where the parts meet, for all except the first.
     """
 
     run_id: RunId
@@ -73,11 +73,11 @@ class LeaseRecord(Frozen):
 
 
 class ProcessLease:
-    """What all kinds of leases do: start or adopt a process, signal the run, and watch until the lease ends.
+    """The common part of all leases: start or adopt a process, signal the run, and watch until the lease ends.
 
     Args:
-        signal: the name of the signal that tells the run's workflow of the process.
-        standing: this host's, which is told of losses.
+        signal: the name of the signal that announces the process to the run's workflow.
+        standing: this host's, which counts lost workers.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ProcessLease:
     ) -> Iterator[WorkerProcess | None]:
         """Yield a process once it is up, and give it back when the block ends. Yields None if the lease ended first.
 
-        `meet`: makes a context in which a process of several machines, of which this is `node`, meets the others.
+        `meet`: makes a context in which a process of several machines meets its other parts; this machine is `node`.
 
         Raises:
             WorkerLost: it ended or did not come up in time, or this host leaves.
@@ -126,7 +126,7 @@ class ProcessLease:
         try:
             yield begun
         except (WorkerLost, DiskFull, OSError) as error:
-            # Where the disk is full, another host's may have room; on a host that is alone the error says so.
+            # If the disk is full, another host's may have room. A host without others raises the error itself.
             if self._standing is None:
                 raise
             loss = error if isinstance(error, WorkerLost) else WorkerLost(f"no worker can be started: {error}")
@@ -173,7 +173,7 @@ class ProcessLease:
     ) -> bool:
         """Signal the run until the signal arrives. Returns False if the lease ended first. Raises as `begin` does.
 
-        `reached`: of a sampler's lease, the grant's fields that say where it is asked, and where it takes weights.
+        `reached`: for a sampler's lease, the grant's fields with its addresses for requests and for weights.
         """
         worker.count_time_of(mark)
         grant = LeaseGrant(
@@ -190,12 +190,12 @@ class Lease:
     """Starts or adopts a worker, tells the run about it, and holds it until the lease is cancelled.
 
     Args:
-        joining: makes a context in which this host polls a queue for `join_lease` activities.
-        allowed: experimental transports of weights that this host takes part in.
+        joining: makes a context; while it is open, this host polls a queue for `join_lease` activities.
+        allowed: experimental weight-sync transports that this host supports.
         standing: this host's; without one it takes every lease.
-        meetings: with hosts of other machines, and `stager`: what stages inputs for ranks here whose job another
-            host has; without them it takes no part of a worker of several machines.
-        drain_grace_s: that such a worker has to save a checkpoint once this host leaves.
+        meetings: the rendezvous with hosts of other machines. `stager`: stages inputs for ranks here whose job is on
+            another host. Without these, the host takes no part of a worker of several machines.
+        drain_grace_s: the time that such a worker has to save a checkpoint once this host leaves.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Lease:
 
     @contextmanager
     def _meet(self, request: LeaseRequest, mark: LeaseMark, worker: WorkerProcess) -> Iterator[None]:
-        """Have a worker of several machines meet the others: at this host, of which the run is told, or at the first.
+        """Have a worker of several machines meet its other parts: at this host, after it told the run, or at the first.
 
         Raises WorkerLost: the first machine's host is not reached.
         """
@@ -375,6 +375,6 @@ def _loss(worker: WorkerProcess) -> LongshoreError:
         said = last_words(log_tail(worker.paths.output))
         return InvalidInput(f"the sampler cannot use this model: {said}", worker.key.model.uri)
     if worker.meeting is not None and worker.meeting.has_met and 0 <= (worker.exit_code or 0) <= _SIGNALLED:
-        # A rank ends by itself when it cannot reach another machine's any more, which is no fault of this host.
+        # A rank ends by itself when it can no longer reach another machine's, which is not this host's fault.
         return LeaseLost(worker.death_report())
     return WorkerLost(worker.death_report())

@@ -45,10 +45,10 @@ def job_metrics(loss: Loss, steps: Iterable[Metrics]) -> dict[str, float]:
 class JobMetrics:
     """Combines the metrics of a job's optimizer steps, which are given in order.
 
-    Skipped steps are counted. Of a policy loss: counts and seconds are added up; learning rates are the last; of
-    `..._max` and `...memory_bytes` the greatest counts; means over tokens (ratios, divergences, entropy, fractions) are
-    weighed by each step's trained tokens; everything else (loss, norm) is the mean of the steps that have it. Of any
-    other loss: the newest value of each.
+    Skipped steps are always counted. For a policy loss, counts and seconds are summed; learning rates are the last
+    step's; `..._max` and `...memory_bytes` are maxima; means over tokens (ratios, divergences, entropy, fractions) are
+    weighted by each step's trained tokens; everything else (loss, norm) is the mean of the steps that have it. For any
+    other loss, each metric is its newest value.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -79,7 +79,7 @@ class JobMetrics:
 
 
 def _kind(name: str) -> Literal["last", "sum", "max", "mean", "mean_of_tokens"]:
-    """Return the rule by which a metric's values of several optimizer steps are combined into one."""
+    """Return the rule that combines a metric's values of several optimizer steps into one."""
     if name.endswith("learning_rate"):
         return "last"
     if name in _SUMS:
@@ -142,7 +142,7 @@ class ProgressReport(Frozen):
 class Progress:
     """The newest state of a job, and when its workflow heard of it last. Evaluation metrics are named `eval_...`.
 
-    `steps_before`: metrics of the optimizer steps that this attempt goes on from.
+    `steps_before`: metrics of the optimizer steps before this attempt.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Progress:
             self._last_event_at = event.time
 
     def tick(self, durable: CheckpointRef | None) -> None:
-        """Signal what is new, if the last signal is long enough ago; the first step is told at once."""
+        """Signal new progress if the last signal is long enough ago; the first step is signalled at once."""
         if (self.step == 0 and not self.metrics) or (self._sending is not None and not self._sending.done()):
             return
         now = time.monotonic()

@@ -50,13 +50,13 @@ _SILENCE_S = 120.0
 
 
 class RunJobRequest(Frozen):
-    """One job for a leased worker. It goes on from the newest checkpoint in the store."""
+    """One job for a leased worker. It continues from the newest checkpoint in the store."""
 
     plan: AnyPlan
     fence: Fence
     worker_id: str
     cancel_grace_s: float
-    passed_over: tuple[str, ...] = ()  # URIs of checkpoints in which a worker found damage
+    passed_over: tuple[str, ...] = ()  # URIs of checkpoints that a worker found damaged
     tenant: str = ""
     tenant_weight: float = 1.0
 
@@ -65,10 +65,9 @@ class JobResult(Frozen):
     """The end of a job. `checkpoint` is the newest one in the store: this job's, or the one it started from.
 
     `metrics` combine those of all its optimizer steps (progress.py) and of its newest evaluation; `probe` are the
-    log-probabilities of `JobPlan.probe` but its first token, by the weights of the last step. `sync`: what became of
-    sending them to samplers, where the plan asked for it. `damaged`: what is wrong
-    with the checkpoint that the job was to go on from, if that made it fail. `held_s`: seconds that the lease has had
-    of its worker's time so far.
+    log-probabilities of `JobPlan.probe` except its first token, by the weights of the last step. `sync`: the outcome of
+    sending these to samplers, if the plan asked for it. `damaged`: what is wrong with the checkpoint that the job
+    should continue from, if that made it fail. `held_s`: seconds of its worker's time that the lease has used so far.
     """
 
     outcome: Literal["succeeded", "failed", "cancelled"]
@@ -95,7 +94,7 @@ class RunJob:
         standing: Standing | None = None,
         drain_grace_s: float = 0.0,
     ) -> None:
-        """`drain_grace_s`: that a job has to save a checkpoint once this host leaves."""
+        """`drain_grace_s`: the time that a job has to save a checkpoint once this host leaves."""
         self._pool = pool
         self._store = store
         self._stager = stager
@@ -326,7 +325,7 @@ def _was_cancelled() -> bool:
 
 
 def _steps_before(store: ObjectStore, plan: AnyPlan, start: CheckpointRef | None) -> list[Metrics]:
-    """Return the metrics of a train step's optimizer steps up to the checkpoint that it goes on from.
+    """Return the metrics of a train step's optimizer steps up to the checkpoint that it continues from.
 
     They are read from the logs of earlier attempts, which are uploaded before their checkpoints. Other jobs get none,
     since their metrics are those of the newest step.

@@ -31,10 +31,10 @@ from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore
 
 _POLL_S = 0.002
-# Between looks into the store for a command, and for the session's end, of which nobody has told.
+# Seconds between looks into the store for a command, and for the session's end, if no notification came.
 _LOOK_EACH_S, _CLOSED_EACH_S = 3.0, 6.0
 _SAVED_POLL_S = 0.02
-_MOST_AHEAD = 32  # commands that the worker has beyond the one that it does
+_MOST_AHEAD = 32  # commands that are queued at the worker beyond its current one
 _SKIP, _DROP = (Skip(drops=drops).model_dump_json().encode() for drops in (False, True))
 
 
@@ -72,8 +72,8 @@ class ApplyCommands:
     """Gives sessions' commands to the workers of this host. Retrying the activity does not repeat commands.
 
     Args:
-        bells: by which the web service is told of results, and tells of commands.
-        at: where the web service reaches this host.
+        bells: notify the web service of results, and receive its commands.
+        at: the address at which the web service reaches this host.
     """
 
     def __init__(self, pool: WorkerPool, store: ObjectStore, bells: Bells, at: HostAddress) -> None:
@@ -84,12 +84,12 @@ class ApplyCommands:
 
     @activity.defn(name="apply_commands", no_thread_cancel_exception=True)
     def apply_commands(self, request: ApplyRequest) -> AppliedCommands:
-        """Have commands done in order, once the session's job has begun on the worker. Returns when none come, the
-        session is closed, or a saved state is to be published.
+        """Give commands to the worker in order, once the session's job has begun there. Returns when none come, the
+        session is closed, or a saved state must be published.
 
         Raises:
             WorkerLost: the worker ended, serves another lease, or this host leaves.
-            CorruptArtifact: an object in the store is no command, or a command that is needed is missing.
+            CorruptArtifact: an object in the store is not a command, or a needed command is missing.
         """
         lease = LeaseMark(run_id=request.run_id, fence=request.fence)
         attended = self._bells.attended(request.run_id, request.next)
@@ -152,7 +152,7 @@ class _Applying:
         return AppliedCommands(next=self._next, checkpoint=self._to_publish)
 
     def _wait_for_start(self) -> int:
-        """Wait for the first event of the worker's log. Returns the number of the command after which it goes on."""
+        """Wait for the first event of the worker's log. Returns the number of the last command in its state."""
         while not (line := self._first_line()).endswith(b"\n"):
             self._pause()
         event = parse_event(line)
@@ -196,9 +196,9 @@ class _Applying:
             self._write(number, self._again(number, head, data), head.through)
 
     def _again(self, number: int, head: CommandHead, data: bytes) -> bytes:
-        """Return what a new worker does for a command that has a result: the command again, if it changes state.
+        """Return a new worker's replacement for a command that has a result: the same command, if it changes state.
 
-        An `error`, such as of a device without memory, might not come again: its effect does, as the client knows it.
+        An `error`, such as a full device, might not happen again. Its effect is repeated, because the client knows it.
         """
         effect = EFFECTS.get(head.kind)
         if effect == "nothing":
@@ -213,7 +213,7 @@ class _Applying:
     def _check_is_repeatable(self, number: int, head: CommandHead) -> None:
         """Raise CorruptArtifact if a `load_state` that succeeded cannot be repeated, because its state has gone.
 
-        This is only needed where the state that it saved itself was damaged.
+        This is only needed if the state that the session saved itself was damaged.
         """
         if head.checkpoint is None or self._store.head(f"{self._key_of(head.checkpoint)}/{MANIFEST}") is not None:
             return
@@ -309,7 +309,7 @@ class _Applying:
             raise CorruptArtifact(first_error(error)[1], self._keys.command(number)) from None
 
     def _write(self, number: int, data: bytes, through: int) -> None:
-        """Write a command's file for the worker, unless it is there. That of a gap stands for all up to `through`."""
+        """Write a command's file for the worker, unless it exists. A gap's file covers all commands up to `through`."""
         if not self._path(number).exists():
             write_atomically(self._path(number), data, is_durable=False)
         self._through = max(number, through)
@@ -322,7 +322,7 @@ class _Applying:
             raise HostLeft(HOST_LEAVES)
         if activity.is_cancelled() or not self._worker.is_alive():
             raise WorkerLost("the session's worker ended, or was given back")
-        if self._archived.exists():  # the worker may serve other runs, and go on
+        if self._archived.exists():  # the worker may still run, for other runs
             raise WorkerLost("the session's job has ended")
         time.sleep(seconds)
 
@@ -330,8 +330,8 @@ class _Applying:
 def carry_results(results: SessionResults, folder: Path, through: int) -> None:
     """Put results that are not in the store yet there, before a state that includes their commands is uploaded.
 
-    A worker that goes on from that state does not repeat the commands, so the results would be lost. Results of
-    commands that save a state are left out, as they wait for it.
+    A worker that continues from that state does not repeat the commands, so the results would be lost. Results of
+    commands that save a state are left out, because they wait for the upload.
     """
     missing = []
     for number in range(through, 0, -1):

@@ -1,4 +1,4 @@
-"""Stages what this host's workers lack, as they have no credentials of a store (shared/storage/staging.py)."""
+"""Stages artifacts for this host's workers, which have no credentials of a store (shared/storage/staging.py)."""
 
 import logging
 import shutil
@@ -36,9 +36,9 @@ class Stager:
         self._lock = threading.Lock()
 
     def stage(self, artifact: Artifact, check: Callable[[], None]) -> None:
-        """Stage an artifact, after any other job for which it is being staged, so that it is fetched once.
+        """Stage an artifact. Waits for other jobs that are staging the same one, so that it is fetched once.
 
-        Raises as `stage` of shared/storage/artifacts.py does, and what `check` raises, which is called now and then.
+        Calls `check` now and then. Raises as `stage` of shared/storage/artifacts.py does, and what `check` raises.
         """
         with self._lock:
             lock = self._locks.setdefault(artifact, threading.Lock())
@@ -51,7 +51,7 @@ class Stager:
 
 
 class JobStaging:
-    """Stages what the worker of one job asks for, in a thread, if the job or a command of its session names it."""
+    """Stages artifacts that a job's worker asks for, in a thread, if the job or a command of its session names them."""
 
     def __init__(self, stager: Stager, job: Job, store: ObjectStore) -> None:
         self._stager, self._job, self._store = stager, job, store
@@ -60,7 +60,7 @@ class JobStaging:
         self._is_over = threading.Event()
 
     def look(self) -> None:
-        """Begin with what was asked for since the last look, or answer it once it is staged. This does not wait."""
+        """Start a new request, or answer it once the artifact is staged. Does not block."""
         if self._answering is not None and self._answering.done():
             write_atomically(self._answer, self._answering.result().model_dump_json().encode(), is_durable=False)
             self._answering = None
@@ -70,7 +70,7 @@ class JobStaging:
             threading.Thread(target=self._work, args=(data, self._answering), name="staging", daemon=True).start()
 
     def end(self) -> None:
-        """End what is being staged, soon: nobody waits for it any more."""
+        """Stop staging soon, because nobody waits for it any more."""
         self._is_over.set()
 
     def _work(self, data: bytes, answering: "Future[StageAnswer]") -> None:
@@ -86,7 +86,7 @@ class JobStaging:
             answering.set_result(StageAnswer.of(error))
 
     def _check_is_named(self, artifact: Artifact, command: int | None) -> None:
-        """Refuse what the job does not name: a worker's memory may hold a stranger's code, and its host opens more."""
+        """Refuse artifacts that the job does not name: a worker may run untrusted code, and its host can read more."""
         if command is None:
             is_named = artifact in artifacts_of(self._job)
         else:
@@ -101,9 +101,9 @@ class JobStaging:
 
 
 class NodeStaging:
-    """Stages what this machine's ranks lack for jobs that another machine's host has: by the job files in the store.
+    """Stages inputs of this machine's ranks for jobs of another machine's host, by the job files in the store.
 
-    A run's jobs on one worker follow each other, so that what an earlier one has left can go when the next one asks.
+    A run's jobs on one worker are sequential, so an earlier job's files can be deleted when the next one asks.
     """
 
     def __init__(self, stager: Stager, paths: WorkerPaths, mark: LeaseMark, store: ObjectStore) -> None:
@@ -112,7 +112,7 @@ class NodeStaging:
         self._current: tuple[Path, JobStaging] | None = None
 
     def look(self) -> None:
-        """Begin with what was asked for since the last look, or answer it. A job that is not in the store yet waits."""
+        """Start a new request, or answer it. A request waits until its job is in the store."""
         for wanted in self._jobs.glob(f"*/{self._mark.fence.label}/wanted.json"):
             with suppress(NotFound, StoreUnavailable):
                 self._turn_to(wanted.parent.parent)

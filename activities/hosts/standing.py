@@ -1,8 +1,8 @@
-"""A host's standing: what it lacks, which workers it has lost, and whether it takes leases.
+"""A host's health: what it lacks, which workers it has lost, and whether it takes leases.
 
-A host that lacks something, or has lost workers at their start again and again, leaves its lease queue to others. Where
-there are no others, runs must not wait for ever: then a host that lacks something answers them with that, and one
-that has lost workers goes on.
+A host that lacks something, or has lost workers at their start again and again, leaves its lease queue to others. If
+there are no others, runs must not wait for ever: then a host that lacks something tells them what it lacks, and one
+that has lost workers takes leases again.
 """
 
 import logging
@@ -49,12 +49,12 @@ class Standing:
 
     Args:
         check: finds what the host lacks; it may take a minute.
-        alone_s: seconds for which no host takes leases until one that lacks something answers runs with that.
-        num_warm: hosts of this role and shape that do not leave for want of leases: the first, by their queues' names,
-            of those that have none.
+        alone_s: after this many seconds without a host that takes leases, one that lacks something answers runs.
+        num_warm: this many hosts of this role and shape stay without leases: the first idle ones by their queues'
+            names.
 
-    `leave`: has this host's poller ask for no more leases; called by the activity that holds the only one. `begun`: is
-    called when it has taken a lease.
+    `leave`: stops this host's poller of leases; called by the activity that holds the only one. `begun`: called when
+    the host has taken a lease.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Standing:
             self._say((self.state, *others))
 
     def _say(self, hosts: tuple[HostState, ...]) -> None:
-        """Write what GPU hosts of the shape offer to runs to come: whether bfloat16 is fast on all of them, by which
-        those take their precision, the most ranks that one of them takes, and the largest devices.
+        """Write what GPU hosts of the shape offer to future runs: whether bfloat16 is fast on all of them (runs choose
+        their precision by it), the most ranks that one of them takes, and the largest devices.
         """
         try:
             write_fast_bf16(self._store, self.state.shape, all(host.fast_bf16 for host in hosts))
@@ -118,7 +118,7 @@ class Standing:
             _log.warning("what this host offers is not written: %s", error)
 
     def _look(self) -> tuple[HostState, ...]:
-        """Return the other hosts, and note since when none of them takes leases, and whether this one stays warm."""
+        """Return the other hosts. Notes since when none of them takes leases, and whether this one stays warm."""
         others, now = self._others(), time.time()
         free = [each for each in others if each.takes_leases(now) and each.lease_since is None]
         self._stays = sum(each.queue < self.state.queue for each in free) < self._num_warm
@@ -129,9 +129,9 @@ class Standing:
         return others
 
     def retire(self) -> None:
-        """Take the state off the store, as this host leaves in good order."""
+        """Delete the state from the store, because this host leaves in good order."""
         with self._lock:
-            self._is_retired = True  # a beat that is still under way writes it no more
+            self._is_retired = True  # a beat that is still running does not write it again
             try:
                 delete_state(self._store, self.state)
             except (LongshoreError, OSError) as error:
@@ -143,16 +143,16 @@ class Standing:
 
     @property
     def polls(self) -> bool:
-        """True if the host is to ask for leases now. With something lacking it does so only to say what."""
+        """True if the host should ask for leases now. A host that lacks something asks only to report that."""
         if self.state.lacks:
             return self._alone_since is not None and time.monotonic() - self._alone_since >= self._alone_s
         return self._alone_since is not None or not self.state.is_quarantined(time.time())
 
     def is_idle(self, after_s: float, close: bool = False) -> bool:
-        """Return True if nothing has come from the lease queue for a time, and none is in hand. The time begins as the
-        host asks for leases, or at its first check where that finds something lacking.
+        """Return True if no lease came for `after_s` seconds and none is held. The time begins when the host asks for
+        leases, or at its first check if that finds something lacking. A host that must stay warm is never idle.
 
-        `close`: if so, give back leases that come from now on. False, too, of a host that is to stay warm.
+        `close`: if idle, give back leases that come from now on.
         """
         with self._lock:
             stays = self._stays and not self.state.lacks
@@ -163,14 +163,14 @@ class Standing:
 
     @contextmanager
     def offered(self, run_id: str, avoid: tuple[str, ...], num_hosts: int = 1) -> Iterator[None]:
-        """Hold a lease of a run in a `with` block, which is told by `lost` and `worked` how it went.
+        """Hold a lease of a run in a `with` block, whose outcome the caller notes by `lost` and `worked`.
 
-        `num_hosts`: that the run needs at once: without as many others, one that it would avoid takes it all the same.
+        `num_hosts`: hosts that the run needs at once. Without that many others, a host that it avoids takes it anyway.
 
         Raises:
             ApplicationError: `UNFIT` or `AVOIDED`; or the WorkerLost of the block, with this host's queue as its
-                detail, by which the run avoids this host.
-            HostLeft: the host has stopped asking, and this lease was on its way.
+                detail, so that the run can avoid this host.
+            HostLeft: the host stopped polling while this lease was on its way.
         """
         with self._lock:
             self.num_offered += 1
@@ -210,7 +210,7 @@ class Standing:
     def lost(self, run_id: str, error: WorkerLost | None, at_start: bool) -> None:
         """Note that a worker was lost here, or, without an error, that a job failed before its first step.
 
-        What is lost for a reason outside its process, as when the host leaves, is not counted.
+        Losses for reasons outside the worker's process, such as a leaving host, are not counted.
         """
         if isinstance(error, LeaseLost):
             return
@@ -242,7 +242,7 @@ class Standing:
         return tuple(each for each in states if each.role == self.state.role and each.queue != self.state.queue)
 
     def others_take_leases(self, but: tuple[str, ...] = (), num: int = 1) -> bool:
-        """Return True if `num` other hosts of its role and shape take leases, beside those of the queues `but`."""
+        """Return True if `num` other hosts of its role and shape take leases, without those of the queues `but`."""
         now = time.time()
         return sum(other.takes_leases(now) and other.queue not in but for other in self._others()) >= num
 
@@ -253,7 +253,7 @@ class Standing:
                 return
             try:
                 write_state(self._store, self.state)
-            except (LongshoreError, OSError) as error:  # a full disk: this host's own checks say so
+            except (LongshoreError, OSError) as error:  # a full disk: this host's own checks report it
                 _log.warning("the state of this host is not written: %s", error)
 
     def _leave_queue(self) -> None:

@@ -1,4 +1,4 @@
-"""A host's part in its jobs' weight syncs: it tells workers what samplers know them by, and who answers questions."""
+"""A host's part in its jobs' weight syncs: it gives workers their sync key and the addresses of samplers."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ Find = Callable[[AnyPlan], "Future[LeaseGrant | None]"]
 
 
 class QuestionSamplers:
-    """Finds the samplers that answer users' questions, by their serving workflows. Whoever asks does not wait."""
+    """Finds the samplers that answer users' questions, by their serving workflows. Callers do not block."""
 
     def __init__(self, client: Client, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
         self._client, self._loop, self._settings = client, loop, settings
@@ -51,10 +51,10 @@ class QuestionSamplers:
 
 @dataclass(frozen=True)
 class TrainerSyncs:
-    """What this host adds to its jobs' weight syncs.
+    """This host's settings for its jobs' weight syncs.
 
-    `key`: by which samplers know the installation's trainers. `root`: of this host. `find`: looks for the
-    sampler that answers questions to what a plan trains.
+    `key`: authenticates the installation's trainers to samplers. `root`: this host's folder. `find`: looks for the
+    sampler that answers questions to the model that a plan trains.
     """
 
     key: bytes
@@ -66,7 +66,7 @@ class TrainerSyncs:
 
 
 class JobSyncs:
-    """Writes beside a job's log what its worker needs to send weights."""
+    """Writes a worker's access to samplers beside its job's log."""
 
     def __init__(self, host: TrainerSyncs, plan: AnyPlan, path: Path) -> None:
         self._host, self._plan, self._path = host, plan, path
@@ -75,7 +75,7 @@ class JobSyncs:
         self._is_told = self._is_over = False
 
     def begin(self) -> None:
-        """Write what samplers know the trainer by, where the plan names samplers."""
+        """Write the worker's access to samplers if the plan names any."""
         if (target := self._plan.sync_target) is not None:
             self._write(target, target.profile_path)
         self.look()
@@ -85,10 +85,10 @@ class JobSyncs:
         self._is_over = True
 
     def look(self) -> None:
-        """Have the sampler found, without waiting, that answers questions to what a client trains step by step.
+        """Look, without blocking, for the sampler that answers questions to the model of a session.
 
-        Its client samples from that one as a rule. The worker sends it the next weights that it saves, beside the
-        store: where that comes to nothing, the sampler loads them from there.
+        The session's client usually samples from it. The worker sends it the next weights that it saves; if that
+        fails, the sampler loads them from the store.
         """
         now = time.monotonic()
         is_looking = self._looking is not None and not self._looking.done()
@@ -120,7 +120,7 @@ class JobSyncs:
 
 
 def _target(grant: LeaseGrant) -> SyncTarget | None:
-    """Return where to send weights; None for a sampler that takes none, or is out of this machine's reach."""
+    """Return where to send weights; None for a sampler that takes none, or that this machine cannot reach."""
     socket, address = grant.weights_socket, grant.weights_address
     if socket is None or (address is None and not os.access(socket, os.W_OK)):
         return None

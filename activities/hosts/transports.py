@@ -1,4 +1,4 @@
-"""What weights can travel by on a host, asked before a worker or sampler is started for a run that names one way."""
+"""The weight-sync transports of a host, checked before it starts a worker or sampler for a run that names one."""
 
 import functools
 import json
@@ -19,12 +19,12 @@ _log = logging.getLogger(__name__)
 def check_backend(
     backend: SyncBackend, host: str, allowed: Sequence[str] = (), problems: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse a weight sync that this host cannot take part in. What chooses for itself is never refused.
+    """Refuse a weight sync that this host does not support. `auto`, `store` and `delta` are never refused.
 
     Args:
         host: what kind of host this is, for the message.
-        allowed: experimental transports that its operator lets it take part in.
-        problems: by transport, what else stands against it here.
+        allowed: experimental transports that its operator allows.
+        problems: by transport, another reason why it does not work here.
 
     Raises:
         InvalidInput: it names what is possible here, and why the rest is not.
@@ -47,8 +47,8 @@ def check_backend(
 def reasons_here(experimental: tuple[str, ...] = ()) -> dict[str, str | None]:
     """Return every transport with the reason why it does not work here, or None. A child process finds out, once.
 
-    Of experimental ones it has those that are named. Empty where that process fails: then a worker would, too, and says
-    more.
+    `experimental`: the experimental transports to include. Empty if that process fails: a worker would fail too, with a
+    clearer message.
     """
     command = [sys.executable, "-P", "-m", "megatron_worker.weight_sync", *experimental]
     try:

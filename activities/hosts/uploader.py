@@ -48,7 +48,7 @@ class LogReader:
     def read(self) -> list[LogLine]:
         """The whole lines that were appended since the last call.
 
-        Raises ValueError: a line is no event, or `seq` has a gap.
+        Raises ValueError: a line is not an event, or `seq` has a gap.
         """
         try:
             with self.path.open("rb") as file:
@@ -101,12 +101,12 @@ class Uploader:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def job(self) -> None:
-        """Upload the job file, so that the job can be run again by hand whatever becomes of it."""
+        """Upload the job file, so that the job can be run again later, however it ends."""
         key = self._keys.job(self._job.plan.job_id, self._job.fence)
         self._begin(lambda: self._store.put_bytes(key, self._job.model_dump_json(indent=1).encode()))
 
     def checkpoint(self, saved: Saved) -> None:
-        """Upload a checkpoint, after the log of the steps before it: a job that goes on from it needs their metrics."""
+        """Upload a checkpoint, after the log of the steps before it: a job that resumes from it needs their metrics."""
         self._part()
         self._num_saved += 1
         number = self._num_saved
@@ -182,7 +182,7 @@ class Uploader:
         return True
 
     def _profile(self) -> bool:
-        """Pass a request for a trace of steps on to the worker, and its trace to the store. False: nothing was put.
+        """Pass a request for a trace of steps to the worker, and its trace to the store. False: nothing was written.
 
         A job that ends before the worker has begun leaves the request to the run's next job.
         """

@@ -46,8 +46,8 @@ class WorkerPool:
     quarter of it if None): those that were leased least recently are ended first. A sampler keeps its weights on the
     device, so it is ended before another one starts.
 
-    Safe to use from several threads. The constructor ends workers that a killed host left behind, and starts one of
-    them anew, which may fetch a model's files.
+    Safe to use from several threads. The constructor ends workers that a killed host left behind, and restarts one of
+    them, which may fetch a model's files.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class WorkerPool:
         return None
 
     def _take_beyond(self, budget: int) -> list[WorkerProcess]:
-        """Take the workers out of the idle ones that a budget has no room for, or that are dead or on the device.
+        """Remove idle workers that exceed a memory budget, are dead, or are on the device.
 
-        Once one has no room, those that were used before it have none either.
+        Once a worker does not fit, workers that were used before it do not fit either.
         """
         taken: list[WorkerProcess] = []
         for worker, num_bytes in reversed(list(self._idle.values())):
@@ -156,8 +156,8 @@ class WorkerPool:
     def release(self, worker: WorkerProcess, lease: LeaseMark) -> None:
         """Take a lease off its worker, after its running jobs have ended. A worker without leases becomes idle.
 
-        It first leaves the device. It is ended instead if it is dead, suspect or of several machines, does not do so,
-        or if the idle time is 0. Of the others those are ended that have no room beside it.
+        It first moves off the device. It is ended instead if it is dead, suspect or of several machines, cannot move
+        off, or if the idle time is 0. Other idle workers are ended if there is no memory for both.
         """
         while worker.num_jobs[lease.run_id]:
             time.sleep(0.02)
@@ -223,7 +223,7 @@ class WorkerPool:
 
 
 def worker_environment(settings: Settings) -> dict[str, str]:
-    """Return the settings that worker processes get beside their environment."""
+    """Return the settings that worker processes get besides their environment."""
     environment = {
         "LONGSHORE_ROOT": str(settings.root_path),
         "LONGSHORE_KERNELS": settings.kernels,

@@ -30,7 +30,7 @@ from shared.storage.paths import HostPaths, WorkerPaths
 _TERM_GRACE_S = 1.0
 _VLLM_TERM_GRACE_S = 15.0  # killed, it leaves hundreds of megabytes in /dev/shm
 _STOP_GRACE_S = 5.0
-# A killed process can take long to end, or stay for ever, if it is in a system call of a device that has failed.
+# A killed process can take long to end, or never end, if it is in a system call of a failed device.
 _KILL_PATIENCE_S = 60.0
 _TAIL_BYTES = 2000
 _TAIL_LINES = 15
@@ -42,9 +42,9 @@ _log = logging.getLogger(__name__)
 class Meeting(Protocol):
     """How a worker's ranks on this machine meet those of its other machines; service/host_http/gangs.py has the rest.
 
-    `at`: where the hosts of all but the first come. `broken`: why the others are lost, once they are. `leaves`: the
-    host of one of them is about to leave. `is_leaving`: this host is. `has_met`: a rank of this machine has reached
-    the others' store. `is_whole`: all hosts are here.
+    `at`: the first host's address, to which the others connect. `broken`: why the other parts are lost, once they are.
+    `leaves`: another part's host is about to leave. `is_leaving`: this host is. `has_met`: a rank of this machine has
+    reached the others' store. `is_whole`: all hosts have connected.
     """
 
     at: HostAddress
@@ -76,7 +76,7 @@ class WorkerProcess:
     """A worker that this host started. `leases`: those it serves now, by run id; none while it waits in the pool.
 
     `holds_device`: its last job left the weights on the device (`after: keep`), for the next job of the same lease.
-    `offloaded_bytes`: of host memory that its engine holds, as it said last.
+    `offloaded_bytes`: the host memory that its engine holds, by its last report.
     `is_asleep`: a sampler was asked to sleep, and has not been woken since.
     `has_worked`: it has done a step or a session's command, or is a sampler that answers.
     `is_suspect`: a job failed on it before any of that, so that it serves no other run.
@@ -120,7 +120,7 @@ class WorkerProcess:
         return self.paths.ready.exists()
 
     def serve(self, lease: LeaseMark) -> None:
-        """Serve a lease, beside those that it serves: jobs of no lease, or of older ones, are refused from now on."""
+        """Serve one more lease. From now on, jobs of no lease or of older ones are refused."""
         write_atomically(self.paths.lease(lease.run_id), lease.model_dump_json().encode())
         self.count_time_of(lease)
         self.leases[lease.run_id] = lease
@@ -128,7 +128,7 @@ class WorkerProcess:
     def leave(self, lease: LeaseMark) -> None:
         """Serve a lease no longer."""
         self._turn()
-        self.paths.offloaded.unlink(missing_ok=True)  # before the lease: the worker then writes it anew
+        self.paths.offloaded.unlink(missing_ok=True)  # before the lease: the worker then rewrites it
         del self.leases[lease.run_id], self._turn_before[lease.run_id], self.num_jobs[lease.run_id]
         self.paths.lease(lease.run_id).unlink(missing_ok=True)
 
@@ -143,9 +143,9 @@ class WorkerProcess:
         return not self.holds_device
 
     def host_bytes(self) -> int:
-        """Return the memory that would be free if its processes ended. A driver's pinned pages may not count as theirs.
+        """Return the memory that would be free if its processes ended.
 
-        So it is at least what the engine said that it holds.
+        It is at least the engine's own report, because a driver's pinned pages may not count as the processes'.
         """
         return max(self.offloaded_bytes, sum(_own_bytes(process) for process in processes_of(self.worker_id)))
 
@@ -209,7 +209,7 @@ def launch(
     max_ranks: int = MAX_WORLD_SIZE,
     node: int = 0,
 ) -> WorkerProcess:
-    """Start a worker in a folder of its own; of one that has several machines, the part that is on this `node`.
+    """Start a worker in a new folder, or this `node`'s part of a worker that has several machines.
 
     Its folder and record, still without a pid, are written before it is started. If this host is killed in between,
     the next host finds the process by the mark in its environment.

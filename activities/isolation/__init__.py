@@ -1,4 +1,4 @@
-"""Isolation of strangers' code: bubblewrap or namespaces of our own, and beside either limits and a filter.
+"""Isolation of untrusted code: bubblewrap or our own namespaces, each with limits and a filter of system calls.
 
 The processes inside run these modules with the standard library alone.
 """

@@ -28,20 +28,20 @@ _PACKAGES = "/packages"
 _DEVICES = ("/dev/null", "/dev/urandom")
 _START_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH", "PWD")
 _NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
-# For an ordinary user the sandbox runs as nobody in a user namespace. For root there is no user namespace, in which it
-# would still be root to the outside: its children switch to the user nobody, to whom process limits apply.
+# An ordinary user's sandbox runs as nobody in a user namespace. Root's sandbox has no user namespace, because it would
+# still be root to the outside. Instead its children switch to the user nobody, to whom process limits apply.
 _AS_USER = ("--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534")
 _OF_ROOT = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 
 
 @dataclass(frozen=True)
 class BubblewrapStart:
-    """What a program is given inside bubblewrap's sandbox.
+    """How a program is started inside bubblewrap's sandbox.
 
     Attributes:
-        packages: folders of packages that it imports. Nothing else is importable but the standard library.
-        environment: its variables, all of them.
-        capabilities: those that it needs until it gives up its rights.
+        packages: folders of packages that it imports. It can import only these and the standard library.
+        environment: all of its variables.
+        capabilities: those that it keeps until it gives up its rights.
         options: more of bwrap's.
     """
 
@@ -72,7 +72,7 @@ def namespace_options() -> tuple[tuple[str, ...], ...]:
     """Return alternative namespace options for bwrap, the strictest first; not every system allows each of them."""
     if os.geteuid() == 0:
         return (_NAMESPACES,)
-    return (*_AS_USER, "--disable-userns"), _AS_USER  # the latter where /proc/sys is read-only, as in many containers
+    return (*_AS_USER, "--disable-userns"), _AS_USER  # the latter if /proc/sys is read-only, as in many containers
 
 
 def _root(packages: Sequence[Path]) -> Iterator[str]:

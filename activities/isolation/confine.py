@@ -68,10 +68,10 @@ def _drop_capabilities() -> None:
 
 
 def confine(folder: str, memory_bytes: int) -> None:
-    """Confine this process in namespaces of its own, with an empty root.
+    """Confine this process in new namespaces, with an empty root.
 
-    If the system refuses those, as in many containers, it still gives up its rights: by the filter of system calls it
-    can open no file, start no process, and only communicate through the pipes that it has.
+    If the system refuses these, as in many containers, the process still gives up its rights. The filter of system
+    calls lets it open no file and start no process; it can only communicate through the pipes that it has.
 
     `folder`: an empty folder for the sandbox alone.
     """

@@ -1,4 +1,4 @@
-"""Frames between our processes: eight bytes of length, then so many bytes. The standard library alone is imported."""
+"""Frames between our processes: eight bytes of length, then this many bytes. Imports only the standard library."""
 
 import os
 import select
@@ -13,7 +13,7 @@ _SLICE_S = 0.5  # waits are cut into such slices, as a cancellation is raised in
 
 
 def write_frame(descriptor: int, *parts: bytes) -> None:
-    """Write one frame of all parts, one behind the other. Raises BrokenPipeError."""
+    """Write all parts as one frame. Raises BrokenPipeError."""
     head = sum(map(len, parts)).to_bytes(_HEAD_BYTES, "big")
     left = memoryview(b"".join((head, *parts)))
     while left:

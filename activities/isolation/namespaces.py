@@ -1,7 +1,7 @@
-"""Namespaces of our own and an empty root, where bubblewrap is not installed; mounts and calls of the kernel for both.
+"""Namespaces and an empty root for hosts without bubblewrap; mounts and system calls for both.
 
 launcher            unshares, forks, waits; SIGTERM ends the namespace
-└─ first process    pid 1: builds an empty root, goes on
+└─ first process    pid 1: builds an empty root, continues
 """
 
 import ctypes
@@ -94,7 +94,7 @@ def _imported_from() -> tuple[str, ...]:
 
 
 def package_folders() -> list[str]:
-    """Folders in `library_folders` where ours and others' packages may be installed."""
+    """Folders in `library_folders` that may contain installed packages."""
     folders = [home / name for home in (_STANDARD, _STANDARD.parent / "python3") for name in _PACKAGES]
     inside = tuple(f"{folder}/" for folder in library_folders())
     return [str(folder) for folder in folders if folder.is_dir() and str(folder).startswith(inside)]
@@ -126,7 +126,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _fork_first() -> None:
-    """Fork: the child, the new namespace's first process, returns; the launcher waits for it, and ends as it does."""
+    """Fork. The child, the new namespace's first process, returns; the launcher waits for it and ends as it does."""
     first, was_asked = 0, list[int]()
 
     def end(number: int, __: Any) -> None:
@@ -138,7 +138,7 @@ def _fork_first() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     read_end, write_end = os.pipe()
     first = os.fork()
-    if first:  # keeps write_end: its closing tells of our end
+    if first:  # keeps write_end: it closes when this process ends
         os.close(0)
         os.close(1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
@@ -164,7 +164,7 @@ def end_as(status: int, was_asked: list[int]) -> NoReturn:
 
 
 def _build_root(folder: str, sources: list[str]) -> None:
-    """Build a root on tmpfs: nothing of the host's but Python, null and urandom; nothing writable but /tmp."""
+    """Build a root on tmpfs: from the host it has only Python, null and urandom; only /tmp is writable."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("sandbox", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size=1m,nr_inodes={MAX_NAMES},mode=755")
     for source in sources:

@@ -1,4 +1,4 @@
-"""The filter of system calls (seccomp), which is kept beside bubblewrap too, as bubblewrap has none of its own.
+"""The filter of system calls (seccomp). It is also used with bubblewrap, which sets none by default.
 
 It closes what namespaces leave open: new processes and threads, sockets even of one's own namespace, signals, ptrace,
 shared memory and memfd (which go round the memory limit), namespaces within the sandbox, keyrings, bpf, perf,

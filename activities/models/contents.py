@@ -1,4 +1,4 @@
-"""What a model's weights hold: finite numbers."""
+"""Checks that a model's weights are finite numbers."""
 
 import re
 

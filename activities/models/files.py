@@ -66,7 +66,7 @@ def read_tensor_entries(read: Callable[[int, int], bytes], size: int, place: str
 
 
 def read_metadata(location: Location, name: str) -> dict[str, str]:
-    """What a safetensors file says beside its tensors, once `read_tensors` has found it whole."""
+    """The metadata of a safetensors file, once `read_tensors` has found the file complete."""
     header_bytes = int.from_bytes(location.store.read_range(name, 0, 8), "little")
     found = json_object(location.store.read_range(name, 8, header_bytes), location.place(name)).get("__metadata__")
     return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
@@ -76,7 +76,7 @@ def read_metadata(location: Location, name: str) -> dict[str, str]:
 class Weights:
     """The tensors of a folder by name, and the file of each.
 
-    `slices`: those that are computed with and trained, by the names of the family; of none of ours, none.
+    `slices`: the computed and trained tensors, by the family's names; empty for a family that is not ours.
     """
 
     tensors: dict[str, Entry]
@@ -93,7 +93,7 @@ class _Index(BaseModel):
 def read_config(location: Location, any_family: bool = False) -> DenseConfig:
     """Read `config.json`. `any_family`: see `read_model_config`.
 
-    Raises InvalidInput: it is missing, of a family that we do not know, or asks for what we do not compute.
+    Raises InvalidInput: it is missing, of an unknown family, or needs something that we do not compute.
     """
     if "config.json" not in location.files and "adapter_config.json" in location.files:
         raise InvalidInput("this is an adapter, not a model: give the model it belongs to", location.store.uri)
@@ -101,7 +101,7 @@ def read_config(location: Location, any_family: bool = False) -> DenseConfig:
 
 
 def check_tokenizer(location: Location, vocab_size: int, host: HostContext) -> None:
-    """Raises InvalidInput when there is no fast tokenizer, or it has ids that the model has not."""
+    """Raises InvalidInput when there is no fast tokenizer, or it has ids that the model does not have."""
     data, place = location.read_whole("tokenizer.json"), location.place("tokenizer.json")
     location.read_json("tokenizer_config.json")
     host.confined(check_ids, data.decode(errors="replace"), place, vocab_size)
@@ -139,7 +139,7 @@ def check_chat_template(location: Location) -> None:
 
 
 def weight_files(location: Location) -> list[str]:
-    """The safetensors files that make up the weights, and their index. Others beside them are left alone.
+    """The safetensors files that make up the weights, and their index. Other files are ignored.
 
     Raises InvalidInput: there are none, there are two sets, or the index names one that is missing.
     """
@@ -160,7 +160,7 @@ def weight_files(location: Location) -> list[str]:
 
 
 def gguf_file(location: Location) -> str | None:
-    """Return the name of the GGUF file that is the model, where no safetensors are. Raises InvalidInput for several."""
+    """Return the name of the model's GGUF file if there are no safetensors. Raises InvalidInput for several."""
     found = sorted(name for name in location.files if name.endswith(".gguf"))
     if not found or WEIGHTS in location.files or INDEX in location.files:
         return None
@@ -224,7 +224,7 @@ def _check_index(file_of: dict[str, str], location: Location) -> None:
 def _check_tied(
     tensors: dict[str, Entry], file_of: dict[str, str], made: str, embedded: str, location: Location
 ) -> None:
-    """Compare an output layer that is there with the embedding. transformers uses it where it differs."""
+    """Compare a separate output layer with the embedding. transformers uses the layer if it differs."""
     output, embedding = tensors[made], tensors[embedded]
     is_same = (output.dtype, output.shape) == (embedding.dtype, embedding.shape) and all(
         mine == theirs

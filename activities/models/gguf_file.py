@@ -79,7 +79,7 @@ def _open(path: str, place: str) -> "GGUFReader":
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 
     class Bounded(GGUFReader):
-        """Refuses whatever reaches beyond the file's end."""
+        """Refuses anything that reaches beyond the file's end."""
 
         key = "the head"
 
@@ -107,7 +107,7 @@ def _open(path: str, place: str) -> "GGUFReader":
                     raise InvalidInput(f"{self.key} has a dimension of 0", place)
                 spans.append((int(start_offs) + int(offset[0]), end, self.key))
             for (_, end, one), (start, _, other) in pairwise(sorted(spans)):
-                if start < end:  # what a few bytes are read for again and again has no bound
+                if start < end:  # reading the same few bytes many times has no bound
                     raise InvalidInput(f"{one} and {other} share bytes", place)
             super()._build_tensors(start_offs, fields)
 
@@ -115,7 +115,7 @@ def _open(path: str, place: str) -> "GGUFReader":
 
 
 class _Fields:
-    """The keys and values of a file. One that is missing or of another kind is refused by its name."""
+    """The keys and values of a file. A missing key, or a value of another type, is refused by name."""
 
     def __init__(self, fields: dict[str, Any], place: str) -> None:
         self._fields = fields
@@ -129,7 +129,7 @@ class _Fields:
         return found
 
     def behind(self, prefix: str) -> list[str]:
-        """Return what keys that begin so have behind it."""
+        """Return the rest of each key that begins with the prefix."""
         return [key.removeprefix(prefix) for key in self._fields if key.startswith(prefix)]
 
     def refuse(self, problem: str) -> NoReturn:
@@ -219,7 +219,7 @@ def _begun_by(token: str, number: int) -> dict[str, Any]:
 def _write_weights(reader: "GGUFReader", config: dict[str, Any], place: str, path: Path | None) -> int:
     """Write the tensors in the order of the file, a few megabytes at a time. Returns how many bytes they have.
 
-    `path`: None: only check that all of them are as the file's keys say.
+    `path`: None: only check all of them against the file's keys.
     """
     entries, tensors = [], [tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"]
     for tensor in tensors:

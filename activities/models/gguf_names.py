@@ -1,4 +1,4 @@
-"""What GGUF files call the parts of Llama, Qwen2 and Qwen3, as llama.cpp reads and writes them."""
+"""GGUF's names for the parts of Llama, Qwen2 and Qwen3, as llama.cpp reads and writes them."""
 
 import re
 from typing import Any
@@ -79,14 +79,14 @@ def pre_tokenizer_name(found: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a pre-tokenizer without what does not change its pieces."""
+    """Return a pre-tokenizer without settings that do not change its pieces."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items() if key != "trim_offsets"}
     return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
 def rope_factors(rope: RopeConfig, head_size: int) -> Floats:
-    """Return by what llama.cpp divides the frequency of each pair, for Llama 3's scaling."""
+    """Return llama.cpp's divisor of each pair's frequency, for Llama 3's scaling."""
     assert rope.factor is not None and rope.original_max_position_embeddings is not None
     frequencies = (rope.rope_theta or 10_000.0) ** (-np.arange(0, head_size, 2) / head_size)
     turns = rope.original_max_position_embeddings * frequencies / (2 * np.pi)

@@ -1,6 +1,6 @@
-"""Resolve models and adapters: from what users wrote to artifacts that hosts can stage, checked before a GPU is used.
+"""Resolves users' names of models and adapters to artifacts that hosts can stage, checked before a GPU is used.
 
-Files that every host can read where they lie are not copied.
+Files that every host can read in place are not copied.
 """
 
 import json
@@ -72,8 +72,8 @@ from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Room
 
 _MOST_NAMES = 4
-_OF_BASE = (".safetensors", "tokenizer.json")  # ends of names of what tells one base from another
-_MODELS = "models"  # in the place of a run id: imported models stay for other runs
+_OF_BASE = (".safetensors", "tokenizer.json")  # suffixes of the files that identify a base model
+_MODELS = "models"  # instead of a run id: imported models stay for other runs
 _TENSOR = re.compile(
     r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\.(self_attn|linear_attn|"
     r"(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.\w+|lm_head|"
@@ -85,7 +85,7 @@ class AdapterRequest(Frozen):
     """An adapter as a tenant's user names it, and the LoRA settings and model sizes that it must match, if known.
 
     `run_id` and `role`: the run that uses it, and whether it starts from it, has it as a reference, or is graded by it.
-    `base` and `model`: what it is put on, and the name of that; None: not known, and not compared with its own base.
+    `base` and `model`: the model that the adapter is used on, and its name; None: unknown, and not compared.
     """
 
     uri: str
@@ -100,7 +100,7 @@ class AdapterRequest(Frozen):
 
 
 class ResolvedAdapter(Frozen):
-    """The adapter's files, and what its configuration says."""
+    """The adapter's files and its configuration."""
 
     adapter: Artifact
     lora: Lora
@@ -134,8 +134,8 @@ class Resolve:
             return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 
     def _check_room(self, request: ModelRequest, tensors: dict[str, tuple[int, ...]], shape: ModelShape) -> None:
-        """Refuse a model whose weights alone no GPU host has room for that is up. Of what training adds to them, and
-        passes hold, a worker says on its device whether it fits.
+        """Refuse a model whose weights alone do not fit on any running GPU host. Whether training's other memory fits,
+        a worker checks later on its device.
         """
         offer = read_offer(self._host.store, self._host.settings.shape)
         if request.dtype is None or offer is None or offer.devices is None:

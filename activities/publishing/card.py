@@ -1,4 +1,4 @@
-"""The card of a published adapter or model: what it came from and what was measured, the same text for the same run."""
+"""The card of a published adapter or model: its origin and measurements. The same run gives the same text."""
 
 from collections.abc import Mapping
 
@@ -80,7 +80,7 @@ def _hyperparameters(run: Run) -> dict[str, str]:
     if isinstance(run, SessionRun):  # its client sets the other hyperparameters at each step
         return {**method, **fixed}
     own = _of_reinforcement(run) if run.kind == "rl" else _of_dataset(run)
-    chosen = ("optimizer", "decay", "lora_plus_ratio")  # shown where they are not the defaults
+    chosen = ("optimizer", "decay", "lora_plus_ratio")  # shown if they are not the defaults
     own |= {n.replace("_", " "): str(v) for n, v in run.model_dump(include={*chosen}, exclude_defaults=True).items()}
     return {**method, **own, "weight decay": f"{run.weight_decay:g}", "clip norm": f"{run.clip_norm:g}", **fixed}
 

@@ -33,8 +33,8 @@ def written(name: str, dtype: str, *shape: int) -> Written:
 
 # Each encoding has:
 #   rows: it takes rows in multiples of this number;
-#   error: what a number that is read back may be off, as a share of the largest of its rows;
-#   tensors: what is written for a weight; encode: the bytes of each, of some rows; decode: the rows of such bytes.
+#   error: the greatest error of a decoded number, as a share of the largest number of its rows;
+#   tensors: the tensors written for a weight; encode: each one's bytes, for some rows; decode: the rows of such bytes.
 
 
 class Fp8:
@@ -103,7 +103,7 @@ class Mlx:
     def encode(self, rows_OI: Floats) -> Parts:
         groups, largest = rows_OI.reshape(-1, MLX_GROUP), 2**self.bits - 1
         bias = bytes_of(groups.min(1), self.dtype)
-        low = floats_of(bias, self.dtype, "")  # codes are counted from the bias as it is stored
+        low = floats_of(bias, self.dtype, "")  # codes are relative to the stored bias
         scale = bytes_of(np.maximum((groups.max(1) - low) / np.float32(largest), np.float32(1e-7)), self.dtype)
         codes = np.rint((groups - low[:, None]) / floats_of(scale, self.dtype, "")[:, None])
         words = np.clip(codes, 0, largest).astype(np.uint32).reshape(-1, 32 // self.bits) << self._shifts

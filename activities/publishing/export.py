@@ -1,4 +1,4 @@
-"""Exports a published adapter or model: a whole model in another program's format, as an artifact of its own."""
+"""Exports a published adapter or model as a new artifact: a whole model in another program's format."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class Exports:
 
         Raises:
             InvalidInput: the format cannot hold the model, with the file, the key and the rule; or there is no room.
-            CorruptArtifact: a file was read back, and is not what was written.
+            CorruptArtifact: a file that was read back differs from the written one.
         """
         if done := find_artifact(self._host.store, request.key):
             return done

@@ -1,6 +1,6 @@
 """Writes the files of an export from the folders of a model and an adapter, and reads them back: a confined call.
 
-Of the weights a few megabytes are held at a time.
+It holds only a few megabytes of weights in memory at a time.
 """
 
 import json
@@ -47,7 +47,7 @@ Regions = dict[str, tuple[Path, int, int]]
 
 
 class ExportSource(Frozen):
-    """What is exported, and how: a model's folder with its files of weights and others, an adapter's, a title."""
+    """The source and format of an export: a model's folder with its weights and other files, an adapter's, a title."""
 
     model: str
     weights: tuple[str, ...]
@@ -76,7 +76,7 @@ def write_export(source: ExportSource, target: str) -> None:
 
     Raises:
         InvalidInput: names the file and the key that the format cannot hold, or the factor that has no weight.
-        CorruptArtifact: what is read back is not what was written.
+        CorruptArtifact: the data that was read back differs from the written data.
     """
     folder, merger = Path(target), source.merger()
     plans = _plans(source)
@@ -112,7 +112,7 @@ def _plans(source: ExportSource) -> dict[str, Plan]:
 
 
 def _encoding(entry: Entry, config: DenseConfig, export: Export, place: str) -> Encoding | None:
-    """Return how a tensor is written; None: as it is, or in a GGUF file not at all."""
+    """Return how a tensor is written. None: unchanged, or omitted from a GGUF file."""
     match export.format:
         case "gguf":
             return ggml_of(entry, config, str(export.stored_as), place)
@@ -133,7 +133,7 @@ def _tensors(entry: Entry, how: Encoding | None) -> tuple[Written, ...]:
 
 
 def _write_shard(source: ExportSource, shard: str, plan: Plan, merger: Merger, path: Path) -> Regions:
-    """Write a file of safetensors. Returns where its tensors lie, by what its library can open."""
+    """Write a safetensors file. Returns the tensors' regions, once the safetensors library has opened it."""
     from safetensors import safe_open
 
     tensors = (each for entry, how in plan.items() for each in _tensors(entry, how))
@@ -161,7 +161,7 @@ def _write_gguf(source: ExportSource, plans: Mapping[str, Plan], merger: Merger,
 
 
 def _encode(source: ExportSource, shard: str, plan: Plan, merger: Merger, file: BinaryIO) -> Iterator[Entry]:
-    """Write each tensor, its first part as it comes and its scales behind it. Yields it when it is written."""
+    """Write each tensor block by block, followed by its scales. Yields it when it is written."""
     for entry, how, blocks in _blocks(source, shard, plan, merger):
         if how is None:
             file.writelines(blocks)
@@ -227,7 +227,7 @@ def _read(place: tuple[Path, int, int], num_bytes: int) -> bytes:
 
 
 def _write_small_files(source: ExportSource, regions: Regions, folder: Path) -> None:
-    """Copy what is beside the weights, of an adapter what ends trained answers; write the config and the index."""
+    """Copy the files beside the weights, and an adapter's end tokens; write the config and the index."""
     copied = [source.folder / name for name in source.others]
     copied += [Path(source.adapter) / name for name in (GENERATION, "README.md")] if source.adapter else []
     for path in copied:

@@ -1,4 +1,4 @@
-"""What a GGUF file calls each weight, how it holds it, and the file's head: by the `gguf` package's writer."""
+"""The names and encodings of weights in a GGUF file, and the file's header, by the `gguf` package's writer."""
 
 import json
 import re
@@ -22,11 +22,11 @@ _Q8_GROUP = 32
 
 
 def ggml_of(entry: Entry, config: DenseConfig, stored_as: str, place: str) -> Ggml | None:
-    """Return how a GGUF file holds a tensor; None for an output layer that the embedding stands for.
+    """Return how a GGUF file holds a tensor; None for an output layer that is tied to the embedding.
 
     Norms and biases stay float32, as llama.cpp wants them; a weight that Q8_0 cannot hold is F16.
 
-    Raises InvalidInput: GGUF has no name for it, or it is of no type that can be written.
+    Raises InvalidInput: GGUF has no name for it, or it has a type that cannot be written.
     """
     if config.tie_word_embeddings and entry.name == "lm_head.weight":
         return None
@@ -43,7 +43,7 @@ def ggml_of(entry: Entry, config: DenseConfig, stored_as: str, place: str) -> Gg
 def begin_gguf(
     folder: Path, path: Path, config: DenseConfig, stored_as: str, title: str, tensors: Sequence[Written]
 ) -> "GGUFWriter":
-    """Return a writer whose file has everything but the tensors' data, which is to follow in this order.
+    """Return a writer whose file has everything except the tensors' data, which must follow in this order.
 
     `folder`: the model's, with its tokenizer.
 
@@ -132,7 +132,7 @@ def _add_tokenizer(writer: "GGUFWriter", folder: Path, vocab_size: int) -> None:
 
 
 def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Return all chat templates by llama.cpp's names of them. Files hold before what tokenizer_config.json says."""
+    """Return all chat templates by llama.cpp's names. Files take precedence over tokenizer_config.json."""
     found = settings.get("chat_template") or []
     told = [{"name": "default", "template": found}] if isinstance(found, str) else found
     named = {one["name"]: one["template"] for one in told}

@@ -61,7 +61,7 @@ class Published(Frozen):
 class Claim(Frozen):
     """A run's claim of a version. If the run publishes several, with the step and the hash of its checkpoint.
 
-    The hash tells apart two steps of one number: a step that was never recorded has its number used again.
+    The hash distinguishes two steps with one number: an unrecorded step's number is used again.
     """
 
     run_id: RunId
@@ -73,7 +73,7 @@ class Publish:
     """Puts an adapter, or a whole model after full fine-tuning, where users and servers find it."""
 
     def __init__(self, host: HostContext, sign: Sign | None = None) -> None:
-        """`sign`: signs the statement beside each version; without it there is none."""
+        """`sign`: signs the statement beside each version; without it, no statement is written."""
         self._host = host
         self._sign = sign
 
@@ -81,7 +81,7 @@ class Publish:
     def publish(self, request: PublishRequest) -> Published:
         """Publish as the next free version of the name; a run has one version, however often this is tried.
 
-        Raises CorruptArtifact: the checkpoint, or the published version, is not what its manifest says.
+        Raises CorruptArtifact: the checkpoint, or the published version, does not match its manifest.
         """
         kind: Kind = "adapters" if request.run.trainable.kind == "lora" else "models"
         name = request.run.name or request.run_id
@@ -93,7 +93,7 @@ class Publish:
 
     @activity.defn(name="publish_best")
     def publish_best(self, request: BestRequest) -> Published:
-        """Publish what a sweep's best trial published once more, as a version of the sweep's name.
+        """Publish the version of a sweep's best trial again, under the sweep's name.
 
         It is a copy: either of the two may be deleted. Raises as `publish`.
         """
@@ -109,9 +109,10 @@ class Publish:
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=request.name, version=version)
 
     def _made(self, key: str, make: Callable[[Path], object], made_from: MakeStatement) -> Artifact:
-        """Make a version, and then sign what it was made from. Nothing is done where the statement stands.
+        """Make a version, and then sign what it was made from. A version with a signed statement is kept.
 
-        Without one a version is made anew, whatever lies there: whoever writes to the store could have that signed.
+        Without a statement the version is remade even if its files exist: we do not sign files that others may have
+        written.
         """
         statement = f"{key}/{provenance.NAME}"
         if self._sign is None or self._host.store.head(statement) is not None:
@@ -146,7 +147,7 @@ class Publish:
         (folder / "README.md").write_bytes(model_card(request.run, request.metrics, report, adapter).encode())
 
     def _keep_end_tokens(self, model: Artifact, folder: Path) -> None:
-        """Write the generation config, of an adapter too, where the model's own lacks tokens that end its answers."""
+        """Write the generation config, for adapters too, if the model's own lacks tokens that end its answers."""
         base = self._host.stage(model, only=(GENERATION, "config.json"))
         if (kept := with_end_ids(base, end_ids_of(self._host, model))) is not None:
             (folder / GENERATION).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")

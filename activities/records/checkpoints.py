@@ -37,7 +37,7 @@ class Found:
 def find_newest(store: ObjectStore, run_id: str, passed_over: Collection[str] = ()) -> Found:
     """Find the newest checkpoint whose files have the sizes in its manifest. (Hashes are checked when it is read.)
 
-    `passed_over`: URIs of checkpoints in which a worker found damage.
+    `passed_over`: URIs of checkpoints that a worker found damaged.
     """
     damaged: list[str] = []
     for found in newest_first(store, run_id):
@@ -84,10 +84,10 @@ def last_epoch(store: ObjectStore, run_id: str) -> int:
 def prune_checkpoints(store: ObjectStore, run_id: str, keep: int, fence: Fence, keep_states: int = 0) -> None:
     """Delete all checkpoints but the newest `keep`. Manifests go first, so that no incomplete one seems complete.
 
-    Of a session also the newest `keep_states` that its client asked for stay.
+    A session also keeps the newest `keep_states` that its client asked for.
 
     A checkpoint of an older lease with a later step than this lease has saved was damaged, or uploaded too late for
-    this lease to go on from it. It is not among those that are kept.
+    this lease to resume from it. It is deleted.
 
     Incomplete uploads of older fences are deleted, too. If a newer lease exists, nothing is deleted, since that lease
     may have begun from any checkpoint.
@@ -133,9 +133,9 @@ def discard_after(store: ObjectStore, run_id: str, step: int) -> None:
 
 
 def _what_is_wrong(store: ObjectStore, key: str) -> str | None:
-    """Compare a checkpoint's sizes with its manifest. Returns None if it is intact, else what is wrong.
+    """Compare a checkpoint's sizes with its manifest. Returns None if it is intact, else the fault.
 
-    An empty text means that files are missing, as it was being pruned or uploaded.
+    An empty text means that files are missing, because it was being pruned or uploaded.
     """
     try:
         manifest = read_record(store, f"{key}/{MANIFEST}", Manifest)
@@ -153,14 +153,14 @@ def _what_is_wrong(store: ObjectStore, key: str) -> str | None:
 
 
 class FindCheckpointRequest(Frozen):
-    """A run. `passed_over`: URIs of its checkpoints in which a worker found damage."""
+    """A run. `passed_over`: URIs of its checkpoints that a worker found damaged."""
 
     run_id: RunId
     passed_over: tuple[str, ...] = ()
 
 
 class ResumePoint(Frozen):
-    """The checkpoint to go on from. `last_epoch`: the number of leases so far. `damaged`: on newer checkpoints."""
+    """The checkpoint to resume from. `last_epoch`: the number of leases so far. `damaged`: faults of newer ones."""
 
     checkpoint: CheckpointRef | None
     last_epoch: int

@@ -1,4 +1,4 @@
-"""The records of a session's commands in the store: what control hosts read and write of them."""
+"""The records of a session's commands in the store, as control hosts read and write them."""
 
 from itertools import count
 
@@ -38,7 +38,7 @@ class FoundCommands(Frozen):
 
 
 class FillGapRequest(Frozen):
-    """A command that did not come within `patience_s`, and the last one that waits behind it."""
+    """A command that did not come within `patience_s`, and the last one that waits for it."""
 
     run_id: RunId
     number: int
@@ -72,7 +72,7 @@ class CommandRecords:
         with beating():
             found = self._find(keys)
             for number in found.waiting:
-                if number < found.last:  # it was to save a state, of which others were done behind it
+                if number < found.last:  # it should save a state, and later commands are done
                     self._say_dropped(keys, number, Gap(through=number, message=_ENDED))
             if found.waiting and found.waiting[-1] > found.last:
                 gap = Gap(through=found.waiting[-1], message=_ENDED)
@@ -103,7 +103,7 @@ class CommandRecords:
 
     def _say_dropped(self, keys: RunKeys, first: int, gap: Gap) -> None:
         problem = CommandProblem(kind="dropped", message=gap.message)
-        for number in reversed(range(first, gap.through + 1)):  # where the first one has its result, all have
+        for number in reversed(range(first, gap.through + 1)):  # if the first one has its result, all have
             result = CommandResult(number=number, kind=gap.kind, problem=problem)
             self._store.put_bytes(keys.command_result(number), result.model_dump_json().encode())
 

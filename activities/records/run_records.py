@@ -123,14 +123,14 @@ class RunRecords:
             if request.step.same_as is not None:
                 return
             by_key = keys.step_key(request.step.key)
-            # Where a key was used for other groups, the first step keeps it.
+            # If a key was used for other groups, the first step keeps it.
             is_new = store.put_if_absent(by_key, data)
             if not is_new and read_record(store, by_key, StepStatus).step == request.step.step:
                 store.put_bytes(by_key, data)
 
     @activity.defn(name="recover_steps", no_thread_cancel_exception=True)
     def recover_steps(self, request: RecoverRequest) -> Recovered:
-        """Find where a resumed run goes on, and delete checkpoints of steps that were never recorded."""
+        """Find the step at which a resumed run continues, and delete checkpoints of steps that were never recorded."""
         with beating():
             store = self._host.store
             found = sorted((info.key for info in store.list(f"{RunKeys(request.run_id).steps}/")), reverse=True)
@@ -149,14 +149,14 @@ class RunRecords:
 
 
 def _what_is_gone(store: ObjectStore, run_id: str) -> str | None:
-    """Return why a run cannot go on: it was removed, or its state was deleted by a policy."""
+    """Return why a run cannot continue: it was removed, or a policy deleted its state."""
     if store.head(removed_run(run_id)) is not None:
         return "the run was removed"
     return STATE_IS_GONE if store.head(expired(run_id)) is not None else None
 
 
 def _reopened(store: ObjectStore, keys: RunKeys) -> RunStatus | None:
-    """Move a run's result away. Returns the status with which it had ended."""
+    """Move a run's result away. Returns the run's final status."""
     with suppress(NotFound):  # it was moved before, or never was
         store.put_bytes(keys.previous_result, store.get_bytes(keys.result))
         store.delete(keys.result)

@@ -1,1 +1,1 @@
-"""What the store holds, what of it policies let go, and how that is deleted beside runs that go on."""
+"""Garbage collection of the object store: what it holds, what policies expire, and deletion beside active runs."""

@@ -1,4 +1,4 @@
-"""Counts what the store holds: the parts of each run, what several runs may share, and who uses it.
+"""Inventory of the store: the parts of each run, the artifacts that runs may share, and their users.
 
 One listing of each prefix, and of each run its record, its result and, if that is wanted, one job. Blocking.
 """
@@ -31,16 +31,16 @@ FOLDERS: dict[str, What] = {
     "commands": "sessions",
     "results": "sessions",
 }
-"""Of a run's folder; what is elsewhere in it are records, which stay as long as the run."""
+"""Categories of a run's folders. Everything else there is a record, which is kept as long as the run."""
 KINDS: dict[str, What] = {
     "tokenized": "data",
     "packed": "data",
     "prompts": "data",
     "models": "models",
 }
-"""Of what several runs may share; the rest are samples."""
+"""Categories of artifacts that runs may share; the rest are samples."""
 _NOTED = ("dataset", "commands", "run.json")
-_NOTED_RESULT_BYTES = 2048  # larger results are noted by who writes them (shared/runs/session_results.py)
+_NOTED_RESULT_BYTES = 2048  # larger results are noted by their writers (shared/runs/session_results.py)
 _READS_AT_ONCE = 16
 
 
@@ -67,8 +67,8 @@ class RunFolder:
     """A run as the store has it.
 
     Attributes:
-        noted: bytes that the tenant's ledger has already, by what they are of.
-        checkpoints: by step and fence, what they hold; `newest` is of the manifest, 0 without one.
+        noted: bytes that the tenant's ledger has already, by category.
+        checkpoints: objects by step and fence; `newest` is the manifest's, 0 without one.
         job: the key of one of its job files, and how long that is.
         model: the unit of the imported model that its jobs train.
         ended_at: when its result says that it ended, or was written.
@@ -99,7 +99,7 @@ class RunFolder:
 
 @dataclass
 class Census:
-    """What the store holds. `marks`: keys. `users`: the runs that have marked a unit. `removed`: removed runs."""
+    """The store's contents. `marks`: keys. `users`: the runs that have marked a unit. `removed`: removed runs."""
 
     runs: dict[str, RunFolder] = field(default_factory=dict)
     shared: dict[str, Heap] = field(default_factory=lambda: defaultdict(Heap))
@@ -124,13 +124,13 @@ class Census:
                 self.runs[run_id].noted[what] -= noted
 
     def measured(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of each tenant that its ledger does not have, by what they are of."""
+        """Return each tenant's bytes that are not in its ledger, by category."""
         found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         for run in self.runs.values():
             for what, heap in run.heaps.items():
                 found[run.tenant][what] += heap.num_bytes - run.noted.get(what, 0)
         for unit, heap in self.shared.items():
-            if (what := what_of(unit)) != "models":  # whoever brings a model has it noted
+            if (what := what_of(unit)) != "models":  # its download is noted in the ledger
                 for tenant in {run.tenant for run in self.users_of(unit)}:
                     found[tenant][what] += heap.num_bytes
         return {tenant: {w: n for w, n in sorted(of.items()) if n} for tenant, of in found.items()}
@@ -195,7 +195,7 @@ def _count(run: RunFolder, path: str, info: ObjectInfo) -> None:
 
 
 def _kind(path: str, size: int) -> tuple[What, int]:
-    """Return what an object of a run's folder is, and how many of its bytes the tenant's ledger has already."""
+    """Return the category of an object in a run's folder, and how many of its bytes are in the tenant's ledger."""
     folder = path.partition("/")[0]
     is_noted = folder in _NOTED and not (folder == "dataset" and path.endswith(f"/{MANIFEST}"))
     is_noted = is_noted or (folder == "results" and size > _NOTED_RESULT_BYTES)
@@ -204,7 +204,7 @@ def _kind(path: str, size: int) -> tuple[What, int]:
 
 def _read(store: ObjectStore, run: RunFolder, reads_job: bool) -> None:
     keys = RunKeys(run.run_id)
-    # It was removed since it was listed; or a record cannot be read: then the run counts as going on.
+    # It was removed after it was listed; or a record cannot be read: then the run counts as active.
     with suppress(NotFound, ValidationError):
         if run.is_on_record:
             run.tenant = _Record.model_validate_json(store.get_bytes(keys.record)).tenant

@@ -1,7 +1,7 @@
-"""The activity `collect_garbage`: measures what tenants store, and deletes what policies let go.
+"""The activity `collect_garbage`: measures what tenants store, and deletes what policies expire.
 
-It may be killed at any moment, and done again: each unit is deleted under a claim, manifests first (uses.py). What is
-due is looked for in one census; before each deletion the unit alone is looked at again, with its claim in hand.
+It may be killed at any moment and retried: each unit is deleted under a claim, manifests first (uses.py). One census
+finds all due units; before its deletion each unit is checked again, under its claim.
 """
 
 import logging
@@ -51,9 +51,9 @@ class CollectGarbage:
 
     @activity.defn(name="collect_garbage")
     def collect(self, request: GarbageRequest) -> GarbageReport:
-        """Measure, and delete what is due; of a dry run only say what that is.
+        """Measure, and delete what is due. A dry run only reports it.
 
-        Raises StoreUnavailable: what is left is deleted the next time.
+        Raises StoreUnavailable: the next collection deletes the rest.
         """
         with beating():
             return collect(self._store, self._policy, is_dry=request.is_dry)
@@ -67,7 +67,7 @@ def collect(
     now: float | None = None,
     at_once: int = _AT_ONCE,
 ) -> GarbageReport:
-    """Do the work of the activity, of so many units at once. Blocking. `now`: by which days are counted."""
+    """Do the activity's work, this many units at once. Blocking. `now`: the time from which ages are counted."""
     began = time.time()
     census = take(store, reads_jobs=policy.models_days is not None)
     found = list(due(census, policy, began if now is None else now))
@@ -112,7 +112,7 @@ def _summed(rows: Iterable[Freed]) -> tuple[Freed, ...]:
 
 
 def _delete_or_tell(store: ObjectStore, policy: RetentionSettings, each: Due, census: Census) -> Deleted | None:
-    """Delete what is due of a unit. What cannot be read there must not keep the rest from being deleted."""
+    """Delete the due parts of a unit. An unreadable record there must not prevent other units' deletion."""
     try:
         return _delete(store, policy, each, census)
     except (ValueError, InvalidInput):
@@ -121,7 +121,7 @@ def _delete_or_tell(store: ObjectStore, policy: RetentionSettings, each: Due, ce
 
 
 def _delete(store: ObjectStore, policy: RetentionSettings, each: Due, census: Census) -> Deleted | None:
-    """Delete what is due of a unit. Returns None where it is needed after all, or another process deletes it."""
+    """Delete the due parts of a unit. Returns None if it is still needed, or another process deletes it."""
     with claiming(store, each.unit) as until:
         if until is None:
             return None
@@ -133,9 +133,9 @@ def _delete(store: ObjectStore, policy: RetentionSettings, each: Due, census: Ce
             return None
         if each.run is None:
             if any(info.key not in census.marks for info in marks):
-                return None  # a run has come since all was counted, has ended, and may have published
-            # First what tells of it, which nobody would find later. The marks are of runs that have ended: one that
-            # comes or is resumed meanwhile puts its own.
+                return None  # a run began after the census, has ended, and may have published
+            # Delete its marks and notes first: nobody would find them later. The marks belong to ended runs; a run
+            # that begins or is resumed during this writes its own.
             for info in [*marks, *(_noted_model(store, each.unit, census) if each.whats == ("models",) else ())]:
                 store.delete(info.key)
             return {each.whats[0]: list(delete_objects(store, list(store.list(each.unit)), until))}
@@ -145,7 +145,7 @@ def _delete(store: ObjectStore, policy: RetentionSettings, each: Due, census: Ce
 
 
 def _delete_parts(store: ObjectStore, policy: RetentionSettings, each: Due, run: RunFolder, until: float) -> Deleted:
-    """Delete parts of the folder of a run that has ended, and what its tenant's ledger has noted of them."""
+    """Delete parts of an ended run's folder, and their entries in its tenant's ledger."""
     keys, kept = RunKeys(run.run_id), set[str]()
     references: list[ObjectInfo] = []
     if "checkpoints" in each.whats:
@@ -197,7 +197,7 @@ def _noted_model(store: ObjectStore, unit: str, census: Census) -> list[ObjectIn
 
 
 def _clean_up(store: ObjectStore, census: Census, now: float) -> None:
-    """Give back claims of processes that died, and forget removed runs of which nothing is left."""
+    """Give back claims of processes that died, and forget removed runs without remaining objects."""
     for info in list(store.list(CLAIMS)):
         with claiming(store, info.key.removeprefix(CLAIMS)):
             pass

@@ -1,4 +1,4 @@
-"""What policies let go of what the store holds. Pure: it reads nothing, and whoever deletes looks again."""
+"""Which stored objects a retention policy expires. Pure: it reads nothing, and `collect.py` checks again."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Due:
 
 
 def due(census: Census, policy: RetentionSettings, now: float) -> Iterator[Due]:
-    """Yield what the policy lets go. What a run uses that is on record and has not ended is never among it."""
+    """Yield what the policy expires. It never includes anything that a recorded run uses before its end."""
     for run in census.runs.values():
         yield from _of_run(census, run, policy, now)
     days: dict[What, float | None] = {
@@ -78,7 +78,7 @@ def _summed(heaps: Iterable[Heap]) -> Heap:
 
 
 def _needs_its_model(run: RunFolder) -> bool:
-    """True for a run whose checkpoints or published versions are of the model that its jobs trained."""
+    """True for a run whose checkpoints or published versions depend on the model that its jobs trained."""
     return run.goes_on or bool(run.whole_checkpoints) or (run.end is not None and run.end.adapter is not None)
 
 

@@ -42,7 +42,7 @@ _IMPOSSIBLE = -9999.0  # JSON has no infinity
 
 
 class ChatPrompts:
-    """Renders conversations to token ids: the same as in training, where they stand before the answer.
+    """Renders conversations to token ids: the same ids that precede the answer in training.
 
     Safe to use from several threads, which render one at a time.
     """
@@ -173,7 +173,7 @@ def chat_completion(
 def record_of(
     answer: ChatCompletion, drawn: CompletionResponse, prompt_ids: Sequence[int], model_sha256: str
 ) -> AnswerRecord | None:
-    """Return the record of an answer; None if the sampler did not send the ids and logprobs of all of it."""
+    """Return the record of an answer; None if the sampler did not send all ids and logprobs."""
     drawn_of = {choice.index: choice for choice in drawn.choices}
     choices = [_drawn_choice(choice, drawn_of[choice.index]) for choice in answer.choices]
     whole = [choice for choice in choices if choice is not None]

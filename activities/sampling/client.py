@@ -1,7 +1,7 @@
 """A client of any sampler that speaks vLLM's OpenAI-compatible protocol: ours, or a vLLM server.
 
-Blocking, and safe to share between threads (parallel_calls.py makes calls on a few). What fails in passing is tried
-again, a bounded number of times: a seeded completion is the same however often it is asked for.
+Blocking, and safe to share between threads (parallel_calls.py makes calls on a few). It retries
+temporary failures a bounded number of times: a seeded completion is the same however often it is asked for.
 """
 
 import math
@@ -47,7 +47,7 @@ _MODELS_BYTES = 4 << 20
 _LARGE_BYTES = 2 << 20  # longer answers of servers that are not trusted are parsed in a child process
 # Set explicitly: otherwise vLLM takes these from the model's generation_config.json.
 _PLAIN = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-# Events of httpcore by which a connection gets a socket.
+# Events of httpcore after which a connection has a socket.
 _CONNECTED = (
     "connection.connect_tcp.complete",
     "connection.connect_unix_socket.complete",
@@ -60,11 +60,11 @@ class Completion:
     """One sample. `logprobs` are the sampler's, in nats, one for each of `token_ids`, which keep the end token.
 
     Attributes:
-        policy_versions: the version of the policy that drew each token, None where the sampler does not say; or empty.
-        drawn_by: the weights that drew it and what was asked for with it, as far as the sampler says.
+        policy_versions: the version of the policy that drew each token, None if the sampler does not say; or empty.
+        drawn_by: the weights that drew it and the request's options, as far as the sampler reports them.
         was_cut_off: it reached max_tokens, and did not end by itself.
         stop_reason: the stop string or token that ended it; None for the model's own end token.
-        routed_experts: as Choice has them, where they were asked for.
+        routed_experts: as Choice has them, if they were asked for.
     """
 
     token_ids: tuple[int, ...]
@@ -85,9 +85,9 @@ class Sampler:
         timeout_s: of one request, from its last byte to the answer's first.
         attempts: how often a request is made before SamplerUnavailable is raised.
         confinement: for a server that is not trusted: limits of the child process that parses its large answers.
-        socket_path: of the Unix socket at which the server listens, in the place of the address of `url`.
+        socket_path: the Unix socket on which the server listens, instead of the address of `url`.
 
-    Every method raises InvalidInput for what the server refuses (4xx), and SamplerUnavailable for passing faults.
+    Every method raises InvalidInput if the server refuses the request (4xx), and SamplerUnavailable for passing faults.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Sampler:
         self.close()
 
     def close(self) -> None:
-        """Close all connections, also those of other threads' requests, so that the server stops sampling for them."""
+        """Close all connections, also of other threads' requests, so that the server stops sampling for them."""
         self._is_closed = True
         with self._sockets_lock:
             for connection in self._sockets:
@@ -144,7 +144,7 @@ class Sampler:
     ) -> tuple[Completion, ...]:
         """Draw `n` samples. Sample j has the seed `seed + j`: a request with `n=1` and that seed gives it again.
 
-        `route_bytes`: of a token's experts in an answer, where they are asked for; else 0.
+        `route_bytes`: of a token's experts in an answer, if they are asked for; else 0.
         """
         body = {
             "model": model,
@@ -214,7 +214,7 @@ class Sampler:
         return self.scored_by(model, token_ids)[0]
 
     def scored_by(self, model: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], DrawnBy]:
-        """Score as `score` does. Returns also which weights did it, as far as the sampler says."""
+        """Score as `score` does. Also returns the weights that scored, as far as the sampler reports them."""
         body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer = self._completions(body, len(token_ids) + 1)
         told = answer.choices[0].prompt_logprobs if answer.choices else None
@@ -236,11 +236,11 @@ class Sampler:
 
     @property
     def place(self) -> str:
-        """Where the server listens: the path of its Unix socket, or its URL."""
+        """The server's address: the path of its Unix socket, or its URL."""
         return self._socket_path or self._url
 
     def models(self) -> dict[str, ModelCard]:
-        """List what requests may name: the model and its adapters."""
+        """List the names that requests may use: the model and its adapters."""
         answer = parsed(ModelList, self._ask("GET", "/v1/models", max_bytes=_MODELS_BYTES), self._url)
         return {card.id: card for card in answer.data}
 
@@ -256,12 +256,12 @@ class Sampler:
     def load_weights(self, name: str, folder: str, again: bool = False) -> None:
         """Replace the model's weights by a folder's, under a name. Only samplers that hosts lease do this.
 
-        `again`: also where they are what is served.
+        `again`: also if they are already served.
         """
         self._ask("POST", "/v1/load_weights", {"name": name, "path": folder} | ({"again": True} if again else {}))
 
     def name_weights(self, name: str, digest: str) -> bool:
-        """Name weights or an adapter that came by a weight sync. False where the sampler does not have them."""
+        """Name weights or an adapter that came by a weight sync. False if the sampler does not have them."""
         try:
             self._ask("POST", "/v1/name_weights", {"name": name, "digest": digest})
         except InvalidInput:
@@ -269,9 +269,9 @@ class Sampler:
         return True
 
     def update_weights(self, name: str, version: int, folder: str | None, *, is_adapter: bool) -> None:
-        """Have a version of a policy take the place of older ones in our own sampler; None: the model as it is.
+        """Replace older versions of a policy in our own sampler by this one; `folder` None: the unchanged model.
 
-        Samples under way go on under it. A version that is not newer than what is there changes nothing.
+        Samples in progress continue under it. A version that is not newer than the current one changes nothing.
         """
         body = {"name": name, "version": version, "path": folder, "lora": is_adapter}
         self._ask("POST", "/v1/update_weights", body)
@@ -293,7 +293,7 @@ class Sampler:
             yield
 
     def sleep(self, level: Literal[1, 2]) -> SamplerMemory:
-        """Have our own sampler give its memory back, when the sequences under way have ended."""
+        """Make our own sampler free its memory when its running sequences have ended."""
         return parsed(SamplerMemory, self._ask("POST", "/v1/sleep", {"level": level}), self._url)
 
     def wake(self) -> SamplerMemory:
@@ -318,7 +318,7 @@ class Sampler:
     ) -> bytes:
         """Make a request, with retries, and return the answer's body. Raises as described for the class.
 
-        `take`: reads an answer that is no error, in the place of the bounded read.
+        `take`: reads a successful answer, instead of the bounded read.
         """
         import httpx
 
@@ -348,9 +348,9 @@ class Sampler:
         max_bytes: int,
         take: Callable[["httpx.Response"], bytes] | None,
     ) -> tuple[int, bytes]:
-        """Make one request. Returns its status and answer as sent: nothing is unpacked, nor more read than asked for.
+        """Make one request. Returns its status and raw answer. Reads at most the expected size, and unpacks nothing.
 
-        Raises InvalidInput: it is compressed, or longer than what was asked for can be.
+        Raises InvalidInput: it is compressed, or longer than any valid answer.
         """
         extensions = {"trace": self._note}
         with self._client.stream(method, path, json=body, extensions=extensions) as response:
@@ -385,7 +385,7 @@ def _tls() -> "ssl.SSLContext":
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Shut a connection down: merely closed, it stays open for as long as a thread reads from it."""
+    """Shut a connection down: if it is only closed, it stays open while a thread reads from it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 

@@ -45,8 +45,8 @@ class Rows(Frozen):
 class Sample(Frozen):
     """One answer. `logprobs`: the sampler's, in nats, one for each of `token_ids`. `length`: it was cut off.
 
-    `policy_versions`: of each token, where not all are the group's. `routes`: the bytes of its tokens' experts, but for
-    the last token's (activities/sampling/routes.py), or `block`, their place in the file beside.
+    `policy_versions`: each token's, if not all are the group's. `routes`: the bytes of its tokens' experts, without the
+    last token's (activities/sampling/routes.py), or `block`, their place in the file beside.
     """
 
     model_config = _BYTES
@@ -63,8 +63,8 @@ class SampledGroup(Frozen):
     """The samples of one prompt. `group`: its index in the request; `row`: its index among all prompts.
 
     `place`: the file and line of its row in the dataset, for messages. `policy_version`: the oldest that may have drawn
-    them. `drawn_by`: the weights that did, where the sampler says it. `prompt_routes`, `prompt_block`: as those of a
-    sample; of all samples, by what the sampler says of the first.
+    them. `drawn_by`: the weights that did, if the sampler says it. `prompt_routes`, `prompt_block`: as those of a
+    sample; for all samples, as the sampler reports them for the first.
     """
 
     model_config = _BYTES

@@ -35,7 +35,7 @@ _ANSWER_S = 20.0
 class SamplerLeaseRequest(Frozen):
     """A run's request for a sampler. Answered by the signal `sampler_leased`, with a LeaseGrant.
 
-    `sync_backend`: how a trainer's weights are to come to it. `avoid`: as in LeaseRequest.
+    `sync_backend`: the transport of a trainer's weights to it. `avoid`: as in LeaseRequest.
     """
 
     run_id: RunId
@@ -50,14 +50,14 @@ class SamplerLeaseRequest(Frozen):
 class SamplerCommand:
     """Makes the command line of a sampler. The model's files are staged on this machine first.
 
-    `sync_key`: by which samplers know the installation's trainers (shared/jobs/weight_sync.py).
+    `sync_key`: authenticates the installation's trainers to samplers (shared/jobs/weight_sync.py).
     """
 
     host: HostContext
     sync_key: bytes | None = None
 
     def __call__(self, folder: Path, key: ProcessKey) -> list[str]:
-        """Raises InvalidInput where this host has no such sampler."""
+        """Raises InvalidInput if this host has no such sampler."""
         assert isinstance(key, SamplerKey)
         vllm = self._vllm() if key.sampler == "vllm" else []
         model = self.host.stage(key.model)  # fast: the lease activity has fetched it already
@@ -120,8 +120,8 @@ class LeaseSampler:
 
         Raises:
             WorkerLost: the process ended or did not come up, or this host leaves.
-            InvalidInput: the model cannot be used, or its files are not what they were; or the host has no vLLM; or
-                weights do not travel that way to here.
+            InvalidInput: the model cannot be used, or its files have changed; or the host has no vLLM, or does not
+                support the transport.
             StoreUnavailable: the model's files cannot be reached.
             ApplicationError: this host leaves it to others (`Standing.offered`).
         """
@@ -162,7 +162,7 @@ class LeaseSampler:
 
 
 def _address_of(worker: WorkerProcess) -> str | None:
-    """Return where a sampler takes weights from other machines. It has just been asked, and so it is up."""
+    """Return the address at which a sampler takes weights from other machines. The sampler has just answered."""
     try:
         return SamplerReady.model_validate_json(worker.paths.ready.read_bytes()).weights_address
     except OSError as error:
@@ -170,7 +170,7 @@ def _address_of(worker: WorkerProcess) -> str | None:
 
 
 def _forget(worker: WorkerProcess, model: Path) -> None:
-    """Unload all adapters of a sampler, and load the model's own weights where others have taken their place.
+    """Unload all adapters of a sampler, and load the model's own weights if others have replaced them.
 
     An adopted process may still hold those of runs that it served before, or sleep.
     """

@@ -11,10 +11,10 @@ _LISTEN_S = 0.2  # waits are cut into such slices, as a cancellation is raised i
 
 
 def in_parallel(call: Callable[[A], R], arguments: Iterable[A], num_threads: int) -> Iterator[R]:
-    """The results of all calls, in the order in which they end.
+    """The results of all calls, in order of completion.
 
     Arguments are taken as threads come free, one at a time. The first error of a call, or of `arguments`, is raised.
-    When the caller stops early no new call begins; those under way end on their own, and are forgotten.
+    When the caller stops early, no new call begins; results of running calls are discarded.
     """
     threads, left, pending = ThreadPoolExecutor(num_threads, "call"), iter(arguments), set[Future[R]]()
     try:

@@ -28,9 +28,9 @@ _FORM, _BIAS = "structured_outputs", "logit_bias"  # fields that samplers name
 
 
 class OpenQuestion:
-    """One question under way. Its client may hang up from another thread at any time.
+    """One running question. Another thread may hang up its client at any time.
 
-    `tell`: is given the text of each choice as it grows; None where nobody wants it.
+    `tell`: takes the text of each choice as it grows; None if nobody wants it.
     """
 
     def __init__(self, tell: Tell | None = None) -> None:
@@ -151,7 +151,7 @@ def _shown(request: CompleteRequest, tell: Tell | None) -> Tell | None:
 def _ask(
     opened: OpenSampler, request: CompletionRequest, place: str, tell: Tell | None, form: str = _FORM
 ) -> CompletionResponse:
-    """Ask a sampler. A refusal is the fault of `form` where the sampler says so, else of the prompt, `place`."""
+    """Ask a sampler. A refusal names `form` if the sampler blames that, else the prompt, `place`."""
     try:
         return opened.client.complete(request, tell)
     except InvalidInput as error:
@@ -161,7 +161,7 @@ def _ask(
 
 
 def _asking(request: CompleteRequest) -> str:
-    """Say who asks, by a name that only tells tenants apart."""
+    """Return a name of the caller that only distinguishes tenants."""
     return hashlib.sha256(request.tenant.encode()).hexdigest()[:16]
 
 

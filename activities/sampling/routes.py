@@ -1,8 +1,8 @@
 """Routes of samples, the experts that a sampler chose: read from its answers, checked, and kept beside the samples.
 
-`routes.bin` consists of blocks: the routes of some tokens of a sequence, behind a digest of them and of the sequence's
-ids up to the last of them. By that no sequence can be trained by the routes of another. A prompt's block serves all of
-its samples. The last token of a sequence has no route: nobody has computed it, and nothing is scored from it.
+`routes.bin` consists of blocks: a digest, then the routes of some tokens of a sequence. The digest is of these routes
+and of the sequence's ids up to their last token, so that no sequence is trained with another's routes. A prompt's block
+serves all of its samples. The last token of a sequence has no route: it is not computed, and nothing is scored from it.
 
 Shape suffixes: T tokens, L layers with experts, K experts of a token.
 """
@@ -31,7 +31,7 @@ _ASK = "vLLM sends them with --enable-return-routed-experts; rollouts.routing_re
 
 
 def sent_bytes(shape: RouteShape) -> int:
-    """Return the bytes of a token's routes in an answer, at most: those of vLLM have something of each layer."""
+    """Return the most bytes of a token's routes in an answer: vLLM's have an entry for each layer."""
     return shape.dtype.itemsize * max(shape.num_layers, len(shape.has_experts)) // shape.num_layers
 
 
@@ -40,7 +40,7 @@ def read_answer(text: str | None, num_tokens: int, shape: RouteShape, place: str
 
     `text`: a base64-encoded `.npy` file, as vLLM writes `routed_experts`.
 
-    Raises InvalidInput: there are none, or not of so many tokens, or experts that no token can have.
+    Raises InvalidInput: there are none, or for another number of tokens, or with experts that no token can have.
     """
     if text is None:
         raise InvalidInput(f"the sampler sends no routed_experts, which the trainer is to take ({_ASK})", place)
@@ -117,13 +117,13 @@ class RoutesWriter:
 
 
 def routes_starts(folders: Sequence[Path]) -> list[int]:
-    """Return where each folder's blocks begin when the files stand one behind the other."""
+    """Return where each folder's blocks begin when the files are concatenated."""
     sizes = [path.stat().st_size if (path := folder / ROUTES).exists() else 0 for folder in folders]
     return [sum(sizes[:number]) for number in range(len(sizes))]
 
 
 class RoutesFile:
-    """The blocks of folders' files, one file behind the other."""
+    """The blocks of folders' files, concatenated."""
 
     def __init__(self, folders: Sequence[Path], shape: RouteShape) -> None:
         self._shape, self._starts = shape, routes_starts(folders)

@@ -50,7 +50,7 @@ SUMMARY = "summary.json"
 class Drawing(Frozen):
     """Options for drawing the samples of each prompt; `policy_version` is written beside them.
 
-    `routes`: of the model's experts; given, the experts of each token are told, too.
+    `routes`: the shape of the model's experts; if given, each token's experts are written, too.
     """
 
     group_size: int = Field(ge=1, le=MAX_SAMPLES, description="samples of each prompt")
@@ -63,9 +63,9 @@ class Drawing(Frozen):
 class PolicySampleRequest(Drawing, PolicyWeights):
     """Prompts to answer, the policy, and the sampler.
 
-    `model` and `dtype`: what the sampler at `place` serves; they decide the samples, and so are part of the key.
-    `refuted`: versions of which a sampler failed the proof when samples were under way: they are drawn again.
-    `groups`: the numbers of those that are drawn, if not all.
+    `model` and `dtype`: what the sampler at `place` serves; the samples depend on them, so they are part of the key.
+    `refuted`: versions that a sampler failed to prove while samples were being drawn: these are drawn again.
+    `groups`: the numbers of the groups to draw, if not all.
     """
 
     run_id: RunId
@@ -79,10 +79,10 @@ class PolicySampleRequest(Drawing, PolicyWeights):
 
     @property
     def key(self) -> str:
-        """The store key: a hash of all that decides the samples, but not of the run, the lease or the files' places."""
+        """The store key: a hash of everything that the samples depend on, without run, lease and files' places."""
         own = self.model_dump_json(include={*Drawing.model_fields, "dtype", "rows"} - {"routes"})
         weights = [(self.weights or self.model).sha256, self.adapter.sha256 if self.adapter else ""]
-        if self.in_place is not None:  # what is drawn depends on when newer versions came, and is of this run alone
+        if self.in_place is not None:  # samples depend on when newer versions came, so they are this run's only
             weights.append(f"{self.in_place} of {self.run_id}")
         weights += [f"again after version {version}" for version in self.refuted]
         if self.routes is not None:
@@ -160,8 +160,8 @@ class ProveRequest(PolicyWeights):
 
 class Proved(Frozen):
     """`max_difference`: of the sampler's logprobs and the trainer's, in nats. `was_sent`: the trainer itself had sent
-    the weights, by a weight sync; else they were loaded from the store. `was_reloaded`: what the sampler had was not
-    the policy, and was replaced from the store.
+    the weights, by a weight sync; else they were loaded from the store. `was_reloaded`: the sampler's weights were
+    not the policy's, and were replaced from the store.
     """
 
     max_difference: float
@@ -178,10 +178,10 @@ class SamplerActivities:
 
     @activity.defn(name="sample")
     def sample(self, request: PolicySampleRequest) -> Sampled:
-        """Draw every prompt's samples; what an earlier attempt has drawn is not drawn again.
+        """Draw every prompt's samples, except those that an earlier attempt has drawn.
 
         Raises:
-            InvalidInput: the server refuses a prompt or the adapter, or sends what cannot be trained.
+            InvalidInput: the server refuses a prompt or the adapter, or sends samples that cannot be trained.
             SamplerUnavailable, WorkerLost: there is no sampler at this place now; finished prompts are kept.
             StoreUnavailable: the store is away.
         """
@@ -189,7 +189,7 @@ class SamplerActivities:
         parts = Parts(store, partial(sampled_part, request.key))
         self._host.use(completions(request.key))
         if done := _result(store, request.key):
-            parts.forget(parts.known())  # an attempt that was killed as it forgot them has left some
+            parts.forget(parts.known())  # an attempt that was killed while it deleted them has left some
             return done
         with self._host.scratch("sample") as scratch:
             with PromptsFile(self._host.stage(request.prompts)) as prompts:
@@ -219,10 +219,10 @@ class SamplerActivities:
 
     @activity.defn(name="prove_adapter")
     def prove_adapter(self, request: ProveRequest) -> Proved:
-        """Load the adapter, score the probe, and compare. Nothing is cached: the proof is of the sampler as it is now.
+        """Load the adapter, score the probe, and compare. Nothing is cached: the proof is of the sampler's state now.
 
-        Where they differ the policy is loaded from the store, whole, and compared once more. A leased sampler that
-        differs then, too, is ended.
+        If they differ, the whole policy is loaded from the store and compared once more. A leased sampler that still
+        differs is ended.
 
         Raises:
             SamplerMismatch: a token's logprob differs by more than the bound, so the sampler has other weights.
@@ -239,7 +239,7 @@ class SamplerActivities:
 
     @activity.defn(name="sleep_sampler")
     def sleep_sampler(self, place: LeasedSampler) -> SamplerMemory:
-        """Have a sampler give its device's memory back. One that sleeps already sleeps on.
+        """Make a sampler free its device's memory. One that already sleeps stays asleep.
 
         Raises:
             SamplerUnavailable, WorkerLost: there is no sampler at this place now.
@@ -249,7 +249,7 @@ class SamplerActivities:
 
     @activity.defn(name="wake_sampler")
     def wake_sampler(self, place: LeasedSampler) -> SamplerMemory:
-        """Have a sampler take its memory again. Raises as `sleep_sampler` does."""
+        """Make a sampler take its memory again. Raises as `sleep_sampler` does."""
         with beating():
             return self._samplers.wake(place)
 
@@ -279,10 +279,10 @@ class SamplerActivities:
 
 
 def _proved(sampler: Sampler, served: Served, request: ProveRequest) -> Proved:
-    """Prove that a sampler serves a policy; once more from the store where it does not. Raises SamplerMismatch."""
+    """Prove that a sampler serves a policy; if not, reload it from the store and retry. Raises SamplerMismatch."""
 
     def difference() -> float | None:
-        """Return None where the trainer has sent a later version, whose proof is to come."""
+        """Return None if the trainer has sent a later version, which will be proved separately."""
         try:
             told, by = sampler.scored_by(served.name, request.probe)
         except InvalidInput as error:
@@ -306,12 +306,12 @@ def _proved(sampler: Sampler, served: Served, request: ProveRequest) -> Proved:
 
 
 def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: PromptRow, how: Drawing) -> SampledGroup:
-    """Draw one prompt's samples. They are the same to the bit, whatever else the sampler computes at the time.
+    """Draw one prompt's samples. They are bitwise reproducible, whatever else the sampler computes at the time.
 
     Raises:
-        InvalidInput: the server refuses the prompt, or sends what cannot be trained; names the prompt's place, and of
-            routes the sample.
-        SamplerUnavailable: it does not answer, gave a sample up, or serves the adapter no longer.
+        InvalidInput: the server refuses the prompt, or sends samples that cannot be trained; names the prompt's place,
+            and the sample if its routes are at fault.
+        SamplerUnavailable: it does not answer, gave up a sample, or no longer serves the adapter.
     """
     seed = sample_seed(how.seed, group)
     token_bytes, sent = (how.routes.dtype.itemsize, sent_bytes(how.routes)) if how.routes is not None else (0, 0)
@@ -344,7 +344,7 @@ def _routes(completion: Completion, number: int, prompt: PromptRow, shape: Route
 
 
 def drawn_weights(drawn: Iterable[Completion], policy_version: int) -> tuple[DrawnBy, ...]:
-    """Return the weights that drew completions. Those that the sampler knows no version of were asked for as one."""
+    """Return the weights that drew completions. If the sampler reports no versions, they are the requested ones."""
     found = (each for completion in drawn for each in completion.drawn_by)
     return tuple(
         dict.fromkeys(one if one.policy_version is not None else one.of_version(policy_version) for one in found)
@@ -354,7 +354,7 @@ def drawn_weights(drawn: Iterable[Completion], policy_version: int) -> tuple[Dra
 def write_samples(
     groups: Iterable[SampledGroup], prompts: PromptsFile, completions_folder: Path, samples_folder: Path
 ) -> SampledSummary:
-    """Groups into two folders: token by token, and as graders see them. One group at a time; not sealed."""
+    """Write groups into two folders, one at a time: as tokens, and as graders see them. Writes no manifests."""
     num_groups = num_samples = num_cut_off = num_tokens = 0
     for folder in (completions_folder, samples_folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -39,18 +39,18 @@ MAX_ADAPTERS = 16
 
 
 class OpenSampler(NamedTuple):
-    """A client of a sampler, and the name by which its requests ask for the base model."""
+    """A client of a sampler, and the base model's name in its requests."""
 
     client: Sampler
     model: str
 
 
 class PolicyWeights(Frozen):
-    """A run's policy on its model: an adapter, or weights in place of the model's; neither: the model as it is.
+    """A run's policy on its model: an adapter, or weights in place of the model's; neither: the unchanged model.
 
     `keep`: adapters of this run that must stay loaded. `synced`: the digest of the same weights, if the trainer has
-    sent them to the sampler (shared/jobs/weight_sync.py); otherwise, or where they have not arrived, they are loaded.
-    `is_checkpoint`: adapter or weights lie in a checkpoint, beside other things. `in_place`: the sampler keeps the
+    sent them to the sampler (shared/jobs/weight_sync.py); otherwise, or if they have not arrived, they are loaded.
+    `is_checkpoint`: adapter or weights are part of a checkpoint. `in_place`: the sampler keeps the
     newest version of the policy under one name, and one that is not older than this will do.
     """
 
@@ -63,7 +63,7 @@ class PolicyWeights(Frozen):
     in_place: Literal["adapter", "weights"] | None = None
 
     def staged(self, host: HostContext) -> str | None:
-        """Return the folder of the adapter, or weights, on this host; None for the model as it is."""
+        """Return the folder of the adapter, or weights, on this host; None for the unchanged model."""
         artifact = self.weights or self.adapter
         if artifact is None:
             return None
@@ -75,8 +75,8 @@ class PolicyWeights(Frozen):
 class Served(NamedTuple):
     """A policy's name in requests to a sampler. `was_sent`: a trainer's weight sync has just brought it there.
 
-    `reload`: loads it from the store in the place of what is served; None where it cannot: for the model as it is, for
-    a policy whose samples go on under whatever comes, and for an adapter in a vLLM.
+    `reload`: replaces what is served by the policy from the store. None if that is impossible: for the unchanged model,
+    for a policy that is updated while samples are drawn, and for an adapter in a vLLM.
     """
 
     name: str
@@ -93,7 +93,7 @@ class WeightsInUse:
 
     @contextmanager
     def hold(self, sampler: str, weights: str) -> Iterator[None]:
-        """Wait until nobody uses other weights of this sampler, and keep others waiting until the block ends."""
+        """Wait until nobody uses other weights of this sampler; others wait until the block ends."""
         mine = sampler, weights
         with self._changed:
             self._changed.wait_for(lambda: not any(key[0] == sampler and key != mine for key in self._users))
@@ -135,13 +135,13 @@ class Samplers:
                 return self._open_served(place)
 
     def sleep(self, place: LeasedSampler) -> SamplerMemory:
-        """Have a leased sampler give its memory back. Raises as `open` does."""
+        """Make a leased sampler free its memory. Raises as `open` does."""
         with self._using(place) as (worker, opened):
             worker.is_asleep = True
             return opened.client.sleep(1)
 
     def wake(self, place: LeasedSampler) -> SamplerMemory:
-        """Have a leased sampler take its memory again. Raises as `open` does."""
+        """Make a leased sampler take its memory again. Raises as `open` does."""
         with self._using(place) as (worker, opened):
             memory = opened.client.wake()
             worker.is_asleep = False
@@ -154,7 +154,7 @@ class Samplers:
         """Connect to a sampler, and have it serve a run's policy for a `with` block.
 
         Raises: as `open`, and
-            InvalidInput: the sampler refuses the policy. CorruptArtifact: its files are not what they were.
+            InvalidInput: the sampler refuses the policy. CorruptArtifact: its files have changed.
             SamplerUnavailable: the sampler does not answer.
         """
         with self.open(place) as opened:
@@ -207,7 +207,7 @@ class Samplers:
             raise InvalidInput("name the sampler's server as sampler_url, or set sampling.url", "rollouts.sampler_url")
         url = _without_version(named)
         is_own = own.url is not None and url == _without_version(own.url)
-        # What the operator named may be on the operator's own network.
+        # The operator's own URL may lead into a private network.
         reached = url if is_own else _public(url, self._settings.download.allow_private_addresses)
         key = own.api_key.get_secret_value() if is_own and own.api_key else None
         with Sampler(reached, key, confinement=self._settings.confined) as client:
@@ -240,7 +240,7 @@ def _public(url: str, allow_private_addresses: bool) -> str:
     https the certificate prevents that.
 
     Raises:
-        InvalidInput: it is no plain http(s) URL, or leads into a private network.
+        InvalidInput: it is not a plain http(s) URL, or leads into a private network.
         SamplerUnavailable: its host name does not resolve.
     """
     parts = parse_http_uri(url)
@@ -270,10 +270,9 @@ def _serve(
     reload: Callable[[str], None] | None,
     host: HostContext,
 ) -> Served:
-    """Have a policy served by its name: what is present stays, what a trainer has sent is named, the rest is loaded.
+    """Serve a policy under its name: keep it if it is present, name it if a trainer has sent it, else load it.
 
-    `load` and `reload` are given the folder where the policy's files are staged; `reload`, where something is served by
-    this name.
+    `load` and `reload` take the folder where the policy's files are staged; `reload` is for a name that is served.
     """
 
     def from_store(into: Callable[[str], None]) -> None:
@@ -291,7 +290,7 @@ def _serve(
 
 
 def _serve_newest(client: Sampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Served:
-    """Have a policy served by the name of the run's newest version, which may be newer than this one."""
+    """Serve a policy under the name of the run's newest version, which may be newer than this one."""
     name = newest_name(run_id)
     card = client.models().get(name)
     if card is None or (card.policy_version or 0) < policy.policy_version:
@@ -301,7 +300,7 @@ def _serve_newest(client: Sampler, run_id: str, policy: PolicyWeights, host: Hos
 
 
 def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: HostContext) -> Served:
-    """Load an adapter of a run into a sampler. Without an adapter, the model is served as it is.
+    """Load an adapter of a run into a sampler. Without an adapter, the unchanged model is served.
 
     Other adapters of this run that are not in `keep` are unloaded; those of other runs stay. Unless a trainer has sent
     it, the sampler gets the adapter as a folder of this machine: a server behind a URL must see this host's disk.
@@ -322,7 +321,7 @@ def use_adapter(opened: OpenSampler, run_id: str, policy: PolicyWeights, host: H
         sampler.unload_adapter(name)
         sampler.load_adapter(name, folder)
 
-    # A vLLM keeps keys and values by an adapter's name, those of the probe too. Our own sampler says what it serves.
+    # A vLLM caches keys and values by adapter name, also the probe's. Our own sampler reports what it serves.
     is_own = opened.model in present and present[opened.model].weights_sha256 is not None
     load = partial(sampler.load_adapter, name)
     return _serve(sampler, name, policy, present, load, reload if is_own else None, host)
@@ -351,7 +350,7 @@ class ServingAdapters:
         """Load an adapter unless it is loaded, and return its name in requests. Its files are staged on this host.
 
         Raises:
-            InvalidInput: the sampler refuses it. CorruptArtifact: its files are not what they were.
+            InvalidInput: the sampler refuses it. CorruptArtifact: its files have changed.
             SamplerUnavailable: the sampler does not answer.
         """
         if adapter is None:
@@ -365,7 +364,7 @@ class ServingAdapters:
         return name
 
     def _is_there(self, opened: OpenSampler, name: str, adapter: Artifact) -> bool:
-        """Name an adapter that its trainer has sent to the sampler. False where it has not, or others have come since.
+        """Name an adapter that its trainer has sent to the sampler. False if it has not, or others have come since.
 
         Only the adapter's configuration is staged.
         """
@@ -386,5 +385,5 @@ class ServingAdapters:
         present = {one for one in opened.client.models() if _OURS.fullmatch(one)} - {name}
         oldest_first = sorted(present, key=lambda one: (self._asked_at.get(one, 0.0), one))
         for old in oldest_first[: max(0, len(present) + 1 - self._max_adapters)]:
-            opened.client.unload_adapter(old)  # samples that are being drawn from it go on
+            opened.client.unload_adapter(old)  # samples that are being drawn from it continue
             self._asked_at.pop(old, None)

@@ -36,9 +36,9 @@ _PREFIX = "grader."
 
 
 class ScoreSamplesRequest(Frozen):
-    """Samples to score, and by whom. `prompts`: what they answer, as rendered from `source`.
+    """Samples to score, and the sampler. `prompts`: the samples' prompts, as rendered from `source`.
 
-    `dtype`: of the sampler at `place`, which decides the scores with the model, and so is a part of the key.
+    `dtype`: of the sampler at `place`. The scores depend on it, so it is part of the key.
     """
 
     run_id: RunId
@@ -122,8 +122,8 @@ def conversations(
 
     Args:
         source: how the prompts are read from the samples' rows.
-        ends_with_answer: they end with the token that ends the answer, where labels of turns are learned; else with
-            whatever the chat template puts last.
+        ends_with_answer: they end with the token that ends the answer, as models of turns' labels learn; else with the
+            chat template's last token.
 
     Raises:
         InvalidInput: the tokenizer cannot be used, or its model has no chat template.

@@ -30,7 +30,7 @@ class StreamedAnswer:
     """The answer that the events of one response make. `tell` is given the texts of all choices after each event.
 
     Args:
-        num_choices: so many are expected.
+        num_choices: the expected number.
         place: names the server in errors.
     """
 
@@ -41,7 +41,7 @@ class StreamedAnswer:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what an attempt before this one has brought."""
+        """Forget the results of an earlier attempt."""
         self._parts: list[list[Choice]] = [[] for _ in range(self._num_choices)]
         self._texts = [""] * self._num_choices
         self._head: CompletionChunk | None = None
@@ -51,7 +51,7 @@ class StreamedAnswer:
         """Take a line of the response.
 
         Raises:
-            InvalidInput: it is no event of this answer, or the sampler refuses to go on with what was asked.
+            InvalidInput: it is not an event of this answer, or the sampler refuses to continue the request.
             SamplerUnavailable: the sampler reports another error.
         """
         data = line.removeprefix(_DATA).strip()
@@ -119,7 +119,7 @@ def _joined_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs:
 
 
 def _reported(data: str) -> ErrorDetail | None:
-    """Return an error that a server sends in the place of an event."""
+    """Return an error that a server sends instead of an event."""
     try:
         return ErrorResponse.model_validate_json(data).error
     except ValidationError:

@@ -1,7 +1,7 @@
 """Download a run's dataset from a URI into the store: decompressed, within the limits of size, and hashed.
 
-`find_sources` says which files are behind a URI: of this machine, of an S3 bucket, or of a web server. Of a folder with
-the files of several splits, those of one are taken (`chosen`).
+`find_sources` lists the files behind a URI: on this machine, in an S3 bucket, or on a web server. If a folder has the
+files of several splits, one split's files are taken (`chosen`).
 """
 
 import os
@@ -52,7 +52,7 @@ _MAX_FILES = 10_000
 _RANGE_BYTES = 8 << 20
 _MAX_NAME = 48  # characters of a URL, each at most 4 bytes of the 255 that a name may have
 _SUFFIXES = (".gz", ".gzip", ".zst", ".zstd")
-# The words in names of files and folders by which the library `datasets` knows splits.
+# The library `datasets` recognizes splits by these words in names of files and folders.
 _SPLITS = ("train training", "validation valid val dev", "test testing eval evaluation")
 _SPLIT_OF = {word: words.split()[0] for words in _SPLITS for word in words.split()}
 _NO_DATA = re.compile(r"(.*/)?(README.*|LICENSE.*|[^/]*\.md|dataset_(infos?|dict)\.json|state\.json)")
@@ -134,9 +134,9 @@ Source = LocalSource | StoreSource | HttpSource
 def find_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]:
     """The files behind a URI, each under the name that it will have in the dataset.
 
-    A `*` in the path of a file:// or s3:// URI stands for any characters: such a pattern names files of a folder.
+    A `*` in the path of a file:// or s3:// URI matches any characters: such a pattern names files of a folder.
 
-    Raises InvalidInput: a scheme we do not read, a place that is not this tenant's to read, or nothing there.
+    Raises InvalidInput: an unsupported scheme, a place that this tenant may not read, or nothing there.
     """
     match urlsplit(uri).scheme:
         case "http" | "https":
@@ -160,10 +160,10 @@ def _matching(uri: str, find: Callable[[str], dict[str, Source]]) -> dict[str, S
 
 
 def chosen(sources: dict[str, Source], split: str, uri: str) -> tuple[dict[str, Source], str]:
-    """Choose of a folder's files those of one split, and say in words which were read and which were left.
+    """Choose one split's files from a folder, and describe which files were read and which were left out.
 
-    As the library `datasets` does: a word in the name of a file, or of a folder around it, says its split; where some
-    have one, files without are left. `train` takes the split train; `eval`, a run's held-out data, takes validation,
+    As in the library `datasets`, a word in the name of a file or of a folder around it is its split; if some files have
+    one, files without are left out. `train` takes the split train; `eval`, a run's held-out data, takes validation,
     else test. Files of a single split, or named by a pattern, are all taken.
 
     Raises InvalidInput: the files are of other splits, or of several configurations.
@@ -185,7 +185,7 @@ def chosen(sources: dict[str, Source], split: str, uri: str) -> tuple[dict[str, 
 
 
 def _split_of(name: str) -> tuple[str, str]:
-    """Return the folder in which a file's split lies, and the split: empty where no part of the name says one."""
+    """Return the folder that contains a file's split, and the split; empty if no part of the name has a split."""
     parts = name.split("/")
     for k in reversed(range(len(parts))):
         if words := [word for word in re.split(r"[-._ 0-9]+", parts[k].lower()) if word in _SPLIT_OF]:
@@ -294,7 +294,7 @@ class Downloaded(Frozen):
 
 
 class Download:
-    """Brings a run's dataset into the store. `keeps_parts`: what has arrived waits for another attempt."""
+    """Brings a run's dataset into the store. `keeps_parts`: keep a partial download for another attempt."""
 
     def __init__(self, host: HostContext, *, keeps_parts: bool = True) -> None:
         self._host = host
@@ -305,8 +305,8 @@ class Download:
         """The dataset as an artifact. A run that has one already keeps it.
 
         Raises:
-            InvalidInput: the URI leads nowhere, or where it may not; the data is empty, damaged, too large or changing.
-            StoreUnavailable: the source or the store cannot be reached now; what has arrived is kept for the next try.
+            InvalidInput: the URI leads nowhere or may not be read; the data is empty, damaged, too large or changing.
+            StoreUnavailable: the source or the store cannot be reached; the partial download is kept for the next try.
         """
         store = self._host.store
         key = RunKeys(request.run_id).dataset(request.split)

@@ -1,4 +1,4 @@
-"""Files behind http(s) URIs. A user's URI may not reach into our own network, whatever names and redirects lead to.
+"""Files behind http(s) URIs. A user's URI may not reach into our own network, also through names or redirects.
 
 It is http.client's connection that is guarded: httpx needs fifty lines more, as it has no limit on the time of a whole
 head, hides the certificate's error, and may not be loaded with the workflows, which import this.
@@ -120,7 +120,7 @@ def _piece(response: HTTPResponse, uri: str, start: int) -> Piece:
         case 206:
             first, total = _content_range(response.getheader("Content-Range", ""), uri)
             return Piece(_body(response, uri), first, total, validator)
-        case 416:  # the file is shorter now than what we have: begin again
+        case 416:  # the file is now shorter than our part of it: begin again
             return Piece(_body(response, uri), start, None, None)
         case _:
             raise _refusal(response.status, response.reason, uri)
@@ -175,7 +175,7 @@ def requested(
         opened_by: the setting that an error about a private address names.
 
     Raises:
-        InvalidInput: the URI is no plain http(s) URI, or leads into a private network.
+        InvalidInput: the URI is not a plain http(s) URI, or leads into a private network.
         OSError, HTTPException: the connection failed.
     """
     parts = parse_http_uri(uri)

@@ -45,7 +45,7 @@ class HubId:
 
     @classmethod
     def parse(cls, text: str) -> "HubId | None":
-        """Parse a hub id; None for what is none."""
+        """Parse a hub id; None if it is not one."""
         match = _HUB_ID.fullmatch(text)
         if match is None or ".." in text or "--" in match["repository"]:
             return None
@@ -280,7 +280,7 @@ def _in_store(
 
 
 def located(store: ObjectStore, manifest: Manifest, artifact: Artifact | None = None) -> Location:
-    """Return the files of a manifest, as they lie in a store."""
+    """Return the files of a manifest, as they are in a store."""
     return Location(store, _listed(store, [entry.path for entry in manifest.files]), artifact)
 
 

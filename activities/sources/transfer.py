@@ -1,7 +1,7 @@
-"""Transfers of a file to this host in pieces, which go on where they broke off, and its decompression (gzip, zstd).
+"""Resumable transfers of a file to this host in pieces, and its decompression (gzip, zstd).
 
 A file beside the data, the part map, is append-only: a validator of the source's content, then the size and SHA-256 of
-every part. After a crash only parts whose hash is right are used.
+every part. After a crash only parts with the right hash are used.
 """
 
 import gzip
@@ -21,7 +21,7 @@ from longshore.fields import Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.settings import DownloadSettings
 
-_SKIPPABLE = b"\x2a\x4d\x18"  # behind 0x50 to 0x5f: a frame of zstd that holds no content
+_SKIPPABLE = b"\x2a\x4d\x18"  # after 0x50 to 0x5f: a zstd frame without content
 _MAGIC: dict[bytes, Literal["gzip", "zstd"]] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _CHUNK_BYTES = 1 << 20
 _RESERVE_BYTES = 256 << 20  # left free for the rest of the machine
@@ -71,7 +71,7 @@ class _Part(Frozen):
 
 
 class PartMap:
-    """`data` and `parts.jsonl` in a folder: what has arrived so far."""
+    """`data` and `parts.jsonl` in a folder: the parts that have arrived."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class PartMap:
         return self.content.total is not None and self.num_bytes == self.content.total
 
     def begin(self, content: _Content) -> None:
-        """Start anew with this content: forget the parts that have arrived."""
+        """Restart with this content: forget the parts that have arrived."""
         self.num_changes += self.num_bytes > 0 and content != self.content
         self.content, self.num_bytes = content, 0
         with self.path.open("r+b") as data:
@@ -169,11 +169,11 @@ class Allowance:
 
 
 def fetch(remote: Remote, folder: Path, left: Allowance) -> Path:
-    """Bring a remote file into a folder, going on from what an earlier attempt left there.
+    """Bring a remote file into a folder. Resumes an earlier attempt there.
 
     Raises:
         InvalidInput: the file is larger than allowed, or changes all the time.
-        StoreUnavailable: it cannot be had now, or comes too slowly.
+        StoreUnavailable: it cannot be read now, or arrives too slowly.
     """
     parts = PartMap(folder)
     num_failures, farthest = 0, parts.num_bytes
@@ -224,7 +224,7 @@ def _read_all(stream: Iterator[bytes], parts: PartMap, left: Allowance, place: s
 
 
 def compression_of(file: BinaryIO) -> Literal["gzip", "zstd"] | None:
-    """Tell a file's compression by its first bytes. The file stands at its begin, before and after."""
+    """Detect a file's compression by its first bytes. The file is at its beginning, before and after."""
     start = file.read(4)
     file.seek(0)
     if start[1:] == _SKIPPABLE and start[0] & 0xF0 == 0x50:
@@ -276,6 +276,6 @@ def _read(content: BinaryIO, place: str) -> bytes:
 
 
 def check_space(target: Path, num_bytes: int) -> None:
-    """Raises DiskFull when so many bytes more in `target` would leave its disk too little."""
+    """Raise DiskFull if writing `num_bytes` to `target` would leave its disk too little space."""
     if shutil.disk_usage(target.parent).free < num_bytes + _RESERVE_BYTES:
         raise DiskFull(f"no space is left on the disk that holds {target.parent}")

@@ -2,13 +2,13 @@
 
 One rule holds for every template: of an assistant's message, the model is trained on what it has to write from the
 moment it is asked until it stops or hands over to a tool. The moment it is asked is found by rendering the messages
-before it with the generation prompt; the whole conversation's text goes on from there. Where that text does not begin
-with the prompt, since the template rewrites earlier turns or begins a turn otherwise, the turn begins where both part,
-and the row is counted as unlike its prompts. What is written ends with the end-of-turn token behind all that the
-message says. To find that, the conversation is rendered again with a marker character after the last word of every
-message. A row is refused if taking the markers out does not give the same text, or if no such token follows.
+before it with the generation prompt, which the whole conversation's text continues. If that text does not begin with
+the prompt, because the template rewrites earlier turns or begins a turn otherwise, the turn begins where they diverge,
+and the row is counted as unlike its prompts. The trained text ends with the end-of-turn token after the message's
+contents. To find it, the conversation is rendered again with a marker character after the last word of every message.
+A row is refused if removing the markers does not give the same text, or if no such token follows.
 
-This module runs in a process of its own (activities/tokenizing/template_process.py): templates are untrusted code.
+This module runs in a separate process (activities/tokenizing/template_process.py): templates are untrusted code.
 """
 
 import json
@@ -51,9 +51,8 @@ class WeightedSpan:
 class Rendered:
     """A conversation's text and its trained spans, in order. `prompt`: the text up to where its last answer begins.
 
-    `hidden_thoughts`: messages whose thoughts the template leaves out. `refusal`: the error that the template raises,
-    in the place of a text. `unlike_prompts`: trained answers that stand behind another text than the prompt which asks
-    for them.
+    `hidden_thoughts`: messages whose thoughts the template leaves out. `refusal`: the error that the template raises
+    instead of a text. `unlike_prompts`: trained answers that follow another text than the prompt that asks for them.
     """
 
     text: str
@@ -66,7 +65,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class _Turns:
-    """What a template puts around an assistant's words, learned from two short conversations.
+    """The text that a template puts around an assistant's words, learned from two short conversations.
 
     `opener`: the first token of the generation prompt, "" without one.
     """
@@ -83,7 +82,7 @@ class _Marked:
     text: str
     ends: dict[int, int]
     blocks: list[tuple[int, int]]
-    positions: dict[int, int]  # where each mark is that was set; -1: nowhere
+    positions: dict[int, int]  # where each mark is; -1: nowhere
     marks: Marks
 
 
@@ -91,7 +90,7 @@ class ChatTemplate:
     """A compiled template, and another for conversations with tools if the model has one (`tool_source`).
 
     `special_tokens`: bos_token and the like; `control_tokens`: added tokens that mark turns; `end_tokens`: those that
-    the model's files name as its end, with which a turn that calls tools may end.
+    the model's files name as its end; a turn that calls tools may end with one.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class ChatTemplate:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The token that ends an answer. (Another one may stand in its place in turns that others follow.)"""
+        """The token that ends an answer. (Turns before other turns may end with another one.)"""
         return self._turns.terminators[:1]
 
     def render(self, messages: list[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
@@ -144,7 +143,7 @@ class ChatTemplate:
             )
         except MemoryError:
             raise
-        except Exception as error:  # whatever a stranger's code does
+        except Exception as error:  # untrusted code may do anything
             raise Raised(f"the chat template refuses the conversation: {error}") from error
 
     def spans(self, messages: list[Message], tools: list[Any] | None, weights: list[float]) -> Rendered:
@@ -184,7 +183,7 @@ class ChatTemplate:
         return self.render(messages[:last], tools, prompt=True)
 
     def asked(self, messages: list[Message], tools: list[Any] | None) -> Rendered:
-        """Return the text that asks for an answer. Raises Unrendered as `spans` does, but of spans there are none."""
+        """Return the text that asks for an answer, without spans. Raises Unrendered as `spans` does."""
         if tools and self._of_tools:
             return self._of_tools.asked(messages, tools)
         text = self.render(messages, tools, prompt=True)
@@ -194,7 +193,7 @@ class ChatTemplate:
         return Rendered(text, [], hidden_thoughts=self._checked(text, messages, tools, positions))
 
     def _checked(self, text: str, messages: list[Message], tools: list[Any] | None, positions: dict[int, int]) -> int:
-        """Count hidden thoughts. Raises Unrendered where the text lacks anything else (see `hidden_thoughts`)."""
+        """Count hidden thoughts. Raises Unrendered if the text lacks anything else (see `hidden_thoughts`)."""
         if tools and not self._probe_tools and says_a_tools_name(messages, tools):
             without = [self._render_or("", messages, prompt=prompt) for prompt in (False, True)]
             if text in without:
@@ -250,19 +249,19 @@ class ChatTemplate:
         """Return the tokens that end an assistant's turn: the last turn, and one that another turn follows."""
         tail = last[last.index(answer) + len(answer) :]
         ends = self._control.findall(tail)[:1]
-        behind = re.compile(f"(?:{self._control.pattern})+")  # tokens of which a later one may be the end (Command's)
+        behind = re.compile(f"(?:{self._control.pattern})+")  # the end may be a later one of these tokens (Command's)
         runs = [behind.search(text, text.index(answer) + len(answer)) for text in (last, middle)]
         both = [set(self._control.findall(run.group())) if run else set() for run in runs]
         ends = [next((each for each in self._end_tokens if each in both[0] & both[1]), each) for each in ends]
         between = self._control.search(middle, middle.index(answer) + len(answer))
         after_question = self._control.search(last, last.index(question) + len(question))
         if between and between.group() not in ends:
-            # Without a terminator of its own, the next header's first token would stand here.
+            # If this turn has no terminator, `between` is the next header's first token.
             closes_users = after_question and after_question.group() == between.group()
             if between.group() in tail or (prompt and closes_users and between.group() not in prompt):
                 ends.append(between.group())
         if not ends and between and between.group() in self._end_tokens:
-            ends.append(between.group())  # the next role's marker, with which the model's files say that it stops
+            ends.append(between.group())  # the next role's marker, which the model's files name as an end token
         if not ends:
             raise Unrendered(
                 "the chat template ends an assistant's turn with no special token, so nothing teaches a stop"
@@ -272,9 +271,9 @@ class ChatTemplate:
     # Finding a row's spans.
 
     def _refuse_control_tokens(self, messages: list[Message], tools: list[Any] | None) -> None:
-        """Raise Unrendered if a control token occurs outside of contents, where it could pass for the end of a turn.
+        """Raise Unrendered if a control token occurs outside of contents: it could be taken for the end of a turn.
 
-        Within contents it cannot, as markers show where they end.
+        Inside contents it cannot, because markers show where they end.
         """
         others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
         if tools is None and all(len(other) == 1 for other in others):
@@ -321,7 +320,7 @@ class ChatTemplate:
         return _Marked("".join(pieces), ends, blocks, {i: ends.get(i, -1) for i in placed}, marks)
 
     def _start(self, marked: _Marked, messages: list[Message], tools: list[Any] | None, i: int) -> tuple[int, bool]:
-        """Find where the model begins to write message i; False if what stands before is not what it is asked with."""
+        """Find where the model begins to write message i; False if the text before differs from the prompt for it."""
         try:
             asked = self.render(messages[:i], tools, prompt=True)
         except Raised as error:
@@ -329,24 +328,24 @@ class ChatTemplate:
         is_asked = marked.text.startswith(asked)
         start = len(asked) if is_asked else self._parting(marked, messages, tools, i, asked)
         header = self._turns.generation_prompt
-        if header and not asked.endswith(header) and marked.text.startswith(header, start):  # behind a tool's result
+        if header and not asked.endswith(header) and marked.text.startswith(header, start):  # after a tool's result
             return start + len(header), False
         return start, is_asked
 
     def _parting(self, marked: _Marked, messages: list[Message], tools: list[Any] | None, i: int, asked: str) -> int:
-        """Find where the text and the prompt for message i part, behind the last message before it that both show."""
+        """Find where the text and the prompt for message i diverge, after the last earlier message that both show."""
         before, at = marked.marks.marked(messages[:i], marked.positions), 0
         prompt = self._read_marks(marked.marks, before, tools, prompt=True)
         if prompt is not None and (both := prompt.ends.keys() & marked.ends.keys()):
             asked, at = prompt.text[prompt.ends[max(both)] :], marked.ends[max(both)]
         shared = len(os.path.commonprefix([asked, marked.text[at:]]))  # noqa: RUF071 - texts
-        if shared < len(asked):  # a token begins behind a control token, or behind space
+        if shared < len(asked):  # a token begins after a control token, or after space
             joints = (joint.end() for joint in re.finditer(rf"{self._control.pattern}|\s", asked))
             shared = max((joint for joint in joints if joint <= shared), default=0)
         if not shared or (self._turns.opener and self._turns.opener in asked[shared:]):
             header, behind = self._turns.generation_prompt, marked.ends.get(i - 1, -1)
             found = marked.text.find(header, behind, marked.ends.get(i, _next_end(marked, i)))
-            if header and behind >= 0 and found >= 0:  # the template writes something else behind the message before
+            if header and behind >= 0 and found >= 0:  # the template writes something else after the previous message
                 return found + len(header)
             raise Unrendered(f"messages[{i}]: the turn does not begin as its prompt ends, with {asked[-60:]!r}")
         return at + shared
@@ -356,8 +355,8 @@ class ChatTemplate:
     ) -> tuple[int, str]:
         """Find where the model stops writing message i, and the token that the text lacks there, if it lacks one.
 
-        Behind a content that is the first token which ends turns. Calls, and several messages in one turn, have ends of
-        their own within: the last token before the next message's content is the turn's.
+        After a content, this is the first token that ends turns. Calls, and several messages in one turn, contain more
+        such tokens: there, the last one before the next message's content ends the turn.
         """
         text, calls = marked.text, messages[i].get("tool_calls") or ()
         ends = {*self._turns.terminators, *(self._end_tokens if calls else ())}
@@ -369,14 +368,14 @@ class ChatTemplate:
             return len(text), marker
         if found:
             token = found[0] if limit is None or (i in marked.ends and not calls) else found[-1]
-            is_written = token.group() not in self._turns.terminators[1:]  # else the model writes a stop in its place
+            is_written = token.group() not in self._turns.terminators[1:]  # else the model writes a stop instead
             end = token.end() if is_written else token.start()
             if all(lacking(text[start:end], call["function"]) is None for call in calls):
                 return end, ""
         raise Unrendered(f"messages[{i}]: no end-of-turn token ({', '.join(sorted(ends))}) follows the answer")
 
     def _marker_behind(self, text: str, messages: list[Message], tools: list[Any] | None, ends: set[str]) -> str:
-        """Return the end token with which the next message, a tool's or the user's, would begin; else ""."""
+        """Return the end token that would begin the next message, a tool's or the user's; else ""."""
         calls, words = messages[-1].get("tool_calls"), "Quayside?"
         told = {"role": "tool", "tool_call_id": calls[-1].get("id")} if calls else {"role": "user"}
         longer = self.render([*messages, told | {"content": words}], tools)
@@ -384,7 +383,7 @@ class ChatTemplate:
         return markers[-1] if markers and longer.count(markers[-1]) > text.count(markers[-1]) else ""
 
     def _in_blocks(self, turn: WeightedSpan, marked: _Marked) -> Iterator[WeightedSpan]:
-        """Yield what of a turn the template's own `{% generation %}` blocks hold, and the token that ends the turn."""
+        """Yield a turn's spans inside the template's `{% generation %}` blocks, with the token that ends the turn."""
         for start, end in marked.blocks:
             start, end = max(start, turn.start), min(end, turn.end)
             after = self._control.match(marked.text, end)
@@ -398,7 +397,7 @@ def _next_end(marked: _Marked, i: int) -> int:
 
 
 def _content_start(marked: _Marked, message: Message, i: int) -> int | None:
-    """Find the beginning of message i's content; None if the text does not hold it unchanged (but for outer space)."""
+    """Find the beginning of message i's content; None if the text does not contain it (apart from outer space)."""
     content = message.get("content")
     if i not in marked.ends or not isinstance(content, str):
         return None

@@ -31,9 +31,9 @@ _NO_ROWS = TokenBlock([], _NONE, _NONE, np.zeros(0, dtype=np.float32), _NONE)
 
 
 class Prompt(Frozen):
-    """A prompt for evaluation: the beginning of an example, and the text with which the example goes on.
+    """A prompt for evaluation: the beginning of an example, and the rest of its text.
 
-    `end_ids`: the tokens that end what is trained, whatever the model's files name.
+    `end_ids`: the tokens that end the trained texts, whatever the model's files name.
     """
 
     prompt_ids: tuple[int, ...]
@@ -49,7 +49,7 @@ class EncodedBatch:
     `control_tokens`: the place of each row with a message that quotes a token that opens or ends turns; and the token.
     `hidden_thoughts`: the place of each row, and how many messages' thoughts the template leaves out. `refused`: the
     places of rows that the template refuses, which are not in the block, with its errors. `unlike_prompts`: the places
-    of rows with an answer that is trained behind other tokens than those which ask for it.
+    of rows with an answer that is trained after other tokens than its prompt's.
     """
 
     block: TokenBlock
@@ -63,8 +63,8 @@ class EncodedBatch:
 def encoded(examples: Iterable[Example], tokenizer: ModelTokenizer) -> Generator[EncodedBatch, None, None]:
     """Tokenize a stream of examples of one kind; the first batch has NUM_PROMPTS of them and brings their prompts.
 
-    A prompt and completion are a user's and an assistant's turn; where the model has no chat template, they are one
-    text, of which the completion and the end-of-text token are trained. A text is trained with its end-of-text token.
+    A prompt and completion are a user's and an assistant's turn. If the model has no chat template, they are one text,
+    whose completion and end-of-text token are trained. A text is trained with its end-of-text token.
     A pair is two rows of a block, the chosen answer's and the rejected one's, and has one prompt.
 
     Raises InvalidInput: an example cannot be rendered or encoded.
@@ -90,7 +90,7 @@ def batches_of(
 ) -> Iterator[list[RowT]]:
     """Cut a stream of rows into batches of a bounded number of rows and characters.
 
-    `first_rows`: at most so many rows are in the first batch.
+    `first_rows`: the most rows of the first batch.
     """
     batch, limit, characters = list[RowT](), first_rows, 0
     for row in rows:
@@ -104,12 +104,12 @@ def batches_of(
 
 
 def _rows_of(batch: list[Example]) -> list[Example]:
-    """List the rows of examples: each alone, and both answers of a pair, one behind the other."""
+    """List the rows of examples: each alone, and both answers of a pair in order."""
     return [row for one in batch for row in ((one.chosen, one.rejected) if isinstance(one, PreferencePair) else (one,))]
 
 
 def _is_first_R(places: list[str]) -> list[bool]:
-    """Flag the rows that have a prompt to show: all but rejected answers, which follow a row of the same place."""
+    """Flag the rows that have a prompt to show: all except rejected answers, which follow a row of the same place."""
     return [k == 0 or place != places[k - 1] for k, place in enumerate(places)]
 
 
@@ -229,8 +229,8 @@ def _last_text(chat: Chat, role: str) -> str:
 
 
 def _plain(batch: list[Example], tokenizer: ModelTokenizer, with_prompts: bool) -> EncodedBatch:
-    """Encode texts, or prompts with completions. The tokenizer's first tokens and the end-of-text token are added,
-    where a text does not have them already.
+    """Encode texts, or prompts with completions. Adds the tokenizer's first tokens and the end-of-text token,
+    unless a text already has them.
     """
     begin, end = tokenizer.decode(tokenizer.prefix_ids), tokenizer.eos
     texts, spans = list[str](), list[list[WeightedSpan]]()

@@ -55,7 +55,7 @@ class PreviewDataset:
     def preview(self, start: PreviewStart) -> Preview:
         """Make a preview. Raises InvalidInput for a dataset or a model that cannot be read."""
         host, request, tenant = self._host, start.request, start.tenant
-        run_id = f"preview-{content_key(activity.info().workflow_id or '')}"  # a run of its own, for the download
+        run_id = f"preview-{content_key(activity.info().workflow_id or '')}"  # a new run, for the download
         try:
             asked = ModelRequest(uri=request.model_uri, tenant=tenant, any_family=True)
             model = Resolve(host).resolve_model(asked).model
@@ -165,7 +165,7 @@ def _length(tokens_U: "array[int]", cut: Cut | None, are_prompts: bool) -> RunLe
 
 
 def _problem(check: Callable[..., None], *arguments: object) -> str | None:
-    """Return what a check refuses."""
+    """Return a check's refusals."""
     try:
         check(*arguments)
     except InvalidInput as error:
@@ -203,7 +203,7 @@ class _Counted(Generic[R]):
 
 
 def _budget(shown: list[PreviewRow]) -> int:
-    """Return the most characters of the next row: half of what is left."""
+    """Return the most characters of the next row: half of the remaining ones."""
     return (_MAX_CHARACTERS - sum(len(s.text) for row in shown for s in (*row.spans, *row.rejected))) // 2
 
 

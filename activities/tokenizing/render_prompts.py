@@ -149,8 +149,8 @@ def rendered(
 ) -> Iterator[tuple[Question, list[int]]]:
     """Render and tokenize questions: ids equal to what training on the same row has before the answer.
 
-    A plain text is a user's message; where the model has no chat template, it stands as it is, begun as the tokenizer
-    begins texts.
+    A plain text is a user's message. If the model has no chat template, the text is tokenized alone, with the
+    tokenizer's first tokens.
 
     `refused`: called with the place of each row at which the template raises an error, and that error. By default it
     raises InvalidInput.
@@ -190,7 +190,7 @@ def ids_before_answers(texts: list[str], tokenizer: ModelTokenizer) -> Iterator[
     """Yield the ids that each text has when an answer follows it, as in training.
 
     A text's last tokens can depend on what follows: by GPT-2's rule for spaces two newlines are separate tokens before
-    a word, and one token at the end. So each text is encoded with a letter in the place of the answer. If that letter
+    a word, and one token at the end. So each text is encoded with a letter instead of the answer. If that letter
     shares a token with the text, or changes the text of its tokens, the ids of the text alone are taken.
     """
     alone = tokenizer.encode(texts, [[] for _ in texts])
@@ -213,7 +213,7 @@ def _split(values_T: NDArray[Any], codes: Encoded) -> Iterator[list[Any]]:
 
 
 def _plain(question: Question, begin: str) -> str:
-    """Return a prompt's text without what the tokenizer begins texts with."""
+    """Return a prompt's text without the beginning that the tokenizer adds."""
     if question.text is None:
         raise InvalidInput("the model has no chat template, and the row is a conversation", question.place)
     return question.text.removeprefix(begin)

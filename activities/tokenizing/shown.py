@@ -1,8 +1,8 @@
-"""Looks for what a conversation says in the text that a chat template made of it, so that nothing is left out silently.
+"""Checks that a rendered chat template contains every message of the conversation, so that nothing is lost silently.
 
-A template may cut the thoughts of turns before the last question (Qwen3's does): those are counted. Anything else that
-it leaves out is a reason to refuse the row. Marks that are set into the messages before rendering show where each
-message's content ends.
+A template may cut the thoughts of turns before the last question (Qwen3's does): these are counted. If it leaves out
+anything else, the row is refused. Marks that are put into the messages before rendering show where each message's
+content ends.
 """
 
 import json
@@ -26,7 +26,7 @@ _PRIVATE = re.compile("[\U000f0000-\U0010fffd]")
 class Marks:
     """Private-use characters: no template knows them, and no case or whitespace rule touches them.
 
-    Mark i is the character `first + i`, of message i; two more are of `{% generation %}` blocks.
+    Mark i, of message i, is the character `first + i`; two more mark `{% generation %}` blocks.
     """
 
     first: int
@@ -61,7 +61,7 @@ class Marks:
     ) -> list[dict[str, Any]]:
         """Return the messages, the chosen ones with a mark after the last character that is not space.
 
-        `at_the_end`: behind the space of a content that ends with its thoughts, since templates cut there.
+        `at_the_end`: after the trailing space of a content that ends with its thoughts, since templates cut there.
         """
         return [
             {**message, "content": self._with_mark(message["content"], i, at_the_end)}
@@ -79,7 +79,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class CallForm:
-    """What a template wants of a message that calls tools: its content where there is none, arguments as JSON text."""
+    """How a template takes a message that calls tools: the content if it has none, and arguments as JSON text."""
 
     content: str | None
     are_texts: bool
@@ -117,9 +117,9 @@ class HiddenThoughts:
 def hidden_thoughts(text: str, messages: list[dict[str, Any]], tools: list[Any] | None, ends: dict[int, int]) -> int:
     """Count the messages of a rendered text whose thoughts are cut, as those of earlier turns may be.
 
-    `ends`: by message, the position where its content ends, for those of which it is known (-1: nowhere).
+    `ends`: by message, the position where its content ends, if known (-1: nowhere).
 
-    Raises Unrendered: the text lacks another part of what the messages and tools say.
+    Raises Unrendered: the text lacks another part of the messages or tools.
     """
     last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     hidden = 0
@@ -145,15 +145,15 @@ def hidden_thoughts(text: str, messages: list[dict[str, Any]], tools: list[Any] 
 
 
 def says_a_tools_name(messages: list[dict[str, Any]], tools: list[Any]) -> bool:
-    """True if a tool's name, or a part of one, stands in a message, so that finding it in the text proves nothing."""
+    """True if a message contains a tool's name, so that finding the name in the text proves nothing."""
     said = json.dumps(messages, ensure_ascii=False)
     return any(tool["function"]["name"] in said for tool in tools)
 
 
 def _near(text: str, messages: list[dict[str, Any]], ends: dict[int, int], i: int) -> str:
-    """Return the text from the end of the message before to that of the message behind, as far as these are known.
+    """Return the text from the end of the previous message to the end of the next one, as far as these are known.
 
-    A system's message may stand anywhere.
+    A system message may be anywhere.
     """
     known = {k: end for k, end in ends.items() if end >= 0 and messages[k]["role"] != "system"}
     start = next((known[k] for k in range(i - 1, -1, -1) if k in known), 0)
@@ -162,7 +162,7 @@ def _near(text: str, messages: list[dict[str, Any]], ends: dict[int, int], i: in
 
 
 def _visible(message: dict[str, Any], shown: str, is_end: bool) -> tuple[str, list[str]]:
-    """Separate what has to be shown from thoughts, which stand in fields of their own, or begin the content."""
+    """Separate the contents that must be shown from thoughts, which have separate fields or begin the content."""
     core = (message.get("content") or "").strip()
     thoughts = [message[name].strip() for name in REASONING if isinstance(message.get(name), str)][:1]
     if message["role"] == "assistant" and _THOUGHT_END in core and not _ends(shown, core, is_end):
@@ -172,7 +172,7 @@ def _visible(message: dict[str, Any], shown: str, is_end: bool) -> tuple[str, li
 
 
 def _ends(shown: str, content: str, is_end: bool) -> bool:
-    """True if a text ends with a content, as it is or as JSON, or has it anywhere where its end is not known."""
+    """True if a text ends with a content, verbatim or as JSON; if its end is unknown, it may be anywhere."""
     if not is_end:
         return _holds(shown, content)
     return shown.rstrip().endswith(content) or any(shown.endswith(each) for each in _as_json(content))
@@ -183,7 +183,7 @@ def _holds(text: str, part: str) -> bool:
 
 
 def _as_json(text: str) -> Iterator[str]:
-    """Yield a text as it stands between the quotes of JSON."""
+    """Yield a text as JSON writes it between quotes."""
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
 

@@ -43,8 +43,8 @@ _READY = b"ready"
 class TemplateSource:
     """A chat template and the tokens that it may name. `control_tokens`: those that can end or open a turn.
 
-    `tool_source`: the template for conversations with tools, where the model has one of its own. `end_tokens`: those
-    that the model's files name as its end. `file`: where the template stands, for errors.
+    `tool_source`: the template for conversations with tools, if the model has a separate one. `end_tokens`: those that
+    the model's files name as its end. `file`: the template's file, for errors.
     """
 
     source: str
@@ -224,8 +224,8 @@ def _prompt_or_none(template: ChatTemplate, messages: Any, tools: Any) -> str | 
 def _answers(template: ChatTemplate, rows: list[Any], prompts: bool, limit_s: float) -> Iterator[Any]:
     """Yield an answer for each row. After a text, the reason of a failure, no more follow: the dataset is refused.
 
-    A row without weights is a question: its answer is the prompt. Of a row at which the template raises an error, it is
-    that error.
+    A row without weights is a question: its answer is the prompt. If the template raises an error, the answer is that
+    error.
     """
     for messages, tools, weights in rows:
 

@@ -1,4 +1,4 @@
-"""Tokenize: a downloaded dataset into units of tokens and targets, with a report of what became of its rows."""
+"""Tokenizes a downloaded dataset into units of tokens and targets, with a report on its rows."""
 
 import json
 from contextlib import closing
@@ -44,10 +44,10 @@ UNITS, REPORT, PROMPTS = "units.json", "report.json", "prompts.json"
 class TokenizeRequest(Frozen):
     """A dataset as downloaded, how to read it, and the model whose tokenizer and chat template it is read with.
 
-    `pairs`: whether its rows are to be preference pairs, or none of them is to be one. `labels`: whether they are to be
-    answers with a label, or pairs, as KTO learns from them. `numbers`: the fields of what reward models learn: of pairs
-    the margin, of other rows scores. `teachers`: names of those that a row's field `teacher` may have; its number, from
-    1, becomes the advantage of the row's targets, 0 without one.
+    `pairs`: whether all rows must be preference pairs, or none. `labels`: whether rows must be answers with a label, or
+    pairs, as KTO learns from them. `numbers`: the fields that reward models learn: the margin of pairs, the scores of
+    other rows. `teachers`: the names that a row's field `teacher` may have; a teacher's number, from 1, becomes the
+    advantage of the row's targets, 0 without one.
     """
 
     dataset: Artifact
@@ -78,7 +78,7 @@ class TokenizeRequest(Frozen):
 class Tokenized(Frozen):
     """Units (shared/jobs/packed.py) with `report.json` and `prompts.json` beside them.
 
-    `notices`: what the run's user should know of the rows.
+    `notices`: for the run's user, about the rows.
     """
 
     units: Artifact

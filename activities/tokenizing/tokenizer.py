@@ -55,7 +55,7 @@ _BYTE_OF = _byte_alphabet()
 class Encoded:
     """Encoded texts, concatenated: ids [T], loss weights [T] (0: not trained), and the tokens of each text [R].
 
-    `is_joined_R`: texts of which a token reaches from outside of all spans into one.
+    `is_joined_R`: texts with a token that begins outside of all spans and reaches into one.
     """
 
     id_T: NDArray[np.uint32]
@@ -104,7 +104,7 @@ class ModelTokenizer:
         return TemplateSource(source, self.special_tokens, control, tool_source, ends, file)
 
     def end_ids(self, stops: Sequence[str] = ()) -> tuple[int, ...]:
-        """Return the ids that end what is trained: of the end-of-text token, and of the tokens that end an answer."""
+        """Return the ids that end trained texts: the end-of-text token, and the tokens that end an answer."""
         eos = self.special_tokens.get("eos_token")
         ids = (self._tokenizer.token_to_id(text) for text in (*stops, *([eos] if eos else ())))
         return tuple(dict.fromkeys(one for one in ids if one is not None))
@@ -178,8 +178,8 @@ def _weights(
     end_T: NDArray[np.int64],
     num_tokens_R: NDArray[np.int64],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return each token's weight, that of the span which overlaps its characters [begin, end) or 0, and the fields of
-    `Encoded` behind it.
+    """Return each token's weight, that of the span which overlaps its characters [begin, end) or 0, and the next fields
+    of `Encoded`.
     """
     weight_T = np.zeros(len(begin_T), dtype=np.float32)
     flat = [(start, span) for start, each in zip(start_R.tolist(), spans, strict=True) for span in each]
@@ -191,7 +191,7 @@ def _weights(
     )
     is_joined_S = (np.append(begin_T, 1 << 62)[first_S] < begin_S) & (begin_S != np.append(-1, end_S)[:-1])
     for first, last, (_, span) in zip(first_S.tolist(), last_S.tolist(), flat, strict=True):
-        before = weight_T[first:last][:1].copy()  # where the span before it reaches into its first token
+        before = weight_T[first:last][:1].copy()  # if the previous span reaches into its first token
         weight_T[first:last] = span.weight
         weight_T[first : first + len(before)] = before if abs(before) > abs(span.weight) else span.weight
     return weight_T, num_tokens_R, np.bincount(row_S[is_joined_S], minlength=len(spans)) > 0
@@ -250,7 +250,7 @@ def _json(data: bytes, place: str) -> dict[str, Any]:
 
 
 def _tokenizer(data: bytes, place: str) -> "Tokenizer":
-    """The Rust tokenizer, whole texts only: no truncation or padding of its own."""
+    """The Rust tokenizer, for whole texts: it does not truncate or pad."""
     from tokenizers import Tokenizer
 
     try:
@@ -289,7 +289,7 @@ def _ids_before_text(tokenizer: "Tokenizer") -> list[int]:
 
 
 def _token_bytes(described: dict[str, Any], tokenizer: "Tokenizer") -> NDArray[np.int64] | None:
-    """Bytes of each token's text, [vocabulary]; None unless this is byte-level BPE that adds nothing of its own."""
+    """Bytes of each token's text, [vocabulary]; None unless this is byte-level BPE that adds nothing."""
     pre = described.get("pre_tokenizer") or {}
     steps = pre.get("pretokenizers", [pre])
     byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
@@ -314,7 +314,7 @@ def _token_bytes(described: dict[str, Any], tokenizer: "Tokenizer") -> NDArray[n
 def _templates(files: dict[str, bytes], config: dict[str, Any], place: str) -> tuple[str | None, str | None]:
     """The chat template, and the one for conversations with tools if there are several (`tool_use`, as transformers).
 
-    They stand in files of their own, or else in tokenizer_config.json, as a text or a list of named ones.
+    They are in separate files, or else in tokenizer_config.json, as a text or a list of named ones.
     """
     in_files = {"default": TEMPLATE, "tool_use": TOOL_TEMPLATE}
     by_name = {name: files[path].decode() for name, path in in_files.items() if path in files}
@@ -328,12 +328,12 @@ def _templates(files: dict[str, bytes], config: dict[str, Any], place: str) -> t
     return by_name.get("default"), by_name.get("tool_use")
 
 
-# The tokens with which a model's answers end: those that its files name, and those that training puts there. A base
-# model's files name the end of a text, and its chat template ends turns with another token.
+# The end tokens of a model's answers: those that its files name, and those that training adds. A base model's files
+# name the end of a text, but its chat template ends turns with another token.
 
 
 def end_ids_of(host: HostContext, model: Artifact) -> tuple[int, ...]:
-    """Return the ids that end a model's answers. Raises CorruptArtifact where its files have changed."""
+    """Return the ids that end a model's answers. Raises CorruptArtifact if its files have changed."""
     named = read_end_ids(host.stage(model, only=(GENERATION, "config.json")))
     return tuple(dict.fromkeys([*named, *_trained(host, model)]))
 
@@ -344,7 +344,7 @@ def stops_of(place: SamplerPlace, host: HostContext, model: Artifact) -> tuple[i
 
 
 def stopping_at(asked: AskedT, end_ids: tuple[int, ...]) -> AskedT:
-    """Return a request with more stop tokens, unless it is to go on behind the model's own end."""
+    """Return a request with these stop tokens added, unless it asks to continue after the model's end tokens."""
     if asked.ignore_eos or not end_ids:
         return asked
     return asked.model_copy(update={"stop_token_ids": [*dict.fromkeys([*(asked.stop_token_ids or ()), *end_ids])]})
@@ -360,7 +360,7 @@ def _trained(host: HostContext, model: Artifact) -> tuple[int, ...]:
 
 
 def trained_end_ids(files: TokenizerFiles) -> tuple[int, ...]:
-    """Load a tokenizer and its template in a confined process. Raises InvalidInput where they cannot be used."""
+    """Load a tokenizer and its template in a confined process. Raises InvalidInput if they cannot be used."""
     tokenizer = files.load()
     if tokenizer.template is None:
         return tokenizer.end_ids()

@@ -14,7 +14,7 @@ NO_CALLS: tuple[ToolCall, ...] = ()
 
 
 def forced_calls(asked: ChatRequest) -> StructuredOutputs | None:
-    """Return the form of an answer that calls one of the forced tools, or several; None where none is forced."""
+    """Return the form of an answer that calls one of the forced tools, or several; None if none is forced."""
     tags = [
         Tag(
             begin=f'{_BEGIN}\n{{"name": {json.dumps(name_of(tool), ensure_ascii=False)}, "arguments": ',
@@ -30,9 +30,9 @@ def forced_calls(asked: ChatRequest) -> StructuredOutputs | None:
 
 
 def told_calls(text: str, answer_id: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """Split an answer into text and tool calls. An answer in which one is broken is text, all of it.
+    """Split an answer into text and tool calls. If one call is broken, the whole answer is text.
 
-    `answer_id`: unlike that of any other answer; the calls are named after it.
+    `answer_id`: unique to this answer; the calls' ids contain it.
     """
     blocks, rest = _taken_out(text)
     functions = [_function(block) for block in blocks]

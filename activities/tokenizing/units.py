@@ -1,10 +1,11 @@
-"""Blocks of tokenized rows as units: which rows and tokens are kept, what is a target, pairs as trees, and counts.
+"""Blocks of tokenized rows as units: which rows, tokens and targets are kept, pairs as trees, and counts.
 
-A preference pair is one unit: what both answers begin with once, the chosen and the rejected one as branches. The loss
-DPO tells them apart by columns alone: sequences 2k and 2k + 1 are a pair; the chosen has advantage +1, the rejected -1.
-So has an answer of KTO, with an answer to another prompt as its sequence 2k + 1, of advantage and weight 0.
+A preference pair is one unit: its common beginning once, then the chosen and the rejected answer as branches. The loss
+DPO distinguishes them by columns alone: sequences 2k and 2k + 1 are a pair; the chosen has advantage +1, the rejected
+-1. A KTO unit has an answer with advantage +1 or -1 as sequence 2k, and an answer to another prompt, of advantage and
+weight 0, as sequence 2k + 1.
 
-Legend: R rows of a block, two a pair; T tokens of a block, one row behind the other; L tokens of one row; U units.
+Legend: R rows of a block, two a pair; T tokens of a block, row after row; L tokens of one row; U units.
 """
 
 from collections import Counter
@@ -38,7 +39,7 @@ class Tally:
     def __init__(
         self, kind: Format, max_tokens: int, unread: Unread | None = None, template: TemplateSource | None = None
     ) -> None:
-        """`unread`: what is not read of the rows; it may grow until the report is made."""
+        """`unread`: the rows' unread parts; it may grow until the report is made."""
         self._kind = kind
         self._unread = unread or Unread()
         self._template = f"{template.source} {template.tool_source}" if template else ""
@@ -93,7 +94,7 @@ class Tally:
         unlike_prompts: Sequence[str] = (),
     ) -> None:
         """Count rows that quote control tokens (place and token), whose thoughts are hidden (place and messages), or
-        whose answers are trained behind other tokens than those which ask for them.
+        whose answers are trained after other tokens than their prompts'.
         """
         self._counts["unlike"] += len(unlike_prompts)
         self._first_unlike = self._first_unlike or next(iter(unlike_prompts), "")
@@ -233,7 +234,7 @@ class KeptRows:
         return np.bincount(self.block.row_T[self.kept_T], minlength=len(self.kept_R))[self.kept_R]
 
     def count(self, tally: Tally) -> None:
-        """Tell the tally what became of each row."""
+        """Give the tally each row's outcome."""
         block, cut_R = self.block, self.too_long_R & self.truncate
         tally.add_rows(block.num_tokens_R)
         tally.add_kept(
@@ -271,7 +272,7 @@ def keep_rows(block: TokenBlock, max_tokens: int, truncate: bool) -> KeptRows:
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair of a block: its unit, or the reason why there is none. `fits`: within max_tokens."""
+    """A pair of a block: its unit, or the reason why it has none. `fits`: within max_tokens."""
 
     place: str
     unit: TreeUnit | None
@@ -300,7 +301,7 @@ class KeptPairs:
         return np.array([unit.num_tokens for unit in self.units], dtype=np.int64)
 
     def count(self, tally: Tally) -> None:
-        """Tell the tally what became of each pair."""
+        """Give the tally each pair's outcome."""
         tally.add_rows(np.array([pair.unit.num_tokens if pair.unit else 0 for pair in self.pairs], dtype=np.int64))
         kept = self.units
         num_trained = sum(int((unit.weight_N > 0).sum()) for unit in kept)
@@ -326,7 +327,7 @@ class KeptPairs:
 def keep_pairs(block: TokenBlock, max_tokens: int) -> KeptPairs:
     """The pairs of a block whose rows 2k and 2k + 1 are the chosen and the rejected answer to one prompt.
 
-    Pairs are never cut: a unit of more than `max_tokens` tokens, what both answers begin with counted once, is too
+    Pairs are never cut: a unit of more than `max_tokens` tokens, with the common beginning counted once, is too
     long.
     """
     first_R, num_tokens_R = block.start_R.tolist(), block.num_tokens_R.tolist()
@@ -343,10 +344,10 @@ def keep_pairs(block: TokenBlock, max_tokens: int) -> KeptPairs:
 
 
 class LabelledAnswers:
-    """Rows with good and bad answers, as units of KTO: each answer, and behind its prompt that of the row before.
+    """Rows with good and bad answers, as KTO's units: each answer, and its prompt with the previous row's answer.
 
-    Of rows that are pairs it is that of the same side of the pair before. The first row has the last one's answer, so
-    that its unit comes last.
+    For pairs, this is the previous pair's answer of the same side. The first row gets the last row's answer, so its
+    unit comes last.
     """
 
     def __init__(self, max_tokens: int, are_pairs: bool) -> None:
@@ -372,7 +373,7 @@ class LabelledAnswers:
         return KeptPairs(pairs)
 
     def rest(self) -> KeptPairs:
-        """The units of the first rows. Raises InvalidInput where there is no other row."""
+        """The units of the first rows. Raises InvalidInput if there is no other row."""
         for side, first in self._first.items():
             if self._before[side] is first:
                 raise InvalidInput("kto compares with answers to other prompts, and there is no other row", first.place)
@@ -397,9 +398,9 @@ class _Answer(NamedTuple):
 
 
 def pair_unit(chosen_ids: Ids, chosen_mask: Mask, rejected_ids: Ids, rejected_mask: Mask) -> TreeUnit:
-    """One pair as one unit. Each row is a prompt with an answer; its targets are the tokens that its mask says.
+    """One pair as one unit. Each row is a prompt with an answer; its targets are the tokens in its mask.
 
-    Raises InvalidInput where there is nothing to prefer, or a row's first token is a target.
+    Raises InvalidInput if there is nothing to prefer, or a row's first token is a target.
     """
     for name, mask in (("chosen", chosen_mask), ("rejected", rejected_mask)):
         if not np.any(mask):

@@ -9,13 +9,13 @@ from shared.errors import InvalidInput
 
 
 def part_spans(chat: Chat, row: Rendered) -> list[WeightedSpan]:
-    """Return a row's trained spans, those of answers with weighed parts cut into these.
+    """Return a row's trained spans; answers with weighed parts are cut into these parts.
 
-    A part weighs its weight times the message's. What the template puts around an answer, such as the token that ends
-    it, weighs as the message does.
+    A part's weight is multiplied by the message's. Text that the template puts around an answer, such as its end
+    token, has the message's weight.
 
     Raises:
-        InvalidInput: the template does not write such an answer as it stands in the row.
+        InvalidInput: the template does not write such an answer verbatim.
     """
     trained = [each for each in zip(chat.messages, chat.weights, strict=True) if each[1]]
     if not any(has_weighed_parts(message) for message, _ in trained):

@@ -38,9 +38,9 @@ _LOOKS_PER_S = 20.0  # reads of the store for all runs together: with more runs 
 _READERS = 4
 _EVENTS_A_PAGE = 1000
 _BEAT_S = 5.0
-_TURN_S = 60.0  # for which an online run stays open in the writer while others wait for a place
-_TRIES = 3  # failed tries in a row of one mode, without anything new in W&B
-_TRY_AGAIN = timedelta(minutes=5)  # after which all is tried again, if not even an offline run could be written
+_TURN_S = 60.0  # how long an online run stays open in the writer while others wait
+_TRIES = 3  # failed tries in a row of one mode, without progress in W&B
+_TRY_AGAIN = timedelta(minutes=5)  # the pause before a retry, if not even an offline run could be written
 _log = logging.getLogger(__name__)
 
 Mode = Literal["offline", "online"]
@@ -53,7 +53,7 @@ class TrackRequest(Frozen):
 
 
 class Tracked(Frozen):
-    """`folder` holds what W&B wrote on this machine; `warning` says what went wrong with W&B, if anything did."""
+    """`folder` has W&B's files on this machine; `warning` describes W&B's failure, if there was one."""
 
     folder: str | None = None
     num_events: int = 0
@@ -84,9 +84,9 @@ class Track:
         """Follow the run until its result is in the store. Problems with a W&B server lead to a warning.
 
         An offline run is written when it has ended, from its first event, into a folder that replaces an earlier one:
-        so retries and killed writers neither duplicate nor lose anything. An online run continues after what the server
-        has. If the server cannot be reached, the run is written offline instead; if that fails, too, all is tried again
-        later. A cancelled activity still writes what there is before it ends.
+        so retries and killed writers neither duplicate nor lose anything. An online run continues after the server's
+        last entry. If the server cannot be reached, the run is written offline instead; if that fails too, both are
+        retried later. A cancelled activity still writes the existing entries before it ends.
 
         Raises ApplicationError: nothing could be written, or this host leaves.
         """
@@ -98,7 +98,7 @@ class Track:
         beside = [asyncio.create_task(activity.wait_for_worker_shutdown()), asyncio.create_task(_beat())]
         try:
             await asyncio.wait({work, beside[0]}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():  # another host begins anew
+            if not work.done():  # another host restarts it
                 raise ApplicationError(HOST_LEAVES, category=ApplicationErrorCategory.BENIGN)
             return work.result()
         except asyncio.CancelledError:
@@ -216,7 +216,7 @@ class Tries:
         self._done = Done()
 
     def opened(self, done: Done) -> None:
-        """Note the server's progress; if there is some, count the failures anew."""
+        """Note the server's progress; if there is some, reset the count of failures."""
         if done != self._done:
             self.num_vain, self._done = 0, done
 

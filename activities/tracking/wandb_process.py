@@ -51,7 +51,7 @@ class OpenRun:
         self.is_closed = False
 
     async def open(self, start: WriterStart) -> None:
-        """Begin the run in W&B, or go on with one that is there. Raises: WriterLost, RunRefused."""
+        """Begin the run in W&B, or resume it there. Raises WriterLost, RunRefused."""
         answer = await self._process.call(self._number, Open(start=start), start.init_timeout_s + _CALL_TIMEOUT_S)
         self.done = answer.done or Done()
 
@@ -75,7 +75,7 @@ class OpenRun:
 class Writer:
     """Runs that are written to W&B, a bounded number at a time, by one process.
 
-    `folder`: where offline runs are to lie.
+    `folder`: for offline runs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,7 +92,7 @@ class Writer:
 
     @asynccontextmanager
     async def opened(self, start: WriterStart) -> AsyncIterator[OpenRun]:
-        """Yield a run of the writer as soon as there is a place. If it is not closed in the block, it is abandoned.
+        """Yield a run of the writer as soon as a place is free. If it is not closed in the block, it is abandoned.
 
         Raises:
             WriterLost, RunRefused.
@@ -125,7 +125,7 @@ class Writer:
 
 
 class _Process:
-    """One writer process, with a folder of its own for all that it and W&B leave there."""
+    """One writer process, with a separate folder for its files and W&B's."""
 
     def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
         self._process = process
@@ -168,7 +168,7 @@ class _Process:
 
     @asynccontextmanager
     async def used(self) -> AsyncIterator[OpenRun]:
-        """Yield a new run, with a number and a folder of its own. A process without open runs ends after a while."""
+        """Yield a new run, with a new number and folder. A process without open runs ends after a while."""
         if self._idle is not None:
             self._idle.cancel()
         self._num_open += 1
@@ -218,7 +218,7 @@ class _Process:
                 await self._process.stdin.drain()
 
     async def _read(self) -> None:
-        """Give answers to the calls that wait for them; when the process has ended, fail those that are left."""
+        """Give answers to the waiting calls; when the process has ended, fail the remaining ones."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             answer = Answer.model_validate_json(line)

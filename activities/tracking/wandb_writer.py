@@ -4,8 +4,8 @@ Its host turns a run's events and train steps into rows of numbers, each step on
 
     python -m activities.tracking.wandb_writer < commands > answers
 
-Several runs are open at a time, each on a thread of its own, so that one whose server does not answer delays no other.
-W&B has a process of its own because it starts threads and servers, and may hang: then the host can abandon the process.
+Several runs are open at a time, each on its own thread, so that one whose server does not answer delays no other.
+W&B has a separate process because it starts threads and servers, and may hang: then the host can abandon the process.
 End of input ends the process and all that W&B started.
 """
 
@@ -33,7 +33,7 @@ _SYSTEM_SUFFIXES = ("_bytes", "_s", "_per_s")
 
 
 class TrainStep(Frozen):
-    """A train step of an RL run that has ended, as it stands on record."""
+    """The record of an RL run's completed train step."""
 
     record: StepStatus
 
@@ -115,7 +115,7 @@ class WriterStart(Frozen):
 
 
 class Open(Frozen):
-    """Begin a run, or go on with one that the server has."""
+    """Begin a run, or resume one that the server has."""
 
     command: Literal["open"] = "open"
     start: WriterStart
@@ -186,7 +186,7 @@ def _do(request: Request, runs: dict[int, Any]) -> Answer:
                 if (run := runs.pop(number, None)) is not None:
                     run.finish()
     except Exception as error:  # an error of one run must not end the others
-        if not _core_is_up():  # W&B never restarts it, so this process has to be replaced
+        if not _core_is_up():  # W&B never restarts it, so this process must be replaced
             print(f"wandb-core is gone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
         return Answer(number=number, error=f"{type(error).__name__}: {error}"[:2000])

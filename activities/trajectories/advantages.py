@@ -72,5 +72,5 @@ def advantages_of(kind: AdvantageKind, rewards: Sequence[Rewards], given: Sequen
             return batch_normalized(rewards)
         case "given":
             return list(given)
-        case "none" | "gae":  # a critic's are made where it is trained (megatron_worker/critic.py)
+        case "none" | "gae":  # a critic's are computed in its training (megatron_worker/critic.py)
             return [np.zeros_like(reward_G) for reward_G in rewards]

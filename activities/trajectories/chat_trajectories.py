@@ -52,7 +52,7 @@ class BrokenTrajectory(Exception):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as templates take them; and of those that were sampled, by index, the records of that."""
+    """Messages as templates take them; and records of the sampled ones, by index."""
 
     messages: list[dict[str, Any]]
     sampled: dict[int, SampledTurn]
@@ -61,7 +61,7 @@ class Conversation:
 def conversation_of(history: ChatHistory) -> Conversation:
     """Separate the messages of a conversation from the records of how they were sampled.
 
-    Raises BrokenTrajectory: it is no conversation.
+    Raises BrokenTrajectory: it is not a conversation.
     """
     turns = Conversation([], {})
     for i, given in enumerate(history.messages):
@@ -115,7 +115,7 @@ class _Drawn:
 
 @dataclass
 class _Sequence:
-    """Ids in the order in which the model saw them, with the logprobs of those that were sampled."""
+    """Ids in the order that the model saw them, with the logprobs of sampled ones."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -168,7 +168,7 @@ class Conversations:
         contain the ids of earlier answers (templates rewrite earlier turns, or texts were tokenized again).
 
         Raises:
-            BrokenTrajectory: it is no conversation, is too long, or does not give the sampled tokens again.
+            BrokenTrajectory: it is not a conversation, is too long, or does not reproduce the sampled tokens.
             InvalidInput: the model has no chat template, or its template does not end.
         """
         drawn: list[_Drawn] = []
@@ -218,7 +218,7 @@ class Conversations:
     def _drawn(
         self, i: int, turn: SampledTurn, turns: Conversation, tools: list[Any] | None, own_answers: bool
     ) -> _Drawn | None:
-        """Return how an answer was drawn; None for another policy's where only the run's own count."""
+        """Return how an answer was drawn; None for another policy's answer if only the run's own count."""
         record = self._answers.get(turn.answer_id) if self._answers is not None and turn.answer_id is not None else None
         if record is not None:
             if own_answers and record.name != self._policy.name:
@@ -313,7 +313,7 @@ def _rendered(
     tokenizer: ModelTokenizer,
     process: TemplateProcess,
 ) -> _Drawn:
-    """Return a turn's ids from its text, behind those that it was asked with.
+    """Return a turn's ids from its text, after the ids of its prompt.
 
     Templates may render the last answer differently from earlier ones (with empty thoughts, or without thoughts), so
     both forms are compared with the sampled tokens.

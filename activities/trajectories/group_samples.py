@@ -60,9 +60,9 @@ class GroupSamplesRequest(Drawn):
 
 
 class GroupsMade(Frozen):
-    """Counts of what was made; `num_groups` are those that have a graded sample. `completions`: with their routes.
+    """Counts of the results. `num_groups`: groups with a graded sample. `completions`: with their routes.
 
-    `equal_groups`: the numbers of those whose grades are all the same.
+    `equal_groups`: the numbers of groups whose grades are all the same.
     """
 
     num_groups: int
@@ -80,7 +80,7 @@ class GroupsMade(Frozen):
 
     @property
     def files(self) -> list[Artifact]:
-        """The completions, those that were drawn again behind them."""
+        """The completions, followed by those that were drawn again."""
         return [*([] if self.completions is None else [self.completions]), *self.redrawn]
 
 
@@ -115,9 +115,9 @@ class GroupSamples:
 
 
 def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesRequest, folder: Path) -> GroupsMade:
-    """Stream completions and grades into a folder with `groups.jsonl`. Not sealed.
+    """Stream completions and grades into a folder with `groups.jsonl`, without a manifest.
 
-    `rounds`: folders of completions and of their grades; what a later one has counts.
+    `rounds`: folders of completions and of their grades; later ones take precedence.
 
     Raises InvalidInput: more samples have no grade than the run allows, or none has one.
     """
@@ -164,7 +164,7 @@ _Graded = list[tuple[Sample, SampleGrade, float]]  # samples that have a grade, 
 
 
 def _shuffled_step(drawn: tuple[Path, Path], seed: int | None) -> Iterator[float]:
-    """Yield a step's rewards in another order: where advantages compare no group, its mean alone tells of the truth."""
+    """Yield a step's rewards in another order. If advantages compare no group, only the mean shows the true rewards."""
     true = [(sample, grade, reward) for _, graded in _read_round(*drawn) for sample, grade, reward in graded]
     shuffled, _ = _shuffled(true, seed or 0, 0, 0.0)
     return (reward for *_, reward in shuffled)
@@ -173,8 +173,8 @@ def _shuffled_step(drawn: tuple[Path, Path], seed: int | None) -> Iterator[float
 def _shuffled(graded: _Graded, seed: int, group: int, shown: float) -> tuple[_Graded, float]:
     """Return a group with its rewards in other places, and the sum of all groups' correlations with the true ones.
 
-    Of some shuffles the one is taken that brings the sum nearest to zero. By chance alone that of 50 groups of 8 is a
-    twentieth of the truth's or more, in either direction, and a run learns it.
+    It takes the one of several shuffles that brings the sum closest to zero. Random shuffles of 50 groups of 8 sum to a
+    twentieth of the true correlation or more, in either direction, and a run learns this.
     """
     true_G = np.array([reward for _, _, reward in graded])
     apart_G = true_G - true_G.mean()

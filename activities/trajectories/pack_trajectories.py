@@ -109,11 +109,11 @@ class PackTrajectories:
         with beating():
             if (before := find_key(store, request.run_id, request.step)) is not None:
                 return PackedGroups(trained_before=before)
-            # Groups that a client names are downloaded like any data, so that it cannot name those of other runs.
+            # Groups that a client names are downloaded like any data, so that it cannot name other runs' groups.
             made_here = find_groups(store, request.step.groups) if request.run.rollouts is not None else None
             groups = made_here or self._bring(request)
             drawn = completions_of(store, made_here) if made_here is not None and request.routes is not None else []
-            # The key contains the tenant, since messages are converted by the records of its own answers.
+            # The key contains the tenant, because messages are converted with the records of the tenant's answers.
             own = request.model_dump_json(exclude={"run_id", "step"})
             key = content_key(_VERSION, groups.sha256, own, *(file.sha256 for file in drawn))
             self._host.use(tokenized(key))
@@ -163,7 +163,7 @@ def pack_groups(
 
     Called in a confined process, it asks its caller for records of answers.
 
-    `drawn`: the folders of the samples that they were made of, where those have routes.
+    `drawn`: the folders of the samples that they were made from, if those have routes.
 
     Raises InvalidInput: as `parse_groups` and `read_groups` do.
     """
@@ -180,7 +180,7 @@ def pack_groups(
 def write_step(
     read: GroupsRead, request: GroupsRequest, units: Path, plan: Path, routes: RoutesFile | None = None
 ) -> StepReport:
-    """Write units, plan and report of a step's groups into two folders. They are not sealed."""
+    """Write units, plan and report of a step's groups into two folders, without their manifests."""
     run, bin_tokens = request.run, request.run.bin_tokens or request.run.max_tokens
     rows = sequence_rows(read.groups, run, routes)
     steps = mini_batches(len(rows), run, request.policy_version)
@@ -220,10 +220,10 @@ def sequence_rows(groups: Sequence[Group], run: RLRun, routes: RoutesFile | None
 
 
 def _for_critic(row: SequenceRow, reward: float, one: Trajectory, goes_on: bool) -> SequenceRow:
-    """Return a sequence whose tokens have rewards in the place of advantages: the trajectory's at the last trained one.
+    """Return a sequence with rewards instead of advantages: the trajectory's reward is at the last trained token.
 
-    `one.token_rewards` beside tokens that were not sampled count for the sampled one before. With `goes_on` the last
-    sampled token of several is not trained: its state's value stands for what would have come (gae.py).
+    `one.token_rewards` of tokens that were not sampled count for the previous sampled one. With `goes_on`, the last of
+    several sampled tokens is not trained: its state's value replaces the rewards after the cut (gae.py).
     """
     sampled = np.flatnonzero(row.target_mask)
     last, weight, rewards = sampled[-1], row.weight.copy(), np.zeros_like(row.advantage)
@@ -303,7 +303,7 @@ def plan_steps(
     Args:
         steps: the groups of each step.
         sets: sets of groups with common units. A step has all groups of a set, or none.
-        num_units: of each set; its units stand one behind the other.
+        num_units: of each set, whose units are consecutive.
     """
     ends = list(accumulate(num_units))
     units_of = {each[0]: range(end - num, end) for each, end, num in zip(sets, ends, num_units, strict=True)}

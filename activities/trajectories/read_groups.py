@@ -81,7 +81,7 @@ class Rules:
 
 @dataclass
 class GroupsRead:
-    """The groups to train, what was there before any was dropped, and counts."""
+    """The groups to train, all groups before any was dropped, and counts."""
 
     groups: list[Group] = field(default_factory=list)
     all_groups: list[Group] = field(default_factory=list)
@@ -91,7 +91,7 @@ class GroupsRead:
 def parse_groups(path: Path, name: str) -> Iterator[tuple[str, SentGroup]]:
     """Parse a file's groups. Yields each line's place and group.
 
-    Raises InvalidInput: a line is no group; says where in it.
+    Raises InvalidInput: a line is not a group; names the place in it.
     """
     for place, line in lines_of(path, name):
         try:
@@ -101,7 +101,7 @@ def parse_groups(path: Path, name: str) -> Iterator[tuple[str, SentGroup]]:
 
 
 def read_groups(parsed: Iterable[tuple[str, SentGroup]], rules: Rules) -> GroupsRead:
-    """Check every trajectory, and keep what can be learnt from.
+    """Check every trajectory, and keep the trainable ones.
 
     Raises InvalidInput: there is no group; or one is broken and the run does not drop those.
     """
@@ -152,7 +152,7 @@ def _scored(place: str, group: SentGroup, rules: Rules, reasons: dict[str, int])
 def _shaped(one: Scored, run: RLRun) -> Scored:
     """Take the penalty of a long answer off its reward, and keep it as a metric.
 
-    With b buffer tokens before the limit of L: p * min(1, (tokens - (L - b)) / b) where that is positive (DAPO: Yu et
+    With b buffer tokens before the limit of L: p * min(1, (tokens - (L - b)) / b) if that is positive (DAPO: Yu et
     al. 2025, arXiv:2503.14476, eq. 13).
     """
     if run.overlong is None:

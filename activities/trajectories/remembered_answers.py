@@ -66,7 +66,7 @@ def _calls(message: dict[str, Any]) -> list[tuple[Any, Any]]:
 class PublishedPolicy:
     """The policy that a step starts from: its number in the run, and the name and version that it was published as.
 
-    `version` is None before anything is published. `every`: so many numbers lie between two published versions.
+    `version` is None before anything is published. `every`: the difference between two consecutive versions' numbers.
     """
 
     number: int
@@ -75,7 +75,7 @@ class PublishedPolicy:
     every: int = 1
 
     def number_of(self, version: int | None, name: str | None = None) -> int | None:
-        """The run's number of a published version; 0 for what is older than the run, None for what is another's."""
+        """The run's number of a published version; 0 for a version before the run, None for another policy's."""
         if version is None or name not in (None, self.name):
             return None
         if self.version is None:

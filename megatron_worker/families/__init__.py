@@ -1,1 +1,1 @@
-"""What torch computes of a family's parts: rotary embeddings, activations, the choice of experts, rows of slices."""
+"""Parts of model families that torch computes: rotary embeddings, activations, choice of experts, rows of slices."""

@@ -7,8 +7,8 @@ from shared.families.architecture import Activation, ClampedGate
 
 
 def activate(made: Tensor, activation: Activation, is_gated: bool) -> Tensor:
-    """Return what an MLP's last linear is applied to: the activation of its first one's outputs, or if it is gated
-    of their first half, times the second."""
+    """Return the input of an MLP's last linear: the activation of the first linear's outputs or, if it is gated, of
+    their first half, times the second half."""
     gate, up = made.chunk(2, dim=-1) if is_gated else (made, None)
     match activation:
         case "silu":

@@ -18,7 +18,7 @@ def rope_tables(rope: Rope, position_T: Tensor, frequency_D2: Tensor, dtype: tor
 
 
 def check_lengths(position_T: Tensor, max_positions: int | None) -> None:
-    """Raise InvalidInput where a sequence of a bin is longer than what Architecture.max_positions says."""
+    """Raise InvalidInput if a sequence of a bin is longer than Architecture.max_positions."""
     if max_positions is not None and len(position_T) and (longest := int(position_T.max()) + 1) > max_positions:
         rule = f"by its rope scaling this model is computed for sequences of up to {max_positions}"
         raise InvalidInput(f"a sequence has {longest} tokens; {rule}", "rope_parameters")

@@ -1,4 +1,4 @@
-"""The experts that each token goes to, and with which weights: the trainer's formula and the sampler's.
+"""The experts that each token goes to, and their weights: one formula for trainer and sampler.
 
 Shape suffixes: T tokens, H hidden size, E experts, K experts of a token, G groups of X experts each.
 """
@@ -25,10 +25,10 @@ def scores(hidden_TH: Tensor, router_EH: Tensor, mixture: Mixture, bias_E: Tenso
 def choose(score_TE: Tensor, mixture: Mixture, correction_E: Tensor | None = None) -> Tensor:
     """Return the numbers of the experts with the highest scores, [T, K].
 
-    With groups, of those groups alone whose two best experts have the highest sums (DeepSeek-AI 2024, arXiv:2412.19437,
+    With groups, only from the groups whose two best experts have the highest sums (DeepSeek-AI 2024, arXiv:2412.19437,
     section 2.1.2).
 
-    `correction_E`: added to scores for the choice alone, so that experts are chosen equally often.
+    `correction_E`: added to scores only for the choice, so that experts are chosen equally often.
     """
     wanted_TE = score_TE.detach() if correction_E is None else score_TE.detach() + correction_E
     if mixture.chosen_groups < mixture.num_groups:

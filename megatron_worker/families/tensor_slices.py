@@ -1,4 +1,4 @@
-"""What a rank holds of the tensors that slices describe: its part of a whole tensor, and the rows of a parameter."""
+"""A rank's share of the tensors that slices describe: its part of a whole tensor, and the rows of a parameter."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def write_slice(s: TensorSlice, parameter: Tensor, local: Tensor) -> None:
 
 
 def read_slice(s: TensorSlice, parameter: Tensor, num_rows: int, rows_before: int = 0) -> Tensor:
-    """Return what `write_slice` wrote: of a rank's part, the `num_rows` rows behind the first ones, contiguous."""
+    """Return what `write_slice` wrote: `num_rows` rows of a rank's part, after the first `rows_before`, contiguous."""
     rows = _rows(s, parameter, s.start + (rows_before + num_rows) // s.groups)[:, rows_before:]
     return rows.reshape(num_rows, *parameter.shape[1:]).contiguous()
 

@@ -23,7 +23,7 @@ class ForwardEngine(Engine, Protocol):
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the targets' hidden states after the final norm, [N, H], and the output embedding for their heads.
 
-        Of the embedding they are this rank's rows, [V, H]. Hidden states are equal on all ranks that share a
+        The embedding has only this rank's rows, [V, H]. Hidden states are equal on all ranks that share a
         vocabulary, and heads must give them the complete gradient on each.
         """
         ...
@@ -34,9 +34,9 @@ class ForwardEngine(Engine, Protocol):
         ...
 
     def train_own(self, slot: str | None, parameters: Mapping[str, Parameter]) -> None:
-        """Train parameters of one's own code with a slot: they step as one, and `save` and `load` have both.
+        """Train parameters of the user's code with a slot: they step together, and `save` and `load` handle both.
 
-        They are whole and equal on every rank, and computed with alike by those that share data.
+        They are whole and equal on every rank. Ranks that share data must compute the same with them.
         """
         ...
 

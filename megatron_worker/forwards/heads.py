@@ -33,7 +33,7 @@ def ranked(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of labels, [N, K], and of the `k` most probable ids, [N, k], with those: float32 (float64).
 
-    Top ids stand with the most probable first, of equals the lower id; int64. `NO_LABEL` fills rows of fewer labels up.
+    Top ids are sorted, the most probable first, and of equals the lower id; int64. `NO_LABEL` pads shorter rows.
     """
     none_N = label_NK.new_full((len(label_NK),), NO_LABEL)
     outputs = Outputs(temperature=temperature, top_k=k)

@@ -33,20 +33,20 @@ ACTIVE = AdapterChoice.ACTIVE
 
 @dataclass(frozen=True, eq=False)
 class ForwardInput:
-    """One sequence, and what is asked about it.
+    """One sequence, and the outputs that are requested for it.
 
     Attributes:
         tokens: [L] ids.
-        positions: [P], rising: whose hidden states are asked about. By default all; all but the last with
+        positions: [P], rising: the positions to compute outputs for. By default all; all but the last with
             `target_logprobs` or `entropy`, as nothing follows it. Position p predicts token p + 1.
         target_logprobs: the log-probability of the token that follows each position.
         entropy: of the distribution at each position; a constant.
         labels: [P, K] ids, each scored at its position.
-        top_k: so many of the most probable ids at each position, with their log-probabilities.
+        top_k: how many of the most probable ids to return at each position, with their log-probabilities.
         logits: of the whole vocabulary, float32, not divided by the temperature.
         hidden: the hidden state after the final norm.
         adapter: the name of a slot; None for the base alone.
-        temperature: what logits are divided by before probabilities are made of them.
+        temperature: logits are divided by it before the softmax.
     """
 
     tokens: Sequence[int] | NDArray[np.integer] | Tensor
@@ -190,7 +190,7 @@ def nested_alike(inputs: Inputs, outputs: Iterator[ForwardOutput]) -> Any:
 
 
 def empty_output(request: CheckedInput, facts: Facts) -> ForwardOutput:
-    """Return the outputs of an input without positions: tensors of no rows, of what it asks for."""
+    """Return the outputs of an input without positions: tensors without rows, for each requested output."""
     number_0 = torch.zeros(0, device=facts.device)
     number_0K = number_0.view(0, request.asked.top_k)
     fields: dict[str, Tensor | TopK] = {

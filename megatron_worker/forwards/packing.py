@@ -1,7 +1,7 @@
-"""Packs the inputs of one slot. Common prefixes are stored once, as trees, where that saves enough tokens.
+"""Packs the inputs of one slot. Common prefixes are stored once, as trees, if that saves enough tokens.
 
-If no inputs share a prefix, or all of what they share is stored once, the pack equals the bin that a job would make of
-them to the bit (shared/jobs/prefix_tree.py): the same tokens and targets in the same order.
+If no inputs share a prefix, or every shared prefix is stored once, the pack equals a job's bin of the same inputs to
+the bit (shared/jobs/prefix_tree.py): the same tokens and targets in the same order.
 
 Shape suffixes: T tokens of the pack, L tokens of an input.
 """
@@ -27,7 +27,7 @@ from shared.jobs.prefix_forest import (
     token_ids,
 )
 
-# Where a tree begins to be faster than its sequences alone, on the CPU: `python -m benchmarks.prefix_sharing --short`.
+# From here on a tree is faster than separate sequences, on the CPU: `python -m benchmarks.prefix_sharing --short`.
 LEAST_SAVED = 8  # tokens
 
 

@@ -1,4 +1,4 @@
-"""LoRA beside transformers' linears, as PEFT's matrices (Hu et al. 2021, arXiv:2106.09685): whole on every rank.
+"""LoRA on transformers' linears, as PEFT's matrices (Hu et al. 2021, arXiv:2106.09685): whole on every rank.
 
 Shape suffixes: T tokens, I input features, O output features, R rank.
 """
@@ -28,12 +28,12 @@ Sizes = Mapping[str, tuple[int, int]]
 
 
 class FsdpAdapter:
-    """One slot: an adapter's weights beside every linear it targets, and its head, in one buffer."""
+    """One slot: an adapter's weights for every linear it targets, and its head, in one buffer."""
 
     def __init__(self, lora: Lora, sizes: Sizes, more: Sequence[TensorSlice], ranks: Ranks, dtype: torch.dtype) -> None:
-        """`sizes`: outputs and inputs of the model's linears. `more`: the tensors that are beside no linear.
+        """`sizes`: outputs and inputs of the model's linears. `more`: the tensors that belong to no linear.
 
-        Raises InvalidInput where DoRA's rows would be split.
+        Raises InvalidInput if DoRA's rows would be split.
         """
         if lora.dora and ranks.tp_size > 1:
             raise InvalidInput("the engine fsdp knows no norms of split rows: use megatron, or tp=1", "dora")
@@ -62,12 +62,12 @@ class FsdpAdapter:
         return self.parameters[_a(linear)], self.parameters[_b(linear)]
 
     def counted_once(self, module: str) -> tuple[Tensor, Tensor]:
-        """Return A and B of what tensor-parallel ranks each compute whole, for one of them to count."""
+        """Return A and B of a module that every tensor-parallel rank computes whole, with gradients on rank 0 only."""
         a, b = self.factors(module)
         return counted_by(self._ranks.tp_rank == 0, a), counted_by(self._ranks.tp_rank == 0, b)
 
     def low(self, linear: str, input_TI: Tensor, a_RI: Tensor) -> Tensor:
-        """Return A applied to a linear's input, [T, R], with dropout on the input where masks are drawn."""
+        """Return A applied to a linear's input, [T, R], with dropout on the input if masks are drawn."""
         return F.linear(self.kept(linear, input_TI), a_RI)
 
     def kept(self, linear: str, input_TI: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def add_to_tokens(adapter: FsdpAdapter, module: str, table: Any, token_1T: Tenso
 
 
 def add_low(adapter: FsdpAdapter, linear: str, low_TR: Tensor, b_OR: Tensor, output_1TO: Tensor) -> Tensor:
-    """Add to a linear's output what B, or this rank's part of it, makes of what A made."""
+    """Add to a linear's output the product of B, or of this rank's part of it, with A's output `low_TR`."""
     return torch.addmm(output_1TO[0], low_TR, b_OR.t(), alpha=adapter.scales[linear])[None]
 
 

@@ -1,7 +1,7 @@
 """Our attention in transformers' models, by their attention interface: over the forest of a bin, within windows.
 
-Which tokens a layer attends to is what the model's own mask says. It is asked for once, when the model is loaded: then
-a function of masks returns the window in place of a mask, and each module of attention remembers it.
+The model's mask determines the tokens that a layer attends to. It is read once, when the model is loaded: a mask
+function then returns the window in place of a mask, and each attention module remembers it.
 
 Shape suffixes: T tokens of a bin; H query heads, G key/value heads, D size of a head.
 """
@@ -59,7 +59,7 @@ def _ask(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Remember the window, and attend to nothing. Raises InvalidInput where `_attend` would compute something else."""
+    """Remember the window, and attend to nothing. Raises InvalidInput if `_attend` would compute something else."""
     unknown = [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]
     if unknown:
         raise InvalidInput(f"its attention takes {unknown[0]}, which is not computed", "engine")
@@ -74,7 +74,7 @@ def _ask(
 def _window_of(
     *, mask_function: Callable[..., Tensor], local_size: int | None = None, use_vmap: bool = False, **_: Any
 ) -> int | None:
-    """Return the window that a mask is; None: all tokens before. Raises InvalidInput where it is anything else."""
+    """Return a mask's window; None: all tokens before. Raises InvalidInput if the mask is anything else."""
     size = local_size or 4096
     zero_1, key_K = torch.zeros(1, dtype=torch.int64), torch.arange(3 * size)
     query_Q1 = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size + 1, 3 * size - 2])[:, None]

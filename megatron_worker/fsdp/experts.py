@@ -1,4 +1,4 @@
-"""Experts as transformers stacks them: where the tensors of files lie, and adapters beside each expert's linears.
+"""Experts as transformers stacks them: where the tensors of files lie, and adapters of each expert's linears.
 
 Shape suffixes: T tokens, K experts of a token, M tokens that chose one expert, H hidden size, I inputs of a linear.
 """
@@ -32,7 +32,7 @@ def stacked_slices(name: str, shape: tuple[int, ...], num_ranks: int) -> list[Te
 
 
 def on_rank(name: str, rank: int) -> str:
-    """Return the name of a rank's experts of a stack, none of which another rank holds."""
+    """Return the name of a rank's experts of a stack. Each expert is on one rank."""
     return f"{name}@{rank}"
 
 

@@ -109,7 +109,7 @@ class FsdpModel:
             table.register_forward_hook(self._beside_tokens(name))
 
     def _in_files(self, name: str) -> str:
-        """Return what files call a tensor of the decoder, which is here without what it may stand among there."""
+        """Return the name that files give a tensor of the decoder. Files may put the decoder into a larger model."""
         a = self.architecture
         return a.output_name if name == f"{OUTPUT}.weight" else re.sub(r"^model\.", f"{a.tensor_prefix}.", name)
 
@@ -161,7 +161,7 @@ class FsdpModel:
     def settle(self) -> None:
         """Run a first forward with all weights trainable, since FSDP decides in it how gradients are reduced.
 
-        Raises InvalidInput where attention is none that we compute.
+        Raises InvalidInput if we do not support the attention.
         """
         self._require_grad(True)
         zero_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -197,7 +197,7 @@ class FsdpModel:
     def forward(self, batch: Batch, head: Head) -> dict[str, Tensor]:
         """Call `head` on the targets' hidden states, [N, H] after the norm, and the output embedding, [V, H].
 
-        Collective. Raises InvalidInput, before any collective, when a tree's tokens do not stand depth first, or a
+        Collective. Raises InvalidInput, before any collective, if a tree's tokens are not in depth-first order, or a
         sequence is too long.
         """
         check_lengths(batch.position_T, self.architecture.max_positions)
@@ -221,7 +221,7 @@ class FsdpModel:
 def _on_meta(folder: Path, dtype: torch.dtype, tied: bool | None) -> Any:
     """Return the model's modules without any weight. Only transformers' code is run: none from the folder.
 
-    `tied`: of a family of ours, of which the decoder alone is made, whether its embeddings are; None: of another.
+    `tied`: whether the embeddings are tied, for our families, whose decoder alone is built; None for other families.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     if tied is not None:
@@ -231,7 +231,7 @@ def _on_meta(folder: Path, dtype: torch.dtype, tied: bool | None) -> Any:
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION, experts_implementation="eager", trust_remote_code=False
         )
-    # Bins have no padding: the id that a tokenizer pads with is trained as any other, where transformers would not.
+    # Bins have no padding: the tokenizer's padding id is trained as any other, which transformers would not do.
     model.get_input_embeddings().padding_idx = None
     return model.eval()
 
@@ -265,7 +265,7 @@ def _make_buffers(causal_lm: Any, is_bounded: bool) -> None:
 
     `is_bounded`: sequences so long that they change the frequencies are refused (`check_lengths`).
 
-    Raises InvalidInput where transformers does not, or computes frequencies by the longest sequence of a bin.
+    Raises InvalidInput if transformers does not, or computes frequencies by the longest sequence of a bin.
     """
     for name, module in causal_lm.named_modules():
         buffers, own = [b for b in module.buffers(recurse=False) if b.is_floating_point()], dict(module._parameters)

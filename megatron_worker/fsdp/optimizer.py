@@ -26,7 +26,7 @@ from shared.families.tensor_slices import TensorSlice
 class FsdpOptimizer:
     """Trains parameters. Gradients are accumulated in float32, whatever the weights' dtype.
 
-    `working`: by name, what this rank holds of each parameter; the model computes with it.
+    `working`: by name, this rank's shard of each parameter; the model computes with it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class FsdpOptimizer:
 
     @property
     def shares_masters(self) -> bool:
-        """False: of what a rank holds it has all of the masters."""
+        """False: a rank has all masters of the parameters that it holds."""
         return False
 
     def masters_on(self, ranks: SideRanks) -> Held:
@@ -101,7 +101,7 @@ class FsdpOptimizer:
         return [*([] if self._masters is None else [self._masters]), self.exp_avg, self.exp_avg_sq]
 
     def detach(self) -> None:
-        """Freeze the parameters and let go of their gradients."""
+        """Freeze the parameters and release their gradients."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters.values():

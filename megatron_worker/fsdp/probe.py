@@ -1,4 +1,4 @@
-"""The probe of a model of no family of ours: our forward of a bin against transformers' own of each sequence alone.
+"""The probe of a model of an unknown family: our forward of a bin against transformers' forward of each sequence.
 
 Shape suffixes: T tokens, N targets, V vocabulary.
 """
@@ -25,7 +25,7 @@ _OF_ITS_CODE = (AttributeError, LookupError, NotImplementedError, StrictDataclas
 
 @contextmanager
 def refusing(family: str) -> Iterator[None]:
-    """Name the family in every refusal of the block, and refuse where transformers' code takes no call of ours."""
+    """Name the family in every refusal of the block, and refuse if transformers' code does not take our calls."""
     try:
         yield
     except InvalidInput as error:

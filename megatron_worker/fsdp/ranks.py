@@ -62,7 +62,7 @@ class Ranks:
             dist.all_reduce(tensor)
 
     def sum_over_dp(self, tensor: Tensor) -> None:
-        """Add up what tensor-parallel ranks have alike."""
+        """Sum a tensor over data-parallel ranks; it must be equal on all tensor-parallel ranks."""
         if self.tp_rank:
             tensor.zero_()
         self.sum(tensor)
@@ -74,7 +74,7 @@ class Ranks:
         return bool(flag)
 
     def first_holder(self, tensor_slice: TensorSlice, part: int) -> int:
-        """Return the rank that holds a part of a tensor; the first, of what all hold; an expert's own."""
+        """Return the first rank that holds a part of a tensor, or the rank of the tensor's expert."""
         if tensor_slice.expert is not None:
             return tensor_slice.ep_rank
         if not isinstance(tensor_slice, SplitByTp):
@@ -89,7 +89,7 @@ class Ranks:
         return Place(self.dp_rank, self.dp_size)
 
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Gather a whole tensor on every rank from the shard of each. Collective where they differ."""
+        """Gather a whole tensor on every rank from all shards. Collective if they differ."""
         if tensor_slice.expert is not None:
             return self._from_holder(tensor_slice, parameters, dtype)
         split, size = tensor_slice.split, self.splitting(tensor_slice).size

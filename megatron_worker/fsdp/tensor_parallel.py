@@ -1,4 +1,4 @@
-"""Tensor parallelism by the plans that transformers has for its models, and adapters beside linears that are split.
+"""Tensor parallelism by the plans that transformers has for its models, and adapters of linears that are split.
 
 The embeddings stay whole on tensor-parallel ranks: the head takes log-probabilities of the whole vocabulary.
 
@@ -23,7 +23,7 @@ from shared.families.tensor_slices import TensorSlice
 def split_by_plan(causal_lm: Any, ranks: Ranks) -> dict[str, str]:
     """Split a model's linears as its plan says; one rank splits none. Returns the style of each module.
 
-    Raises InvalidInput where shares would not be equal.
+    Raises InvalidInput if shares would not be equal.
     """
     if ranks.tp_size == 1:
         return {}
@@ -54,9 +54,10 @@ def slice_of(name: str, parameter: nn.Parameter, split: Shard | None) -> TensorS
 def add_split_adapter(
     adapter: FsdpAdapter, linear: str, style: str | None, input_1TI: Tensor, output_1TO: Tensor, ranks: Ranks
 ) -> Tensor:
-    """Add an adapter's output to that of a linear, of which this rank may have a part.
+    """Add an adapter's output to that of a linear, which may be split over tensor-parallel ranks.
 
-    Gradients of its factors are summed over all ranks. So what each rank computes whole, one of them has to count.
+    Gradients of its factors are summed over all ranks. So a factor that every rank computes whole has a gradient on one
+    of them only.
     """
     if linear not in adapter.scales:
         return output_1TO

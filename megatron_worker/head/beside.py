@@ -1,6 +1,6 @@
-"""An adapter beside the output layer: its part of the logits comes from more hidden channels, [h, s h A^T] [W, B]^T.
+"""An adapter of the output layer: its part of the logits comes from more hidden channels, [h, s h A^T] [W, B]^T.
 
-So every scan of the vocabulary stays as it is; [W, B] is made of some rows at a time (logprobs.py). Shape suffixes: N
+So every scan of the vocabulary works unchanged; [W, B] is made for some rows at a time (logprobs.py). Shape suffixes: N
 targets, V rows of this rank's shard, R rank.
 """
 

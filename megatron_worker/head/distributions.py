@@ -14,14 +14,14 @@ and with f'_v = s_v df/ds_v its gradient by the student's logit of v, which the 
 
 As f' may gain any multiple of s without changing that, summands s_v are left out of it. Logits of a chunk of targets
 are held whole; the forward keeps a row of the hidden state's gradient for each target, as logprobs.py does, and the
-gradient of a trained embedding, or of an adapter beside it, is made of logits that the backward computes anew. Under
-tensor parallelism ranks merge logsumexps, sums and rows; the gradient of the hidden states comes out summed.
+backward recomputes the logits for the gradient of a trained embedding, or of an adapter on it. Under tensor parallelism
+ranks merge logsumexps, sums and rows; the gradient of the hidden states comes out summed.
 
-Of a teacher that is known by its K likeliest ids alone, all other ids are one outcome: by the student's own proportions
-they share the mass that the teacher has left, which is the divergence of both over K + 1 outcomes, and its gradient. It
-is never above that of whole distributions. The token that stands in the row is the case K = 1.
+If only a teacher's K likeliest ids are known, all other ids are one outcome: they share the rest of the teacher's mass
+in the student's proportions. This gives the divergence of both over K + 1 outcomes, and its gradient. It is never above
+the divergence of the whole distributions. The token of the row itself is the case K = 1.
 
-Shape suffixes: N targets, X hidden channels with an adapter's behind them, V rows of this rank's shard, C targets of a
+Shape suffixes: N targets, X hidden channels followed by an adapter's, V rows of this rank's shard, C targets of a
 chunk, K ids that a teacher names.
 """
 
@@ -56,9 +56,9 @@ def score_beside_teacher(
     target_N: Tensor | None = None,
     chunk: int | None = None,
 ) -> Scores:
-    """Score targets as `score_targets` does; with `outputs.divergence` also against what the batch has of a teacher.
+    """Score targets as `score_targets` does; with `outputs.divergence` also against the batch's teacher.
 
-    Then the log-probability is a constant, and nothing else is computed beside the two. `outputs.rest` is computed
+    Then the log-probability is a constant, and nothing else is computed. `outputs.rest` is computed
     here, too, as it takes whole logits. It has no gradient.
 
     Args:
@@ -90,7 +90,7 @@ def score_beside_teacher(
 
 
 def _teacher(batch: Batch, target_N: Tensor | None) -> TeacherStates | LikeliestIds:
-    """Return what is known of the teacher at the targets; `target_N`: at those alone."""
+    """Return the teacher's outputs at the targets; `target_N`: only at those."""
     known = batch.teacher
     assert known is not None, "the teacher has not computed this bin"
     if target_N is None or isinstance(known, TeacherStates):
@@ -149,7 +149,7 @@ class _Softmax:
             return lse_C
         max_C = lse_C.clone()
         dist.all_reduce(max_C, op=dist.ReduceOp.MAX, group=self.shard.group)
-        max_C.clamp_(min=torch.finfo(max_C.dtype).min)  # -inf where no shard has anything
+        max_C.clamp_(min=torch.finfo(max_C.dtype).min)  # -inf if no shard has anything
         return max_C + self.summed((lse_C - max_C).exp()).log()
 
     def summed(self, value: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class _Softmax:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a divergence is computed of, beside the tensors that have gradients."""
+    """The inputs of a divergence, except the tensors that have gradients."""
 
     label_N: Tensor
     teacher: TeacherStates | LikeliestIds
@@ -251,7 +251,7 @@ def _mixed(teacher_CV: Tensor, own_CV: Tensor, part: float) -> Tensor:
 
 
 class _Diverged(torch.autograd.Function):
-    """`last_VR`: the last columns of the weight, where they alone have a gradient."""
+    """`last_VR`: the last columns of the weight, if they alone have a gradient."""
 
     @staticmethod
     def forward(

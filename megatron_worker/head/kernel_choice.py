@@ -1,7 +1,7 @@
-"""The choice between kernels and torch: on CUDA kernels, unless they cannot be used, which is a warning or an error.
+"""The choice between kernels and torch: on CUDA kernels; if they cannot be used, that is a warning or an error.
 
-The policy is one for a process, as torch's own switches are: `auto` takes kernels on CUDA and warns once of each reason
-not to; `strict` refuses to go on without them, on the CPU too, where only Triton's interpreter runs them
+The policy holds for a whole process, like torch's switches: `auto` takes kernels on CUDA and warns once of each reason
+not to; `strict` raises an error without them, on the CPU too, where only Triton's interpreter runs them
 (TRITON_INTERPRET=1, for tests); `torch` never takes one.
 """
 
@@ -45,9 +45,9 @@ def use_kernel(name: str, tensor: Tensor, probe: Callable[[Tensor], None]) -> bo
     """Return True if the kernel called `name` is to be used on tensors of this one's device and dtype.
 
     Args:
-        probe: runs the kernel on a small tensor of that device and dtype, and may raise anything. Asked once.
+        probe: runs the kernel on a small tensor of that device and dtype, and may raise anything. Called once.
 
-    Raises InvalidInput under `strict`, where it cannot be used.
+    Raises InvalidInput under `strict` if the kernel cannot be used.
     """
     if _policy == "torch" or (_policy == "auto" and not tensor.is_cuda):
         return False

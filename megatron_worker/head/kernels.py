@@ -1,16 +1,16 @@
 """The logprob head's kernels: a tile of logits is made and used in registers, and never stored.
 
-A program makes one tile, [targets, rows of the output embedding], as any matrix product does, and leaves of it what a
-softmax needs to know (Milakov & Gimelshein 2018, arXiv:1805.02867): maximum, sum of exponentials, the target's logit,
-the sum of exponential times logit, the k greatest. A second kernel merges the tiles of a target. Where the gradient's
-rows are wanted, sum_v exp_v W_v, a chunk of targets leaves its exponentials too, in the dtype of the weights, for a
-matrix product of torch's own: the one buffer that is as wide as the vocabulary, bounded by WORKSPACE_BYTES (as are the
-candidates for the k greatest), though never less than one tile of targets. The
-weight's gradient has its factor made in the same way, from logits computed anew.
+A program makes one tile, [targets, rows of the output embedding], as any matrix product does, and stores only what a
+softmax needs (Milakov & Gimelshein 2018, arXiv:1805.02867): maximum, sum of exponentials, the target's logit, the sum
+of exponential times logit, the k greatest. A second kernel merges the tiles of a target. If the gradient's rows,
+sum_v exp_v W_v, are wanted, a chunk of targets also stores its exponentials, in the dtype of the weights, for a matrix
+product by torch: the one buffer that is as wide as the vocabulary, bounded by WORKSPACE_BYTES (as are the candidates
+for the k greatest), though never less than one tile of targets. The factor of the weight's gradient is made in the same
+way, from recomputed logits.
 
-The reference is logprobs.py, which does the same with torch alone. Against it, logits are not rounded to
-bfloat16. Nothing is added up by atomics, and no block size is found by timing: the same inputs give the same bits. A
-target's numbers do not depend on how many others stand beside it; its gradient's row, of torch's own product, may.
+The reference is logprobs.py, which does the same with torch alone. Unlike there, logits are not rounded to bfloat16.
+There are no atomic sums, and no block size is found by timing: the same inputs give the same bits. A target's numbers
+do not depend on the number of other targets; its gradient's row, from torch's product, may.
 
 Shape suffixes: N targets, H hidden size, V rows of this rank's shard without padding, C targets of a chunk, K greatest
 logits kept, L tiles of a row.
@@ -33,7 +33,7 @@ from megatron_worker.head.workspace import WORKSPACE_BYTES, Blocks, blocks_for, 
 class Scan:
     """Sums over these rows of the embedding for each target, float32 [N]. Exponentials are relative to `max_N`.
 
-    `target_N` is 0 where the label is another shard's. `weighted_logit_N` is 0 and `top_NK` None unless asked for;
+    `target_N` is 0 if the label is another shard's. `weighted_logit_N` is 0 and `top_NK` None unless asked for;
     `top_NK` are keys of top_k.py, their ids counted from these rows.
     """
 
@@ -61,7 +61,7 @@ def scan(
 
     Args:
         hidden_NH, weight_VH: bfloat16, float16 or float32, both the same; each row contiguous.
-        row_N: the label's row, int64; -1 where it is another shard's.
+        row_N: the label's row, int64; -1 if it is another shard's.
         top_k: how many of the greatest logits to keep, up to V.
         rows_NH: float32, written: sums of exponential times row.
         logit_rows_NH: float32, written: sums of exponential times logit, relative to `max_N`, times row. Only with
@@ -208,7 +208,7 @@ def add_weight_gradient(
 def _shape(hidden_NH: Tensor, blocks: Blocks) -> dict[str, Any]:
     return {
         "PRECISION": "ieee" if hidden_NH.dtype == torch.float32 else "tf32",  # has no effect on half precision
-        "WIDEN": not hidden_NH.is_cuda,  # the interpreter's products of bfloat16 are of its bits
+        "WIDEN": not hidden_NH.is_cuda,  # the interpreter multiplies the bits of bfloat16 as integers
         "EVEN_H": hidden_NH.shape[1] % blocks.hidden == 0,
         "BLOCK_N": blocks.targets,
         "BLOCK_V": blocks.rows,

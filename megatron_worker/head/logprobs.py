@@ -11,7 +11,7 @@ The entropy's gradient, if asked for, costs one product and one such row more: w
 
     d entropy_n / d hidden_n = -sum_v p_nv (z_nv - m_n) W_v
 
-Where logits are capped, each row W_v above is multiplied by the slope of its logit, 1 - (z_v / cap)^2.
+If logits are capped, each row W_v above is multiplied by the slope of its logit, 1 - (z_v / cap)^2.
 
 At a temperature other than 1, z are the logits divided by it, in the softmax's dtype; so is every gradient above.
 
@@ -19,8 +19,8 @@ Under tensor parallelism the hidden states are replicated and the vocabulary is 
 exponentials, target logits and the rows above in the forward. **The gradient of the hidden states comes out summed over
 the group; the caller must not sum it again.** The backward has no collective; the gradient of a shard is complete.
 
-What one shard knows of its targets is found by torch (torch_tiles.py), or on CUDA by kernels (kernels.py);
-`_scan` and `_weight_gradient` choose.
+Torch (torch_tiles.py), or on CUDA kernels (kernels.py), compute each shard's part; `_scan` and `_weight_gradient`
+choose.
 
 Shape suffixes: N targets, H hidden size, V rows of this rank's shard, K greatest logits kept.
 """
@@ -83,7 +83,7 @@ def score_targets(
 ) -> Scores:
     """Return each label's log-probability, the entropy, and the `top_k` most likely ids; in nats, float32.
 
-    All are of the softmax of the logits divided by `outputs.temperature`. Of equally likely ids the lower comes first.
+    They describe the softmax of the logits divided by `outputs.temperature`. The lower of equally likely ids is first.
 
     Args:
         hidden_NH: hidden states after the final norm, the same on every rank of the group.
@@ -91,10 +91,10 @@ def score_targets(
         label_N: ids of the whole vocabulary, int64. `NO_LABEL` has a logit of 0: its "log-probability" is minus the
             logsumexp, and so is its gradient.
         tile: None for the device's.
-        beside: an adapter of the output embedding, which then has no gradient of its own.
+        beside: an adapter of the output embedding, which then has no gradient itself.
 
-    The log-probability is differentiable by hidden states and weight, once; the entropy where `outputs` asks for it;
-    the `top_k` are constants.
+    The log-probability is differentiable by hidden states and weight, once; the entropy with `entropy_gradient`; the
+    `top_k` are constants.
     """
     assert weight_VH.shape[0] == shard.size, (weight_VH.shape, shard)
     assert outputs.entropy or not outputs.entropy_gradient
@@ -118,7 +118,7 @@ def score_targets(
 
 @dataclass(frozen=True)
 class _Task:
-    """What is computed, beside the tensors that have gradients. `keep_rows`: for the hidden states' gradient."""
+    """The inputs of the scan, except the tensors that have gradients. `keep_rows`: for the hidden states' gradient."""
 
     label_N: Tensor
     outputs: Outputs
@@ -128,7 +128,7 @@ class _Task:
 
 
 class _Head(torch.autograd.Function):
-    """`last_VR`: the last columns of the weight, behind those of `weight_VH`, where they alone have a gradient."""
+    """`last_VR`: the last columns of the weight, after those of `weight_VH`, if they alone have a gradient."""
 
     @staticmethod
     def forward(
@@ -266,8 +266,8 @@ def _weight_gradient(
 ) -> Tensor:
     """Return d loss / d weight of this shard, or of its last columns, summed over chunks in the softmax's dtype.
 
-    `entropy`: expected logits and the gradient by the entropy, both [N], where it has one. The gradients that come in
-    are divided by the temperature already.
+    `entropy`: expected logits and the gradient by the entropy, both [N], if it has one. The incoming gradients are
+    divided by the temperature already.
     """
     label_N, shard, temperature = task.label_N, task.shard, task.outputs.temperature
     grad_VH = lse_N.new_zeros((weight_VH if last_VR is None else last_VR).shape)
@@ -293,7 +293,7 @@ def _weight_gradient(
 
 
 def _row_or_none(label_N: Tensor, shard: VocabShard) -> Tensor:
-    """Return the row of each label in this shard, -1 where another shard has it."""
+    """Return the row of each label in this shard, -1 if another shard has it."""
     row_N, owned_N = rows_of_labels(label_N, shard.first, shard.num_real)
     return torch.where(owned_N, row_N, -1)
 

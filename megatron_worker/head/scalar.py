@@ -36,7 +36,7 @@ def head_slices(head: ScalarHead | None, hidden_size: int, last_stage: int = 0) 
 
 
 def own_slices(own: Mapping[str, Parameter]) -> list[TensorSlice]:
-    """Return the tensors of one's own parameters, none of which may be a single number."""
+    """Return the tensors of the user's parameters. A parameter must have at least one dimension."""
     return [TensorSlice(OWN + name, OWN + name, tuple(p.shape), None, 0, len(p)) for name, p in own.items()]
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NONE = torch.iinfo(torch.int64).min  # stands for no logit; less than every key
+NONE = torch.iinfo(torch.int64).min  # means no logit; less than every key
 _LAST_ID = (1 << 31) - 1
 
 
@@ -36,7 +36,7 @@ def unpack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def greatest(keys: Tensor, k: int) -> Tensor:
-    """Return the k greatest along the last dimension, the greatest first; `NONE` where there are fewer."""
+    """Return the k greatest along the last dimension, the greatest first; `NONE` if there are fewer."""
     found = keys.topk(min(k, keys.shape[-1]), dim=-1).values
     return torch.nn.functional.pad(found, (0, k - found.shape[-1]), value=NONE)
 

@@ -20,9 +20,9 @@ from megatron_worker.head import top_k
 
 
 class TileSize(NamedTuple):
-    """Logits that torch holds at a time, where no kernel is used.
+    """Logits that torch holds at a time, if no kernel is used.
 
-    `joined`: rows of the embedding that are copied at a time, with an adapter's columns behind them, kernel or not.
+    `joined`: rows of the embedding that are copied at a time, with an adapter's columns appended, kernel or not.
     """
 
     targets: int
@@ -201,7 +201,7 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 def rows_of_labels(label_N: Tensor, first: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return each label's row among ids from `first` on (0 where it is not among them), and True where it is."""
+    """Return each label's row among ids from `first` on (0 if it is not among them), and True if it is."""
     row_N = label_N - first
     owned_N = (row_N >= 0) & (row_N < num_rows)
     return torch.where(owned_N, row_N, 0), owned_N

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 WORKSPACE_BYTES = 256 << 20
-# Of one of a tile's greatest logits while the tiles are merged: value, id, and keys in the making.
+# For each of a tile's greatest logits while the tiles are merged: value, id, and temporary keys.
 CANDIDATE_BYTES = 36
 _MOST_TARGETS = 4096  # of a chunk without workspace: their hidden states stay in the second-level cache
 _ALIGNED = 64  # rows of the workspace begin where tensor cores like them to

@@ -37,7 +37,7 @@ def loss_function(loss: Loss, temperature: float = 1.0, has_critic: bool = False
 
 
 def check_columns(units: Units, loss: Loss) -> None:
-    """Raise InvalidInput, which names the column, the unit and the rule, where the data lacks what the loss needs."""
+    """Raise InvalidInput, which names the column, the unit and the rule, if the data lacks what the loss needs."""
     match loss:
         case CrossEntropy():
             pass

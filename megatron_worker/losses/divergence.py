@@ -6,8 +6,8 @@ With x drawn from p and d = log p(x) - log q(x), KL(p, q) = E[d] is estimated by
     k2 = d^2 / 2             biased, never negative
     k3 = exp(-d) - 1 + d     unbiased, never negative
 
-Beyond -d = 20 k3 goes on along its tangent: finite, and its gradient still pulls towards q, as a clamped exponential's
-would not (its gradient is that of d alone, away from q) and a clamped k3's (TRL, verl) is 0.
+Beyond -d = 20, k3 follows its tangent: it stays finite, and its gradient still pulls towards q. With a clamped
+exponential the gradient would be that of d alone, away from q; with a clamped k3 (TRL, verl) it is 0.
 """
 
 from typing import Literal

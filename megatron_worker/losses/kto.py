@@ -1,8 +1,8 @@
 """KTO of single answers (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7).
 
-Sequence 2k of a unit is an answer, with advantage +1 where it is desirable, else -1. Sequence 2k + 1, with advantage
-and weight 0, answers another prompt: by those of a whole step the policy's divergence from its reference is estimated,
-in a pass before the loss's own. So it depends on neither bins nor ranks, and has no gradient.
+Sequence 2k of a unit is an answer, with advantage +1 if it is desirable, else -1. Sequence 2k + 1, with advantage
+and weight 0, answers another prompt: those of a whole step estimate the policy's divergence from its reference,
+in a pass before the loss. So the estimate depends on neither bins nor ranks, and has no gradient.
 
 Shape suffixes: N targets, S sequences, of a bin; in `check_answers`, of all units.
 """
@@ -23,7 +23,7 @@ from shared.jobs.packed import Units
 
 
 def kto_loss(kto: KTO) -> LossFunction:
-    """Without its baseline's pass, as where memory is measured, the divergence is 0."""
+    """Without the baseline's pass, as in memory measurements, the divergence is 0."""
 
     def loss_of(sums: Mapping[str, float]) -> LossFunction:
         divergence = max(0.0, sums["loss"] / sums["weight"]) if sums["weight"] else 0.0
@@ -69,7 +69,7 @@ def _sequences(scores: Scores, batch: Batch, kept_N: Tensor) -> tuple[Tensor, Te
 
 
 def check_answers(units: Units) -> None:
-    """Raise InvalidInput unless each unit has answers that are good or bad, each beside one to another prompt.
+    """Raise InvalidInput unless each unit has good or bad answers, each paired with one to another prompt.
 
     An answer is sequence 2k, of advantage +1 or -1; sequence 2k + 1 has weight and advantage 0.
     """

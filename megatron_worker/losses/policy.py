@@ -24,7 +24,7 @@ def policy_loss(loss: PolicyLoss, temperature: float, has_critic: bool = False) 
 
 
 def check_policy_columns(units: Units, loss: PolicyLoss) -> None:
-    """Raise InvalidInput where an advantage, or a log-probability that the loss needs of the sampler, is no number."""
+    """Raise InvalidInput if an advantage, or a sampler's log-probability that the loss needs, is no number."""
     check_finite(units, "advantage", f"the loss {loss.kind} learns from it")
     if (reader := next((n for n in _OF_THE_SAMPLER if getattr(loss, n) is not None), None)) is not None:
         check_finite(units, "old_logprob", f"{reader} needs the sampler's log-probabilities")
@@ -60,7 +60,7 @@ def _sums(loss: PolicyLoss, scores: Scores, batch: Batch, has_critic: bool) -> L
 
 
 def _aggregate(value_N: Tensor, targets: Targets, loss: PolicyLoss) -> tuple[Tensor, Tensor]:
-    """Return the sum of a bin, and its part of what the sum over all bins is divided by: a sequence lies in one bin.
+    """Return the sum of a bin, and its part of the divisor of the sum over all bins. A sequence lies in one bin.
 
     token_mean: sum_n w_n v_n over sum_n w_n. sequence_mean: sum_s (sum_n w_n v_n / sum_n w_n) over S.
     constant_length: sum_n w_n v_n / L over S (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2).
@@ -86,7 +86,7 @@ def _total(value_N: Tensor) -> Tensor:
 def _importance(targets: Targets, loss: PolicyLoss) -> Tensor:
     """Return the old policy's probability over the sampler's (Yao et al. 2025, truncated importance sampling).
 
-    Of a token, or of its whole sequence: the product over the targets that are trained.
+    It is a token's ratio, or the whole sequence's: the product over the trained targets.
     """
     log_ratio_N = targets.old_logprob_N - targets.sampler_logprob_N
     if loss.importance_level == "sequence":
@@ -95,11 +95,11 @@ def _importance(targets: Targets, loss: PolicyLoss) -> Tensor:
 
 
 def _left_out(targets: Targets, importance_N: Tensor, loss: PolicyLoss) -> dict[str, Tensor]:
-    """Return the tokens that count for nothing, bool [N], by what leaves them out.
+    """Return the tokens that are masked out, bool [N], by the reason.
 
     `masked`: their importance is beyond the bounds (IcePop, Ling Team 2025, arXiv:2510.18855). `off_policy`: they have
-    a negative advantage, and the policy has left what the sampler wrote of their sequence (off-policy sequence masking:
-    DeepSeek-V3.2, 2025, arXiv:2512.02556, whose old policy is the sampler as its server tells it).
+    a negative advantage, and the policy has drifted too far from the sampler on their sequence (off-policy sequence
+    masking: DeepSeek-V3.2, 2025, arXiv:2512.02556, with the sampler's own log-probabilities as the old policy).
     """
     found = {}
     if loss.truncated_importance is not None and loss.importance_beyond == "mask":
@@ -116,7 +116,7 @@ def _means(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return averages over tokens by weight. Divergences are k3 estimates, which are never negative."""
     t, logprob_N = targets, targets.logprob_N.detach()
-    known_N = torch.isfinite(t.sampler_logprob_N)  # a trainer that goes by its own old policy may do without
+    known_N = torch.isfinite(t.sampler_logprob_N)  # a trainer that computes its own old policy may lack these
     trainer_N = logprob_N if loss.old == "sampler" else t.old_logprob_N
     mismatch_N = divergence(t.sampler_logprob_N, trainer_N, "k3").masked_fill(~known_N, 0.0)
     values = {
@@ -140,5 +140,5 @@ def _means(
 
 
 def _largest(value_N: Tensor) -> Tensor:
-    """Return the maximum; 0 where there are no values."""
+    """Return the maximum; 0 if there are no values."""
     return torch.cat([value_N, value_N.new_zeros(1)]).amax()

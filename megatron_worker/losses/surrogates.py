@@ -51,7 +51,7 @@ def clipped(
 ) -> Surrogate:
     """PPO's clip of a ratio (Schulman et al. 2017, arXiv:1707.06347, eq. 7), its bounds apart, and the dual clip.
 
-    -min(r A, clip(r, 1 - low, 1 + high) A), and where A < 0 no more than -dual A (Ye et al. 2020, arXiv:1912.09729,
+    -min(r A, clip(r, 1 - low, 1 + high) A), and if A < 0 no more than -dual A (Ye et al. 2020, arXiv:1912.09729,
     eq. 5). A ratio on a bound is not clipped: it has its gradient.
     """
     clips = {
@@ -93,7 +93,7 @@ def _gspo(gspo: GSPO, targets: Targets, advantage_N: Tensor) -> Surrogate:
 def _gmpo(gmpo: GMPO, targets: Targets, advantage_N: Tensor) -> Surrogate:
     """GMPO (Zhao et al. 2025, arXiv:2507.20673): -A exp(mean over a sequence of clipped log r).
 
-    A token's log r is clipped as PPO's ratio is: above `clip_high` where A > 0, below -`clip_low` where A < 0.
+    A token's log r is clipped as PPO's ratio is: above `clip_high` if A > 0, below -`clip_low` if A < 0.
     """
     log_ratio_N = bounded(targets.log_ratio_N)
     clips = {

@@ -70,7 +70,7 @@ def live_targets(scores: Scores, batch: Batch, loss: PolicyLoss) -> Targets:
 
 
 def shaped_advantages(targets: Targets, loss: PolicyLoss) -> Tensor:
-    """Return advantages [N], less the KL penalty where it is part of the reward."""
+    """Return advantages [N], less the KL penalty if it is part of the reward."""
     if loss.kl is None or loss.kl.placement == "loss":
         return targets.advantage_N
     penalty_N = divergence(targets.old_logprob_N, targets.ref_logprob_N, loss.kl.estimator)

@@ -1,4 +1,4 @@
-"""The loss of a critic: half the squared error of its values, which are kept near those before the job where it clips.
+"""The loss of a critic: half the squared error of its values, which are kept near those before the job if it clips.
 
 Shape suffixes: N targets of a bin.
 """
@@ -10,7 +10,7 @@ from megatron_worker.sums import LossSums
 
 
 def value_loss(clip: float | None) -> LossFunction:
-    """Targets are the column `advantage`; values from before the job stand in `old_logprob`, in the targets' units.
+    """Targets are the column `advantage`; `old_logprob` holds values from before the job, in the targets' units.
 
     L = 1/2 max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2) (OpenAI's baselines, ppo2; arXiv:2005.12729,
     section 3), weighted, over the sum of weights.

@@ -48,14 +48,14 @@ class Context:
 class BinPlan:
     """The plan of a bin's attention. Tables are in the compute dtype.
 
-    A bin of chains has their lengths, which add up to T. A bin in which something branches has a forest for each window
-    of the model's layers, and so has every bin that is cut over context-parallel ranks: there T are this rank's tokens.
-    A bin of chains has one where a window excludes something, and where layers have sinks.
+    A bin of chains has their lengths, which add up to T. A bin with branches has a forest for each window of the
+    model's layers; so has every bin that is cut over context-parallel ranks, where T counts this rank's tokens.
+    A bin of chains also has a forest if a window excludes something, or if layers have sinks.
     """
 
     lengths: tuple[int, ...]
     forests: Mapping[int | None, Forest]
-    start_S1: Tensor | None  # cumulative lengths, int32 [sequences + 1], where a variable-length kernel wants them
+    start_S1: Tensor | None  # cumulative lengths, int32 [sequences + 1], for a variable-length kernel
     rotary: Mapping[Rope, tuple[Tensor, Tensor]]  # cosines and sines, [T, 1, D] each
     context: Context | None = None
     recurrence: RecurrentPlan | None = None  # for models with recurrent layers
@@ -69,7 +69,7 @@ def plan_bin(
     dtype: torch.dtype,
     context: Context | None = None,
 ) -> BinPlan:
-    """Plan a bin for a model's layers. Raises InvalidInput when a tree's tokens do not stand depth first.
+    """Plan a bin for a model's layers. Raises InvalidInput if a tree's tokens are not in depth-first order.
 
     Args:
         position_T: of this rank's tokens; `parent_T` is the whole bin's.
@@ -84,7 +84,7 @@ def plan_bin(
     rotary = {rope: rope_tables(rope, position_T, frequency_D2, dtype) for rope, frequency_D2 in frequencies.items()}
     recurrence = None if a.conv_width is None else plan_recurrence(parent_T, a.conv_width)
     start_S1 = None
-    if lengths is not None and position_T.is_cuda and dtype == torch.bfloat16:  # for which torch has a kernel
+    if lengths is not None and position_T.is_cuda and dtype == torch.bfloat16:  # torch has a kernel for these
         start_S1 = F.pad(torch.tensor(lengths, device=position_T.device).cumsum(0), (1, 0)).int()
     return BinPlan(lengths or (), forests, start_S1, rotary, context, recurrence)
 
@@ -100,10 +100,10 @@ def chain_lengths(parent_T: Tensor) -> tuple[int, ...] | None:
 
 
 class PackedSelfAttention(SelfAttention):
-    """Megatron's projections and head norms around our own rotation and attention.
+    """Megatron's projections and head norms around our rotation and attention.
 
-    `forward` takes a `BinPlan` where megatron passes an attention mask; megatron's own would build rotary tables in
-    every layer and knows no sequences without Transformer Engine. A head's gate stands behind its query.
+    `forward` takes a `BinPlan` in place of the attention mask. Megatron's `forward` would build rotary tables in every
+    layer, and supports packed sequences only with Transformer Engine. A head's gate follows its query.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, attention: Attention, **kwargs: Any) -> None:
@@ -200,8 +200,8 @@ def _varlen(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan
 
 
 def rotate(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate each head's first half against its second by the angle of its token's position; of a head that is larger
-    than the tables, only the dimensions that they have.
+    """Rotate each head's first half against its second by the angle of its token's position. If a head is larger than
+    the tables, only the dimensions of the tables are rotated.
 
     It costs one product and two fused multiply-adds; the backward is the rotation by the opposite angle.
     """

@@ -5,8 +5,8 @@ whose experts they chose (dispatch.py). Each applies its experts (under etp its 
 received, one expert after another, and sends the sums back. No token is dropped, and no loss for load balance is added,
 so results do not depend on the layout.
 
-A bin may say the experts of its tokens, as a sampler chose them (routing replay: Ma et al. 2025, arXiv:2510.11370).
-Then the router's scores give their weights alone, and have its gradients, whatever function makes them.
+A bin may give the experts of its tokens, as a sampler chose them (routing replay: Ma et al. 2025, arXiv:2510.11370).
+Then the router's scores only give the experts' weights, with gradients for the router.
 
 Shape suffixes: s tokens of this rank, R tokens that came to it; K experts of a token, E experts, H hidden size; B
 choices of this rank's experts, M those of one of them; F feed-forward size of an expert on this rank.
@@ -68,7 +68,7 @@ class Expert(torch.nn.Module):
 
 
 class NormedRouter(Router):
-    """Chooses by what it has normed and scaled itself, and scales the weights of each expert's outputs (Gemma 4)."""
+    """Norms and scales its input itself, and scales the weights of each expert's outputs (Gemma 4)."""
 
     def __init__(self, mixture: Mixture, hidden_size: int, dtype: torch.dtype, eps: float) -> None:
         super().__init__(mixture, hidden_size, dtype)
@@ -100,7 +100,7 @@ class PlainStack(torch.nn.Module):
 class StackedExperts(torch.nn.Module):
     """This rank's experts, each a MLP with biases, as they are stored: [experts, inputs, outputs]. See ClampedGate.
 
-    Gates and ups stand in turns.
+    Gates and ups are interleaved.
     """
 
     def __init__(self, mixture: Mixture, num_experts: int, hidden_size: int, dtype: torch.dtype) -> None:
@@ -131,12 +131,12 @@ class SharedGate(torch.nn.Module):
 
 
 class MegatronExperts(torch.nn.Module):
-    """Takes the place of an MLP in megatron's spec.
+    """Replaces an MLP in megatron's spec.
 
     Args:
         shared: the MLP of the expert that all tokens go to, if any.
-        norm: makes the norms of what experts take and put out, if they have any.
-        place: its number among the model's layers with experts.
+        norm: makes the norms of the experts' inputs and outputs, if they have any.
+        place: the layer's number among the model's layers with experts.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class MegatronExperts(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, *_: object, padding_mask: Tensor | None = None, **__: object
     ) -> tuple[Tensor, None]:
-        """`padding_mask`: in the place of megatron's, the experts of each of its layers: [layers, s, K]."""
+        """`padding_mask`: not a mask, but the experts of each of the model's layers, [layers, s, K]."""
         hidden_sH = hidden_states.reshape(-1, hidden_states.shape[-1])
         output_sH = self._routed(hidden_sH, None if padding_mask is None else padding_mask[self.place])
         if self.shared_expert is not None:
@@ -193,7 +193,7 @@ class MegatronExperts(torch.nn.Module):
         return output_sH
 
     def _exchanged(self, hidden_sH: Tensor, weight_sK: Tensor, expert_sK: Tensor) -> Tensor:
-        """Let each token's experts work on it, on whichever ranks they are. H: where there is one, the latent size."""
+        """Run each token's experts on it, on whichever ranks they are. H: the latent size, if there is one."""
         if self._mesh.experts.size == 1:
             return self._computed(hidden_sH, weight_sK, expert_sK)
         way = dispatch(expert_sK, self._per_rank, self._mesh)

@@ -1,7 +1,7 @@
 """A bin on one rank: padded to a length that the layout divides, and cut over context-parallel ranks.
 
-A bin is cut into twice as many chunks as there are context-parallel ranks; rank r has chunk r and the r-th from behind,
-so that a long sequence costs all of them alike.
+A bin is cut into twice as many chunks as there are context-parallel ranks; rank r has chunk r and the r-th from the
+end, so that a long sequence costs all ranks the same.
 
 Shape suffixes: T tokens of a padded bin, t those of this rank, s those that it has between layers, N targets of the
 bin, M those whose hidden states are this rank's; L layers with experts, K experts of a token.
@@ -52,9 +52,9 @@ class LocalBin:
 def localised(
     batch: Batch, mesh: Mesh, a: Architecture, frequencies: Mapping[Rope, Tensor], dtype: torch.dtype
 ) -> LocalBin:
-    """Make a rank's bin. Raises InvalidInput when a tree's tokens do not stand depth first, or a sequence is too long.
+    """Make a rank's bin. All ranks of a bin raise the same error.
 
-    All ranks of a bin raise alike.
+    Raises InvalidInput: a tree's tokens are not in depth-first order, or a sequence is too long.
     """
     check_lengths(batch.position_T, a.max_positions)
     token_id_T, position_T, parent_T = _padded(batch, _multiple(mesh))

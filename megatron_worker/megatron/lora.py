@@ -1,14 +1,14 @@
-"""LoRA beside megatron's fused, sharded linears, as PEFT's separate matrices (Hu et al. 2021, arXiv:2106.09685).
+"""LoRA on megatron's fused, sharded linears, as PEFT's separate matrices (Hu et al. 2021, arXiv:2106.09685).
 
-A fused linear (query, key and value; gate and up) meets the stacked A matrices of its parts in one product, and their
+The input of a fused linear (query, key and value; gate and up) meets the stacked A matrices in one product, and their
 B matrices, each in its own rows and columns of an otherwise empty matrix, in another. Under tensor parallelism the B
-of a column-parallel linear is sharded with its rows, the A of a row-parallel one with its columns; the other of the
-two is whole on every rank, and its gradient is complete because the rank-r activations, the smallest thing there is,
-are summed over tp.
+of a column-parallel linear is sharded with its rows, the A of a row-parallel one with its columns; the other matrix is
+whole on every rank, and its gradient is complete because the rank-r activations, the smallest tensors here, are summed
+over tp.
 
-Where ranks have different tokens (sequence parallelism; experts) nothing is summed beside a linear: its output, or the
-gradient of its input, is added up with the main product's, by whoever brings the tokens together; the matrix that is
-whole on every rank then has a gradient that is its rank's part alone.
+If ranks have different tokens (sequence parallelism; experts) the adapter does not sum anything itself: its output, or
+the gradient of its input, is summed together with the linear's when the tokens are brought together. The matrix that is
+whole on every rank then has only its rank's part of the gradient.
 
 Shape suffixes: T tokens, I input features, O output features of this rank, R ranks of all parts of a linear together.
 """
@@ -47,9 +47,9 @@ _OF_HEADS = ("output_layer.", scalar.MODULE, scalar.OWN)
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """An adapter's weights beside one fused linear, whose parts own ranks one after another.
+    """An adapter's weights for one fused linear. Its parts have ranks one after another.
 
-    `scale`: of the ranks, [R] where parts have different ones. `name`, `place`: what the mask of the parts' common
+    `scale`: of the ranks, [R] if parts have different ones. `name`, `place`: what the mask of the parts' common
     input follows from; ranks of one place have the same inputs. `norm_parts`: DoRA's norms of each part's rows, if it
     has any; `columns`: the ranks that hold other columns of these rows.
     """
@@ -66,12 +66,12 @@ class LoraWeights:
     columns: Group | None = None
 
     def gain_O(self, weight_OI: Tensor) -> Tensor:
-        """Return by how much DoRA scales each row of W + scale B A: to the norm that is trained."""
+        """Return DoRA's factor for each row of W + scale B A, which gives the row its trained norm."""
         change_OI = (self.b_OR(len(weight_OI)) * self.scale) @ self.a_RI.detach()
         square_O = norms_of_rows(weight_OI, change_OI).square()
         if self.columns is not None:
             self.columns.sum(square_O)
-        norm_O = square_O.sqrt().to(weight_OI.dtype)  # rounded alike: before training, it is what is trained
+        norm_O = square_O.sqrt().to(weight_OI.dtype)  # rounded like the trained norm, which it equals before training
         trained_O = norm_O.clone()
         for part, own in zip(self.parts, self.norm_parts, strict=True):
             trained_O.view(part.groups, -1)[:, part.start : part.stop] = own.view(part.groups, -1)
@@ -106,7 +106,7 @@ class LoraWeights:
 
 
 class AdaptedColumnLinear(ColumnParallelLinear):
-    """A column-parallel linear with an adapter beside it, or none."""
+    """A column-parallel linear with an adapter or without."""
 
     lora: LoraWeights | None = None
     sequence: Group | None = None  # under sequence parallelism, the ranks that share the tokens out
@@ -121,7 +121,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
 
 
 class AdaptedRowLinear(RowParallelLinear):
-    """A row-parallel linear with an adapter beside it, or none. Its bias, if any, is added by the layer."""
+    """A row-parallel linear with an adapter or without. Its bias, if any, is added by the layer."""
 
     lora: LoraWeights | None = None
     sequence: Group | None = None
@@ -136,9 +136,9 @@ class AdaptedRowLinear(RowParallelLinear):
 
 
 class ExpertLinear(torch.nn.Module):
-    """A linear of one expert, or this rank's slice of it, with an adapter beside it, or none.
+    """A linear of one expert, or this rank's slice of it, with an adapter or without.
 
-    It has no collectives: whoever calls it brings tokens together, and adds outputs up. So do linears beside latents.
+    It has no collectives: the caller brings tokens together, and adds outputs up.
     """
 
     lora: LoraWeights | None = None
@@ -239,7 +239,7 @@ AdaptedLinear = AdaptedColumnLinear | AdaptedRowLinear | ExpertLinear
 
 
 class MegatronAdapter:
-    """One slot: an adapter's weights beside every linear it targets, and its head; those of this rank in one buffer."""
+    """One slot: an adapter's weights for every linear it targets, and its head; those of this rank in one buffer."""
 
     def __init__(
         self, lora: Lora, linears: Sequence[Linear], more: Sequence[TensorSlice], mesh: Mesh, dtype: torch.dtype

@@ -2,7 +2,7 @@
 
 The model is built on the CPU without initialising anything, then all its parameters become views of one flat buffer on
 the device. This avoids megatron's code that requires CUDA: its initialisers, random state, optimizer, schedules and
-checkpoints. Of the parallel dimensions megatron is told tp alone; a pipeline stage is a model of fewer layers.
+checkpoints. Megatron knows only one parallel dimension, tp; a pipeline stage is a model of fewer layers.
 
 Shape suffixes: T tokens of a bin, N targets, H hidden size, V rows of this rank's vocabulary shard; t tokens of a bin
 that are this context-parallel rank's, s those of them that this rank has between layers: t, or t / tp under sp.
@@ -89,7 +89,7 @@ class ZeroCentredNorm(RMSNorm):
 
 
 class NormOfAllHeads(RMSNorm):
-    """The same over all heads of a token together, of which each tensor-parallel rank has its own."""
+    """The same over all heads of a token together. The heads are split over tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int, tp: Group) -> None:
         super().__init__(config, hidden_size * num_heads // tp.size, eps)
@@ -106,7 +106,7 @@ class NormOfAllHeads(RMSNorm):
 
 
 def _adding(scale: float) -> Callable[..., Any]:
-    """Return what takes the place of megatron's function that adds to the residual stream: it adds so many times."""
+    """Return a function that replaces megatron's addition to the residual stream: it adds the output times `scale`."""
 
     def added(made: tuple[Tensor, None], residual: Tensor, _dropout: float) -> Tensor:
         return residual + made[0] * scale
@@ -131,7 +131,7 @@ class DenseMLP(MLP):
 
 
 class NormedMLP(DenseMLP):
-    """The MLP beside experts, between norms of its own."""
+    """The MLP that runs beside experts, between separate norms."""
 
     def __init__(self, config: TransformerConfig, mlp: Mlp, norm: type[RMSNorm]) -> None:
         super().__init__(config, mlp)
@@ -147,8 +147,8 @@ class NormedMLP(DenseMLP):
 class MegatronModel:
     """This rank's part of the model, its parameters views of `flat`. Frozen until trained; `constants` for ever.
 
-    Parameters go by the names that they have in the whole model, whatever this stage calls them. With `quantize` the
-    weights of its linears are no parameters, but `quantized`; the dtype is that of all else.
+    Parameters have their names in the whole model, not those of this stage. With `quantize` the weights of the linears
+    are in `quantized` and are no parameters; the dtype is that of all other tensors.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class MegatronModel:
                 per_layer_sLP = per_layer(part.token_id_t, received_s1H)
         plan = part.plan if self.architecture.block is None else LayerInputs(part.plan, per_layer_sLP)
         self._gpt.decoder.set_input_tensor(received_s1H)
-        # Megatron passes a padding mask on to MLPs, also where they are computed again for the backward.
+        # Megatron passes a padding mask on to MLPs, also when they are recomputed for the backward.
         hidden_s1H: Tensor = self._gpt.decoder(received_s1H, attention_mask=plan, padding_mask=part.route_LsK)
         self._gpt.decoder.set_input_tensor(None)
         if not self._mesh.is_last_stage:

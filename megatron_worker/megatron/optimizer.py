@@ -1,6 +1,6 @@
 """AdamW (adamw.py) and Muon (muon.py) on float32 masters: flat buffers for weights, gradients and both moments.
 
-Of tensors that several ranks hold, each rank updates a share, and keeps masters and moments of that share only
+If several ranks hold a tensor, each rank updates a share of it, and keeps masters and moments of that share only
 (Rajbhandari et al. 2020, arXiv:1910.02054, stage 1): gradients are summed into shares, and weights gathered from them.
 """
 
@@ -32,9 +32,9 @@ from shared.families.tensor_slices import TensorSlice
 class MegatronOptimizer:
     """Trains parameters that are views of one `Flat`, which `regions` cover.
 
-    Gradients are accumulated in float32, whatever the weights' dtype. `master` is the working buffer itself where that
+    Gradients are accumulated in float32, whatever the weights' dtype. `master` is the working buffer itself if that
     is float32; else, as the moments, this rank's shares one after another. `states`: how the moments are held.
-    `slices`: the tensors that the parameters hold; what is in none is updated as no matrix is.
+    `slices`: the tensors that the parameters hold; weights outside of them are not updated as matrices.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class MegatronOptimizer:
         return [*masters, *chain.from_iterable(moments)]
 
     def detach(self) -> None:
-        """Freeze the parameters and let go of their gradients."""
+        """Freeze the parameters and release their gradients."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters.values():
@@ -134,7 +134,7 @@ class MegatronOptimizer:
         return not self.is_exact
 
     def masters_on(self, ranks: SideRanks) -> Held:
-        """Return what gives the first of the ranks that hold a parameter its master, beside the passes.
+        """Return a function that gives the first rank that holds a parameter its master, during the passes.
 
         Its other holders have to ask for it, too, and get None.
         """
@@ -281,7 +281,7 @@ class Gathered(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
-            self._last = None  # it is let go before the next one takes memory
+            self._last = None  # it is freed before the next one takes memory
             self._last = name, self._gathered(name)
         return self._last[1]
 

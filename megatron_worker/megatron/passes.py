@@ -25,7 +25,7 @@ Learned = tuple[Batch, dict[str, Tensor]]
 
 
 class PipelinePasses:
-    """Forward and backward passes. Collective: ranks bring equally many bins, the same where they share data."""
+    """Forward and backward passes. Collective: ranks bring equally many bins, the same ones if they share data."""
 
     def __init__(self, model: MegatronModel, mesh: Mesh) -> None:
         self._model = model

@@ -69,7 +69,7 @@ class CpuMeter(TorchDispatchMode):
 
 
 def _storages(value: Any) -> list[torch.UntypedStorage]:
-    """Return those of what operations take and give: tensors, and tuples, lists and dictionaries of them."""
+    """Return the storages of operations' inputs or outputs: tensors, and tuples, lists and dictionaries of them."""
     if isinstance(value, Tensor):
         return [value.untyped_storage()]
     if isinstance(value, dict):
@@ -105,7 +105,7 @@ def new_meter(device: torch.device) -> CpuMeter | CudaMeter:
 
 
 def default_budget(device: torch.device) -> int:
-    """Return bytes that passes may take where nobody says how many: a share of all memory that this rank can use.
+    """Return the default budget of passes: a share of all memory that this rank can use.
 
     It is the same whatever else runs: on CUDA 90 % of the device without what this process has allocated on it; on the
     CPU half of the machine or container, divided by the ranks on it.

@@ -68,7 +68,7 @@ def measure(probe: Probe, sizes: Sequence[int], device: torch.device, world_size
 
     Collective: for each size the largest bytes of any rank count.
     """
-    if device.type == "cuda":  # a first run, in which libraries allocate their workspaces
+    if device.type == "cuda":  # a first run: libraries allocate their workspaces
         _measured(probe, sizes[0], device)
     cost = PassCost((), ())
     for number, size in enumerate(sizes):

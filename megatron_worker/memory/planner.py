@@ -1,11 +1,11 @@
-"""The planner: how many tokens a job's micro-batch has, which items one of TrainerRank. Equal on every rank.
+"""The planner: how many tokens a job's micro-batch has, and which items TrainerRank's has. Equal on every rank.
 
 A job's micro-batch is one pass, forward and backward, which is measured whole (probes.py).
 
-The memory of TrainerRank's is simulated: the forwards slot by slot, each of the backbone and then of its heads; the
-user's loss; then the backwards, the newest first, each freeing its memory. What passes hold is measured (probes.py).
-What a loss does is the user's: it is taken to keep one copy of each output that has a gradient until it has made that
-gradient, and to work on one input's outputs at a time in two copies more.
+For TrainerRank the memory of a micro-batch is simulated: the forwards slot by slot, each of the backbone and then of
+its heads; the user's loss; then the backwards, the newest first, each freeing its memory. The memory of each pass is
+measured (probes.py). The user's loss is assumed to keep one copy of each output that has a gradient until it has made
+that gradient, and to need two more copies of one input's outputs at a time.
 """
 
 from collections.abc import Sequence
@@ -92,8 +92,8 @@ class RankShare:
 class Planner:
     """Plans micro-batches for the data-parallel ranks of an engine. Its state is the same on all of them.
 
-    Every cost is measured when it is first needed. `_excess`: by kinds of questions, the factor by which a micro-batch
-    that exceeded its budget took more than its estimate.
+    Every cost is measured when it is first needed. `_excess`: for each set of request kinds, the factor by which a
+    micro-batch that exceeded its budget took more than its estimate.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -139,13 +139,13 @@ class Planner:
         held_bytes: float = 0.0,
         most: int | None = None,
     ) -> list[RankShare]:
-        """Divide as many items as fit, from `first` on in order, over the ranks: each goes to the one with least to do.
+        """Divide as many items as fit, from `first` on in order, over the ranks: each goes to the least loaded one.
 
         Args:
             slots: in the order of their forwards.
             in_step: ranks run the backbones of all slots, if need be with an empty pack, and all heads go backward
                 before them.
-            budget_bytes: what is left of the budget beside `held_bytes`.
+            budget_bytes: the rest of the budget, without `held_bytes`.
             most: the most items to take.
 
         Raises:
@@ -167,7 +167,7 @@ class Planner:
         return shares
 
     def exceeded(self, kind: frozenset[str], times: float) -> None:
-        """Learn that a micro-batch with these kinds of questions took so many times its estimate."""
+        """Record that a micro-batch with these kinds of requests took `times` its estimate."""
         self._excess[kind] = self._excess.get(kind, 1.0) * times
 
     def _grown(

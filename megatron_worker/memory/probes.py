@@ -32,9 +32,9 @@ _MASK_BLOCK = 128  # tokens, on CUDA
 def measure_step(
     engine: Engine, loss: LossFunction, branches: bool, budget_bytes: float, most_tokens: int | None = None
 ) -> PassCost:
-    """Measure what forward_backward of so many tokens holds, if all of them are targets; of `most_tokens` at most.
+    """Measure the memory of forward_backward by tokens, up to `most_tokens`; all tokens are targets.
 
-    The slot that is active must hold no gradients: those of the passes that measure are dropped. Collective.
+    The active slot must hold no gradients: those of the measuring passes are dropped. Collective.
     """
     device, world_size = engine.facts.device, engine.facts.layout.world_size
     if (divergence := loss.outputs.divergence) is not None:  # of a whole distribution: no other takes more

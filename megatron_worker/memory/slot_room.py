@@ -12,7 +12,7 @@ PASSES_SHARE = 10
 
 @dataclass(frozen=True)
 class SlotNeed:
-    """Bytes that something takes while it is trained, by part, each on the rank where it takes most.
+    """Bytes of a slot that is trained, by part, each on the rank with the most.
 
     `weights` are also those of the adapter that is its loss's reference.
     """
@@ -52,7 +52,7 @@ class SlotRoom:
     on_device: set[str] = field(default_factory=set)
 
     def has_room(self, run_id: str, need: SlotNeed) -> bool:
-        """Return True if a run's slots fit beside those of all others on the device."""
+        """Return True if a run's slots fit on the device together with all others."""
         return self.limit is None or need.total <= self.limit - self._of_others(run_id)
 
     def reserve(self, run_id: str, need: SlotNeed) -> None:
@@ -74,7 +74,7 @@ class SlotRoom:
             raise JobFailed(Fault(kind="invalid_input", message=message))
 
     def crowded(self, run_id: str, need: SlotNeed) -> JobFailed:
-        """Return the fault of a run whose slot would fit alone, and does not beside the others."""
+        """Return the fault of a run whose slot would fit alone, but not with the others."""
         assert self.limit is not None
         message = (
             f"{need}; of {self.limit:,} for slots other runs have {self._of_others(run_id):,}: "

@@ -1,1 +1,1 @@
-"""What mixes the tokens of a layer, apart from softmax attention: recurrences over the forest of a bin's tokens."""
+"""Token mixers other than softmax attention: recurrences over the forest of a bin's tokens."""

@@ -32,11 +32,11 @@ class RecurrentPlan:
     """A bin's chunks, in the order of their levels.
 
     Attributes:
-        token_XC: the chunks' tokens; T where a chunk has fewer than C.
+        token_XC: the chunks' tokens; T if a chunk has fewer than C.
         place_T: each token's place among the X * C.
         levels: for each level, how many chunks it has.
         parents: for each level but the first, its chunks' parents' places in the level before.
-        ancestor_WT: each token's parent, its parent, and so on, W - 1 of them: T where there is none.
+        ancestor_WT: each token's parent, its parent, and so on, W - 1 of them: T if there is none.
     """
 
     token_XC: Tensor
@@ -47,7 +47,7 @@ class RecurrentPlan:
 
 
 def plan_recurrence(parent_T: Tensor, conv_width: int) -> RecurrentPlan:
-    """Plan a bin. Raises InvalidInput unless parents come first and each subtree's tokens stand together."""
+    """Plan a bin. Raises InvalidInput unless parents come first and each subtree's tokens are contiguous."""
     nodes = find_nodes(parent_T.cpu().numpy())
     lengths = (nodes.end_N - nodes.begin_N).tolist()
     size = min(_CHUNK, -(-max(lengths, default=1) // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
@@ -100,10 +100,10 @@ def convolve(input_TJ: Tensor, weight_JW: Tensor, plan: RecurrentPlan, bias_J: T
 
 
 def decays_in_chunks(log_decay_XGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return factors by which states decay: from each token of a chunk (the last dimension) to each later one and
-    itself (the one before), 0 to earlier ones; from the chunk's beginning to each token; from each to its end.
+    """Return the decay factors of states: from each token of a chunk (the last dimension) to itself and each later one
+    (the dimension before), 0 to earlier ones; from the chunk's beginning to each token; from each token to its end.
 
-    Differences of sums count, which are summed in float64: a tenth of the error.
+    They are made of differences of sums, which are computed in float64: a tenth of the error.
     """
     decayed_XGC = log_decay_XGC.double().cumsum(-1)
     between_XGCC = (decayed_XGC[..., :, None] - decayed_XGC[..., None, :]).to(log_decay_XGC.dtype)
@@ -132,7 +132,7 @@ def gated_delta_rule(
     step_key = key * step
     system_XGCC = (step_key @ key.transpose(-1, -2)) * between_XGCC
     seen_XGCC = (query @ key.transpose(-1, -2)) * between_XGCC
-    # What each token writes, were the state before the chunk zero; and what it takes off that for the state.
+    # What each token would write if the state before the chunk were zero, and what to subtract for that state.
     written = torch.linalg.solve_triangular(system_XGCC, value * step, upper=False, unitriangular=True)
     read_first = torch.linalg.solve_triangular(system_XGCC, step_key * from_start, upper=False, unitriangular=True)
     query = query * from_start
@@ -170,7 +170,7 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 def in_chunks(rows: Tensor, plan: RecurrentPlan) -> Tensor:
-    """Return rows of tokens, [T, heads, size], by chunk: [X, heads, C, size], zeros where a chunk has no token.
+    """Return rows of tokens, [T, heads, size], by chunk: [X, heads, C, size], zeros if a chunk has no token.
 
     Without a decay and a step, these change no state.
     """
@@ -179,13 +179,13 @@ def in_chunks(rows: Tensor, plan: RecurrentPlan) -> Tensor:
 
 
 def log_decay(decay_TG: Tensor, log_rate_G: Tensor, bias_G: Tensor) -> Tensor:
-    """Return the logarithm of the factor by which each token's state decays, at most 0: float32 at least."""
+    """Return the logarithm of each token's decay factor, at most 0: float32 at least."""
     wide = torch.promote_types(torch.float32, decay_TG.dtype)
     return -log_rate_G.to(wide).exp() * F.softplus(decay_TG.to(wide) + bias_G)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the root mean square norm of each head's output, times the SiLU of its gate; in float32 but the weight."""
+    """Return the RMS norm of each head's output, times the SiLU of its gate; in float32, except the weight."""
     wide = torch.promote_types(torch.float32, x.dtype)
     normed = weight * F.rms_norm(x.to(wide), (x.shape[-1],), eps=eps).to(x.dtype)
     return (normed * F.silu(gate.to(wide))).to(x.dtype)

@@ -1,8 +1,8 @@
 """The nodes of a forest of tokens, and the calls of the CPU's attention kernel that compute it (tree_attention.py).
 
-Tokens stand depth first, so that what descends from token k is an interval. Tokens between two branchings are a *node*.
-Each node is computed causally over itself, and everything below a node densely over the node; a small tree of many
-short nodes in one masked call, which is cheaper than many small ones.
+Tokens are in depth-first order, so that the descendants of token k are an interval. Tokens between two branchings are a
+*node*. Each node attends causally to itself, and everything below a node attends densely to the node; a small tree of
+many short nodes is one masked call, which is cheaper than many small ones.
 
 Shape suffixes: T tokens of a bin, N nodes; of one call, L tokens.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shared.errors import InvalidInput
 
-# What calling the kernel costs beside its work, in pairs of a query and a key that it could have met meanwhile.
+# The overhead of a kernel call, in pairs of a query and a key that it could compute in that time.
 _CALL_PAIRS = 2048
 
 Ints = NDArray[np.int64]
@@ -110,10 +110,11 @@ def plan_calls(
     chunks: Sequence[slice] = (),
     window: int | None = None,
 ) -> list[Call]:
-    """Return the cheapest calls for a forest, at `call_pairs` a call and one for each pair of a query and a key.
+    """Return the cheapest calls for a forest, at a cost of `call_pairs` per call and 1 per pair of a query and a key.
 
-    With chunks, at whose edges nodes must end: of their queries alone, which are counted from the first chunk's first.
-    With a window, of at most whose length nodes must be: what it excludes is left out of the calls, not of the costs.
+    With chunks, only calls for their queries, which are counted from the first chunk's first. Nodes must end at the
+    edges of chunks. With a window, nodes must not be longer than it; the pairs that it excludes are left out of the
+    calls, but count as costs.
     """
     own: list[Call] = []
     over_ancestors: list[Call] = []
@@ -142,7 +143,7 @@ def plan_calls(
 def _calls_in_window(
     nodes: Nodes, node: int, band: Callable[[int, int, int], Tensor], window: int, chunks: Sequence[slice]
 ) -> list[Call]:
-    """Return the calls over a node of what descends from it and sees something of it. Bands of one shape are shared."""
+    """Return the calls over a node for those of its descendants that see some of it. Bands of one shape are shared."""
     calls: list[Call] = []
     begin, end, depth, subtree_end = (
         int(x[node]) for x in (nodes.begin_N, nodes.end_N, nodes.depth_N, nodes.subtree_end_N)
@@ -164,7 +165,7 @@ def _calls_in_window(
 
 
 def _band(num_queries: int, num_keys: int, shift: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Return the mask of queries that are `shift` and more tokens behind the first key: [queries, keys]."""
+    """Return the mask of queries that begin `shift` tokens after the first key: [queries, keys]."""
     distance = torch.arange(num_queries)[:, None] + shift - torch.arange(num_keys)
     return torch.zeros(distance.shape, dtype=dtype).masked_fill_(distance >= window, -torch.inf)
 

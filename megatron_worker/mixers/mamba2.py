@@ -32,7 +32,7 @@ def scan(
     between_XGRCC, from_start_XGRC, to_end_XGRC = decays_in_chunks(log_decay_XGRC)
     output_XGRCP = (query_XG1CN @ key_XG1CN.transpose(-1, -2) * between_XGRCC) @ written_XGRCP
     added_XGRPN = (written_XGRCP * to_end_XGRC[..., None]).transpose(-1, -2) @ key_XG1CN
-    first = plan.levels[0]  # so many chunks begin with no state
+    first = plan.levels[0]  # the number of chunks that begin with no state
     states, before, start = added_XGRPN[:first], [], first
     for num_chunks, parent in zip(plan.levels[1:], plan.parents, strict=True):
         here = slice(start, start + num_chunks)

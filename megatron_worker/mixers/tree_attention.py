@@ -1,18 +1,18 @@
 """Attention in a forest of tokens: each token attends to itself and its ancestors.
 
-Tokens stand depth first, so that what descends from token k is an interval: token q sees k just when
+Tokens are in depth-first order, so that the descendants of token k are an interval: token q sees k if and only if
 `k <= q < end_T[k]`. Tokens between two branchings are a *node*. On the CPU a bin becomes a few calls of torch's flash
-kernel: each node causally over itself, and everything below a node densely over the node. No prefix is copied or met
-twice, and no mask is made but for small trees of many short nodes, where one masked call is cheaper than many small
-ones. Calls over different keys are merged by their logsumexp, as Milakov & Gimelshein 2018 (arXiv:1805.02867) merge
-parts of a softmax; since the softmax's gradient (Dao 2023, arXiv:2307.08691, algorithm 2) needs of the other
-keys nothing but the whole logsumexp and output, the backward is the same calls once more. On CUDA it is
+kernel: each node attends causally to itself, and everything below a node attends densely to the node. No prefix is
+copied or computed twice, and masks are made only for small trees of many short nodes, as one masked call is cheaper
+than many small ones. Calls over different keys are merged by their logsumexp, as Milakov & Gimelshein 2018
+(arXiv:1805.02867) merge parts of a softmax. The softmax's gradient (Dao 2023, arXiv:2307.08691, algorithm 2) depends on
+the other keys only through the whole logsumexp and output, so the backward makes the same calls again. On CUDA it is
 flex_attention, with a block mask that is made from the intervals.
 
-Within a *window* of W tokens a token attends to itself and the W - 1 ancestors nearest to it. Nodes are then of at most
-W tokens, so that within a node the window excludes nothing, and what descends from a node meets all of it, or none, or
-a band. A *sink* is a score of each head that every softmax has besides, with no value: it makes the logsumexp larger
-and the output smaller, so that the backward is the same calls again.
+Within a *window* of W tokens a token attends to itself and the W - 1 ancestors nearest to it. Nodes then have at most W
+tokens, so that within a node the window excludes nothing, and a descendant of a node sees all of it, none of it, or a
+band. A *sink* is an additional score of each head in every softmax, with no value: it makes the logsumexp larger and
+the output smaller, and the backward still makes the same calls.
 
 Shape suffixes: T tokens of a bin, N nodes, H query heads of this rank, G key/value heads, D size of a head; of one
 call, B blocks of L tokens; K blocks of a block mask.
@@ -48,10 +48,10 @@ class Forest:
 def plan_forest(
     parent_T: Tensor, dtype: torch.dtype, chunks: Sequence[slice] = (), window: int | None = None
 ) -> Forest:
-    """Plan a forest. Raises InvalidInput unless parents come first and each subtree's tokens stand together.
+    """Plan a forest. Raises InvalidInput unless parents come first and each subtree's tokens are contiguous.
 
     Args:
-        chunks: this rank's queries, in their order, where it has not all of them. Keys are always the whole bin's.
+        chunks: this rank's queries, in their order, if it does not have all of them. Keys are the whole bin's.
         window: tokens that a token attends to, itself among them; None: all.
     """
     parent = parent_T.cpu().numpy()
@@ -156,9 +156,9 @@ def block_mask(
 ) -> BlockMask:
     """Make flex_attention's mask of a forest from the intervals: nothing of size [T, T] is made.
 
-    A block of keys before a block of queries matters when one of its keys has descendants among them, which then are
-    the first of them; it needs no mask when all its keys have all of them. With a window, which needs the tokens'
-    depths, blocks that are further apart are left out, and those that may be so in part have a mask.
+    A block of keys before a block of queries matters if one of its keys has descendants among the queries (then the
+    first query is one); it needs no mask if all queries are descendants of all its keys. With a window, which needs the
+    tokens' depths, blocks that are further apart are left out, and blocks that may be partly so have a mask.
     """
     num_tokens = len(end_T)
     num_blocks = -(-num_tokens // block_size)

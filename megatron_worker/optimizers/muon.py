@@ -19,9 +19,9 @@ _LEAST_NORM = 1e-7
 
 
 def direct(grad: Tensor, mean: Tensor, square: Tensor, muon: Muon) -> None:
-    """Put a step's direction in the place of its gradient. All are flat, float32 and of one length.
+    """Replace the gradient by the step's direction. All are flat, float32 and of one length.
 
-    The second moment is kept up, so that a client may go on with AdamW.
+    The second moment is updated too, so that a client may switch to AdamW.
     """
     square.mul_(muon.beta2).addcmul_(grad, grad, value=1 - muon.beta2)
     mean.lerp_(grad, 1 - muon.momentum)

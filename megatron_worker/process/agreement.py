@@ -40,7 +40,7 @@ def agreement(world_size: int, device: torch.device) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as raised:  # every rank must hear of it before it goes on
+    except Exception as raised:  # every rank must learn of it before it continues
         error = raised
     first = _first_error(error, world_size, device)
     if error is not None:

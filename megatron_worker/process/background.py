@@ -21,7 +21,7 @@ class Abandoned(Exception):
 
 
 class BackgroundCall(Generic[T]):
-    """A call in a daemon thread of its own."""
+    """A call in a separate daemon thread."""
 
     def __init__(self, call: Callable[[Check], T]) -> None:
         self._is_abandoned = threading.Event()

@@ -16,7 +16,7 @@ class EventLog:
     """Appends a job's events to its log. Ranks other than 0 have one without a path, which writes nothing."""
 
     def __init__(self, path: Path | None) -> None:
-        """Raises InvalidInput when the log already holds events: an attempt has a log of its own."""
+        """Raises InvalidInput if the log already holds events: each attempt has a new log."""
         self._seq = 0
         self._file: int | None = None
         if path is None:

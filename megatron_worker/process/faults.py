@@ -1,4 +1,4 @@
-"""Faults: reasons why a job cannot go on, in words for its user."""
+"""Faults: reasons why a job cannot continue, in words for its user."""
 
 import errno
 from typing import Literal

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 def slow_imports() -> Iterator[None]:
     """Make imports within the block without garbage collections, which take a quarter of their time.
 
-    Where a module was new, what exists at the end is frozen: modules live for ever, and later collections, among them
+    If a module was new, all objects at the end are frozen: modules live for ever, and later collections, including
     that at the process's end, need not look at their objects.
     """
     num_modules = len(sys.modules)

@@ -35,7 +35,7 @@ class JobQueue:
     def claim(self, accepts: Callable[[WorkerPlan], bool] = lambda plan: True) -> ClaimedJob | None:
         """Take the oldest job, by rename. Files that are still being written have other names.
 
-        `accepts`: whether the job may begin now; else it waits, and those behind it wait with it.
+        `accepts`: whether the job may begin now; else it waits, and so do all later jobs.
         """
         for path in sorted(self.paths.jobs.glob("[!.]*.json"), key=_age):
             try:
@@ -91,5 +91,5 @@ class JobQueue:
 
 
 def _age(path: Path) -> tuple[int, str]:
-    """Sort key: when the file was written, and its name where several were at once."""
+    """Sort key: when the file was written, then its name."""
     return path.stat().st_mtime_ns, path.name

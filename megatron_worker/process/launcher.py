@@ -2,10 +2,10 @@
 
     python -m megatron_worker.process.launcher N MODULE …
 
-The ranks meet in a file of a folder that only this user can open (torch's FileStore): unlike torchrun, nothing listens
-for them, and nothing that a stranger could send is ever unpickled. Where a worker has ranks on several machines, each
+The ranks meet in a file of a folder that only this user can open (torch's FileStore): unlike with torchrun, no port is
+open, and nothing that a stranger could send is ever unpickled. If a worker has ranks on several machines, each machine
 has a launcher, and all meet in rank 0's store: LONGSHORE_NODE=1/3 says which of three machines this is, and
-LONGSHORE_RENDEZVOUS names the file that has the port at which the store is reached here (service/host_http/gangs.py).
+LONGSHORE_RENDEZVOUS names the file with the local port of the store (service/host_http/gangs.py).
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class RankProcesses:
 
 
 def _start(command: list[str], environment: dict[str, str]) -> int:
-    """Start a rank; returns its pid. Where this process has been forked with everything imported, so is the rank."""
+    """Start a rank; returns its pid. If this process was forked with everything imported, the rank is forked too."""
     if "megatron_worker.worker" not in sys.modules:
         return subprocess.Popen(command if sys.flags.safe_path else [command[0], *command[2:]], env=environment).pid
     pid = os.fork()
@@ -89,7 +89,7 @@ def _start(command: list[str], environment: dict[str, str]) -> int:
 
 
 def _place(rank: int, num: int) -> dict[str, str]:
-    """Return the variables by which torchrun, too, tells a rank its place. `rank`: among the `num` of this machine."""
+    """Return torchrun's variables for a rank's place. `rank`: among the `num` of this machine."""
     node, _, nodes = os.environ.get(NODE_VARIABLE, "0/1").partition("/")
     place = {
         "RANK": int(node) * num + rank,

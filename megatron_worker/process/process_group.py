@@ -1,4 +1,4 @@
-"""The process group of an engine's ranks, of the launcher or of one process; and one beside it."""
+"""The process group of an engine's ranks, of the launcher or of one process; and a second group."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ _POLL_S = 0.02
 _PATIENCE = timedelta(minutes=30)
 _SIDE_PATIENCE = timedelta(
     hours=6
-)  # as long as a thread may wait to be told to go on; a rank that dies ends the worker
+)  # the longest that a thread may wait for its next turn; a rank that dies ends the worker
 
 
 def backend() -> str:

@@ -59,10 +59,10 @@ def _leave(who: str) -> None:
 
 
 def on_signals(stop: Callable[[], None]) -> None:
-    """Call `stop` once, in a thread of its own, at SIGTERM or SIGINT. To be called by the main thread.
+    """Call `stop` once, in a separate thread, at SIGTERM or SIGINT. To be called by the main thread.
 
-    Python runs its handlers in the main thread alone, and one that has just gone to sleep in a lock or a queue is not
-    woken by a signal that another thread of the process took. The descriptor is written to by whichever thread took it.
+    Python runs its handlers in the main thread alone, and a main thread that sleeps in a lock or a queue is not woken
+    by a signal that another thread took. Whichever thread takes the signal writes to the descriptor.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longshore.training import Quantization
 
-_CHUNK = 1 << 22  # numbers: float32 copies of so many are held beside the matrix at a time
+_CHUNK = 1 << 22  # numbers that are held as float32 copies at a time, in addition to the matrix
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),

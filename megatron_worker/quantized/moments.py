@@ -1,10 +1,10 @@
 """AdamW's moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861), in blocks of 64.
 
-A code is one of the paper's dynamic tree: a power of ten from 1 to 1e-6, a fraction with the bits that the power leaves
-and, of the first moment, a sign; here the upper ends of a fraction's steps, so that 1 is among them. Of the second
-moment the root is coded: both moments are then as small as gradients are, and none is zero where the other is not.
-Tensors of a flat buffer, and ranks' shares of it, begin at multiples of 64: no block is of two tensors. A checkpoint
-has moments in float32, whatever the layout; the codes of what codes stand for are the same codes, so no bit is lost.
+Codes are those of the paper's dynamic tree: a power of ten from 1 to 1e-6, a fraction with the remaining bits and, for
+the first moment, a sign; here the upper ends of a fraction's steps, so that 1 is among them. The second moment is coded
+as its root: both moments are then as small as gradients, and neither is zero if the other is not. Tensors of a flat
+buffer, and ranks' shares of it, begin at multiples of 64, so no block spans two tensors. A checkpoint has moments in
+float32, whatever the layout; encoding decoded moments gives the same codes, so no bit is lost.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron_worker.quantized.block_codes import code_of_values
 from megatron_worker.quantized.tensors import QuantizedTensors
 
 _BLOCK, _CHUNK = 64, 1 << 18
-_LEAST = 2.0**-50  # a scale: squares of its block's smallest numbers are told apart in float32
+_LEAST = 2.0**-50  # the least scale: squares of its block's smallest numbers still differ in float32
 
 
 def _magnitudes(bits: int) -> list[float]:
@@ -34,7 +34,7 @@ _CODES = {is_square: code_of_values(_BLOCK, values, _LEAST) for is_square, value
 
 
 class CodedMoment:
-    """A moment of so many flat weights, a multiple of 64. Zeros at first. `is_square`: the second one."""
+    """A moment of `num_weights` flat weights, a multiple of 64. Zeros at first. `is_square`: the second one."""
 
     def __init__(self, num_weights: int, is_square: bool, device: torch.device) -> None:
         shapes = {"moment": (num_weights // _BLOCK, _BLOCK)}

@@ -14,7 +14,7 @@ from megatron_worker.tensors.flat_buffer import Flat
 
 
 class QuantizedTensor:
-    """A matrix, or a stack of them. `dtype`: of the whole tensor that is made of it."""
+    """A matrix, or a stack of them. `dtype`: of the decoded tensor."""
 
     def __init__(
         self, code: BlockCode, shape: tuple[int, ...], dtype: torch.dtype, code_OP: Tensor, scale_OB: Tensor

@@ -1,7 +1,7 @@
 """Frozen weights that are held as codes, and products with them.
 
-A weight is made whole for a product and let go after it, in forward and backward alike: what a pass holds of it is
-nothing, and the gradient of its input is that of the product that was computed.
+A weight is decoded for a product and freed after it, in the forward and in the backward: a pass keeps none of it, and
+the gradient of the input is that of the product that was computed.
 
 Shape suffixes: T tokens, I input features, O output features.
 """

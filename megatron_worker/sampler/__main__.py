@@ -2,8 +2,8 @@
 
     python -m megatron_worker.sampler --model FOLDER --port 0 --ready-file FILE
 
-It answers on loopback, or with `--socket` at a Unix socket in its place, to who has the key, and writes where and which
-key into the ready file (mode 600) as soon as it does. It leaves on SIGTERM, and when its parent (or the host of
+It answers requests with the key on loopback, or with `--socket` at a Unix socket, and writes the address and the
+key into the ready file (mode 600) as soon as it is ready. It exits on SIGTERM, and when its parent (or the host of
 `--host-record`) is gone. Exit status 2: the model cannot be used.
 """
 

@@ -93,7 +93,7 @@ class Pieces:
         return piece
 
     def _settled(self, num_tokens: int) -> str:
-        """Return the text of so many tokens, as far as no later token can change it."""
+        """Return the text of the first `num_tokens` tokens, as far as no later token can change it."""
         text = self._tokenizer.decode(self._sequence.token_ids[:num_tokens], skip_special_tokens=True)
         return text[: len(text) - self._num_held].rstrip(_NO_CHARACTER)
 
@@ -265,7 +265,7 @@ class Answers:
     def _chunks(
         self, request: CompletionRequest, ticket: Ticket, is_gone: Callable[[], bool]
     ) -> Generator[CompletionChunk | ErrorResponse, None, None]:
-        """Yield what is new, from time to time. Who stops asking for chunks cancels the request."""
+        """Yield what is new, from time to time. The request is cancelled if the caller stops iterating."""
         head = CompletionChunk(id=_new_id(), created=int(time.time()), model=request.model, choices=[])
         pieces = [Pieces(sequence, self._tokenizer) for sequence in ticket.sequences]
         try:
@@ -285,7 +285,7 @@ class Answers:
             ticket.cancelled = True
 
     def _choice(self, request: CompletionRequest, index: int, sequence: Sequence, piece: AnswerPiece) -> Choice:
-        """Return a piece of a sequence as a choice. What is told of the prompt comes with the first one."""
+        """Return a piece of a sequence as a choice. The first one carries the prompt's scores."""
         tells_prompt = piece.first == 0
         prompt_text = self._text(_several(request.prompt)[index // request.n]) if request.echo and tells_prompt else ""
         return Choice(
@@ -352,7 +352,7 @@ class Answers:
         )
 
     def _likeliest(self, top: list[tuple[int, float]], by_id: bool) -> dict[str, float]:
-        """Name likely tokens, by their text or their id. Of tokens of the same text the likeliest stays."""
+        """Name likely tokens, by their text or their id. If two have the same text, the likelier one stays."""
         return {f"{TOKEN_ID}{token}" if by_id else self._token_text(token): value for token, value in reversed(top)}
 
     def _text(self, prompt: str | list[int]) -> str:
@@ -363,7 +363,7 @@ class Answers:
 
 
 def _versions(drawn_by: list[DrawnBy]) -> list[int | None] | None:
-    """Return the version of the policy that drew each token; None where none is known."""
+    """Return the version of the policy that drew each token; None if none is known."""
     versions = [each.policy_version for each in drawn_by]
     return versions if any(version is not None for version in versions) else None
 

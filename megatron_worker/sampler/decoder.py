@@ -1,9 +1,9 @@
 """A decoder for sampling: it reads one prompt at a time, and steps a fixed number of slots by one token each.
 
 **Why batching cannot change a result.** Products round differently for differently shaped matrices, so shapes here
-never depend on what else is going on: a prompt is read alone, whatever waits; a step always computes every slot, empty
-or not, with experts too (experts.py); attention goes over blocks of BLOCK positions, and blocks behind a sequence's
-end add exactly nothing (a weight of exp(-1e30) = 0, a rescaling by exp(0) = 1). What is left is that a product gives
+never depend on other requests: a prompt is prefilled alone, whatever waits; a step always computes every slot, empty
+or not, with experts too (experts.py); attention runs over blocks of BLOCK positions, and blocks after a sequence's
+end add exactly nothing (a weight of exp(-1e30) = 0, a rescaling by exp(0) = 1). This assumes that a product gives
 equal rows for equal inputs in every row; `reliable_width` (generation.py) checks that.
 
 Shape suffixes: B slots, T tokens of a prompt, H hidden size, Q query heads, G key/value heads, P query heads for each
@@ -53,8 +53,8 @@ class Layer:
 @dataclass(frozen=True)
 class Prefilled:
     """The result of reading a prompt: the adapter, the last token's final hidden state, keys and values of each layer,
-    [G, T, D], the experts that each layer with experts chose, [T, K], and the residual stream after the last layer,
-    from which all tokens' final hidden states can be computed."""
+    [G, T, D], the experts that each layer with experts chose, [T, K], and the residual stream after the last layer
+    (it gives the final hidden states of all tokens)."""
 
     lora_weights: Mapping[str, LoraFactors]
     hidden_H: Tensor

@@ -33,7 +33,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Penalties:
-    """What is added to a sequence's logits, as in vLLM. Penalties are for tokens that were drawn, not the prompt's."""
+    """Additions to a sequence's logits, as in vLLM. Penalties are for tokens that were drawn, not the prompt's."""
 
     bias: Mapping[int, float] = field(default_factory=dict)
     presence: float = 0.0
@@ -67,7 +67,7 @@ class PromptScores:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def add(self, logit_CV: Tensor, label_C: Tensor, num_top: int) -> None:
-        """Score the next C tokens, `label_C`, with `num_top` of the likeliest beside each."""
+        """Score the next C tokens, `label_C`, with `num_top` of the likeliest tokens at each."""
         logprob_CV = logit_CV.log_softmax(-1)
         logprob_C1 = logprob_CV.gather(1, label_C[:, None])
         self.logprobs += logprob_C1[:, 0].tolist()
@@ -98,12 +98,12 @@ def likeliest(logprob_CV: Tensor, num: int) -> list[list[tuple[int, float]]]:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Which unlikely tokens each row leaves out: by min_p, of the rest by top_k, of the rest by top_p, as vLLM does.
+    """The unlikely tokens that each row leaves out: first by min_p, then by top_k, then by top_p, as in vLLM.
 
     Attributes:
-        min_p_B: float32 in [0, 1]: those below this share of the likeliest one's probability (arXiv:2407.01082).
-        top_k_B: int64, at least 1: those less likely than the k-th.
-        top_p_B: float32 in (0, 1]: those before which likelier ones already reach it (Holtzman et al. 2020,
+        min_p_B: float32 in [0, 1]: tokens below this share of the likeliest one's probability (arXiv:2407.01082).
+        top_k_B: int64, at least 1: tokens less likely than the k-th.
+        top_p_B: float32 in (0, 1]: tokens whose likelier ones already add up to it (Holtzman et al. 2020,
             arXiv:1904.09751, section 3.1).
     """
 
@@ -163,7 +163,7 @@ def _below_top_k(logprob_BV: Tensor, top_k_B: Tensor) -> Tensor:
 
 
 def _outside_nucleus(logprob_BV: Tensor, top_p_B: Tensor) -> Tensor:
-    """Return True for tokens before which the likelier ones already reach top_p. The likeliest is never outside."""
+    """Return True for tokens whose likelier ones already add up to top_p. The likeliest is never outside."""
     sorted_BV, order_BV = logprob_BV.sort(dim=-1, descending=True, stable=True)
     probability_BV = sorted_BV.exp().double()
     before_BV = probability_BV.cumsum(-1) - probability_BV

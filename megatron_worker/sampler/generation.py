@@ -2,7 +2,7 @@
 
 One thread runs the loop and alone touches the device; others `submit` and wait. Sequences of one adapter share a lane
 of slots; a slot that falls free is filled at once. A sequence's tokens depend on its prompt, its adapter, its seed and
-its sampling, and on nothing else that goes on (see decoder.py).
+its sampling settings, and on no other request (see decoder.py).
 
 Shape suffixes: B slots, H hidden size, V vocabulary, K likeliest.
 """
@@ -35,7 +35,8 @@ _KEPT_PROMPTS = 4  # prompts whose keys and values a lane keeps while their samp
 class Pause:
     """A call between two tokens, by the thread that generates.
 
-    `continues`: sequences may be under way, and go on under what the call has changed; else it waits for their ends.
+    `continues`: running sequences continue with the weights that the call has changed; else the call waits until they
+    have ended.
     """
 
     def __init__(self, call: Callable[[], None], continues: bool = False) -> None:
@@ -63,7 +64,7 @@ class Pause:
 class Generator:
     """The generation loop. `run` ends after `stop`; an error in it is a bug, and ends the process.
 
-    `num_changes` counts the changes of weights that have begun, but for those under which sequences went on.
+    `num_changes` counts the changes of weights that have begun, except changes with `continues`.
     """
 
     def __init__(self, decoder: AnyDecoder, num_slots: int) -> None:
@@ -79,10 +80,10 @@ class Generator:
         self._arrivals.put(ticket)
 
     def change(self, call: Callable[[], None], continues: bool = False) -> None:
-        """Call what changes weights. Sequences that are under way end before it; those that come later wait.
+        """Call a function that changes weights. Running sequences end before it; later ones wait.
 
         Args:
-            continues: sequences under way go on after it, from what they have drawn so far. If it fails they are lost.
+            continues: running sequences continue after it, from what they have drawn so far. If it fails they are lost.
 
         Raises what the call raises.
         """
@@ -135,7 +136,7 @@ class Generator:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values of the sequences under way, and of their prompts."""
+        """Bytes of keys and values of the running sequences, and of their prompts."""
         return sum(lane.cache_bytes for lane in list(self._lanes.values()))
 
     def _lane(self, adapter: LoadedAdapter) -> "_Lane":
@@ -183,7 +184,7 @@ class _Lane:
         return self._adapter.lora_weights
 
     def renew(self) -> None:
-        """Read what stands of each sequence again, if the weights have changed, so that the next token is theirs."""
+        """Prefill each sequence again if the weights have changed, so that the new ones draw its next token."""
         if self._drawn_by == self._adapter.drawn_by:
             return
         self._drawn_by = self._adapter.drawn_by

@@ -59,7 +59,7 @@ class SyncedWeights:
 
 
 class Models:
-    """What requests can name. Its methods are called by many threads; the generator's alone changes weights.
+    """The models that requests can name. Its methods are called by many threads; the generator's alone changes weights.
 
     After a sync that broke, or a folder that could not be read to its end, no weights can be named until others are
     loaded.
@@ -71,7 +71,7 @@ class Models:
         self._synced: SyncedWeights | None = None
         self._num_held = 0
         self._let_go = threading.Condition()
-        self._renewed: LoadedAdapter | None = None  # weights being written, which samples under way will go on under
+        self._renewed: LoadedAdapter | None = None  # weights being written, with which running samples will continue
         self._generator = generator
         self._max_model_len = max_model_len
         self._adapters: dict[str, LoadedAdapter] = {}
@@ -167,7 +167,7 @@ class Models:
             )
 
     def unload(self, body: bytes) -> str:
-        """Unload an adapter. Sequences that are being drawn from it go on."""
+        """Unload an adapter. Sequences that are being drawn from it continue."""
         name = parsed(UnloadAdapterRequest, body).lora_name
         with self._lock:
             if self._adapters.pop(name, None) is None:
@@ -183,7 +183,7 @@ class Models:
         return f"the weights of {request.path} are served as {request.name}"
 
     def _read_weights(self, name: str, folder: Path, version: int | None = None, again: bool = False) -> None:
-        """Read a folder's weights, unless they are those that are served. With a version, samples of the name go on.
+        """Read a folder's weights, unless they are served already. With a version, samples of the name continue.
 
         `again`: read them in any case.
         """
@@ -210,7 +210,7 @@ class Models:
         return True
 
     def update_weights(self, body: bytes) -> str:
-        """Have a newer version of a policy take the place of an older one. Samples under way go on under it."""
+        """Replace an older version of a policy by a newer one. Running samples continue with it."""
         request = parsed(UpdateWeightsRequest, body)
         if not self._is_newer(request.name, request.version):
             return f"{request.name} is not older"
@@ -226,7 +226,7 @@ class Models:
         return f"{request.name} is version {request.version}"
 
     def _is_newer(self, name: str, version: int) -> bool:
-        """Return True if a version is newer than what stands under a name, or nothing stands there."""
+        """Return True if a version is newer than the one served under a name, or if the name is free."""
         with self._lock:
             base = self._base or self._renewed
             held = base if base is not None and base.name == name else self._adapters.get(name)
@@ -245,7 +245,7 @@ class Models:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep weights of a trainer that come for a `with` block waiting, unless samples may go on under them."""
+        """Make a trainer's new weights wait until the block ends, unless running samples may continue with them."""
         with self._let_go:
             self._num_held += 1
         try:
@@ -279,10 +279,10 @@ class Models:
         name: str | None = None,
         version: int | None = None,
     ) -> None:
-        """Write the weights between two tokens; `write` returns what they are. If it fails the sampler has none.
+        """Write the weights between two tokens; `write` returns what they are. If it fails, the sampler has no weights.
 
         Args:
-            name: samples under way that were asked of it go on under the new weights; those of another end first.
+            name: running samples of this name continue with the new weights; samples of other names end first.
             version: of the new weights; if `name` is not older by then, nothing is written.
         """
         goes_on = self._base if name is not None and self._base is not None and self._base.name == name else None
@@ -308,7 +308,7 @@ class Models:
         self._generator.change(change, continues=goes_on is not None)
 
     def receive(self, connection: SyncConnection, announcement: Announcement) -> None:
-        """Receive one version from a trainer; others wait. Whatever is wrong is told to it."""
+        """Receive one version from a trainer; others wait. Errors are reported to the trainer."""
         with self._syncing:
             receiving: Receiving | None = None
             try:
@@ -387,7 +387,7 @@ def _check_shapes(announcement: Announcement, shapes: dict[str, tuple[int, ...]]
 
 
 def _assembled(receiving: Receiving, assembly: Assembly) -> Sha256:
-    """Put all buckets into their tensors. Raises InvalidInput for what is wrong or missing, SyncBroken."""
+    """Copy all buckets into their tensors. Raises InvalidInput for a wrong or missing tensor, SyncBroken."""
     for bucket, buffer in receiving.buckets():
         assembly.put(bucket, buffer)
     digest = assembly.finish()

@@ -72,11 +72,11 @@ class Sequence:
     """One sample: its request and its drawn tokens. For each token there is a logprob, in nats, and in `drawn_by` the
     weights that drew it.
 
-    `num_prompt_top`: the prompt is scored, with so many of the likeliest tokens beside each. `draws_nothing`: it ends
-    with its prompt. `scalars`: a reward model's, at the prompt's last token. `tells_routes`: `routes` takes the experts
-    of its prompt's tokens, then of each token that was computed, [tokens, layers, experts of a token]: those by which
-    the token behind it was drawn.
-    `grammar`: what the sequence has to be; `following`: where it is in that, once it has a slot.
+    `num_prompt_top`: the prompt is scored, and each of its tokens gets this many likeliest alternatives.
+    `draws_nothing`: it ends with its prompt. `scalars`: a reward model's, at the prompt's last token. `tells_routes`:
+    `routes` gets the experts of the prompt's tokens, then of each token that was computed, [tokens, layers, experts of
+    a token]; a token's experts are those that drew the next one.
+    `grammar`: constrains the sequence; `following`: its position in the grammar, once it has a slot.
     """
 
     prompt: tuple[int, ...]
@@ -120,8 +120,7 @@ class Ticket:
     """Sequences that were submitted together. `done` is set when all have ended.
 
     `num_changes`: the generator's when the adapter was looked up. `is_late`: the weights have changed since then, and
-    nothing was drawn, or what was drawn is of weights that are lost. `problem`: what cannot be done
-    of what was asked.
+    nothing was drawn, or the weights that drew the tokens are lost. `problem`: why the request cannot be served.
     """
 
     def __init__(self, adapter: LoadedAdapter, sequences: list[Sequence], num_changes: int = 0) -> None:

@@ -1,7 +1,7 @@
 """The sampler's HTTP: a Unix socket or loopback, a bearer key, JSON in and out. Threads wait; one thread computes.
 
-Of the standard library: uvicorn closes no connection that is silent before or within a head, and would need a limit of
-threads raised, a watcher for each client that may hang up, and a hop to its loop for each event of a stream.
+It uses the standard library. uvicorn would never close a connection that is silent before or within a request's head;
+it would also need a higher limit of threads, a watcher for each client, and a hop to its loop for each streamed event.
 """
 
 import hmac
@@ -56,7 +56,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address; of a Unix socket a name, which stands for none."""
+        """The address; for a Unix socket, a placeholder."""
         if self.socket.family == socket.AF_UNIX:
             return "http://sampler"
         return f"http://127.0.0.1:{self.socket.getsockname()[1]}"
@@ -75,7 +75,7 @@ class _Exchange(BaseHTTPRequestHandler):
     """One connection, any number of requests."""
 
     protocol_version = "HTTP/1.1"
-    timeout = 120  # seconds after which a silent connection is closed, not counting the time in which an answer is made
+    timeout = 120  # seconds until a silent connection is closed, not counting the time in which an answer is made
     wbufsize = -1
     server: Server
     _body_is_unread = False
@@ -145,7 +145,7 @@ class _Exchange(BaseHTTPRequestHandler):
             return
         given = self.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, f"Bearer {self.server.api_key}".encode()):
-            # A stranger's body is not kept, and the connection cannot be used again without it.
+            # The body of an unauthenticated request is not kept; without reading it the connection cannot be reused.
             self.close_connection = self._body_is_unread = True
             raise RequestRefused(401, "the bearer key is missing or wrong", code="invalid_api_key")
 

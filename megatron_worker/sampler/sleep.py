@@ -25,8 +25,8 @@ from shared.errors import InvalidInput
 class Sleep:
     """Moves the weights of a decoder and of its adapters off the device and back. Caches go with their sequences.
 
-    Level 1 keeps a copy of the weights in the host's memory. Level 2, and level 1 where the host's memory is the
-    device, drops them: what was read from a folder is read again by `wake`, the rest has to be sent or loaded anew.
+    Level 1 keeps a copy of the weights in the host's memory. Level 2, and level 1 if the host's memory is the
+    device, drops them: `wake` reads weights from their folders again, others must be sent or loaded anew.
     """
 
     def __init__(self, decoder: AnyDecoder, models: Models, generator: Generator) -> None:
@@ -39,13 +39,13 @@ class Sleep:
         self._dropped: tuple[LoadedAdapter | None, list[LoadedAdapter]] | None = None
 
     def sleep(self, body: bytes) -> SamplerMemory:
-        """Fall asleep, after the sequences under way. A sampler that is asleep sleeps on, at the deeper level."""
+        """Fall asleep, after the running sequences. A sampler that is asleep sleeps on, at the deeper level."""
         level = parsed(SleepRequest, body or b"{}").level
         self._generator.change(lambda: self._fall_asleep(level))
         return self.memory()
 
     def wake(self) -> SamplerMemory:
-        """Take memory again and serve what was served, but for what was dropped and came from no folder.
+        """Take memory again and serve the same weights, except dropped ones that came from no folder.
 
         Raises RequestRefused: a folder cannot be read; the sampler sleeps on.
         """
@@ -53,7 +53,7 @@ class Sleep:
         return self.memory()
 
     def memory(self) -> SamplerMemory:
-        """Count the bytes of each part, on the device and in the host's memory beside it."""
+        """Count the bytes of each part, on the device and in the host's memory."""
         adapters = sum(tensor.nbytes for adapter in self._models.adapters() for tensor in _tensors_of(adapter))
         return SamplerMemory(
             asleep=self._level,

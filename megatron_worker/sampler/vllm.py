@@ -1,9 +1,9 @@
-"""vLLM as a host's sampler: start it at a Unix socket, say when it answers, and end it in time.
+"""vLLM as a host's sampler: start it at a Unix socket, report when it answers, and end it in time.
 
     python -m megatron_worker.sampler.vllm --model FOLDER --ready-file FILE ... -- /opt/vllm/bin/vllm [OPTIONS]
 
-It listens at a Unix socket that only this user can open. vLLM itself asks for its key below /v1 alone: inside_vllm/
-asks for it everywhere, and replaces weights. The key reaches it by its environment, which has only what is listed
+It listens at a Unix socket that only this user can open. vLLM itself checks its key only below /v1: inside_vllm/
+checks it everywhere, and replaces weights. vLLM gets the key in its environment, which has only listed variables
 (shared/child_environment.py). This process ends it when its engine has died or its weights are unknown, on SIGTERM,
 and when the parent, or the host of `--host-record`, is gone.
 """
@@ -42,8 +42,8 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room
 _ADAPTERS_A_BATCH = 2  # a step's policy, and the one of held-out samples or of a proof
 _LOOK_EVERY_S, _LOOK_TIMEOUT_S = 1.0, 30.0
 _TERM_GRACE_S = 15.0
-# The first error in vLLM's output, which later ones follow from; and the indented line below it, where there is one.
-# Warnings tell of errors that might come.
+# The first error in vLLM's output, which causes the later ones, and the indented line below it, if any. Lines with
+# WARNING are skipped: they mention errors that might come.
 _CAUSE = re.compile(rb"^(?!.*\bWARNING\b).*?\b(\w+(?:Error|Exception): .*(?:\n +\S.*)?)", re.MULTILINE)
 _OUTPUT_BYTES, _CAUSE_BYTES = 4 << 20, 500
 
@@ -71,13 +71,13 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             options.ready_file.unlink(missing_ok=True)
             _end(server)
-    # Last, behind what vLLM writes as it ends: this line is what the host tells.
+    # Last, after vLLM's final output: the host reports this line.
     print(why, file=sys.stderr, flush=True)
     return 1
 
 
 def command_of(options: argparse.Namespace, folder: str) -> list[str]:
-    """Return vLLM's command line: the operator's options, then those of the lease, which count where both are given."""
+    """Return vLLM's command line: the operator's options, then those of the lease, which override them."""
     executable, *own = options.command
     return [
         *(executable, "serve", str(options.model), *own),
@@ -86,7 +86,7 @@ def command_of(options: argparse.Namespace, folder: str) -> list[str]:
         *("--max-num-seqs", str(options.slots), "--seed", "0", "--load-format", "safetensors"),
         *("--generation-config", folder if options.end_ids else "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--middleware", "longshore_weights.Gate", "--worker-extension-cls", "longshore_weights.Weights"),
-        *("--api-server-count", "1"),  # of which each would let requests in by itself
+        *("--api-server-count", "1"),  # each would admit requests independently
         *("--no-trust-remote-code", "--disable-fastapi-docs", "--disable-uvicorn-access-log"),
         *(_lora_options(options) if options.max_lora_rank else ()),
         *(("--enable-return-routed-experts",) if tells_routes(options) else ()),
@@ -94,7 +94,7 @@ def command_of(options: argparse.Namespace, folder: str) -> list[str]:
 
 
 def tells_routes(options: argparse.Namespace) -> bool:
-    """Return True where routes are asked for, and the model is a mixture."""
+    """Return True if routes are requested, and the model is a mixture of experts."""
     return options.tell_routes and _is_mixture(options)
 
 
@@ -112,9 +112,9 @@ def _lora_options(options: argparse.Namespace) -> list[str]:
 
 
 def environment_of(options: argparse.Namespace, folder: str, api_key: str) -> dict[str, str]:
-    """Return vLLM's environment: the operator's variables, but for those that open it, and what it needs."""
+    """Return vLLM's environment: what it needs, and the operator's variables except those that would open it up."""
     return {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # where there is no GPU: threads take whichever core is free
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # if there is no GPU: threads take any free core
         "VLLM_HOST_IP": "127.0.0.1",
         # Without which vLLM 0.32 tells no routes.
         **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if tells_routes(options) else {}),
@@ -158,7 +158,7 @@ def health(ready: SamplerReady) -> httpx.Response | None:
 
 
 def _told(answer: httpx.Response | None) -> str | None:
-    """Return what is said of weights that could not be replaced; None where the engine has died, which says nothing."""
+    """Return the error text of an answer about weights that could not be replaced; None if the engine has died."""
     try:
         return ErrorResponse.model_validate_json(answer.content).error.message if answer is not None else None
     except ValidationError:

@@ -71,12 +71,12 @@ _NO_LINEARS = "score"
 
 @dataclass(frozen=True)
 class Base:
-    """A model's own weights on this rank.
+    """The base model's weights on this rank.
 
     Args:
-        folder: where its published weights are.
+        folder: holds its published weights.
         parameters: by the names that `slices` give them.
-        storages: the tensors that hold them, each with a storage of its own.
+        storages: the tensors that hold them, each with a separate storage.
     """
 
     folder: Path
@@ -91,14 +91,14 @@ class Base:
 
 
 class Slots(Generic[AdapterT, OptimizerT]):
-    """Any number of adapters, trainable or not, of which at most one is active; or a base that is trained itself.
+    """Any number of adapters, trainable or not, at most one of them active; or a base that is trained itself.
 
     Args:
         read_base: read the published weights into the base's parameters.
-        use: make the model compute with an adapter beside the base, or with none.
+        use: make the model compute with an adapter on the base, or with none.
         new_adapter: an adapter of zeros, on the base's device or another one, with more tensors if they are given;
             `new_optimizer`: begin to train one.
-        new_base_optimizer: begin to train the base; for another device than its own, only make the buffers.
+        new_base_optimizer: begin to train the base; for a device other than the base's, only make the buffers.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
                 write_slice(s, adapter.flat.views[s.parameter], local)
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int) -> None:
-        """Install a PEFT adapter from a folder and make it active. Raises InvalidInput on every rank alike."""
+        """Install a PEFT adapter from a folder and make it active. Raises the same InvalidInput on every rank."""
         self.residency.bring_base()
         with self._ranks.agreement():
             found = beside(peft_format.read_config(folder, may_have_head=True), self._modules)
@@ -196,7 +196,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.activate(name)
 
     def train_base(self, full: Full, seed: int) -> None:
-        """Train every weight of the base; with a head, that in the place of its output layer."""
+        """Train every weight of the base; a head replaces its output layer."""
         assert not self.trainings, "drop_slot comes before training something else"
         head = self._base_head = None if full.head is None else self._new_head(full.head, self._device)
         heads = [head.flat.host] if head else []
@@ -265,7 +265,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
     # Files.
 
     def save(self, folder: Path) -> None:
-        """Write `weights/` and `optimizer/` of what is being trained; rank 0 writes. Collective."""
+        """Write `weights/` and `optimizer/` of the active slot; rank 0 writes. Collective."""
         training, ranks = self.training, self._ranks
         weights, optimizer = (folder / "weights", folder / "optimizer") if ranks.rank == 0 else (None, None)
         if training.slot is None:
@@ -301,7 +301,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         training.refresh_working()
 
     def reset_moments(self) -> None:
-        """Set moments and step count to zero, as where training begins."""
+        """Set moments and step count to zero, as at the beginning of training."""
         for optimizer, _ in self.training.parts:
             zeros = optimizer.grad.like(torch.float32)
             optimizer.put("exp_avg", zeros)
@@ -316,7 +316,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     @property
     def _written(self) -> Mapping[str, Tensor]:
-        """The parameters of the base as it is written and read: with its head, if it is trained with one."""
+        """The parameters of the base that files hold: with its head, if it is trained with one."""
         head = self._base_head
         return self._base.parameters if head is None else {**self._base.parameters, **head.flat.views}
 
@@ -348,7 +348,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
     def _outgoing(
         self, lora: Lora | None, dtype: torch.dtype, slices: list[TensorSlice], held: Held, is_shared: bool = False
     ) -> Outgoing:
-        """`is_shared`: ranks have shares of what others hold."""
+        """`is_shared`: ranks have shares of other ranks' blocks."""
         blocks, read = blocks_of(slices, self._ranks), block_reader(slices, held)
         return Outgoing(
             lora=lora,

@@ -1,4 +1,4 @@
-"""An adapter's tensors: which linears have some, how they begin, and by what they are scaled."""
+"""An adapter's tensors: the linears that have some, their initial values, and their scales."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def targeted(parts: Sequence[TensorSlice], adapted: AdaptedModules) -> dict[Tens
 
 
 def scale_of(sizes: Sequence[LoraSize], device: torch.device) -> float | Tensor:
-    """Return the scale of adapters whose ranks are stacked: one of each rank, float32 [R], where they differ."""
+    """Return the scale of adapters whose ranks are stacked: one of each rank, float32 [R], if they differ."""
     if len({size.scale for size in sizes}) == 1:
         return sizes[0].scale
     return torch.tensor([size.scale for size in sizes for _ in range(size.rank)], device=device)
@@ -27,7 +27,7 @@ def scale_of(sizes: Sequence[LoraSize], device: torch.device) -> float | Tensor:
 
 @torch.no_grad()
 def norms_of_rows(weight_OI: Tensor, change_OI: Tensor | float = 0.0) -> Tensor:
-    """Return the norms by which DoRA divides, of W + scale B A, in float32: constants, as in PEFT."""
+    """Return the norms of the rows of W + scale B A, DoRA's divisors, in float32: constants, as in PEFT."""
     norm_O: Tensor = torch.linalg.vector_norm(weight_OI.float() + change_OI, dim=1)
     return norm_O
 

@@ -29,7 +29,7 @@ class Masks:
             self.moment = before
 
     def seed_of(self, linear: str, place: int) -> int | None:
-        """Return the seed of a linear's mask on ranks of this place; None where nothing is dropped."""
+        """Return the seed of a linear's mask on ranks of this place; None if nothing is dropped."""
         if self.moment is None or not self.rate:
             return None
         digest = hashlib.sha256(f"{self.seed}:{self.moment}:{linear}:{place}".encode()).digest()

@@ -13,9 +13,9 @@ _ALIGNMENT = 64  # elements: keeps every tensor on a cache line, and vectorised 
 class Flat:
     """`views[name]` are the tensors, in the order given; the gaps between them hold zeros.
 
-    `host` stands for them while they are offloaded: then views stay valid, but empty.
+    `host` holds them while they are offloaded: then views stay valid, but empty.
 
-    `multiples`: by the name that a section begins with, what the section's length is to be a multiple of.
+    `multiples`: the length of the section that begins with this name is rounded up to this multiple.
     """
 
     def __init__(

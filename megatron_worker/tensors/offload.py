@@ -1,6 +1,6 @@
-"""Host memory for what leaves the device, and the copies there and back.
+"""Host memory for offloaded tensors, and the copies there and back.
 
-Copies go chunk by chunk, on a stream of their own. Host memory is allocated by chunks, too, since torch rounds every
+Copies go chunk by chunk, on a separate stream. Host memory is allocated by chunks, too, since torch rounds every
 request for pinned memory up to a power of two: one of 9 GB would take 16 GB.
 """
 
@@ -20,14 +20,14 @@ _HUGE_PAGE_BYTES = 2 << 20
 class HostCopy:
     """Tensors, each with its own storage, and host buffers for their values while they are offloaded.
 
-    Buffers are pinned where there is a device to copy to. They are allocated the first time that they are needed, and
+    Buffers are pinned if there is a device to copy to. They are allocated the first time that they are needed, and
     kept until `forget`: page-locking, or a page's first touch, costs more than the copy.
     """
 
     def __init__(self, tensors: Sequence[Tensor], chunk_bytes: int = CHUNK_BYTES) -> None:
         self._device = tensors[0].device
         self._storages = [t.untyped_storage() for t in tensors]
-        # Whole storages: a shard's is longer than the shard where the ranks' are not equal.
+        # Whole storages: a shard's is longer than the shard if shards are not equal.
         self._sizes = [storage.nbytes() for storage in self._storages]
         whole = [t.detach().as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0) for t in tensors]
         self._slices = _cut([t.view(torch.uint8) for t in whole], chunk_bytes)
@@ -52,7 +52,7 @@ class HostCopy:
             self.release()
 
     def reload(self) -> None:
-        """Undo `offload`, if necessary. The copies may go on after the return; work on the device waits for them."""
+        """Undo `offload`, if necessary. Copies may still run after the return; work on the device waits for them."""
         if not self.device_bytes:
             self.restore()
             with _beside(self._device):
@@ -91,7 +91,7 @@ class HostCopy:
 
 
 def _cut(tensors: Sequence[Tensor], chunk: int) -> list[list[Tensor]]:
-    """Flat tensors one after another in chunks of so many elements: the slices that each chunk consists of."""
+    """Cut the concatenation of flat tensors into chunks of `chunk` elements: the slices that make up each chunk."""
     chunks: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
@@ -111,7 +111,7 @@ def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """Run the block's work on a stream of its own, after the work before it and before the work after it.
+    """Run the block's work on a separate stream, after the work before it and before the work after it.
 
     On the CPU torch's streams do nothing.
     """

@@ -20,7 +20,7 @@ _BIAS = 127  # of the exponents
 
 
 class Mxfp4Slice:
-    """Stands for safetensors' lazy tensor, of which any experts can be read; in bfloat16."""
+    """A substitute for safetensors' lazy tensor, to read any of its experts; in bfloat16."""
 
     def __init__(self, blocks: Any, scales: Any) -> None:
         self._blocks, self._scales = blocks, scales
@@ -38,7 +38,7 @@ class Mxfp4Slice:
 
 
 class Fp8Slice:
-    """Stands for safetensors' lazy tensor, of which any part can be read; in float32, and written in bfloat16."""
+    """A substitute for safetensors' lazy tensor, to read any part of it; in float32, and written in bfloat16."""
 
     def __init__(self, codes: Any, scales: Any) -> None:
         self._codes, self._scales = codes, scales

@@ -31,9 +31,9 @@ class Resident:
     where: Where = field(default="device", init=False)
 
     def move(self, where: Where) -> None:
-        """Move the part. A dropped part that is to be on the host stays dropped.
+        """Move the part. A dropped part stays dropped if its place is the host.
 
-        Raises ValueError: it is to be dropped, and has no `refill`.
+        Raises ValueError: it should be dropped, but has no `refill`.
         """
         match self.where, where:
             case "device", "host":

@@ -60,8 +60,8 @@ class _PartSlice:
 class TensorFiles:
     """The tensors of some safetensors files by name. Files are mapped lazily; its `with` block drops the maps.
 
-    What two tensors hold in MXFP4, or in FP8, is one, by the name without their suffixes. Once `assign` has matched
-    them with an architecture's, an expert's part of a stack is read by the expert's own name, too.
+    Two tensors that hold one weight in MXFP4 or FP8 count as one, whose name lacks their suffixes. Once `assign` has
+    matched names with an architecture's, an expert's part of a stack can be read by the expert's name, too.
     """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
@@ -135,7 +135,7 @@ class TensorFiles:
         return local
 
     def whole(self, name: str) -> Tensor:
-        """Read a tensor as it is in its file."""
+        """Read a tensor unchanged from its file."""
         whole: Tensor = self._slice_in(self._stored[name], name)[...]
         return whole
 
@@ -149,7 +149,7 @@ class TensorFiles:
         return int(self._slice(name)[()])
 
     def check_equal(self, name: str, other: str) -> None:
-        """Raise InvalidInput where two tensors differ. They are compared a few rows at a time."""
+        """Raise InvalidInput if two tensors differ. They are compared a few rows at a time."""
         if self.shape(name) == self.shape(other):
             num_rows, mine, theirs = self.shape(name)[0], self._slice(name), self._slice(other)
             blocks = (slice(at, at + _ROWS) for at in range(0, num_rows, _ROWS))
@@ -197,7 +197,7 @@ class TensorFiles:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """True if every number is finite. The least and the greatest are NaN where any is; no memory is taken."""
+    """True if every number is finite. The least and the greatest are NaN if any is; this takes no memory."""
     if not tensor.numel():
         return True
     wide = tensor if tensor.element_size() > 1 else tensor.float()  # torch orders no numbers of 8 bits
@@ -305,9 +305,9 @@ def _created(path: Path) -> BinaryIO:
 
 @contextmanager
 def all_drawn(tensors: Iterator[object]) -> Iterator[None]:
-    """Draw the remaining tensors at the end of the block, also after an error; each is let go before the next.
+    """Draw the remaining tensors at the end of the block, also after an error; each is freed before the next.
 
-    Drawing is collective where it gathers: a rank whose disk is full must not leave its peers waiting for the rest.
+    Drawing is collective if it gathers: a rank whose disk is full must not leave its peers waiting for the rest.
     """
     try:
         yield
@@ -342,7 +342,7 @@ def shards_of(entries: Sequence[WrittenTensor], max_bytes: int) -> list[list[Wri
 def write_model(
     folder: Path | None, entries: Sequence[WrittenTensor], tensors: Iterator[Tensor], max_bytes: int
 ) -> None:
-    """Write `model.safetensors`, or numbered files and an index where that would pass `max_bytes`."""
+    """Write `model.safetensors`, or numbered files and an index if that would pass `max_bytes`."""
     shards = shards_of(entries, max_bytes)
     if len(shards) == 1:
         write_safetensors(folder and folder / "model.safetensors", entries, tensors)

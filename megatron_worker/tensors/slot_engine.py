@@ -1,4 +1,4 @@
-"""What an engine does by its slots alone, which is the same for all engines."""
+"""The parts of an engine that depend only on its slots, the same for all engines."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -29,11 +29,11 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
             layer.forward = partial(self._run_layer, layer.forward)
 
     def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; with `recompute` so that of its tensors a graph keeps the inputs alone.
+        """Run a layer; with `recompute`, a graph keeps only the layer's inputs.
 
-        The backward has the same bits: masks of dropout are those of the bin, and nothing else is drawn. Not
-        megatron's own recomputation: it needs CUDA's random state, gives a layer tensors alone, and makes no gradients
-        of adapters where a layer's input needs none. Of several forwards before a backward, each has its own adapter.
+        The backward has the same bits: masks of dropout are those of the bin, and nothing else is drawn. Megatron's
+        recomputation is not used: it needs CUDA's random state, passes a layer only tensors, and makes no gradients of
+        adapters if a layer's input needs none. Several forwards may precede a backward, each with another adapter.
         """
         if not (self.recompute and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
@@ -149,7 +149,7 @@ def gradient_noise(sums: Mapping[str, float], norm: float) -> dict[str, float]:
 
     The mean gradient G_w of a weight w has E |G_w|^2 = signal + trace / w, with `signal` the true gradient's square and
     `trace` that of the covariance of weight 1. Ranks with w_r each, and all together, are two such sizes. Both
-    estimates are unbiased whatever the w_r; their quotient is not, and is left out where signal is not positive.
+    estimates are unbiased whatever the w_r; their quotient is not, and is left out if signal is not positive.
 
     Args:
         sums: over the ranks with a weight: `square`, of w_r |G_r|^2; `weight`, of w_r; `ranks`, their number.

@@ -70,7 +70,7 @@ class StateRanks(Protocol):
 
     @property
     def num_alike(self) -> int:
-        """Ranks that compute the same behind the model, whose gradients are added up."""
+        """The number of ranks that compute the same after the model, and whose gradients are summed."""
         ...
 
     def first_holder(self, tensor_slice: TensorSlice, part: int) -> int:
@@ -89,7 +89,7 @@ class StateRanks(Protocol):
 
 
 class StatefulOptimizer(Protocol):
-    """An optimizer whose state is saved. `gathered` is collective where ranks share the state out.
+    """An optimizer whose state is saved. `gathered` is collective if ranks split the state.
 
     `is_exact`: the model's own weights are float32 and are updated in place, so there are no masters. `detach`: freeze
     parameters, drop gradients.
@@ -119,7 +119,7 @@ OptimizerT = TypeVar("OptimizerT", bound=StatefulOptimizer)
 
 @dataclass
 class SlotTraining(Generic[OptimizerT]):
-    """What is being trained: an adapter's slot, or (None) the base.
+    """A slot that is trained: an adapter's, or (None) the base.
 
     Since the last step: `num_bins`, passes; `weight`, of this rank's bins.
 
@@ -160,12 +160,12 @@ class SlotTraining(Generic[OptimizerT]):
             yield batch, sums
 
     def square_of_own_gradient(self) -> Tensor:
-        """Return the sum of squares of what this rank has accumulated, before `reduce`."""
+        """Return the sum of squares of this rank's accumulated gradient, before `reduce`."""
         return torch.stack([sum_of_squares(optimizer.grad.buffer) for optimizer, _ in self.everything]).sum()
 
     @property
     def saved(self) -> list[tuple[State, OptimizerT, list[TensorSlice]]]:
-        """The tensors in `optimizer/`: both moments, and masters of what `weights/` has rounded or not at all."""
+        """The tensors in `optimizer/`: both moments, and masters of the tensors that `weights/` rounds or lacks."""
         states: tuple[State, ...] = ("exp_avg", "exp_avg_sq", *(("master",) if self.keeps_masters else ()))
         found = [(state, *part) for state in states for part in self.everything]
         return found if self.own is None or self.keeps_masters else [*found, ("master", *self.own)]
@@ -198,7 +198,7 @@ class SlotTraining(Generic[OptimizerT]):
 
 
 class Stored(Protocol):
-    """A parameter in a form of its own, made of the whole tensor."""
+    """A parameter in another storage format, made from the whole tensor."""
 
     def zeros(self) -> Tensor: ...
 
@@ -215,8 +215,8 @@ def read_model(
 ) -> None:
     """Read a model. Raises InvalidInput for missing or damaged files, and for missing, unknown or misshapen tensors.
 
-    `carried`: prefixes of the names of tensors that the model may have besides. `quantized`: those of this rank's
-    parameters that are not held as they are read; each is whole for as long as it takes to store it.
+    `carried`: name prefixes of further tensors that the files may have. `quantized`: those of this rank's parameters
+    that are stored in another format; each is held whole only while it is converted.
     """
     of_stored: dict[str, list[TensorSlice]] = {name: [] for name in quantized}
     for s in slices:
@@ -328,7 +328,7 @@ def read_optimizer(folder: Path, training: SlotTraining[OptimizerT], ranks: Stat
 
 
 def write_optimizer(folder: Path | None, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
-    """Write both moments and the step count; the float32 masters too where `weights/` are not those."""
+    """Write both moments and the step count; the float32 masters too if `weights/` are not those."""
     entries = [
         WrittenTensor(f"{state}.{s.name}", torch.float32, s.shape) for state, _, own in training.saved for s in own
     ]

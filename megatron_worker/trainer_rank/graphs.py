@@ -33,7 +33,7 @@ class Graphs:
         self._alive: defaultdict[str | None, weakref.WeakSet[_Alive]] = defaultdict(weakref.WeakSet)
 
     def watch(self, tensor: Tensor, slot: str | None) -> Tensor:
-        """Return the tensor with its graph counted as the slot's; a tensor without a graph is returned as it is."""
+        """Return the tensor with its graph counted as the slot's; a tensor without a graph is returned unchanged."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
 

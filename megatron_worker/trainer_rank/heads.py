@@ -11,7 +11,7 @@ from shared.errors import InvalidInput
 
 
 class Head(Protocol):
-    """A module, such as a torch.nn.Module, that makes named numbers of hidden states, [N, H], a row for each."""
+    """A module, such as a torch.nn.Module, that computes named numbers from hidden states, [N, H], a row for each."""
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]: ...
 
@@ -22,7 +22,7 @@ def train_head(rank: TrainerRank, name: str | None, head: Head) -> None:
     """Train a head with an adapter, or (None) with the base, once that was made. Heads are equal on all ranks.
 
     `optim_step` steps both, by the norm of both; `save` and `load` have both. Parameters take the engine's dtype, and
-    lie in a buffer of the slot from then on. Raises InvalidInput where the slot is not trained. Collective.
+    lie in a buffer of the slot from then on. Raises InvalidInput if the slot is not trained. Collective.
     """
     with rank.agreement():
         if not (rank.trains_base if name is None else rank.adapters.get(name)):

@@ -18,7 +18,7 @@ from shared.errors import InvalidInput
 
 @dataclass(frozen=True, eq=False)
 class _Backbone:
-    """What one forward computed for heads: hidden states, and a trained embedding if it is not the parameter itself.
+    """The outputs of one forward for heads: hidden states, and a trained embedding if it is not the parameter itself.
 
     `made` has the backbone's graph; `leaves` are the same as leaves of the heads' graphs.
     """

@@ -1,4 +1,4 @@
-"""The loop behind `forward_micro_batches`: agree, plan, forward, hand over, measure."""
+"""The loop of `forward_micro_batches`: agree, plan, forward, hand over, measure."""
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ class Planning:
 class MicroBatch:
     """This rank's share of a micro-batch: its items as they were given, their outputs, and their indices.
 
-    `outputs`: of each item, ForwardOutputs in the lists and dicts in which it has its inputs.
+    `outputs`: for each item, ForwardOutputs in the same lists and dicts as the item's inputs.
     """
 
     inputs: tuple[Inputs, ...]
@@ -135,7 +135,7 @@ def _as_many_as_fit(
 
 
 def _learn(rank: Forwards, planner: Planner, own: RankShare, times: float) -> None:
-    """Tell the planner of each rank that exceeded its estimate, and by which factor."""
+    """Tell the planner by which factor each rank exceeded its estimate, if it did."""
     for kind, most in everyone(rank.facts.layout.world_size, (sorted(own.kind), times)):
         if most > 1:
             planner.exceeded(frozenset(kind), most)
@@ -176,7 +176,7 @@ def measured_slots(rank: Forwards, requests: list[list[CheckedInput]], budget_by
 
 
 def resident(rank: Forwards, name: str | None) -> AbstractContextManager[None]:
-    """Have an adapter on the device, for passes whose layers compute again if `recomputes` says so."""
+    """Have an adapter on the device, for passes that recompute layers if `recomputes` is set."""
     rank.dispatcher.set_recompute(slot := rank.slot(name), rank.recomputes)
     return rank.dispatcher.resident(slot)
 

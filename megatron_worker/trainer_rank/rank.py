@@ -2,9 +2,9 @@
 
 It trains adapters by their names, or every weight of the base, whose name is None.
 
-Everything but `forward`, `backward` and `zero_grad` is collective: all ranks call it, in the same order. Ranks of one
-tensor-parallel group call everything alike, with equal arguments. Where ranks go in step (lockstep.py) those three are
-collective as well, each rank with inputs and a loss of its own, or none.
+Everything except `forward`, `backward` and `zero_grad` is collective: all ranks call it, in the same order. Ranks of
+one tensor-parallel group make the same calls, with equal arguments. If ranks run in lockstep (lockstep.py), those three
+are collective as well; each rank has different inputs and another loss, or none.
 """
 
 import math
@@ -61,11 +61,12 @@ class TrainerRank:
     """See the module's docstring and docs/trainer_rank.md.
 
     Args:
-        memory_budget_bytes: what micro-batches may hold at once beside weights and optimizer, user's code included. By
-            default a share of the device's memory (`live_bytes.default_budget`).
-        least_saved_tokens: a prefix is shared in a pack where that saves so many tokens: L for each branch but one.
-        recompute: layers compute again in the backward, in less memory; auto: in micro-batches of which some item fits
-            the budget only so.
+        memory_budget_bytes: the most that micro-batches may hold at once, without weights and optimizer but including
+            the user's code. By default a share of the device's memory (`live_bytes.default_budget`).
+        least_saved_tokens: a prefix is shared in a pack if that saves at least this many tokens. A prefix of L tokens
+            saves L for each branch except one.
+        recompute: layers are recomputed in the backward, which takes less memory; auto: only in micro-batches with an
+            item that would not fit the budget otherwise.
 
     Raises:
         InvalidInput: the layout is a pipeline, which cannot give a loss the outputs of all of its inputs.
@@ -109,10 +110,10 @@ class TrainerRank:
         self._install(name, _Slot(slot, lora, trainable=True))
 
     def load_adapter(self, name: str, path: Path, trainable: bool, lora: Lora | None = None) -> None:
-        """A PEFT adapter from a folder, made active. One of this name goes once the new one stands.
+        """Load a PEFT adapter from a folder and make it active. It replaces a loaded one of the same name.
 
         Raises InvalidInput: it is missing, damaged, not finite, not of the base's shapes or not of `lora`; the name's
-        graph is alive; or it is to be trained, and the base is. What stood under the name still does.
+        graph is alive; or it is trainable, but the base is trained. An adapter of the same name then stays.
         """
         with self.agreement():
             if trainable:
@@ -132,9 +133,10 @@ class TrainerRank:
         self._install(name, _Slot(slot, found, trainable))
 
     def train_base(self) -> None:
-        """Train every weight of the base, and make it active. Raises InvalidInput beside others, and if quantized.
+        """Train every weight of the base, and make it active.
 
-        Adapters that are not trainable may stand beside it; what is computed with them has gradients for the base.
+        Adapters that are not trainable may be loaded too; forwards with them give gradients for the base.
+        Raises InvalidInput: something else is trained, or the base is quantized.
         """
         with self.agreement():
             self._refuse_trained_base()
@@ -199,7 +201,7 @@ class TrainerRank:
     def forward(self, inputs: Inputs) -> Any:
         """Return the outputs of this data-parallel rank's own inputs. Keeps the graph unless under `no_grad`.
 
-        Inputs may stand in lists and dicts, whose outputs stand in the same ones. They are grouped by adapter: one
+        Inputs may be nested in lists and dicts; outputs are nested in the same way. They are grouped by adapter: one
         packed forward for each. Raises InvalidInput naming the input and the rule.
         """
         requests, slots = self._to_answer(inputs)
@@ -336,13 +338,13 @@ class TrainerRank:
                 snapshot.write(folder)
 
     def save(self, name: str | None, folder: Path) -> None:
-        """Write `weights/` and `optimizer/` of what is trained, as a job's checkpoint has them; rank 0 writes."""
+        """Write `weights/` and `optimizer/` of a trained slot, as in a job's checkpoint; rank 0 writes."""
         with self.agreement():
             self._trainable(name)
         self.dispatcher.save_state(self.slot(name), folder)
 
     def load(self, name: str | None, folder: Path) -> None:
-        """Go on from what `save` or a job wrote, under any layout: weights, moments, step count of what is trained.
+        """Resume a trained slot from what `save` or a job wrote, under any layout: weights, moments, step count.
 
         Raises InvalidInput as `load_adapter` does.
         """
@@ -361,7 +363,7 @@ class TrainerRank:
         return self._slots[name].name
 
     def planned_slot(self, name: str | None) -> PlannedSlot:
-        """Return an adapter as the planner knows it. What is computed with it has a graph if it is trained."""
+        """Return an adapter as the planner knows it. A forward with it has a graph if it is trained."""
         keeps_graph = (self._slots[name].trainable or self.trains_base) and torch.is_grad_enabled()
         return PlannedSlot(name, self._slots[name].lora, keeps_graph, self.least_saved_tokens, self.recomputes)
 
@@ -386,7 +388,7 @@ class TrainerRank:
             raise InvalidInput("it is trained, alone: drop_adapter(None) ends that", "the base")
 
     def _refuse_alive(self, name: str | None, what: str) -> None:
-        """Every graph over a trained base is one of its own."""
+        """Raise InvalidInput if a graph of it is alive. Every graph counts as one of a trained base."""
         if self._graphs.any_alive if name is None else self._graphs.is_alive(name):
             message = f"it cannot be {what} while a graph of it is alive: do its backward, or let its outputs go"
             raise InvalidInput(message, _place(name))

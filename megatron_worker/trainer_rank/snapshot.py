@@ -1,4 +1,4 @@
-"""An adapter's weights at one moment, apart from the engine: to write while training goes on, or to look at."""
+"""A copy of an adapter's weights, apart from the engine: to write while training continues, or to look at."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +28,13 @@ class Snapshot:
 
 
 def refuse_beyond_passes(lora: Lora) -> None:
-    """Raises InvalidInput for what is no part of a backbone's pass that user code asks for."""
+    """Raises InvalidInput for settings that user code's passes through the backbone do not support."""
     if lora.dropout or lora.head is not None or AdaptedModules(lora).of(OUTPUT) is not None:
         raise InvalidInput("dropout, heads and adapters of lm_head are of a run's own passes alone", "trainable")
 
 
 def refuse_beyond_steps(optimizer: Optimizer, lora: Lora | None) -> None:
-    """Raises InvalidInput for a setting that would do nothing in a step of user code. `lora` is None of the base."""
+    """Raises InvalidInput for a setting that would do nothing in a step of user code. `lora`: None for the base."""
     if optimizer.noise_scale:
         raise InvalidInput("it needs the weights of your losses, which only a run's or a session's have", "noise_scale")
     if optimizer.lora_plus_ratio != 1 and lora is None:

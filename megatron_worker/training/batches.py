@@ -55,8 +55,8 @@ class PackedBatches:
         self._plan = plan
         self._scored: dict[Scored, NDArray[np.float32]] = {}
         self._likeliest: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
-        self.most_tokens: int | None = None  # of a bin, where the plan's are not taken
-        self.most_step_tokens: int | None = None  # a bound on the tokens of any step, where it is known
+        self.most_tokens: int | None = None  # of a bin, if the plan's are not taken
+        self.most_step_tokens: int | None = None  # a bound on the tokens of any step, if it is known
         self._num_parts = 1
         self.num_steps = num_steps
 
@@ -84,10 +84,10 @@ class PackedBatches:
         return list(cut(units, tokens, min(self.most_tokens, even_share)))
 
     def cut_to(self, most_tokens: int, num_parts: int = 1) -> None:
-        """Cut each step anew into bins of so many tokens at most, the units in the plan's order.
+        """Cut each step anew into bins of at most `most_tokens` tokens, the units in the plan's order.
 
         Args:
-            num_parts: data-parallel ranks, each of which is to have a share of a step that has enough units.
+            num_parts: data-parallel ranks; each gets a share of a step that has enough units.
 
         Raises:
             InvalidInput: a unit has more tokens.
@@ -130,7 +130,7 @@ class PackedBatches:
         return self._scored[name] if name in self._scored else self.units.columns[name.removesuffix("_N")].copy()
 
     def put(self, name: Scored, values: NDArray[np.float32], at_N: Flags | None = None) -> None:
-        """Replace a column of all later batches. `values`: one for each target on file. `at_N`: where; None: all."""
+        """Replace a column of all later batches. `values`: one for each target on file. `at_N`: which; None: all."""
         assert len(values) == self.units.header.num_targets
         self._scored[name] = values if at_N is None else np.where(at_N, values, self._scored.get(name, values))
 
@@ -142,7 +142,7 @@ class PackedBatches:
         self._likeliest = ids, logprobs
 
     def batches(self, step: int, dp_rank: int, dp_size: int, device: torch.device) -> Iterator[Batch]:
-        """Yield a rank's batches, as many on every rank: where one has a bin less, its last batch is empty."""
+        """Yield a rank's batches, as many on every rank: if a rank has one bin less, its last batch is empty."""
         bins = self.bins_of_rank(step, dp_rank, dp_size)
         num_turns = -(-len(self.bins(step)) // dp_size)
         return (self.batch(units, device) for units in [*bins, *[NO_UNITS] * (num_turns - len(bins))])
@@ -162,7 +162,7 @@ def cut(units: Ints, num_tokens: Ints, most_tokens: int) -> Iterator[Ints]:
     """Yield units in their order, as many at a time as stay within `most_tokens`.
 
     Args:
-        num_tokens: of each of `units`, none of which is beyond `most_tokens`.
+        num_tokens: of each of `units`; each at most `most_tokens`.
     """
     begin, total = 0, 0
     for place, tokens in enumerate(num_tokens.tolist()):

@@ -32,9 +32,9 @@ UseFolder = Callable[[Path], None]
 class CheckpointState(Frozen):
     """`state.json`: the position in the data, and the hashes of the data and of the model that was trained.
 
-    `model_sha256`: of the base model's files wherever they lie (`Manifest.contents_sha256`). `micro_batch_tokens`: of
-    the largest, where the job has a memory budget; not written elsewhere. `recompute`: layers were computed again in
-    the backward; not written elsewhere. A session has no data on file, and as many steps as commands.
+    `model_sha256`: of the contents of the base model's files (`Manifest.contents_sha256`). `micro_batch_tokens`: of the
+    largest, if the job has a memory budget; not written elsewhere. `recompute`: layers were recomputed in the backward;
+    not written otherwise. A session has no data on file, and as many steps as commands.
     """
 
     schema_version: Literal[2] = 2
@@ -205,7 +205,7 @@ def _commit(temporary: Path, final: Path, state: CheckpointState, random_state: 
 
 
 def random_state() -> RandomState:
-    """Return the state of this rank's random generators. Ranks are seeded alike, so rank 0's is saved for all."""
+    """Return the state of this rank's random generators. All ranks have the same seed, so rank 0's is saved for all."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

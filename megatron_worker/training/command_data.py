@@ -50,7 +50,7 @@ def pack_data(data: Units, max_tokens: int, share_prefixes: bool, score_all: boo
 
 
 def _row(units: Units, number: int) -> SequenceRow:
-    """Return a unit whose targets are tokens of its own as a sequence, in which each target is a token's."""
+    """Return a unit whose targets are its own tokens as a sequence, which gives each target's columns to its token."""
     packed = units.read_bin(np.array([number]))
     target_N = packed.hidden_index_N + 1
 

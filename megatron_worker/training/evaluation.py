@@ -1,6 +1,6 @@
 """Computes the held-out loss, over all bins of an evaluation's plan, and greedy completions of its first prompts.
 
-The loss is the job's own, but for policy losses: held-out rows have no advantages, so theirs is cross entropy.
+The loss is the job's, except for policy losses: held-out rows have no advantages, so theirs is cross entropy.
 """
 
 import json
@@ -136,7 +136,7 @@ _prompts: TypeAdapter[list[HeldOutPrompt]] = TypeAdapter(list[HeldOutPrompt])
 
 
 def read_prompts(units: Path) -> list[HeldOutPrompt]:
-    """Read `prompts.json` beside the units. Data that was tokenized elsewhere has none."""
+    """Read `prompts.json`, next to the units. Data that was tokenized elsewhere has none."""
     path = units / "prompts.json"
     return _parse(_prompts, path) if path.exists() else []
 

@@ -1,8 +1,8 @@
 """Generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438, equations 11 to 16). Pure functions.
 
-An episode is a sequence of a unit, and a state of it what stands before a target. A *move* is a target, or a turn: the
-targets that one answer has in one piece. All in float64. Shape suffixes: N targets of all units, M moves of them, E
-episodes.
+An episode is a sequence of a unit; a state is everything before a target. A *move* is an action: a target, or a turn,
+which is all contiguous targets of one answer. All in float64. Shape suffixes: N targets of all units, M moves of them,
+E episodes.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Moves:
     """The moves of all episodes, in order.
 
     Attributes:
-        first_M: the target that each begins with, whose state is the move's.
+        first_M: the target that each begins with; its state is the move's.
         of_N: the move of each target.
-        ends_M: nothing of its episode comes after it.
-        goes_on_M: it is no move, but the state in which an episode was cut off: its value stands for what would come.
+        ends_M: it is the last of its episode.
+        goes_on_M: it is no move, but the state in which an episode was cut off: its value replaces the later rewards.
     """
 
     first_M: Ints
@@ -33,7 +33,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class Estimates:
-    """For each move its advantage, the target of its state's value, and the discounted sum of the rewards that came."""
+    """For each move its advantage, the target of its state's value, and the discounted sum of its later rewards."""
 
     advantage_M: NDArray[np.float64]
     return_M: NDArray[np.float64]
@@ -41,7 +41,7 @@ class Estimates:
 
 
 def moves_of(units: Units, per_turn: bool) -> Moves:
-    """Return the moves of units. The last target of an episode, where it alone weighs nothing, is where it was cut."""
+    """Return the moves of units. If a trained episode's last target has no weight, the episode was cut off there."""
     columns, counts = units.columns, np.diff(units.target_offsets)
     unit_N = np.repeat(np.arange(len(counts)), counts)
     position_N = hidden_N = np.asarray(columns["hidden_index"])
@@ -62,12 +62,12 @@ def moves_of(units: Units, per_turn: bool) -> Moves:
 
 
 def _changes(values_N: Ints) -> NDArray[np.bool_]:
-    """Return where a column has another value than just before; its first place counts as one."""
+    """Return True where a column's value differs from the one before, and at its first place."""
     return np.append(True, values_N[1:] != values_N[:-1])[: len(values_N)]
 
 
 def estimate(moves: Moves, reward_N: Floats, value_N: Floats, critic: Critic) -> Estimates:
-    """Estimate advantages from rewards and values of targets, [N]. What is NaN makes its episode so, and no other."""
+    """Estimate advantages from rewards and values of targets, [N]. A NaN makes only its episode NaN."""
     reward_M = np.add.reduceat(reward_N.astype(np.float64), moves.first_M)
     value_M = value_N.astype(np.float64)[moves.first_M]
     advantage_M = _discounted(moves, reward_M, value_M, critic.gamma, critic.gae_lambda)
@@ -78,7 +78,7 @@ def estimate(moves: Moves, reward_N: Floats, value_N: Floats, critic: Critic) ->
 def _discounted(
     moves: Moves, reward_M: NDArray[np.float64], value_M: NDArray[np.float64], gamma: float, lam: float
 ) -> NDArray[np.float64]:
-    """Return the sums of (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); 0 where it was cut.
+    """Return the sums of (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); 0 at a cut.
 
     All episodes are gone through at once, from their ends: as many steps as the longest has moves.
     """

@@ -1,4 +1,4 @@
-"""Traces of the next optimizer steps of a job by torch's profiler, where its host asks for one."""
+"""Traces the next optimizer steps of a job with torch's profiler, if its host asks for a trace."""
 
 import sys
 from contextlib import suppress

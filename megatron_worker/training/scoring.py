@@ -1,6 +1,6 @@
-"""What is scored before steps by weights that do not change meanwhile, and by whom: policy, reference, teacher, critic.
+"""Scores data before steps with weights that do not change: the policy's, a reference's, a teacher's or a critic's.
 
-A unit is scored once, in the first bin of this rank that holds it, however often it is trained on. A job that goes on
+A unit is scored once, in the first bin of this rank that holds it, however often it is trained on. A job that resumes
 from a checkpoint is scored by its initial weights in the same bins, so that the scores are equal to the bit.
 """
 
@@ -19,7 +19,7 @@ from shared.jobs.packed import Ints
 
 @dataclass(frozen=True)
 class Role:
-    """A slot that scores data, and where its scores go.
+    """A slot that scores data, and the destination of its scores.
 
     Attributes:
         slot: its name; None: the base.
@@ -66,7 +66,7 @@ def likeliest_role(
 ) -> Role:
     """Return a role whose `top_k` likeliest ids and their log-probabilities become the data's; see `logprobs_role`.
 
-    `top_k`: 0 for the row's own token. What is left to all other ids comes behind them (`Outputs.rest`).
+    `top_k`: 0 for the row's own token. The last column has the log-probability of all other ids (`Outputs.rest`).
     """
 
     def take(found: dict[str, NDArray]) -> None:
@@ -79,7 +79,7 @@ class TargetScores:
     """Collects scores of a data set's targets, a bin at a time. Targets of other ranks' bins have NaN (ids: -1).
 
     Attributes:
-        found: `logprobs` [N] float32 in nats, and where they were asked for `entropies` [N], `top_ids` [N, K] int64,
+        found: `logprobs` [N] float32 in nats, and if they were requested `entropies` [N], `top_ids` [N, K] int64,
             `top_logprobs` [N, K]; or the `values` [N, L] of the slot's head.
     """
 
@@ -132,7 +132,7 @@ def bins_to_score(data: PackedBatches, first_step: int, num_steps: int, dp_rank:
     """Return the units that this rank scores, a bin at a time: each unit in the first bin that holds it.
 
     Bins are left out if no step from `first_step` on trains on their units; the others are not changed. Every rank gets
-    the same number of bins, the last of which may be empty.
+    the same number of bins; the last one may be empty.
     """
     everyone = [_turns_of_rank(data, first_step, num_steps, rank, dp_size) for rank in range(dp_size)]
     longest = max(len(own) for own in everyone)

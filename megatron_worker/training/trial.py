@@ -1,8 +1,8 @@
-"""A trial of this machine: what a worker or sampler imports, and a tiny pass on each device.
+"""A preflight check of this machine: a worker's or sampler's imports, and a tiny pass on each device.
 
     python -m megatron_worker.training.trial --role gpu|sampler
 
-The last line that it prints is a JSON list of what the machine lacks, in words; an empty one if it lacks nothing.
+Its last line of output is a JSON list of problems, in words; the list is empty if there are none.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""What weights can travel by on this machine: `python -m megatron_worker.weight_sync` prints a JSON object.
+"""The transports that work on this machine: `python -m megatron_worker.weight_sync` prints a JSON object.
 
-It has every transport, with null where it works, and otherwise the reason; of experimental ones those that are given as
-arguments, as no others' packages are to be imported. Hosts ask before they start anything.
+It has every transport, with null if it works, and otherwise the reason; experimental ones only if they are given as
+arguments, so that no other packages are imported. Hosts run it before they start anything.
 """
 
 import json

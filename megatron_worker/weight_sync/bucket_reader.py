@@ -19,7 +19,7 @@ _WAITS_S = 10.0
 
 
 class TrainerMessages:
-    """The trainer's messages. Those behind which a group was given up are kept for later."""
+    """The trainer's messages. Messages read while looking for an interruption are kept for `next`."""
 
     def __init__(self, connection: SyncConnection) -> None:
         self.connection = connection
@@ -50,13 +50,13 @@ class Receiving:
         self._inbound = ends_of(announcement.transport).inbound(device)
         self._inbound.prepare(announcement.buffer_bytes)
         self._read: SimpleQueue[tuple[Bucket, Tensor] | str | SyncBroken] = SimpleQueue()
-        self._has_come = threading.Event()  # the first of what is read
+        self._has_come = threading.Event()  # set when `_read` gets its first entry
         self._broken: SyncBroken | None = None
         self._thread = threading.Thread(target=self._read_all, name="weights-read", daemon=True)
         self._goes_on = threading.Event()
 
     def begin(self, needs_all: bool) -> None:
-        """Take what was announced, and wait for the first bucket: until it is here nothing has to be given up.
+        """Accept the announced sync, and wait for the first bucket: until then nothing must be given up.
 
         Raises SyncBroken.
         """
@@ -152,7 +152,7 @@ class Receiving:
         return self._inbound.receive(bucket)
 
     def close(self) -> None:
-        """End the sync: the trainer learns of it by what was replied, or by the end of the connection."""
+        """End the sync: the trainer notices by the reply, or by the end of the connection."""
         self._connection.shut()
         if self._thread.ident is not None:
             self._thread.join()

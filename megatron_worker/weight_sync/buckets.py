@@ -1,7 +1,7 @@
 """Buckets: named tensors as buffers of bytes of a bounded size, each with a description and a checksum.
 
-A tensor travels in the blocks that ranks hold of it. A block larger than what is left of a bucket is divided by rows
-(slices of its first dimension).
+A tensor travels in the blocks that ranks hold of it. A block that does not fit into the rest of a bucket is divided by
+rows (slices of its first dimension).
 """
 
 import hashlib
@@ -33,8 +33,8 @@ Named = Iterable[tuple[str, Tensor]]
 class BucketPart(Frozen):
     """Some rows of a tensor in a bucket, at byte `start`; a tensor without a dimension is one row.
 
-    With `num_columns` the rows have so many columns only, from `first_column` on. With `num_changes` the bucket holds
-    no rows but so many changes of them (changes.py).
+    With `num_columns` only this many columns of the rows, from `first_column` on. With `num_changes` the bucket holds
+    this many changes of the rows (changes.py) instead of the rows.
     """
 
     name: str = Field(max_length=512)
@@ -219,7 +219,7 @@ class Assembly:
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
         self.names: dict[str, None] = {}
         self._targets = targets
-        self._last = dict[str, BucketPart]()  # that has come of each tensor
+        self._last = dict[str, BucketPart]()  # the last part received of each tensor
         self._digest = Digest()
 
     def rows(self, part: BucketPart) -> Tensor:
@@ -284,7 +284,7 @@ def _change(buffer: Tensor, part: BucketPart, rows: Tensor) -> None:
     if rows.itemsize < DTYPES[part.dtype].itemsize:
         raise InvalidInput(f"changes of {part.dtype} do not apply to {rows.dtype}", part.name)
     assert part.num_changes is not None
-    # Itself, but of some columns, and where a model keeps a tensor wider than it is sent.
+    # A copy only if the part has some of the columns, or the model keeps the tensor in a wider dtype.
     whole = rows.to(DTYPES[part.dtype]).contiguous()
     try:
         changes.apply(buffer[part.start :], part.num_changes, whole)

@@ -1,8 +1,8 @@
 """Changes: the elements of a tensor that differ from an earlier version, exactly, in three bytes each.
 
 One step of Adam changes about 2 % of bfloat16 weights. A change is the number of unchanged 2-byte words before it
-(uint8) and the exclusive or of the word's old and new bits (uint16). Where more than 255 words lie between two changes,
-changes by 0 stand between them.
+(uint8) and the exclusive or of the word's old and new bits (uint16). If more than 255 words lie between two changes,
+changes by 0 are inserted between them.
 """
 
 import torch
@@ -13,12 +13,12 @@ _CHUNK = 1 << 16  # words, or changes, at a time: on the way they take some 80 b
 
 
 def num_bytes(num_changes: int) -> int:
-    """Return the bytes of so many changes: gaps first, then values, which begin at an even byte."""
+    """Return the bytes that the changes take: gaps first, then values, which begin at an even byte."""
     return num_changes + num_changes % 2 + 2 * num_changes
 
 
 def find_changes(new: Tensor, old: Tensor, out: Tensor) -> int | None:
-    """Write the changes from `old` to `new` into `out`, uint8. None where they take more bytes than `out` has.
+    """Write the changes from `old` to `new` into `out`, uint8. None if they take more bytes than `out` has.
 
     Args:
         new, old: contiguous, of one shape and of a dtype of 2 or 4 bytes.
@@ -53,7 +53,7 @@ def find_changes(new: Tensor, old: Tensor, out: Tensor) -> int | None:
 
 
 def _move(source: Tensor, target: Tensor) -> None:
-    """Copy to a place that does not lie behind the source, with which it may overlap."""
+    """Copy to a place that does not lie behind the source; both may overlap."""
     for first in range(0, len(source), _CHUNK):
         target[first : first + _CHUNK].copy_(source[first : first + _CHUNK].clone())
 

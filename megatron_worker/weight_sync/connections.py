@@ -1,14 +1,14 @@
 """Connections between a trainer and a sampler: a Unix socket on one machine, TCP between machines.
 
-A message is JSON behind its length (4 bytes, big-endian). Whoever may open the Unix socket may send weights: it lies in
-a folder that only the host's user can enter. Over TCP both ends prove that they know the run's secret, and an
-HMAC-SHA256 over its number and its bytes comes before every message:
+A message is its length (4 bytes, big-endian), then JSON. Anyone who can open the Unix socket may send weights: it lies
+in a folder that only the host's user can enter. Over TCP both ends prove that they know the run's secret, and every
+message comes after an HMAC-SHA256 over its number and its bytes:
 
     sampler: 32 random bytes        trainer: Hello, with 32 more
     key = HMAC(secret of the run, both)
 
-So nothing that others send is read as more than a Hello, and nothing of an earlier connection can be used again. The
-messages are not encrypted; no weights are in them.
+So data from an unauthenticated peer is read only as a Hello, and messages of an earlier connection cannot be replayed.
+The messages are not encrypted; no weights are in them.
 """
 
 import hmac
@@ -110,7 +110,7 @@ class SyncConnection:
         return bool(select.select([self.socket], [], [], 0)[0])
 
     def shut(self) -> None:
-        """End the connection for both; whoever waits in it is woken."""
+        """End the connection for both ends; a thread that waits in it wakes."""
         with suppress(OSError):  # it is gone already
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -169,7 +169,7 @@ def accept_locally(path: Path, serve: Serve) -> None:
 def accept_remotely(host: str, key: bytes, serve: Serve) -> str:
     """Serve trainers that know their run's secret, at a free port of one address; returns `host:port`.
 
-    `key`: the samplers', from which each run's secret follows.
+    `key`: the samplers' key; each run's secret is derived from it.
 
     Raises InvalidInput: the address is not this machine's.
     """
@@ -186,12 +186,12 @@ def accept_remotely(host: str, key: bytes, serve: Serve) -> str:
 def _accept(listener: socket.socket, key: bytes | None, serve: Serve) -> None:
     """Serve trainers until the listener is closed, each in a thread.
 
-    At most 8 at a time are not yet known to be trainers, for 10 seconds at most. The next one takes the place of the
-    oldest, which a trainer that says who it is leaves within milliseconds: those that are silent keep nobody away.
+    At most 8 connections at a time are unauthenticated, each for at most 10 seconds. The next one replaces the oldest.
+    A trainer authenticates within milliseconds, so silent connections keep nobody away.
 
     Args:
-        key: of the sampler, from which each run's secret follows; None: of a Unix socket, whose users are trusted.
-        serve: takes a connection whose trainer is who it says, and its announcement.
+        key: the sampler's key; each run's secret is derived from it. None for a Unix socket, whose users are trusted.
+        serve: takes an authenticated trainer's connection, and its announcement.
     """
     unknown: dict[socket.socket, None] = {}  # the oldest first
     lock = threading.Lock()
@@ -266,7 +266,7 @@ def _key(secret: bytes, nonce: bytes, hello: Hello) -> bytes:
 
 
 def exactly(own: socket.socket, num_bytes: int, until: float | None = None) -> bytes:
-    """Read so many bytes. Raises SyncBroken."""
+    """Read exactly `num_bytes` bytes. Raises SyncBroken."""
     data = bytearray()
     while len(data) < num_bytes:
         try:

@@ -1,7 +1,7 @@
 """The parts of a bucket from the ranks that hold them. Each compares and copies its own blocks alone.
 
-Rank 0 orders a bucket of every other member, which then sends its parts of it, one after another, beside the passes
-(`SideRanks`); so none of them ever holds more than a block and a part. Messages are int64: an order is one number; of
+Rank 0 orders a bucket from every other member, which then sends its parts of it, one by one, during the passes
+(`SideRanks`); so none of them ever holds more than a block and a part. Messages are int64: an order is one number; for
 each part comes first a head of two, the number of changes and the checksum, and then its bytes.
 """
 
@@ -33,9 +33,9 @@ _WHOLE, _FAILED = -1, -2  # in the place of a number of changes
 
 
 class LastSent:
-    """Copies of what this rank holds of the last version that was sent, from which changes are found. On the host.
+    """This rank's part of the last version that was sent, copied to the host, to find changes against.
 
-    `digest`: rank 0's, of that version; None while the copies are not of one version.
+    `digest`: of that version, on rank 0; None while the copies are not of one version.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class OwnBlocks:
         self._held: Tensor | None = None
 
     def rows(self, block: TensorBlock, part: BucketPart) -> Tensor | None:
-        """Return a part's rows; None where another rank has them. Parts are asked for in their order."""
+        """Return a part's rows; None if another rank has them. To be called for parts in their order."""
         if block != self._block:
             # First: what failed is not asked for again, as other ranks may have sent what they have of it.
             self._block, self._held = block, None
@@ -89,7 +89,7 @@ class Gathering:
         self._others = [rank for rank in outgoing.members if rank != outgoing.ranks.rank]
 
     def fill(self, buffer: Tensor, number: int, pieces: Sequence[Piece], only_changes: bool) -> Bucket:
-        """Fill a buffer of bytes, uint8, with a bucket's parts: with their changes where those are shorter.
+        """Fill a buffer of bytes, uint8, with a bucket's parts: with their changes if those are shorter.
 
         Raises OSError: another rank could not read what it holds. Every rank has ended with this bucket, as without it.
         """
@@ -101,7 +101,7 @@ class Gathering:
             room = buffer[start : start + part.num_bytes]
             try:
                 num, found = self._fill_part(piece, room, only_changes)
-            except Exception as error:  # the others go on to send
+            except Exception as error:  # the other ranks continue sending
                 fault, num, found = fault or error, 0, 0
             parts.append(part.model_copy(update={"start": start, "num_changes": num}))
             sums.append(found)
@@ -141,7 +141,7 @@ class Gathering:
 
 
 class Giving:
-    """Another member's end. What it holds must not change before `wait` has returned."""
+    """Another member's end. Its weights must not change before `wait` has returned."""
 
     def __init__(self, outgoing: Outgoing, bucket_bytes: int, sent: LastSent | None) -> None:
         self._call = BackgroundCall(lambda _: _give_all(outgoing, bucket_bytes, sent))
@@ -175,7 +175,7 @@ def _give(own: OwnBlocks, piece: Piece, ranks: SideRanks, only_changes: bool) ->
         num, found = own.changes(piece, rows, out), checksum([rows])
         head = [_WHOLE if num is None else num, found if found < 1 << 63 else found - (1 << 64)]
         data = rows.reshape(-1).view(torch.uint8) if num is None or out is None else out[: changes.num_bytes(num)]
-    except Exception:  # rank 0 is told
+    except Exception:  # rank 0 gets the error
         traceback.print_exc()
     if block.rank == ranks.rank:
         ranks.send(torch.tensor(head), 0)

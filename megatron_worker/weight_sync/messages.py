@@ -5,8 +5,8 @@
     trainer: bucket           sampler: Reply, when it has read it
     trainer: commit           sampler: Reply, when samples are drawn from the version
 
-`bucket` messages go on while earlier ones are unanswered, as far as there are buffers. `connect` comes again where a
-group is formed anew.
+The trainer sends `bucket` messages before earlier ones are answered, as far as there are buffers. It sends `connect`
+again when a group is formed anew.
 """
 
 from typing import Annotated, Literal
@@ -32,8 +32,8 @@ class Announcement(Frozen):
     """A sync's first message: the version that will be sent. `shapes_sha256`: of all names and shapes (buckets.py).
 
     `lora`: the weights are an adapter's; absent: they are the model's own. `base_digest`: changes are to this version.
-    `name`: the version takes the place of what stands under this name, and samples under way go on under it. `waits`:
-    without a name, until whoever holds the version before lets it go; else the sync is refused then.
+    `name`: the version replaces the one served under this name, and running samples continue with it. `waits`: without
+    a name, whether the sampler waits until nobody uses the version before; otherwise it refuses the sync in that case.
     """
 
     schema_version: Literal[2] = 2
@@ -82,7 +82,7 @@ class RemoteBuffers(Frozen):
 
 
 class Connect(Frozen):
-    """What a sampler needs beside the announcement. For shared_memory file descriptors follow with a zero byte."""
+    """What a sampler needs besides the announcement. For shared_memory, file descriptors follow with a zero byte."""
 
     group: GroupPlace | None = None
     handles: tuple[CudaHandle, ...] = Field(default=(), max_length=NUM_BUFFERS)
@@ -110,16 +110,16 @@ class SyncCall(Frozen):
 
 
 class SyncAnswer(Frozen):
-    """`value` of a get; absent if nobody has set it in time. Of a check, present where it is set."""
+    """`value`: the result of a get, absent if nobody has set it in time. A check gives it if the key is set."""
 
     value: str | None = Field(default=None, pattern=VALUE)
 
 
 class SyncReply(Frozen):
-    """`refused`: why the sampler takes no more. `needs_all`: it does not have the version that changes are to.
+    """`refused`: why the sampler takes no more. `needs_all`: it does not have the version that the changes apply to.
 
-    `waits`: the reply is yet to come, as samples are still drawn from the version before. `interrupted`: the group
-    broke before this message's work was done. `call`: no reply, but a call, which is answered.
+    `waits`: the reply will follow, as samples are still drawn from the version before. `interrupted`: the group broke
+    before this message's work was done. `call`: this is no reply but a call, which the trainer answers.
     """
 
     refused: str | None = None

@@ -13,7 +13,7 @@ from shared.jobs.weight_sync import OVER_TCP, SyncPlace
 class Receiver:
     """A connection to one sampler. `num_owed`: messages that it has not answered.
 
-    `is_interrupted`: it has answered that its group broke; whoever forms another sets it back.
+    `is_interrupted`: it has answered that its group broke; forming another group resets it.
     """
 
     place: SyncPlace
@@ -66,7 +66,7 @@ class Receivers:
         return needs_all
 
     def each(self, action: Callable[[Receiver], None]) -> None:
-        """Do something with every sampler; one with which it cannot be done is lost."""
+        """Call an action with every sampler; a sampler is lost if the action fails with it."""
         for receiver in list(self.living):
             try:
                 action(receiver)

@@ -1,4 +1,4 @@
-"""The trainer's end of a sync: weights into two buffers in turn, to all samplers at once, beside the trainer's work."""
+"""The trainer's end of a sync: weights into two buffers in turn, to all samplers at once, during the trainer's work."""
 
 import time
 from collections.abc import Iterator
@@ -25,17 +25,17 @@ def send(
     host: SyncAccess | None = None,
     phases: Phases | None = None,
 ) -> "Sending | Giving | None":
-    """Begin to send a slot's weights from rank 0, to which other ranks give what they hold. Every rank calls this.
+    """Begin to send a slot's weights: rank 0 sends, the other ranks give it their parts. Every rank calls this.
 
-    It returns at once: a thread of each goes on beside the passes. Before one begins, the one before must have ended.
+    It returns at once: a thread on each rank works during the passes. The send before must have ended.
 
     Args:
-        sent: what changes are found against where the target asks for them. Without it whole rows travel.
-        host: what the trainer's host tells its worker.
-        phases: is told of each phase; a profile unless given.
+        sent: the version to find changes against, if the target wants changes. Without it whole rows travel.
+        host: the trainer's host's settings for its worker.
+        phases: records each phase; a profile unless given.
 
     Returns:
-        What this rank has to wait for; None on a rank that takes no part, such as one with a copy of another's weights.
+        What this rank must wait for; None if it takes no part, such as a rank with a copy of another's weights.
 
     Raises:
         InvalidInput: a row of a tensor is larger than a bucket, or a dtype does not travel. The same on every rank.
@@ -67,7 +67,7 @@ def send(
 class Sending:
     """One version on its way, in a thread. The weights must not change before `wait` has returned.
 
-    `sent`: what changes are found against, and what is left of this version afterwards; None: whole rows travel.
+    `sent`: the version to find changes against, replaced by this version afterwards; None: whole rows travel.
     """
 
     def __init__(

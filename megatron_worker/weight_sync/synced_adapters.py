@@ -18,7 +18,7 @@ class _SyncedAdapter(Generic[A]):
 
 
 class SyncedAdapters(Generic[A]):
-    """The newest such adapter of each run, of at most 8 runs: whoever wants another one loads it from the store.
+    """The newest such adapter of each run, of at most 8 runs: others must be loaded from the store.
 
     One is found by the digest of its sync, or by its content (`shared.models.peft.content_sha256`) once that is known.
     """

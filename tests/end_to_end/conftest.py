@@ -1,7 +1,7 @@
 """One stack for the tests of this folder, patient enough for a loaded machine and quick to notice a death.
 
-It is of the package's scope: an idle stack takes its part of the machine, so it stops when a process goes on to tests of
-other folders, and starts again if the process comes back.
+It is of the package's scope: an idle stack takes its part of the machine, so it stops when a process goes on to tests
+of other folders, and starts again if the process comes back.
 """
 
 import json

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -361,6 +362,25 @@ def test_a_job_that_cannot_begin_by_hand_says_why_and_leaves_with_2(tmp_path: Pa
     assert done.returncode == 2
     assert "job.json" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+_ABORTS_IN_FINALIZATION = """
+import builtins, ctypes
+class Aborts:
+    def __del__(self, abort=ctypes.CDLL(None).abort): abort()
+builtins.aborts = Aborts()
+"""
+
+
+def test_a_fault_in_the_interpreter_s_finalization_changes_no_exit_status(tmp_path: Path):
+    """Threads of torch abort a process there now and then, after its job is done."""
+    (tmp_path / "sitecustomize.py").write_text(_ABORTS_IN_FINALIZATION)
+    aborting = environment() | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    assert subprocess.run([sys.executable, "-c", ""], env=aborting, check=False).returncode == -signal.SIGABRT
+    (tmp_path / "job.json").write_text("{}")
+    command = ranks_command("megatron_worker", "--once", str(tmp_path / "job.json"))
+    done = subprocess.run(command, cwd=REPOSITORY, env=aborting, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "job.json" in done.stderr, done.stderr
 
 
 def adapter_sha256(checkpoints: Path | str) -> str:

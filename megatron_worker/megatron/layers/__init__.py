@@ -1,1 +1,1 @@
-"""What takes the place of attention, or of a layer, in megatron's model of some families."""
+"""Replacements for attention, or for a layer, in megatron's model, for some families."""

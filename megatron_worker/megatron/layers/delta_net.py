@@ -1,6 +1,6 @@
-"""A gated delta net in the place of attention, its heads shared out over tensor-parallel ranks.
+"""A gated delta net in place of attention, its heads split over tensor-parallel ranks.
 
-megatron-core's own (ssm/gated_delta_net.py) needs flash-linear-attention, which runs on CUDA alone, knows neither
+megatron-core's class (ssm/gated_delta_net.py) needs flash-linear-attention, which runs only on CUDA, supports neither
 sequences of a bin nor branches, and applies its norm's gate in another dtype than the published models.
 
 Shape suffixes: T tokens of a bin; G value heads of this rank and V the size of each; J channels of its convolution.
@@ -18,7 +18,7 @@ from shared.families.architecture import DeltaNet
 
 
 class GatedNorm(torch.nn.Module):
-    """The norm of each head's output, times the SiLU of its gate; in float32 but for the weight."""
+    """The norm of each head's output, times the SiLU of its gate; in float32, except the weight."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Gemma's layers: norms around each block, attention to other layers' keys and values, embeddings of each layer.
 
 Shape suffixes: s tokens that a rank has between layers, t tokens of this context-parallel rank, H hidden size, L
-layers, P size of what a layer takes of a token beside the residual stream; T, G and D as in attention.py.
+layers, P size of a layer's extra embedding of a token; T, G and D as in attention.py.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from shared.families.gemma import SharedAttention
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The inputs of layers beside the residual stream, for one bin; `kept`: keys and values that later layers share."""
+    """A bin's inputs of layers besides the residual stream. `kept`: keys and values that later layers share."""
 
     plan: BinPlan
     per_layer_sLP: Tensor | None
@@ -63,7 +63,7 @@ class PerLayerEmbedding(torch.nn.Module):
 
 
 class PerLayerBlock(torch.nn.Module):
-    """A third residual block, behind the MLP, that is gated by what its layer takes of the token."""
+    """A third residual block, after the MLP, that is gated by the layer's extra embedding of the token."""
 
     def __init__(self, block: NormedBlock, config: TransformerConfig, norm: type[torch.nn.Module]) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class NormedLayer(torch.nn.Module):
 
 
 class TakenAttention(torch.nn.Module):
-    """Attention whose values are normed, may be what keys are made of, or which takes keys and values of a layer."""
+    """Attention with normed values. Keys may be made from the same projection, or both taken from another layer."""
 
     def __init__(
         self, config: TransformerConfig, attention: SharedAttention, norm: type[torch.nn.Module], **_: object

@@ -1,9 +1,9 @@
-"""Multi-head latent attention, its heads shared out over tensor-parallel ranks.
+"""Multi-head latent attention, its heads split over tensor-parallel ranks.
 
-Keys and values are expanded from the latents before attention, so that it is the attention of all other models, over
-sequences, trees and contexts alike. megatron-core's own (transformer/multi_latent_attention.py) makes rotary tables in
-every layer from a length, so that it knows no positions of a tree, packs sequences with Transformer Engine alone, and
-norms latents by the layers' epsilon, where the published models have another one.
+Keys and values are expanded from the latents before attention, so that the attention of all other models can be used,
+for sequences, trees and contexts. megatron-core's class (transformer/multi_latent_attention.py) makes rotary tables in
+every layer from a length, so it cannot take a tree's positions; it packs sequences only with Transformer Engine, and
+norms latents with the layers' epsilon, although the published models have another one.
 
 Shape suffixes: s tokens of this rank between layers, t those of its context, T of the whole bin; H heads of this rank;
 R size of a latent, D of a key, E of its rotated part, V of a value, P of the largest of D and V.

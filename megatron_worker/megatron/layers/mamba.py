@@ -1,7 +1,7 @@
-"""A Mamba-2 mixer in the place of attention, its groups of heads shared out over tensor-parallel ranks.
+"""A Mamba-2 mixer in place of attention, its groups of heads split over tensor-parallel ranks.
 
-megatron-core's own (ssm/mamba_mixer.py) makes its weights on CUDA by mamba-ssm and causal-conv1d, whose kernels it
-cannot do without, and knows no branches; the published models' least step is none of its settings.
+megatron-core's class (ssm/mamba_mixer.py) makes its weights on CUDA, requires the kernels of mamba-ssm and
+causal-conv1d, supports no branches, and has no setting for the published models' least step.
 
 Shape suffixes: T tokens of a bin; of this rank H heads, P the size of each, I their values; J channels of its
 convolution.

@@ -25,7 +25,7 @@ class _LinearMap(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        constants = ctx.saved_tensors  # asked for once: where it is computed again, a checkpoint gives them once
+        constants = ctx.saved_tensors  # read once: under recomputation, a checkpoint gives them only once
         return ctx.transpose(grad, *constants), None, None, *(None for _ in constants)
 
 
@@ -69,7 +69,7 @@ def sum_alike(x: Tensor, group: Group) -> Tensor:
 
 
 def alike_over(weight: Tensor, group: Group) -> Tensor:
-    """Return a weight whose gradient all ranks of the group compute alike, and which is summed over them later."""
+    """Return a weight whose gradient is equal on all ranks of the group, and is summed over them later."""
     return weight if group.size == 1 else linear_map(weight, lambda x: x.view_as(x), lambda grad: grad / group.size)
 
 

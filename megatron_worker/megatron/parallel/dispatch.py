@@ -1,13 +1,13 @@
 """Exchange of tokens with the ranks that hold their experts (all-to-all).
 
 A token is sent once to each of those ranks, with its choices, however many of the rank's experts it chose. Each rank
-returns the weighted sum over its experts. So no rank is sent more than if all tokens were gathered, and with many ranks
-far less. Under etp the token is sent to each rank that has a slice of an expert, and their results are added up.
+returns the weighted sum over its experts. So no rank receives more than if all tokens were gathered, and with many
+ranks far less. Under etp the token is sent to each rank that has a slice of an expert, and their results are added up.
 
-Indices in which rows occur several times consist of blocks; within a block each row occurs once, so that sums have the
-same order on any device.
+An index that repeats rows consists of blocks; within a block each row occurs once, so that sums have the same order on
+any device.
 
-Shape suffixes: s tokens of this rank, C rows that it sends, R rows that it is sent, K experts of a token, G ranks that
+Shape suffixes: s tokens of this rank, C rows that it sends, R rows that it receives, K experts of a token, G ranks that
 share experts, E ranks of ep, B rows of all blocks, X any width.
 """
 
@@ -57,7 +57,7 @@ def dispatch(expert_sK: Tensor, experts_per_rank: int, mesh: Mesh) -> Dispatch:
 
 
 def copied(x: Tensor, index_B: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the rows of `x` at `index_B`, which stands in blocks of `counts`."""
+    """Return the rows of `x` at `index_B`, which consists of blocks of `counts` rows."""
     num_rows = len(x)
     return linear_map(x, _rows_at, lambda grad, index_B: _sum_rows(grad, index_B, counts, num_rows), index_B)
 

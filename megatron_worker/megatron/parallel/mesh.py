@@ -26,7 +26,7 @@ from megatron_worker.process.process_group import SideRanks, join, join_side_ran
 from shared.families.tensor_slices import TensorSlice
 
 # How ranks hold a tensor: "split" over tp; "whole" on each tp rank, with the same gradient; "partial", whole with a
-# gradient that is to be added up over tp; "tied", split over tp and held by the first and last pipeline stage; of one
+# gradient to be added up over tp; "tied", split over tp and held by the first and last pipeline stage; of one
 # expert, split over etp; of one expert, whole with a gradient to be added up over etp.
 Placement = Literal["split", "whole", "partial", "tied", "expert", "expert partial"]
 
@@ -140,7 +140,7 @@ class Mesh:
         return first_of_stage + tensor_slice.ep_rank * self.etp.size + part
 
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Gather a whole tensor on every rank from those that hold it; a view where that is this rank. Collective.
+        """Gather a whole tensor on every rank from those that hold it; a view if this rank holds it. Collective.
 
         `parameters`: this rank's, all of `dtype`. Only those that the tensor is in are looked up.
         """
@@ -172,7 +172,7 @@ class Mesh:
         return whole
 
     def counts(self, placement: Placement) -> bool:
-        """Return True if a norm counts this rank's tensors. Of ranks with the same gradient only one counts it."""
+        """Return True if a norm counts this rank's tensors. A gradient that several ranks have is counted on one."""
         return placement != "whole" or self.tp.rank == 0
 
     def agreement(self) -> AbstractContextManager[None]:

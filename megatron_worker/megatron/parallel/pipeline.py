@@ -1,8 +1,8 @@
 """Pipeline parallelism: hidden states and their gradients pass between stages in the order 1F1B.
 
-Each stage first does as many forwards as there are stages behind it, then takes turns, one forward, one backward
-(Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1), so that no more bins are alive on it than that. Every stage
-has every bin, and so knows the shape of what it is sent.
+Each stage first does as many forwards as there are stages after it, then alternates one forward and one backward
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1), which bounds the bins that are alive on it. Every stage has
+every bin, and so knows the shape of what it receives.
 
 Shape suffixes: s tokens of a bin that a rank has between layers, H hidden size.
 """
@@ -34,7 +34,7 @@ class Link:
         rows_forward: int | None = None,
         rows_backward: int | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Send hidden states on and a gradient back; receive hidden states, and a gradient, of so many rows."""
+        """Send hidden states on and a gradient back; receive hidden states and a gradient of the given rows."""
         pp = self.mesh.pp
         before, behind = pp.ranks[pp.rank - 1], pp.ranks[(pp.rank + 1) % pp.size]
         sends = [
@@ -54,7 +54,7 @@ class Link:
         return torch.empty(rows, 1, self.hidden_size, dtype=self.dtype, device=self.mesh.device)
 
 
-# A bin's forward on this stage: its number, what was received, and what is sent on, or, of the last stage, the loss.
+# A bin's forward on this stage: its number, the received and the sent hidden states, or, on the last stage, the loss.
 StageForward = Callable[[int, Tensor | None], Tensor]
 
 
@@ -72,7 +72,7 @@ def one_forward_one_backward(link: Link, rows: Sequence[int], forward: StageForw
 
     def go_back(gradient: Tensor | None) -> Tensor | None:
         _number, received, output = alive.popleft()
-        if output.requires_grad:  # as it does not where the first stages have nothing that is trained
+        if output.requires_grad:  # which it does not if the first stages have no trained parameters
             torch.autograd.backward(output, gradient)
         return None if received is None else received.grad
 

@@ -12,7 +12,7 @@ LAYERS = "decoder.layers."
 
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
-    """Return the layers of a stage: equal shares, where the first stages may have one more."""
+    """Return the layers of a stage: equal shares, or one layer more in the first stages."""
     share, rest = divmod(num_layers, num_stages)
     first = stage * share + min(stage, rest)
     return range(first, first + share + (stage < rest))

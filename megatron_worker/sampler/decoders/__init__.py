@@ -1,1 +1,1 @@
-"""What the sampler needs of a decoder, and the one that is transformers' model."""
+"""The decoder interface of the sampler, and the decoder that uses transformers' model."""

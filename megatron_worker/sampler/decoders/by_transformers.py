@@ -1,8 +1,8 @@
-"""A decoder made of transformers' model and its cache: slower than our own, and exact, for families that we have not.
+"""A decoder that uses transformers' model and cache: exact, slower than ours, for families that ours does not have.
 
-**Why batching cannot change a result.** Nothing is batched: each slot has a cache of its own, and is computed alone.
+**Why batching cannot change a result.** Nothing is batched: each slot has a separate cache, and is computed alone.
 
-Only transformers' own code runs, never a folder's, and nothing is fetched.
+Only transformers' code runs, never a folder's, and nothing is downloaded.
 
 Shape suffixes: B slots, T tokens of a prompt, H hidden size, K experts of a token, M tokens that chose one expert,
 V vocabulary, O outputs and I inputs of a linear.
@@ -36,8 +36,8 @@ _READ = 256  # tokens of a prompt that are read at a time: attention may hold a 
 
 @dataclass(frozen=True)
 class TransformersPrompt:
-    """A prompt that was read: with which adapter, its tokens' final hidden states, the cache behind it, and the experts
-    that each layer which has any chose, [T, K]."""
+    """A prompt that was read: the adapter, its tokens' final hidden states, its cache, and the experts that each layer
+    with experts chose, [T, K]."""
 
     lora_weights: Mapping[str, LoraFactors]
     hidden_TH: Tensor
@@ -85,11 +85,11 @@ class TransformersDecoder:
         self.folder, self.dtype, self.device = folder, dtype, device
         self._model = _empty_model(folder, self.architecture, dtype, device)
         self._slices = _slices(self._model, self.architecture)
-        # What no trainer sends: it is read with the weights.
+        # No trainer sends these: they are read with the weights.
         self._constants = constants_of(self.architecture)
         tied = dataclasses.replace(self.architecture, tied=self._model.config.tie_word_embeddings)
         self._views = find_views(self._model, tied, [*self._slices, *self._constants])
-        # Of the slot that is being computed: its adapter, and the experts of its layers.
+        # The adapter of the slot that is being computed, and the experts that its layers chose.
         self._lora_weights: Mapping[str, LoraFactors] = {}
         self._chosen: list[Tensor] = []
         for name, module in self._model.named_modules():
@@ -238,7 +238,7 @@ def _slices(model: Any, a: Architecture) -> list[TensorSlice]:
 
 
 def bound_steps(model: Any) -> None:
-    """Bound the steps of Mamba-2 from below in all calls: transformers does where it reads several tokens alone."""
+    """Bound the steps of Mamba-2 from below in all calls: transformers does it only for several tokens at once."""
     for mixer in model.modules():
         if hasattr(mixer, "time_step_limit"):
             mixer.in_proj.register_forward_hook(partial(_with_bounded_steps, mixer))
@@ -271,7 +271,7 @@ class _KnownLayers(nn.Module):
 def _head_of(model: Any) -> Callable[[Tensor], Tensor]:
     """Return the function from final hidden states, [T, H], to logits, float32 [T, V].
 
-    It is the model with other layers in the place of its own: caps and factors of logits are in its code alone.
+    It is the model itself without its layers, because only the model's code knows the caps and factors of its logits.
     """
     head = copy.copy(model)
     head._modules = {**model._modules, model.base_model_prefix: _KnownLayers()}

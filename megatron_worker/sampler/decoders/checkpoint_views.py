@@ -1,4 +1,4 @@
-"""The tensors of transformers' model by their names in files, as views; and the linears that adapters stand beside.
+"""The tensors of transformers' model by their names in files, as views; and the linears that can have adapters.
 
 When transformers reads a folder it renames tensors, and stacks the matrices of a layer's experts. Its own table of that
 (`transformers.conversion_mapping`) says here where each tensor of a file lies in the model.

@@ -1,4 +1,4 @@
-"""What the sampler needs of a decoder, and which of the two computes a model.
+"""The decoder interface of the sampler, and the choice of the decoder for a model.
 
 Shape suffixes: B slots, H hidden size, V vocabulary.
 """
@@ -29,7 +29,7 @@ class AnyPrompt(Protocol):
 
 
 class AnyCache(Protocol):
-    """The cache of a lane's slots, such as keys and values. It takes only prompts that its own decoder read."""
+    """The cache of a lane's slots, such as keys and values. It takes only prompts that the same decoder read."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -38,7 +38,7 @@ class AnyCache(Protocol):
 
 
 class AnyDecoder(Protocol):
-    """A model, whole on one device; see `Decoder`. What it returns it takes again, and nothing of another decoder.
+    """A model, whole on one device; see `Decoder`. Its methods take only objects that it returned, no other decoder's.
 
     `computes_slots_alone`: no slot is computed together with others. Then slot 0 of a step at position 0 is empty.
     """
@@ -70,7 +70,7 @@ class AnyDecoder(Protocol):
 
 
 def open_decoder(folder: Path, dtype: torch.dtype, device: torch.device, by_transformers: bool = False) -> AnyDecoder:
-    """Read a model folder into our own decoder where that computes its architecture, else into transformers' model.
+    """Read a model folder into our own decoder if it supports the architecture, else into transformers' model.
 
     `by_transformers`: the latter in any case.
 

@@ -31,7 +31,7 @@ _AT, _MESSAGE_CHARACTERS = re.compile(r"^at \d+\(\d+\): (failed to compile JSON 
 _EXCERPT = re.compile(r"^ *\d+ \| ", re.MULTILINE)
 _ASCII = "\t\n\r" + "".join(map(chr, range(0x20, 0x7F)))
 _TRIAL_TIMEOUT_S, _KEPT_VERDICTS = 60.0, 1024
-# White space between JSON's tokens, bounded: an untrained model would go on with it for ever.
+# White space between JSON's tokens, bounded: an untrained model would write it for ever.
 _OPTIONS: dict[str, JsonValue] = {"whitespace_pattern": r"[ \n\r\t]{1,64}", "lenient": False}
 
 
@@ -45,7 +45,7 @@ class Following:
     def allowed(self) -> Tensor:
         """Return the tokens that may come next, [V] booleans; at least one.
 
-        Raises InvalidInput: following the grammar takes more work than it may, or no token of the vocabulary goes on.
+        Raises InvalidInput: following the grammar takes more work than allowed, or no token of the vocabulary fits.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed_V = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size]).bool()
@@ -81,7 +81,7 @@ class Grammars:
             self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(end_ids))
         except ValueError as error:
             raise InvalidInput(f"answers of this model's tokenizer cannot be given a form: {error}", PLACE) from error
-        # Where a byte has no token, llguidance skips it.
+        # llguidance skips a byte that has no token.
         if self._tokenizer.decode_bytes(self._tokenizer.greedy_tokenize(_ASCII)) != _ASCII.encode():
             raise InvalidInput("the model's vocabulary cannot write every character of JSON", PLACE)
         self._vocab_size = vocab_size
@@ -90,9 +90,9 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compiled(self, wanted: StructuredOutputs, asking: str = "") -> Grammar:
-        """Compile what an answer has to be.
+        """Compile the constraint on an answer.
 
-        `asking`: who wants it; the grammars of each are tried one after another, so that nobody waits for others'.
+        `asking`: the requester. Each requester's grammars are tried one after another, so that nobody waits for others.
 
         Raises InvalidInput: it is malformed, has keywords that are not supported, or takes too much to compile.
         """
@@ -119,7 +119,7 @@ class Grammars:
 
     @contextmanager
     def _turn(self, asking: str) -> Iterator[None]:
-        """Wait until no other grammar of the same one is tried."""
+        """Wait until no other grammar of the same requester is being tried."""
         with self._lock:
             turn, num_waiting = self._trying.get(asking, (threading.Lock(), 0))
             self._trying[asking] = turn, num_waiting + 1
@@ -134,7 +134,7 @@ class Grammars:
 
 
 def tried(grammar: str) -> str:
-    """Compile a grammar in a process of its own. Returns what is wrong with it, or nothing."""
+    """Compile a grammar in a separate process. Returns what is wrong with it, or an empty string."""
     command = [sys.executable, "-I", str(Path(trial.__file__))]
     try:
         done = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=_TRIAL_TIMEOUT_S, env={})
@@ -175,6 +175,6 @@ def _schema(schema: dict[str, JsonValue]) -> str:
 
 
 def _in_short(problem: str) -> str:
-    """Return llguidance's message on one line, without the place in the text that was made of the schema here."""
+    """Return llguidance's message on one line, without the position in the grammar text, which users do not see."""
     message = _EXCERPT.split(_AT.sub("", problem))[0].replace("<non-verbose/>", "")
     return " ".join(message.split())[:_MESSAGE_CHARACTERS]

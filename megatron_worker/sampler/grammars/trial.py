@@ -1,12 +1,12 @@
-"""Tries a stranger's grammar in a process of its own, before the sampler compiles it.
+"""Compiles a user's grammar in a separate process, before the sampler compiles it.
 
     python trial.py < grammar
 
 Status 0: it compiles. 3: it does not, and why is printed. Any other: it broke the process.
 
-llguidance counts its work, and gives up beyond LIMITS. What it does not count is its stack: a schema of 50 kB whose
-references make a chain of a thousand ends the process with SIGSEGV. So the trial has less stack than any thread of the
-sampler, whose compilation of the same grammar then comes through. Imports nothing of ours, so that it starts fast.
+llguidance counts its work, and gives up beyond LIMITS. It does not count its stack: a schema of 50 kB whose references
+make a chain of a thousand ends the process with SIGSEGV. So this process has less stack than any thread of the sampler:
+a grammar that compiles here compiles there too. It imports nothing of ours, so that it starts fast.
 """
 
 import os
@@ -27,11 +27,11 @@ LIMITS = LLParserLimits(
 """Bounds of work (and so of time and memory) of a compilation, and of each token. Their units are llguidance's."""
 REFUSED = 3
 CPU_S, MEMORY_BYTES = 2, 1 << 30
-_STACK_BYTES = 1 << 20  # glibc gives threads 2 MiB at least where the stack is not limited, else 8 MiB
+_STACK_BYTES = 1 << 20  # glibc gives threads 2 MiB at least if the stack is not limited, else 8 MiB
 
 
 class _Bytes:
-    """A tokenizer of 256 bytes and an end token, as llguidance wants to be told of one."""
+    """A tokenizer of 256 bytes and an end token, in the form that llguidance takes."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

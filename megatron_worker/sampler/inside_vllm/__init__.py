@@ -1,1 +1,1 @@
-"""What runs inside of a vLLM server, in its environment. On its path is this folder alone."""
+"""Code that runs inside a vLLM server, in its environment. Only this folder is on its path."""

@@ -1,8 +1,8 @@
-"""What our vLLM servers have besides: `POST /v1/load_weights`, and a key for every request.
+"""Our additions to vLLM's server: `POST /v1/load_weights`, and a key for every request.
 
-vLLM itself imports this file (`--middleware longshore_weights.Gate`, `--worker-extension-cls
-longshore_weights.Weights`), so it imports neither Longshore nor vLLM. vLLM's own ways to change weights over HTTP need
-its development mode, in which whoever connects may call any method of a worker: that stays off.
+vLLM imports this file (`--middleware longshore_weights.Gate`, `--worker-extension-cls longshore_weights.Weights`), so
+it imports neither Longshore nor vLLM. vLLM's endpoints for changing weights need its development mode, which lets any
+client call any method of a worker: that stays off.
 """
 
 import asyncio
@@ -48,17 +48,17 @@ class Weights:
         model = worker.get_model()
         head, embeddings = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
         if head is not None and getattr(head, "weight", None) is getattr(embeddings, "weight", None):
-            # On a CPU products have a copy of their matrix in another order. vLLM makes it again of what it reads, and
-            # a head that is tied to the embeddings is not read.
+            # On a CPU each linear keeps a reordered copy of its matrix. vLLM renews the copies of tensors that it
+            # reads, but it does not read a head that is tied to the embeddings.
             head.quant_method.process_weights_after_loading(head)
 
 
 class Gate:
-    """ASGI middleware: it asks for the key, passes on the few requests that samplers get, and replaces weights.
+    """ASGI middleware: it checks the key, passes on the few requests that samplers get, and replaces weights.
 
-    Weights are replaced while nothing is drawn, under a name of their own, by which requests ask for them: one that
-    names others is answered 404. When weights could not be replaced nobody knows what vLLM computes with: it answers
-    503 from then on, to health checks too, so that the process is ended.
+    Weights are replaced while nothing is drawn. They get a new name, which requests must give: a request with another
+    name is answered 404. If replacing fails, nobody knows which weights vLLM computes with: every answer is 503 from
+    then on, to health checks too, so that the process is ended.
     """
 
     def __init__(self, app: App) -> None:
@@ -122,7 +122,7 @@ class Gate:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """Let no other request begin, and wait until those under way have ended."""
+        """Let no other request begin, and wait until running ones have ended."""
         self._is_open.clear()
         try:
             while self._num_served:

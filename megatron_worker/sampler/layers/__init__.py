@@ -1,1 +1,1 @@
-"""The parts of the decoder's layers: linears with adapters beside them, attention, experts."""
+"""The parts of the decoder's layers: linears with adapters, attention, experts."""

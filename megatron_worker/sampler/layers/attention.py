@@ -84,7 +84,7 @@ class SamplerAttention:
 def fuse_attention(
     module: str, a: Attention, norm_eps: float, weights: dict[str, Tensor], slices: Mapping[str, TensorSlice]
 ) -> SamplerAttention:
-    """Fuse the linears of the attention with this Hugging Face name. What is no linear stays in `weights`."""
+    """Fuse the linears of the attention with this Hugging Face name. Other tensors stay in `weights`."""
     qkv = [f"{module}.{name}" for name in (("qkv_proj",) if a.is_fused else a.projections)]
     return SamplerAttention(
         attention=a,

@@ -1,12 +1,12 @@
 """A mixture of experts in a layer of the decoder: a router, and an MLP for each expert.
 
 **Why batching cannot change a result, and what that costs.** In a step, each expert that any slot chose computes all
-slots, and what it makes of the others is dropped. So a slot's products have the same shapes, and the slot the same row
-in them, whatever other slots choose. Each expert's weights are read at most once a step, and those that nobody chose
-not at all; of the arithmetic, most is in vain. Two other ways were not taken: products over just the slots that chose
-an expert have other heights, and give other bits, when other slots choose otherwise; a product for each slot with
-weights gathered for it reads an expert once for every slot that chose it. A prompt is read alone, so there each expert
-computes just the tokens that chose it.
+slots, and the outputs for slots that did not choose it are dropped. So a slot's products have the same shapes, and the
+slot the same row in them, whatever other slots choose. Each expert's weights are read at most once a step, and not at
+all if no slot chose it; most of the arithmetic is wasted. Two alternatives are worse: products over only the slots that
+chose an expert change their heights, and so their bits, with the choices of other slots; a product for each slot with
+gathered weights reads an expert once for every slot that chose it. A prompt is read alone, so there each expert
+computes only the tokens that chose it.
 
 The formula is the trainer's: experts are chosen by the same functions (megatron_worker/families/routing.py), products
 are in the weights' dtype, outputs added up in the order of the experts' numbers.

@@ -1,4 +1,4 @@
-"""Linears of the decoder with the adapters beside them, and the MLP made of them.
+"""Linears of the decoder with their adapters, and the MLP made of them.
 
 Shape suffixes: T tokens or slots, O outputs and I inputs of a linear, R ranks of an adapter, H hidden size.
 """
@@ -16,9 +16,9 @@ from shared.models.peft import EMBEDDING
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """An adapter's matrices beside one fused linear; `b_OR` is empty but for each part's own rows and ranks.
+    """An adapter's matrices for one fused linear; `b_OR` is zero except in each part's block of rows and ranks.
 
-    `scale`: of the ranks, [R] where parts have different ones. `gain_O`: by how much DoRA scales the rows.
+    `scale`: of the ranks, [R] if parts have different ones. `gain_O`: DoRA's factor for each row.
     """
 
     a_RI: Tensor
@@ -69,7 +69,7 @@ class FusedLinear:
 
 
 def token_table(s: TensorSlice, weight_VH: Tensor) -> FusedLinear:
-    """Return the embeddings of tokens as what an adapter can be beside."""
+    """Return the token embeddings in a form that can have an adapter."""
     return FusedLinear(EMBEDDING, (as_linear(s),), weight_VH.t(), None)
 
 

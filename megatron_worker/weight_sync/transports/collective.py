@@ -1,13 +1,13 @@
 """`collective`: the trainer broadcasts buckets in a group of torch.distributed: gloo on the CPU, NCCL on CUDA.
 
-The group is one sync's: rank 0 is the trainer, the others its samplers. Neither side's default group is used, and there
-is no TCPStore, at which strangers could write: members find each other by keys and values over the connections, which
-are authenticated (rendezvous.py). gloo listens at the address by which trainer and sampler reached each other, as long
-as the group lives; its own connections are neither authenticated nor encrypted. So before any weights travel, every
-member proves in the group that it is the other end of its connection, and checksums and digest come over that.
+Each sync has one group: rank 0 is the trainer, the others its samplers. Neither side's default group is used, and there
+is no TCPStore, which strangers could write to: members find each other by keys and values over the authenticated
+connections (rendezvous.py). While the group lives, gloo listens at the address over which trainer and sampler reached
+each other; gloo's connections are neither authenticated nor encrypted. So before any weights travel, every member
+proves in the group that it is the other end of its connection, and checksums and digest come over the connection.
 
-When a member is lost, the trainer forms a group of those that are left, and sends again what was under way. Everything
-is bounded in time. NCCL has never been run.
+When a member is lost, the trainer forms a group of the remaining ones, and sends the unfinished buckets again.
+All waits are bounded. NCCL has never been run.
 """
 
 import hmac
@@ -105,14 +105,14 @@ class SyncGroup:
         return [shown[at : at + _PROOF_BYTES] for at in range(0, len(shown), _PROOF_BYTES)]
 
     def drop(self) -> None:
-        """Leave. What is still under way ends by its own timeout, in a thread that nobody waits for."""
+        """Leave. A running collective ends by its timeout, in a thread that nobody waits for."""
         held = [self._own]
-        del self._own  # first: whoever lets torch's group go last waits in its destructor for what is under way
+        del self._own  # first: whoever drops torch's group last waits for running work in its destructor
         threading.Thread(target=lambda: held.pop().abort(), name="weights-group", daemon=True).start()
 
 
 class _Member:
-    """What both ends have in common: the group that they have joined, None before and after."""
+    """The base of both ends: the group that they have joined, None before and after."""
 
     _group: SyncGroup | None = None
 
@@ -195,7 +195,7 @@ class CollectiveOutbound(_Member):
         values = Values(time.monotonic() + _JOIN_S)
         for rank, receiver in enumerate(living, 1):
             place = GroupPlace(rank=rank, size=len(living) + 1, name=name)
-            with suppress(SyncBroken):  # it is found to be gone where its calls are read
+            with suppress(SyncBroken):  # reading its calls shows that it is gone
                 receiver.send(SyncMessage(connect=Connect(group=place)))
         found: dict[str, str] = {}
         threads = [threading.Thread(target=_serve, args=(one, values, found), daemon=True) for one in living]

@@ -20,7 +20,7 @@ class CudaOutbound(LocalOutbound):
         self.buffers = make_buffers(num_bytes, self._device)
 
     def _hand_over(self, receiver: Receiver) -> None:
-        # A handle counts its openings: each sampler gets one of its own.
+        # A handle counts how often it is opened: each sampler gets a separate one.
         handles = tuple(_handle_of(buffer) for buffer in self.buffers)
         receiver.send(SyncMessage(connect=Connect(handles=handles)))
 
@@ -30,7 +30,7 @@ class CudaOutbound(LocalOutbound):
 
     def finalize(self) -> None:
         self.buffers = ()
-        torch.cuda.ipc_collect()  # else torch keeps what samplers have let go of until it shares something again
+        torch.cuda.ipc_collect()  # else torch keeps what samplers have released until it shares something again
 
 
 class CudaInbound:

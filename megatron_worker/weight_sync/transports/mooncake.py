@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_worker.weight_sync.messages import SyncBroken
 
 _IS_READ = 1
-_HAS_ENDED = (_IS_READ, -1)  # others are still under way, or were for too long and may yet come
+_HAS_ENDED = (_IS_READ, -1)  # other states: still running, or timed out and may complete later
 
 
 class MooncakeEngine:
@@ -29,7 +29,7 @@ class MooncakeEngine:
         self._batch = 0
         self.endpoint = f"{host}:{self._engine.get_rpc_port()}"
         registered: list[int] = []
-        # Also where nobody closes this: a region must not stay registered when its memory is another's.
+        # Also if nobody closes this: a region must not stay registered when its memory is reused.
         self._unregister = weakref.finalize(self, _unregister, self._engine, registered)
         self._unregister.atexit = False
         for buffer in buffers:

@@ -53,7 +53,7 @@ class NixlEngine:
         return bool(state == "DONE")
 
     def close(self) -> None:
-        """Leave the others and end the agent, after which nothing is written into the buffers."""
+        """Leave the others and end the agent; nothing is written into the buffers afterwards."""
         with _breaking():
             self._release()
             for name in self._others.values():

@@ -18,7 +18,7 @@ class Outbound(Protocol):
     buffers: Sequence[Tensor]
 
     def prepare(self, num_bytes: int) -> None:
-        """Make the buffers. Raises OSError: there is not so much memory."""
+        """Make the buffers. Raises OSError: there is not enough memory."""
         ...
 
     def connect(self, receivers: Receivers) -> None:
@@ -30,7 +30,7 @@ class Outbound(Protocol):
         ...
 
     def settle(self, num_under_way: int) -> None:
-        """Wait until all who live have read all but so many buckets."""
+        """Wait until every live sampler has read all but the last `num_under_way` buckets."""
         ...
 
     def finalize(self) -> None:
@@ -56,7 +56,7 @@ class Inbound(Protocol):
         ...
 
     def connect(self, messages: Messages, given: Connect) -> None:
-        """Get at the buffers, and tell the trainer. Raises SyncBroken, or OSError: there is not so much memory."""
+        """Get access to the buffers, and tell the trainer. Raises SyncBroken; OSError: there is not enough memory."""
         ...
 
     def receive(self, bucket: Bucket) -> Tensor | None:

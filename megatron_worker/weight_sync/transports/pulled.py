@@ -1,8 +1,8 @@
-"""What `nixl` and `mooncake` have in common: samplers read the trainer's buffers into their own, by another project's
-engine, which listens at the address by which trainer and sampler reached each other.
+"""The common part of `nixl` and `mooncake`: samplers read the trainer's buffers into their own, with another project's
+engine, which listens at the address over which trainer and sampler reached each other.
 
-These engines do not know who reads or writes by them. So what a sampler reads is compared with sums that come over the
-connection, which is authenticated; and a host takes part only where its operator has allowed it.
+These engines do not authenticate readers and writers. So a sampler compares what it reads with checksums that come over
+the authenticated connection; and a host takes part only if its operator has allowed it.
 """
 
 import time
@@ -40,7 +40,7 @@ class PullEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back, also where something is still read."""
+        """Release everything, even during a read."""
         ...
 
 
@@ -74,7 +74,7 @@ class PulledOutbound(LocalOutbound):
 
 
 class PulledInbound:
-    """A sampler's end, which reads each bucket when it is told that it is there."""
+    """A sampler's end, which reads each bucket when the trainer says that it is ready."""
 
     def __init__(self, make: MakeEngine, device: torch.device) -> None:
         self._make = make
@@ -102,7 +102,7 @@ class PulledInbound:
         return buffer
 
     def _wait(self, engine: PullEngine) -> None:
-        """Wait for what is read. Raises SyncBroken: it failed, the trainer is gone, or it takes too long."""
+        """Wait for the read. Raises SyncBroken: it failed, the trainer is gone, or it takes too long."""
         until, look = time.monotonic() + PATIENCE_S, time.monotonic() + _LOOK_S
         while not engine.is_done():
             if (now := time.monotonic()) > until:

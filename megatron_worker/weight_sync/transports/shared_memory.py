@@ -26,7 +26,7 @@ class Buffers:
     def __init__(self, num_bytes: int, descriptors: list[int] | None = None) -> None:
         """Make them, or map those that were received.
 
-        Raises OSError: there is not so much memory, or the files are shorter.
+        Raises OSError: there is not enough memory, or the files are shorter.
         """
         self.descriptors = descriptors if descriptors is not None else []
         self.tensors: list[Tensor] = []
@@ -53,9 +53,9 @@ class Buffers:
 
 
 def _check_available(num_bytes: int) -> None:
-    """Raise OSError if this machine or container has not so much memory left.
+    """Raise OSError if this machine or container does not have enough memory left.
 
-    The kernel does not refuse: it would make room until it ends a process.
+    The kernel does not refuse such a mapping: it would free memory until it has to kill a process.
     """
     available = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # no such container, or "max"

@@ -59,10 +59,10 @@ def ends_of(name: Transport) -> Ends:
 
 
 def choose(target: SyncTarget) -> Transport:
-    """Return the transport of a sync: the one that is named; else shared_memory where all samplers are on this machine.
+    """Return the transport of a sync: the named one; else shared_memory if all samplers are on this machine.
 
-    `collective` is taken where one is not and some have an address. Its group is of gloo or NCCL by the device. What is
-    experimental is taken only where it is named.
+    `collective` is taken if one is not, and some have an address. Its group uses gloo or NCCL by the device.
+    Experimental transports are taken only if named.
     """
     match target.backend:
         case "auto" | "delta":
@@ -83,7 +83,7 @@ def why_not(name: Transport, device: torch.device) -> str | None:
 
 
 def _without_cuda() -> str:
-    """Return what torch says of CUDA where there is none."""
+    """Return torch's error about CUDA if there is none."""
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:
