@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Protocol, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from longshore.fields import Frozen, added
+from longshore.fields import Frozen
 
 Degree = Annotated[int, Field(ge=1, le=4096)]
 EngineName = Literal["megatron", "fsdp"]
@@ -28,7 +28,7 @@ class Layout(Frozen):
     ep: Degree = Field(default=1, description="expert-parallel ranks")
     etp: Degree = Field(default=1, description="tensor-parallel ranks of each expert")
     dp: Degree = Field(default=1, description="data-parallel ranks")
-    nodes: Degree = added(1, description="machines, each with the same number of ranks")
+    nodes: Degree = Field(default=1, description="machines, each with the same number of ranks")
 
     @model_validator(mode="after")
     def _total_is_bounded(self) -> Self:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from longshore.fields import Frozen, Name, added
+from longshore.fields import Frozen, Name
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.module_patterns import MAX_LENGTH, ModulePattern
 
@@ -250,9 +250,7 @@ class Muon(_OfAnyOptimizer):
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
 
 
-# Jobs and commands of before there was a choice name no kind.
-_NAMED = BeforeValidator(lambda given: {"kind": "adamw", **given} if isinstance(given, Mapping) else given)
-Optimizer = Annotated[Adam | Muon, Field(discriminator="kind"), _NAMED]
+Optimizer = Annotated[Adam | Muon, Field(discriminator="kind")]
 
 
 def check_optimizer(optimizer: Optimizer, engine: EngineName, layout: Layout, trainable: Lora | Full) -> None:
@@ -285,7 +283,7 @@ class SessionRun(Frozen):
     model: ModelUri
     trainable: Trainable = Lora()
     initial_adapter: str | None = Field(default=None, description="a published adapter to continue from: URI or name")
-    allow_other_base: bool = added(False, description=OTHER_BASE_DESCRIPTION)
+    allow_other_base: bool = Field(default=False, description=OTHER_BASE_DESCRIPTION)
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest sequence; tokens of a micro-batch")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of fresh adapter weights")
     engine: EngineName = Field(default="megatron", description="the training engine; fsdp: only layouts of dp and tp")

@@ -117,7 +117,7 @@ class _Noting(ActivityInboundInterceptor):
 async def _fail(client: Client, told: bytes) -> None:
     try:
         lost = _InHand.model_validate_json(told)
-    except ValidationError:  # of an earlier version, or half-written: a missing heartbeat has to do
+    except ValidationError:  # half-written: a missing heartbeat has to do
         return
     try:
         handle = client.get_async_activity_handle(task_token=bytes.fromhex(lost.token))

@@ -45,7 +45,6 @@ from shared.automation.schedules import (
     ScheduledAction,
     ScheduledRun,
     ScheduleRecord,
-    first_schedule_id,
 )
 from shared.errors import InvalidInput, NotFound
 from shared.runs.acceptance import check_startable
@@ -182,9 +181,6 @@ class Schedules:
     async def _restore(self, tenant: str, name: str) -> None:
         record = await asyncio.to_thread(self._read, tenant, name)
         async with self._temporal.client() as client:
-            with unless_unknown():
-                first = client.get_schedule_handle(first_schedule_id(tenant, name))
-                await first.delete(rpc_timeout=PATIENCE)
             known = await _describe(client, record)
             if known is None or not _is_sealed_anew(known, self._key_id):
                 await self._make(client, record)

@@ -78,7 +78,7 @@ class ArtModel(Frozen):
     name: ArtWord
     base_model: str
     settings: ArtSettings = ArtSettings()
-    dtype: Dtype = "float32"
+    dtype: Dtype
     published_as: Name
     created_at: float
 

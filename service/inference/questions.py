@@ -279,8 +279,7 @@ class Inference:
 
 
 def _at(grant: LeaseGrant) -> HostAddress:
-    if grant.host_socket is None:
-        raise QuestionLost("the sampler's host is of an earlier version")
+    assert grant.host_socket is not None
     return HostAddress(socket=grant.host_socket, address=grant.host_address)
 
 

@@ -18,7 +18,7 @@ from service.runs.updates import update_run
 from service.runs.views.run_view import RunView
 from service.temporal import Temporal
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.commands import CommandHead, LoadStored, Skip, packed_form, stored_form
+from shared.jobs.commands import CommandHead, LoadStored, Skip, stored_form
 from shared.models.peft import check_same
 from shared.runs.requests import RunRecord
 from shared.runs.session_results import SessionResults
@@ -201,7 +201,7 @@ class Sessions:
             if self._store.put_if_absent(keys.command(number), data):
                 return True
             stored = self._store.get_bytes(keys.command(number))
-            if stored != data and _is_asked(stored) and packed_form(stored) != data:  # the release before stored JSON
+            if stored != data and _is_asked(stored):
                 raise InvalidInput(f"command {number} was sent before, and was another one", "number")
             return False
 

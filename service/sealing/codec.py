@@ -12,7 +12,6 @@ again until a host with that key takes it.
 """
 
 import asyncio
-import hmac
 import json
 import logging
 import os
@@ -54,7 +53,6 @@ UNSEALED = "Unsealed"
 ENCRYPTED = b"binary/encrypted"
 KEY_ID, _SCOPE = "encryption-key-id", "longshore-scope"
 _NONCE_BYTES = 12
-_OLD_SEAL, _OLD_VERSION = "longshore-seal", b"1"
 _REFUSED = "longshore/refused"
 # Temporal gives what a schedule starts the id of the schedule's action and the time.
 _ACTION = re.compile(r"(schedule/.*)-\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
@@ -103,9 +101,6 @@ class Sealing(PayloadCodec, WithSerializationContext):
         return self._cipher(self.keys.current).seal(payload)
 
     async def _opened(self, payload: Payload) -> Payload:
-        if _OLD_SEAL in payload.metadata:
-            is_ours = any(_is_sealed_as_before(payload, key, self._scope) for key in self.keys.keys)
-            return _bare(payload) if is_ours else _refused()
         if payload.metadata.get("encoding") != ENCRYPTED:
             return _refused()
         key_id = key_of(payload)
@@ -172,21 +167,6 @@ def _framed(*parts: bytes) -> bytes:
 def _id_of(context: WorkflowSerializationContext | ActivitySerializationContext) -> str:
     action = _ACTION.fullmatch(context.workflow_id or "")
     return action[1] if action else context.workflow_id or ""
-
-
-# Payloads that 0.1 has sealed by an HMAC of their bytes. They are in histories of runs that began before an upgrade.
-
-
-def _is_sealed_as_before(payload: Payload, key: SealKey, scope: Scope) -> bool:
-    bare = _bare(payload)
-    metadata = [part for name in sorted(bare.metadata) for part in (name.encode(), bare.metadata[name])]
-    framed = _framed(_OLD_VERSION, *(name.encode() for name in scope), b"", *metadata, b"", payload.data)
-    return hmac.compare_digest(payload.metadata[_OLD_SEAL], key.derived(framed))
-
-
-def _bare(payload: Payload) -> Payload:
-    metadata = {name: value for name, value in payload.metadata.items() if name != _OLD_SEAL}
-    return Payload(metadata=metadata, data=payload.data)
 
 
 # What is done with what was refused.

@@ -83,9 +83,9 @@ def loss_of_detail(detail: str) -> tuple[str, dict[str, float | str], str]:
     Raises NotFound for what `loss_detail` has not made.
     """
     try:
-        loss_fn, config, *asked = json.loads(detail)  # requests of earlier releases say two things alone
-        if isinstance(loss_fn, str) and isinstance(config, dict) and asked in ([], [loss_fn], [STABLE_REINFORCE]):
-            return loss_fn, config, asked[0] if asked else loss_fn
+        loss_fn, config, asked = json.loads(detail)
+        if isinstance(loss_fn, str) and isinstance(config, dict) and asked in (loss_fn, STABLE_REINFORCE):
+            return loss_fn, config, asked
     except (ValueError, RecursionError):
         pass
     raise NotFound("there is no such request")

@@ -106,7 +106,7 @@ class ModelRecord(TinkerRecord):
     rank: int
     train_mlp: bool
     train_attn: bool
-    train_unembed: bool = False  # of models that were made before it was trained here
+    train_unembed: bool
     before: Literal[0, 1] = 0
     user_metadata: Metadata | None = None
 

@@ -226,8 +226,6 @@ def _print_collected(report: dict[str, Any] | None) -> None:
     say(f"{report['num_runs']} runs, {report['num_going_on']} go on; {report['took_s']:.1f} s")
     if report["num_withdrawn"]:
         say(f"{report['num_withdrawn']} of them stay: runs that have begun meanwhile use them")
-    if report["held_back_by"]:
-        say(f"nothing that runs share goes before {report['held_back_by']} has ended: it marks nothing as used")
 
 
 def _given(*quotas: float | str | None) -> dict[str, float | str]:
