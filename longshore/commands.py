@@ -26,10 +26,10 @@ drops the gradients accumulated so far. `saved_state`: its result waits until th
 
 
 class Datum(Frozen):
-    """One sequence. The lists have one entry for each token but the first, which cannot be predicted.
+    """One sequence. The lists have one entry for each token except the first, which cannot be predicted.
 
-    What is scored are the tokens themselves, or with `labels` other ids in their places: another token than the one
-    that follows, or the likeliest ones of a teacher with its probabilities as weights.
+    The tokens themselves are scored, or with `labels` other ids at their positions: another token than the one that
+    follows, or a teacher's likeliest ones with its probabilities as weights.
     """
 
     tokens: tuple[TokenId, ...] = Field(min_length=2, description="token ids")
@@ -102,17 +102,17 @@ class _OnData(_Options):
 
 
 class ForwardOptions(_Options):
-    """A `forward` but for its data."""
+    """A `forward` without its data."""
 
     effect: ClassVar[Effect] = "nothing"
     kind: Literal["forward"] = "forward"
     entropy: bool = Field(default=False, description="of the distribution that each scored token came from, in nats")
-    top_k: int = Field(default=0, ge=0, le=MAX_TOP_K, description="so many of the most likely tokens at each place")
+    top_k: int = Field(default=0, ge=0, le=MAX_TOP_K, description="this many of the most likely tokens at each place")
     adapter: bool = Field(default=True, description="false: the base alone, as of a reference")
     score_all: bool = Field(default=False, description="also the tokens and labels whose weight is 0")
 
     def check_answer(self, num_scored: int) -> None:
-        """Raise ValueError if so many scored tokens make too long an answer."""
+        """Raise ValueError if the answer for `num_scored` tokens would be too long."""
         if (numbers := num_scored * 2 * self.top_k) > MAX_ANSWER:
             raise ValueError(f"top_k: {numbers:,} numbers would be answered, {MAX_ANSWER:,} at most: send less at once")
 
@@ -130,7 +130,7 @@ SessionLoss = Annotated[CrossEntropy | PolicyLoss | SquaredError | Distillation,
 
 
 class ForwardBackwardOptions(_Options):
-    """A `forward_backward` but for its data."""
+    """A `forward_backward` without its data."""
 
     effect: ClassVar[Effect] = "slot"
     kind: Literal["forward_backward"] = "forward_backward"

@@ -15,10 +15,10 @@ def pattern(expression: str, words: str, **rules: Any) -> Any:
 
 
 def added(default: Any, **rules: Any) -> Any:
-    """Return `Field(default, **rules)` for a field that the release before did not have.
+    """Return `Field(default, **rules)` for a field that the previous release did not have.
 
-    It is left out of JSON where it has its default. So hosts of the release before, which refuse names that they do not
-    know, go on with what has no part in it, and refuse what has. A release later it may be a `Field` like any other.
+    It is left out of JSON if it has its default. Hosts of the previous release, which refuse unknown names, then accept
+    requests that do not use the field, and refuse those that do. A release later it may be a `Field` like any other.
     """
     return Field(default, exclude_if=lambda value: value == default, **rules)
 

@@ -82,10 +82,10 @@ MAX_SCALARS = 64
 
 
 class ScalarHead(Frozen):
-    """A head in the place of the language model's: a linear of the hidden state after the final norm, to named scalars.
+    """A head instead of the language model's: a linear from the hidden state after the final norm to named scalars.
 
-    Of a token it is transformers' `...ForTokenClassification`, a linear with a bias; of a sequence, scored at its last
-    token, its `...ForSequenceClassification`, a linear without one.
+    For tokens it is that of transformers' `...ForTokenClassification`, a linear with a bias; for sequences, scored at
+    the last token, that of `...ForSequenceClassification`, a linear without one.
     """
 
     names: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_SCALARS)] = ("value",)
@@ -190,7 +190,7 @@ HasBaseT = TypeVar("HasBaseT", bound=_HasBase)
 
 
 def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
-    """Validate models that have these fields. Raises ValueError for what an engine, or nobody, computes."""
+    """Validate models that have these fields. Raises ValueError for combinations that an engine does not support."""
     if asked.quantize_base is not None and asked.trainable.kind == "full":
         raise ValueError("quantize_base: quantized weights are frozen; train a lora beside them, or drop quantize_base")
     if rule := held_otherwise(asked.engine, asked.quantize_base, asked.optimizer_states):

@@ -27,7 +27,7 @@ BuildState = Literal["current", "draining", "drained", "waiting"]
 
 
 class Build(Frozen):
-    """`draining`: runs of it go on; `drained`: none does; `waiting`: it has not been current."""
+    """`draining`: it still has active runs; `drained`: it has none; `waiting`: it has not been current yet."""
 
     build_id: str
     state: BuildState

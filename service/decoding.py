@@ -89,7 +89,7 @@ class Decoding:
 
     @asynccontextmanager
     async def scratch(self) -> AsyncIterator[Path]:
-        """A file for what a child makes, which lasts as long as the block."""
+        """Yield a file for a child's output; it is deleted at the end of the block."""
         await asyncio.to_thread(self._folder.mkdir, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=self._folder) as file:
             yield Path(file.name)
@@ -172,7 +172,7 @@ async def _hung_up(receive: Receive) -> None:
 
 
 def prepare_children() -> None:
-    """Have the process that children are forked from started soon, for which the first large body would else wait."""
+    """Start the fork server soon, so that the first large body does not wait for it."""
     timer = threading.Timer(_PREPARED_AFTER_S, _server.start)
     timer.daemon = True
     timer.start()

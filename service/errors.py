@@ -16,11 +16,11 @@ class TemporalUnavailable(LongshoreError):
 
 
 class WrongSealKey(TemporalUnavailable):
-    """This process lacks a key with which others of the installation seal. What they sent waits for one that has it."""
+    """This process lacks a key that other processes seal with. Their payloads wait for a process that has it."""
 
 
 class Forbidden(LongshoreError):
-    """The key lacks a scope for what was asked."""
+    """The key lacks a scope that the request needs."""
 
 
 class Busy(LongshoreError):
@@ -41,7 +41,7 @@ class QuotaExceeded(LongshoreError):
 
 
 class DatabaseUnavailable(LongshoreError):
-    """The database cannot be reached, or is locked for too long. The store and Temporal go on without it."""
+    """The database cannot be reached, or is locked for too long. The store and Temporal do not need it."""
 
 
 class DevError(LongshoreError):

@@ -1,7 +1,7 @@
 """The Temporal poller: `python -P -m longshore.server service.host --role control|gpu|sampler`.
 
-A control host runs workflows and all that needs no accelerator. A gpu host leases its device: it polls the queue of its
-shape, and a queue of its own for the jobs of the runs it serves. A sampler host does the same with a sampler.
+A control host runs workflows and everything that needs no accelerator. A gpu host leases its device: it polls the queue
+of its shape, and a private queue for the jobs of the runs it serves. A sampler host does the same with a sampler.
 """
 
 import sys
@@ -82,8 +82,8 @@ async def serve_host(
 
     Args:
         command: starts a gpu host's workers.
-        check: finds what a gpu or sampler host lacks; the machine is tried unless it is given.
-        idle_s: seconds without a lease after which a gpu or sampler host leaves by itself.
+        check: returns what a gpu or sampler host lacks; by default the machine is probed.
+        idle_s: a gpu or sampler host leaves by itself after this many seconds without a lease.
     """
     host, idle = HostContext(settings), IdleExit(idle_s, stopped.set) if idle_s is not None else None
     told_file(settings.root_path, "polls", role).unlink(missing_ok=True)

@@ -68,7 +68,7 @@ class LocalHosts:
 
 
 class CommandHosts:
-    """Hosts of another system, by two commands of its own; Slurm's are `sbatch` and `squeue`.
+    """Hosts of another system, through two of its commands; Slurm's are `sbatch` and `squeue`.
 
     Args:
         start: asks for a host named `LONGSHORE_LAUNCH`, which is in its environment; `{name}` in it is that name, too.
@@ -117,10 +117,10 @@ async def waiting(client: Client, queue: str) -> int:
 def num_missing(
     num_waiting: int, launched: frozenset[str], at_work: frozenset[str], most: int, num_warm: int = 0
 ) -> int:
-    """Return how many hosts to start: one for each lease that waits, but for those that a free host will take.
+    """Return how many hosts to start: one for each waiting lease, except those that a free host will take.
 
-    A host at work takes nothing off what waits. One that has no lease, or has just taken it, is on its way to one.
-    `num_warm`: hosts that are to be without a lease besides.
+    A busy host takes no waiting lease. A host without a lease, or that has just taken one, counts as free.
+    `num_warm`: hosts to keep free in addition.
     """
     return max(0, min(num_waiting + num_warm - len(launched - at_work), most - len(launched)))
 
@@ -136,7 +136,7 @@ class Launching:
         self._num_dead, self._rests_until = 0, 0.0
         self._queue = settings.lease_queue if role == "gpu" else settings.sampler_queue
         self._prefix = f"longshore-{self._queue}-"
-        # As a whole: other hosts' names may begin alike, as the name of their shape may.
+        # Match the whole name: other hosts' names, or another shape's, may have the same prefix.
         self._own = re.compile(rf"{re.escape(self._prefix)}[0-9a-f]{{12}}")
 
     async def look(self, launcher: Launcher) -> int:
@@ -180,7 +180,7 @@ class Launching:
         return frozenset(state.launch for state in held if state.launch)
 
     async def look_each(self, every_s: float, launcher: Launcher, stopped: asyncio.Event) -> None:
-        """Look until `stopped`. What cannot be asked or started now is tried again at the next look."""
+        """Check until `stopped`. If a query or a start fails, the next check tries it again."""
         while not stopped.is_set():
             try:
                 await self.look(launcher)
@@ -194,7 +194,7 @@ class Launching:
         while not stopped.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), _GLANCE_S)
-            with suppress(RPCError):  # the next look says so
+            with suppress(RPCError):  # the next check logs it
                 if await waiting(self._client, self._queue) > self._num_waiting:
                     return
 

@@ -95,10 +95,10 @@ class LeasePolling:
                     return
 
     async def _ask(self, again_at: float) -> bool:
-        """Poll until a worker was lost, or the host is idle. Returns True if it is to leave.
+        """Poll until a worker was lost, or the host is idle. Returns True if the host is to leave.
 
-        An idle host stops asking first: a lease that Temporal gives it meanwhile starts nothing, is given back at once,
-        and makes the host go on.
+        An idle host stops polling first. If Temporal still gives it a lease, it returns the lease at once without
+        starting anything, and polls again.
         """
         async with self._make():
             self._begun()

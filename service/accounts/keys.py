@@ -29,7 +29,7 @@ logger = logging.getLogger("longshore.service")
 BOOTSTRAP = "bootstrap"
 """The id of the key in the service's settings. It is an admin's key of the first tenant, and has no row in a table."""
 _MADE_HERE = re.compile(r"^(?P<shown>ls-[0-9a-f]{12})-[A-Za-z0-9_-]{43}$")
-_TRUSTED_S = 2.0  # after which a revocation by another process is noticed here
+_TRUSTED_S = 2.0  # a revocation by another process takes effect here within this time
 _USE_NOTED_S = 60.0
 COOKIE = "longshore_session"
 CSRF_HEADER = "x-csrf-token"

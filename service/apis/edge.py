@@ -40,7 +40,7 @@ UPLOAD_PATHS = re.compile(
 )
 _LONGEST_PATH = 2048
 _RECHECK_S = 2.0  # between checks of a request's key: when it is revoked, streams and long answers end
-_SILENCE_S = 30.0  # after which a client that is silent in the middle of a body is refused
+_SILENCE_S = 30.0  # a client that sends nothing for this long in the middle of a body is refused
 _BODY_S = 60.0  # for a body, plus the time that it takes at _SLOWEST_BYTES_PER_S
 _SLOWEST_BYTES_PER_S = 16 << 10
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
@@ -183,7 +183,7 @@ class Edge:
         return None
 
     def _is_from_temporal_ui(self, path: str, headers: Headers) -> bool:
-        """True for a request to the codec by Temporal's page, as its browser says: no other page can say so."""
+        """True for a request to the codec from Temporal's page, by the Origin header, which pages cannot forge."""
         return path.startswith(f"{codec.PREFIX}/") and headers.get("origin", "") == self._temporal_ui
 
     def _limit(self, scope: Scope) -> int:
@@ -295,9 +295,9 @@ def _host_name(header: str) -> str:
 
 
 class HeadRequests:
-    """Answers HEAD: asks the application as GET would, and ends the exchange where the body begins.
+    """Answers HEAD: passes the request on as GET, and drops the body.
 
-    FastAPI's routes only handle GET. The application is told that the client has left, so that it does not read a file.
+    FastAPI's routes only handle GET. The application sees a client that disconnected, so that it does not read a file.
     """
 
     def __init__(self, app: ASGIApp) -> None:

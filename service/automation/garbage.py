@@ -20,7 +20,7 @@ GARBAGE_WORKFLOW = "GarbageWorkflow"
 
 
 class GarbageView(Frozen):
-    """How a collection stands. `report`: once it is done."""
+    """The status of a collection. `report`: set when it is done."""
 
     state: Literal["running", "done"]
     report: GarbageReport | None = None

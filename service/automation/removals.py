@@ -46,7 +46,7 @@ class Removals:
     _quotas: Quotas
 
     async def remove(self, tenant: str, run_id: str) -> RunRemoved:
-        """Remove a run. Raises NotFound; Conflict: it goes on, is paused, or another goes on from its checkpoints."""
+        """Remove a run. Raises NotFound; Conflict: it is active or paused, or another run uses its checkpoints."""
         view = await self._runs.view(tenant, run_id)
         if view.state in ("running", "paused"):
             rule = "cancel it first" if view.state == "paused" else "cancel it, and remove it when it has ended"
@@ -76,7 +76,7 @@ class Removals:
         )
 
     def _checked(self, record: RunRecord, unit: str) -> RemovedRun:
-        """Return the record of the removal. Raises Conflict: the run is needed, as it stands in the store."""
+        """Return the record of the removal. Raises Conflict: the store shows that the run is still needed."""
         run_id, trial = record.run_id, record.source.trial
         with suppress(NotFound):  # a removal was cut off
             return read_record(self._store, removed_run(run_id), RemovedRun)

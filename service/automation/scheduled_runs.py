@@ -61,7 +61,7 @@ class ScheduledRuns:
             reason = await self._unchanged(request)
             try:
                 record = None if reason else await self._accept(request)
-            except (QuotaExceeded, InvalidInput) as error:  # a name may stand for nothing any more
+            except (QuotaExceeded, InvalidInput) as error:  # a published name may be gone
                 reason = str(error)
             # An attempt that was given up as too slow may have gone on, and have accepted it meanwhile.
             record = record or await self._record(request.run_id)

@@ -80,7 +80,7 @@ class WebhookView(Frozen):
 
 
 class Rotation(Frozen):
-    """The time for which the old secret is still used beside the new one."""
+    """How long the old secret is still used together with the new one."""
 
     overlap_s: float = Field(
         default=_OVERLAP_S, ge=0, le=7 * _OVERLAP_S, description="how long the old one signs beside the new one"

@@ -33,7 +33,7 @@ class Stop(Exception):
         super().__init__(message)
 
     def document(self) -> dict[str, dict[str, str | int | None]]:
-        """Return the error as it is printed with `--json`."""
+        """Return the error's JSON document for `--json`."""
         return {"error": {"message": self.message, "advice": self.advice, "exit_code": self.code}}
 
 

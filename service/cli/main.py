@@ -68,7 +68,7 @@ def _globals(
 
 @contextmanager
 def _traced() -> Iterator[None]:
-    """Have a span for a command, where an endpoint is set. `TRACEPARENT` is how programs pass a trace on to others."""
+    """Record a span of the command if an endpoint is set. Programs pass a trace on to others in `TRACEPARENT`."""
     if not any(name.startswith("OTEL_EXPORTER_OTLP_") for name in os.environ):
         yield
         return

@@ -1,6 +1,6 @@
 """An account at OpenAI, read by its API: fine-tuning jobs, names of checkpoints, files.
 
-What answers is not trusted: how much is read, how many pages, and the form of every id are bounded here.
+The server is not trusted: bytes, pages, and the form of every id are limited here.
 """
 
 import re
@@ -52,7 +52,7 @@ class TheirCheckpoint(BaseModel):
 
 
 class TheirFile(BaseModel):
-    """`bytes`: how long the file is said to be."""
+    """`bytes`: the file's size according to the server."""
 
     id: Id
     filename: Annotated[str, Field(max_length=1024)]

@@ -68,7 +68,7 @@ def shown(name: str, value: object) -> str | None:
 
 
 def prefix(key: str) -> str:
-    """Return the part of a key by which its holder recognises it."""
+    """Return the first characters of a key, enough for its holder to recognise it."""
     if ours := _OUR_KEY.match(key):
         return f"{ours[1]}…"
     return f"{key[:4]}…" if len(key) >= _LEAST_SHOWN else "…"

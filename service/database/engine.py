@@ -1,4 +1,4 @@
-"""The database: SQLite in a file, or PostgreSQL by URL. Short transactions, on threads of its own."""
+"""The database: SQLite in a file, or PostgreSQL by URL. Short transactions, in dedicated threads."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ _CONNECT_S = 5
 
 
 class Database:
-    """Transactions. Blocking, but for `reading` and `writing`; rows that they return stay readable afterwards."""
+    """Transactions. Blocking, except `reading` and `writing`. Returned rows stay readable afterwards."""
 
     def __init__(self, url: str) -> None:
         """

@@ -22,7 +22,7 @@ _LOCK = 0x10095409E  # of PostgreSQL; SQLite's writer has the whole file
 def upgrade(database: Database) -> bool:
     """Run the migrations that are missing. Returns whether the database was empty before.
 
-    A database that a newer release has migrated stays as it is.
+    A database that a newer release has migrated is not changed.
 
     Raises DatabaseUnavailable: it cannot be reached.
     """

@@ -25,7 +25,7 @@ from shared.storage.store import ObjectStore
 
 
 class Answerer(Protocol):
-    """Answers questions, in several threads at once. What it raises is told to the asker."""
+    """Answers questions, in several threads at once. Its errors are sent to the caller."""
 
     def answer(self, request: CompleteRequest, asking: OpenQuestion) -> BaseModel: ...
     def close(self) -> None: ...
@@ -118,7 +118,7 @@ class _Drawn:
             self._has_news()
 
     def line(self) -> bytes:
-        """Return the line that tells what is new; an empty one, where nothing is."""
+        """Return a line with the new text; an empty line if there is none."""
         texts = self._texts
         self._sent += [0] * (len(texts) - len(self._sent))
         grown = tuple(text[sent:] for text, sent in zip(texts, self._sent, strict=True))
@@ -129,7 +129,7 @@ class _Drawn:
 
 
 def _last_line(error: BaseException | None) -> bytes:
-    """Return the line behind which the answer stands, or which says why there is none."""
+    """Return the line before the answer, or the line with the reason why there is none."""
     match error:
         case None:
             return _line(AnswerLine(ends=True))

@@ -18,13 +18,13 @@ from shared.storage.store import ObjectStore
 # Between looks for the host of a session that has none, or has lost it: at first, and after some in vain.
 _LOOK_AGAIN_S, _LOOK_SLOWLY_S = 0.05, 1.0
 _UNUSED_S = 30.0
-_MOST_HELD = 16  # results of a session that were told, and nobody has asked for yet
+_MOST_HELD = 16  # results of a session that a host has sent and nobody has asked for yet
 _MOST_KNOWN = 4096
 _LOST = (httpx.HTTPError, OSError, StoreUnavailable, HostUnreachable)
 
 
 class _Listening:
-    """What a host has told of one session's results. Those before `next` are stored; `is_over`: no more will be told.
+    """Results of one session as its host sent them. Those before `next` are stored; `is_over`: no more will come.
 
     `results`: the newest small ones, by number.
     """
@@ -90,7 +90,7 @@ class SessionBells:
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while heard.next <= number:
-                    if heard.is_over:  # and it is not known yet where it goes on
+                    if heard.is_over:  # and the session's next host is not known yet
                         await asyncio.sleep(self._pause_s(run_id))
                         return
                     await heard.changed.wait()

@@ -1,8 +1,8 @@
 """Mutual TLS between processes of one installation on different machines.
 
-All of them hold the installation's keys (service/sealing/keys.py). From each key each makes the same certificate
-authority, and by that of the key that seals a certificate of its own. So whoever has a certificate of one of these
-authorities holds a key, and nobody else is served.
+All of them hold the installation's keys (service/sealing/keys.py). Each process derives the same certificate authority
+from each key, and signs its own certificate with the authority of the sealing key. A certificate of one of these
+authorities thus proves that its holder has a key; nobody else is served.
 """
 
 import datetime

@@ -21,7 +21,7 @@ from shared.settings import Settings
 logger = logging.getLogger("longshore.service")
 
 _AGAIN_S = 60.0
-_GIVEN_BACK_IN_S = 15.0  # for which a worker that was asked for counts as on its way
+_GIVEN_BACK_IN_S = 15.0  # for this long a worker that was requested counts as on its way
 _UNTAKEN = PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED
 
 _Lease = tuple[str, int]

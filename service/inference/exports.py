@@ -35,7 +35,7 @@ class ExportView(Frozen):
 
 
 class Exports:
-    """Starts exports and tells of them. What was exported once is not exported again."""
+    """Starts exports and shows their status. A finished export is not repeated."""
 
     def __init__(self, settings: Settings, store: ObjectStore, temporal: Temporal, published: PublishedModels) -> None:
         self._settings = settings
@@ -66,7 +66,7 @@ class Exports:
         return await self.view(tenant, name, export.label)
 
     async def view(self, tenant: str, model_id: str, label: str) -> ExportView:
-        """Return how an export stands. Raises NotFound when nobody asked for it."""
+        """Return an export's status. Raises NotFound if nobody requested it."""
         name, key = await asyncio.to_thread(self._place, tenant, model_id, label)
         view = ExportView(model=name, label=label, state="running")
         async with self._temporal.client() as client:

@@ -82,7 +82,7 @@ def _of_job(store: ObjectStore, job: Job, saved: list[StoredCheckpoint]) -> Iter
         is_its_own = each.fence_label == job.fence.label and job.plan.first_step < each.step <= job.plan.last_step
         if not is_its_own or (made := find_artifact(store, each.key)) is None:
             continue
-        if job.start is None or begins is not job:  # a job that went on from a checkpoint does not tell of which step
+        if job.start is None or begins is not job:  # the step of a job's start checkpoint is not known here
             yield Stretch(begins, step, each.step, made)
         step, begins = each.step, job.model_copy(update={"start": made})
 

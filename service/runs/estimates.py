@@ -1,7 +1,7 @@
 """Estimates of runs before they are started.
 
-Steps and tokens are counted as the run would count them; time and cost are those of the tenant's own earlier runs of
-the same model and method. Where there is none, nothing is guessed.
+Steps and tokens are counted as the run would count them. Time and cost come from the tenant's own earlier runs of the
+same model and method; without such runs none are given.
 """
 
 from collections.abc import Iterator
@@ -32,10 +32,10 @@ _PARTS = ("sampling_seconds", "grading_seconds", "training_seconds", "publishing
 
 
 class Estimate(Frozen):
-    """What a run would do: of the rows that were counted, exactly so (`is_exact`).
+    """What a run would do. `is_exact`: steps and tokens are exact for the rows that were counted.
 
-    Of an RL run, examples are prompts, and tokens are those of its samples and of the prompts before them, each prompt
-    once a group: `tokens` at most; `seconds` and `cost` at the lengths of earlier samples.
+    For an RL run, examples are prompts, and tokens are those of its samples plus each group's prompt once: `tokens` is
+    an upper bound; `seconds` and `cost` assume the lengths of earlier samples.
     """
 
     problem: str | None = Field(default=None, description="why a run would refuse the dataset, if it would")
@@ -164,7 +164,7 @@ class Estimates:
     async def _pace(self, tenant: str, run: DatasetRun | RLRun, measure: _Measure) -> Pace | str:
         """Measure the tenant's newest runs of the same kind and model: those of the same layout, if there are any.
 
-        Runs that go on count too, from their first steps on.
+        Active runs count too, once they have steps.
 
         Returns the pace, or the reason why there is none.
         """

@@ -1,4 +1,4 @@
-"""Gauges of the whole installation, which each web service shows alike: queues, runs, tenants' GPU seconds."""
+"""Gauges of the whole installation, the same in every web service: queues, runs, tenants' GPU seconds."""
 
 from typing import get_args
 

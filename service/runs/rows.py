@@ -189,8 +189,8 @@ class RunRows:
         return {row.run_id: row.phase for row in await self._database.reading(lambda s: s.execute(query).all())}
 
     async def overspending(self) -> tuple[dict[str, str], list[IndexedRun], list[IndexedRun]]:
-        """Return the tenants that have spent what they may, each with that in words; their runs that go on and that no
-        limit pauses yet; and the paused runs of other tenants that a limit has paused.
+        """Return the tenants at their spending limit, each with a message; their active runs that no limit has paused
+        yet; and the runs of other tenants that a limit has paused.
         """
 
         def work(session: Session) -> tuple[dict[str, str], Sequence[RunRow], Sequence[RunRow]]:
@@ -211,7 +211,7 @@ class RunRows:
         return await self._database.reading(lambda session: [(row[0], row[1]) for row in session.execute(query)])
 
     async def change(self, run: IndexedRun, status: RunStatus) -> IndexedRun:
-        """Change a run's status, unless its row has been changed meanwhile. Returns the run as it is then."""
+        """Change a run's status, unless its row was changed in the meantime. Returns the current run."""
         if status == run.status:
             return run
 
@@ -236,7 +236,7 @@ class RunRows:
 
 
 def run_row(record: RunRecord, status: RunStatus) -> RunRow:
-    """The row of a run as it is accepted, or found in the store."""
+    """The row of a run that was accepted just now, or found in the store."""
     return RunRow(
         run_id=record.run_id,
         tenant=record.tenant,
@@ -255,7 +255,7 @@ def run_row(record: RunRecord, status: RunStatus) -> RunRow:
 
 
 def forget(session: Session, removed: RemovedRun) -> None:
-    """Put a removed run's row aside: its GPU seconds go on to count."""
+    """Move a removed run's row to the removed runs: its GPU seconds still count."""
     session.merge(removed_row(removed))
     session.execute(delete(RunRow).where(RunRow.run_id == removed.run_id))
 

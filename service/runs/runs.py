@@ -277,7 +277,7 @@ class Runs:
 
     @asynccontextmanager
     async def _ending(self, tenant: str, run_id: str) -> AsyncIterator[Client]:
-        """Yield Temporal's client, with which to end a running run. Raises Conflict when it has ended."""
+        """Yield Temporal's client for ending an active run. Raises Conflict if it has ended."""
         await self.make_sure(await self.record(tenant, run_id))
         self._states.changed(run_id)
         run = await self._current(tenant, run_id)
@@ -316,7 +316,7 @@ class Runs:
     async def pause_left(self) -> None:
         """Pause runs whose clients have sent nothing for `clients.away_s`.
 
-        Raises TemporalUnavailable, DatabaseUnavailable: what is left is done the next time.
+        Raises TemporalUnavailable, DatabaseUnavailable: the next call does the rest.
         """
         away_s = self._settings.clients.away_s
         for run in await self._rows.waiting_for_clients(time.time() - away_s) if away_s else ():
@@ -408,7 +408,7 @@ class Runs:
                 return
         if await self._states.result(record.run_id) is not None:
             return
-        # A lease on record: it ran before, and Temporal lost it. Then it goes on from its last checkpoint.
+        # A lease on record means that it ran before and Temporal lost it: it continues from its last checkpoint.
         leases = paths.RunKeys(record.run_id).leases
         was_leased = await asyncio.to_thread(lambda: any(True for _ in self._store.list(leases)))
         with suppress(Conflict):  # another process has just started it

@@ -1,14 +1,14 @@
 """Seal every payload that goes through Temporal: whoever reaches the server, or reads its database, learns nothing.
 
-Every payload (inputs of workflows and activities, signals, updates, queries, results, heartbeats, memos, and the words
-of failures) is encrypted by AES-256-GCM. Bound to it are the id of the workflow that it belongs to and, for what an
-activity takes or gives, the activity's name. The service and the hosts hold the keys. Payloads that none of the keys
+Every payload (inputs of workflows and activities, signals, updates, queries, results, heartbeats, memos, and the
+messages of failures) is encrypted by AES-256-GCM. Its associated data are the workflow's id and, for an activity's
+inputs and results, the activity's name. The service and the hosts hold the keys. Payloads that none of the keys
 opens, or of another workflow, are refused: a start fails at once, a signal is dropped, an update is rejected, an
 activity is not run. A seal does not prevent reuse: a run's first activity checks that its input is not used twice
 (activities/records/run_records.py).
 
-Of a key that the installation has, but not this process, nothing is refused: the workflow's task fails, and is tried
-again until a host with that key takes it.
+A payload under a key that the installation has, but this process lacks, is not refused: the workflow's task fails, and
+is retried until a host with that key takes it.
 """
 
 import asyncio
@@ -128,7 +128,7 @@ class Sealing(PayloadCodec, WithSerializationContext):
 class _Cipher:
     """Seals and opens the payloads of one scope by one key.
 
-    Each scope has an AES key of its own, so that no number of payloads comes near the limit of random nonces.
+    Each scope has a separate AES key, so that no key comes near the limit of random nonces.
     """
 
     def __init__(self, key: SealKey, scope: Scope) -> None:
@@ -220,7 +220,7 @@ def _activate(
     definition: Any,
     activation: WorkflowActivation,
 ) -> WorkflowActivationCompletion:
-    """Activate a workflow, and refuse missing inputs, with which the SDK itself would retry for ever."""
+    """Activate a workflow, and refuse missing inputs: the SDK itself would retry them for ever."""
     for job in activation.jobs:
         match job.WhichOneof("variant"):
             case "initialize_workflow":

@@ -1,7 +1,7 @@
-"""The keys of an installation, by which service and hosts know each other's work. The first one seals, all open.
+"""The keys of an installation, which authenticate service and hosts to each other. The first one seals, all open.
 
-The store lists the ids of all keys that have sealed anything, in the order of their first use. So a process knows that
-its own key is the wrong one, and a payload of a key that it lacks from a stranger's, whose key nobody here ever had.
+The store lists the ids of all keys that have sealed anything, in the order of their first use. So a process notices
+that its own key is wrong, and can tell a payload under a key that it lacks from a forged one under an unlisted key.
 """
 
 import hmac
@@ -106,7 +106,7 @@ def has_seal_key(settings: Settings) -> bool:
 
 
 def sync_key(settings: Settings) -> bytes:
-    """Return the key by which samplers know the installation's trainers. It never goes through Temporal."""
+    """Return the key that authenticates the installation's trainers to samplers. It never goes through Temporal."""
     return seal_keys(settings)[0].derived(b"weight sync")
 
 

@@ -1,4 +1,4 @@
-"""The key by which an installation signs statements (shared/provenance.py), and the check of what it has signed."""
+"""The key that an installation signs statements with (shared/provenance.py), and the check of its signatures."""
 
 import base64
 import hashlib
@@ -32,7 +32,7 @@ class Signer:
 
 
 def public_keys(settings: Settings) -> tuple[PublicKey, ...]:
-    """Return the keys by which statements of this installation are checked, the current one first."""
+    """Return the keys that verify statements of this installation, the current one first."""
     return tuple(_described(_signing_key(key).public_key()) for key in seal_keys(settings))
 
 

@@ -68,7 +68,7 @@ class SeenRequests:
 
 
 def _route_of(scope: Scope) -> str:
-    """Return a route's template. FastAPI leaves the prefix out with which a router was included."""
+    """Return a route's template. FastAPI leaves out the prefix that a router was included with."""
     template = str(getattr(scope.get("route"), "path", _UNMATCHED))
     is_included = scope["path"].startswith(_PREFIX) and template.startswith("/") and not template.startswith(_PREFIX)
     return _PREFIX + template if is_included else template

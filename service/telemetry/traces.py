@@ -41,7 +41,7 @@ def traces_are_wanted() -> bool:
 
 
 def start_tracing(process: str) -> None:
-    """Send spans of this process from now on, if an endpoint is named. Called once, where a process begins."""
+    """Send spans of this process from now on, if an endpoint is named. Called once, at a process's start."""
     if not traces_are_wanted():
         return
     from opentelemetry.sdk.resources import Resource
@@ -64,7 +64,7 @@ def stop_tracing() -> None:
 
 @contextmanager
 def span_of_program(process: str, name: str, parent: str | None) -> Iterator[str | None]:
-    """Hold a span for all that a program does; yields the header by which others go on with it, None without one."""
+    """Record a span of the whole program; yields the header that continues its trace elsewhere, None without one."""
     start_tracing(process)
     try:
         with trace.get_tracer("longshore.program").start_as_current_span(name, context_of(parent)):
@@ -84,14 +84,14 @@ def context_of(traceparent: str | None) -> Any:
 
 
 def current_traceparent() -> str | None:
-    """Return the header by which another process goes on with the current trace; None where there is none."""
+    """Return the header that continues the current trace in another process; None without a trace."""
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
     return carrier.get(_TRACE_PARENT)
 
 
 def current_ids() -> dict[str, str]:
-    """Return the ids of what is being done here, for a line of the log."""
+    """Return the ids of the current work, for log lines."""
     found: dict[str, str] = {}
     if workflow.in_workflow():
         found["run_id"] = workflow.info().workflow_id
@@ -117,10 +117,10 @@ def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
             self._before: Any = None
 
         def _load_workflow_context_carrier(self) -> Any:
-            """Return the trace in which the workflow was started, or one of its own.
+            """Return the trace that the workflow was started in, or a new one.
 
-            A schedule starts it in none. A workflow that continues as new begins another, so that none grows without
-            bound; its first span links to the one before.
+            A schedule starts it in none. A workflow that continues as new begins another, so that no trace grows
+            without bound; its first span links to the one before.
             """
             is_loaded = bool(self._workflow_context_carrier)
             carrier, info = super()._load_workflow_context_carrier(), workflow.info()
@@ -159,7 +159,7 @@ def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
 
 
 def _own_trace(execution: str) -> dict[str, Any]:
-    """Return the header of a workflow's own trace, the same in each replay, wherever the workflow goes on."""
+    """Return the header of a workflow's own trace, the same in each replay, on any host."""
     ids = hashlib.sha256(execution.encode()).hexdigest()
     return {_TRACE_PARENT: f"00-{ids[:32]}-{ids[32:48]}-01"}
 

@@ -93,7 +93,7 @@ async def register(body: JsonBody[NewModel], asking: Asking, backend: Backed) ->
 async def list_models(
     asking: Asking, backend: Backed, after: After = None, limit: Limit = 100
 ) -> ListAnswer[ModelObject]:
-    """Models in the order in which they were registered."""
+    """Models in order of registration."""
     found = [ModelObject.of(model) for model in await asyncio.to_thread(backend.art_models.all, asking.tenant)]
     return page_after(found, after, limit)
 
@@ -136,7 +136,7 @@ async def list_checkpoints(
 async def delete_checkpoints(
     model_id: str, body: JsonBody[Steps], asking: Asking, backend: Backed
 ) -> DeletedCheckpoints:
-    """Delete checkpoints by step. The newest is refused: the next job goes on from it."""
+    """Delete checkpoints by step. The newest is refused: the next job starts from it."""
     model = await backend.art_models.show(asking.tenant, model_id)
     count, missing = await asyncio.to_thread(backend.art_models.delete_steps, model, body.steps)
     return DeletedCheckpoints(deleted_count=count, not_found_steps=missing)

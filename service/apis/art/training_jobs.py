@@ -1,8 +1,8 @@
 """`/v1/preview/training-jobs` and `/v1/preview/sft-training-jobs`: train steps and runs under ART's names.
 
-A model is trained by a sequence of runs, each of which starts from the model's newest version. Train steps with the
-same settings go to one run, which keeps the optimizer's state. Other settings, or a supervised job in between, end that
-run, and the next job starts another.
+A model is trained by a sequence of runs; each starts from the model's newest version. Train steps with the same
+settings go to one run, which keeps the optimizer's state. A change of settings, or a supervised job in between, ends
+that run, and the next job starts another.
 """
 
 import asyncio

@@ -20,7 +20,7 @@ async def start_export(model_id: ModelId, body: JsonBody[Export], backend: Backe
 
 @router.get("/{export}")
 async def get_export(model_id: ModelId, export: str, backend: Backed, asking: Asking) -> ExportView:
-    """How an export stands."""
+    """The status of an export."""
     return await backend.exports.view(asking.tenant, model_id, export)
 
 

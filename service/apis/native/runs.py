@@ -104,7 +104,7 @@ SentBy = Annotated[Source, Depends(_source)]
 async def _submitting(
     backend: Backed, asking: Asking, source: SentBy, idempotency_key: IdempotencyKey = None
 ) -> Callable[[Run], Awaitable[RunView]]:
-    """Return what starts a run. A repeated key means the same run, whatever a name in it stands for by then."""
+    """Return a function that starts a run. A repeated key gives the same run, whatever its names mean by then."""
 
     async def submit(run: Run) -> RunView:
         named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run)
@@ -273,8 +273,8 @@ async def run_events(
 ) -> Any:
     """The workers' events, in order.
 
-    `Accept: text/event-stream` streams until the run ends (`Last-Event-ID` goes on); `application/x-ndjson` gives
-    lines.
+    `Accept: text/event-stream` streams until the run ends (`Last-Event-ID` continues a stream);
+    `application/x-ndjson` gives lines.
     """
     await backend.runs.record(asking.tenant, run_id)
     wanted = request.headers.get("accept", "")

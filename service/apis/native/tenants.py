@@ -138,7 +138,7 @@ async def tenant_usage(tenant: Tenant, backend: Backed) -> TenantUsage:
 
 @router.put("/tenants/{tenant}/quotas", dependencies=_operators)
 async def set_quotas(tenant: Tenant, quotas: JsonBody[QuotaSettings], backend: Backed) -> TenantRecord:
-    """Give a tenant quotas of its own; fields that are not given are the installation's again."""
+    """Set a tenant's quotas. Fields that are left out return to the installation's values."""
     backend.quotas.check_priced(quotas)
     return await backend.tenants.set_quotas(tenant, quotas)
 

@@ -66,14 +66,14 @@ async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Delete
 
 @router.post("/chat/completions", response_model=ChatCompletion)
 async def chat(body: JsonBody[ChatRequest], request: Request, asking: Asking, backend: Backed) -> Response:
-    """Ask a published adapter or model, or a base model. `stream` sends the text as it is drawn."""
+    """Ask a published adapter or model, or a base model. `stream` sends text while it is sampled."""
     chunks = partial(ChatChunks, model=body.model, include_usage=_tells_usage(body)) if body.stream else None
     return await answered(request, partial(backend.inference.chat, asking.tenant, body), chunks)
 
 
 @router.post("/completions", response_model=CompletionResponse)
 async def complete(body: JsonBody[CompletionRequest], request: Request, asking: Asking, backend: Backed) -> Response:
-    """Continue a text, or token ids, without a chat template. `stream` sends the text as it is drawn."""
+    """Continue a text, or token ids, without a chat template. `stream` sends text while it is sampled."""
     chunks = partial(TextChunks, model=body.model, include_usage=_tells_usage(body)) if body.stream else None
     return await answered(request, partial(backend.inference.complete, asking.tenant, body), chunks)
 

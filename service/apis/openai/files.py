@@ -134,7 +134,7 @@ async def _shown(backend: Backend, tenant: str, file_id: str) -> FileRecord:
 
 @router.delete("/files/{file_id}")
 async def delete_file(file_id: str, asking: Asking, backend: Backed) -> DeletedFile:
-    """Delete a file. What a job made is deleted with its job alone."""
+    """Delete a file. A job's result files are only deleted with the job."""
     if results.is_result(file_id):
         await results.find_result_file(backend, asking.tenant, file_id)
         raise InvalidInput("this file belongs to a job, and is kept as long as the job", "file_id")

@@ -105,7 +105,7 @@ def response_id(completion_id: str) -> str:
 
 
 def completed(asked: ResponseObject, answer: ChatCompletion) -> ResponseObject:
-    """Return a response with its answer. Of a request it has at first only the settings (`asked`)."""
+    """Return a response with its answer. `asked`: the response before it, with only the request's settings."""
     [choice] = answer.choices
     status: ResponseStatus = "incomplete" if choice.finish_reason == "length" else "completed"
     output: list[OutputMessage | OutputCall] = []

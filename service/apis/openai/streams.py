@@ -43,10 +43,10 @@ def failure(message: str) -> ErrorResponse:
 
 
 class ChatChunks:
-    """The chunks of an answer to messages: of each choice its role, its text, its tool calls, why it ended.
+    """The chunks of an answer to messages: each choice's role, text, tool calls and finish reason.
 
-    `answer_id` stands in a choice's first chunk, from which openai's client takes what it keeps of a choice beside the
-    message, and in the last one, if the answer is remembered.
+    If the answer is remembered, a choice's first and last chunks have `answer_id`: openai's client takes a choice's
+    extra fields from its first chunk.
     """
 
     end: ClassVar[str] = DONE
@@ -65,7 +65,7 @@ class ChatChunks:
                 yield self._chunk(ChunkChoice(index=index, delta={"content": new}))
 
     def rest(self, answer: ChatCompletion) -> Iterator[ChatChunk]:
-        """Return what is left of the answer. Log-probabilities and token ids come with the last of the text."""
+        """Return the rest of the answer. Log-probabilities and token ids come with the last of the text."""
         prompt_ids = answer.prompt_token_ids
         for choice in answer.choices:
             if self._sent.begins(choice.index):
@@ -115,7 +115,7 @@ class TextChunks:
                 yield self._chunk(Choice(index=index, text=new))
 
     def rest(self, answer: CompletionResponse) -> Iterator[CompletionChunk]:
-        """Return what is left of the answer."""
+        """Return the rest of the answer."""
         for choice in answer.choices:
             yield self._chunk(choice.model_copy(update={"text": self._sent.new(choice.index, choice.text)}))
         if self._include_usage:

@@ -16,9 +16,9 @@ def is_tinker(path: str) -> bool:
 
 
 def tinker_key(path: str, header: str) -> str | None:
-    """Return the Authorization header that stands for Tinker's X-API-Key; None where there is none.
+    """Return the Authorization header equivalent to Tinker's X-API-Key; None without one.
 
-    Its SDK wants every key to begin with `tml-`, which is left out.
+    Its SDK wants every key to begin with `tml-`; that prefix is removed.
     """
     return f"Bearer {header.removeprefix(_PREFIX)}" if header and is_tinker(path) else None
 

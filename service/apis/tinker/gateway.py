@@ -55,7 +55,7 @@ class TrainingFuture:
 
     @classmethod
     def parse(cls, request_id: str) -> Self:
-        """Raises NotFound for what is no such id."""
+        """Raises NotFound if it is not such an id."""
         missing = NotFound(f"there is no request {request_id[:120]}")
         parts = request_id.split("|")
         if len(parts) != 4 or len(request_id) > _LONGEST:
@@ -80,7 +80,7 @@ def loss_detail(loss_fn: str, config: Mapping[str, float | str], asked: str) -> 
 def loss_of_detail(detail: str) -> tuple[str, dict[str, float | str], str]:
     """Return the loss that is computed, its settings, and the name that was asked for.
 
-    Raises NotFound for what `loss_detail` has not made.
+    Raises NotFound if `loss_detail` has not made it.
     """
     try:
         loss_fn, config, *asked = json.loads(detail)  # requests of earlier releases say two things alone

@@ -245,14 +245,14 @@ def _number(place: str) -> int:
 
 @router.put("/sessions/{session_id}/project")
 async def set_project(session_id: str, body: JsonBody[SetProject], gateway: AtGateway) -> None:
-    """Name a session's project: a label here, by which its models are listed."""
+    """Name a session's project: a label here, which filters lists of its models."""
     session = await gateway.read(gateway.records.session, session_id)
     await gateway.records.put(session.model_copy(update={"project_id": body.project_id}))
 
 
 @router.post("/sessions/search")
 async def search_sessions(body: JsonBody[SearchSessions], gateway: AtGateway) -> dict[str, Any]:
-    """Find sessions by what their client said of them, newest first."""
+    """Find sessions by the tags and metadata that their client gave, newest first."""
     places = (await gateway.read(gateway.records.places, SessionRecord))[::-1][:_MOST_SESSIONS]
     begin = 0 if body.cursor is None else _after(places, body.cursor.last_session_id)
     found: list[dict[str, Any]] = []

@@ -63,7 +63,7 @@ async def retrieve_future(body: JsonBody[RetrieveFuture], request: Request, gate
 
 @router.post("/cancel_future")
 async def cancel_future(body: JsonBody[CancelFuture], request: Request, gateway: AtGateway) -> dict[str, str]:
-    """Give up a sample that nobody waits for. What trains a model is never taken back."""
+    """Cancel a sample that nobody waits for. Requests that train a model are never cancelled."""
     if body.request_id.startswith(SAMPLE):
         _samples(request).cancel(gateway.tenant, body.request_id)
     return {"request_id": body.request_id}

@@ -321,7 +321,7 @@ def answer_bytes(asked: SampleRequest, content: bytes) -> bytes:
 
 
 def _likeliest(told: Mapping[str, float], k: int) -> Likely:
-    """Return the k likeliest tokens of a place. The one that was drawn is told too, however unlikely."""
+    """Return the k likeliest tokens of a position. `told` also has the sampled token, however unlikely."""
     ranked = sorted(told.items(), key=lambda each: -each[1])[:k]
     return [(int(name.removeprefix(TOKEN_ID)), logprob) for name, logprob in ranked]
 

@@ -1,6 +1,6 @@
 """Messages of Tinker's protocol buffers, as far as they are read or written here, and bodies under zstd.
 
-What comes is bounded before anything is made of it, and leaves this module as plain dataclasses of numpy arrays.
+Input is checked against limits before it is parsed, and leaves this module as plain dataclasses of numpy arrays.
 """
 
 import math
@@ -357,10 +357,10 @@ class WireSample:
 
 @dataclass(frozen=True)
 class WirePromptScores:
-    """What is told of a prompt's tokens, whose number is P.
+    """Scores of a prompt's P tokens.
 
-    `logprobs`: [P], NaN for a token that was not scored, as the first one; None where nobody has asked. `top`: for each
-    token of the prompt the likeliest ones in its place, at most `k`, with their log-probabilities.
+    `logprobs`: [P], NaN for a token that was not scored, such as the first one; None if not requested. `top`: for each
+    token of the prompt the likeliest ones at its position, at most `k`, with their log-probabilities.
     """
 
     logprobs: Sequence[float] | None = None

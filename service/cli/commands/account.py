@@ -25,7 +25,7 @@ tenants = group(help="Manage the tenants of this installation, and their quotas.
 app = typer.Typer(rich_markup_mode=None)
 app.add_typer(keys, name="keys")
 app.add_typer(tenants, name="tenants")
-_GC_ANSWERS_S = 30.0  # beyond the time that it is told to wait
+_GC_ANSWERS_S = 30.0  # beyond the wait that was requested
 _QUOTAS = ("concurrent_runs", "gpu_hours", "spending", "stored_bytes", "worker_sharing", "worker_weight")
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Lower case letters, digits and dashes.")]
 Title = Annotated[str, typer.Option(help="A description.")]

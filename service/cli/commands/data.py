@@ -74,9 +74,9 @@ def preview(
 
 @contextmanager
 def _request(context: typer.Context, client: "CliClient", num_rows: int) -> "Iterator[PreviewRequest]":
-    """The request of the options; a local dataset is uploaded once they are known to be right.
+    """Yield the request of the options. A local dataset is uploaded once the options are valid.
 
-    What was uploaded for the look alone is deleted after it.
+    A file uploaded only for the preview is deleted afterwards.
     """
     from shared.runs.previews import PreviewRequest
 

@@ -105,7 +105,7 @@ class _NoCounterpart(Exception):
 
 
 class _Waits(Exception):
-    """A job goes on from what another one has not made yet."""
+    """A job starts from a checkpoint that another one has not made yet."""
 
 
 class _Import:
@@ -120,7 +120,7 @@ class _Import:
         self._uploaded: dict[str, str] | None = None
 
     def all(self, wanted: list[str] | None) -> list[Imported]:
-        """Import the jobs that succeeded, the oldest first, as some go on from what others made."""
+        """Import the jobs that succeeded, oldest first, since a job may start from an older one's model."""
         jobs = self._account.jobs()
         if missing := sorted(set(wanted or ()) - {each.id for each in jobs}):
             raise Stop(f"--job: the account has no job {', '.join(missing)}", NOT_FOUND)
@@ -246,6 +246,6 @@ def _printable(text: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return the last part of a file's name, with _ for what is no letter, digit, dot or dash."""
+    """Return the last part of a file's name, with _ for anything other than letters, digits, dots and dashes."""
     last = name.replace("\\", "/").rpartition("/")[2]
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in last)[-80:] or "data.jsonl"

@@ -52,7 +52,7 @@ def ls(client: "CliClient") -> CommandAnswer:
 
 @command(models)
 def show(client: "CliClient", name: ModelName) -> CommandAnswer:
-    """Show what a name stands for, and its files."""
+    """Show the version that a name or id refers to, and its files."""
     from shared.storage.artifacts import FileEntry
 
     view = _view(client, name)

@@ -93,7 +93,7 @@ def get(client: "CliClient", run_id: RunId) -> CommandAnswer:
 
 @command(app, patience_s=20)
 def watch(client: "CliClient", run_id: RunId, timeout: Timeout = None) -> CommandAnswer:
-    """Follow a run to its end. Ctrl-C leaves; the run goes on."""
+    """Follow a run to its end. Ctrl-C leaves; the run continues."""
     from service.cli.commands.submit import finish
 
     return finish(client, client.run(run_id), wait=True, timeout_s=timeout)

@@ -60,7 +60,7 @@ def create(
 ) -> CommandAnswer:
     """Create a schedule. After `--` comes a `longshore submit` command, checked now and started later.
 
-    Data that has not changed since the schedule's last run is not trained on again: `show` says so.
+    Data that has not changed since the schedule's last run is not trained on again; `show` reports that.
     """
     if (cron is None) == (every is None):
         raise Stop("give exactly one of --cron and --every", USAGE)
@@ -150,7 +150,7 @@ def rm(client: "CliClient", name: ScheduleName) -> CommandAnswer:
 
 
 def _run_of(context: typer.Context, command: list[str], kinds: str = "sft, dpo or rl") -> "Run":
-    """Return the run of the `submit` command that stands after `--`."""
+    """Return the run of the `submit` command after `--`."""
     from service.cli.commands.submit import run_of
 
     if command[0] != "submit":

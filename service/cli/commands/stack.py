@@ -116,7 +116,7 @@ def upgrade() -> None:
 
 @command(builds)
 def ls() -> CommandAnswer:
-    """List builds: which one new runs begin on, and whether runs of others still go on."""
+    """List builds: which one new runs begin on, and whether other builds still have active runs."""
     from service.builds import builds as found
 
     listed = _of_temporal(found)
@@ -129,7 +129,7 @@ def ls() -> CommandAnswer:
 def use(
     build: Annotated[str, typer.Argument(metavar="BUILD", help="As LONGSHORE_BUILD_ID of its hosts.")],
 ) -> CommandAnswer:
-    """Let new runs begin on a build whose hosts are up. Runs that go on stay where they are; sessions move to it."""
+    """Let new runs begin on a build whose hosts are up. Active runs stay on their build; sessions move to it."""
     from service.builds import make_current
 
     _of_temporal(partial(make_current, build_id=build))
@@ -158,9 +158,9 @@ def _of_temporal(ask: "Callable[[Client, Settings], Awaitable[T]]") -> T:
 
 @command(db)
 def rebuild() -> CommandAnswer:
-    """Rebuild tenants, keys, files and runs from the store. The audit log stays as it is.
+    """Rebuild tenants, keys, files and runs from the store. The audit log stays unchanged.
 
-    The service may run meanwhile. Runs that go on are brought up to date by it.
+    The service may be running; it then updates active runs.
     """
     from service.database import migrate
     from service.rebuild import rebuild

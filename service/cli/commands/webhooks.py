@@ -25,7 +25,7 @@ def create(
         list[str] | None, typer.Option(help="Event to send, such as run.failed; may be repeated. All if absent.")
     ] = None,
 ) -> CommandAnswer:
-    """Create a webhook. Its secret, by which the receiver checks signatures, is shown only once."""
+    """Create a webhook. Its secret, which the receiver needs to check signatures, is shown only once."""
     made = client.ask("POST", "/webhooks", json={"url": url, "events": event or []})
     return CommandAnswer(made, partial(_print_secret, made["id"], made["secret"]))
 

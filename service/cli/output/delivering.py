@@ -1,7 +1,7 @@
-"""Files that go on from the service to S3 or the Hugging Face hub, with this machine's credentials, one at a time.
+"""Copies files from the service to S3 or the Hugging Face hub, with this machine's credentials, one at a time.
 
-Credentials are those that boto3 and huggingface_hub find for themselves. They are never sent to the service, and are in
-no argument of a process.
+boto3 and huggingface_hub find the credentials themselves. These are never sent to the service, nor passed as process
+arguments.
 """
 
 import re

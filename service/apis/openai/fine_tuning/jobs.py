@@ -1,4 +1,4 @@
-"""`/v1/fine_tuning/jobs`: fine-tuning jobs in OpenAI's form, each of which is a run.
+"""`/v1/fine_tuning/jobs`: fine-tuning jobs in OpenAI's form. Each is a run.
 
 A job is accepted by looking up its files and model, choosing its hyperparameters, and submitting its run.
 """

@@ -1,4 +1,4 @@
-"""Sessions of the page: who signed in with which key, until when."""
+"""Sessions of the web page: the user, the key, and when they expire."""
 
 import sqlalchemy as sa
 from alembic import op
