@@ -120,7 +120,7 @@ def _models(folder: Path, wanted: Sequence[str], skipped: dict[str, str]) -> dic
 
 
 def sized_model(folder: Path, gigabytes: float) -> Path:
-    """Make a model of about so many gigabytes of random weights, in float32."""
+    """Make a model with about `gigabytes` of random weights, in float32."""
     layers = max(1, round(gigabytes / 0.11))
     return make_tiny_model(
         folder, CORPUS, hidden_size=1536, num_layers=layers, num_heads=12, num_kv_heads=4, head_dim=128
@@ -129,7 +129,7 @@ def sized_model(folder: Path, gigabytes: float) -> Path:
 
 @dataclass(frozen=True)
 class Place:
-    """Where models lie. `settings`: what processes are told to read them."""
+    """Where models are stored. `settings`: what processes need to read them."""
 
     root: str
     settings: dict[str, str] = field(default_factory=dict)

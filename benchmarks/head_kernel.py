@@ -1,10 +1,10 @@
-"""The logprob head's kernels beside its torch, and the obvious ways beside both: time and memory in one run, on CUDA.
+"""The logprob head's kernels against its torch code and against naive ways: time and memory in one run, on CUDA.
 
     python -m benchmarks.head_kernel [--targets 4096] [--vocabulary 151936] [--hidden 4096] [--repeats 10]
 
 Cases: `score` (no gradients), `frozen` (forward and backward to the hidden states, as LoRA has it) and `trained` (to
 the output embedding too). Ways take turns, so that a device that slows down slows all of them. Prints JSON; without
-CUDA it says so, and measures nothing.
+CUDA it prints a note, and measures nothing.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Peak memory and time of the logprob head, beside the obvious ways to do the same.
+"""Peak memory and time of the logprob head, compared with naive ways to do the same.
 
     python -m benchmarks.head_memory [--targets 4096] [--vocabulary 151936] [--hidden 256] [--threads 2]
 
-Each way runs in a process of its own; its peak is the growth of that process's resident memory (Linux: VmHWM, reset
-once the inputs stand). Prints JSON.
+Each way runs in a separate process; its peak is the growth of that process's resident memory (Linux: VmHWM, reset once
+the inputs exist). Prints JSON.
 """
 
 import argparse

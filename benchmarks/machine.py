@@ -1,4 +1,4 @@
-"""What every figure is told with: the commit, the machine, and how busy it was; and where it is told."""
+"""Common parts of benchmarks: the commit, the machine and its load in each result, and the output of results."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def tell(result: dict[str, Any], out: Path | None) -> None:
-    """Print a result as JSON, and write it to a file that was asked for."""
+    """Print a result as JSON, and write it to `out` if given."""
     text = json.dumps(result, indent=1)
     print(text)
     if out is not None:
@@ -20,7 +20,7 @@ def tell(result: dict[str, Any], out: Path | None) -> None:
 
 
 def until(holds: Callable[[], bool], what: str, patience_s: float, every_s: float) -> None:
-    """Wait for what holds at some time. Raises TimeoutError, and says what did not."""
+    """Wait until `holds()`. Raises TimeoutError, which names `what`."""
     deadline = time.monotonic() + patience_s
     while not holds():
         if time.monotonic() > deadline:
@@ -29,7 +29,7 @@ def until(holds: Callable[[], bool], what: str, patience_s: float, every_s: floa
 
 
 def attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Measure a part of a result. A device is lent seldom: what can be measured is, whatever becomes of the rest."""
+    """Measure a part of a result. If it fails, the result has the error, and the other parts are still measured."""
     try:
         return part()
     except Exception as error:  # out of memory, a kernel that does not compile, a transport that is refused
@@ -38,7 +38,7 @@ def attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def provenance() -> dict[str, object]:
-    """For a benchmark's JSON. The load is that of the last minute, the benchmark's own included."""
+    """Commit and hardware for a benchmark's JSON. The load is the last minute's, including the benchmark."""
     return {"commit": commit(), "hardware": {"cpu": _cpu(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}}
 
 

@@ -5,12 +5,12 @@
     python -m pip install --target LIBRARIES matplotlib
     PYTHONPATH=LIBRARIES python -m benchmarks.observability dashboard --png docs/images/dashboard.png
 
-`dashboard` has a Prometheus (Debian's) read a stack's metrics while runs train, sample, fail and lose their workers,
-asks it each query of the Grafana dashboard, and draws the panels; a query that is refused or finds nothing is an error.
-`trace` runs one RL step on a warm stack and draws its trace, from the command to the optimizer step. `overhead` starts
-two stacks, one with traces (to a receiver here) and metrics (read every 15 s), one with neither, and does the same SFT
-run on each in turn; `overhead` of its JSON is what service and hosts take more, as a part of what they and the worker
-take without. (The worker has no such code.) Beside that: what the code for a step's span and counts takes alone.
+`dashboard` lets Debian's Prometheus scrape a stack while runs train, sample, fail and lose their workers, sends it each
+query of the Grafana dashboard, and draws the panels; a query that is refused or finds nothing is an error. `trace` runs
+one RL step on a warm stack and draws its trace, from the command to the optimizer step. `overhead` starts two stacks,
+one with traces (to a receiver here) and metrics (read every 15 s), one with neither, and does the same SFT run on each
+in turn. `overhead` in its JSON is the extra CPU time of service and hosts, as a share of theirs and the worker's
+without telemetry. (The worker has no such code.) It also measures the code for a step's span and counts alone.
 """
 
 import argparse
@@ -54,7 +54,7 @@ GRADER = {
 }
 
 
-# Of one run: processor seconds of service and hosts, and of the worker; seconds until its end.
+# Figures of a run: CPU seconds of service and hosts, and of the worker; seconds until its end.
 Of = Literal["hosts_s", "worker_s", "until_end_s"]
 Cost = dict[Of, float]
 
@@ -88,7 +88,7 @@ def draw_step(folder: Path) -> str:
         for seed in ("1", "2"):
             done = subprocess.run([*command, "--seed", seed], env=environment, check=True, stdout=subprocess.PIPE)
         run_id = json.loads(done.stdout)["run_id"]
-        time.sleep(3)  # the lease's span is sent when the host has let go of it
+        time.sleep(3)  # the lease's span is sent once the host has returned the lease
         spans = [span for span in of_run(received.spans(), run_id) if not span.name.startswith("GET ")]
     return picture(spans, "An RL run of one step: 64 answers of a tiny model, on warm processes of one machine", HIDDEN)
 

@@ -1,4 +1,4 @@
-"""What trainer and sampler hold of a device that they share, seen from outside while a run goes on."""
+"""Device memory of a trainer and a sampler on one device, measured from outside during a run."""
 
 import threading
 from collections.abc import Iterable, Iterator

@@ -192,7 +192,7 @@ def _saved(built: Published, folder: Path) -> float:
     )
     for each in shapes:
         each.pop("lm_head.weight", None)  # which may be there twice
-    scales = {name for name in shapes[0] if name.endswith(FP8_SCALES)}  # of what is carried along
+    scales = {name for name in shapes[0] if name.endswith(FP8_SCALES)}  # of tensors that are copied unchanged
     assert {name: shapes[0].pop(name) for name in scales}.items() <= in_files.items()
     assert shapes[0] == shapes[1]
     engine.load(folder / "full")

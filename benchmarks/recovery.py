@@ -1,13 +1,13 @@
-"""How long a run stands still after a kill: seconds until it tells a step that it had not done before.
+"""How long a run is interrupted by a kill: seconds until it reports a new step.
 
     python -m benchmarks.recovery [--times 5] [--only gpu_host ...] [--out FILE.json]
 
 Starts `longshore dev` with default settings in a temporary folder, and on it an SFT run, then a run that samples, of a
-tiny model. Each kind of process is killed (SIGKILL) while the run gets ahead, the sampler and its host while they
-sample; `everything` takes the supervisor along, and is started again by `longshore dev --detach`, whose time counts.
-Polls `GET /runs/<id>`. Of every kill: seconds until the step shown is greater than the newest one on record at the
-kill. `nothing` is the same without a kill: progress is told every two seconds or more, and a step that samples takes a
-while by itself.
+tiny model. Kills (SIGKILL) each kind of process while the run makes progress, the sampler and its host while they
+sample. `everything` also kills the supervisor; `longshore dev --detach` starts it again, and that time counts. Polls
+`GET /runs/<id>`. For every kill: seconds until the step shown is greater than the newest one on record at the kill.
+`nothing` is the same without a kill: progress is reported at intervals of at least two seconds, and a step that samples
+takes longer.
 """
 
 import argparse
@@ -224,7 +224,7 @@ def _until_ahead(stack: Stack, done: int) -> None:
 
 
 def _newest_step(stack: Stack) -> int:
-    """Of a run that samples, that of its records; else the newest in the store and on the worker's disk."""
+    """The newest step in the run's records if it samples; else the newest in the store and on the worker's disk."""
     store = stack.root / "store"
     steps = [int(record.stem) for record in (store / "runs" / stack.run_id / "steps").glob("*.json")]
     if not steps:

@@ -3,15 +3,14 @@
     python -m benchmarks.service_load [--rate 200] [--seconds 30] [--listed 10000] [--runs 1000] [--drained 50]
                                       [--waves 2] [--halved 300] [--out FILE.json]
 
-Starts `longshore dev` in a temporary folder, with rate limits and quotas out of the way. `reads`: requests are sent at
-their times whether or not earlier ones were answered, and a latency is counted from the time at which a request was due
-(so that a service that stalls is not asked less). `list`: one client asks for pages of a list of so many runs. `queue`:
-runs are submitted by 16 clients, one worker drains some, the rest are cancelled; every run must have ended once, in
-one workflow, on one lease at most. Then again, in waves. `memory_mb`: what each process holds, before, at each
-wave's peak and after it; it is flat where the last wave's peak is at most a tenth above the first's. `halved`: so many
-runs are submitted, every second one is cancelled at once, and the others end by themselves; all must end, and
-`peak_mb` is what all processes but workers held together, W&B's included. W&B is written as it is by default: offline.
-Client and stack share the cores.
+Starts `longshore dev` in a temporary folder, with rate limits and quotas out of the way. `reads`: requests are sent on
+schedule whether or not earlier ones were answered, and a latency counts from a request's scheduled time (so that a
+service that stalls does not get fewer requests). `list`: one client reads pages of a list of `--listed` runs. `queue`:
+16 clients submit runs, one worker drains some, the rest are cancelled; every run must have ended once, in one workflow,
+on one lease at most. Then again, in waves. `memory_mb`: memory of each process, before, at each wave's peak and after
+it; it is flat if the last wave's peak is at most a tenth above the first's. `halved`: `--halved` runs are submitted,
+every second one is cancelled at once, and the others end by themselves; all must end. `peak_mb` is the memory of all
+processes except workers together, including W&B's. W&B is offline, its default here. Client and stack share the cores.
 """
 
 import argparse
@@ -246,7 +245,7 @@ async def _wave(
 async def _halved(
     api: httpx.AsyncClient, connection: Connection, root: Path, run: SFTRun, number: int
 ) -> dict[str, Any]:
-    """Runs of which every second one is cancelled as soon as all are accepted; the others end by themselves."""
+    """Submit runs; when all are accepted, cancel every second one. The others end by themselves."""
     memory = Memory(root)
     begin = time.perf_counter()
     async with memory.watched():

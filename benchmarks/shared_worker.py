@@ -105,7 +105,7 @@ def _measure(folder: Path, model: Path, num_steps: int, sharing: str) -> Measure
 
 
 def _switching(folder: Path, models: Sequence[Path], num: int, budget: str | None) -> float:
-    """Return the median seconds of runs of two steps, of the bases in turn, each of which had a run before."""
+    """Return the median seconds of runs of two steps on the bases in turn; each base has had a run before."""
     settings = {"LONGSHORE_WARM_BYTES": budget} if budget else {}
     with _started(folder / f"switching-{budget}", **settings) as client:
         runs = [_sft(client, folder, models[n % 2], 4, 2, n)() for n in range(num + 2)][2:]
@@ -156,7 +156,7 @@ def _dpo(client: CliClient, folder: Path, model: Path, rank: int, num_steps: int
 
 
 def _rl(client: CliClient, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
-    """A tenth as many train steps: each is a job of its own."""
+    """A tenth as many train steps, since each is a separate job."""
     run = RLRun(model=model.as_uri(), loss=PPO(), trainable=Lora(rank=rank), max_tokens=128, bin_tokens=2048)
     files = [write_groups(folder / f"rl-{seed}-{n}.jsonl", 100 * seed + n) for n in range(max(1, num_steps // 10))]
 

@@ -77,12 +77,12 @@ def _held_mb(root: Path) -> dict[str, float]:
 
 
 def processor_s(root: Path) -> dict[str, float]:
-    """The client's beside the stack's."""
+    """CPU seconds of each process of the stack, and of the client."""
     return {**_of_each(root, lambda p: sum(p.cpu_times()[:2])), "client": sum(psutil.Process().cpu_times()[:2])}
 
 
 def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, float]:
-    """Of each process of the stack, by what it is."""
+    """Return the sums of a value over the stack's processes, by role."""
     found: dict[str, list[float]] = {}
     for role, process in processes(root):
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):

@@ -154,7 +154,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def longest_chain(graph: Graph) -> list[str]:
-    """Return the longest sequence of modules of which each imports the next; a circle is entered once."""
+    """Return the longest sequence of modules where each imports the next; a cycle is entered once."""
     circle = {node: index for index, group in enumerate(circles(graph)) for node in group}
 
     @cache

@@ -191,7 +191,7 @@ async def _send(connection: Connection, request: bytes) -> None:
     try:
         writer.write(request)
         await writer.drain()
-        await asyncio.sleep(0.2)  # for it to be read: of what nobody reads nothing is done
+        await asyncio.sleep(0.2)  # let the service read it: an unread request has no effect
     except ConnectionError:
         pass
     finally:
