@@ -167,9 +167,7 @@ def compared_kto(away: float) -> dict[str, float]:
     kto = KTO(beta=BETA, desirable_weight=1.3, undesirable_weight=0.6)
     own, short = drawn(3, NUM_PAIRS), drawn(4, NUM_PAIRS)
     logprob, ref = short.logprob.detach(), short.ref - away * short.mask
-    other = Answers(
-        wider(logprob), wider(ref), wider(short.mask)
-    )  # another width, so that the model knows them
+    other = Answers(wider(logprob), wider(ref), wider(short.mask))  # another width, so that the model knows them
     is_good = torch.arange(NUM_PAIRS) % 3 != 0
     trainer = _trainer(
         calculate_KL=True, loss_type="kto", desirable_weight=1.3, undesirable_weight=0.6, precompute_ref_logps=True

@@ -5,9 +5,9 @@
 Starts `longshore dev` in a temporary folder, with a named model of random weights (4 layers, float32), and requests
 chats of `--tokens` tokens (`ignore_eos`) over HTTP, one at a time. Each round has three requests with the same seed:
 the service streamed, the service not streamed, and the sampler itself, streamed. `lag` is the extra delay of a
-position of the text through the service. The first answers start the sampler and do not count. Then `--crowd` clients ask at once,
-half of them of a second tenant, for 16 tokens each; a refused one (429) retries, as clients do. Prints JSON: medians in
-seconds.
+position of the text through the service. The first answers start the sampler and do not count. Then
+`--crowd` clients ask at once, half of them of a second tenant, for 16 tokens each; a refused one (429) retries, as
+clients do. Prints JSON: medians in seconds.
 """
 
 import argparse
