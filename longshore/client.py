@@ -41,7 +41,7 @@ _TRY_AGAIN = (429, 502, 503, 504)
 
 
 class ServiceError(Exception):
-    """The service refuses a call. `status`: of HTTP; 0 where it did not answer in time."""
+    """The service refuses a call. `status`: the HTTP status; 0 if it did not answer in time."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -208,7 +208,7 @@ class Session:
     def optim_step(
         self, learning_rate: float, optimizer: Optimizer | None = None, denominator: float | None = None
     ) -> Pending:
-        """Divide the gradients, by the sum of weights unless told otherwise; clip, step, zero."""
+        """Divide the gradients, by default by the sum of weights; clip, step, zero."""
         asked = OptimStep(learning_rate=learning_rate, optimizer=optimizer or Adam(), denominator=denominator)
         return self.send(asked)
 

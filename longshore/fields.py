@@ -9,7 +9,7 @@ PATTERN_WORDS: dict[str, str] = {}
 
 
 def pattern(expression: str, words: str, **rules: Any) -> Any:
-    """Return `Field(pattern=expression, **rules)`, and register `words` as what errors say of the pattern."""
+    """Return `Field(pattern=expression, **rules)`, and register `words` as the text of errors about the pattern."""
     PATTERN_WORDS[expression] = words
     return Field(pattern=expression, **rules)
 

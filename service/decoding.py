@@ -1,4 +1,4 @@
-"""Decodes what tenants send. A body of more than a few kB is read in a child process, under limits of memory and
+"""Decodes tenants' requests. A body of more than a few kB is read in a child process, under limits of memory and
 processor time, in its tenant's share of such processes, and only for as long as its client waits.
 """
 
@@ -63,7 +63,7 @@ class Decoding:
             is_large: the body may have more than some MiB.
 
         Raises:
-            LongshoreError: what the function raised. InvalidInput also where the child broke a limit, or broke.
+            LongshoreError: the function's error. InvalidInput also if the child exceeded a limit or crashed.
             Busy: the tenant has as many bodies read as it may.
         """
         if is_small:

@@ -1,10 +1,10 @@
-"""Errors of the service that its callers tell apart; apis/errors.py says how each is answered."""
+"""Errors of the service that callers distinguish; apis/errors.py maps them to HTTP answers."""
 
 from shared.errors import LongshoreError
 
 
 class Conflict(LongshoreError):
-    """The run's state forbids what was asked."""
+    """The run's state forbids the request."""
 
 
 class QueueFull(Conflict):
@@ -32,7 +32,7 @@ class QuotaExceeded(LongshoreError):
 
     Args:
         quota: its name: a field of QuotaSettings.
-        message: what is used, of how much.
+        message: the usage and its limit.
     """
 
     def __init__(self, quota: str, message: str) -> None:

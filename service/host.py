@@ -7,7 +7,7 @@ of its shape, and a private queue for the jobs of the runs it serves. A sampler 
 import sys
 
 if __name__ == "__main__":
-    # What a worker imports takes longer than what follows here, and is imported by another process: both at once.
+    # A worker's imports take longer than the code below, and run in another process: do both at once.
     from activities.confined.programs import prepare
 
     for role, program in {"gpu": "megatron_worker", "sampler": "megatron_worker.sampler"}.items():

@@ -1,4 +1,4 @@
-"""The Temporal workers of hosts: what each role does, on which queues, and how much of it at once."""
+"""The Temporal workers of hosts: the activities of each role, their queues, and how many run at once."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -56,7 +56,7 @@ SAMPLING_THREADS = 4
 _POLLS = 2  # requests that wait at Temporal for each queue; a new one is made when an activity has begun
 # Workflows kept in memory (0.1 MB each), so that their histories are not replayed when they continue.
 _CACHED_WORKFLOWS = 400
-# Workflows run in Temporal's sandbox, but on modules that they share: loading its own anew takes a run 7 ms and 67 KB.
+# Workflows run in Temporal's sandbox, but share modules: loading separate ones would cost a run 7 ms and 67 KB.
 # tests/workflows/test_imports.py checks their imports instead.
 _SANDBOX = SealedRunner(restrictions=SandboxRestrictions.default.with_passthrough_modules("workflows"))
 _SHUTDOWN_GRACE = timedelta(seconds=10)

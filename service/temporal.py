@@ -66,7 +66,7 @@ async def described(
     kind: TaskQueueType.ValueType = TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY,
     report_stats: bool = False,
 ) -> DescribeTaskQueueResponse:
-    """Return what Temporal says of a queue of activities, or of workflows. Raises RPCError."""
+    """Return Temporal's description of a queue of activities or workflows. Raises RPCError."""
     request = DescribeTaskQueueRequest(
         namespace=client.namespace,
         task_queue=TaskQueue(name=queue, kind=TaskQueueKind.TASK_QUEUE_KIND_NORMAL),

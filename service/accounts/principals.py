@@ -66,7 +66,7 @@ def require(*scopes: Scope) -> Demand:
 
 
 def require_operator(what: str) -> Demand:
-    """A dependency: the key must be of an admin of the first tenant. `what`: is theirs alone, in words."""
+    """A dependency: the key must be of an admin of the first tenant. `what`: what only they may do, for the message."""
 
     async def demand(request: Request) -> None:
         if not (await principal(request)).is_operator:

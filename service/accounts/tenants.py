@@ -115,9 +115,9 @@ def _json(record: TenantRecord) -> bytes:
 
 
 class TenantUsage(Frozen):
-    """A tenant's usage beside its quotas; a quota of None is no limit.
+    """A tenant's usage and quotas; a quota of None is no limit.
 
-    `cost`: of its GPU hours; None where they have no price. `measured`: what of the bytes is counted now and then.
+    `cost`: of its GPU hours; None if they have no price. `measured`: the bytes that are only measured periodically.
     """
 
     tenant: Tenant
@@ -170,7 +170,7 @@ class Quotas:
         return await self._database.reading(look)
 
     def of(self, session: Session, tenant: str) -> QuotaSettings:
-        """The quotas that hold for a tenant."""
+        """The quotas that apply to a tenant."""
         row = session.get(TenantRow, tenant)
         return self._settings.model_copy(update=row.quotas if row else {})
 
@@ -201,13 +201,13 @@ class Quotas:
         return [*session.scalars(going_on.where(~idle)), *too_many]
 
     def overspent(self, session: Session) -> dict[str, str]:
-        """Return the tenants whose runs cost what they may, or more, each with that in words."""
+        """Return the tenants at or above their spending limit, each with a message."""
         tenants = session.scalars(select(TenantRow.tenant)).all()
         found = ((tenant, self._overspent(session, tenant)) for tenant in tenants)
         return {tenant: text for tenant, text in found if text is not None}
 
     def check_priced(self, quotas: QuotaSettings) -> None:
-        """Raise InvalidInput for a limit of spending where nothing has a price."""
+        """Raise InvalidInput for a limit of spending if GPU hours have no price."""
         if quotas.spending is not None and self._prices.gpu_hour is None:
             rule = "a GPU hour has no price in this installation: set LONGSHORE_PRICES__GPU_HOUR, or limit gpu_hours"
             raise InvalidInput(rule, "spending")
@@ -289,7 +289,7 @@ class Quotas:
         return is_put
 
     async def sealed(self, tenant: str, request: F) -> F:
-        """Return a request without the queries of its URIs, which may hold signatures; they are put into the store.
+        """Return a request without the queries of its URIs, which may contain signatures; the store keeps them.
 
         Raises:
             InvalidInput: a URI would be too long.
@@ -315,7 +315,7 @@ class Quotas:
             raise QuotaExceeded("stored_bytes", no_room(tenant, used - num_bytes, most, num_bytes))
 
     def recount(self, tenant: str | None = None) -> None:
-        """Count a tenant's bytes anew when they are asked for next; without a tenant, all tenants'."""
+        """Count a tenant's bytes again at the next request for them; without a tenant, all tenants'."""
         for each in [tenant] if tenant else list(self._counted):
             self._counted.pop(each, None)
 

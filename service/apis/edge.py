@@ -72,7 +72,7 @@ class Edge:
             allowed_hosts: names that a Host header may carry (DNS rebinding sends others); None for any.
             max_body_bytes: the largest JSON body.
             max_upload_bytes: the largest file.
-            in_hand: holds something for each request that is not answered yet, for whoever waits for the last ones.
+            in_hand: has an entry for each unanswered request, so that shutdown can wait for the last ones.
             temporal_ui: the origin of a page that may ask the codec with the session of whoever is signed in here.
         """
         self._app = app
@@ -273,7 +273,7 @@ class _NoLongerKnown(Exception):
 
 
 def _authorization(path: str, headers: Headers) -> str | None:
-    """Return the Authorization header; below /tinker and /wandb what their clients send in place of one."""
+    """Return the Authorization header; below /tinker and /wandb, the equivalent of their clients' own header."""
     given = headers.get("authorization")
     return tinker_key(path, headers.get("x-api-key", "")) or wandb_key(path, given or "") or given
 

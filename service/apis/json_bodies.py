@@ -121,7 +121,7 @@ class _Sent:
 
 @runtime_checkable
 class Packs(Protocol):
-    """A body's model that a child hands on in bytes, or as any other where it has none."""
+    """A body's model that a child process can return as bytes; None: as JSON, like other models."""
 
     def packed(self) -> bytes | None: ...
 

@@ -38,7 +38,7 @@ class Garbage:
     async def collect(self, request: GarbageRequest, wait_s: float) -> GarbageView:
         """Start a collection, or join the one that is going on, and wait for its end, so long at most.
 
-        Raises TemporalUnavailable; StoreUnavailable, InvalidInput: what the collection failed of.
+        Raises TemporalUnavailable; StoreUnavailable, InvalidInput: the collection failed with it.
         """
         handle = await self._temporal.start(
             GARBAGE_WORKFLOW,

@@ -28,7 +28,7 @@ class RunRemoved(Frozen):
 
     run_id: RunId
     stays_published: bool
-    num_objects: int = Field(description="that were deleted of the store")
+    num_objects: int = Field(description="deleted from the store")
     num_bytes: int
 
 
@@ -98,7 +98,7 @@ class Removals:
         )
 
     def _has_published(self, record: RunRecord) -> bool:
-        """Return True where a version is there that the run has claimed. Newest ones are looked at first."""
+        """Return True if a version exists that the run has claimed. Newest ones are checked first."""
         has_others = isinstance(record.run, SessionRun) or record.source.trial is not None
         name = "" if has_others else f"{record.run.name or record.run_id}/"
         for kind in ("adapters", "models"):

@@ -42,8 +42,8 @@ class SweepView(SweepRecord):
     num_trials: int
     trials: tuple[TrialView, ...] = Field(description="those that have begun, in order")
     best: int | None = Field(default=None, description="the number of the best trial so far, of those that succeeded")
-    adapter: str | None = Field(default=None, description="URI of what was published of the best trial")
-    version: int | None = Field(default=None, description="that it is of the sweep's name")
+    adapter: str | None = Field(default=None, description="URI of the published model of the best trial")
+    version: int | None = Field(default=None, description="its version of the sweep's name")
 
 
 @dataclass(frozen=True)

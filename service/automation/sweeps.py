@@ -1,4 +1,4 @@
-"""Sweeps behind the APIs, and what their workflows ask for: trials are started, followed, pruned, and the best found.
+"""Sweeps for the APIs, and the activities of their workflows: start, follow and prune trials, and find the best.
 
 Nothing is remembered but caches. A sweep is a record; its trials are runs whose ids follow from the sweep's and whose
 records have their values; which one is pruned and which is best follows from their metrics.
@@ -56,7 +56,7 @@ SWEEP_WORKFLOW = "SweepWorkflow"
 _MOST_OPEN = 16
 _TURN_S, _LOOK_EVERY_S = 15.0, 0.5
 _MOST_KEPT = 4096
-_MOST_DRAWN = 16  # values that do not go together are drawn anew
+_MOST_DRAWN = 16  # values that do not fit together are drawn again
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +276,7 @@ class Sweeps:
 
 
 def check_trials(sweep: str, max_ranks: int, max_hosts: int | None, sampler_url: str | None) -> None:
-    """Refuse values that no run could have. To be called in a child process: each combination is validated anew.
+    """Refuse values that no run could have. To be called in a child process: each combination is validated separately.
 
     Args:
         sweep: JSON of a Sweep, with the fields that were sent.

@@ -51,7 +51,7 @@ def _num_known(sweep: Sweep, number: int) -> int:
 
 
 def _told(sweep: Sweep, trial: Trial, spaces: "dict[str, BaseDistribution]", is_known: bool) -> "FrozenTrial | None":
-    """Return a trial as Optuna knows trials; None for one that says nothing: it failed, or reported no number."""
+    """Return an Optuna trial; None if it has no information: it failed, or reported no number."""
     from optuna.trial import TrialState, create_trial
 
     value, state = trial.value(sweep.measured), TrialState.RUNNING

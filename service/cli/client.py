@@ -189,7 +189,7 @@ class CliClient:
         return self.post(path, Preview, json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
 
     def estimate(self, run: Run) -> "Estimate":
-        """Count and measure what a run would be. Its model may be a published name."""
+        """Estimate a run. Its model may be a published name."""
         from service.runs.estimates import Estimate
 
         body = _body_of(run)
@@ -306,7 +306,7 @@ def _where_to_look(path: str) -> str:
 
 
 def _plain_name(path: Path) -> str:
-    """Replace the characters of a file name that a store refuses. The suffix stays: it tells the format."""
+    """Replace the characters of a file name that a store refuses. The suffix stays, since it names the format."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in path.name)
     return plain.lstrip(".-")[-128:] or "data"
 

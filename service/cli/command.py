@@ -1,4 +1,4 @@
-"""Commands: functions that return what they print, for people or with `--json` for programs."""
+"""Commands: functions that return their output, for people or with `--json` for programs."""
 
 import inspect
 from collections.abc import Callable

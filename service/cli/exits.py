@@ -51,4 +51,4 @@ class ServiceRefused(Stop):
 
 
 class Unreachable(Stop):
-    """The service does not answer, or says that it cannot at the moment. The call may be tried again."""
+    """The service does not answer, or is temporarily unavailable. The call may be retried."""

@@ -55,7 +55,7 @@ def _globals(
         typer.Option(
             "--profile",
             envvar="LONGSHORE_PROFILE",
-            help="A service that was logged in to, by its name.",
+            help="The name of a service from `longshore login`.",
             autocompletion=profile_names,
         ),
     ] = None,
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def _ended_by(stop: Stop) -> int:
-    """Print an error as JSON where that was asked for: it may be an error of the words that ask. Returns its code."""
+    """Print an error, as JSON if requested; parsing the arguments itself may have failed. Returns the exit code."""
     words = sys.argv[1:]
     if "--json" in (words[: words.index("--")] if "--" in words else words):
         print_json(stop.document())

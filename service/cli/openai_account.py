@@ -24,7 +24,7 @@ _Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class TheirJob(BaseModel):
-    """A fine-tuning job as OpenAI tells it. `method` is null of old jobs, which have `hyperparameters` beside it."""
+    """A fine-tuning job in OpenAI's API. `method` is null for old jobs, which have `hyperparameters` instead."""
 
     id: Id
     model: _Name
@@ -68,7 +68,7 @@ T = TypeVar("T", TheirJob, TheirCheckpoint, TheirFile)
 
 
 class Account:
-    """Reads an account. Every error is a Stop; what is gone is a Stop with NOT_FOUND."""
+    """Reads an account. Every error is a Stop; a missing object is a Stop with NOT_FOUND."""
 
     def __init__(self, base_url: str, key: str, max_file_bytes: int) -> None:
         try:
@@ -105,7 +105,7 @@ class Account:
         return found
 
     def read(self, file_id: str, target: BinaryIO) -> None:
-        """Write a file's bytes. Raises Stop if they are more than are taken, whatever its record says."""
+        """Write a file's bytes. Raises Stop if they exceed the limit, whatever size its record has."""
         for chunk in self._body(f"/files/{file_id}/content", {}, self._max_file_bytes):
             target.write(chunk)
 

@@ -37,7 +37,7 @@ _WHOLE = ("critic.trainable",)  # objects that one option gives
 _SHORT = {"model": "-m", "dataset": "-d", "learning_rate": "--lr"}
 # The value that a submitted run has where neither the option nor its alternative is given.
 UNLESS = {"epochs": (1.0, "steps"), "batch_size": (8, "batch_tokens")}
-# The headings of `--help`: what a person sets first, and by the field that an option is in. The rest comes behind them.
+# The headings of `--help`: common options first, others by the field that they are in; the rest comes last.
 _FIRST = (
     *("model", "dataset", "eval_dataset", "rollouts.prompts", "rollouts.grader", "teacher", "algorithm", "objective"),
     *("name", "epochs", "steps", "rollouts.steps", "batch_size", "rollouts.prompts_per_step", "rollouts.group_size"),

@@ -1,4 +1,4 @@
-"""Find where each setting of this machine comes from, and the part of its value that may be shown."""
+"""Find the origin of each setting of this machine, and the part of its value that may be shown."""
 
 import os
 import re

@@ -108,7 +108,7 @@ def _engine(url: str) -> Engine:
                     connect_args={"connect_timeout": _CONNECT_S},
                 )
     except (ArgumentError, NoSuchModuleError, ValueError):
-        pass  # the message may hold the URL, and the URL a password
+        pass  # the message may contain the URL, and the URL a password
     raise InvalidInput("the database is sqlite:////path or postgresql://user:password@host/name", "database_url")
 
 

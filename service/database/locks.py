@@ -5,7 +5,7 @@ from weakref import WeakValueDictionary
 
 
 class KeyedLocks:
-    """A lock for each key. It is kept while somebody holds it or waits for it."""
+    """A lock for each key. It exists while a task holds it or waits for it."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[tuple[str, ...], asyncio.Lock] = WeakValueDictionary()

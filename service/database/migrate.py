@@ -1,7 +1,7 @@
 """Migrate the tables to the newest revision, in one transaction, one process at a time.
 
 Services of the release before serve on the tables, too, while one takes another's place or goes back. So a migration
-adds tables, indexes, and columns that may be left out; what the code does not use any more goes a release later.
+adds tables, indexes, and columns that may be left out; unused ones are removed a release later.
 """
 
 import logging

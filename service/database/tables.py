@@ -77,7 +77,7 @@ class FileRow(Table):
 class RunRow(Table):
     """A run. `record` and `status` are JSON of RunRecord and RunStatus; the other columns are for questions to them.
 
-    A row is changed where its state and updated_at are still those that were read (runs/rows.py).
+    A row is only changed if its state and updated_at are still those that were read (runs/rows.py).
     """
 
     __tablename__ = "runs"

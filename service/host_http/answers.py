@@ -104,7 +104,7 @@ class _Answers:
 
 
 class _Drawn:
-    """The texts of an answer's choices, as a thread tells them, and how much of each has been sent."""
+    """The texts of an answer's choices so far, set by a thread, and how much of each has been sent."""
 
     def __init__(self, has_news: Callable[[], object]) -> None:
         self._has_news = has_news
@@ -112,7 +112,7 @@ class _Drawn:
         self._sent: list[int] = []
 
     def tell(self, texts: tuple[str, ...]) -> None:
-        """Take the texts so far. A sampler that was asked again begins with shorter ones, which are passed over."""
+        """Take the texts so far. A repeated request to a sampler begins with shorter ones, which are ignored."""
         if sum(map(len, texts)) > sum(map(len, self._texts)):
             self._texts = texts
             self._has_news()

@@ -145,7 +145,7 @@ class GangMeeting:
             self._loop.close()
 
     def do(self, part: Coroutine[Any, Any, None]) -> None:
-        """Do something in the loop, and wait for that. Raises what it raises."""
+        """Run a coroutine in the loop, and wait for it. Raises its errors."""
         asyncio.run_coroutine_threadsafe(part, self._loop).result()
 
     @property
@@ -255,7 +255,7 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def join_streams(one: Stream, other: Stream) -> None:
-    """Pass on what either end says, until one has ended."""
+    """Copy bytes in both directions until one end closes."""
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):

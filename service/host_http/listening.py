@@ -57,7 +57,7 @@ def place_of(listener: socket.socket) -> str:
 
 
 class _OneLength(h11.Connection):
-    """Refuses a request that says its length twice, which a proxy in front may have read otherwise (RFC 9112, 6.3).
+    """Refuses a request that gives its length twice, since a proxy in front may read it differently (RFC 9112, 6.3).
 
     h11 itself goes by the chunks, and keeps the connection.
     """

@@ -29,7 +29,7 @@ _GRACE_S = 10
 
 @contextmanager
 def serving(settings: Settings, queue: str, routes: Sequence[Route]) -> Iterator[HostAddress]:
-    """Serve for a `with` block; yields where.
+    """Serve for a `with` block; yields the addresses.
 
     `queue`: names the host among those of its root.
 

@@ -15,7 +15,7 @@ from shared.storage.host_states import HostAddress
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
-# Between looks for the host of a session that has none, or has lost it: at first, and after some in vain.
+# Intervals of looking for the host of a session without one: at first, and after some failed attempts.
 _LOOK_AGAIN_S, _LOOK_SLOWLY_S = 0.05, 1.0
 _UNUSED_S = 30.0
 _MOST_HELD = 16  # results of a session that a host has sent and nobody has asked for yet
@@ -60,7 +60,7 @@ class SessionBells:
     async def ring(self, run_id: str, number: int | None = None, command: bytes = b"") -> None:
         """Tell the host of a session's worker that there is something new in the store, if there is such a host.
 
-        `command`: what is in the store under that number now.
+        `command`: the object in the store under that number.
         """
         brought = {"number": number} if number is not None and len(command) <= MOST_TOLD_BYTES else None
         try:
@@ -74,7 +74,7 @@ class SessionBells:
             self._forget(run_id)
 
     def result(self, run_id: str, number: int) -> bytes | None:
-        """Return a result that is in the store, once, if a host has told it along with the news."""
+        """Return a stored result, once, if a host has sent it with its notice."""
         heard = self._listening.get(run_id)
         return None if heard is None else heard.results.pop(number, None)
 
@@ -118,7 +118,7 @@ class SessionBells:
             heard.put(None)
 
     async def _host(self, run_id: str) -> HostAddress | None:
-        """Return where a session's host is, if that is known, or may be looked up again by now."""
+        """Return the address of a session's host, if it is known or may be looked up again by now."""
         if run_id not in self._hosts and time.monotonic() >= self._in_vain.get(run_id, (0, 0.0))[1]:
             for known in (self._hosts, self._in_vain):
                 if len(known) >= _MOST_KNOWN:
@@ -142,7 +142,7 @@ class SessionBells:
 
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield whole lines. A result is one, whatever its texts hold: httpx's own lines would end at U+2028, too."""
+    """Yield whole lines, each a result. httpx's own line iterator would also split at U+2028 within texts."""
     rest = b""
     async for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")

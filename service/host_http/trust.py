@@ -20,7 +20,7 @@ from cryptography.x509.oid import NameOID
 from service.sealing.keys import seal_keys
 from shared.settings import Settings
 
-# Fixed, so that all make the same authority. Its key, and not its age, is what is trusted.
+# Fixed, so that all derive the same authority. Trust depends on its key, not on its age.
 _SINCE, _UNTIL = datetime.datetime(2026, 1, 1), datetime.datetime(2126, 1, 1)
 
 

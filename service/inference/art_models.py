@@ -119,7 +119,7 @@ class UntrainedModels:
     async def resolve(self, tenant: str, uri: str, engine: EngineName | None = None) -> Artifact:
         """The files of a hub id, folder or URI that this tenant may read.
 
-        `engine`: what is to train it; None: it is only asked, and of any family that samplers take.
+        `engine`: the one that will train it; None: it is only sampled, and of any family that samplers support.
 
         Raises InvalidInput: it is no model that can be used here. TemporalUnavailable: nobody to ask.
         """

@@ -72,7 +72,7 @@ class Exports:
         async with self._temporal.client() as client:
             handle = client.get_workflow_handle(self._workflow(key), result_type=Artifact)
             with unless_unknown():
-                # All files are there a moment before its workflow has ended: until then nobody can start it anew.
+                # All files exist shortly before the workflow has ended; until then it cannot be started again.
                 if (await handle.describe(rpc_timeout=PATIENCE)).status == WorkflowExecutionStatus.RUNNING:
                     return view
                 if await asyncio.to_thread(find_artifact, self._store, key) is None:

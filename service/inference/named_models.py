@@ -30,14 +30,14 @@ class StartingPoint:
 
 
 def one_form(text: str) -> str:
-    """Return the URI of a folder that is named by its path: runs by the one and by the other are of one model."""
+    """Return the file URI of a folder path, so that a path and its URI name the same model."""
     is_path = text.startswith("/") and not text.startswith("//")
     text = Path(text).as_uri() if is_path else text
     return f"file:///{text[8:].rstrip('/')}" if text.startswith("file:///") else text
 
 
 class NamedModels:
-    """Looks up names among what a tenant has published. Blocking."""
+    """Looks up names of a tenant's published models. Blocking."""
 
     def __init__(self, published: PublishedModels) -> None:
         self._published = published
@@ -45,7 +45,7 @@ class NamedModels:
     def starting_point(
         self, tenant: str, model: str, place: str = "model", may_have_head: bool = False
     ) -> StartingPoint:
-        """Return what a run on this model starts from; paths, URIs and hub ids as they are.
+        """Return the model and adapter that a run on this name starts from. Paths, URIs and hub ids stay unchanged.
 
         Raises InvalidInput: nothing is published under this name; or it is a reward model, unless it is an adapter and
         may have such a head.

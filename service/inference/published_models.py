@@ -308,7 +308,7 @@ class PublishedModels:
         return self.artifact(tenant, PublishedModel("adapters", name, versions[-1])) if versions else None
 
     def provenance(self, tenant: str, model_id: str) -> Envelope:
-        """Return the signed statement of a version. Raises NotFound: it has none, as older ones."""
+        """Return the signed statement of a version. Raises NotFound: it has none, like older ones."""
         found = self.find(tenant, model_id)
         if found.kind == "checkpoints":
             raise InvalidInput("a checkpoint has no statement: publish it", "model")
@@ -319,7 +319,7 @@ class PublishedModels:
             raise NotFound(f"{found.id} was published without a statement of what it was made from") from None
 
     def delete_model(self, tenant: str, model_id: str) -> None:
-        """Delete a version, or all of a name that has none. Raises NotFound; InvalidInput for a run's checkpoint."""
+        """Delete a version, or all if the id names none. Raises NotFound; InvalidInput for a run's checkpoint."""
         if CheckpointName.parse(model_id):
             raise InvalidInput("a checkpoint is its run's: it goes when the run keeps newer ones", "model")
         found = self.find(tenant, model_id)

@@ -268,7 +268,7 @@ class Inference:
         raise SamplerUnavailable(problem)
 
     async def _served_at(self, attempt: int) -> HostAddress:
-        """Return where a control host asks the installation's own sampler; at each attempt another one."""
+        """Return the control host to ask for the external inference server; each attempt gets another one."""
         known, until = self._announced
         if attempt or time.monotonic() > until or not known:
             known = await asyncio.to_thread(announced, self._store)

@@ -90,7 +90,7 @@ def _of_job(store: ObjectStore, job: Job, saved: list[StoredCheckpoint]) -> Iter
 def _has_inputs(store: ObjectStore, job: Job) -> bool:
     def is_there(artifact: Artifact) -> bool:
         if not artifact.uri.startswith(f"{store.uri}/"):
-            return True  # not ours to know; the worker says if it is not
+            return True  # unknown here; the worker reports it if missing
         return find_artifact(store, artifact.uri.removeprefix(f"{store.uri}/")) is not None
 
     return all(is_there(artifact) for artifact in artifacts_of(job))

@@ -39,7 +39,7 @@ class Estimate(Frozen):
     """
 
     problem: str | None = Field(default=None, description="why a run would refuse the dataset, if it would")
-    precision: Precision | None = Field(default=None, description="that the run would have if it was submitted now")
+    precision: Precision | None = Field(default=None, description="the precision of the run if it was submitted now")
     is_complete: bool = Field(description="every row was counted")
     rows: int
     examples: int
@@ -50,15 +50,15 @@ class Estimate(Frozen):
     samples: int | None = None
     tokens: int
     is_exact: bool = Field(
-        description="False of RL, whose tokens are at most these, and of very many steps of batch_tokens"
+        description="false for RL, whose tokens are an upper bound, and for very many steps of batch_tokens"
     )
     tokens_per_s: float | None = None
     seconds_per_step: float | None = None
     measured_on: tuple[str, ...] = Field(default=(), description="runs")
     same_layout: bool | None = None
-    not_measured: str | None = Field(default=None, description="why there are no seconds")
+    not_measured: str | None = Field(default=None, description="why no time is estimated")
     seconds: float | None = Field(default=None, description="of training; waiting, loading and evaluating not included")
-    cost: float | None = Field(default=None, description="of these seconds, where a GPU hour has a price")
+    cost: float | None = Field(default=None, description="of these seconds, if a GPU hour has a price")
     currency: str = "USD"
 
 

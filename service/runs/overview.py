@@ -1,4 +1,4 @@
-"""The overview beside a list of runs: counts by state, places in the queue for workers, and sparklines of losses."""
+"""The overview next to a list of runs: counts by state, places in the queue for workers, and sparklines of losses."""
 
 import asyncio
 import time

@@ -70,7 +70,7 @@ class IndexedRun:
 
 
 class RunFilter(TypedDict, total=False):
-    """A filter of a tenant's runs: every condition that is given, and not None, must hold."""
+    """A filter of a tenant's runs: all conditions that are not None must hold."""
 
     state: State | None
     api: str | None
@@ -109,7 +109,7 @@ class RunRows:
         return await self._database.writing(work)
 
     async def quotas(self, tenant: str) -> QuotaSettings:
-        """Return a tenant's quotas: its own where it has them, else the installation's."""
+        """Return a tenant's quotas: its own if set, else the installation's."""
         return await self._database.reading(lambda session: self._quotas.of(session, tenant))
 
     async def check_place(self, tenant: str) -> None:
@@ -301,7 +301,7 @@ def _parsed(record: str, status: str, updated_at: float) -> IndexedRun:
 
 
 def notice_of(record: RunRecord, status: RunStatus, before: State | None) -> Notice | None:
-    """The notice of a change of state; None where nothing changed.
+    """The notice of a change of state; None if nothing changed.
 
     `before`: the state that the run had; None for a run that was not known.
     """

@@ -189,7 +189,7 @@ class Sessions:
         return found[1]
 
     async def _put(self, record: RunRecord, number: int, data: bytes) -> bytes:
-        """Put a command into the store, unless there is one with its number. Returns what is there then."""
+        """Put a command into the store, unless there is one with its number. Returns the stored one."""
         keys, stored = RunKeys(record.run_id), data
 
         def put() -> bool:

@@ -56,7 +56,7 @@ KEY_ID, _SCOPE = "encryption-key-id", "longshore-scope"
 _NONCE_BYTES = 12
 _OLD_SEAL, _OLD_VERSION = "longshore-seal", b"1"
 _REFUSED = "longshore/refused"
-# Temporal gives what a schedule starts the id of the schedule's action and the time.
+# Temporal gives a scheduled workflow the id of the schedule's action plus the time.
 _ACTION = re.compile(r"(schedule/.*)-\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _log = logging.getLogger("longshore.codec")
 Scope = tuple[str, ...]
@@ -67,7 +67,7 @@ class Sealing(PayloadCodec, WithSerializationContext):
     """Seals payloads that are sent and opens those received.
 
     Args:
-        leave: ends a process that comes to lack the key that seals now, before it fails what others could do.
+        leave: ends a process that lacks the current sealing key, before it fails work that others could do.
     """
 
     def __init__(self, keys: SealKeys, scope: Scope = (), leave: Callable[[], None] | None = None) -> None:
@@ -151,12 +151,12 @@ class _Cipher:
 
 
 def key_of(payload: Payload) -> str:
-    """Return the id of the key that a payload says it was sealed with; an empty one for any other."""
+    """Return the id of the key in a sealed payload's metadata; an empty one for other payloads."""
     return payload.metadata.get(KEY_ID, b"").decode("ascii", "replace")
 
 
 def unseal(payload: Payload, keys: Sequence[SealKey]) -> Payload | None:
-    """Open a payload of whatever workflow it says itself, to be read and not acted upon. None: it cannot be opened."""
+    """Open a payload under the workflow that it names itself, only for reading. None: it cannot be opened."""
     if (key := found_key(keys, key_of(payload))) is None:
         return None
     try:

@@ -29,7 +29,7 @@ class SealKey:
 
     @cached_property
     def id(self) -> str:
-        """The key's name in payloads, in the store and in messages: 16 hex digits that do not tell the key."""
+        """The key's name in payloads, in the store and in messages: 16 hex digits that do not reveal the key."""
         return self.derived(b"key id")[:8].hex()
 
     def derived(self, purpose: bytes) -> bytes:
@@ -82,7 +82,7 @@ MEND = "set LONGSHORE_SEAL_KEY as elsewhere (docs/hardening.md#keys-and-their-ro
 
 
 def seal_keys(settings: Settings) -> tuple[SealKey, ...]:
-    """Return the keys of this process, without a look at the store's. Raises InvalidInput: the root's file has none."""
+    """Return this process's keys, without checking the store's list. Raises InvalidInput: the root's file has none."""
     if settings.seal_key is not None:
         given = settings.seal_key.get_secret_value()
     else:

@@ -15,7 +15,7 @@ from shared.settings import Settings
 
 
 class Signer:
-    """Signs with a key that follows from the one that seals: who holds that can sign, and nobody else."""
+    """Signs with a key derived from the sealing key: only holders of that key can sign."""
 
     def __init__(self, settings: Settings) -> None:
         self._key = _signing_key(seal_keys(settings)[0])

@@ -30,7 +30,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class SdkMetrics(Collector):
-    """Adds up what the SDK's runtime tells, by name and labels."""
+    """Adds up the metric updates of the SDK's runtime, by name and labels."""
 
     def __init__(self, buffer: MetricBuffer) -> None:
         self._buffer = buffer

@@ -1,4 +1,4 @@
-"""Traces, sent by OTLP (HTTP, protobuf) where OTEL_EXPORTER_OTLP_ENDPOINT names a place.
+"""Traces, sent by OTLP (HTTP, protobuf) if OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
 One trace leads from a request through workflow and activities to the optimizer steps, whose spans the GPU host makes of
 the worker's events (activities/telemetry.py). Temporal's interceptor makes a workflow's spans outside of the workflow
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _TRACE_PARENT = "traceparent"
-# Ids, counts and names alone: an error's text, a path or a header may hold what a user wrote.
+# Only ids, counts and names: an error's text, a path or a header may contain a user's text.
 _ATTRIBUTES = re.compile(
     r"temporal\w+ID|temporalActivityType|longshore\.\w+|error\.type"
     r"|http\.request\.method|http\.route|http\.response\.status_code"
@@ -74,7 +74,7 @@ def span_of_program(process: str, name: str, parent: str | None) -> Iterator[str
 
 
 def tracing_interceptors() -> Sequence[Interceptor]:
-    """Return what a client of Temporal needs to carry traces on."""
+    """Return the interceptors that a client of Temporal needs to propagate traces."""
     return _interceptors
 
 
@@ -165,7 +165,7 @@ def _own_trace(execution: str) -> dict[str, Any]:
 
 
 def _ids(context: Context) -> Any:
-    """Return what gives a span the ids of a context, as if it were the one that the header names."""
+    """Return an id generator that gives a span the ids of a context, as if it were the header's span."""
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
     named = trace.get_current_span(context).get_span_context()
@@ -186,7 +186,7 @@ def _exporter() -> Any:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class ScrubbingExporter(SpanExporter):
-        """Sends spans without what a user may have written: the one place that every span passes."""
+        """Sends spans without anything that a user may have written: every span goes through here."""
 
         def __init__(self) -> None:
             self._next = OTLPSpanExporter()

@@ -98,7 +98,7 @@ def sft_run(model: ArtModel, url: str, config: SftConfig, adapter: str | None) -
 
 
 def _sizes(model: ArtModel, packed: int | None) -> dict[str, int]:
-    """The longest trajectory and a micro-batch's tokens, where the client says how long a packed sequence is."""
+    """The longest trajectory and a micro-batch's tokens, if the client sets the length of a packed sequence."""
     if packed is None:
         return {}
     return {"max_tokens": min(packed, model.settings.max_tokens or _MAX_TOKENS), "bin_tokens": packed}

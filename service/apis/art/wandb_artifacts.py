@@ -125,7 +125,7 @@ async def graphql(body: JsonBody[GraphQL], request: Request, asking: Asking, bac
 
 
 def _of_a_run(operation: str, given: Mapping[str, Any], asking: Principal) -> dict[str, Any] | None:
-    """Answer what is asked of the W&B run that logs the artifact; None for other operations. Nothing is kept of it."""
+    """Answer operations on the W&B run that logs the artifact; None for other operations. Nothing is stored."""
     match operation:
         case "Viewer":
             who = {"id": asking.tenant, "entity": asking.tenant, "username": asking.tenant, "email": None}
@@ -157,7 +157,7 @@ class _Place:
     request: Request
 
     def address(self, artifact_id: str, file_name: str) -> dict[str, Any]:
-        """Return where a file is uploaded to. The client sends its own key there only because told to."""
+        """Return the upload URL of a file. The client sends its own key there because the answer names the header."""
         key = self.request.headers.get("authorization", "")
         base = str(self.request.base_url).rstrip("/")
         return {
@@ -282,7 +282,7 @@ async def upload(
 
 @router.post("/files/{entity}/{project}/{run}/file_stream")
 async def passed_over(request: Request) -> dict[str, str]:
-    """Read a body and keep nothing of it: a run's metrics, and what its program printed."""
+    """Read and drop a body: a run's metrics and its program's output."""
     async for _ in request.stream():
         pass
     return {}
@@ -292,7 +292,7 @@ open_router = APIRouter(include_in_schema=False)
 
 
 async def _telemetry() -> Response:
-    """Accept telemetry and drop it unread: an empty message of protobuf says that all of it was taken."""
+    """Accept telemetry and drop it unread: an empty protobuf message acknowledges all of it."""
     return Response(media_type="application/x-protobuf")
 
 

@@ -70,12 +70,12 @@ async def decode(body: JsonBody[WirePayloads], backend: Backed) -> Response:
 
 @router.post("/encode", include_in_schema=False)
 async def encode() -> None:
-    """Refuse: a payload is sealed for one workflow, which the protocol does not tell."""
+    """Refuse: a payload is sealed for one workflow, and the protocol does not name it."""
     raise Forbidden("payloads are opened here, and none is sealed: ask Longshore's own API, which says who may")
 
 
 def ui_origin(settings: Settings) -> str | None:
-    """Return the origin of Temporal's page if it may ask the codec; None where nobody's page may."""
+    """Return the origin of Temporal's page if it may use the codec; None if no page may."""
     if not (settings.temporal_codec and settings.temporal_ui):
         return None
     parts = urlsplit(settings.temporal_ui)

@@ -1,4 +1,4 @@
-"""The native API's published models, `/api/v1/models`: what there is, and its files; and the hosts that poll."""
+"""The native API's published models and their files, `/api/v1/models`; and the hosts that poll."""
 
 import asyncio
 import time
@@ -110,7 +110,7 @@ async def get_model(model_id: ModelId, backend: Backed, asking: Asking) -> Model
 
 @router.delete("/models/{model_id}")
 async def delete_model(model_id: ModelId, backend: Backed, asking: Asking) -> DeletedVersions:
-    """Delete what was published: `name:v3` one version, `name` all of them. Their numbers are not given again."""
+    """Delete a published model: `name:v3` deletes one version, `name` all. Their numbers are not used again."""
     audit.touched(model_id)
     await asyncio.to_thread(backend.published.delete_model, asking.tenant, model_id)
     return DeletedVersions(id=model_id)

@@ -1,4 +1,4 @@
-"""The native API's endpoints beside runs: overview and sparklines, reports, job files, rollouts."""
+"""More endpoints of runs in the native API: overview and sparklines, reports, job files, rollouts."""
 
 import asyncio
 from typing import Annotated

@@ -88,7 +88,7 @@ async def _either(first: "asyncio.Future[Any]", second: "asyncio.Future[Any]", t
 
 
 async def _events(task: "asyncio.Future[Reply[T]]", draft: PartialAnswer, chunks: Chunks[T]) -> AsyncIterator[str]:
-    """Server-sent events: what has been drawn, comments while nothing comes, then the rest of the answer."""
+    """Server-sent events: new text, comments while there is none, then the rest of the answer."""
     try:
         while not task.done():
             growing = asyncio.ensure_future(draft.changed.wait())

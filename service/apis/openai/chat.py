@@ -1,4 +1,4 @@
-"""`/v1/models` and completions in OpenAI's shape, from what the asking tenant has published."""
+"""`/v1/models` and completions in OpenAI's format, for the tenant's published models."""
 
 import asyncio
 from functools import partial
@@ -46,7 +46,7 @@ async def list_models(asking: Asking, backend: Backed) -> ServedModels:
 
 @router.get("/models/{model_id:path}")
 async def get_model(model_id: str, asking: Asking, backend: Backed) -> ServedModel:
-    """Show what is published as `name`, its newest version, or as `name:v3`; or a base model."""
+    """Show a published model, by `name` its newest version or by `name:v3`; or a base model."""
     try:
         return await asyncio.to_thread(backend.published.show, asking.tenant, model_id)
     except NotFound:
@@ -58,7 +58,7 @@ async def get_model(model_id: str, asking: Asking, backend: Backed) -> ServedMod
 
 @router.delete("/models/{model_id:path}", dependencies=[Depends(require("write"))])
 async def delete_model(model_id: str, asking: Asking, backend: Backed) -> DeletedModel:
-    """Delete what was published: `name:v3` one version, `name` all of them. Their numbers are not given again."""
+    """Delete a published model: `name:v3` deletes one version, `name` all. Their numbers are not used again."""
     audit.touched(model_id)
     await asyncio.to_thread(backend.published.delete_model, asking.tenant, model_id)
     return DeletedModel(id=model_id)

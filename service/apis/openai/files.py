@@ -149,7 +149,7 @@ class UploadRequest(Frozen):
     filename: str = Field(min_length=1, max_length=1024)
     purpose: str = Field(max_length=64)
     size: int = Field(alias="bytes", ge=1, le=1 << 40)
-    mime_type: str = Field(max_length=256, description="not looked at: what a file holds is seen when it is read")
+    mime_type: str = Field(max_length=256, description="ignored: the format is detected from the content")
 
 
 class CompleteUpload(Frozen):

@@ -29,7 +29,7 @@ def described(**fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class _HandedOn(UploadFile):
-    """A pipe of one piece: its writer waits until the reader has taken what was written."""
+    """A pipe of one piece: its writer waits until the reader has taken the piece."""
 
     def __init__(self, pieces: MemoryObjectSendStream[bytes]) -> None:
         super().__init__(BytesIO())

@@ -143,7 +143,7 @@ def _call(of_response: str, number: int, call: ToolCall) -> OutputCall:
 
 
 class ResponseEvents:
-    """The events of a streamed response: what is new of its text while it is drawn, then the rest."""
+    """The events of a streamed response: new text while it is sampled, then the rest."""
 
     end: ClassVar[str] = ""
 

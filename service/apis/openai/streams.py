@@ -1,4 +1,4 @@
-"""Answers as streams of chunks: what is new of each choice while it is drawn, and the rest once the answer is there."""
+"""Answers as streams of chunks: new text of each choice while it is sampled, then the rest of the finished answer."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -24,9 +24,9 @@ class SentTexts:
         return is_new
 
     def new(self, index: int, text: str) -> str:
-        """Return what of a choice's text, all that it has so far, has not been sent.
+        """Return the part of a choice's current text that has not been sent.
 
-        Raises SamplerUnavailable: what was sent is not the beginning of it.
+        Raises SamplerUnavailable: the text does not begin with the part that was sent.
         """
         sent = self._texts.get(index, "")
         if not text.startswith(sent):

@@ -24,7 +24,7 @@ def tinker_key(path: str, header: str) -> str | None:
 
 
 def error_body(status: int, kind: str, message: str, place: str | None) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body of an error: as a failed future tells it, with its type and place beside."""
+    """Return the status and the body of an error: in the form of a failed future, plus its type and place."""
     category = "server" if status >= 500 else "user"
     text = f"{place}: {message}" if place else message
     return _BY_KIND.get(kind, status), {"error": text, "category": category, "type": kind, "place": place}

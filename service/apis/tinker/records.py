@@ -35,7 +35,7 @@ R = TypeVar("R", bound="TinkerRecord")
 
 
 class TinkerRecord(Frozen):
-    """A record. `folder`: where those of its kind lie."""
+    """A record. `folder`: the prefix of records of its kind."""
 
     folder: ClassVar[str]
     created_at: float = Field(default_factory=time.time)
@@ -94,7 +94,7 @@ class SessionPart:
 class ModelRecord(TinkerRecord):
     """A model in training, and the session of ours that it is.
 
-    `before`: commands of the session before the model's first request: 1 where it began by loading a state.
+    `before`: commands of the session before the model's first request: 1 if it began by loading a state.
     """
 
     folder: ClassVar[str] = "models"

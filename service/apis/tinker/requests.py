@@ -1,4 +1,4 @@
-"""Requests of Tinker's SDK in JSON. A field that is not known here is refused, as it might change what is asked."""
+"""Requests of Tinker's SDK in JSON. Unknown fields are refused, since they might change the request's meaning."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""Tinker's REST client: what there is of sessions, models in training ("training runs") and checkpoints."""
+"""Tinker's REST client: lists sessions, models in training ("training runs") and checkpoints."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -129,7 +129,7 @@ async def list_all_checkpoints(gateway: AtGateway, limit: Limit = 100, offset: O
 
 @router.delete(_CHECKPOINT)
 async def delete_checkpoint(checkpoint: Named, gateway: AtGateway) -> None:
-    """Forget a checkpoint, and delete what it had published. A state goes when its model keeps newer ones."""
+    """Delete a checkpoint's record and published version. Its state is deleted when the model keeps newer ones."""
     audit.touched(checkpoint.path)
     await downloads.unpublish(gateway, checkpoint)
     await gateway.read(gateway.records.delete, checkpoint)
@@ -170,7 +170,7 @@ async def archive_url(checkpoint: Named, request: Request, gateway: AtGateway) -
 
 @router.post("/weights_info")
 async def weights_info(body: JsonBody[TinkerPath], gateway: AtGateway) -> dict[str, Any]:
-    """Say what a checkpoint is of, so that a model can be made for it."""
+    """Return a checkpoint's base model and shape, so that a model can be made for it."""
     checkpoint = await gateway.read(gateway.records.checkpoint, body.tinker_path)
     model = await gateway.model(checkpoint.model_id)
     return {

@@ -1,4 +1,4 @@
-"""`retrieve_future`: what a request under way came to, or that it is not done yet."""
+"""`retrieve_future`: the result of a pending request, or that it is not done yet."""
 
 import asyncio
 from dataclasses import dataclass
@@ -133,7 +133,7 @@ async def _answer(
 
 
 async def _scores(gateway: Gateway, request: Request, key: str, detail: str, result: CommandResult) -> bytes:
-    """Return the answer to a command in the store: what a large one's scores make is made in a child."""
+    """Return the answer to a command in the store; a child process converts large results."""
     decoding = gateway.backend.decoding
     async with decoding.scratch() as command, decoding.scratch() as made:
         size = await asyncio.to_thread(_copy, gateway, key, command)

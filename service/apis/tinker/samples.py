@@ -240,7 +240,7 @@ async def _published(gateway: Gateway, name: str) -> tuple[Target, str]:
         raise NotFound(message) from None
 
 
-# Questions to samplers, and what they answer. Pure.
+# Questions to samplers, and their answers. Pure.
 
 
 def parts(asked: SampleRequest) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Tinker's sessions: what a client asks before it trains or samples anything."""
+"""Tinker's sessions: the requests that a client sends before it trains or samples."""
 
 import secrets
 import time

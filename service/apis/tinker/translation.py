@@ -1,4 +1,4 @@
-"""Tinker's data and losses as commands of sessions, and their results as Tinker tells them.
+"""Converts Tinker's data and losses to commands of sessions, and their results to Tinker's format.
 
 Tinker's losses are sums over a datum's targets, whose place i follows the token i of the input. Shape suffixes:
 N places of a datum, K targets in each.
@@ -277,7 +277,7 @@ def _in_range(ids: NDArray[Any], place: str) -> NDArray[Any]:
 
 
 def _dense(tensor: Tensor, place: str) -> NDArray[Any]:
-    """Return a tensor as a matrix [N, K]: cells that a sparse one does not list hold 0. Its size is bounded."""
+    """Return a tensor as a matrix [N, K]: cells that a sparse one does not list are 0. Its size is limited."""
     if tensor.ends is None or tensor.columns is None:
         return tensor.values.reshape(tensor.shape[0], -1)
     if tensor.shape[1] > MAX_TOP_K or tensor.shape[0] * tensor.shape[1] > MAX_ANSWER:
@@ -345,7 +345,7 @@ def _loss(units: Units, places: slice, logprobs_N: Floats, loss_fn: str, config:
     return float(np.sum(weights_N[scored] * values))
 
 
-# For a child process: what is handed to it and what it makes lie in files.
+# For a child process: its input and output are files.
 
 MAX_COMMAND_BYTES = 32 << 20
 """Of a command as it is stored, where a sparse matrix has its empty cells, too."""

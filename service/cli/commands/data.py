@@ -1,4 +1,4 @@
-"""`validate`, `preview` and `estimate`: what a model will see of a dataset, and what a run would be."""
+"""`validate`, `preview` and `estimate`: the tokens that a model gets from a dataset, and a run's size and cost."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

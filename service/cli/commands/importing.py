@@ -33,7 +33,7 @@ _KNOWN = {
     "reinforcement": (*_PLAIN, "compute_multiplier", "eval_interval", "eval_samples"),
 }
 _SAYS_NOTHING = (None, "auto", "default")
-app = group("import", help="Bring what you have elsewhere.", epilog=_EXAMPLES)
+app = group("import", help="Import jobs and data from elsewhere.", epilog=_EXAMPLES)
 
 
 @dataclass
@@ -59,10 +59,10 @@ def openai(
     client: "CliClient",
     model: Annotated[
         list[str] | None,
-        typer.Option(metavar="THEIRS=OURS", help="The model that is trained here in the place of one of OpenAI's."),
+        typer.Option(metavar="THEIRS=OURS", help="The model to train here instead of one of OpenAI's."),
     ] = None,
-    job: Annotated[list[str] | None, typer.Option(metavar="ftjob-ID", help="Of these jobs alone.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be started, and start nothing.")] = False,
+    job: Annotated[list[str] | None, typer.Option(metavar="ftjob-ID", help="Only these jobs.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be started, and start nothing.")] = False,
     base_url: Annotated[str, typer.Option(envvar="OPENAI_BASE_URL", help="Of OpenAI's API.")] = _THEIR_URL,
     max_file_bytes: Annotated[int, typer.Option(min=1, help="The longest file that is read.")] = 1 << 30,
 ) -> CommandAnswer:
@@ -180,7 +180,7 @@ class _Import:
         raise _NoCounterpart(f"say what is trained in the place of its model: --model {_printable(theirs)}=...")
 
     def _file(self, file_id: str) -> str:
-        """Return the id of a file of theirs here. It is brought once: its name says whose copy it is."""
+        """Return the id here of a file at OpenAI. It is copied once: its name contains the original's id."""
         name = f"{file_id}-{_plain(self._account.file(file_id).filename)}"
         if self._uploaded is None:
             self._uploaded = self._files()

@@ -30,7 +30,7 @@ T = TypeVar("T")
 app = typer.Typer(rich_markup_mode=None)
 db = group(help="The service's database.")
 app.add_typer(db, name="db")
-builds = group(help="Builds of control hosts that serve side by side, while one takes another's place.")
+builds = group(help="Builds of control hosts that serve side by side during an upgrade.")
 app.add_typer(builds, name="builds")
 Root = Annotated[Path | None, typer.Option(help="Where the stack keeps its state; LONGSHORE_ROOT, or ~/.longshore.")]
 
@@ -44,12 +44,12 @@ def dev(
         list[Path] | None,
         typer.Option(
             "--open",
-            help="A folder whose files runs may read; the current one if absent. A stack that is up takes more.",
+            help="A folder whose files runs may read; the current one if absent. A running stack accepts more.",
         ),
     ] = None,
     port: Annotated[int | None, typer.Option(help="The web service's port; the next free one if it is taken.")] = None,
     link: Annotated[bool, typer.Option("--link", help="Print another link that signs a browser in once.")] = False,
-    ui: Annotated[bool, typer.Option("--ui", help="Temporal's own pages too, which ask for no key.")] = False,
+    ui: Annotated[bool, typer.Option("--ui", help="Also serve Temporal's own pages, which need no key.")] = False,
 ) -> None:
     """Run the whole stack on this machine: Temporal, the web service, hosts."""
     from service.dev import opened as opened_folders
@@ -89,7 +89,7 @@ def _link(root: Path) -> str:
 
 @command(app)
 def doctor(context: typer.Context, as_json: bool) -> CommandAnswer:
-    """Check this machine and the service, and advise on what is wrong."""
+    """Check this machine and the service, and give advice on problems."""
     from service.cli.doctor import checks
 
     service = address(context.obj)

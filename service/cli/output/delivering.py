@@ -76,7 +76,7 @@ def _hub(repository: str) -> Put:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Raise the errors of S3 and of the hub as Stop, without what their requests held."""
+    """Raise the errors of S3 and of the hub as Stop, without the content of their requests."""
     from httpx import HTTPError
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -220,7 +220,7 @@ class _Followed:
         self._away_since: float | None = None
 
     def look(self, shown: Lines | Bar) -> bool:
-        """Ask the service once, and show what is new. Returns True when the run has ended and all events were shown."""
+        """Ask the service once, and show news. Returns True when the run has ended and all events were shown."""
         try:
             return self._look(shown)
         except Unreachable as error:
@@ -234,7 +234,7 @@ class _Followed:
             return False
 
     def _look(self, shown: Lines | Bar) -> bool:
-        # The status first: what is read after an end is complete.
+        # The status first: events read after the end are complete.
         self.view = self._client.run(self.view.run_id)
         has_ended = self.view.state != "running"
         shown.status(self.view)

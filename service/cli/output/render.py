@@ -44,7 +44,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def waiting(what: str, every_s: float = 5.0) -> Iterator[Callable[[], None]]:
-    """Say every few seconds what is waited for, until the block ends or calls what it is given."""
+    """Print every few seconds what the program waits for, until the block ends or calls the function that it gets."""
     is_over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:

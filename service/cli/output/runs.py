@@ -111,7 +111,7 @@ def precision_in_words(precision: "Precision | None") -> str | None:
 
 
 def cost_in_words(view: "RunView") -> str | None:
-    """Return what a run has cost, and will at its end; None where GPU hours have no price."""
+    """Return a run's cost so far, and at its end; None if GPU hours have no price."""
     if (cost := view.cost) is None:
         return None
     whole = "" if cost.estimated is None or view.state != "running" else f", about {cost.estimated:,.2f} at its end"

@@ -104,7 +104,7 @@ class RunHistory:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def read(self, reader: RunReader, run_id: str) -> None:
-        """Read what has been added since."""
+        """Read new entries."""
         async with self._lock:
             while (page := await reader.events(run_id, self._cursor, _AT_ONCE)).events:
                 self.events += page.events
