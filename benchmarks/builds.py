@@ -120,7 +120,7 @@ class Installation:
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 
     def states(self, build: Build) -> dict[str, str]:
-        """By build, what `longshore builds ls` of one says."""
+        """The state of each build, from `longshore builds ls` of one of them."""
         said = self.longshore(build, "builds", "ls", "--json")
         return {each["build_id"]: each["state"] for each in json.loads(said.stdout)}
 

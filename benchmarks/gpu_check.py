@@ -60,7 +60,7 @@ def outcomes(report: Path) -> list[dict[str, object]]:
 
 
 def run_benchmark(name: str, *options: str) -> tuple[str, str | None]:
-    """Its JSON, as far as it came, and where it did not end well what it said."""
+    """Return a benchmark's JSON as far as it was printed, and its error if it failed."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *options]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=BENCHMARK_S)

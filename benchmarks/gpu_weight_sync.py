@@ -97,7 +97,7 @@ def measure(sizes: Sizes, folder: Path, device: Device, rounds: int) -> Figures:
 
 
 def colocated(engine: RandomMegatron, receiver: Receiver, device: Device, trainer: int, alone: int) -> Figures:
-    """Let the two have the device in turn. `trainer`, `alone`: what each takes without the other."""
+    """Let the two use the device in turn. `trainer`, `alone`: bytes of trainer and sampler without the other."""
     most = device.used
     receiver.client.sleep(1)
     engine.place("device")
@@ -110,7 +110,7 @@ def colocated(engine: RandomMegatron, receiver: Receiver, device: Device, traine
 
 
 def sleep(receiver: Receiver, device: Device, taken: int) -> Figures:
-    """Have the sampler sleep and wake. `taken`: what it takes of the device."""
+    """Make the sampler sleep and wake. `taken`: bytes that it uses on the device."""
     [name] = receiver.client.models()
     told, awake, by_part = receiver.client.score(name, TEXT), device.used, receiver.client.wake()
     began = time.perf_counter()

@@ -45,7 +45,7 @@ def measure(way: str, num_targets: int, vocab_size: int, hidden_size: int, dtype
                 return -logprob_NV.gather(1, label_N[:, None]).sum()
         raise AssertionError(way)
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far was the inputs' making: begin anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which came from making the inputs
     before = _peak_bytes()
     began = time.perf_counter()
     loss = run()

@@ -43,7 +43,7 @@ def provenance() -> dict[str, object]:
 
 
 def accelerator() -> dict[str, object] | None:
-    """The CUDA device that would be used, and what drives it; None where there is none."""
+    """The current CUDA device and its software versions; None if there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -63,19 +63,19 @@ def accelerator() -> dict[str, object] | None:
 
 
 class PeakMemory:
-    """A process's resident memory over a span of time, as Linux counts it: its own and what it shares."""
+    """A process's resident memory over a span of time, as Linux counts it: private and shared."""
 
     def __init__(self, pid: int) -> None:
         self._of = Path("/proc", str(pid))
         self._before = 0
 
     def start(self) -> None:
-        """Begin a span: what is held now, and its peak from now on."""
+        """Begin a span: record the current memory, and reset the peak."""
         (self._of / "clear_refs").write_text("5")
         self._before = self._bytes("VmRSS")
 
     def extra_bytes(self) -> int:
-        """Return how far the span's peak lies above its beginning."""
+        """Return the span's peak minus its beginning."""
         return self._bytes("VmHWM") - self._before
 
     def _bytes(self, name: str) -> int:
@@ -83,14 +83,14 @@ class PeakMemory:
 
 
 def commit() -> str:
-    """The checkout's commit, `none` outside one; `-dirty` where files were changed since."""
+    """The checkout's commit, `none` outside one; with `-dirty` if files have changed since."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else "none"
 
 
 def field(path: str, name: str) -> str:
-    """The first value of a name in a file of `name: value` lines below /proc; empty where there is none."""
+    """The first value of a name in a file of `name: value` lines below /proc; empty if there is none."""
     lines = Path(path).read_text().splitlines() if Path(path).exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
 

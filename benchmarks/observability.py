@@ -1,4 +1,4 @@
-"""What traces and metrics show of a run, and what they cost.
+"""Traces and metrics of a run, and their cost.
 
     python -m benchmarks.observability trace --svg docs/images/rl_step_trace.svg
     python -m benchmarks.observability overhead [--pairs 6] [--steps 150] [--out FILE]
@@ -45,7 +45,7 @@ from shared.runs.sources import DatasetSource
 WARM = {"LONGSHORE_WORKER_IDLE_S": "600"}
 PORTS = 21_700
 WINDOW = "15s"  # of rates: the picture has minutes, and Prometheus reads each second
-# A span in between says nothing that its child does not say.
+# These intermediate spans only repeat their child's information.
 HIDDEN = ("StartActivity:", "SignalWorkflow:", "HandleSignal:")
 GRADER = {
     "type": "python",
@@ -109,7 +109,7 @@ def _rl_command(folder: Path, steps: int) -> list[str]:
 
 
 def draw_dashboard(folder: Path, picture_file: Path) -> None:
-    """Draw what the dashboard shows of some minutes of work. Raises Refused, after drawing: a query finds nothing."""
+    """Draw the dashboard of some minutes of work. Raises Refused, after drawing: a query finds nothing."""
     ports = {instance: PORTS + place for place, instance in enumerate(("web", "control", "gpu", "sampler"))}
     settings = {"LONGSHORE_METRICS__PORT": str(PORTS), "LONGSHORE_WORKER_IDLE_S": "10"}
     command, drawn, refused = _rl_command(folder, steps=8), [], []
@@ -226,7 +226,7 @@ def measure(folder: Path, pairs: int, steps: int) -> dict[str, object]:
 
 
 def direct_costs() -> dict[str, float]:
-    """Return what the code of telemetry alone takes, in microseconds of a processor, spans encoded and sent."""
+    """Return the cost of the telemetry code alone, in CPU microseconds, including encoding and sending spans."""
     from opentelemetry import trace
 
     from activities.telemetry import JobSeen

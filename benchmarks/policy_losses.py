@@ -36,7 +36,7 @@ NEVER, MOST_TOKENS, DUAL, IMPORTANCE, FLOOR, BEHIND = 1e9, 32, 1.5, 1.3, 0.8, 0.
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """Sequences' columns, [NUM, MOST] in float64. `logprob` and `entropy` have a gradient; `mask`: where tokens are."""
+    """Columns of sequences, [NUM, MOST] in float64. `logprob` and `entropy` have a gradient; `mask`: real tokens."""
 
     logprob: Tensor
     entropy: Tensor
@@ -306,12 +306,12 @@ def compared(name: str, case: Case, of: Drawn) -> Iterator[tuple[str, dict[str, 
 
 
 def advantages() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Advantages of NUM sequences in groups of GROUP beside verl's: TRL's have no function of their own."""
+    """Advantages of NUM sequences in groups of GROUP against verl's. (TRL has no separate function for them.)"""
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo import core_algos as verl
 
     generator = torch.Generator().manual_seed(2)
-    reward = torch.randn(NUM, generator=generator, dtype=torch.float64) * 100  # what divisors are raised by is nothing
+    reward = torch.randn(NUM, generator=generator, dtype=torch.float64) * 100  # so that divisors' epsilon is negligible
     mask = torch.ones(NUM, MOST, dtype=torch.float64)
     last = torch.zeros_like(mask)
     last[:, -1] = reward

@@ -50,7 +50,7 @@ class Answers:
 
 
 def drawn(seed: int, num: int, lengths: int | None = None) -> Answers:
-    """`lengths`: of each answer; drawn where absent."""
+    """`lengths`: of each answer; random if absent."""
     generator = torch.Generator().manual_seed(seed)
     length = torch.randint(1, MOST + 1, (num, 1), generator=generator) if lengths is None else lengths
     mask = torch.arange(MOST)[None] < length * torch.ones(num, 1)
@@ -161,7 +161,7 @@ def our_odds(answers: Answers) -> Tensor:
 
 
 def compared_kto(away: float) -> dict[str, float]:
-    """`away`: how far the policy is from its reference on each token of answers to other prompts, beside noise."""
+    """`away`: distance of the policy from its reference on each token of answers to other prompts, without noise."""
     from trl.trainer.kto_trainer import KTOTrainer
 
     kto = KTO(beta=BETA, desirable_weight=1.3, undesirable_weight=0.6)

@@ -93,7 +93,7 @@ SHAPES = [Shape(512, 16, 64), Shape(1024, 16, 64), Shape(2048, 8, 128)]
 def make_rows(shape: Shape, vocab_size: int) -> list[SequenceRow]:
     generator = np.random.default_rng(0)
     prompt = generator.integers(3, vocab_size, shape.prompt)
-    # Completions begin with different ids, so that the tree is the one that the shape says.
+    # Completions begin with different ids, so that the tree has exactly this shape.
     first = 3 + np.arange(shape.group)
     rows = []
     for number in range(shape.group):

@@ -64,7 +64,7 @@ TINY_WORK = Work(bin_tokens=512, bins=2, prompt=24, group=3, completion=8)
 
 @dataclass(frozen=True)
 class Step:
-    """One step's batches, its loss, and what is counted of it."""
+    """One step's batches, its loss, and its counts."""
 
     batches: list[Batch]
     loss: LossFunction

@@ -70,7 +70,7 @@ def flops(
 
 
 def write_config(folder: Path, sizes: Sizes) -> Path:
-    """All of a Hugging Face folder that an engine reads beside weights."""
+    """Write the files of a Hugging Face folder that an engine reads, except weights."""
     from transformers import Qwen3Config
 
     Qwen3Config(
@@ -91,7 +91,7 @@ def write_config(folder: Path, sizes: Sizes) -> Path:
 
 
 class RandomMegatron(MegatronEngine):
-    """Its base is drawn where it lies: no file of many GB is downloaded, written or read."""
+    """Draws its base on the device: no file of many GB is downloaded, written or read."""
 
     def _read_base(self) -> None:
         draw(self._model.flat.views)

@@ -201,7 +201,7 @@ class Reference:
         return PeftModel.from_pretrained(self._base(), adapter, is_trainable=True)
 
     def tokens(self, row: dict[str, str]) -> Row:
-        """Render by the model's chat template: trained is what follows the prompt, up to the end of the turn."""
+        """Render by the model's chat template. The tokens after the prompt are trained, up to the end of the turn."""
         asked = [{"role": "user", "content": row["question"]}]
         render = self._tokenizer.apply_chat_template
         prompt = render(asked, tokenize=True, add_generation_prompt=True, return_dict=False)

@@ -59,7 +59,7 @@ class Stack:
         )
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Living processes of this stack whose command line holds all of the words."""
+        """Running processes of this stack whose command line contains all words."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -88,7 +88,7 @@ class Stack:
         self.run_id = made["run_id"]
 
     def shown(self) -> int:
-        """The step that the run's view tells; -1 while nobody answers."""
+        """The step in the run's view; -1 while the service does not answer."""
         view = self.ask("GET", f"/runs/{self.run_id}")
         if view is None:
             return -1
@@ -210,7 +210,7 @@ def _kill(stack: Stack, kind: str, victims: Victims, chance: random.Random) -> f
             process.kill()
     done = max(done, _newest_step(stack))  # done while we looked
     if kind == "everything":
-        while left := stack.processes():  # what the supervisor started last
+        while left := stack.processes():  # processes that the supervisor has just started
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()

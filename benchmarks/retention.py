@@ -76,7 +76,7 @@ def _measured(store: ObjectStore, num_runs: int) -> dict[str, Any]:
     parts: dict[str, Callable[[ObjectStore], GarbageReport]] = {
         "measure": lambda store: collect(store, RetentionSettings(), is_dry=False, now=now),
         "dry run": lambda store: collect(store, POLICY, is_dry=True, now=now),
-        # moto fails at a listing beside a deletion.
+        # moto fails at a listing during a deletion.
         "delete": lambda store: collect(store, POLICY, is_dry=False, now=now, at_once=8 if is_file else 1),
     }
     found: dict[str, Any] = {"objects": sum(1 for _ in store.list(""))}

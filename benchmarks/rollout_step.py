@@ -154,7 +154,7 @@ def _run(model: Path, prompts: Path, num_steps: int, case: Case) -> RLRun:
 
 @dataclass
 class Job:
-    """When a job of the trainer began and ended, in seconds since 1970, and what of it were passes and waiting."""
+    """Begin and end of a trainer's job, in seconds since 1970, and its seconds of passes and waiting."""
 
     began: float
     ended: float = 0.0

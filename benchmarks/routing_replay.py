@@ -83,7 +83,7 @@ def prompts() -> list[list[int]]:
 
 
 def mismatches(model: Path) -> dict[str, dict[str, float]]:
-    """By what disturbs the sampler."""
+    """The mismatch for each disturbance of the sampler."""
     exact = {f"noise {share}": with_noise(Decoder(model, torch.float32, _CPU), share) for share in _NOISE}
     engine = MegatronEngine(model, Layout(), "float32")
     found = {}
@@ -154,7 +154,7 @@ def local_loss(**rollouts: object) -> RLRun:
 
 
 def run_of(folder: Path, model: Path, replays: bool) -> dict[str, object]:
-    """Train two steps; return the last one's metrics and what its files hold."""
+    """Train two steps; return the last one's metrics and the sizes of its files."""
     folder.mkdir()
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"crate {n} goes to quay {n % 7}"}) + "\n" for n in range(16)))
@@ -183,7 +183,7 @@ def run_of(folder: Path, model: Path, replays: bool) -> dict[str, object]:
 
 
 def _named(files: Sequence[Path], name: str, folder: str = "") -> list[Path]:
-    """Files of the store: what hosts keep of it is a cache."""
+    """Files in the store only: the hosts' copies are caches."""
     return [path for path in files if path.name == name and "store" in path.parts and folder in ("", *path.parts)]
 
 

@@ -100,7 +100,7 @@ async def _measure(root: Path, run: SFTRun, options: argparse.Namespace) -> dict
 
 
 async def _reads(light: LightClient, root: Path, run_ids: Sequence[str], rate: float, seconds: float) -> dict[str, Any]:
-    """Requests at their times, and what they took, in milliseconds. `cores`: how many each process kept busy."""
+    """Send requests on schedule; return latencies in milliseconds. `cores`: how many each process kept busy."""
     chance = random.Random(7)
     paths = (
         "/api/v1/runs",
@@ -123,11 +123,11 @@ async def _reads(light: LightClient, root: Path, run_ids: Sequence[str], rate: f
         status, _ = await light.get(path.replace("{run}", chance.choice(run_ids)))
         answers.append((path, (time.perf_counter() - due) * 1000, status))
 
-    for path in paths:  # connections, and what is read once
+    for path in paths:  # open connections, and fill caches
         await ask(path, time.perf_counter())
     answers.clear()
     cpu_before = processor_s(root)
-    begin = time.perf_counter() + 2  # when all are ready to be sent
+    begin = time.perf_counter() + 2  # by then all requests are scheduled
     due = [begin + number / rate for number in range(round(rate * seconds))]
     await asyncio.gather(*(ask(paths[number % len(paths)], when) for number, when in enumerate(due)))
     took_s = time.perf_counter() - begin
@@ -200,7 +200,7 @@ async def _list(api: httpx.AsyncClient, ids: Sequence[str], repeats: int = 20) -
 async def _queue(
     api: httpx.AsyncClient, connection: Connection, root: Path, run: SFTRun, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Waves of runs, one after the other, and what each left in the processes' memory."""
+    """Run waves of runs in turn; return the processes' memory after each."""
     memory = Memory(root)
     waves = []
     for number in range(options.waves):

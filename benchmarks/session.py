@@ -100,7 +100,7 @@ def _measure(client: Client, model: Path, num_commands: int) -> dict[str, object
 
 
 class _S3:
-    """An S3 server in this process that counts requests, and holds each up for a while."""
+    """An S3 server in this process that counts requests, and delays each."""
 
     def __init__(self, pause_s: float) -> None:
         from moto.server import DomainDispatcherApplication, create_backend_app

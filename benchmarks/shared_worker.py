@@ -5,11 +5,11 @@
 
 Starts `longshore dev` twice in a temporary folder, with LONGSHORE_QUOTAS__WORKER_SHARING `none` and `all`, warms it up
 with one run, and submits eight runs at once: supervised and preference runs and RL runs whose client sends the
-trajectories, of ranks 4 to 64. Prints JSON: seconds from the first submission to the last end, GPU seconds as the runs'
-status tells them, and how many adapters have the same SHA-256 in both.
+trajectories, of ranks 4 to 64. Prints JSON: seconds from the first submission to the last end, GPU seconds from the
+runs' status, and how many adapters have the same SHA-256 in both.
 
 With `--switches` instead: runs of two bases in turn, with LONGSHORE_WARM_BYTES 0 and with its default. Prints the
-median seconds from asking for a worker to having trained two steps, of the runs whose base has had a run before.
+median seconds from the request for a worker to the end of two steps, of runs whose base has had a run before.
 """
 
 import argparse

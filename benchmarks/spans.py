@@ -24,7 +24,7 @@ _COLORS = {
 
 @dataclass(frozen=True)
 class Span:
-    """One span, with times in seconds since 1970. `parent` is empty where it has none."""
+    """One span, with times in seconds since 1970. `parent` is empty if it has none."""
 
     trace: str
     span: str

@@ -1,4 +1,4 @@
-"""What the processes of a stack hold and use: memory over watched spans of time, and processor seconds.
+"""Memory of a stack's processes over watched spans of time, and their CPU seconds.
 
 Memory is the proportional set size: a page that forked processes share counts once among them all.
 """
@@ -21,7 +21,7 @@ _FLAT = 0.1
 
 
 class Memory:
-    """What the processes of a stack hold, in MB: at first, and over watched spans of time."""
+    """Memory of a stack's processes, in MB: at first, and over watched spans of time."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -32,7 +32,7 @@ class Memory:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """A wave's time: its peak, and what is held at its end."""
+        """Watch during a wave: record its peak, and the memory at its end."""
         watching = asyncio.create_task(self._watch())
         yield
         watching.cancel()
@@ -91,7 +91,7 @@ def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, 
 
 
 def processes(root: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """Yield a stack's processes, each with what it is."""
+    """Yield a stack's processes, each with its role."""
     for process in psutil.process_iter():
         try:
             command = [word for word in process.cmdline() if word]  # a renamed process has empty ones behind

@@ -106,7 +106,7 @@ def _streamed(
 
 
 def _lags(late: list[tuple[float, int]], early: list[tuple[float, int]]) -> Iterator[float]:
-    """How much later each place of a text came: with the first chunk that holds it."""
+    """Delay of each position of a text: that of the first chunk that contains it."""
     chunks = iter(late)
     at, length = next(chunks)
     for drawn_at, place in early:

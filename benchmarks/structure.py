@@ -120,7 +120,7 @@ def defined_again(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
 
 
 def branches_on_plans(tree: ast.AST) -> int:
-    """Count where a module asks for the kind of a job's plan: by isinstance, or by a case."""
+    """Count a module's checks for the kind of a job's plan: by isinstance, or by a case."""
     found = 0
     for node in ast.walk(tree):
         match node:

@@ -67,7 +67,7 @@ def sampler(model: Path, folder: Path, device: str = "cpu", threads: int = 1) ->
 
 
 def target_of(samplers: Sequence[Receiver], way: str, version: int, bucket_bytes: int) -> SyncTarget:
-    """`way`: a backend; or `delta by collective`, which delta takes where no sampler's socket is on this machine."""
+    """`way`: a backend; or `delta by collective`, which delta uses if no sampler's socket is on this machine."""
     elsewhere = "-elsewhere" if way == "delta by collective" else ""
     return SyncTarget(
         sockets=tuple(one.socket + elsewhere for one in samplers),

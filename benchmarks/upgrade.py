@@ -73,7 +73,7 @@ class Moves:
 
 @dataclass
 class Asked:
-    """A run as it was asked for, and where it is. `kind`: one of `Kinds.all`."""
+    """A requested run and its progress. `kind`: one of `Kinds.all`."""
 
     kind: str
     seed: int
@@ -95,7 +95,7 @@ class Outcome:
 
 
 class Kinds:
-    """Six kinds of runs of one model, and what clients do for theirs."""
+    """Six kinds of runs of one model, and the work of their clients."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._model, self._folder = str(model), folder
@@ -257,7 +257,7 @@ def _weights(view: RunView) -> str | None:
 
 
 def move(installation: Installation, old: Build, new: Build, goes_back: bool) -> None:
-    """Replace a build by another one, as docs/operations.md says: what is new comes last, and goes first."""
+    """Replace a build by another one, as docs/operations.md says: the newer web service starts last, and goes first."""
     installation.start(new, "control")
     if goes_back:
         _replace_service(installation, old, new)

@@ -171,7 +171,7 @@ def by_store(
     began = time.perf_counter()
     save_weights(engine, model, saved)
     blocked = time.perf_counter() - began
-    trainer_extra = own.extra_bytes()  # what follows is a host's, in a run
+    trainer_extra = own.extra_bytes()  # in a run, a host does the rest
     upload_artifact(store, f"checkpoints/{version}", saved)
     published = shutil.copytree(saved, folder / "published")
     artifact = upload_artifact(store, f"models/{version}", published)
@@ -193,7 +193,7 @@ def extra_of(samplers: list[Receiver]) -> int:
 
 
 def save_weights(engine: MegatronEngine, model: Path, folder: Path) -> None:
-    """Write what a checkpoint has of weights, durably, as a checkpoint does."""
+    """Write the weights of a checkpoint, durably, as a checkpoint does."""
     folder.mkdir()
     for path in model.iterdir():
         if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
