@@ -1,4 +1,4 @@
-"""The parent of every model that crosses a process edge, and the few types that all of them name."""
+"""The base class of all models exchanged between processes, and their common types."""
 
 from typing import Annotated, Any
 

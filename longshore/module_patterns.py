@@ -1,4 +1,4 @@
-"""Regular expressions over names of modules, as PEFT's settings have them, matched in linear time.
+"""Regular expressions for module names, as in PEFT's settings, matched in linear time.
 
 Python's `re` tries one way after another, and a stranger's pattern can have more ways than there is time for. So a
 pattern is parsed as Python parses it, written again for the engine of pydantic-core (Rust's `regex`, which never goes

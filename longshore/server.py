@@ -1,4 +1,4 @@
-"""Where the server's packages are, and how their programs start: `python -P -m longshore.server MODULE …` runs one.
+"""Finds the server's packages and starts their programs: `python -P -m longshore.server MODULE …` runs one.
 
 The packages `shared`, `workflows`, `activities`, `megatron_worker` and `service` lie beside this one in a checkout, and
 inside it (`_parts`) in an installed Longshore. Only the server's own processes have them on the import path, first: a

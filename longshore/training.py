@@ -1,4 +1,4 @@
-"""What is trained, and how: an adapter or every weight, the optimizer, a session."""
+"""Settings of training: an adapter or every weight, the optimizer, a session."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, get_args

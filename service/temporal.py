@@ -1,4 +1,4 @@
-"""The connection to Temporal: address, namespace, TLS and key as in the settings, every payload sealed."""
+"""The connection to Temporal: address, namespace, TLS and key from the settings; every payload is encrypted."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""API keys, `ls-<prefix>-<secret>`, and the page's sessions of browsers that have shown one. Hashes alone are kept."""
+"""API keys, `ls-<prefix>-<secret>`, and the page's sessions of signed-in browsers. Only hashes are stored."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""Principals: the tenant and the scopes of a request's API key. The edge finds them; endpoints say what they require.
+"""Principals: the tenant and the scopes of a request's API key. The edge finds them; endpoints declare what they need.
 
 Dependencies are coroutines, though they wait for nothing: FastAPI calls a plain function on a thread, each time.
 """

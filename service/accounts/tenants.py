@@ -1,4 +1,4 @@
-"""Tenants: who shares an installation. Each sees its own runs, files and keys, and nothing of the others'.
+"""Tenants share an installation. Each sees only its own runs, files and keys.
 
 Quotas of a tenant: runs at once, GPU hours of thirty days, bytes in the store.
 """

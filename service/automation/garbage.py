@@ -1,4 +1,4 @@
-"""The collection of garbage, by a control host: when an operator asks for it, and from time to time."""
+"""Garbage collection, on a control host: at an operator's request, and periodically."""
 
 import asyncio
 import time

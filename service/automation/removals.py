@@ -1,4 +1,4 @@
-"""Removes runs that have ended: their folders, their rows, and their places in lists. What they published stays."""
+"""Removes runs that have ended: their folders, their rows, and their places in lists. Their published models stay."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Schedules behind the APIs: records in the store, and Temporal's schedules, which are made of them."""
+"""Schedules for the APIs: records in the store, and Temporal's schedules, which are derived from them."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The values of a sweep's next trial: by Optuna's samplers, in a study that is made again of the trials on record."""
+"""The values of a sweep's next trial: by Optuna's samplers, in a study that is rebuilt from the recorded trials."""
 
 import json
 from collections.abc import Sequence

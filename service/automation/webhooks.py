@@ -1,4 +1,4 @@
-"""Webhooks behind the APIs: a tenant's records in the store, and the outbox of changes that are sent to them."""
+"""Webhooks for the APIs: a tenant's records in the store, and the outbox of changes to send."""
 
 import asyncio
 import logging

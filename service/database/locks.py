@@ -1,4 +1,4 @@
-"""Locks by key: those who change one thing wait for each other, in this process."""
+"""Locks by key, in this process: changes of the same object wait for each other."""
 
 import asyncio
 from weakref import WeakValueDictionary

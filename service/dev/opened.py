@@ -1,4 +1,4 @@
-"""The folders of this machine that a stack's users may name: `opened.json` in its root, which its supervisor reads."""
+"""The folders of this machine that a stack's users may read: `opened.json` in its root, for its supervisor."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""Questions of the web service, which the samplers answer that a host reaches.
+"""Answers questions of the web service with the samplers that a host reaches.
 
     POST /answers, a CompleteRequest ──► AnswerLines while text is drawn, then the answer's JSON
 

@@ -1,4 +1,4 @@
-"""Hosts of several machines whose workers' ranks are one group: they meet at the first one's host.
+"""Hosts of several machines whose ranks form one group: their rendezvous is at the first machine's host.
 
     a rank ──loopback──► its host ══mutual TLS══► the first machine's host ──loopback──► torch's store, in rank 0
 

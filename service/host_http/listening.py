@@ -1,4 +1,4 @@
-"""Listening sockets that strangers reach: a bound on open connections, and a deadline for the headers of a request."""
+"""Listening sockets for untrusted clients: a limit of open connections, and a deadline for a request's headers."""
 
 import asyncio
 import resource

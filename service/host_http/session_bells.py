@@ -1,4 +1,4 @@
-"""Rings at hosts for commands of sessions, and hears from them of results, instead of asking the store for them."""
+"""Notifies sessions' hosts of commands, and receives results from them, instead of polling the store."""
 
 import asyncio
 import time

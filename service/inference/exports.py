@@ -1,4 +1,4 @@
-"""Exports of published adapters and models: asked for, followed, listed and deleted. Each belongs to its version."""
+"""Exports of published adapters and models: start, follow, list, delete. Each belongs to a version."""
 
 import asyncio
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Steps of a run done again from the archive on this machine: the bits of the checkpoint that they left are compared.
+"""Repeats steps of a run from the archive on this machine, and compares the bits of the resulting checkpoint.
 
 For operators: it opens the installation's store with the settings of the environment, and needs the worker's packages.
 """

@@ -1,4 +1,4 @@
-"""Reads and writes the rows of runs. A row is changed only if it is still as it was read."""
+"""Reads and writes the rows of runs. A row is changed only if nobody else has changed it since it was read."""
 
 import time
 from collections.abc import Mapping, Sequence

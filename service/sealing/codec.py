@@ -1,4 +1,4 @@
-"""Seal every payload that goes through Temporal: whoever reaches the server, or reads its database, learns nothing.
+"""Encrypts every payload that goes through Temporal, so that its server and database reveal nothing.
 
 Every payload (inputs of workflows and activities, signals, updates, queries, results, heartbeats, memos, and the
 messages of failures) is encrypted by AES-256-GCM. Its associated data are the workflow's id and, for an activity's

@@ -1,4 +1,4 @@
-"""Requests to the web service, seen from outside: counted, timed, and each with a span."""
+"""Counts and times requests to the web service, and gives each a span."""
 
 import time
 from collections.abc import Iterator, MutableMapping

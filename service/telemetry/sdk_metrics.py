@@ -1,4 +1,4 @@
-"""Temporal's own metrics of this process, shown beside ours at the same port.
+"""Temporal's own metrics of this process, at the same port as ours.
 
 The SDK's runtime buffers its updates. They are added up here, since the SDK itself could only show them at
 a separate port.

@@ -1,4 +1,4 @@
-"""The settings that ART's clients send with a job. A key is honoured or refused by its value, never for being there.
+"""The settings that ART's clients send with a job. A key is accepted or refused by its value, never by its presence.
 
 Newer clients send all of their settings with every job, most of them at defaults that mean "off". Those of a release
 that is not known yet are accepted while they mean that.

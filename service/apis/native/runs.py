@@ -1,4 +1,4 @@
-"""The native API, `/api/v1`: runs, files and dataset checks. The CLI is a client of it, and so may be anybody."""
+"""The native API, `/api/v1`: runs, files and dataset checks. The CLI is one of its clients."""
 
 import asyncio
 import time

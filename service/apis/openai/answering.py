@@ -1,4 +1,4 @@
-"""Answers to questions over HTTP: whole, or as a stream of server-sent events while they are drawn."""
+"""Answers to questions over HTTP: whole, or as a stream of server-sent events during sampling."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator

@@ -1,4 +1,4 @@
-"""What every request below /tinker has in common: its address, the header of its key, the shape of its errors."""
+"""Common parts of all requests below /tinker: the address, the header of the key, the format of errors."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Sampling sessions, and samples under way.
+"""Sampling sessions, and pending samples.
 
 A sample is on record with its seed before it is acknowledged, so that a killed service draws it again. The results of
 the newest are kept in memory for clients that ask twice. Others are drawn again: to the same tokens.

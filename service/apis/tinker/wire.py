@@ -1,4 +1,4 @@
-"""Messages of Tinker's protocol buffers, as far as they are read or written here, and bodies under zstd.
+"""The messages of Tinker's protocol buffers that are used here, and zstd-compressed bodies.
 
 Input is checked against limits before it is parsed, and leaves this module as plain dataclasses of numpy arrays.
 """

@@ -1,4 +1,4 @@
-"""`longshore import openai`: an account's fine-tuning jobs, read by OpenAI's API and started here."""
+"""`longshore import openai`: read an account's fine-tuning jobs by OpenAI's API, and start them here."""
 
 import os
 import tempfile

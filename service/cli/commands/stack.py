@@ -1,4 +1,4 @@
-"""Commands about this machine: run the stack, check it, and mend the service's database.
+"""Commands about this machine: run the stack, check it, and repair the service's database.
 
 The commands of `db` open the database and the store themselves, without the service.
 """

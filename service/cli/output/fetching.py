@@ -1,4 +1,4 @@
-"""Folders that are downloaded: whole and checked, or not there at all."""
+"""Downloads of folders: complete and checked, or absent."""
 
 import shutil
 import tarfile

@@ -1,4 +1,4 @@
-"""Events and metrics of runs in words, for people."""
+"""Formats events and metrics of runs as text for people."""
 
 import time
 from collections.abc import Iterable
