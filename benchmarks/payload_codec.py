@@ -1,9 +1,13 @@
+<<<<<<< HEAD
 """What a payload's encryption costs: microseconds to seal and to open one.
+=======
+"""Cost of a payload's encryption: microseconds to seal and to open one, against the HMAC of 0.1.
+>>>>>>> w-pservice
 
     python -m benchmarks.payload_codec [--seconds 0.5] [--out FILE]
 
-Payloads are of the sizes that go through Temporal: a signal, an activity's request, a run's request. Told are medians
-of repeated batches in processor time, with the context of an activity made anew as the SDK does. Prints JSON.
+Payloads have the sizes that go through Temporal: a signal, an activity's request, a run's request. Figures are medians
+of repeated batches in CPU time, with a new activity context each time, as in the SDK. Prints JSON.
 """
 
 import argparse

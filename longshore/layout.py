@@ -61,7 +61,7 @@ class Layout(Frozen):
 
 
 def broken_rule(engine: EngineName, layout: Layout) -> str | None:
-    """Return the rule by which an engine refuses a layout, whatever the model; None where it takes it."""
+    """Return the rule of an engine that a layout breaks, whatever the model; None if it accepts the layout."""
     if engine == "fsdp" and layout != Layout(dp=layout.dp, tp=layout.tp, nodes=layout.nodes):
         return f"the engine fsdp splits data by dp and linears by tp alone: use these, and no {layout.label}"
     return None

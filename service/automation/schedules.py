@@ -1,4 +1,4 @@
-"""Schedules behind the APIs: records in the store, and Temporal's schedules, which are made of them."""
+"""Schedules for the APIs: records in the store, and Temporal's schedules, which are derived from them."""
 
 import asyncio
 import logging
@@ -140,7 +140,7 @@ class Schedules:
         return await self._each(tenant, name, ask, paused=False, note="resumed")
 
     async def trigger(self, tenant: str, name: str) -> ScheduleView:
-        """Start a run now, as at any of its times: its overlap rule and that of unchanged data hold."""
+        """Start a run now, like at a scheduled time: the rules about overlap and unchanged data apply."""
         return await self._each(tenant, name, lambda handle: handle.trigger(rpc_timeout=PATIENCE))
 
     async def backfill(self, tenant: str, name: str, span: Backfill) -> ScheduleView:
@@ -271,7 +271,7 @@ class Schedules:
 
 
 async def _describe(client: Client, record: ScheduleRecord) -> ScheduleDescription | None:
-    """Temporal's description of a schedule; None where it has none."""
+    """Temporal's description of a schedule; None if it has none."""
     handle = client.get_schedule_handle(record.temporal_id)
     for _ in range(_LOOKS):
         try:
