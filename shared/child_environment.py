@@ -39,7 +39,7 @@ _DEVICE = (
     *("CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH*", "PYTORCH_*", "TRITON_*", "CUBLAS_*", "CC", "CXX"),
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "ATEN_CPU_CAPABILITY"),
 )
-_TRACES = ("OTEL_*",)  # may hold the key of a receiver of traces
+_TRACES = ("OTEL_*",)  # may hold the key of a trace collector
 _VLLM = ("VLLM_*",)
 _ALLOWED: dict[Kind, tuple[str, ...]] = {
     "temporal": (*_SYSTEM, "GOGC", "GOMEMLIMIT", "GOMAXPROCS", "GODEBUG"),
@@ -55,7 +55,7 @@ _ALLOWED: dict[Kind, tuple[str, ...]] = {
         *("MALLOC_*", STACK_MARK, WORKER_ID_VARIABLE, *_DEVICE, *_VLLM),
     ),
     "wandb": (*_SYSTEM, *_NETWORK, "WANDB_*"),
-    "confined": ("PATH", "TZ", *_NETWORK),  # graders ask judges
+    "confined": ("PATH", "TZ", *_NETWORK),  # graders call scoring models
     "decoder": ("PATH", "TZ"),
     "template": ("PATH", "TZ"),
 }
@@ -96,7 +96,7 @@ SECRET_SETTINGS: dict[str, tuple[Kind, ...]] = {
 
 
 def child_environment(kind: Kind, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of `given` that a process of this kind may see, and those that are set for its kind."""
+    """Return the variables of `given` that this kind of process may see, and those that are set for its kind."""
     allowed = {name: value for name, value in with_import_path(given).items() if _is_allowed(kind, name)}
     return allowed | dict(_SET.get(kind, {}))
 

@@ -15,7 +15,7 @@ WorkerSharing = Literal["all", "tenant", "none"]
 
 
 class QuotaSettings(BaseModel, extra="forbid"):
-    """Quotas of tenants that have none of their own; None: no limit."""
+    """Default quotas, for tenants without their own; None: no limit."""
 
     _not_a_truth = field_validator("*", mode="before")(_no_truth)
 
@@ -24,21 +24,21 @@ class QuotaSettings(BaseModel, extra="forbid"):
     spending: float | None = Field(
         default=None,
         ge=0,
-        description="cost of the last 30 days' runs by `prices`: at the limit, runs are paused until it is raised",
+        description="the most that its runs of the last 30 days may cost, by `prices`; beyond it they are paused",
     )
     stored_bytes: int | None = Field(
-        default=None, ge=0, description="uploads, published versions, and runs' downloads and results"
+        default=None, ge=0, description="uploads, published versions, and the downloads and results of runs"
     )
     worker_sharing: WorkerSharing | None = Field(
         default=None,
-        description="whose adapters share a worker: `tenant` (the default): this tenant's; `all`: those of all tenants "
-        "with this setting; `none`: one run's",
+        description="whose adapters may be trained on one worker: `tenant` (the default): this tenant's; `all`: those "
+        "of all tenants with `all`; `none`: only one run's",
     )
     worker_weight: float | None = Field(
         default=None,
         gt=0,
         le=1000,
-        description="a tenant's weight in the use of shared workers and in queues for hosts; 1 if absent",
+        description="a tenant's weight, relative to others' (1), on shared workers and in queues for hosts",
     )
 
 
@@ -46,9 +46,7 @@ class ClientSettings(BaseModel):
     """Runs that wait for their clients: sessions, and RL runs whose groups a client sends."""
 
     idle_s: float = Field(
-        default=60.0,
-        ge=0,
-        description="seconds without work until such a run no longer counts for the quota `concurrent_runs`",
+        default=60.0, ge=0, description="without work, until such a run no longer counts in the quota `concurrent_runs`"
     )
     away_s: float = Field(
         default=3600.0,
@@ -60,26 +58,24 @@ class ClientSettings(BaseModel):
 class RetentionSettings(BaseModel):
     """Days after which a control host deletes data of ended runs; None: never. Published versions are kept.
 
-    Days count from the end of the run, or of the last one that used it.
+    Days count from the end of the run, or of the last run that used the data.
     """
 
     every_s: float = Field(
-        default=3600.0, gt=0, description="seconds between collections, which also measure the store"
+        default=3600.0, gt=0, description="seconds between two collections, which also measure the store"
     )
-    checkpoints_days: float | None = Field(default=None, ge=0, description="except for the newest `checkpoints_kept`")
-    checkpoints_kept: int = Field(
-        default=1, ge=0, description="per run; 0: the run can be neither resumed nor branched"
-    )
+    checkpoints_days: float | None = Field(default=None, ge=0, description="except the newest `checkpoints_kept`")
+    checkpoints_kept: int = Field(default=1, ge=0, description="of each run; 0: it can be neither resumed nor branched")
     data_days: float | None = Field(
-        default=None, ge=0, description="copies of datasets, and what was made from them: tokens, plans, prompts"
+        default=None, ge=0, description="copies of datasets, and data made from them: tokens, plans, prompts"
     )
     samples_days: float | None = Field(default=None, ge=0, description="completions, grades and groups of RL runs")
-    logs_days: float | None = Field(default=None, ge=0, description="events, output, and job files except one")
+    logs_days: float | None = Field(default=None, ge=0, description="events, output, all job files except one")
     sessions_days: float | None = Field(
         default=None, ge=0, description="commands and results of sessions, which cannot be resumed afterwards"
     )
     models_days: float | None = Field(
-        default=None, ge=1, description="imported models without a published version, checkpoint or live run on them"
+        default=None, ge=1, description="imported models that no published version, checkpoint or live run needs"
     )
 
 
@@ -104,9 +100,9 @@ class RateLimitSettings(BaseModel):
 
 
 class TenantLimits(BaseModel):
-    """Limits of a tenant's simultaneous requests to a service process. More of them wait, then are refused (429)."""
+    """Limits of a tenant's simultaneous requests to a service process. Further ones wait, then are refused (429)."""
 
-    checks: int = Field(default=4, ge=1, description="previews, validations and tries of graders")
+    checks: int = Field(default=4, ge=1, description="previews, validations and trials of graders")
     questions: int = Field(default=16, ge=1, description="to published models")
     bodies: int = Field(default=2, ge=1, description="bodies of requests of more than a few kB that are being read")
-    patience_s: float = Field(default=10.0, ge=0, description="that one more waits for its turn")
+    patience_s: float = Field(default=10.0, ge=0, description="how long a further request waits")

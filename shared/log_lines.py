@@ -1,5 +1,5 @@
-"""What processes write to their logs: control characters are escaped, so that no text of a user's looks like another
-line, moves a terminal's cursor or hides what it says."""
+"""Formats of log lines. Control characters are escaped, so that no user's text can look like another line, move a
+terminal's cursor or hide text."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Programs of ours as forks of a process that has imported what they need, which saves them seconds."""
+"""Starts our programs as forks of a process that has imported their modules, which saves seconds."""
 
 import atexit
 import ctypes
@@ -50,7 +50,7 @@ def become(
             os.execve(command[0], [*command], environment)
         os.environ.clear()
         os.environ.update(environment)
-        tempfile.tempdir = None  # its TMPDIR is another
+        tempfile.tempdir = None  # its TMPDIR differs
         _, _, _, module, *sys.argv[1:] = command
         sys.modules.pop(module, None)  # imported for a name in it
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -99,7 +99,7 @@ def show(command: Sequence[str], environment: Mapping[str, str]) -> bool:
 
 
 def _block(texts: Iterable[str], size: int) -> bytes | None:
-    """Return the texts as the kernel keeps them; None if they have no room."""
+    """Return the texts in the kernel's format; None if they do not fit."""
     block = b"".join(os.fsencode(text) + b"\0" for text in texts)
     return block.ljust(size, b"\0") if len(block) <= size else None
 

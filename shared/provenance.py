@@ -82,7 +82,7 @@ class Metadata(_Named):
 class RunDetails(_Named):
     builder: Builder
     metadata: Metadata
-    byproducts: tuple[Resource, ...] = Field(description="the job file, and the checkpoint of the weights")
+    byproducts: tuple[Resource, ...] = Field(description="the job file and the checkpoint that the weights are from")
 
 
 class Predicate(_Named):
@@ -91,7 +91,7 @@ class Predicate(_Named):
 
 
 class Statement(_Named):
-    """What is signed. `subject`: the files of the version."""
+    """The signed statement. `subject`: the files of the version."""
 
     type: Literal["https://in-toto.io/Statement/v1"] = Field(default="https://in-toto.io/Statement/v1", alias="_type")
     subject: tuple[Resource, ...]
@@ -105,7 +105,7 @@ class Statement(_Named):
         return self.predicate.build_definition.external_parameters.get(_PLACE) == _sha256(place)
 
     def differing(self, files: Iterable[FileEntry]) -> list[str]:
-        """Return the paths of files that are not as the statement says, that it does not name, or that are missing."""
+        """Return the paths of files that differ from the statement, that it does not name, or that are missing."""
         here = {entry.path: entry.sha256 for entry in files}
         said = {each.name: each.digest.sha256 for each in self.subject}
         return sorted(path for path in here.keys() | said.keys() if here.get(path) != said.get(path))
@@ -138,7 +138,7 @@ class Envelope(_Named):
 
     @property
     def statement(self) -> Statement:
-        """Return the statement, whoever signed it. Raises ValueError where it is none."""
+        """Return the statement without checking a signature. Raises ValueError if the payload is no statement."""
         return Statement.model_validate_json(base64.b64decode(self.payload, validate=True))
 
 

@@ -40,9 +40,7 @@ class S3Settings(BaseModel):
 
     endpoint_url: str | None = None
     region: str | None = None
-    ranges: int = Field(
-        default=8, ge=1, le=32, description="ranges of 8 MiB of models and data that are fetched at a time"
-    )
+    ranges: int = Field(default=8, ge=1, le=32, description="ranges of 8 MiB that are downloaded at a time")
 
 
 class DownloadSettings(BaseModel):
@@ -52,16 +50,16 @@ class DownloadSettings(BaseModel):
     max_decompressed_bytes: int = Field(default=200 << 30)
     allow_private_addresses: bool = Field(default=False, description="http(s) to loopback and private networks")
     file_roots: tuple[Path, ...] = Field(
-        default=(), description="folders whose data and models users may name by path or file:// URI"
+        default=(), description="folders in which users' paths and file:// URIs may name data and models"
     )
-    timeout_s: float = Field(default=60.0, description="for a server that is silent or does not end its headers")
+    timeout_s: float = Field(default=60.0, description="for a server that is silent, or does not end its headers")
     slowest_bytes_per_s: int = Field(
-        default=16 << 10, ge=1, description="slowest average rate that is accepted after `timeout_s`"
+        default=16 << 10, ge=1, description="the slowest average download speed that is accepted after `timeout_s`"
     )
 
 
 class ServerKey(BaseModel):
-    """A key for a teacher behind a URL. `tenants`: who may name it; all if empty."""
+    """A key for a teacher behind a URL. `tenants`: those that may name it; all if empty."""
 
     url: str
     key: SecretStr
@@ -103,40 +101,44 @@ OwnAddress = Annotated[IPvAnyAddress, AfterValidator(_one_address)]
 
 
 class SamplingSettings(BaseModel):
-    """The installation's own sampling server, if it has one, with vLLM's protocol; and vLLM on sampler hosts."""
+    """The installation's own sampler, a server with vLLM's protocol, if it has one; and vLLM on sampler hosts."""
 
-    url: str | None = Field(default=None, description="such as http://host:8000, for runs that name no server")
+    url: str | None = Field(default=None, description="http://host:8000, for runs that name no server")
     api_key: SecretStr | None = Field(default=None, description="sent to `url`, and nowhere else")
     vllm_command: str | None = Field(
         default=None,
-        description="for sampler hosts and runs with `sampler: vllm`: vLLM's executable and options of `vllm serve`, "
-        "such as /opt/vllm/bin/vllm --gpu-memory-utilization 0.8",
+        description="of a sampler host, for runs with `sampler: vllm`: vLLM's executable and further options of "
+        "`vllm serve`, such as /opt/vllm/bin/vllm --gpu-memory-utilization 0.8",
     )
     weights_address: OwnAddress | None = Field(
         default=None,
-        description="for a sampler host: this machine's IP address for weights from trainers on other machines, on a "
-        "network that is trusted to carry them unencrypted; if absent, they send none",
+        description="of a sampler host: this machine's IP address, to which trainers of other machines send weights "
+        "unencrypted, over a network that you trust; if absent, they use the store",
     )
 
 
 class ServingSettings(BaseModel):
     """Leases of samplers that answer users' questions to published models."""
 
-    idle_s: float = Field(default=300.0, gt=0, description="seconds without a question until a sampler is released")
-    patience_s: float = Field(default=120.0, gt=0, description="seconds that a question waits for a sampler to start")
-    share_s: float = Field(default=60.0, gt=0, description="seconds that a model keeps its sampler while others wait")
+    idle_s: float = Field(
+        default=300.0, gt=0, description="time without a question after which a sampler is given back"
+    )
+    patience_s: float = Field(default=120.0, gt=0, description="how long a question waits for a sampler to start")
+    share_s: float = Field(
+        default=60.0, gt=0, description="how long one model's users keep a sampler that others wait for"
+    )
     max_model_len: int = Field(default=8192, ge=2, description="question and answer together, in tokens")
-    slots: int = Field(default=16, ge=1, description="answers sampled at a time")
+    slots: int = Field(default=16, ge=1, description="answers that are sampled at a time")
     answers_kept_s: float = Field(
         default=86_400.0,
         ge=0,
-        description="seconds that token ids of chat answers are kept, to be trained on; 0: not at all",
+        description="how long token ids of answers to chats are kept for training; 0: not at all",
     )
     weight_sync: bool = Field(
-        default=True, description="sessions, and runs with a client's steps, send adapters to the sampler that answers"
+        default=True, description="sessions, and runs of a client's steps, send adapters to the sampler that answers"
     )
     answers_max_bytes: int = Field(
-        default=1 << 30, ge=0, description="bytes of these per tenant; the oldest are deleted"
+        default=1 << 30, ge=0, description="for these answers of one tenant; the oldest are deleted"
     )
 
 
@@ -147,14 +149,14 @@ class TinkerSettings(BaseModel):
         default_factory=dict,
         description="base models by the names that clients give, here and at /v1: folders, s3:// URIs or hub ids",
     )
-    max_tokens: int = Field(default=4096, ge=2, description="limit of a training sequence, and of a micro-batch")
-    dtype: DtypeChoice = Field(default="auto", description="precision of weights and activations")
+    max_tokens: int = Field(default=4096, ge=2, description="of a sequence that is trained on, and of a micro-batch")
+    dtype: DtypeChoice = Field(default="auto", description="of weights and activations")
     keep_states: int = Field(
-        default=100, ge=1, le=1000, description="how many of a model's newest saved states are kept"
+        default=100, ge=1, le=1000, description="how many of the newest saved states of one model stay"
     )
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo", "dro"] | None = Field(
         default=None,
-        description="the loss computed, and named, for requests of stable_reinforce; none: they are refused",
+        description="the loss that is computed, and reported, if a client asks for stable_reinforce; none: refused",
     )
 
 
@@ -162,20 +164,18 @@ class WebhookSettings(BaseModel):
     """Delivery of webhooks, and the addresses that they may have."""
 
     allow_private_addresses: bool = Field(default=False, description="webhooks on loopback and private networks")
-    timeout_s: float = Field(default=15.0, gt=0, description="for a silent receiver")
-    first_retry_s: float = Field(
-        default=5.0, gt=0, description="each further wait is four times as long, up to six hours"
-    )
+    timeout_s: float = Field(default=15.0, gt=0, description="for a receiver that is silent")
+    first_retry_s: float = Field(default=5.0, gt=0, description="then four times as long each time, up to six hours")
 
 
 class MetricsSettings(BaseModel):
-    """The address of a process's metrics for Prometheus, which need no key."""
+    """The address at which a process serves its metrics to Prometheus, without a key."""
 
     port: int | None = Field(
         default=None,
         ge=1,
         le=65532,
-        description="none: no metrics. Under `longshore dev` the web service's port; hosts have the ports after it",
+        description="none: no metrics. Under `longshore dev` the web service's port; hosts use the ports after it",
     )
     address: IPvAnyAddress = Field(default=IPv4Address("127.0.0.1"), description="an address of this machine")
 
@@ -186,7 +186,7 @@ def user_config_path() -> Path:
 
 
 class Environment(EnvSettingsSource):
-    """Settings of the environment; those without a variable of their own from the file that NAME_FILE names.
+    """Settings from the environment. If NAME is not set, NAME_FILE may name a file with the value.
 
     Raises SettingsError: a file cannot be read.
     """
@@ -228,16 +228,20 @@ class Settings(BaseSettings):
 
     temporal_address: str = "127.0.0.1:7233"
     temporal_namespace: str = "default"
-    temporal_tls: bool = Field(default=False, description="TLS, by the system's authorities if no other is named")
+    temporal_tls: bool = Field(
+        default=False, description="TLS; the system's authorities are trusted if no other is named"
+    )
     temporal_tls_ca: Path | None = Field(default=None, description="a PEM file: the authority of the server")
-    temporal_tls_cert: Path | None = Field(default=None, description="a PEM file: our certificate, for mutual TLS")
-    temporal_tls_key: Path | None = Field(default=None, description="a PEM file: the key of temporal_tls_cert")
-    temporal_tls_name: str | None = Field(default=None, description="the server's name, if its address has another")
-    temporal_api_key: SecretStr | None = Field(default=None, description="for a Temporal server that asks for one")
+    temporal_tls_cert: Path | None = Field(default=None, description="a PEM file: who we are, for mutual TLS")
+    temporal_tls_key: Path | None = Field(default=None, description="a PEM file: of temporal_tls_cert")
+    temporal_tls_name: str | None = Field(
+        default=None, description="the name in the server's certificate, if its address differs"
+    )
+    temporal_api_key: SecretStr | None = Field(default=None, description="for a Temporal server that requires one")
     seal_key: SecretStr | None = Field(
         default=None,
-        description="for service and hosts: the key that encrypts all that they send through Temporal; `seal.key` of "
-        "`root` if absent. Several are separated by blanks: the first encrypts, all decrypt",
+        description="of service and hosts, which encrypt all data that they send through Temporal with it; the file "
+        "`seal.key` in `root` if absent. Separate several by blanks: the first encrypts, all of them decrypt",
     )
     temporal_ui: str | None = Field(default=None, description="the address of its web page, shown to users")
     temporal_codec: bool = Field(
@@ -247,12 +251,12 @@ class Settings(BaseSettings):
     build_id: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
-        description="for a control host: runs end on the build that they began on, while hosts of other builds run",
+        description="of a control host: runs stay on the build that they began on while hosts of other builds run",
     )
     deployment: str | None = Field(
         default=None,
-        description="Temporal's Worker Deployment, if another program makes builds current, such as Temporal's Worker "
-        "Controller; if absent, `longshore builds use` does, and the first host does for its own",
+        description="the Temporal Worker Deployment, if another tool makes its builds current, such as Temporal's "
+        "Worker Controller; if absent, `longshore builds use` does that, and the first host for its own build",
     )
 
     api_url: str = "http://127.0.0.1:8484"
@@ -260,7 +264,7 @@ class Settings(BaseSettings):
     api_key_sha256: str | None = Field(
         default=None,
         pattern=r"^[0-9a-f]{64}$",
-        description="hash of such a key, for a service that must not have the key",
+        description="the hash of such a key, for a service that must not hold the key",
     )
     database_url: SecretStr | None = Field(
         default=None, description="postgresql://…, only for the service; SQLite in `root` if absent"
@@ -275,72 +279,72 @@ class Settings(BaseSettings):
         default=(), description="addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed"
     )
     session_results_days: float = Field(
-        default=30.0, ge=0, description="days that the scores of a session's results are kept after its end"
+        default=30.0, ge=0, description="how long the scores in a session's results are kept after its end"
     )
-    audit_days: float = Field(default=90.0, gt=0, description="days that entries of the service's audit log are kept")
+    audit_days: float = Field(default=90.0, gt=0, description="how long the service keeps entries of its audit log")
 
     shape: str = Field(
         default="cpu", description="this host's shape: the lease queue is gpu-<shape> or sampler-<shape>"
     )
     dtype: DtypeChoice = Field(
         default="auto",
-        description="for runs that name none; auto: bfloat16 if all GPU hosts of the shape report that it is fast",
+        description="of runs that set none; auto: bfloat16 if all GPU hosts of the shape have reported that it is fast",
     )
     max_ranks: int = Field(
-        default=8, ge=1, le=4096, description="per worker: more are refused at submission, and by the host itself"
+        default=8, ge=1, le=4096, description="of one worker: runs with more are refused at submission, and by the host"
     )
     max_hosts: int | None = Field(
         default=None,
         ge=1,
-        description="most GPU hosts of the shape at a time that reach each other: layouts of more nodes are refused at "
-        "submission; if absent, the number is unknown, and such runs wait",
+        description="the most GPU hosts of the shape that can run at a time and reach each other: layouts of more "
+        "nodes are refused at submission; if absent, such runs wait for hosts",
     )
-    runs_per_worker: int = Field(default=8, ge=1, le=64, description="runs that may train on one worker at a time")
+    runs_per_worker: int = Field(default=8, ge=1, le=64, description="how many runs may train on one worker at once")
     sharing_window_s: float = Field(
-        default=600.0, ge=0, description="seconds after a lease begins in which other runs may join its worker"
+        default=600.0, ge=0, description="how long after its lease began other runs may join a worker"
     )
     slot_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="bytes on each rank's device for adapters in training with gradients and optimizer state; if "
-        "absent, on CUDA nine tenths of the device less the base model, on the CPU no limit",
+        description="on each rank's device, for adapters in training with their gradients and optimizer state; if "
+        "absent, on CUDA nine tenths of the device minus the base model, on the CPU no limit",
     )
-    worker_idle_s: float = Field(default=30.0, description="seconds that a worker without runs stays warm")
+    worker_idle_s: float = Field(default=30.0, description="how long idle workers stay warm on a host that no run uses")
     warm_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="a GPU host's memory for idle workers besides the one in use; a quarter of all if absent",
+        description="of a GPU host's memory, for idle workers besides the one in use; if absent, a quarter of it",
     )
-    cpu_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, description="per worker, for all its ranks")
-    kernels: KernelPolicy = Field(default="auto", description="for workers on CUDA; strict: an error, not a warning")
+    cpu_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, description="of a worker, for all its ranks")
+    kernels: KernelPolicy = Field(
+        default="auto", description="of a worker on CUDA; strict: a missing kernel is an error, not a warning"
+    )
     experimental_transports: tuple[ExperimentalTransport, ...] = Field(
         default=(),
-        description="for GPU and sampler hosts: weight sync by other projects' engines, whose ports let whoever "
-        "reaches them read and change memory; a run may name one only if its hosts list it",
+        description="of GPU and sampler hosts: weight-sync backends of other projects, whose ports let whoever reaches "
+        "them read and change memory; a run may name one only if its hosts list it",
     )
     host_address: OwnAddress | None = Field(
         default=None,
-        description="for a host: this machine's IP address for a web service on another machine, by mutual TLS; if "
-        "absent, only a service on this machine reaches the host",
+        description="of a host: this machine's IP address, at which web services of other machines reach it by mutual "
+        "TLS; if absent, only web services of this machine reach it",
     )
     heartbeat_timeout_s: float = Field(
         default=10.0, description="a host that is silent for this long is considered dead"
     )
-    cancel_grace_s: float = Field(
-        default=60.0, description="seconds from a cancel to the end of the worker's processes"
-    )
+    cancel_grace_s: float = Field(default=60.0, description="from a cancel to the end of the worker's processes")
     drain_grace_s: float = Field(
         default=60.0,
         ge=0,
-        description="seconds that a stopping GPU host gives its jobs to save a checkpoint; 0: they end at once",
+        description="the time in which jobs save a checkpoint when their GPU host shuts down; 0: they end at once",
     )
     gather_patience_s: float = Field(
         default=600.0,
         gt=0,
-        description="seconds that a run which needs several hosts keeps some while the others are not free",
+        description="how long a run that needs several hosts holds some of them while it waits for the others",
     )
     drain_notice: Path | None = Field(
-        default=None, description="for a host: once this file exists, such as a spot notice, it stops as on SIGTERM"
+        default=None, description="of a host: it shuts down as on SIGTERM when this file appears, such as a spot notice"
     )
     warm_hosts: int = Field(default=0, ge=0, description="GPU hosts, and sampler hosts, that are kept without a lease")
     launch: str | None = Field(

@@ -146,7 +146,7 @@ class RLWorkflow(ClientDrivenHandlers):
         return True
 
     async def _train(self, step: StepStatus) -> StepStatus:
-        """Train a step, and publish where that is due. Its outcome, also a failure, is recorded in the store."""
+        """Train a step, and publish if that is due. Its outcome, also a failure, is recorded in the store."""
         assert self._state is not None
         source, step = self._source, step.model_copy(update={"state": "running"})
         self._steps.keep(step)
@@ -168,7 +168,7 @@ class RLWorkflow(ClientDrivenHandlers):
         return done
 
     def _count(self, done: StepStatus) -> None:
-        """Count a step that was not trained, or that taught nothing."""
+        """Count a step that was not trained, or that had no learning signal."""
         is_new, known = done.state == "done" and done.same_as is None, self._run.status
         by_rewards = is_new and self._start.run.advantages not in ("none", "given") and done.metrics["trajectories"] > 1
         are_equal = by_rewards and done.metrics["reward_std"] < 1e-9  # a mean's rounding is less
@@ -180,7 +180,7 @@ class RLWorkflow(ClientDrivenHandlers):
         )
 
     async def _publish_last(self) -> None:
-        """Publish what the last step left, if that has not been done."""
+        """Publish the last step's policy, if that has not been done."""
         assert self._state is not None
         if (step := self._state.unpublished) is None:
             return
@@ -194,7 +194,7 @@ class RLWorkflow(ClientDrivenHandlers):
         return self._num_done >= max_steps or workflow.info().is_continue_as_new_suggested()
 
     async def _leave(self) -> None:
-        """Give back the worker and the sampler, and cancel rollouts that are under way."""
+        """Give back the worker and the sampler, and cancel rollouts in progress."""
         self._run.training.release()
         if self._source is not None:
             await self._source.stop()
@@ -237,7 +237,7 @@ class RLWorkflow(ClientDrivenHandlers):
 
     @property
     def _takes_steps(self) -> bool:
-        """False once the run is being paused, too: its end would fail a step that came meanwhile."""
+        """Also False while the run is being paused: a step that came now would fail when the run ends."""
         return self._run.status.state == "running" and not self._run.is_pausing
 
     @workflow.update

@@ -1,4 +1,4 @@
-"""The collection of garbage: what is asked for, and what came of it."""
+"""Requests and reports of garbage collection."""
 
 from pydantic import Field
 
@@ -6,7 +6,7 @@ from longshore.fields import Frozen
 
 
 class GarbageRequest(Frozen):
-    """`is_dry`: only say what would be deleted."""
+    """`is_dry`: only report what would be deleted."""
 
     is_dry: bool = True
 
@@ -22,7 +22,7 @@ class Freed(Frozen):
 
 
 class GarbageReport(Frozen):
-    """What a collection found and did."""
+    """The report of a collection."""
 
     is_dry: bool
     began: float

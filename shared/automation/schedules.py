@@ -1,4 +1,4 @@
-"""Schedules: runs that are started by the clock."""
+"""Schedules: runs that start at set times."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def _five_fields(cron: str) -> str:
 
 
 def _known_zone(name: str) -> str:
-    if name == "UTC":  # known even where the system has no table of zones
+    if name == "UTC":  # known even if the system has no time zone database
         return name
     try:
         ZoneInfo(name)
@@ -37,7 +37,7 @@ def _known_zone(name: str) -> str:
 
 
 class ScheduledRun(Frozen):
-    """A schedule, as a user asks for it: one of `cron` and `every_s`."""
+    """A schedule, as a user requests it: either `cron` or `every_s`."""
 
     name: Name
     run: Run
@@ -92,13 +92,13 @@ class ScheduleRecord(Frozen):
 
     @property
     def temporal_id(self) -> str:
-        """The schedule's id in Temporal, where ids are not encrypted: a hash, as users choose the names."""
+        """The schedule's id in Temporal: a hash, since users choose the names and Temporal's ids are not encrypted."""
         told = [self.tenant, self.scheduled.name, self.created_at, self.salt]
         return f"{self.tenant}/{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]}"
 
 
 class ScheduledAction(Frozen):
-    """The input of the workflow that a schedule starts: what it needs of the schedule."""
+    """The input of the workflow that a schedule starts."""
 
     tenant: Tenant
     owner: str | None = None
@@ -106,7 +106,7 @@ class ScheduledAction(Frozen):
 
 
 class Action(Frozen):
-    """The outcome of one action of a schedule. `skipped` and `failed` say why there is no run."""
+    """The outcome of one action of a schedule. `skipped` and `failed`: the reason why there is no run."""
 
     state: Literal["preparing", "started", "skipped", "failed"] = "preparing"
     run_id: RunId | None = None
@@ -137,7 +137,7 @@ class LastScheduled(Frozen):
 
 
 def data_of(run: Run) -> DatasetSource:
-    """Return the data of a run: a scheduled run is skipped if this has not changed since the schedule's last run."""
+    """Return a run's data. A scheduled run is skipped if its data has not changed since the schedule's last run."""
     if isinstance(run, RLRun):
         assert run.rollouts is not None
         return run.rollouts.prompts

@@ -62,7 +62,7 @@ class Space(Frozen):
 
     @property
     def ends(self) -> tuple[JsonValue, ...]:
-        """All choices; of a range its least and its greatest number."""
+        """All choices; for a range its smallest and its largest number."""
         if self.choices is not None:
             return self.choices
         assert self.min is not None and self.max is not None
@@ -77,7 +77,7 @@ class Halving(Frozen):
 
 
 class Sweep(Frozen):
-    """A sweep, as a user asks for it: trials are runs like `run`, with values of `parameters` in their fields."""
+    """A sweep, as a user requests it: trials are runs like `run`, with values from `parameters` in their fields."""
 
     name: Name = Field(description="the name that the best trial is published under")
     run: Run
@@ -130,7 +130,7 @@ class Sweep(Frozen):
 
     @property
     def _evaluated_every(self) -> int | None:
-        """Steps from one evaluation of a run to the next; 0: at its end alone; None: never."""
+        """Steps from one evaluation of a run to the next; 0: only at its end; None: never."""
         if isinstance(self.run, RLRun):
             held_out = self.run.rollouts.held_out if self.run.rollouts else None
             return held_out.every_steps or 0 if held_out else None
@@ -170,14 +170,14 @@ class SweepRecord(Frozen):
 
 
 class SweepRef(Frozen):
-    """The input of a sweep's workflow: all else is on record."""
+    """The input of a sweep's workflow: everything else is in its record."""
 
     tenant: Tenant
     sweep_id: SweepId
 
 
 class BestRequest(Frozen):
-    """Asks for the best trial's adapter or model to be published once more, as a version of the sweep's name."""
+    """A request to publish the best trial's adapter or model again, as a version of the sweep's name."""
 
     tenant: Tenant
     name: Name
@@ -212,7 +212,7 @@ class SweepTurn(Frozen):
 
 
 class SweepEnding(SweepRef):
-    """Asks for a sweep's end to be recorded."""
+    """A request to record a sweep's end."""
 
     end: SweepEnd
 
@@ -234,7 +234,7 @@ def grid_values(sweep: Sweep, number: int) -> Values:
 
 
 def with_values(run: Run, values: Mapping[str, JsonValue]) -> Run:
-    """Return a run with these values in its fields, as its own model validates it.
+    """Return a run with these values in its fields, validated by the run's model.
 
     Raises:
         InvalidInput: at `parameters.PATH`: there is no such field, or the run's model refuses the values.
@@ -276,10 +276,10 @@ def candidates(sweep: Sweep) -> Iterator[Values]:
 
 
 def pruned(trials: Sequence[Reports], halving: Halving, maximizes: bool) -> dict[int, Report]:
-    """Return the trials that successive halving ends, by number, each with the report that it ends by.
+    """Return the trials that successive halving ends, by number, each with the report that decided it.
 
-    The rule is that of Optuna's SuccessiveHalvingPruner, were the trials done one after another: at a rung a trial is
-    compared with those of lower numbers. It is decided once all of these have reached the rung, or never will.
+    The rule is that of Optuna's SuccessiveHalvingPruner for trials that run one after another: at a rung a trial is
+    compared with those of lower numbers. The decision waits until each of these has reached the rung, or never will.
 
     Args:
         trials: in order of their numbers.
@@ -308,7 +308,7 @@ def pruned(trials: Sequence[Reports], halving: Halving, maximizes: bool) -> dict
 
 
 def _goes_on(value: float, competing: list[float], reduction: int, maximizes: bool) -> bool:
-    """True if a value is among the best 1/reduction of a rung's; while they are fewer, if it is the best."""
+    """True if a value is among the best 1/reduction of a rung; if that is less than one value, if it is the best."""
     ranked = sorted(competing, reverse=maximizes)
     least = ranked[max(0, len(ranked) // reduction - 1)]
     return value >= least if maximizes else value <= least

@@ -1,7 +1,7 @@
-"""Completions in the part of vLLM's OpenAI-compatible protocol that samplers and their clients speak here.
+"""Completions: the part of vLLM's OpenAI-compatible protocol that our samplers and their clients use.
 
-Requests are strict: what a sampler would ignore is refused, unless its value is the one that changes nothing.
-Answers are read leniently, because other servers say more than we need.
+Requests are strict: a field that a sampler would ignore is refused, unless its value changes nothing.
+Answers may have unknown fields, because other servers send more than we need.
 """
 
 from typing import Annotated, Literal
@@ -34,9 +34,9 @@ LogitBias = Annotated[
 class Sampling(Frozen):
     """Sampling parameters of a completion. Temperature 0 takes the most likely token, the lowest id among equals.
 
-    A completion ends behind the first token of `stop_token_ids` or of the model's own end tokens (kept in the token
-    ids, left out of the text), behind the token that completes one of the `stop` strings (the text ends before it), or
-    after `max_tokens`.
+    A completion ends after the first token of `stop_token_ids` or of the model's own end tokens (kept in the token
+    ids, left out of the text), after the token that completes one of the `stop` strings (the text ends before the
+    string), or after `max_tokens`.
     """
 
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
@@ -53,14 +53,14 @@ class SamplerRequest(BaseModel):
 
 
 class StreamOptions(SamplerRequest):
-    """Options of a stream of chunks: what it holds besides the text."""
+    """Options of a stream of chunks: further contents besides the text."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
 class CompletionRequest(SamplerRequest):
-    """`POST /v1/completions`. Sample j of each prompt is drawn with the seed `seed + j`, as vLLM does."""
+    """`POST /v1/completions`. Sample j of each prompt uses the seed `seed + j`, as in vLLM."""
 
     model: str
     prompt: str | list[int] | list[str] | list[list[int]]
@@ -93,7 +93,7 @@ class CompletionRequest(SamplerRequest):
     logit_bias: LogitBias = None
     structured_outputs: StructuredOutputs | None = None
 
-    # Known to vLLM's clients; only at the values that change nothing.
+    # vLLM's clients send these; only values that change nothing are accepted.
     suffix: None = None
     best_of: Literal[1] | None = None
     min_tokens: Literal[0] | None = None
@@ -131,7 +131,7 @@ class CompletionRequest(SamplerRequest):
 
 
 class RoutedRequest(CompletionRequest):
-    """A request to a sampler of a run's own, which tells how it computed a sample."""
+    """A request to a run's own sampler, which also returns the experts that it used."""
 
     return_routed_experts: bool = Field(default=False, description="of each choice, as `Choice` has them")
 
@@ -160,12 +160,12 @@ class PromptLogprob(SamplerAnswer):
 
 
 class Choice(SamplerAnswer):
-    """One sample. `finish_reason` is "stop", or "length" where it was cut off.
+    """One sample. `finish_reason` is "stop", or "length" if it was cut off.
 
     `prompt_logprobs` has one entry for each prompt token: null for the first; for each other a mapping by token id that
     holds at least the token itself.
-    `policy_versions`: the version of the policy that drew each token, where our own sampler knows it.
-    `routed_experts`: the experts of each token of prompt and sample but the last, as a base64-encoded `.npy` file:
+    `policy_versions`: the version of the policy that sampled each token, if our own sampler knows it.
+    `routed_experts`: the experts of each token of prompt and sample, except the last, as a base64-encoded `.npy` file:
     [tokens - 1, layers with experts, experts of a token]. vLLM's name and form.
     """
 
@@ -188,7 +188,7 @@ class DrawnBy(SamplerAnswer):
     weights_sha256: Sha256 | None = None
 
     def of_version(self, policy_version: int | None) -> "DrawnBy":
-        """Return the same weights as another version."""
+        """Return the same weights with another version number."""
         return self.model_copy(update={"policy_version": policy_version})
 
 
@@ -211,9 +211,9 @@ class CompletionResponse(SamplerAnswer):
 
 
 class CompletionChunk(SamplerAnswer):
-    """An event of a stream: choices with what is new of them. The last choice of each index has its finish_reason.
+    """An event of a stream: the new parts of choices. The last part of each choice has its finish_reason.
 
-    `usage` comes in the last event, which has no choices, if it was asked for.
+    If requested, `usage` comes in the last event, which has no choices.
     """
 
     id: str

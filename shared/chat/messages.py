@@ -33,7 +33,7 @@ class NamedFunction(SamplerRequest):
 
 
 class NamedTool(SamplerRequest):
-    """The tool that is called, of those that are offered."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -52,19 +52,19 @@ _ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, 
 
 
 class TemplateSettings(SamplerRequest):
-    """What ART's clients say to every template. Templates here render earlier turns as they do by default."""
+    """The settings that ART's clients send for every template. Templates here render earlier turns as by default."""
 
     preserve_thinking: bool | None = None
 
 
 class MoreFields(SamplerRequest):
-    """What ART's clients ask of every server, for the sake of those that know it."""
+    """Fields that ART's clients send to every server, although only some servers know them."""
 
     extra_fields: list[str] = Field(default_factory=list, max_length=64)
 
 
 class ChatRequest(SamplerRequest):
-    """`messages` as the model's chat template takes them; choice j is drawn with the seed `seed + j`."""
+    """`messages` are the input of the model's chat template; choice j uses the seed `seed + j`."""
 
     model: str = Field(min_length=1, max_length=256)
     messages: list[dict[str, JsonValue]] = Field(min_length=1, max_length=4096)
@@ -95,7 +95,7 @@ class ChatRequest(SamplerRequest):
     min_p: MinP = None
     logit_bias: LogitBias = None
 
-    # Labels of the client's own: they change no answer.
+    # The client's own labels: they change no answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -110,7 +110,7 @@ class ChatRequest(SamplerRequest):
         default=None, description="asks Dynamo's servers for fields that do not exist here"
     )
 
-    # Known to clients; only at the values that change nothing.
+    # Clients send these; only values that change nothing are accepted.
     repetition_penalty: Only1 = None
     modalities: list[Literal["text"]] | None = None
 
@@ -165,17 +165,17 @@ class ChatRequest(SamplerRequest):
 
     @property
     def may_call_once(self) -> bool:
-        """True where a forced call is the only one."""
+        """True if at most one call may be made when calls are forced."""
         return isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False
 
     @property
     def most_tokens(self) -> int | None:
-        """The limit of one choice's tokens; None: as many as the model has room for."""
+        """The limit of one choice's tokens; None: as many as fit the model's context."""
         return self.max_completion_tokens or self.max_tokens
 
 
 def parameters_of(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the schema of a tool's arguments: of an object, where the tool has none."""
+    """Return the schema of a tool's arguments; if the tool has none, the schema of any object."""
     match tool:
         case {"function": {"parameters": dict(schema)}} if schema:
             return schema
@@ -195,7 +195,7 @@ def _forced(tools: list[dict[str, JsonValue]], choice: Any) -> list[dict[str, Js
 
 
 class TopLogprob(SamplerAnswer):
-    """A token that was likely: its text, its logprob in nats, its bytes where they are known."""
+    """A likely token: its text, its logprob in nats, and its bytes if they are known."""
 
     token: str
     logprob: float
@@ -203,7 +203,7 @@ class TopLogprob(SamplerAnswer):
 
 
 class TokenLogprob(TopLogprob):
-    """The token that was drawn, and the likeliest ones in its place."""
+    """The sampled token, and the likeliest ones at its position."""
 
     top_logprobs: list[TopLogprob] = Field(default_factory=list)
 
@@ -276,7 +276,7 @@ class ChunkChoice(SamplerAnswer):
 
 
 class ChatChunk(SamplerAnswer):
-    """An event of a stream; `usage` comes in the last one, which has no choices, if it was asked for.
+    """An event of a stream. If requested, `usage` comes in the last one, which has no choices.
 
     Only the first one has `prompt_token_ids`, if ids were asked for.
     """
@@ -291,9 +291,9 @@ class ChatChunk(SamplerAnswer):
 
 
 class ServedModel(Frozen):
-    """One line of `GET /v1/models`: something that a tenant has published, and that completions are drawn from.
+    """One entry of `GET /v1/models`: a published adapter or model of a tenant that answers completions.
 
-    `id`: the name, which means its newest version, or `name:v3`. `parent`: an adapter's base model.
+    `id`: the name, meaning its newest version, or `name:v3`. `parent`: an adapter's base model.
     """
 
     id: str

@@ -11,7 +11,7 @@ from shared.chat.completions import MAX_SAMPLES, SamplerAnswer, SamplerRequest
 
 
 class LoadAdapterRequest(SamplerRequest):
-    """A PEFT folder on the sampler's machine, under a name that requests give as their `model`."""
+    """A PEFT folder on the sampler's machine, and the name that requests use as `model`."""
 
     lora_name: str = Field(min_length=1, max_length=512)
     lora_path: str = Field(min_length=1)
@@ -22,10 +22,10 @@ class UnloadAdapterRequest(SamplerRequest):
 
 
 class LoadWeightsRequest(SamplerRequest):
-    """A Hugging Face folder on the sampler's machine, whose weights take the place of the model's, and their name.
+    """A Hugging Face folder on the sampler's machine, whose weights replace the model's, and their name.
 
-    `again`: they are read even if they are served already. Only our own sampler and a leased vLLM, which always reads
-    them, take it.
+    `again`: they are read even if they are served already. Only our own sampler and a leased vLLM accept this request;
+    the latter always reads them.
     """
 
     name: str = Field(min_length=1, max_length=512)
@@ -90,9 +90,9 @@ class ModelCard(SamplerAnswer):
 
 
 class ScoreAnswer(SamplerAnswer):
-    """The scalars of each conversation, in the order of the head's names; None for one that is no finite number.
+    """The scalars of each conversation, in the order of the head's names; None for a scalar that is not finite.
 
-    None for a conversation that is longer than what the model reads.
+    None for a conversation that is longer than the model's context.
     """
 
     scores: list[list[float | None] | None]
@@ -104,16 +104,16 @@ class ModelList(SamplerAnswer):
 
 
 class PartMemory(SamplerAnswer):
-    """Bytes of a part of a sampler, on its device and in the host's memory beside that."""
+    """Bytes of a part of a sampler, on its device and, separately, in the host's memory."""
 
     device: int = 0
     host: int = 0
 
 
 class SamplerMemory(SamplerAnswer):
-    """`GET /v1/memory` of our own sampler: how deep it sleeps (0: awake), and the bytes of its parts.
+    """`GET /v1/memory` of our own sampler: its sleep level (0: awake), and the bytes of its parts.
 
-    `caches`: keys and values of the sequences that are under way.
+    `caches`: keys and values of the sequences in progress.
     """
 
     asleep: Literal[0, 1, 2]
@@ -127,7 +127,7 @@ class SamplerMemory(SamplerAnswer):
 
 
 class SamplerReady(Frozen):
-    """The ready file: written, for the owner's eyes alone, when the sampler answers.
+    """The ready file, written when the sampler accepts requests. Only its owner can read it.
 
     `socket`: the path of the Unix socket that it listens on, if it does not listen at the address of `url`.
     `weights_address`: `host:port` for weights from trainers on other machines, if it takes any.

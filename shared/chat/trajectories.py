@@ -41,16 +41,16 @@ class Trajectory(Frozen):
 
     @property
     def token_versions(self) -> list[int | None]:
-        """The version of the policy that drew each sampled id; None where nobody knows."""
+        """The version of the policy that sampled each sampled id; None if it is unknown."""
         if self.policy_versions is None:
             return [self.policy_version] * sum(self.sampled)
         return [one for one, is_sampled in zip(self.policy_versions, self.sampled, strict=True) if is_sampled]
 
 
 class SentTokenLogprob(SamplerAnswer):
-    """A token as chat completions name it: by its text, its bytes where the server knows them, and its logprob in nats.
+    """A token as in chat completions: its text, its bytes if the server knows them, and its logprob in nats.
 
-    A text `token_id:123` is the id itself, as vLLM writes it when it is asked to.
+    A text `token_id:123` gives the id itself; vLLM writes that on request.
     """
 
     token: str
@@ -70,10 +70,10 @@ class SentChoiceLogprobs(SamplerAnswer):
 
 
 class SampledTurn(SamplerAnswer):
-    """The record of how an assistant's turn was sampled: the fields beside the message in a chat completion's choice.
+    """How an assistant's turn was sampled: the fields of a chat completion's choice other than the message.
 
-    `answer_id`: the id of the completion of this installation that the turn was choice number `index` of. The store
-    keeps the token ids of that completion.
+    `answer_id`: the id of this installation's completion in which the turn was choice number `index`. The store keeps
+    the token ids of that completion.
     """
 
     logprobs: SentChoiceLogprobs | None = None
@@ -95,9 +95,9 @@ class ChatHistory(Frozen):
 class ChatTrajectory(Frozen):
     """One sampled conversation, as a client of chat completions has it.
 
-    Assistant turns with `logprobs` or an `answer_id` count as sampled: messages with those fields (and `token_ids`)
-    beside their own, or whole choices as the server gave them. All other messages are context. Before training the
-    conversation is turned into a token form: the sampled ids, each after the ids of the prompt it was sampled with.
+    Assistant turns with `logprobs` or an `answer_id` count as sampled: messages that also have those fields (and
+    `token_ids`), or whole choices as the server returned them. All other messages are context. Before training the
+    conversation is converted to token ids: sampled ids, each after the ids of the prompt it was sampled with.
     """
 
     messages: tuple[dict[str, JsonValue], ...] = Field(
@@ -156,7 +156,7 @@ class SentGroup(Frozen):
 
 
 class TrajectoryGroup(Frozen):
-    """The trajectories of one prompt, whose rewards are compared with each other."""
+    """The trajectories of one prompt; their rewards are compared with each other."""
 
     trajectories: tuple[Trajectory, ...] = Field(min_length=1)
     metadata: dict[str, JsonValue] = Field(default_factory=dict)

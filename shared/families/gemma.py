@@ -1,4 +1,4 @@
-"""Gemma 3 and 4: layers that attend within a window among others, norms around each block, scaled embeddings.
+"""Gemma 3 and 4: some layers attend within a window, norms surround each block, and embeddings are scaled.
 
 Gemma 3's norms are zero-centred. In Gemma 4 heads differ by layer, values are normed, keys may be values, the last
 layers may share keys and values of earlier ones, and there may be an embedding per layer. A vision tower is copied
@@ -113,7 +113,7 @@ def scalars(a: Architecture) -> list[TensorSlice]:
 
 
 def norm_slices(a: Architecture, theirs: str, ours: str) -> list[TensorSlice]:
-    """Return the tensors of a layer beside its mixer and its MLP."""
+    """Return a layer's tensors outside its mixer and its MLP."""
     assert a.block is not None
     hidden, size = a.hidden_size, a.block.per_layer_size
     names = {
@@ -123,7 +123,7 @@ def norm_slices(a: Architecture, theirs: str, ours: str) -> list[TensorSlice]:
         "post_feedforward_layernorm": "post_mlp_layernorm",
         **({"post_per_layer_input_norm": "per_layer.norm"} if size else {}),
     }
-    if a.num_experts:  # what the router takes is before all norms
+    if a.num_experts:  # the router's input is taken before all norms
         names |= {
             "pre_feedforward_layernorm": "mlp.shared_expert.input_norm",
             "post_feedforward_layernorm_1": "mlp.shared_expert.output_norm",

@@ -1,6 +1,6 @@
 """Tensor slices: the rows of the engine's parameters that each Hugging Face tensor fills, under tensor parallelism.
 
-The engine's parameters are fused (query, key and value interleaved by key/value head; gate beside up) and split over
+The engine's parameters are fused (query, key and value interleaved by key/value head; gate with up) and split over
 the tensor-parallel ranks. A tensor slice describes one Hugging Face tensor: the part of it that a rank holds, and the
 rows of the rank's parameter that this part fills.
 """
@@ -39,8 +39,8 @@ class TensorSlice:
     ep_rank: int = 0
 
     def spans(self, rank: int, size: int) -> list[slice]:
-        """Return the ranges of dimension `split` that a rank of `size` holds, a section each; the last ranks' may be
-        short or empty."""
+        """Return the ranges of dimension `split` that a rank of `size` ranks holds, one per section; those of the last
+        ranks may be short or empty."""
         assert self.split is not None
         spans, start = [], 0
         for length in self.sections or (self.shape[self.split],):

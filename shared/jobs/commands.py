@@ -1,10 +1,10 @@
-"""Commands as the store has them: those that a client sends (longshore/commands.py), and what the service puts beside
-or in place of them.
+"""Commands in their stored form: those that a client sends (longshore/commands.py), and those that the service adds or
+puts in their place.
 
-Each command and each result is a file beside the session's job. A command's file is JSON; that of a `forward` or
-`forward_backward` is one of safetensors, whose arrays are the columns of packed data (packed.py), a unit for each datum
-with all that was sent, and whose metadata has the rest as JSON. Repeating a command from the same state has a result
-that is equal to the bit, on any worker.
+Each command and each result is a file next to the session's job. A command's file is JSON, except for `forward` and
+`forward_backward`: theirs is safetensors. Its arrays are the columns of packed data (packed.py), one unit for each
+datum with all that was sent; its metadata has the rest as JSON. Repeating a command from the same state gives a
+bit-identical result on any worker.
 """
 
 import json
@@ -34,7 +34,7 @@ from shared.field_rules import first_error
 from shared.jobs.packed import OFFSETS, TARGET_COLUMNS, TOKEN_COLUMNS, Units, as_stored
 
 _COMMAND = "command"  # in the metadata
-_JSON = b"{"  # begins no file of safetensors, as these begin with the length of a header, a multiple of eight
+_JSON = b"{"  # no safetensors file begins so: they begin with a header's length, a multiple of eight
 _OFFSETS = ("token_offsets", "target_offsets")
 _COLUMNS = TOKEN_COLUMNS | TARGET_COLUMNS
 _OF_TREES = ("position", "parent", "sequence")
@@ -42,13 +42,13 @@ _DTYPES = dict.fromkeys(_OFFSETS, OFFSETS) | {name: each for name, each in _COLU
 
 
 class LoadStored(LoadState):
-    """A `load_state` as the service stores it: with the checkpoint that its name stood for when it was accepted."""
+    """A `load_state` as the service stores it: with the checkpoint that its name meant when it was accepted."""
 
     checkpoint: Artifact
 
 
 class Skip(Frozen):
-    """Replaces a command that a new worker must not repeat, as it changes no state or its error might not come again.
+    """Replaces a command that a new worker must not repeat: it changes no state, or its error might not recur.
 
     Its result is stored. `drops`: it has dropped the gradients accumulated so far.
     """
@@ -141,7 +141,7 @@ def read_command(data: bytes) -> tuple[StoredCommand, Units | None]:
 
     Raises:
         InvalidInput: names the field and the rule.
-        CorruptArtifact: the arrays are no command's.
+        CorruptArtifact: the arrays are not those of a command.
     """
     try:
         asked = _stored.validate_json(_json_of(data))
@@ -178,7 +178,7 @@ def check_data(units: Units, vocab_size: int, max_tokens: int) -> None:
 
 
 def _json_of(data: bytes) -> bytes | str:
-    """Return the JSON of a command's file; of a file that is none, what will not do as JSON."""
+    """Return the JSON of a command's file; if it is no such file, a text that does not parse as JSON."""
     if data[:1] != _JSON:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             return str(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"][_COMMAND])
@@ -186,7 +186,7 @@ def _json_of(data: bytes) -> bytes | str:
 
 
 def _unit(datum: Datum) -> dict[str, NDArray]:
-    """Return a datum's columns, as far as it has them."""
+    """Return the columns that a datum has."""
     columns: dict[str, NDArray] = {"token_id": np.array(datum.tokens, dtype=np.uint32)}
     if datum.labels is None:
         learnt = datum.advantages if datum.value_targets is None else datum.value_targets

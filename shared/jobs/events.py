@@ -1,4 +1,4 @@
-"""Events: one JSON object a line in a job's `log_path`; `seq` is gapless from 1; the terminal event comes last."""
+"""Events: one JSON object per line in a job's `log_path`; `seq` has no gaps from 1; the terminal event comes last."""
 
 from typing import Annotated, Literal
 
@@ -54,7 +54,7 @@ class Saved(_Event):
 
 
 class Kept(_Event):
-    """A session's client has asked for the state after command `step`: its checkpoint stays beside the newest ones."""
+    """A session's client has asked for the state after command `step`: its checkpoint is kept, too."""
 
     event: Literal["kept"] = "kept"
     step: int
@@ -69,7 +69,7 @@ class EvaluationSample(Frozen):
 
 
 class Evaluating(_Event):
-    """So much of the evaluation after `step` steps is done, told every few seconds: of rows, then of samples."""
+    """Progress of the evaluation after `step` steps, every few seconds: first of rows, then of samples."""
 
     event: Literal["evaluating"] = "evaluating"
     step: int
@@ -87,8 +87,8 @@ class Evaluated(_Event):
 
 
 class Probed(_Event):
-    """The log-probabilities of the job's probe by the weights after `step` steps: of each token but the first, in nats,
-    given those before it, at temperature 1."""
+    """The log-probabilities of the job's probe under the weights after `step` steps: of each token except the first,
+    given those before it, in nats, at temperature 1."""
 
     event: Literal["probed"] = "probed"
     step: int
@@ -131,7 +131,7 @@ class Succeeded(_Event):
 class Failed(_Event):
     """All ranks agree that the job cannot continue. `invalid_input`: the user must fix it; never retried.
 
-    `corrupt_artifact`: bytes of an input are not those that its manifest names.
+    `corrupt_artifact`: an input's bytes do not match its manifest.
     """
 
     event: Literal["failed"] = "failed"

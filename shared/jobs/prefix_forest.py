@@ -1,7 +1,7 @@
-"""Prefix trees of sequences: the parts that they share, and the place of each token. Pure functions.
+"""Prefix trees of sequences: the parts that they share, and the position of each token. Pure functions.
 
-Sequences that share a prefix become a tree that holds it once. Tokens are ordered depth first, a part between two
-branchings (a *node*) in one piece.
+Sequences that share a prefix become a tree that holds it once. Tokens are ordered depth first, and the part between two
+branchings (a *node*) is contiguous.
 
 Legend: S sequences in lexicographic order ("sorted"); L tokens of one sequence.
 """

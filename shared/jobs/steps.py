@@ -1,4 +1,4 @@
-"""Which units make each step of a run, and how many passes, steps and tokens that is.
+"""Decides which units make each step of a run, and counts passes, steps and tokens.
 
 Pure functions of lengths and a seed. Legend: U units.
 """
@@ -44,7 +44,7 @@ class Cut(Frozen):
 
 
 class RunLength(Frozen):
-    """The passes, steps and tokens of a run. `is_exact`: as its plan will have them."""
+    """The passes, steps and tokens of a run. `is_exact`: equal to those of its plan."""
 
     epochs: float
     steps: int
@@ -77,7 +77,7 @@ def _units_of_epoch(num_units: int, epochs: float, epoch: int) -> int:
 
 
 def check_epochs(tokens_U: Indices, cut: Cut) -> None:
-    """Raise InvalidInput if `epochs` would be more than MOST_STEPS_OF_EPOCHS steps, as that is likely a mistake."""
+    """Raise InvalidInput if `epochs` means more than MOST_STEPS_OF_EPOCHS steps, since that is likely a mistake."""
     if cut.epochs is None:
         return
     size, batch = (int(tokens_U.sum()), cut.batch_tokens) if cut.batch_size is None else (len(tokens_U), cut.batch_size)
@@ -89,8 +89,8 @@ def check_epochs(tokens_U: Indices, cut: Cut) -> None:
 
 
 def length_of(tokens_U: Indices, cut: Cut) -> RunLength:
-    """Count passes, steps and tokens as `steps_of` makes them. Steps of `batch_tokens` beyond a million units are
-    taken to be as large as those before.
+    """Count the passes, steps and tokens that `steps_of` makes. Steps of `batch_tokens` beyond a million units are
+    assumed to be as large as those before.
     """
     num_units = len(tokens_U)
     if not num_units:
@@ -107,7 +107,7 @@ def length_of(tokens_U: Indices, cut: Cut) -> RunLength:
 
 
 def length_of_draws(tokens_U: Indices, cut: Cut) -> RunLength:
-    """Count what rollouts draw: every step has `batch_size` prompts, also where a pass ends within it."""
+    """Count rollouts' passes, steps and tokens. Every step has `batch_size` prompts, even if a pass ends within it."""
     num_units, batch_size = len(tokens_U), cut.batch_size
     assert batch_size is not None
     if not num_units:

@@ -1,4 +1,4 @@
-"""Weight sync in runs and jobs: how a trainer's weights come to the samplers of its run."""
+"""Weight sync in runs and jobs: sends a trainer's weights to the samplers of its run."""
 
 import hmac
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ _OTHERS = {"hccl": "torch_npu"}
 
 
 def _possible(value: object) -> object:
-    """Refuse what is no backend, naming those that there are."""
+    """Refuse an unknown backend, and name the known ones."""
     names = get_args(_Backend)
     if value in names:
         return value
@@ -119,17 +119,18 @@ class SyncAccess(Frozen):
 
     @classmethod
     def read(cls, log: str) -> "SyncAccess":
-        """Read what lies beside a log; nothing, for a worker that is run by hand."""
+        """Read the file next to a log. It is absent if a worker is started by hand: then all fields are empty."""
         path = cls.path(log)
         return cls.model_validate_json(path.read_bytes()) if path.exists() else cls()
 
 
 class SyncOutcome(Frozen):
-    """What became of a sync. `digest` is of the weights that were sent, absent where no sampler took them; `problems`:
-    by socket, who has not got them. `transport`: what they travelled by. `profile_problem`: why there is no trace.
+    """The result of a sync. `digest`: of the weights that were sent, absent if no sampler took them. `problems`: the
+    errors of samplers that did not get them, by socket. `transport`: the one used. `profile_problem`: why there is no
+    trace.
 
-    `num_bytes` travelled to each sampler, of `weight_bytes`. `blocked_s`: seconds that the trainer waited for it;
-    `duration_s`: until the last sampler had them.
+    `num_bytes` were sent to each sampler, of `weight_bytes`. `blocked_s`: seconds that the trainer waited;
+    `duration_s`: until the last sampler had the weights.
     """
 
     version: int
@@ -144,5 +145,5 @@ class SyncOutcome(Frozen):
 
 
 def secret_of_run(key: bytes, run_id: str) -> bytes:
-    """Return what a run's trainer proves to know to a sampler that knows `key`."""
+    """Return the secret with which a run's trainer authenticates to a sampler that knows `key`."""
     return hmac.digest(key, b"run " + run_id.encode(), "sha256")

@@ -1,6 +1,6 @@
 """The part of a Hugging Face `config.json` that defines a model's computation. Unsupported features are refused.
 
-A file that leaves a setting out means what transformers takes for it.
+If a file omits a setting, transformers' default applies.
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ Family = Literal[
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """The `model_type` of each supported model family; shared/families holds their architectures."""
 
-# What transformers takes for settings that a family's file leaves out, where families differ.
+# transformers' defaults for settings that a family's file omits, if families differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128, "sliding_window": 4096},
     "qwen3_5": {"head_dim": 256},
@@ -52,7 +52,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"rms_norm_eps": 1e-5},
     "nemotron_h": {"intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128},
 }
-_ALIKE = ("mistral", "qwen3_moe", "phi3")  # a window is of all layers
+_ALIKE = ("mistral", "qwen3_moe", "phi3")  # all layers have the window
 _TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 # For models whose decoder's settings are in `text_config`: prefixes of the decoder's tensors, and of the others.
 _READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -61,7 +61,7 @@ _READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "gemma4": ("model.language_model", tuple(f"model.{part}." for part in _TOWERS)),
     "mistral3": ("language_model.model", ("vision_tower.", "multi_modal_projector.")),
 }
-_WITHIN = {"mistral3": "mistral"}  # the family of the decoder, if it is not called as the whole is
+_WITHIN = {"mistral3": "mistral"}  # the family of the decoder, if its name differs from the whole model's
 _TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
 _PREDICT_MORE = ("qwen3_5", "qwen3_5_moe", "nemotron_h")  # their files may hold layers of multi-token prediction
 
@@ -146,7 +146,7 @@ def decoder_settings(values: dict[str, Any], place: str, any_family: bool = Fals
 
 
 def _named_blocks(values: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return each layer's block: transformers lists words, published files have a letter for each."""
+    """Return each layer's block. transformers lists words; published files have one letter per layer."""
     words, letters = values.get("layers_block_type"), values.get("hybrid_override_pattern")
     found = letters if words is None else words
     if not isinstance(found, list if words is not None else str) or not found:
@@ -159,7 +159,7 @@ def _named_blocks(values: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def named_as_in(config: ConfigT, names: Iterable[str]) -> ConfigT:
-    """Return a config with what these names of tensors begin with. transformers reads `backbone` as `model`."""
+    """Return a config with the prefix of these tensor names. transformers reads `backbone` as `model`."""
     is_other = config.tensor_prefix == "backbone" and any(name.startswith("model.") for name in names)
     return config.model_copy(update={"tensor_prefix": "model"}) if is_other else config
 
@@ -183,7 +183,7 @@ def read_model_config(values: dict[str, Any], place: str, any_family: bool = Fal
 
 
 def _of_family(family: str) -> tuple[type[DenseConfig], dict[str, Any]]:
-    """Return the class of a family's settings, and what transformers takes for those that a file leaves out."""
+    """Return the class of a family's settings, and transformers' defaults for them."""
     ordinary = DenseConfig if family in FAMILIES else GenericConfig
     return (_KINDS | gemma.KINDS).get(family, ordinary), (_DEFAULTS | gemma.DEFAULTS).get(family, {})
 
@@ -210,7 +210,7 @@ def _not_computed(config: DenseConfig) -> str | None:
         return f"quantization_config: weights that {method} has quantized so are not read: {rule}"
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
-    if isinstance(config, LayerRopesConfig):  # it has looked at each layer's
+    if isinstance(config, LayerRopesConfig):  # its own check covers each layer's
         return None
     return rope_problem(config.rope, config.rope_types, config.rotary_size)
 

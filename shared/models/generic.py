@@ -25,7 +25,7 @@ class GenericConfig(DenseConfig):
 
 
 def generic_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return what is read of a `config.json`. Raises InvalidInput where the model is no dense decoder."""
+    """Return the sizes in a `config.json`. Raises InvalidInput if the model is no dense decoder."""
     reason = None
     if any(values.get(name) for name in _NUM_EXPERTS):
         reason = "it has experts; the nearest is qwen3_moe"

@@ -1,4 +1,4 @@
-"""Which modules of a model an adapter adapts, with which rank and scale: decided by their names, as in PEFT."""
+"""The modules of a model that an adapter adapts, and the rank and scale of each: decided by names, as in PEFT."""
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ class LoraSize:
 
 
 def check_order(found: Lora, expected: Lora, modules: Iterable[str], place: str) -> None:
-    """Raise InvalidInput if two adapters that differ in the order of their patterns differ in a module by it."""
+    """Raise InvalidInput if the different order of two adapters' patterns makes a difference for some module."""
     one, other = AdaptedModules(found), AdaptedModules(expected)
     if (found.rank_pattern, found.alpha_pattern) != (expected.rank_pattern, expected.alpha_pattern):
         for module in modules:
@@ -63,7 +63,7 @@ class AdaptedModules:
 
 
 def size_of(lora: Lora, rank: int, alpha: float) -> LoraSize:
-    """Return the adapter of such a rank and alpha."""
+    """Return the size of an adapter with this rank and alpha."""
     return LoraSize(rank, alpha / (math.sqrt(rank) if lora.rank_stabilized else rank))
 
 
@@ -77,9 +77,9 @@ def layer_of(module: str) -> int | None:
 
 
 def with_own_targets(lora: Lora, linears: Container[str]) -> Lora:
-    """Return an adapter's settings with the targets that a model has, as PEFT takes them.
+    """Return an adapter's settings with only the targets that a model has, as PEFT does.
 
-    Raises InvalidInput: it has none of them.
+    Raises InvalidInput: the model has none of the targets.
     """
     if lora.target_pattern is not None:
         return lora

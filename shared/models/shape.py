@@ -28,7 +28,7 @@ Sizes = tuple[int, int]
 
 
 class LinearShape(Frozen):
-    """The sizes of a linear's input and output, in the layers that have it, in each `num` times."""
+    """The sizes of a linear's input and output in the layers that have it, `num` times in each."""
 
     name: Linear
     of: Of = ""
@@ -76,7 +76,7 @@ class ModelShape(Frozen):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """The linears that a layer or another has."""
+        """The linears that any layer has."""
         own = {size.name for size in self.sizes}
         return tuple(name for name in LINEARS if name in own or self.is_generic)
 
@@ -87,7 +87,7 @@ class ModelShape(Frozen):
         return [frozenset((size.name, size.of) for size in self.sizes if layer in size.layers) for layer in layers]
 
     def num_linears(self, targets: Container[Target]) -> int:
-        """Count the linears of layers that an adapter is beside. Those of an MLP are there once for each expert."""
+        """Count the linears that an adapter adapts. Those of an MLP count once for each expert."""
         return sum(size.num * len(size.layers) for size in self.sizes if size.name in targets)
 
     def linear_size(self, linear: Target, of: Of, layer: int) -> Sizes:
@@ -132,7 +132,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
 
 
 def _routes(config: MixtureConfig | GptOssConfig | Gemma4Config) -> RouteShape:
-    """Return the experts of a token."""
+    """Return the shape of a token's expert routes."""
     has_experts = config.has_experts
     return RouteShape(
         num_layers=has_experts.count(True),
@@ -164,7 +164,7 @@ def _linears(config: DenseConfig) -> tuple[LinearShape, ...]:
 
 
 def _of_mixer(config: DenseConfig, layer: int) -> dict[Linear, Sizes]:
-    """Return the sizes of a layer's linears but those of its MLPs."""
+    """Return the sizes of a layer's linears, except those of its MLPs."""
     hidden_size, (head_dim, num_kv_heads) = config.hidden_size, config.heads_of(layer)
     heads, kv_heads = config.num_attention_heads * head_dim, num_kv_heads * head_dim
     match config:
@@ -250,7 +250,7 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
 
 
 def check_max_tokens(max_tokens: int | None, shape: ModelShape) -> None:
-    """Raise InvalidInput where sequences may be longer than what a model is computed for."""
+    """Raise InvalidInput if sequences may be longer than the model supports."""
     if max_tokens is not None and shape.max_positions is not None and max_tokens > shape.max_positions:
         rule = f"by its rope scaling this model is computed for sequences of up to {shape.max_positions}"
         raise InvalidInput(f"max_tokens={max_tokens}: {rule}", "max_tokens")
@@ -280,9 +280,9 @@ def _check_experts(layout: Layout, shape: ModelShape, engine: EngineName) -> Non
 
 
 def check_family(engine: EngineName, family: str) -> None:
-    """Raise InvalidInput where an engine cannot train a model family; Megatron's trains every one of FAMILIES.
+    """Raise InvalidInput if an engine cannot train a model family; Megatron's trains every one of FAMILIES.
 
-    That of another family the engine fsdp finds out when it loads the model.
+    For another family, the engine fsdp finds that out when it loads the model.
     """
     known = [name for name in FAMILIES if name not in _MEGATRON_ALONE]
     if engine == "fsdp" and family in _MEGATRON_ALONE:

@@ -1,4 +1,4 @@
-"""Which runs an installation accepts: whether its hosts can start them, and in which precision."""
+"""Decides if an installation accepts a run: whether its hosts can start it, and with which precision."""
 
 from longshore.losses import Distillation
 from longshore.training import DtypeChoice, Lora

@@ -1,4 +1,4 @@
-"""The model of a run, as its user names it and as it was found; and how a published one is written as a whole."""
+"""A run's model, as its user names it and as it was found; and the formats that published weights are exported to."""
 
 from typing import Literal, Self
 

@@ -27,7 +27,7 @@ class LostRow(Frozen):
 
 
 class Report(Frozen):
-    """`report.json`. Lengths are those before truncation; tokens and targets those that are trained with."""
+    """`report.json`. Lengths are from before truncation; tokens and targets are those trained on."""
 
     schema_version: int = 1
     format: Format
@@ -63,15 +63,11 @@ class PreviewRequest(Frozen):
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
     num_rows: int = Field(default=4, ge=0, le=100, description="rows to show")
     max_rows: int = Field(default=100_000, ge=1, description="rows to count")
-    max_seconds: float = Field(
-        default=120.0, gt=0, le=200, description="time limit for counting; at least one row is counted"
-    )
-    are_prompts: bool = Field(default=False, description="rows are prompts of RL: only the prompt counts")
-    labels: bool = Field(default=False, description="rows have kto's labels: they are counted, and none is shown")
+    max_seconds: float = Field(default=120.0, gt=0, le=200, description="to count them in, at least one")
+    are_prompts: bool = Field(default=False, description="rows are prompts of RL: only the model's input counts")
+    labels: bool = Field(default=False, description="rows are for kto: they are counted, and none is shown")
     numbers: tuple[str, ...] = Field(
-        default=(),
-        max_length=MAX_SCALARS,
-        description="fields with a reward model's scores; rows are counted, and none is shown",
+        default=(), max_length=MAX_SCALARS, description="fields that a reward model learns; as with labels"
     )
 
 

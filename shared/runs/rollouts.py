@@ -10,7 +10,7 @@ from shared.jobs.leases import SamplerKind
 from shared.jobs.weight_sync import WeightSync
 from shared.runs.sources import PromptsSource
 
-_MOST_REDRAWN = 4096  # their numbers pass through Temporal
+_MOST_REDRAWN = 4096  # groups; their numbers are sent through Temporal
 
 
 class HeldOut(Frozen):
@@ -81,18 +81,19 @@ class Rollouts(Frozen):
         description="for mixtures of experts: the trainer uses the experts that the sampler chose for each token",
     )
     max_lost_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="largest share of prompts that may be too long to be answered"
+        default=0.1, ge=0, le=1, description="largest share of prompts that may be too long to leave room for an answer"
     )
     probe_bound: float | None = Field(
         default=None,
         gt=0,
-        description="nats between sampler and trainer over a probe text; None: 1e-4 in float32, 0.3 in bfloat16",
+        description="largest difference in nats between sampler and trainer on a probe text; None: 1e-4 in float32, "
+        "0.3 in bfloat16",
     )
     max_ungraded_fraction: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="largest share of a step's samples without a grade; they are dropped, and the run fails beyond it",
+        description="largest share of a step's samples without a grade; these are dropped; beyond it the run fails",
     )
     shuffle_rewards: bool = Field(
         default=False,

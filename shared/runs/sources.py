@@ -1,4 +1,4 @@
-"""Data sets of runs, where they are and how their rows are written; and teachers."""
+"""Datasets of runs: where they are and the format of their rows; and teachers."""
 
 from typing import Annotated, Literal, Self
 
@@ -101,7 +101,7 @@ def _is_url(teacher: str) -> bool:
 
 
 class TaughtBy(DistillationSettings):
-    """The teacher of a distillation: of the student's base, which is there once, or behind a URL."""
+    """The teacher of a distillation: on the student's base, which is loaded once, or behind a URL."""
 
     teacher: TeacherUri = Field(
         description="`base`, a published adapter on it (URI or name), or a URL (…/v1) that returns prompt_logprobs",

@@ -49,11 +49,11 @@ class Problem(Frozen):
     message: Reason
 
 
-STATUS_MEMO = "status"  # of a run's workflow: its RunStatus without metrics and timeline
+STATUS_MEMO = "status"  # the memo of a run's workflow: its RunStatus without metrics and timeline
 
 
 class PhaseSpan(Frozen):
-    """The time that a run was in a phase, in seconds since 1970. `lease`: the number of the lease that it had then."""
+    """The time that a run was in a phase, in seconds since 1970. `lease`: the number of its lease at that time."""
 
     phase: Phase
     began: float
@@ -71,7 +71,7 @@ class RunStatus(Frozen):
     step: int = 0
     num_steps: int | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
-    epoch: int = Field(default=0, description="leases so far: the number of the newest")
+    epoch: int = Field(default=0, description="number of leases so far")
     workers_lost: int = Field(default=0, description="leases that ended in a loss: not by a pause or a host's shutdown")
     checkpoint: CheckpointRef | None = None
     adapter: str | None = Field(default=None, description="URI of the published adapter, or model after `full`")
@@ -93,7 +93,7 @@ class RunStatus(Frozen):
         default=0, description="of an RL run: trained steps whose gradient was 0 throughout"
     )
     notices: tuple[Reason, ...] = Field(default=(), description="what its user should know, whether it succeeds or not")
-    started_at: float | None = Field(default=None, description="the first start, also for a resumed run")
+    started_at: float | None = Field(default=None, description="of its first execution, also for a resumed run")
     ended_at: float | None = None
     estimated_end: float | None = Field(
         default=None, description="when its last step ends, at the pace so far; None while it is unknown"
@@ -124,18 +124,16 @@ class StepRequest(Frozen):
 class StepStatus(Frozen):
     """The status of a train step. `done`: its checkpoint is durable, and a later step trains on from it.
 
-    `adapter`, `name` and `version`: what was published of it, if anything (`publish_every`).
+    `adapter`, `name` and `version`: what was published, if anything (`publish_every`).
 
-    `skipped`: there was nothing to learn from; `failed`: it could not be trained. Both leave the policy as it was.
+    `skipped`: there was nothing to learn from; `failed`: it could not be trained. Neither changes the policy.
     """
 
-    step: int = Field(
-        description="in order of arrival, from 1; 0 is the policy before the first, where it is evaluated"
-    )
+    step: int = Field(description="in order of arrival, from 1; 0: the evaluation of the policy before the first step")
     key: StepKey
     groups: str
     state: Literal["queued", "running", "done", "skipped", "failed"] = "queued"
-    policy_version: int | None = Field(default=None, description="the version that it made, or left as it was")
+    policy_version: int | None = Field(default=None, description="the policy's version after it")
     optimizer_step: int | None = Field(default=None, description="of the run, after it")
     adapter: str | None = None
     adapter_sha256: str | None = None

@@ -47,7 +47,7 @@ class Manifest(Frozen):
     """The content of `manifest.json`: files sorted by path, without dates, so that equal contents have equal manifests.
 
     With `root` the artifact is a reference: its files lie below that URI, which Longshore does not own. So a model of
-    many gigabytes is used where its owner keeps it; changes are noticed by the hashes.
+    many gigabytes need not be copied; the hashes detect changes.
     """
 
     schema_version: Literal[1] = 1
@@ -109,7 +109,7 @@ def seal(folder: Path) -> str:
 def upload_artifact(store: ObjectStore, key: str, folder: Path) -> Artifact:
     """Copy a sealed folder into the store. Repeating it is harmless.
 
-    Raises CorruptArtifact: a file is no longer as long as when it was sealed, or has gone.
+    Raises CorruptArtifact: a file's length has changed since it was sealed, or the file is missing.
     """
     return upload_files(store, key, folder, Manifest.model_validate_json((folder / MANIFEST).read_bytes()))
 
@@ -193,7 +193,7 @@ def open_artifact(artifact: Artifact, s3: S3Settings) -> tuple[ObjectStore, Mani
 
 
 def go_on() -> None:
-    """The check of a staging that cannot be ended."""
+    """The default `check` of `stage`, which never stops it."""
 
 
 def stage(
@@ -205,8 +205,8 @@ def stage(
     Files that were checked once on this machine are not read again while their size and times stay the same.
 
     Args:
-        only: patterns such as `tokenizer*` of the wanted files; all if empty.
-        check: called from any thread, before and after each range of a file. An exception ends the staging.
+        only: patterns such as `tokenizer*`, to stage only those files.
+        check: called from any thread, before and after each range of a file. Its errors end the staging.
 
     Raises:
         CorruptArtifact: a file is missing, of another size, or of another hash.
@@ -220,7 +220,7 @@ def stage(
     except CorruptArtifact:
         if isinstance(store, LocalStore):
             raise
-        _fetch(store, manifest, folder, cache, s3.ranges, check)  # it is not here yet, or was spoilt since
+        _fetch(store, manifest, folder, cache, s3.ranges, check)  # it is not here yet, or was damaged since
         _check(folder, manifest, cache, check)
     if not isinstance(holder, LocalStore):
         write_atomically(_manifests(cache) / artifact.sha256 / MANIFEST, data, is_durable=False)
@@ -261,7 +261,7 @@ def _place(
 
 
 def _manifests(cache: Path) -> Path:
-    """The folder of manifests that `stage` has fetched, for `staged`."""
+    """The folder in which `stage` keeps the manifests of downloaded artifacts, for `staged`."""
     return cache / "manifests"
 
 

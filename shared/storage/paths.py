@@ -42,7 +42,7 @@ class RunKeys:
         self.wandb = f"{self.prefix}/wandb"
         self.steps = f"{self.prefix}/steps"
         self.is_closed = f"{self.prefix}/closed"  # exists once a session takes no more commands
-        self.host = f"{self.prefix}/host.json"  # where that of a session's worker is reached
+        self.host = f"{self.prefix}/host.json"  # the address of the host of a session's worker
         self.profile_request = f"{self.prefix}/profile.json"  # exists while somebody waits for a trace of steps
         self.kept_states = f"{self.prefix}/kept_states/"  # a mark for each state that a session's client asked for
 
@@ -112,7 +112,7 @@ def host_state(name: str) -> str:
 
 
 def of_shape(shape: str, name: str) -> str:
-    """What the GPU hosts of a shape have said, of bfloat16 or what they offer; it stays when they leave."""
+    """What the GPU hosts of a shape last reported on bfloat16 or their ranks. It stays when they leave."""
     return f"shapes/{shape}/{name}.json"
 
 
@@ -146,7 +146,7 @@ def upload(tenant: str, sha256: str, name: str) -> str:
     return f"{tenant_folder(tenant)}/uploads/{sha256}/{name}"
 
 
-# Records behind the database: small JSON objects that it can be rebuilt from.
+# Records of the database's rows: small JSON objects, from which the database can be rebuilt.
 
 
 def tenant_record(tenant: str = "") -> str:
@@ -213,7 +213,7 @@ class SweepKeys:
 
 
 def last_scheduled(tenant: str, name: str) -> str:
-    """The last run of a schedule, and its data."""
+    """The last run that a schedule made, and the data of that run."""
     return f"records/last_scheduled/{tenant}/{name}"
 
 
@@ -242,7 +242,7 @@ def art_name(tenant: str, sha256: str = "") -> str:
 
 
 def answer_record(tenant: str, hour: int, answer_id: str) -> str:
-    """The token ids that were drawn for an answer to a chat. Out of the reach of its tenant's URIs."""
+    """The sampled token ids of an answer to a chat. The tenant's URIs cannot reach it."""
     return f"{ANSWER_RECORDS}{tenant}/{hour:08d}/{answer_id}.json"
 
 
@@ -273,7 +273,7 @@ def samples(key: str) -> str:
 
 
 def sampled_part(key: str, group: int) -> str:
-    """The finished samples of one prompt, kept while others are drawn."""
+    """The finished samples of one prompt, kept until the other prompts are sampled."""
     return f"sampled/{key}-parts/{group:010d}.json"
 
 
@@ -323,7 +323,7 @@ def version_claim(tenant: str, kind: str, name: str, version: int) -> str:
 
 
 def checkpoint_adapter(tenant: str, run_id: str, sha256: str) -> str:
-    """The manifest of a checkpoint's adapter, which is used without a copy; `sha256` is the checkpoint's."""
+    """The manifest that refers to a checkpoint's adapter without copying it; `sha256` is the checkpoint's."""
     return f"{tenant_folder(tenant)}/checkpoints/{run_id}/{sha256[:32]}"
 
 
@@ -374,7 +374,7 @@ class WorkerPaths:
         self.archive = root / "archive"
         self.stop = root / "stop"
         self.ready = root / "ready"
-        self.meeting = root / "meeting"  # the port of torch's store, if a worker is on several machines
+        self.meeting = root / "meeting"  # the port of torch's store, if a worker has several machines
         self.offloaded = root / "offloaded"
         self.sampler_socket = root / "sampler.sock"
         self.weights_socket = root / "weights.sock"

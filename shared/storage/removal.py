@@ -40,14 +40,14 @@ def delete_run(store: ObjectStore, removed: RemovedRun, until: float) -> list[Ob
 
 
 def note_removed(store: ObjectStore, removed: RemovedRun) -> None:
-    """Put the record of a removed run, whose bytes count as its tenant's."""
+    """Write the record of a removed run. Its bytes count for the tenant."""
     data = removed.model_dump_json().encode()
     Ledger(store, removed.tenant).bring(_REMOVED, removed.run_id, len(data))
     store.put_bytes(removed_run(removed.run_id), data)
 
 
 def forget_removed(store: ObjectStore, removed: RemovedRun) -> None:
-    """Delete the record of a removed run whose files are gone and that no longer counts for a quota."""
+    """Delete the record of a removed run when nothing else of it is stored or counted."""
     store.delete(removed_run(removed.run_id))
     for info in list(store.list(f"{paths.brought(removed.tenant, _REMOVED)}{removed.run_id}/")):
         store.delete(info.key)

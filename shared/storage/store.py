@@ -51,8 +51,9 @@ class ObjectStore(Protocol):
         ...
 
     def put_if_unchanged(self, key: str, data: bytes, seen: ObjectInfo) -> bool:
-        """Write an object if it is unchanged since `head` returned `seen`; True if this call wrote it. If several calls
-        compete, one writes it."""
+        """Overwrite an object if it has not changed since `seen`. Returns True if this call wrote it; only one of
+        several concurrent calls does.
+        """
         ...
 
     def put_file(self, key: str, path: Path) -> None: ...
@@ -180,7 +181,7 @@ class LocalStore:
             if name.endswith("/") and (key.startswith(prefix) or prefix.startswith(key)):
                 yield from self._walk(folder / name, key, prefix)
             elif key.startswith(prefix) and not _is_temporary(name):
-                with suppress(FileNotFoundError):  # it was deleted meanwhile
+                with suppress(FileNotFoundError):  # it was deleted since it was listed
                     if S_ISREG((status := entry.stat()).st_mode):
                         yield _object_info(key, status)
 

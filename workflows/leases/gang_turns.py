@@ -1,4 +1,4 @@
-"""A lock for leases of several hosts. Without it two runs could each hold half of the hosts and wait for ever."""
+"""A lock for leases of several hosts: one run at a time gathers its hosts, so that no two runs deadlock."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -11,13 +11,13 @@ with workflow.unsafe.imports_passed_through():
     from longshore.fields import Frozen
     from workflows import policies
 
-_SLACK_S = 60.0  # beyond a turn's time, in case its run was terminated
-# A waiting run asks again at this interval, because its place is lost if somebody terminates the workflow below.
+_SLACK_S = 60.0  # beyond a turn's time, for a run that was terminated in it
+# A waiting run asks again at this interval: if somebody terminates the workflow below, its queue of runs is lost.
 _ASK_AGAIN_S = 600.0
 
 
 class Turn(Frozen):
-    """A run's request for the lock, with its own id. `patience_s`: the turn ends after that."""
+    """A run's request for the lock. `turn_id` is unique. `patience_s`: the most seconds that it holds the lock."""
 
     workflow_id: str
     turn_id: str
@@ -26,7 +26,7 @@ class Turn(Frozen):
 
 @workflow.defn(versioning_behavior=policies.MOVES)
 class GangTurnsWorkflow:
-    """Gives runs their turns in order of arrival, and ends when no run waits. One per lease queue."""
+    """Gives runs the lock, first come first served, and ends when none waits. There is one for each queue of hosts."""
 
     @workflow.init
     def __init__(self, waiting: tuple[Turn, ...]) -> None:
@@ -49,13 +49,13 @@ class GangTurnsWorkflow:
 
     @workflow.signal
     def ask(self, turn: Turn) -> None:
-        """Add a turn to the end of the queue."""
+        """Ask for the lock."""
         if turn not in self._waiting and turn != self._current:
             self._waiting.append(turn)
 
     @workflow.signal
     def leave(self, turn: Turn) -> None:
-        """End a turn, or remove it from the queue."""
+        """Release the lock, or withdraw the request for it."""
         if turn in self._waiting:
             self._waiting.remove(turn)
         if turn == self._current:
@@ -71,7 +71,7 @@ class Turns:
         self._has_turn = False
 
     async def given(self, turn: Turn) -> None:
-        """Handle the signal that a turn has come. A turn that the run no longer waits for is ended at once."""
+        """Take the signal that this run has the lock. If it no longer waits for it, release the lock at once."""
         if turn == self._wanted:
             self._has_turn = True
         else:
@@ -79,7 +79,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, patience_s: float) -> AsyncIterator[None]:
-        """Wait for this run's turn, and keep it for the `with` block."""
+        """Hold the lock within a `with` block, after waiting for it."""
         turn_id = str(workflow.uuid4())
         turn = Turn(workflow_id=workflow.info().workflow_id, turn_id=turn_id, patience_s=patience_s)
         self._wanted, self._has_turn = turn, False
@@ -95,7 +95,7 @@ class Turns:
                 await self._leave(turn)
 
     async def _leave(self, turn: Turn) -> None:
-        with suppress(ApplicationError):  # nobody waits, and nobody has a turn
+        with suppress(ApplicationError):  # the workflow has ended: no run waits for the lock or has it
             await workflow.get_external_workflow_handle(self._id).signal(GangTurnsWorkflow.leave, turn)
 
     async def _ask(self, turn: Turn) -> None:

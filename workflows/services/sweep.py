@@ -1,4 +1,4 @@
-"""A sweep: the web service starts, follows and ends its trials; this workflow keeps calling the service until then."""
+"""A sweep: the web service starts, follows and ends its trials; this workflow calls the service until the end."""
 
 from datetime import timedelta
 from typing import Any
@@ -16,10 +16,10 @@ with workflow.unsafe.imports_passed_through():
 
 @workflow.defn(versioning_behavior=policies.MOVES)
 class SweepWorkflow:
-    """Asks the service to advance a sweep until its trials have ended, publishes the best one, and records the end.
+    """Asks the service to advance a sweep until its trials have ended, publishes the best one and records the end.
 
-    It does not know the trials: the service accepts, counts, pauses and resumes runs, and a trial that a limit paused
-    continues as another execution. So a killed service or host loses no state of this workflow.
+    It holds no state of trials: the service accepts, counts, pauses and resumes runs, and a trial that a limit paused
+    continues as another execution. So a killed service or host loses nothing.
     """
 
     @workflow.run

@@ -1,4 +1,4 @@
-"""One train step of an RL run, from its groups to the policy that it leaves, which is published where that is due."""
+"""One train step of an RL run, from its groups to the policy that it makes, which is published if that is due."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -18,7 +18,7 @@ with workflow.unsafe.imports_passed_through():
 
 
 class GroupSource(Protocol):
-    """The source of a run's own groups: samplers that get each version of the policy."""
+    """The source of a run's own groups: samplers, which need each version of the policy."""
 
     def sync_target(self, version: int) -> SyncTarget | None:
         """Return where the trainer sends a version of the policy; None if samplers load it from the store."""
@@ -88,7 +88,7 @@ async def train_and_publish(
 
 
 def is_due(start: RLStart, state: RLState, done: StepStatus) -> bool:
-    """Return True where a step's policy is published: every `publish_every` versions, and the last step's."""
+    """Return True if a step's policy is published: every `publish_every` versions, and the last step's."""
     assert done.policy_version is not None
     is_last = state.rollouts is not None and done.step == state.rollouts.num_steps
     return is_last or done.policy_version % start.run.publish_every == 0
@@ -116,7 +116,7 @@ async def unpublished(done: StepStatus) -> StepStatus:
 async def publish_while_sampling(
     publishing: Coroutine[Any, Any, StepStatus], taking_up: Coroutine[Any, Any, dict[str, float]]
 ) -> StepStatus:
-    """Publish a step while samplers take its policy up. If either fails the other is cancelled."""
+    """Publish a step while samplers load its policy. If either fails the other is cancelled."""
     tasks = asyncio.create_task(publishing), asyncio.create_task(taking_up)
     try:
         done, proof = await asyncio.gather(*tasks)
@@ -129,7 +129,7 @@ async def publish_while_sampling(
 
 
 def sync_metrics(sync: SyncOutcome) -> dict[str, float]:
-    """Return what a step's metrics say of its weight sync."""
+    """Return the metrics of a step's weight sync."""
     return {
         "sync_bytes": float(sync.num_bytes),
         "sync_blocked_s": sync.blocked_s,
@@ -139,7 +139,7 @@ def sync_metrics(sync: SyncOutcome) -> dict[str, float]:
 
 
 def unchanged(state: RLState, step: StepStatus) -> StepStatus:
-    """A step that leaves the policy unchanged."""
+    """A step that does not change the policy."""
     policy = {"policy_version": state.policy_version, "optimizer_step": state.optimizer_step}
     return step.model_copy(update=policy)
 
