@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""What a payload's encryption costs: microseconds to seal and to open one.
-=======
-"""Cost of a payload's encryption: microseconds to seal and to open one, against the HMAC of 0.1.
->>>>>>> w-pservice
+"""Cost of a payload's encryption: microseconds to seal and to open one.
 
     python -m benchmarks.payload_codec [--seconds 0.5] [--out FILE]
 

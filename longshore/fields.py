@@ -15,17 +15,10 @@ def pattern(expression: str, words: str, **rules: Any) -> Any:
 
 
 def added(default: Any, **rules: Any) -> Any:
-<<<<<<< HEAD
     """Return `Field(default, **rules)` for a field that the last release does not have (CONTRIBUTING.md).
 
     It is left out of JSON if it has its default. So hosts of the last release, which refuse names that they do not
     know, continue runs that do not use it, and refuse runs that do. A release later it may be a `Field` like any other.
-=======
-    """Return `Field(default, **rules)` for a field that the previous release did not have.
-
-    It is left out of JSON if it has its default. Hosts of the previous release, which refuse unknown names, then accept
-    requests that do not use the field, and refuse those that do. A release later it may be a `Field` like any other.
->>>>>>> w-pservice
     """
     return Field(default, exclude_if=lambda value: value == default, **rules)
 

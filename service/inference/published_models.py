@@ -308,11 +308,7 @@ class PublishedModels:
         return self.artifact(tenant, PublishedModel("adapters", name, versions[-1])) if versions else None
 
     def provenance(self, tenant: str, model_id: str) -> Envelope:
-<<<<<<< HEAD
         """Return the signed statement of a version. Raises NotFound: it has none."""
-=======
-        """Return the signed statement of a version. Raises NotFound: it has none, like older ones."""
->>>>>>> w-pservice
         found = self.find(tenant, model_id)
         if found.kind == "checkpoints":
             raise InvalidInput("a checkpoint has no statement: publish it", "model")
