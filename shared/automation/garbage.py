@@ -31,9 +31,6 @@ class GarbageReport(Frozen):
     num_going_on: int
     freed: tuple[Freed, ...] = ()
     num_withdrawn: int = Field(default=0, description="units kept because the second check found a run that uses them")
-    held_back_by: str | None = Field(
-        default=None, description="a run from before reference marks: no shared unit is deleted until it ends"
-    )
     measured: dict[str, dict[str, int]] = Field(
         default_factory=dict, description="measured bytes that count for each tenant's quota, by kind"
     )

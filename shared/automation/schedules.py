@@ -78,7 +78,7 @@ class ScheduledRun(Frozen):
 class ScheduleRecord(Frozen):
     """The record of an accepted schedule. If Temporal has lost the schedule, it is made again from this record.
 
-    `salt`: keeps others from confirming a guessed name by the id; empty for schedules from before there were salts.
+    `salt`: keeps its id from telling its name to whoever guesses it.
     """
 
     schema_version: Literal[1] = 1
@@ -88,7 +88,7 @@ class ScheduleRecord(Frozen):
     created_at: float
     paused: bool = False
     note: str | None = None
-    salt: str = ""
+    salt: str
 
     @property
     def temporal_id(self) -> str:
@@ -143,8 +143,3 @@ def data_of(run: Run) -> DatasetSource:
         return run.rollouts.prompts
     assert not isinstance(run, SessionRun)
     return run.dataset
-
-
-def first_schedule_id(tenant: str, name: str) -> str:
-    """Return the id in Temporal that 0.1 gave to a schedule."""
-    return f"{tenant}/{name}"

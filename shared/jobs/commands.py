@@ -82,9 +82,7 @@ class CommandHead(Frozen):
 
 
 _Plain = StoredAsSent | LoadStored | Skip | Gap
-Command = Annotated[Forward | ForwardBackward | _Plain, Field(discriminator="kind")]
-"""With its data in JSON: as a client sends it, and as the store has it of sessions that the release before began."""
-command: TypeAdapter[Command] = TypeAdapter(Command)
+Command = Forward | ForwardBackward | _Plain
 StoredCommand = Annotated[ForwardOptions | ForwardBackwardOptions | _Plain, Field(discriminator="kind")]
 """What a command's file says beside its arrays."""
 _stored: TypeAdapter[StoredCommand] = TypeAdapter(StoredCommand)
@@ -138,11 +136,6 @@ def units_of(arrays: Mapping[str, NDArray]) -> Units:
     return Units.of_arrays(columns, token_offsets, target_offsets)
 
 
-def packed_form(data: bytes) -> bytes:
-    """Return a command's file like `stored_form`, from JSON that includes its data. Raises ValidationError."""
-    return stored_form(command.validate_json(data)) if data[:1] == _JSON else data
-
-
 def read_command(data: bytes) -> tuple[StoredCommand, Units | None]:
     """Read a command's file: the command, and the data of a `forward` or `forward_backward`.
 
@@ -151,7 +144,6 @@ def read_command(data: bytes) -> tuple[StoredCommand, Units | None]:
         CorruptArtifact: the arrays are not those of a command.
     """
     try:
-        data = packed_form(data)
         asked = _stored.validate_json(_json_of(data))
     except ValidationError as error:
         place, rule = first_error(error)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from longshore.fields import Frozen, Sha256, added
+from longshore.fields import Frozen, Sha256
 from shared.fence import Fence
 from shared.field_rules import Reason
 from shared.jobs.weight_sync import SyncOutcome
@@ -33,7 +33,7 @@ class Started(_Event):
     device: str
     world_size: int
     code: Sha256 | None = None
-    seconds: dict[str, float] = added({})
+    seconds: dict[str, float] = Field(default_factory=dict)
 
 
 class Step(_Event):
@@ -74,7 +74,7 @@ class Evaluating(_Event):
     event: Literal["evaluating"] = "evaluating"
     step: int
     fraction: float
-    part: Literal["rows", "samples"] = added("rows")
+    part: Literal["rows", "samples"] = "rows"
 
 
 class Evaluated(_Event):

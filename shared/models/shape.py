@@ -47,7 +47,7 @@ class ModelShape(Frozen):
         split_too: other sizes that tensor parallelism splits, by name: those of recurrent layers.
         has_stacked_experts: experts are stored together and cannot be adapted.
         needs_one_stage: layers use keys and values of other layers, or have embeddings of their own.
-        routes: None although there are experts: the shape was read before routes were recorded.
+        routes: None without experts.
         max_positions: the longest sequence before rope scaling depends on the length.
         sizes: of all linears of layers that can be adapted. Empty: not one of our families, so unknown.
     """

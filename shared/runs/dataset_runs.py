@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from longshore.fields import Frozen, Name, added
+from longshore.fields import Frozen, Name
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.training import (
     DTYPE_DESCRIPTION,
@@ -59,7 +59,7 @@ class TrainedRun(Frozen):
     model: ModelUri
     trainable: Trainable = Lora()
     initial_adapter: str | None = Field(default=None, description="a published adapter to continue from: URI or name")
-    allow_other_base: bool = added(False, description=OTHER_BASE_DESCRIPTION)
+    allow_other_base: bool = Field(default=False, description=OTHER_BASE_DESCRIPTION)
     bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
     memory_budget_bytes: int | None = Field(default=None, ge=1_000_000, description=_BUDGET)
     optimizer: OptimizerName = "adamw"

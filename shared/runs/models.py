@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from longshore.fields import Artifact, Frozen, added
+from longshore.fields import Artifact, Frozen
 from longshore.layout import EngineName, Layout
 from longshore.training import Dtype, Trainable
 from shared.models.shape import ModelShape
@@ -31,7 +31,7 @@ class ModelRequest(Frozen):
     trainable: Trainable | None = None
     max_tokens: int | None = None
     any_family: bool = False
-    dtype: Dtype | None = added(None)
+    dtype: Dtype | None = None
 
 
 class ResolvedModel(Frozen):

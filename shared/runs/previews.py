@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from longshore.fields import Frozen, added
+from longshore.fields import Frozen
 from longshore.training import MAX_SCALARS
 from shared.field_rules import Reason, Remark
 from shared.jobs.steps import Cut, RunLength
@@ -46,7 +46,7 @@ class Report(Frozen):
     lost: tuple[LostRow, ...]
     num_control_tokens: int = Field(default=0, description="rows whose messages hold the text of a control token")
     warnings: tuple[Reason, ...] = ()
-    notices: tuple[Reason, ...] = added((), description="those warnings that a run on these rows also shows")
+    notices: tuple[Reason, ...] = Field(default=(), description="those warnings that a run on these rows also shows")
 
     @property
     def num_lost(self) -> int:

@@ -218,7 +218,7 @@ Run = Annotated[SFTRun | DPORun | DistillRun | RewardRun | RLRun | SessionRun, F
 
 
 def dtype_of(run: Run) -> Dtype:
-    """Return the precision of an accepted run. It is only `auto` for runs from before this could be chosen."""
+    """Return the precision of a run; the service has chosen one for `auto` when it accepts a run."""
     return "float32" if run.dtype == "auto" else run.dtype
 
 

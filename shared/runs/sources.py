@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from longshore.fields import Frozen, Name, added
+from longshore.fields import Frozen, Name
 from longshore.losses import MOST_TEACHERS, DistillationSettings, several_teachers_fit
 from longshore.training import PAIRED
 
@@ -109,10 +109,8 @@ class TaughtBy(DistillationSettings):
     teacher_model: str | None = Field(
         default=None, min_length=1, max_length=256, description="the teacher's name at that URL"
     )
-    teacher_key: str | None = added(
-        None,
-        max_length=64,
-        description="for a teacher behind a URL: the name of its key in the installation's settings",
+    teacher_key: str | None = Field(
+        default=None, max_length=64, description="for a teacher behind a URL: the name of its key in this installation"
     )
     teachers: Annotated[tuple[tuple[Name, TeacherUri], ...], PAIRED] = Field(
         default=(),

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from longshore.fields import Frozen, added
+from longshore.fields import Frozen
 from longshore.training import SessionRun
 from shared.errors import NotFound
 from shared.limits import QuotaSettings
@@ -29,9 +29,13 @@ class RunTiming(Frozen):
     """Timeouts of the control plane for this run. Workflows may not read settings, so the run's input has them."""
 
     heartbeat_timeout_s: float = Field(default=10.0, gt=0)
-    host_pickup_timeout_s: float = Field(default=15.0, gt=0, description="until a leased host must take its job")
-    cancel_grace_s: float = Field(default=60.0, gt=0, description="from a cancel to the kill of the process group")
-    gather_patience_s: float = added(600.0, gt=0, description="until enough hosts for a worker are free")
+    host_pickup_timeout_s: float = Field(
+        default=15.0, gt=0, description="seconds until a leased host must take its job"
+    )
+    cancel_grace_s: float = Field(
+        default=60.0, gt=0, description="seconds from a cancel to the kill of the process group"
+    )
+    gather_patience_s: float = Field(default=600.0, gt=0, description="seconds to wait for enough free hosts")
     max_losses: int = Field(default=5, ge=1, description="workers lost in a row without a new checkpoint")
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from longshore.fields import Artifact, Frozen, Sha256, added
+from longshore.fields import Artifact, Frozen, Sha256
 from longshore.training import ScalarHead
 from shared.fence import Fence
 from shared.field_rules import Reason
@@ -85,9 +85,13 @@ class RunStatus(Frozen):
     )
     problem: Problem | None = None
     skipped_steps: int = Field(default=0, description="of an RL run: train steps with nothing to learn from")
-    failed_steps: int = added(0, description="of an RL run: train steps that could not be trained")
-    equal_reward_steps: int = added(0, description="of an RL run: trained steps whose rewards were all the same")
-    zero_gradient_steps: int = added(0, description="of an RL run: trained steps whose gradient was 0 throughout")
+    failed_steps: int = Field(default=0, description="of an RL run: train steps that could not be trained")
+    equal_reward_steps: int = Field(
+        default=0, description="of an RL run: trained steps whose rewards were all the same"
+    )
+    zero_gradient_steps: int = Field(
+        default=0, description="of an RL run: trained steps whose gradient was 0 throughout"
+    )
     notices: tuple[Reason, ...] = Field(default=(), description="what its user should know, whether it succeeds or not")
     started_at: float | None = Field(default=None, description="of its first execution, also for a resumed run")
     ended_at: float | None = None
@@ -98,8 +102,9 @@ class RunStatus(Frozen):
     paused_by: str | None = Field(
         default=None, description="the limit that paused it, in words: the run resumes by itself when that is raised"
     )
-    client_away: bool = added(
-        False, description="it was paused because its client sent nothing: the client's next command or step resumes it"
+    client_away: bool = Field(
+        default=False,
+        description="it was paused because its client sent nothing: the client's next command or step resumes it",
     )
     gpu_seconds: float = Field(default=0.0, description="seconds that workers were leased, times their ranks")
 

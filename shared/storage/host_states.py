@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from longshore.fields import Frozen, added
+from longshore.fields import Frozen
 from shared.errors import NotFound
 from shared.storage.paths import ANSWERING_HOSTS, HOST_STATES, host_state, of_shape
 from shared.storage.store import ObjectStore
@@ -62,7 +62,7 @@ class Offer(Frozen):
 
     max_ranks: int
     seen_at: float
-    devices: Devices | None = added(None)
+    devices: Devices | None = None
 
 
 class HostState(Frozen):
@@ -87,7 +87,7 @@ class HostState(Frozen):
     launch: str | None = None
     lease_since: float | None = None
     max_ranks: int | None = None
-    devices: Devices | None = added(None)
+    devices: Devices | None = None
 
     @property
     def id(self) -> str:

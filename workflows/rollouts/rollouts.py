@@ -36,11 +36,9 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts import requests as rollout_requests
     from workflows.rollouts.requests import rollouts_of
     from workflows.rollouts.rewards import find_rewards, scored
-    from workflows.rollouts.sampling import REPLACES_MISMATCHED, LeasedSamplers
+    from workflows.rollouts.sampling import LeasedSamplers
     from workflows.training.run import ActiveRun
     from workflows.training.train_step import unchanged
-
-_LATE_PROOF = "a sampler that comes after a proof proves the same before it draws"
 
 
 @dataclass(frozen=True)
@@ -274,9 +272,9 @@ class RolloutSource:
     async def _prove_once(self, grant: LeaseGrant) -> list[Proved]:
         """Have a sampler prove that it serves the policy of the last proof, if it has not been asked to."""
         epoch = grant.fence.epoch
-        if epoch in self._proving and workflow.patched(REPLACES_MISMATCHED):  # it may not have the policy
+        if epoch in self._proving:  # it may not have the policy
             await workflow.wait_condition(lambda: epoch not in self._proving)
-        if self._proof is None or epoch in self._proved or not workflow.patched(_LATE_PROOF):
+        if self._proof is None or epoch in self._proved:
             return []
         self._proving.add(epoch)
         try:

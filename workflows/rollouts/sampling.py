@@ -26,10 +26,8 @@ with workflow.unsafe.imports_passed_through():
 
 RequestT = TypeVar("RequestT")
 Answer = TypeVar("Answer")
-REPLACES_MISMATCHED = "a sampler that fails the proof is given up, and another is leased"
-DRAWS_AGAIN = "what a sampler may have drawn before it failed the proof is drawn again"
-# After this many samplers in a row of one lease slot have failed the proof with weights from the store, that slot stays
-# empty, since another sampler would fail, too.
+# If this many samplers in a row fail the proof in one of a run's sampler slots, even with weights from the store, the
+# slot stays empty: another one would fail, too.
 _MAX_MISMATCHES = 2
 _SHARED_AFTER = timedelta(minutes=1)  # enough for a process to start if a host is free
 
@@ -112,7 +110,7 @@ class LeasedSamplers:
     def go_on_after(self, problem: Problem | None) -> None:
         """Note why a resumed run had ended: a sampler that failed a proof may have left samples in the store."""
         if problem is not None and problem.kind == "sampler_mismatch" and self.draws_unproven:
-            self.num_mismatched += workflow.patched(DRAWS_AGAIN)
+            self.num_mismatched += 1
 
     @property
     def is_up(self) -> bool:
@@ -229,9 +227,7 @@ class LeasedSamplers:
         Raises:
             RunFailed: no sampler is left.
         """
-        if grant is None or not is_mismatch(error) or not workflow.patched(REPLACES_MISMATCHED):
-            return False
-        if self.draws_unproven and not workflow.patched(DRAWS_AGAIN):
+        if grant is None or not is_mismatch(error):
             return False
         self.num_mismatched += 1
         self._mismatches.update(number for number, one in enumerate(self.leasings) if one.grant is grant)

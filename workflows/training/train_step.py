@@ -7,18 +7,14 @@ from typing import Any, Protocol
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.records.run_records import policy_of
     from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
     from shared.jobs.weight_sync import SyncOutcome, SyncTarget
     from shared.runs.start import RLStart
-    from shared.runs.status import Policy, RLState, StepStatus
+    from shared.runs.status import RLState, StepStatus
     from workflows import control
     from workflows.training import models
     from workflows.training.job_plan import replayed_routes, rl_job
     from workflows.training.run import ActiveRun
-
-# The order of a step's end: today the next step is sampled as soon as samplers have proven this one's policy.
-_SAMPLES_EARLY = "the next step is sampled while this one is published"
 
 
 class GroupSource(Protocol):
@@ -27,11 +23,11 @@ class GroupSource(Protocol):
     def sync_target(self, version: int) -> SyncTarget | None:
         """Return where the trainer sends a version of the policy; None if samplers load it from the store."""
 
-    async def prove(self, policy: Policy, logprobs: Sequence[float]) -> dict[str, float]:
-        """Prove that samplers serve a policy, given the trainer's log-probabilities of the probe; return metrics."""
-
     async def prove_and_sample_next(self, step: StepStatus, logprobs: Sequence[float]) -> dict[str, float]:
-        """Prove the policy that a step made as `prove` does, and begin to sample the next step."""
+        """Prove that samplers serve the policy that a step made, given the trainer's log-probabilities of the probe.
+
+        Begins to sample the next step. Returns metrics.
+        """
 
 
 async def train_and_publish(
@@ -85,12 +81,8 @@ async def train_and_publish(
     )
     if source is None:
         done = await publishing
-    elif workflow.patched(_SAMPLES_EARLY):
-        done = await publish_while_sampling(publishing, source.prove_and_sample_next(done, result.probe))
     else:
-        done = await publishing
-        proof = await source.prove(policy_of(done), result.probe)
-        done = done.model_copy(update={"metrics": done.metrics | proof})
+        done = await publish_while_sampling(publishing, source.prove_and_sample_next(done, result.probe))
     seconds = {"training_seconds": trained - began, "publishing_seconds": workflow.time() - trained}
     return done.model_copy(update={"metrics": done.metrics | result.metrics | seconds})
 
