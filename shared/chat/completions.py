@@ -66,7 +66,7 @@ class CompletionRequest(SamplerRequest):
     prompt: str | list[int] | list[str] | list[list[int]]
     n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     echo: bool | None = Field(default=None, description="begin with the prompt: its text, and its tokens' logprobs")
-    max_tokens: int = Field(default=16, ge=0, description="0 with echo alone: the prompt is scored")
+    max_tokens: int = Field(default=16, ge=0, description="0 is only allowed with echo: then the prompt is scored")
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
     stop: str | list[str] | None = Field(default=None, max_length=64)

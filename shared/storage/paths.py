@@ -1,5 +1,4 @@
-"""The keys of the store (with uses.py), and the folders that a host and its worker share. Only this module joins them.
-"""
+"""The keys of the store (with uses.py), and the folders that a host and its worker share. They are made only here."""
 
 import hashlib
 import json
