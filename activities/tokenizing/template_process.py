@@ -59,6 +59,11 @@ class TemplateSource:
         """Matches any control token."""
         return one_of(self.control_tokens)
 
+    @property
+    def text(self) -> str:
+        """All that it says, in which a key is looked for."""
+        return f"{self.source} {self.tool_source}"
+
 
 class TemplateProcess:
     """Renders conversations in a child process, which ends with the `with` block, or if a batch exceeds its limits."""
