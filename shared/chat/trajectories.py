@@ -92,7 +92,7 @@ class ChatHistory(Frozen):
     tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="that the model was told of")
 
 
-class ChatTrajectory(Frozen):
+class ChatTrajectory(ChatHistory):
     """One sampled conversation, as a client of chat completions has it.
 
     Assistant turns with `logprobs` or an `answer_id` count as sampled: messages with those fields (and `token_ids`)
@@ -100,10 +100,6 @@ class ChatTrajectory(Frozen):
     conversation is turned into a token form: the sampled ids, each after the ids of the prompt it was sampled with.
     """
 
-    messages: tuple[dict[str, JsonValue], ...] = Field(
-        min_length=1, validation_alias=AliasChoices("messages", "messages_and_choices")
-    )
-    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="that the model was told of")
     additional_histories: tuple[ChatHistory, ...] = Field(
         default=(), description="further conversations, which have its reward: a sub-agent's, or after a summary"
     )
