@@ -9,7 +9,6 @@ from typing import Any
 
 import h11
 import uvicorn
-from h11._readers import ContentLengthReader
 from pydantic import IPvAnyAddress, IPvAnyNetwork
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
@@ -67,12 +66,13 @@ class _OneLength(h11.Connection):
 
     def passes(self, data: bytes) -> bool:
         """True for bytes in the middle of a body of known length, which then count as read."""
-        reader: object = self._reader
-        if self.their_state is not h11.SEND_BODY or not isinstance(reader, ContentLengthReader) or self._receive_buffer:
+        reader: Any = self._reader  # of such a body it has `_remaining`, of others not
+        if self.their_state is not h11.SEND_BODY or self._receive_buffer:
             return False
-        is_within = 0 < len(data) < reader._remaining
-        reader._remaining -= len(data) * is_within
-        return is_within
+        if not 0 < len(data) < getattr(reader, "_remaining", 0):
+            return False
+        reader._remaining -= len(data)
+        return True
 
     def next_event(self) -> Any:
         """Raises h11.RemoteProtocolError, which uvicorn answers with 400 and the connection's end."""
