@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from longshore.fields import Artifact, Frozen, pattern
+from longshore.fields import Artifact, Frozen, Reason, pattern
 from longshore.losses import CrossEntropy, Distillation, PolicyLoss, SquaredError
 from longshore.training import Adam, Optimizer
 
@@ -242,7 +242,7 @@ class CommandProblem(Frozen):
     """
 
     kind: Literal["invalid_input", "not_finite", "error", "dropped"]
-    message: str
+    message: Reason
 
 
 class CommandResult(Frozen):

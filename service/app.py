@@ -52,7 +52,7 @@ from service.apis.tinker import training as tinker_training
 from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
-from service.files.files import uploads_folder
+from service.files.incoming import uploads_folder
 from service.host_http.listening import BoundedListener, config
 from service.host_http.metrics import observed
 from service.rebuild import rebuild

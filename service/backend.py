@@ -18,7 +18,8 @@ from service.automation.sweeps import Sweeps
 from service.automation.webhooks import Webhooks
 from service.database.engine import Database
 from service.decoding import Decoding
-from service.files.files import Files, uploads_folder
+from service.files.files import Files
+from service.files.incoming import uploads_folder
 from service.files.uploads import Uploads
 from service.host_http.clients import HostClients
 from service.host_http.session_bells import SessionBells

@@ -4,12 +4,9 @@ processor time, in its tenant's share of such processes, and only for as long as
 
 import asyncio
 import os
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from fastapi import HTTPException, Request
@@ -21,7 +18,7 @@ from activities.confined.calls import machine_bytes
 from activities.confined.children import Child, ForkServer
 from activities.confined.fork_server import types_of
 from service.accounts.limits import FairShare
-from service.files.files import uploads_folder
+from service.files.incoming import Incoming, Received, uploads_folder
 from shared.settings import ConfinedSettings, Settings
 
 AnswerT = TypeVar("AnswerT")
@@ -44,7 +41,8 @@ class Decoding:
         limits = settings.tenant_limits
         self._share = FairShare("large bodies", limits.bodies, limits.patience_s)
         self._room = asyncio.Semaphore(max(limits.bodies + 1, machine_bytes() // _LARGE_MEMORY_BYTES))
-        self._folder = uploads_folder(settings.root_path)
+        self._incoming = Incoming(uploads_folder(settings.root_path))
+        self.scratch = self._incoming.scratch
 
     async def call(
         self,
@@ -88,40 +86,19 @@ class Decoding:
         return result
 
     @asynccontextmanager
-    async def scratch(self) -> AsyncIterator[Path]:
-        """Yield a file for a child's output; it is deleted at the end of the block."""
-        await asyncio.to_thread(self._folder.mkdir, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self._folder) as file:
-            yield Path(file.name)
-
-    @asynccontextmanager
-    async def received(self, request: Request, max_bytes: int) -> AsyncIterator["Received"]:
+    async def received(self, request: Request, max_bytes: int) -> AsyncIterator[Received]:
         """Receive a body into a file, which lasts as long as the block.
 
         Raises HTTPException: it is larger (413), or does not come.
         """
-        async with self.scratch() as path:
-            size = 0
-            with path.open("wb") as file:
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > max_bytes:
-                        text = f"the body is larger than the {max_bytes} bytes that are taken here"
-                        raise HTTPException(413, text)
-                    await asyncio.to_thread(file.write, chunk)
-            yield Received(path, size)
 
+        async def admit(size: int) -> None:
+            if size > max_bytes:
+                raise HTTPException(413, f"the body is larger than the {max_bytes} bytes that are taken here")
 
-@dataclass(frozen=True)
-class Received:
-    """A body in a file."""
-
-    path: Path
-    num_bytes: int
-
-    @property
-    def is_small(self) -> bool:
-        return self.num_bytes <= SMALL_BYTES
+        tenant = request.state.principal.tenant
+        async with self._incoming.received(tenant, request.stream(), admit) as body:
+            yield body
 
 
 class _Call:

@@ -67,6 +67,7 @@ class Unread:
             yield f"an answer of {rows} is empty, and the model learns to say nothing; first: {self.first_empty}"
         if self.columns:
             yield f"nobody reads the columns {listed(sorted(self.columns))}"
+        template = " ".join((template, *THOUGHTS))
         keys = sorted(key for key in self.keys if not re.search(rf"\b{re.escape(key)}\b", template))
         if keys:
             rows = ", ".join(str(self.keys[key]) for key in keys[:12])

@@ -103,7 +103,13 @@ def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
     if spec.question is None or (source.prompt_field is not None and spec.name != "prompt_completion"):
         rule = "ask nothing" if spec.question is None else "have no prompt_field"
         raise InvalidInput(f"rows of the format {spec.name} {rule}", "format")
-    return Dataset(folder, files, spec, spec.question, None, Unread.beside(folder))
+    question, unread = spec.question, Unread.beside(folder)
+
+    def parse(row: Row) -> Question:
+        unread.note_keys(row, (*spec.fields, *spec.more))
+        return question(row)
+
+    return Dataset(folder, files, spec, parse, None, unread)
 
 
 def question_of(source: DatasetSource) -> Callable[[Row], Question]:

@@ -25,9 +25,8 @@ from activities.formats.rows import listed
 from activities.host_context import HostContext, beating, host_is_leaving, locked, remove_abandoned
 from activities.sources.http import HttpSource, parse_http_uri
 from activities.sources.transfer import Allowance, Broken, Piece, compression_of, fetch, unpack
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Frozen, Reason
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
-from shared.field_rules import Reason
 from shared.runs.requests import RunId, Tenant
 from shared.runs.sources import DatasetSource
 from shared.settings import Settings

@@ -125,7 +125,8 @@ def _preview_of_prompts(dataset: Path, tokenizer: ModelTokenizer, request: Previ
     """Render the first prompts as rollouts do, and count their tokens. None of them is trained."""
     opened = open_prompts(dataset, request.source)
     questions = _Counted(iter(opened), request)
-    tally, shown, tokens_U = PromptTally(opened, request.max_tokens), list[PreviewRow](), array("q")
+    tally = PromptTally(opened, request.max_tokens, tokenizer.template)
+    shown, tokens_U = list[PreviewRow](), array("q")
     for question, token_ids in rendered(questions.first(), tokenizer, tally.add_refused):
         if is_kept := tally.count(question, token_ids):
             tokens_U.append(len(token_ids))

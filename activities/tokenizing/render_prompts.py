@@ -22,7 +22,7 @@ from activities.host_context import HostContext
 from activities.tokenizing.chat_template import Rendered, WeightedSpan
 from activities.tokenizing.encoding import batches_of, sign_longest
 from activities.tokenizing.shown import HiddenThoughts
-from activities.tokenizing.template_process import TemplateProcess
+from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, tokenizer_files
 from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
@@ -127,7 +127,7 @@ def write_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PromptsRequ
     Raises InvalidInput: a row has no prompt, or more rows than `max_lost_fraction` are too long or refused.
     """
     opened = open_prompts(dataset, request.source)
-    tally = PromptTally(opened, request.max_prompt_tokens)
+    tally = PromptTally(opened, request.max_prompt_tokens, tokenizer.template)
     usable = (
         PromptRow(question.place, tuple(token_ids), question.item)
         for question, token_ids in rendered(opened, tokenizer, tally.add_refused)
@@ -225,6 +225,7 @@ class PromptTally:
 
     dataset: Dataset[Question]
     max_tokens: int
+    template: TemplateSource | None = None
     num_rows: int = 0
     num_answers: int = 0
     num_too_long: int = 0
@@ -264,6 +265,7 @@ class PromptTally:
             self.lost.append(LostRow(place=place, reason=reason))
 
     def report(self) -> PromptsReport:
+        template = self.template.text if self.template else ""
         return PromptsReport(
             format=self.dataset.format.name,
             num_rows=self.num_rows,
@@ -275,7 +277,10 @@ class PromptTally:
             longest_tokens=self.longest,
             probe=self.probe,
             lost=tuple(self.lost),
-            warnings=(*self.hidden.warnings(), *self.dataset.unread.warnings("")),
+            warnings=(
+                *self.hidden.warnings(),
+                *self.dataset.unread.warnings(template),
+            ),
         )
 
     def refuse_losses(self, max_lost_fraction: float, place: str) -> None:

@@ -59,6 +59,11 @@ class TemplateSource:
         """Matches any control token."""
         return one_of(self.control_tokens)
 
+    @property
+    def text(self) -> str:
+        """The source of both templates, to search for keys."""
+        return f"{self.source} {self.tool_source}"
+
 
 class TemplateProcess:
     """Renders conversations in a child process, which ends with the `with` block, or if a batch exceeds its limits."""

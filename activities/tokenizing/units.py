@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from activities.formats.columns import Unread
-from activities.tokenizing.shown import REASONING, HiddenThoughts
+from activities.tokenizing.shown import HiddenThoughts
 from activities.tokenizing.template_process import TemplateSource
 from shared.errors import InvalidInput
 from shared.jobs.packed import UnitsWriter
@@ -42,7 +42,7 @@ class Tally:
         """`unread`: the rows' unread parts; it may grow until the report is made."""
         self._kind = kind
         self._unread = unread or Unread()
-        self._template = f"{template.source} {template.tool_source}" if template else ""
+        self._template = template.text if template else ""
         self._hidden = HiddenThoughts()
         self._max_tokens = max_tokens
         self._counts: Counter[str] = Counter()
@@ -140,7 +140,7 @@ class Tally:
             )
         yield from self._hidden.warnings()
         yield from self._notices()
-        yield from self._unread.warnings(f"{self._template} {' '.join(REASONING)}")
+        yield from self._unread.warnings(self._template)
 
     def _notices(self) -> Iterator[str]:
         if num := self._counts["unlike"]:

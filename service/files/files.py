@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import re
 import tarfile
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from service.accounts.tenants import Quotas, WriteReservation
 from service.database.engine import Database
 from service.database.tables import FileRow, TenantRow
 from service.errors import Conflict
+from service.files.incoming import Incoming
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import Tenant
 from shared.runs.status import RunStatus
@@ -74,7 +74,7 @@ class Files:
         self._store = store
         self._database = database
         self._quotas = quotas
-        self._scratch = scratch
+        self._incoming = Incoming(scratch)
 
     async def receive(
         self,
@@ -99,32 +99,25 @@ class Files:
         """
         if not _NAME.fullmatch(name):
             raise InvalidInput("a file name has letters, digits, dots, dashes and underscores: at most 128", "name")
-        await asyncio.to_thread(self._scratch.mkdir, parents=True, exist_ok=True)
-        digest, size = hashlib.sha256(), 0
+        digest = hashlib.sha256()
         async with self._quotas.reservation(tenant) as reserved:
             await reserved.hold(num_bytes)
-            with tempfile.NamedTemporaryFile(dir=self._scratch) as file:
-                async for chunk in chunks:
-                    digest.update(chunk)
-                    size += len(chunk)
-                    await reserved.hold(size, grows=True)
-                    await asyncio.to_thread(file.write, chunk)
-                if not size:
+            async with self._incoming.received(tenant, chunks, partial(reserved.hold, grows=True), digest) as body:
+                if not body.num_bytes:
                     raise InvalidInput("the file is empty", name)
                 purpose = purpose if isinstance(purpose, str) else purpose()
-                file.flush()
                 sha256 = digest.hexdigest()
                 record = FileRecord(
                     file_id=file_id or _content_id(sha256, name, purpose),
                     tenant=tenant,
                     name=name,
                     purpose=purpose,
-                    size=size,
+                    size=body.num_bytes,
                     sha256=sha256,
                     uri=uri_of(self._store, paths.upload(tenant, sha256, name)),
                     created_at=time.time(),
                 )
-                return await self._keep(record, Path(file.name), reserved)
+                return await self._keep(record, body.path, reserved)
 
     async def _keep(self, record: FileRecord, file: Path, reserved: WriteReservation) -> FileRecord:
         key, data = _bytes_of(record), _json(record)
@@ -232,11 +225,6 @@ class Files:
         key = _bytes_of(record)
         for start in range(0, record.size, _CHUNK_BYTES):
             yield self._store.read_range(key, start, min(_CHUNK_BYTES, record.size - start))
-
-
-def uploads_folder(root: Path) -> Path:
-    """The folder of bodies that a service of this root is receiving."""
-    return root / "service" / "uploads"
 
 
 def _content_id(sha256: str, name: str, purpose: str) -> str:

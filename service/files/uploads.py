@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import re
 import secrets
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from service.accounts.tenants import Quotas
 from service.database.locks import KeyedLocks
 from service.errors import Conflict
 from service.files.files import FileRecord, Files, transferred
+from service.files.incoming import Incoming
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import Tenant
 from shared.storage import paths
@@ -67,7 +67,7 @@ class Uploads:
         self._store = store
         self._files = files
         self._quotas = quotas
-        self._scratch = scratch
+        self._incoming = Incoming(scratch)
         self._locks = KeyedLocks()  # held while an upload is completed or cancelled
 
     async def create(self, tenant: str, *, name: str, purpose: str, size: int) -> UploadRecord:
@@ -99,22 +99,19 @@ class Uploads:
         """Store a part. Raises InvalidInput if it is empty or too large, Conflict if the upload has ended."""
         await self._pending(tenant, upload_id)
         part = UploadPart(part_id=f"part_{secrets.token_hex(12)}", upload_id=upload_id, created_at=time.time())
-        await asyncio.to_thread(self._scratch.mkdir, parents=True, exist_ok=True)
-        size = 0
         async with self._quotas.reservation(tenant) as reserved:
-            with tempfile.NamedTemporaryFile(dir=self._scratch) as file:
-                async for chunk in chunks:
-                    size += len(chunk)
-                    if size > MAX_PART_BYTES:
-                        raise InvalidInput(f"a part has at most {MAX_PART_BYTES} bytes", "data")
-                    await reserved.hold(size, grows=True)
-                    await asyncio.to_thread(file.write, chunk)
-                if not size:
+
+            async def admit(size: int) -> None:
+                if size > MAX_PART_BYTES:
+                    raise InvalidInput(f"a part has at most {MAX_PART_BYTES} bytes", "data")
+                await reserved.hold(size, grows=True)
+
+            async with self._incoming.received(tenant, chunks, admit) as body:
+                if not body.num_bytes:
                     raise InvalidInput("the part is empty", "data")
-                file.flush()
                 key = paths.upload_part(tenant, upload_id, part.part_id)
-                await transferred(self._store.put_file, key, Path(file.name))
-            await reserved.settle(size)
+                await transferred(self._store.put_file, key, body.path)
+            await reserved.settle(body.num_bytes)
         return part
 
     async def complete(
@@ -191,12 +188,15 @@ class Uploads:
 
     async def _joined(self, keys: Sequence[str], sizes: Sequence[int], md5: str | None) -> AsyncIterator[bytes]:
         digest = hashlib.md5(usedforsecurity=False)
+
+        def read(key: str, start: int, length: int) -> bytes:
+            chunk = self._store.read_range(key, start, length)
+            digest.update(chunk)
+            return chunk
+
         for key, size in zip(keys, sizes, strict=True):
             for start in range(0, size, _CHUNK_BYTES):
-                length = min(_CHUNK_BYTES, size - start)
-                chunk = await asyncio.to_thread(self._store.read_range, key, start, length)
-                digest.update(chunk)
-                yield chunk
+                yield await asyncio.to_thread(read, key, start, min(_CHUNK_BYTES, size - start))
         if md5 is not None and digest.hexdigest() != md5.lower():
             raise InvalidInput(f"the bytes that came have the MD5 sum {digest.hexdigest()}", "md5")
 

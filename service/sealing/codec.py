@@ -43,9 +43,9 @@ from temporalio.exceptions import ApplicationError
 from temporalio.worker import WorkflowInstance, WorkflowInstanceDetails
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
+from longshore.fields import bounded
 from service.errors import WrongSealKey
 from service.sealing.keys import MEND, SealKey, SealKeys, found_key
-from shared.errors import bounded
 
 UNSEALED = "Unsealed"
 """The error type of payloads that no key of the installation opens, or of another workflow."""

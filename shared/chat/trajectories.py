@@ -92,7 +92,7 @@ class ChatHistory(Frozen):
     tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="the tools in the model's prompt")
 
 
-class ChatTrajectory(Frozen):
+class ChatTrajectory(ChatHistory):
     """One sampled conversation, as a client of chat completions has it.
 
     Assistant turns with `logprobs` or an `answer_id` count as sampled: messages that also have those fields (and
@@ -100,10 +100,6 @@ class ChatTrajectory(Frozen):
     conversation is converted to token ids: sampled ids, each after the ids of the prompt it was sampled with.
     """
 
-    messages: tuple[dict[str, JsonValue], ...] = Field(
-        min_length=1, validation_alias=AliasChoices("messages", "messages_and_choices")
-    )
-    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="the tools in the model's prompt")
     additional_histories: tuple[ChatHistory, ...] = Field(
         default=(), description="further conversations with the same reward: a sub-agent's, or after a summary"
     )

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, ValidationError, field_validator, model_validator
 
-from longshore.fields import Frozen
+from longshore.fields import Frozen, Reason
 from shared.errors import InvalidInput
-from shared.field_rules import Reason, first_error
+from shared.field_rules import first_error
 from shared.grading.expressions import FUNCTIONS, MAX_EXPRESSION_CHARS, parse_expression
 from shared.grading.templates import parse_template
 

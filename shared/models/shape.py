@@ -80,12 +80,6 @@ class ModelShape(Frozen):
         own = {size.name for size in self.sizes}
         return tuple(name for name in LINEARS if name in own or self.is_generic)
 
-    @property
-    def linears_of_layers(self) -> list[frozenset[tuple[Linear, Of]]]:
-        """The linears of each layer."""
-        layers = range(self.num_layers)
-        return [frozenset((size.name, size.of) for size in self.sizes if layer in size.layers) for layer in layers]
-
     def num_linears(self, targets: Container[Target]) -> int:
         """Count the linears that an adapter adapts. Those of an MLP count once for each expert."""
         return sum(size.num * len(size.layers) for size in self.sizes if size.name in targets)

@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from longshore.fields import Frozen
+from longshore.fields import Frozen, Reason
 from longshore.training import MAX_SCALARS
-from shared.field_rules import Reason, Remark
+from shared.field_rules import Remark
 from shared.jobs.steps import Cut, RunLength
 from shared.runs.requests import Tenant
 from shared.runs.sources import Format, RowsSource

@@ -10,9 +10,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Frozen, Reason
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput
-from shared.field_rules import Reason
 
 
 class StageRequest(Frozen):

@@ -40,7 +40,7 @@ from shared.limits import RateLimitSettings
 from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import published_version, version_claim
-from shared.storage.store import LocalStore, ObjectStore, open_store
+from shared.storage.store import LocalStore, ObjectStore, S3Store, open_store
 from tests import forks
 from tests.service.postgres import new_database, postgres
 from tests.service.stand_in import RLStandIn, StandIn
@@ -68,7 +68,7 @@ def watched_transactions() -> Iterator[None]:
     """Note every request to a store that is made while its thread has a transaction of a database open."""
 
     def watched(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(store: LocalStore, *arguments: Any, **named: Any) -> Any:
+        def asked(store: ObjectStore, *arguments: Any, **named: Any) -> Any:
             if getattr(_here, "is_open", False):
                 _asked_within.append(f"{name}{arguments[:1]}: {''.join(traceback.format_stack(limit=6))}")
             return ask(store, *arguments, **named)
@@ -86,7 +86,8 @@ def watched_transactions() -> Iterator[None]:
         for each in heard:
             event.listen(*each)
         for name in STORE_REQUESTS:
-            patched.setattr(LocalStore, name, watched(name, getattr(LocalStore, name)))
+            for kind in (LocalStore, S3Store):
+                patched.setattr(kind, name, watched(name, getattr(kind, name)))
         yield
         for each in heard:
             event.remove(*each)

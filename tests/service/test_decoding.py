@@ -1,6 +1,9 @@
-"""Large bodies are read in children: for as long as their clients wait, and in their tenant's share."""
+"""Large bodies: received in turn, and read in children for as long as their clients wait, in their tenant's share."""
 
 import asyncio
+import hashlib
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -11,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from service.accounts.principals import Principal
 from service.decoding import Decoding
 from service.errors import Busy
+from service.files.incoming import Incoming
 from shared.limits import TenantLimits
 from shared.settings import Settings
 from tests.activities import confined_work as work
@@ -41,3 +45,43 @@ async def test_a_child_ends_with_its_client_and_leaves_its_place(tmp_path: Path)
     child = int(note.read_text())
     await asyncio.to_thread(wait_until, lambda: not psutil.pid_exists(child), "the child has ended")
     assert await decoding.call(request_of("acme", stays), work.echo, "again") == "again"
+
+
+class HeldDigest:
+    """A digest whose bytes are hashed when they may be."""
+
+    def __init__(self) -> None:
+        self.goes_on, self._of = threading.Event(), hashlib.sha256()
+
+    def update(self, data: bytes) -> None:
+        assert self.goes_on.wait(120)
+        self._of.update(data)
+
+    def hexdigest(self) -> str:
+        return self._of.hexdigest()
+
+
+async def test_of_one_tenants_bodies_one_is_read_on_at_a_time(tmp_path: Path) -> None:
+    """While a piece of one is written, each of the others is read up to its first piece. Other tenants' go on."""
+    incoming, digest, num_read, piece = Incoming(tmp_path), HeldDigest(), [0] * 10, b"x" * (1 << 20)
+
+    async def chunks(number: int) -> AsyncIterator[bytes]:
+        for _ in range(3):
+            num_read[number] += 1
+            yield piece
+
+    async def allowed(_: int) -> None:
+        pass
+
+    async def receive(tenant: str, number: int) -> int:
+        of = digest if number == 0 else None
+        async with incoming.received(tenant, chunks(number), allowed, of) as body:  # type: ignore[arg-type]
+            return body.path.stat().st_size
+
+    ours = [asyncio.create_task(receive("acme", number)) for number in range(9)]
+    assert await receive("other", 9) == 3 << 20
+    assert num_read[:9] == [1] * 9
+    digest.goes_on.set()
+    assert await asyncio.gather(*ours) == [3 << 20] * 9
+    assert digest.hexdigest() == hashlib.sha256(3 * piece).hexdigest()
+    assert not await asyncio.to_thread(lambda: [*tmp_path.iterdir()])

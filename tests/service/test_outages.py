@@ -24,7 +24,7 @@ from temporalio.service import RPCError
 from service.backend import Backend
 from service.database import migrate
 from service.database.engine import open_database
-from service.files.files import uploads_folder
+from service.files.incoming import uploads_folder
 from service.runs.views.run_view import RunView
 from shared.errors import StoreUnavailable
 from shared.runs.dataset_runs import SFTRun

@@ -36,6 +36,7 @@ from service.apis.errors import validation_problem
 from service.apis.json_bodies import JsonBody, JsonRoute
 from service.apis.lists import ListAnswer
 from service.backend import Backed, Backend
+from service.decoding import SMALL_BYTES
 from service.errors import Conflict
 from service.inference.art_models import ArtModel
 from service.runs.views.run_view import RunView
@@ -90,8 +91,8 @@ async def create_job(request: Request, asking: Asking, backend: Backed) -> ArtJo
     decoding = backend.decoding
     async with decoding.received(request, MAX_GROUPS_BYTES) as body, decoding.scratch() as lines:
         await backend.quotas.admit_bytes(asking.tenant, body.num_bytes)
-        files = str(body.path), str(lines)
-        asked = _asked(await decoding.call(request, read_job, *files, is_small=body.is_small, is_large=True))
+        files, is_small = (str(body.path), str(lines)), body.num_bytes <= SMALL_BYTES
+        asked = _asked(await decoding.call(request, read_job, *files, is_small=is_small, is_large=True))
         model = await backend.art_models.show(asking.tenant, asked.model_id)
         with lines.open("rb") as file:
             groups = await backend.files.receive(asking.tenant, _FILE_NAME, _pieces(file), purpose=_PURPOSE)

@@ -31,7 +31,8 @@ from service.apis.tinker.wire import (
     plain_body,
     plain_bytes,
 )
-from service.decoding import SMALL_BYTES, Received
+from service.decoding import SMALL_BYTES
+from service.files.incoming import Received
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import read_command, with_data
 from shared.jobs.packed import Units
@@ -362,7 +363,7 @@ class Head(Frozen):
 
 def is_small(body: Received, encoding: str) -> bool:
     """True for a batch that is read faster than a child begins."""
-    return body.is_small and plain_bytes(body.path.read_bytes(), encoding) <= _SMALL_PLAIN_BYTES
+    return body.num_bytes <= SMALL_BYTES and plain_bytes(body.path.read_bytes(), encoding) <= _SMALL_PLAIN_BYTES
 
 
 def head_of_body(body: bytes, encoding: str) -> SentRequest:

@@ -512,6 +512,21 @@ def test_keys_of_messages_that_nobody_reads_are_named_with_the_rows_that_have_th
     ]
 
 
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_keys_of_prompts_messages_that_nobody_reads_are_named_too(tmp_path: Path, column: str) -> None:
+    """In the report of a run's prompts and in a preview, but for those that the chat template names."""
+    folder = folder_of(tmp_path, {column: [ASK | {"foo": 1, "seen": 2}]}, {column: [ASK | {"foo": "x"}]})
+    model, source = model_of(TURNS + "{{ messages[0].seen }}"), DatasetSource(uri="file:///rows")
+    opened = open_prompts(folder, source)
+    prompts = PromptTally(opened, 1000, model.template)
+    for question, ids in rendered(opened, model):
+        prompts.count(question, ids)
+    told = ("nobody reads the keys 'foo' of messages (in rows: 2)",)
+    assert prompts.report().warnings == told
+    preview = preview_of(folder, model, PreviewRequest(source=source, model_uri="m", are_prompts=True))
+    assert preview.report.warnings == told
+
+
 REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + TURNS
 
 

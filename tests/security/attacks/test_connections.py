@@ -1,6 +1,9 @@
 """What connections hold, and for how long: slow headers and bodies, streams of keys that are gone, forged addresses."""
 
+import hashlib
+import json
 import os
+import random
 import socket
 import stat
 import subprocess
@@ -67,6 +70,30 @@ def test_a_body_that_drips_is_answered_and_hung_up_on(service: Service, belongin
     answer = _hung_up(service, (head + body).encode())
     assert answer.startswith(b"HTTP/1.1 408"), answer
     assert b"the body did not come" in answer
+
+
+def test_bodies_come_whole_however_they_are_cut_and_one_behind_the_other(
+    service: Service, belongings: Belongings, chance: random.Random
+) -> None:
+    """Several requests on one connection, in pieces that end anywhere."""
+    head = f"POST /api/v1/files?name=a HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {belongings.key}\r\n"
+    bodies = [chance.randbytes(size) for size in (1, 5000, 3 << 20, 100_000)]
+    ways = [b"content-length: %d\r\n\r\n%s" % (len(each), each) for each in bodies]
+    ways[1] = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(bodies[1]), bodies[1])
+    sent = b"".join(head.encode() + way for way in ways)
+    with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2]))) as connection:
+        answers = connection.makefile("rb")
+        at = 0
+        while at < len(sent):
+            size = chance.choice((1, 100, 5000, 70_000, 1 << 20))
+            connection.sendall(sent[at : at + size])
+            at += size
+        found = []
+        for _ in bodies:
+            assert answers.readline().split()[1] in (b"200", b"201")
+            headers = dict(line.split(b": ", 1) for line in iter(answers.readline, b"\r\n"))
+            found.append(json.loads(answers.read(int(headers[b"content-length"])))["sha256"])
+    assert found == [hashlib.sha256(each).hexdigest() for each in bodies]
 
 
 @pytest.mark.parametrize(
