@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from longshore.training import Full, Lora, Optimizer, Recompute
-from megatron_worker.engine import Batch, Engine, Facts, LossFunction, Norms, Outputs
+from megatron_worker.engine import Batch, Facts, LossFunction, Norms, Outputs
 from megatron_worker.memory.planner import Planner
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.training.batches import PackedBatches, Sums
 from megatron_worker.training.checkpoint import random_state, set_random_state
 from megatron_worker.training.scoring import Role, TargetScores, bins_to_score, share_of_rank

@@ -1,4 +1,4 @@
-"""FsdpEngine: the Engine Protocol with torch alone. Its parts are in the other modules of this package."""
+"""FsdpEngine: the Engine with torch alone. Its parts are in the other modules of this package."""
 
 import dataclasses
 import time
@@ -22,16 +22,15 @@ from megatron_worker.head.scalar import head_slices
 from megatron_worker.sums import over_ranks
 from megatron_worker.teachers import TeacherStates
 from megatron_worker.tensors.adapter_slots import Base, Slots
-from megatron_worker.tensors.greedy import greedy
-from megatron_worker.tensors.slot_engine import SlottedEngine
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
 from shared.families import is_generic, read_architecture
 from shared.families.tensor_slices import TensorSlice
 
 
-class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
-    """See `megatron_worker.engine.Engine`.
+class FsdpEngine(Engine):
+    """See `megatron_worker.tensors.slot_engine.Engine`.
 
     Args:
         model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
@@ -42,6 +41,8 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         InvalidInput: the folder cannot be used, the layout splits something else, or the model is one that we do not
             compute. The same on every rank.
     """
+
+    _slots: Slots[FsdpAdapter, FsdpOptimizer]
 
     def __init__(self, model: Path, layout: Layout, dtype: Dtype, device: torch.device | None = None) -> None:
         if rule := broken_rule("fsdp", layout):
@@ -174,9 +175,6 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
     def zero_grad(self) -> None:
         self._forget()
         super().zero_grad()
-
-    def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        return greedy(self.forward, self._ranks.device, prompts, max_tokens, stop_ids)
 
     # State.
 

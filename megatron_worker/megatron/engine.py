@@ -1,4 +1,4 @@
-"""MegatronEngine: the Engine Protocol on megatron-core. Its parts are in the other modules of this package."""
+"""MegatronEngine: the Engine on megatron-core. Its parts are in the other modules of this package."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,8 +25,7 @@ from megatron_worker.quantized.weights import WholeWeights
 from megatron_worker.sums import over_ranks
 from megatron_worker.teachers import TeacherStates
 from megatron_worker.tensors.adapter_slots import Base, Slots
-from megatron_worker.tensors.greedy import greedy
-from megatron_worker.tensors.slot_engine import SlottedEngine
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.tensors.state_files import read_model
 from shared.families import architecture_of, read_config
 from shared.families.model_slices import constants_of, output_slice, slices_of
@@ -34,8 +33,8 @@ from shared.families.tensor_slices import TensorSlice, linears_of
 from shared.models.shape import check_layout, shape_of
 
 
-class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
-    """See `megatron_worker.engine.Engine`.
+class MegatronEngine(Engine):
+    """See `megatron_worker.tensors.slot_engine.Engine`.
 
     Args:
         model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
@@ -46,6 +45,8 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
     Raises:
         InvalidInput: the folder cannot be used, or the layout cannot hold the model. The same on every rank.
     """
+
+    _slots: Slots[MegatronAdapter, MegatronOptimizer]
 
     def __init__(
         self,
@@ -147,6 +148,3 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._mesh.device) for name, value in sums.items()}
         return over_ranks(here, self._mesh.dp.rank, self._mesh.dp.size, self._mesh.dp.sum)
-
-    def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        return greedy(self.forward, self._mesh.device, prompts, max_tokens, stop_ids)

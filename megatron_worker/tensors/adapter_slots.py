@@ -227,7 +227,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.residency.add(slot, _training_parts([optimizer for optimizer, _ in parts]))
 
     def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
-        """See `megatron_worker.engine.Engine.slot_bytes`. The slot is made on torch's device without memory."""
+        """See `Engine.slot_bytes`. The slot is made on torch's device without memory."""
         if trainable not in self._slot_bytes:
             nowhere = torch.device("meta")
             if isinstance(trainable, Full):

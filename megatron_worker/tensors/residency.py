@@ -111,7 +111,7 @@ class Residency:
         slots: Collection[str | None] | None = None,
         **parts: Unpack[PartPlaces],
     ) -> None:
-        """Move parts of some slots, or of all. See `megatron_worker.engine.Engine.place`."""
+        """Move parts of some slots, or of all. See `megatron_worker.tensors.slot_engine.Engine.place`."""
         wanted = {
             key: where
             for key in self._held
