@@ -265,9 +265,9 @@ class Dispatcher:
             self.engine.set_adapter(slot)
             yield dataclasses.replace(batch, teacher=teacher)
 
-    def num_scoring_passes(self, data: PackedBatches, step: int = 0) -> int:
+    def num_scoring_passes(self, data: PackedBatches) -> int:
         """Return the passes of `evaluate` between which it yields."""
-        return math.ceil(len(data.bins(step)) / self.facts.dp_size / BINS_A_PASS)
+        return math.ceil(len(data.bins(0)) / self.facts.dp_size / BINS_A_PASS)
 
     def scored_share(self, data: PackedBatches, num_steps: int) -> NDArray[np.float64]:
         """Return for each unit 1 / (number of data-parallel ranks that score it), or 0 if this rank does not."""

@@ -44,10 +44,10 @@ class FsdpEngine(Engine):
 
     _slots: Slots[FsdpAdapter, FsdpOptimizer]
 
-    def __init__(self, model: Path, layout: Layout, dtype: Dtype, device: torch.device | None = None) -> None:
+    def __init__(self, model: Path, layout: Layout, dtype: Dtype) -> None:
         if rule := broken_rule("fsdp", layout):
             raise InvalidInput(rule, "layout")
-        self._ranks = join_ranks(layout, device)
+        self._ranks = join_ranks(layout)
         self._folder = model
         self._dtype: torch.dtype = getattr(torch, dtype)
         # One rank alone may run out of memory.

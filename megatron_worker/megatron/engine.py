@@ -53,7 +53,6 @@ class MegatronEngine(Engine):
         model: Path,
         layout: Layout,
         dtype: Dtype,
-        device: torch.device | None = None,
         quantize: Quantization | None = None,
         optimizer_states: OptimizerStates = "float32",
     ) -> None:
@@ -61,7 +60,7 @@ class MegatronEngine(Engine):
         shape = shape_of(config)
         check_layout(layout, shape)
         architecture = architecture_of(config)
-        self._mesh = join_mesh(layout, device)
+        self._mesh = join_mesh(layout)
         self._folder, self._optimizer_states = model, optimizer_states
         with self._mesh.agreement():  # one rank alone may run out of memory
             self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype), quantize)

@@ -14,7 +14,6 @@ from longshore.training import Full, Lora, ScalarHead
 from megatron_worker.engine import Outgoing, Part
 from megatron_worker.families.tensor_slices import local_of, write_slice
 from megatron_worker.head import scalar
-from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.adapter_tensors import norms_of_rows
 from megatron_worker.tensors.blocks import Held, block_reader, blocks_of, only_here
 from megatron_worker.tensors.dropout import Masks
@@ -22,8 +21,8 @@ from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.offload import HostCopy
 from megatron_worker.tensors.residency import Residency, Resident
 from megatron_worker.tensors.state_files import (
+    SlotOptimizer,
     SlotTraining,
-    StatefulOptimizer,
     StateRanks,
     read_adapter,
     read_model,
@@ -50,17 +49,6 @@ class SlotAdapter(Protocol):
     parameters: dict[str, Parameter]
 
     def initialise(self, seed: int) -> None: ...
-
-
-class SlotOptimizer(StatefulOptimizer, Protocol):
-    """The optimizer of a slot. `states`: its buffers but the gradients."""
-
-    @property
-    def shares_masters(self) -> bool: ...
-
-    def masters_on(self, ranks: SideRanks) -> Held: ...
-
-    def states(self) -> list[Flat]: ...
 
 
 AdapterT = TypeVar("AdapterT", bound=SlotAdapter)
