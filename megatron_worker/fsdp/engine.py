@@ -21,7 +21,7 @@ from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
 from megatron_worker.head.scalar import head_slices
 from megatron_worker.sums import over_ranks
 from megatron_worker.teachers import TeacherStates
-from megatron_worker.tensors.adapter_slots import Base, Slots
+from megatron_worker.tensors.adapter_slots import Base
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
@@ -29,7 +29,7 @@ from shared.families import is_generic, read_architecture
 from shared.families.tensor_slices import TensorSlice
 
 
-class FsdpEngine(Engine):
+class FsdpEngine(Engine[FsdpAdapter, FsdpOptimizer]):
     """See `megatron_worker.tensors.slot_engine.Engine`.
 
     Args:
@@ -41,8 +41,6 @@ class FsdpEngine(Engine):
         InvalidInput: the folder cannot be used, the layout splits something else, or the model is one that we do not
             compute. The same on every rank.
     """
-
-    _slots: Slots[FsdpAdapter, FsdpOptimizer]
 
     def __init__(self, model: Path, layout: Layout, dtype: Dtype) -> None:
         if rule := broken_rule("fsdp", layout):
@@ -56,15 +54,7 @@ class FsdpEngine(Engine):
         self._let_recompute(self._model.layers)
         shards = self._model.shards
         base = Base(model, self._model.architecture, self._model.slices, shards, list(shards.values()))
-        self._slots = Slots(
-            base,
-            self._ranks,
-            self._read_base,
-            self._model.set_adapter,
-            self._new_adapter,
-            FsdpAdapter.new_optimizer,
-            self._new_base_optimizer,
-        )
+        super().__init__(base, self._ranks)
         self._is_cut_short = False
         ranks, architecture = self._ranks, self._model.architecture
         began = time.perf_counter()
@@ -86,6 +76,12 @@ class FsdpEngine(Engine):
     def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> FsdpAdapter:
         more = [*head_slices(lora.head, self._model.architecture.hidden_size), *own]
         return FsdpAdapter(lora, self._model.sizes, more, dataclasses.replace(self._ranks, device=device), self._dtype)
+
+    def _use(self, adapter: FsdpAdapter | None) -> None:
+        self._model.set_adapter(adapter)
+
+    def _new_optimizer(self, adapter: FsdpAdapter) -> FsdpOptimizer:
+        return adapter.new_optimizer()
 
     def _new_base_optimizer(self, device: torch.device) -> FsdpOptimizer:
         model = self._model
@@ -145,9 +141,9 @@ class FsdpEngine(Engine):
         return dataclasses.replace(whole_vocabulary(self.facts.vocab_size), logit_divisor=divisor)
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
-        assert self._slots.is_training, "nothing is being trained"
+        assert self.is_training, "nothing is being trained"
         self._is_cut_short = True  # until it is done
-        with self._slots.dropping():
+        with self.dropping():
             scores = self.forward(batch, loss.outputs)
         sums = loss.sums(scores, batch)
         # A bin without targets has a backward, too, since other ranks wait for this one in their collectives.
@@ -166,7 +162,7 @@ class FsdpEngine(Engine):
     def forward_backward_all(
         self, batches: Iterable[Batch], loss: LossFunction
     ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
-        return self._slots.training.weighed((batch, self.forward_backward(batch, loss)) for batch in batches)
+        return self.trained.weighed((batch, self.forward_backward(batch, loss)) for batch in batches)
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._ranks.device) for name, value in sums.items()}

@@ -1,44 +1,39 @@
 """The base class of engines, with all that depends only on an engine's slots."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from longshore.training import Full, Lora, Optimizer
+from longshore.training import Optimizer
 from megatron_worker.engine import (
     Batch,
     Facts,
     LossFunction,
     Memory,
     Norms,
-    Outgoing,
     Outputs,
-    Part,
     PartPlaces,
     Scores,
     Where,
 )
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.teachers import TeacherStates
-from megatron_worker.tensors.adapter_slots import Slots
+from megatron_worker.tensors.adapter_slots import AdapterT, OptimizerT, Slots
 from megatron_worker.tensors.greedy import greedy
 
 
-class Engine(ABC):
+class Engine(Slots[AdapterT, OptimizerT]):
     """See the docstring of megatron_worker/engine.py. An engine holds one base model and any number of named adapter
     slots beside it, which may all be trained. Forwards, backwards and steps use the active one."""
 
-    _slots: Slots[Any, Any]
     facts: Facts
     recompute = False
     """Layers keep their inputs alone of a pass, and compute again in its backward (Chen et al. 2016, arXiv:1604.06174).
@@ -57,52 +52,17 @@ class Engine(ABC):
         """
         if not (self.recompute and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        masks, name = self._slots.masks, self._slots.active
+        masks, name = self.masks, self.active
         moment = masks.moment
 
         def beside_its_adapter(*args: Any, **kwargs: Any) -> Any:
-            if self._slots.active != name:
+            if self.active != name:
                 self.set_adapter(name)
             return forward(*args, **kwargs)
 
         again = partial(copy_context().run, beside_its_adapter)  # of the FSDP engine: the bin's forests
         how: Any = {"context_fn": lambda: (nullcontext(), masks.at(moment)), "preserve_rng_state": False}
         return checkpoint(again, *args, use_reentrant=False, **how, **kwargs)
-
-    # What to train: one of these is called before the first step of a job.
-
-    def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
-        """A fresh adapter, trainable and active: A Kaiming-uniform from the seed, equal under every layout; B zero."""
-        self._slots.add_adapter(name, lora, seed)
-
-    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int = 0) -> None:
-        """Load a PEFT adapter from a folder and make it active. `seed`: of its dropout.
-
-        Raises InvalidInput if it is missing, damaged, or not of `lora`'s shape.
-        """
-        self._slots.load_adapter(name, folder, lora, trainable, seed)
-
-    def drop_slot(self, slot: str | None) -> None:
-        """Forget a slot, if it is there, with its gradients and moments. None is active if it was. Collective.
-
-        Slot None: end the training of the base, whose published weights are read again when they are next needed.
-        """
-        self._slots.drop(slot)
-
-    def set_adapter(self, name: str | None) -> None:
-        """Use this slot in the following calls, or none."""
-        self._slots.activate(name)
-
-    def train_full(self, full: Full, seed: int = 0) -> None:
-        """Make every weight of the base trainable. `seed`: of its scalar head, if it has one."""
-        self._slots.train_base(full, seed)
-
-    def train_own(self, slot: str | None, parameters: Mapping[str, Parameter]) -> None:
-        """Train parameters of the user's code with a slot: they step together, and `save` and `load` handle both.
-
-        They are whole and equal on every rank. Ranks that share data must compute the same with them.
-        """
-        self._slots.train_own(slot, parameters)
 
     # A step.
 
@@ -151,7 +111,7 @@ class Engine(ABC):
 
     def optim_step(self, adam: Optimizer, learning_rate: float, denominator: float) -> Norms:
         """Divide the accumulated gradients by `denominator`, clip, step, zero. Non-finite norms change no weight."""
-        training = self._slots.training
+        training = self.trained
         sums = self._noise_sums(training.square_of_own_gradient(), training.weight) if adam.noise_scale else None
         norms = training.apply(adam, learning_rate, training.reduce(denominator))
         return norms if sums is None else replace(norms, noise=gradient_noise(sums, norms.grad_norm * denominator))
@@ -165,49 +125,19 @@ class Engine(ABC):
 
     def reduce_gradients(self, denominator: float) -> float:
         """Add the active slot's gradients up over all ranks, and divide them. Returns their norm over all ranks."""
-        return self._slots.training.reduce(denominator)
+        return self.trained.reduce(denominator)
 
     def apply_gradients(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
         """Clip what `reduce_gradients` left, step, zero. A norm that is not finite changes no weight."""
-        return self._slots.training.apply(adam, learning_rate, norm)
+        return self.trained.apply(adam, learning_rate, norm)
 
     def zero_grad(self) -> None:
-        if self._slots.is_training:
-            self._slots.training.zero_grad()
+        if self.is_training:
+            self.trained.zero_grad()
 
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
         """Greedy continuations of token ids, the stop id left out; the same on every rank."""
         return greedy(self.forward, self.facts.device, prompts, max_tokens, stop_ids)
-
-    # State.
-
-    def save(self, folder: Path) -> None:
-        """Write `weights/` (PEFT adapter or Hugging Face model) and `optimizer/`; rank 0 writes. Not sealed."""
-        self._slots.save(folder)
-
-    def write_base(self, folder: Path) -> None:
-        """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
-        self._slots.write_base(folder)
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote, under any layout, into what is being trained. Raises InvalidInput on mismatch."""
-        self._slots.load(folder)
-
-    def reset_moments(self) -> None:
-        """Set the optimizer's moments and step count to zero."""
-        self._slots.reset_moments()
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and full tensors of the base, one at a time, on every rank."""
-        return self._slots.named_weights()
-
-    def outgoing(self, slot: str | None) -> Outgoing:
-        """Return a slot's weights (None: the base's) for a weight sync. Read all of them before they change."""
-        return self._slots.outgoing(slot)
-
-    def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
-        return self._slots.adapter_weights(name)
 
     # Residency: a part that is not on the device has storages of size 0 there.
 
@@ -223,25 +153,18 @@ class Engine(ABC):
         Bits are kept, except of dropped parts: the base is read again from its files, gradients are zero. Raises
         ValueError if nothing else holds a part that is to be dropped.
         """
-        self._slots.residency.place(everything, slots=slots, **parts)
+        self.residency.place(everything, slots=slots, **parts)
 
     def training(self) -> AbstractContextManager[None]:
         """Have the base and all of the active slot on the device in a `with` block, and afterwards all where it was."""
-        return self._slots.residency.training(self._slots.active)
+        return self.residency.training(self.active)
 
     def scoring(self) -> AbstractContextManager[None]:
         """Have the base and the active slot's weights on the device in a `with` block, and no optimizer state."""
-        return self._slots.residency.scoring(self._slots.active)
+        return self.residency.scoring(self.active)
 
     def memory(self) -> Memory:
-        return self._slots.residency.memory()
-
-    def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
-        """Count the bytes that a slot takes on this rank's device while it is trained, without making it.
-
-        Exact. `weights` of Full are 0: those of the base are there in any case.
-        """
-        return self._slots.slot_bytes(trainable)
+        return self.residency.memory()
 
 
 def gradient_noise(sums: Mapping[str, float], norm: float) -> dict[str, float]:

@@ -35,7 +35,7 @@ def trained(trial: Trial, recompute: bool) -> dict[str, torch.Tensor]:
     else:
         engine.train_full(trial.trainable)
     engine.recompute = recompute
-    optimizer, found = engine._slots.training.optimizer, {}
+    optimizer, found = engine.trained.optimizer, {}
     for step in range(3):
         rows = [random_rows([19 + step, 7, 12], seed=3 * step + number) for number in range(3)]
         bins = [*map(bin_of, rows), as_tree(random_sequences(step, num_groups=1))]

@@ -161,7 +161,7 @@ def _held_unless(
 
 def _largest_master(engine: Engine, slot: str) -> int:
     """Bytes of a slot's largest parameter, in float32."""
-    return 4 * max(view.numel() for view in engine._slots.adapters[slot].flat.views.values())
+    return 4 * max(view.numel() for view in engine.adapters[slot].flat.views.values())
 
 
 def check(
