@@ -42,10 +42,10 @@ class FsdpEngine(Engine[FsdpAdapter, FsdpOptimizer]):
             compute. The same on every rank.
     """
 
-    def __init__(self, model: Path, layout: Layout, dtype: Dtype) -> None:
+    def __init__(self, model: Path, layout: Layout, dtype: Dtype, device: torch.device | None = None) -> None:
         if rule := broken_rule("fsdp", layout):
             raise InvalidInput(rule, "layout")
-        self._ranks = join_ranks(layout)
+        self._ranks = join_ranks(layout, device)
         self._folder = model
         self._dtype: torch.dtype = getattr(torch, dtype)
         # One rank alone may run out of memory.

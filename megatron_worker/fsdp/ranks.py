@@ -119,8 +119,8 @@ class Ranks:
         return agreement(self.size, self.device)
 
 
-def join_ranks(layout: Layout) -> Ranks:
+def join_ranks(layout: Layout, device: torch.device | None = None) -> Ranks:
     """Take this process's place. Collective. One process alone needs no process group beforehand; several do."""
-    device = join(layout)
+    device = join(layout, device)
     mesh = init_device_mesh(device.type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
     return Ranks(dist.get_rank(), layout.world_size, device, mesh, join_side_ranks())

@@ -50,6 +50,7 @@ class MegatronEngine(Engine[MegatronAdapter, MegatronOptimizer]):
         model: Path,
         layout: Layout,
         dtype: Dtype,
+        device: torch.device | None = None,
         quantize: Quantization | None = None,
         optimizer_states: OptimizerStates = "float32",
     ) -> None:
@@ -57,7 +58,7 @@ class MegatronEngine(Engine[MegatronAdapter, MegatronOptimizer]):
         shape = shape_of(config)
         check_layout(layout, shape)
         architecture = architecture_of(config)
-        self._mesh = join_mesh(layout)
+        self._mesh = join_mesh(layout, device)
         self._folder, self._optimizer_states = model, optimizer_states
         with self._mesh.agreement():  # one rank alone may run out of memory
             self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype), quantize)

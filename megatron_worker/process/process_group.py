@@ -80,14 +80,16 @@ def _store_of_machines(rank: int, port: Path) -> Store:
     return dist.TCPStore(_HOST, int(port.read_bytes()), timeout=_PATIENCE, wait_for_workers=False)
 
 
-def join(layout: Layout) -> torch.device:
+def join(layout: Layout, device: torch.device | None) -> torch.device:
     """Return this process's device. One process alone needs no group beforehand; several do."""
     if not dist.is_initialized():
         assert layout.world_size == 1, "a layout of several ranks needs torch.distributed to be initialised"
         _listen_on(_LOOPBACK)
         dist.init_process_group(backend(), store=dist.HashStore(), rank=0, world_size=1)
     assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if device is not None or not torch.cuda.is_available():
+        return device or torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @dataclass(frozen=True, eq=False)

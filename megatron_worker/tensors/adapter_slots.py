@@ -357,7 +357,8 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
         self, lora: Lora | None, dtype: torch.dtype, slices: list[TensorSlice], held: Held, is_shared: bool = False
     ) -> Outgoing:
         """`is_shared`: ranks have shares of other ranks' blocks."""
-        blocks, read = blocks_of(slices, self._state_ranks), block_reader(slices, held)
+        blocks = [block for s in slices for block in blocks_of(s, self._state_ranks)]
+        read = block_reader(slices, held)
         return Outgoing(
             lora=lora,
             dtype=dtype,

@@ -180,9 +180,9 @@ class Mesh:
         return agreement(self.world.size, self.device)
 
 
-def join_mesh(layout: Layout) -> Mesh:
+def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:
     """Take this process's place. Collective. One process alone needs no process group beforehand; several do."""
-    device = join(layout)
+    device = join(layout, device)
     _initialise_megatron(layout)
     ranks = np.arange(layout.world_size)
     dense = ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp)
