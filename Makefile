@@ -1,7 +1,7 @@
 # Longshore. `make demo` and `make test` need Python 3.11+, git and make, and set up the rest.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-stop check test test-deep test-transports test-vllm gpu-check lint lock manifests wheel docs
+.PHONY: help setup demo demo-stop check test test-deep test-transports test-vllm gpu-check lint lock wheel docs
 
 installed := .venv/installed
 
@@ -17,7 +17,6 @@ help:
 	@echo "make gpu-check  on a CUDA device: its tests and benchmarks, JSON into benchmarks/results"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make lock       write requirements/constraints.txt from .venv, and requirements/locked, the same with hashes"
-	@echo "make manifests  infra/kubernetes, rendered from the Helm chart"
 	@echo "make wheel      the wheel, in dist"
 	@echo "make docs       the documentation site, in build/site"
 
@@ -70,10 +69,6 @@ lint: setup
 lock: setup
 	@.venv/bin/python -m pip freeze --exclude-editable | grep -v -E '^(nvidia-|cuda-)' | sed 's/+cpu$$//' > requirements/constraints.txt
 	@.venv/bin/python requirements/lock.py .venv/uv/bin/uv
-
-manifests: setup
-	@infra/helm/tools.sh .venv/kubernetes
-	@infra/helm/render.sh .venv/kubernetes/helm infra/kubernetes
 
 wheel: setup
 	@infra/check_wheel.sh --build-only

@@ -20,7 +20,7 @@ from activities.models.resolve import check_contents
 from activities.sources.models import locate, located
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
-from longshore.fields import Frozen, added
+from longshore.fields import Frozen
 from longshore.layout import Layout
 from longshore.training import Linear, Lora
 from shared.errors import InvalidInput
@@ -57,7 +57,7 @@ class ModelLook(Frozen):
     targets: dict[Linear, int] = Field(default_factory=dict)
     stops: tuple[str, ...] = ()
     conversations: dict[str, str | None] = Field(default_factory=dict)
-    unlike_prompts: tuple[str, ...] = added(())
+    unlike_prompts: tuple[str, ...] = ()
     layouts: tuple[LayoutBytes, ...] = ()
     problems: tuple[str, ...] = ()
 

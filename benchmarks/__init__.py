@@ -2,5 +2,5 @@
 
 import os
 
-# Figures are compared with earlier ones: what a stack is measured on shall not choose its precision.
+# Figures are compared with earlier ones, so the machine must not choose the precision.
 os.environ.setdefault("LONGSHORE_DTYPE", "float32")

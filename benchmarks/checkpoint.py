@@ -1,11 +1,11 @@
-"""What saving and reading a fully trained model's state takes on each rank, beside torch.distributed.checkpoint.
+"""Cost of saving and reading a fully trained model's state on each rank, against torch.distributed.checkpoint.
 
 python -m benchmarks.checkpoint [--weights 60e6] [--out FILE.json]
 
 Float32 weights and both moments of AdamW, over two ranks. Ours are whole tensors under Hugging Face's names, written by
 rank 0 a tensor at a time, so that any layout reads them; torch's are each rank's shards of tensors of the same bytes.
-Host memory is what a rank's resident memory grew by at most; in reading, mapped pages of the file are a part of it.
-Neither is flushed to the disk.
+Host memory is the peak growth of a rank's resident memory; for reading it includes mapped pages of the file. Neither
+is flushed to the disk.
 """
 
 import argparse

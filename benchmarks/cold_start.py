@@ -3,13 +3,12 @@
     python -m benchmarks.cold_start [--models tiny real big] [--launchers local again slurm] [--times 3]
         [--rclone PROGRAM] [--vllm PROGRAM] [--out FILE.json]
 
-Starts Temporal, the web service, a control host and a launcher (`service.launching`), which has no host up; submits an
-SFT run of one step, and takes the phases from the spans of its trace (docs/observability.md). Each host has a root of
-its own, so that it has no file of the model; with `again` a second host starts in the root of the first, as after a
-kill: it has the files, and its machine has passed a check within the hour. With `--rclone` (1.68 or newer) the models
-lie in S3, as `rclone serve s3` speaks it; else in a folder of this machine, and are not fetched. Beside it: what
-torchrun, transformers and PEFT take to a first step of the same rows, and with `--vllm` what `vllm serve` takes to a
-first answer.
+Starts Temporal, the web service, a control host and a launcher (`service.launching`) without hosts; submits an SFT run
+of one step, and takes the phases from the spans of its trace (docs/observability.md). Each host has a separate root, so
+that it has no file of the model; with `again` a second host starts in the root of the first, as after a kill: it has
+the files, and its machine has passed a check within the hour. With `--rclone` (1.68 or newer) `rclone serve s3` serves
+the models; else they are in a folder of this machine, and not fetched. For comparison: the time of torchrun,
+transformers and PEFT to a first step on the same rows, and with `--vllm` the time of `vllm serve` to a first answer.
 
     tiny   0.5 MB, random     real   SmolLM2-135M-Instruct (examples/real_model.py), 0.27 GB     big   1.3 GB, random
 """
@@ -120,7 +119,7 @@ def _models(folder: Path, wanted: Sequence[str], skipped: dict[str, str]) -> dic
 
 
 def sized_model(folder: Path, gigabytes: float) -> Path:
-    """Make a model of about so many gigabytes of random weights, in float32."""
+    """Make a model with about `gigabytes` of random weights, in float32."""
     layers = max(1, round(gigabytes / 0.11))
     return make_tiny_model(
         folder, CORPUS, hidden_size=1536, num_layers=layers, num_heads=12, num_kv_heads=4, head_dim=128
@@ -129,7 +128,7 @@ def sized_model(folder: Path, gigabytes: float) -> Path:
 
 @dataclass(frozen=True)
 class Place:
-    """Where models lie. `settings`: what processes are told to read them."""
+    """Where models are stored. `settings`: what processes need to read them."""
 
     root: str
     settings: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the control plane costs: seconds from a submitted run to its job file, on a warm stack, for a tiny dataset.
+"""Overhead of the control plane: seconds from a submitted run to its job file, on a warm stack, for a tiny dataset.
 
     python -m benchmarks.control_plane [--runs 5]
 
@@ -104,7 +104,7 @@ def _job_file_time(paths: HostPaths, run_id: str) -> float:
             try:
                 if run_id in path.read_text():
                     return path.stat().st_mtime
-            except FileNotFoundError:  # renamed meanwhile: it will be found where it went
+            except FileNotFoundError:  # renamed in the meantime: the next pass finds it
                 continue
         time.sleep(0.002)
     raise TimeoutError(f"no job file of {run_id} within 60 s")

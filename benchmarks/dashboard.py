@@ -175,7 +175,7 @@ def _draw_bars(axes: Any, lines: Sequence[Line]) -> None:
 
 
 def _draw_lines(axes: Any, lines: Sequence[Line], unit: str) -> None:
-    """Draw lines by their unit on the left or, where it is not the panel's, on the right; the highest have a legend."""
+    """Draw lines; those of another unit than the panel's use the right axis. The highest lines have a legend."""
     from matplotlib.ticker import MultipleLocator
 
     right: Any = axes.twinx() if any(line.unit != unit for line in lines) else None

@@ -1,10 +1,10 @@
-"""What a Tinker datum costs between the body of its request and its answer, without the passes, in processor time.
+"""Cost of a Tinker datum from its request's body to the answer, without the passes, in CPU time.
 
     python -m benchmarks.datum [--data 64] [--tokens 512] [--loss cross_entropy]
 
-Makes one request and does with it, in this process, what the stack does: the child of the web service makes the
-command's file, each rank makes batches of it, the first rank writes the result, and another child writes the answer.
-Prints JSON: milliseconds of each, the median of some tries, and bytes.
+Makes one request and processes it in this process like the stack: the web service's child writes the command's file,
+each rank makes batches of it, the first rank writes the result, and another child writes the answer. Prints JSON:
+milliseconds of each, the median of some tries, and bytes.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""Whether a student becomes its teacher: exact sums of held-out pairs, off-policy, and on what the student draws.
+"""Whether a student becomes like its teacher: exact sums of held-out pairs, off-policy and on-policy.
 
     python -m benchmarks.distillation [--ways off_policy gkd distill] [--steps 60] [--seed 0] [--out FILE.json]
 
-Starts `longshore dev` in a temporary folder and trains the demonstration's model for sums, and beside it the adapter of
-a clerk who mostly rounds (examples/arithmetic.py). The model without it is the teacher; each student begins with the
-adapter, and is distilled into what it would be without; grades train nothing.
+Starts `longshore dev` in a temporary folder and trains the demonstration's model for sums, and an adapter that makes it
+round most sums (examples/arithmetic.py). The model without the adapter is the teacher. Each student begins with the
+adapter, and learns from the teacher; grades train nothing.
 
 off_policy: the rows of the sums' own dataset, forward KL over whole distributions, in `steps` steps of 32.
-gkd: what the student draws, Jensen-Shannon divergence over whole distributions. distill: the same with the policy
-gradient of the reverse KL at the drawn tokens. Each of `steps` / 5 train steps draws 8 answers to each of 32 prompts.
+gkd: the student's samples, Jensen-Shannon divergence over whole distributions. distill: its samples, with the policy
+gradient of the reverse KL at the sampled tokens. Each of `steps` / 5 train steps draws 8 answers to each of 32 prompts.
 
-Answers are greedy; the grader, who takes exact sums alone, is asked for held-out prompts. Prints JSON.
+The evaluation samples greedily on held-out prompts; its grader accepts only exact sums. Prints JSON.
 """
 
 import argparse

@@ -1,8 +1,7 @@
-"""Peak memory of an export beside the largest file of weights: `python -m benchmarks.export [--hidden 1024 ...]`.
+"""Peak memory of an export, against the largest file of weights: `python -m benchmarks.export [--hidden 1024 ...]`.
 
-A tiny-vocabulary Llama with wide layers in bfloat16, an adapter of zeros beside it. Each format is written by a process
-of its own; its memory is what it had at most (looked at
-200 times a second), less what it had before.
+The model is a tiny-vocabulary Llama with wide layers in bfloat16, with an adapter of zeros. A separate process writes
+each format; its memory is the peak (sampled 200 times a second) minus what it had before.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Each model family against transformers: what the engine and the sampler compute, and which layouts hold it.
+"""Each model family against transformers: results of the engine and the sampler, and the supported layouts.
 
     python -m benchmarks.families [--families qwen3_5 ...] [--render]
 
-Tiny models with random weights that tell layers apart, in float32 on the CPU. Rows go into
-benchmarks/results/families.json as they are done, in the place of older ones of the same family; docs/families.md is
-written from that file, at the end and by --render alone.
+Tiny models in float32 on the CPU, with random weights that differ by layer. Rows go into
+benchmarks/results/families.json as they are done, in place of older ones of the same family; docs/families.md is
+generated from that file, at the end and by --render alone.
 """
 
 import argparse

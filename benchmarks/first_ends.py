@@ -1,11 +1,11 @@
-"""Many small runs of several tenants at once on a stack as users start it: when they end, and what submits take.
+"""Many small runs of several tenants at once on a default stack: when they end, and how long submits take.
 
     python -m benchmarks.first_ends [--runs 100] [--tenants 3] [--out FILE.json]
 
-Starts `longshore dev` in a temporary folder. The tenants submit their runs in turns, each at once. Prints the seconds
-from the first submit to the end of the first run, of the tenth part, of half of them and of the last, in all and for
-each tenant; the seconds that a submit took (median and slowest); and how the runs ended. A run is as small as runs are,
-so what is seen is the order in which they are prepared.
+Starts `longshore dev` in a temporary folder. The tenants submit their runs in turn, without waiting. Prints the
+seconds from the first submit to the end of the first run, of a tenth, of half and of all runs, in total and for each
+tenant; the seconds of a submit (median and slowest); and how the runs ended. Runs are minimal, so the order of their
+preparation decides the result.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""All that wants a CUDA device, in one command: tests, then benchmarks; what comes of them goes to benchmarks/results/.
+"""Everything that needs a CUDA device in one command: tests, then benchmarks. Results go to benchmarks/results/.
 
     make gpu-check      (python -m benchmarks.gpu_check [--into benchmarks/results])
 
 Writes gpu_check.json: every test with its outcome and seconds, and why it was skipped. Then a file for each benchmark:
 the head's kernels; LoRA SFT, RL and offload on Qwen3-8B's shape with random weights; TrainerRank against the native
-step; weights from a trainer to a sampler on the same device, and the two taking turns there. What is done is written at
-once, so that a device that is taken away leaves what it has shown. Needs no network. The exit status is 0 when all that
-ran was well. Without a CUDA device nothing runs, nothing is written, and it is 1.
+step; weights from a trainer to a sampler on the same device, and the two taking turns there. Each result is written at
+once, so that finished ones survive if the device is taken away. Needs no network. The exit status is 0 if everything
+that ran succeeded. Without a CUDA device nothing runs, nothing is written, and it is 1.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def outcomes(report: Path) -> list[dict[str, object]]:
 
 
 def run_benchmark(name: str, *options: str) -> tuple[str, str | None]:
-    """Its JSON, as far as it came, and where it did not end well what it said."""
+    """Return a benchmark's JSON as far as it was printed, and its error if it failed."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *options]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=BENCHMARK_S)

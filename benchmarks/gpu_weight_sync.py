@@ -1,19 +1,20 @@
-"""A trainer's weights in a sampler on the same CUDA device, by each way, and how the two share that device.
+"""Weight sync from a trainer to a sampler on the same CUDA device, by each transport, and how they share the device.
 
     python -m benchmarks.gpu_weight_sync [--rounds 3] [--out FILE.json]
 
-A model of Qwen3-8B's shape with random weights, in bfloat16: 16 GB, which the trainer, this process, draws where they
-lie, and writes once for the sampler, another process, to start from. No optimizer.
+A model of Qwen3-8B's shape with random weights, in bfloat16: 16 GB. The trainer, this process, draws them on the
+device, and writes them once for the sampler, another process, to start from. No optimizer.
 
-`cuda_ipc`, `shared_memory`: medians over the rounds, of weights that are others each time. `blocked_s`: until the
-trainer can go on with passes; `update_s`: until its next update; `serving_s`: until the sampler answers by them.
-`gb_per_s`: weights over `serving_s`. `nccl`: the same by `collective`, or why not: NCCL wants a device for each rank.
+`cuda_ipc`, `shared_memory`: medians over the rounds; the weights differ in each. `blocked_s`: until the trainer can
+continue with passes; `update_s`: until its next update; `serving_s`: until the sampler uses the new weights.
+`gb_per_s`: weights over `serving_s`. `nccl`: the same by `collective`, or the reason why not: NCCL needs a device for
+each rank.
 
-`sleep`: of the device, as its driver counts: what the sampler gave back of what it took, and the seconds; awake again
-it must give the same log-probabilities. `colocated`: the driver's count while one of the two has its weights there and
-the other has left, against what the larger has there alone. The contexts of CUDA that both keep are in it.
+`sleep`: device memory that the sampler took and released, by the driver's count, and the seconds; after it wakes up, it
+must give the same log-probabilities. `colocated`: the driver's count while one of the two has its weights on the device
+and the other has left, against that of the larger one alone. It includes both CUDA contexts.
 
-With `--device cpu --tiny` all this runs without a device, and its figures mean nothing.
+With `--device cpu --tiny` everything runs without a device, and the figures mean nothing.
 """
 
 import argparse
@@ -96,7 +97,7 @@ def measure(sizes: Sizes, folder: Path, device: Device, rounds: int) -> Figures:
 
 
 def colocated(engine: RandomMegatron, receiver: Receiver, device: Device, trainer: int, alone: int) -> Figures:
-    """Let the two have the device in turn. `trainer`, `alone`: what each takes without the other."""
+    """Let the two use the device in turn. `trainer`, `alone`: bytes of trainer and sampler without the other."""
     most = device.used
     receiver.client.sleep(1)
     engine.place("device")
@@ -109,7 +110,7 @@ def colocated(engine: RandomMegatron, receiver: Receiver, device: Device, traine
 
 
 def sleep(receiver: Receiver, device: Device, taken: int) -> Figures:
-    """Have the sampler sleep and wake. `taken`: what it takes of the device."""
+    """Make the sampler sleep and wake. `taken`: bytes that it uses on the device."""
     [name] = receiver.client.models()
     told, awake, by_part = receiver.client.score(name, TEXT), device.used, receiver.client.wake()
     began = time.perf_counter()

@@ -1,10 +1,10 @@
-"""The logprob head's kernels beside its torch, and the obvious ways beside both: time and memory in one run, on CUDA.
+"""The logprob head's kernels against its torch code and against naive ways: time and memory in one run, on CUDA.
 
     python -m benchmarks.head_kernel [--targets 4096] [--vocabulary 151936] [--hidden 4096] [--repeats 10]
 
 Cases: `score` (no gradients), `frozen` (forward and backward to the hidden states, as LoRA has it) and `trained` (to
 the output embedding too). Ways take turns, so that a device that slows down slows all of them. Prints JSON; without
-CUDA it says so, and measures nothing.
+CUDA it prints a note, and measures nothing.
 """
 
 import argparse
@@ -26,14 +26,14 @@ from megatron_worker.head.logprobs import score_targets, whole_vocabulary
 from shared.settings import KernelPolicy
 
 CASES = ("score", "frozen", "trained")
-# Products of [N, H] with [H, V] that a case cannot do without: what utilisation is counted by.
+# Products of [N, H] with [H, V] that each case needs at least: utilisation is computed from these.
 PRODUCTS = {"score": 1, "frozen": 2, "trained": 3}
 
 Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def ways() -> dict[str, Logprobs]:
-    """How to come from hidden states, weight and labels to a sum of log-probabilities: what is installed."""
+    """Installed ways to compute a sum of log-probabilities from hidden states, weight and labels."""
     found: dict[str, Logprobs] = {
         "kernel": functools.partial(_ours, "strict"),
         "torch": functools.partial(_ours, "torch"),
@@ -79,7 +79,7 @@ def run(way: Logprobs, case: str, hidden_NH: Tensor, weight_VH: Tensor, label_N:
 
 
 def measure(case: str, num_targets: int, vocab_size: int, hidden_size: int, repeats: int, device: torch.device) -> list:
-    """Every way of one case: median, least and greatest milliseconds, peak memory beside the inputs."""
+    """Every way of one case: median, least and greatest milliseconds, peak memory without the inputs."""
     torch.manual_seed(0)
     hidden_NH = torch.randn(num_targets, hidden_size, device=device).bfloat16()
     weight_VH = (torch.randn(vocab_size, hidden_size, device=device) * hidden_size**-0.5).bfloat16()

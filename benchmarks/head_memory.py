@@ -1,9 +1,9 @@
-"""Peak memory and time of the logprob head, beside the obvious ways to do the same.
+"""Peak memory and time of the logprob head, compared with naive ways to do the same.
 
     python -m benchmarks.head_memory [--targets 4096] [--vocabulary 151936] [--hidden 256] [--threads 2]
 
-Each way runs in a process of its own; its peak is the growth of that process's resident memory (Linux: VmHWM, reset
-once the inputs stand). Prints JSON.
+Each way runs in a separate process; its peak is the growth of that process's resident memory (Linux: VmHWM, reset once
+the inputs exist). Prints JSON.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def measure(way: str, num_targets: int, vocab_size: int, hidden_size: int, dtype
                 return -logprob_NV.gather(1, label_N[:, None]).sum()
         raise AssertionError(way)
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far was the inputs' making: begin anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which came from making the inputs
     before = _peak_bytes()
     began = time.perf_counter()
     loss = run()

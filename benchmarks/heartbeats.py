@@ -1,11 +1,10 @@
-"""How late heartbeats come on a busy machine: what a heartbeat timeout would have taken for a dead host.
+"""How late heartbeats come on a busy machine: how often a heartbeat timeout would have declared a live host dead.
 
     python -m benchmarks.heartbeats [--busy 20] [--seconds 180] [--out FILE.json]
 
-Starts `longshore dev` in a temporary folder, on it a run that trains and one that samples, and so many processes that
-do nothing but compute. Asks Temporal five times a second when it last heard of each activity that a gpu or a sampler
-host has in hand, and counts how often one was silent for longer than a timeout. Nobody is killed: each is a
-false alarm.
+Starts `longshore dev` in a temporary folder, a run that trains, one that samples, and `--busy` processes that only
+compute. Asks Temporal five times a second for the last heartbeat of each activity of a gpu or a sampler host, and
+counts how often one was silent for longer than a timeout. No process is killed: each of these is a false alarm.
 """
 
 import argparse

@@ -185,7 +185,7 @@ def read() -> dict[str, Any]:
 
 
 def merged(results: dict[str, Any], row: Row) -> dict[str, Any]:
-    """With the row in the place of what was known of its model and layout; in the order of the page."""
+    """Return the results with a row in place of the old one of its model and layout, in the page's order."""
     place = row["model"], row["layout"]
     rows = [old for old in results["layouts"] if (old["model"], old["layout"]) != place] + [row]
     rows.sort(key=lambda x: (list(MODELS).index(x["model"]), x["ranks"], x["layout"].count("-"), x["layout"]))
@@ -199,7 +199,7 @@ def as_text(results: dict[str, Any]) -> str:
 
 
 def measure(arguments: Sequence[str], take: Callable[[Row], None]) -> int:
-    """Give each row as it is done. Returns the exit status."""
+    """Pass each row to `take` once it is measured. Returns the exit status."""
     command = [sys.executable, "-m", "tests.megatron_worker.layout_table", *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

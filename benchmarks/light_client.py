@@ -1,4 +1,4 @@
-"""HTTP GETs over connections that are kept, for little CPU: a load's client must not weigh beside what it measures."""
+"""HTTP GETs over persistent connections with little CPU, so that a load's client does not distort the figures."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""What every figure is told with: the commit, the machine, and how busy it was; and where it is told."""
+"""Common parts of benchmarks: the commit, the machine and its load in each result, and the output of results."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def tell(result: dict[str, Any], out: Path | None) -> None:
-    """Print a result as JSON, and write it to a file that was asked for."""
+    """Print a result as JSON, and write it to `out` if given."""
     text = json.dumps(result, indent=1)
     print(text)
     if out is not None:
@@ -20,7 +20,7 @@ def tell(result: dict[str, Any], out: Path | None) -> None:
 
 
 def until(holds: Callable[[], bool], what: str, patience_s: float, every_s: float) -> None:
-    """Wait for what holds at some time. Raises TimeoutError, and says what did not."""
+    """Wait until `holds()`. Raises TimeoutError, which names `what`."""
     deadline = time.monotonic() + patience_s
     while not holds():
         if time.monotonic() > deadline:
@@ -29,7 +29,7 @@ def until(holds: Callable[[], bool], what: str, patience_s: float, every_s: floa
 
 
 def attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Measure a part of a result. A device is lent seldom: what can be measured is, whatever becomes of the rest."""
+    """Measure a part of a result. If it fails, the result has the error, and the other parts are still measured."""
     try:
         return part()
     except Exception as error:  # out of memory, a kernel that does not compile, a transport that is refused
@@ -38,12 +38,12 @@ def attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def provenance() -> dict[str, object]:
-    """For a benchmark's JSON. The load is that of the last minute, the benchmark's own included."""
+    """Commit and hardware for a benchmark's JSON. The load is the last minute's, including the benchmark."""
     return {"commit": commit(), "hardware": {"cpu": _cpu(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}}
 
 
 def accelerator() -> dict[str, object] | None:
-    """The CUDA device that would be used, and what drives it; None where there is none."""
+    """The current CUDA device and its software versions; None if there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -63,19 +63,19 @@ def accelerator() -> dict[str, object] | None:
 
 
 class PeakMemory:
-    """A process's resident memory over a span of time, as Linux counts it: its own and what it shares."""
+    """A process's resident memory over a span of time, as Linux counts it: private and shared."""
 
     def __init__(self, pid: int) -> None:
         self._of = Path("/proc", str(pid))
         self._before = 0
 
     def start(self) -> None:
-        """Begin a span: what is held now, and its peak from now on."""
+        """Begin a span: record the current memory, and reset the peak."""
         (self._of / "clear_refs").write_text("5")
         self._before = self._bytes("VmRSS")
 
     def extra_bytes(self) -> int:
-        """Return how far the span's peak lies above its beginning."""
+        """Return the span's peak minus its beginning."""
         return self._bytes("VmHWM") - self._before
 
     def _bytes(self, name: str) -> int:
@@ -83,14 +83,14 @@ class PeakMemory:
 
 
 def commit() -> str:
-    """The checkout's commit, `none` outside one; `-dirty` where files were changed since."""
+    """The checkout's commit, `none` outside one; with `-dirty` if files have changed since."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else "none"
 
 
 def field(path: str, name: str) -> str:
-    """The first value of a name in a file of `name: value` lines below /proc; empty where there is none."""
+    """The first value of a name in a file of `name: value` lines below /proc; empty if there is none."""
     lines = Path(path).read_text().splitlines() if Path(path).exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
 

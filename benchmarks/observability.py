@@ -1,16 +1,16 @@
-"""What traces and metrics show of a run, and what they cost.
+"""Traces and metrics of a run, and their cost.
 
     python -m benchmarks.observability trace --svg docs/images/rl_step_trace.svg
     python -m benchmarks.observability overhead [--pairs 6] [--steps 150] [--out FILE]
     python -m pip install --target LIBRARIES matplotlib
     PYTHONPATH=LIBRARIES python -m benchmarks.observability dashboard --png docs/images/dashboard.png
 
-`dashboard` has a Prometheus (Debian's) read a stack's metrics while runs train, sample, fail and lose their workers,
-asks it each query of the Grafana dashboard, and draws the panels; a query that is refused or finds nothing is an error.
-`trace` runs one RL step on a warm stack and draws its trace, from the command to the optimizer step. `overhead` starts
-two stacks, one with traces (to a receiver here) and metrics (read every 15 s), one with neither, and does the same SFT
-run on each in turn; `overhead` of its JSON is what service and hosts take more, as a part of what they and the worker
-take without. (The worker has no such code.) Beside that: what the code for a step's span and counts takes alone.
+`dashboard` lets Debian's Prometheus scrape a stack while runs train, sample, fail and lose their workers, sends it each
+query of the Grafana dashboard, and draws the panels; a query that is refused or finds nothing is an error. `trace` runs
+one RL step on a warm stack and draws its trace, from the command to the optimizer step. `overhead` starts two stacks,
+one with traces (to a receiver here) and metrics (read every 15 s), one with neither, and does the same SFT run on each
+in turn. `overhead` in its JSON is the extra CPU time of service and hosts, as a share of theirs and the worker's
+without telemetry. (The worker has no such code.) It also measures the code for a step's span and counts alone.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from shared.runs.sources import DatasetSource
 WARM = {"LONGSHORE_WORKER_IDLE_S": "600"}
 PORTS = 21_700
 WINDOW = "15s"  # of rates: the picture has minutes, and Prometheus reads each second
-# A span in between says nothing that its child does not say.
+# These intermediate spans only repeat their child's information.
 HIDDEN = ("StartActivity:", "SignalWorkflow:", "HandleSignal:")
 GRADER = {
     "type": "python",
@@ -54,7 +54,7 @@ GRADER = {
 }
 
 
-# Of one run: processor seconds of service and hosts, and of the worker; seconds until its end.
+# Figures of a run: CPU seconds of service and hosts, and of the worker; seconds until its end.
 Of = Literal["hosts_s", "worker_s", "until_end_s"]
 Cost = dict[Of, float]
 
@@ -88,7 +88,7 @@ def draw_step(folder: Path) -> str:
         for seed in ("1", "2"):
             done = subprocess.run([*command, "--seed", seed], env=environment, check=True, stdout=subprocess.PIPE)
         run_id = json.loads(done.stdout)["run_id"]
-        time.sleep(3)  # the lease's span is sent when the host has let go of it
+        time.sleep(3)  # the lease's span is sent once the host has returned the lease
         spans = [span for span in of_run(received.spans(), run_id) if not span.name.startswith("GET ")]
     return picture(spans, "An RL run of one step: 64 answers of a tiny model, on warm processes of one machine", HIDDEN)
 
@@ -109,7 +109,7 @@ def _rl_command(folder: Path, steps: int) -> list[str]:
 
 
 def draw_dashboard(folder: Path, picture_file: Path) -> None:
-    """Draw what the dashboard shows of some minutes of work. Raises Refused, after drawing: a query finds nothing."""
+    """Draw the dashboard of some minutes of work. Raises Refused, after drawing: a query finds nothing."""
     ports = {instance: PORTS + place for place, instance in enumerate(("web", "control", "gpu", "sampler"))}
     settings = {"LONGSHORE_METRICS__PORT": str(PORTS), "LONGSHORE_WORKER_IDLE_S": "10"}
     command, drawn, refused = _rl_command(folder, steps=8), [], []
@@ -226,7 +226,7 @@ def measure(folder: Path, pairs: int, steps: int) -> dict[str, object]:
 
 
 def direct_costs() -> dict[str, float]:
-    """Return what the code of telemetry alone takes, in microseconds of a processor, spans encoded and sent."""
+    """Return the cost of the telemetry code alone, in CPU microseconds, including encoding and sending spans."""
     from opentelemetry import trace
 
     from activities.telemetry import JobSeen

@@ -2,13 +2,13 @@
 
     python -m benchmarks.offload [--gb 1] [--engines megatron fsdp] [--repeats 9] [--out FILE.json]
 
-States: `full`, a full fine-tuning (weights, gradients, both moments: all of it may have changed, and is copied each
-time); `base`, what a worker holds between LoRA jobs (frozen weights: copied to the host once, dropped ever after).
-Both are float32. `plain` is the same number of bytes, in one piece, copied by `copy_` to a buffer that is there (on
-CUDA: pinned) and back; `fresh` the same into memory allocated for it, as every reload must, since nothing stays on the
-device. They take turns with offload and reload; medians of all rounds count, by the clock and by the process's CPU
-seconds, which others on the machine disturb less. `ratio` is offload + reload over plain: at most 1.3 is wanted. Huge
-pages decide it: where `transparent_hugepage` is `never`, a reload faults at each page of 4 KB.
+States: `full`, that of full fine-tuning (weights, gradients, both moments: all may have changed, and are copied each
+time); `base`, a worker's state between LoRA jobs (frozen weights: copied to the host once, later only dropped).
+Both are float32. `plain` is the same number of bytes, in one piece, copied by `copy_` to an existing buffer (on CUDA:
+pinned) and back; `fresh` the same into newly allocated memory, as in every reload, since nothing stays on the device.
+They take turns with offload and reload; medians of all rounds count, by the clock and by the process's CPU seconds,
+which other processes disturb less. `ratio` is offload + reload over plain: it should be at most 1.3. It depends on huge
+pages: if `transparent_hugepage` is `never`, a reload faults at each page of 4 KB.
 """
 
 import argparse

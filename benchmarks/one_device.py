@@ -1,4 +1,4 @@
-"""What trainer and sampler hold of a device that they share, seen from outside while a run goes on."""
+"""Device memory of a trainer and a sampler on one device, measured from outside during a run."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -14,10 +14,10 @@ from shared.storage.paths import HostPaths
 
 
 class Device:
-    """Asks a stack's sampler what it holds, again and again while a `with` block runs.
+    """Polls the device memory of a stack's sampler while a `with` block runs.
 
     `awake`: bytes while no job's worker had anything on the device; `asleep`, `together`: while one might have had,
-    which has a sampler asleep or not.
+    with the sampler asleep or not.
     """
 
     def __init__(self, root: Path) -> None:

@@ -1,11 +1,11 @@
-"""Muon beside AdamW, each with moments in float32 and in 8 bits: seconds of a step, and bytes of what it holds.
+"""Muon against AdamW, each with moments in float32 and in 8 bits: seconds of a step, and bytes of its state.
 
     python -m benchmarks.optimizers [--out benchmarks/results/optimizers.json]
 
-One rank of the Megatron engine trains a model with random weights, whole and by an adapter, in float32 and bfloat16
-(with float32 masters). Optimizers take turns, step by step. Seconds are the process's own CPU seconds on one thread, so
-that a busy machine counts little: of the update alone (`update_s`), and of forward, backward and update (`step_s`),
-medians. `optimizer_bytes`: what masters and moments take on the device.
+One rank of the Megatron engine trains a model with random weights, fully and with an adapter, in float32 and bfloat16
+(with float32 masters). Optimizers take turns, step by step. Seconds are the process's own CPU seconds on one thread,
+which a busy machine hardly changes: of the update alone (`update_s`), and of forward, backward and update (`step_s`),
+medians. `optimizer_bytes`: bytes of masters and moments on the device.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Contestant:
         self._steps.append(ended - begun)
 
     def figures(self) -> dict[str, float]:
-        """The first step, which makes what the others use, does not count."""
+        """Medians without the first step, which allocates state for the others."""
         return {
             "update_s": round(median(self._updates[1:]), 4),
             "step_s": round(median(self._steps[1:]), 4),

@@ -1,9 +1,9 @@
-"""What a payload's encryption costs: microseconds to seal and to open one, beside the HMAC of 0.1.
+"""Cost of a payload's encryption: microseconds to seal and to open one.
 
     python -m benchmarks.payload_codec [--seconds 0.5] [--out FILE]
 
-Payloads are of the sizes that go through Temporal: a signal, an activity's request, a run's request. Told are medians
-of repeated batches in processor time, with the context of an activity made anew as the SDK does. Prints JSON.
+Payloads have the sizes that go through Temporal: a signal, an activity's request, a run's request. Figures are medians
+of repeated batches in CPU time, with a new activity context each time, as in the SDK. Prints JSON.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from benchmarks.machine import provenance, tell
 from service.sealing.codec import Sealing
 from service.sealing.keys import SealKeys
 from shared.settings import Settings
-from tests.service.sealed_before import SealedBefore
 
 SIZES = {"signal": 200, "request of an activity": 2_000, "request of a run": 20_000}
 CONTEXT = ActivitySerializationContext(
@@ -31,10 +30,7 @@ CONTEXT = ActivitySerializationContext(
 _BATCH = 200
 
 
-Codec = Sealing | SealedBefore
-
-
-async def _us(codec: Codec, does: str, payload: Payload, seconds: float) -> float:
+async def _us(codec: Sealing, does: str, payload: Payload, seconds: float) -> float:
     """Return the median microseconds of one call of a codec's method, over batches."""
     found: list[float] = []
     end = time.monotonic() + seconds
@@ -50,19 +46,15 @@ async def _measure(seconds: float) -> dict[str, Any]:
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as root:
         keys = SealKeys.of(Settings(root=Path(root)))
-        ours, before = Sealing(keys), SealedBefore(keys.current.secret)
+        ours = Sealing(keys)
         for name, size in SIZES.items():
             plain = Payload(metadata={"encoding": b"json/plain"}, data=json.dumps("x" * (size - 2)).encode())
             [sealed] = await ours.with_context(CONTEXT).encode([plain])
-            [as_before] = await before.with_context(CONTEXT).encode([plain])
             result[name] = {
                 "bytes": plain.ByteSize(),
                 "sealed_bytes": sealed.ByteSize(),
                 "seal_us": await _us(ours, "encode", plain, seconds),
                 "open_us": await _us(ours, "decode", sealed, seconds),
-                "hmac_bytes": as_before.ByteSize(),
-                "hmac_seal_us": await _us(before, "encode", plain, seconds),
-                "hmac_check_us": await _us(ours, "decode", as_before, seconds),
             }
     return result
 

@@ -1,12 +1,12 @@
-"""Each policy loss and its advantages beside TRL's and verl's own on the same numbers, in float64.
+"""Each policy loss and its advantages against TRL's and verl's on the same numbers, in float64.
 
     python -m pip install --no-deps --target LIBRARIES trl verl tensordict ray ...  # and what their imports ask for
     PYTHONPATH=LIBRARIES python -m benchmarks.policy_losses [--out benchmarks/results/policy_losses.json]
 
-Neither is a dependency of Longshore's: they stand in a folder of their own. Called are TRL's trainers'
-`_compute_loss` and what verl's actor calls of `verl.trainer.ppo.core_algos` and `rollout_corr_helper`. Gradients are
-those of log-probabilities and entropies. Where a formula is another, `differs` says how: it is compared once that is
-taken into account, and `plain` has the difference without.
+Longshore depends on neither: they are installed into a separate folder. The benchmark calls TRL's trainers'
+`_compute_loss`, and the functions of `verl.trainer.ppo.core_algos` and `rollout_corr_helper` that verl's actor calls.
+Gradients are those of log-probabilities and entropies. If a formula differs, `differs` says how: the comparison then
+corrects for it, and `plain` has the difference without the correction.
 """
 
 import argparse
@@ -36,7 +36,7 @@ NEVER, MOST_TOKENS, DUAL, IMPORTANCE, FLOOR, BEHIND = 1e9, 32, 1.5, 1.3, 0.8, 0.
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """Sequences' columns, [NUM, MOST] in float64. `logprob` and `entropy` have a gradient; `mask`: where tokens are."""
+    """Columns of sequences, [NUM, MOST] in float64. `logprob` and `entropy` have a gradient; `mask`: real tokens."""
 
     logprob: Tensor
     entropy: Tensor
@@ -85,7 +85,7 @@ Theirs = Callable[[Drawn], Tensor]
 
 
 def trls(loss_type: str, level: str = "token", **settings: Any) -> Theirs:
-    """TRL's loss; `settings`: of its trainer and its arguments. Of gmpo and rloo it has trainers of their own."""
+    """TRL's loss. `settings`: of its trainer and arguments. gmpo and rloo have their own trainers in TRL."""
     from accelerate import Accelerator
     from trl.experimental.gmpo import GMPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -176,13 +176,13 @@ def verls(
 
 
 def mean(value: Callable[[Drawn], Tensor]) -> Theirs:
-    """What another loss has more or less, its mean over tokens, without a gradient."""
+    """The constant difference of another loss: a mean over tokens, without a gradient."""
     return lambda of: (value(of) * of.mask).sum().detach() / of.mask.sum()
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A loss of ours, and the same of others. `differs`, and `less`: what theirs has too much, a constant."""
+    """A loss of ours and of others. `differs`: how theirs differs. `less`: a constant to subtract from theirs."""
 
     loss: PolicyLoss
     trl: Theirs | None = None
@@ -306,12 +306,12 @@ def compared(name: str, case: Case, of: Drawn) -> Iterator[tuple[str, dict[str, 
 
 
 def advantages() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Advantages of NUM sequences in groups of GROUP beside verl's: TRL's have no function of their own."""
+    """Advantages of NUM sequences in groups of GROUP against verl's. (TRL has no separate function for them.)"""
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo import core_algos as verl
 
     generator = torch.Generator().manual_seed(2)
-    reward = torch.randn(NUM, generator=generator, dtype=torch.float64) * 100  # what divisors are raised by is nothing
+    reward = torch.randn(NUM, generator=generator, dtype=torch.float64) * 100  # so that divisors' epsilon is negligible
     mask = torch.ones(NUM, MOST, dtype=torch.float64)
     last = torch.zeros_like(mask)
     last[:, -1] = reward

@@ -1,12 +1,12 @@
-"""Each loss of preferences beside TRL's own on the same log-probabilities: values and gradients, in float64.
+"""Each preference loss against TRL's on the same log-probabilities: values and gradients, in float64.
 
     python -m pip install --no-deps --target TRL trl accelerate datasets ...  # and what their imports ask for
     PYTHONPATH=TRL python -m benchmarks.preference_losses [--out benchmarks/results/preference_losses.json]
 
-TRL is no dependency of Longshore's: it stands in a folder of its own. Its trainers' own functions are called, on a
-model that answers with the given log-probabilities. TRL takes the mean of a chosen answer's cross entropy over the
-tokens of a batch, we as the papers over answers, each by its own tokens: answers are of one length where it is part of
-the loss (`equal_lengths`). ORPO's is over the prompt, too, in TRL: there the odds ratio alone is compared.
+Longshore does not depend on TRL: it is installed into a separate folder. Its trainers' own functions are called, with a
+model that returns the given log-probabilities. TRL averages the cross entropy of chosen answers over the tokens of a
+batch; we average over answers, and within each over its tokens, as the papers do. For losses with this term all answers
+have the same length (`equal_lengths`). TRL's ORPO includes the prompt in it: for ORPO only the odds ratio is compared.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Answers:
 
 
 def drawn(seed: int, num: int, lengths: int | None = None) -> Answers:
-    """`lengths`: of each answer; drawn where absent."""
+    """`lengths`: of each answer; random if absent."""
     generator = torch.Generator().manual_seed(seed)
     length = torch.randint(1, MOST + 1, (num, 1), generator=generator) if lengths is None else lengths
     mask = torch.arange(MOST)[None] < length * torch.ones(num, 1)
@@ -59,7 +59,7 @@ def drawn(seed: int, num: int, lengths: int | None = None) -> Answers:
 
 
 def ours(loss: Loss, answers: Answers, sequence: Tensor, advantage: Tensor, weight: Tensor) -> Tensor:
-    """The mean loss. Of each answer: the number of its sequence, the advantage and weight of its targets."""
+    """The mean loss. `sequence`, `advantage`, `weight`: each answer's sequence number, and its targets' values."""
     rows, columns = answers.mask.nonzero(as_tuple=True)
     empty = Batch.empty(torch.device("cpu"))
     batch = dataclasses.replace(
@@ -84,7 +84,7 @@ def of_pairs(loss: DPO, answers: Answers) -> Tensor:
 
 
 class _AnswersModel:
-    """Answers a trainer's call with given log-probabilities, by the width of what it is asked."""
+    """Answers a trainer's call with given log-probabilities, chosen by the width of `input_ids`."""
 
     training = True
 
@@ -98,7 +98,7 @@ class _AnswersModel:
 
 
 def _trainer(**attributes: Any) -> Any:
-    """What TRL's functions read of a trainer."""
+    """The attributes of a trainer that TRL's functions read."""
     from accelerate import Accelerator
 
     usual = {
@@ -161,13 +161,13 @@ def our_odds(answers: Answers) -> Tensor:
 
 
 def compared_kto(away: float) -> dict[str, float]:
-    """`away`: how far the policy is from its reference on each token of answers to other prompts, beside noise."""
+    """`away`: distance of the policy from its reference on each token of answers to other prompts, without noise."""
     from trl.trainer.kto_trainer import KTOTrainer
 
     kto = KTO(beta=BETA, desirable_weight=1.3, undesirable_weight=0.6)
     own, short = drawn(3, NUM_PAIRS), drawn(4, NUM_PAIRS)
     logprob, ref = short.logprob.detach(), short.ref - away * short.mask
-    other = Answers(wider(logprob), wider(ref), wider(short.mask))  # another width, by which the model tells them apart
+    other = Answers(wider(logprob), wider(ref), wider(short.mask))  # another width, so that the model knows them
     is_good = torch.arange(NUM_PAIRS) % 3 != 0
     trainer = _trainer(
         calculate_KL=True, loss_type="kto", desirable_weight=1.3, undesirable_weight=0.6, precompute_ref_logps=True

@@ -1,14 +1,14 @@
-"""What sharing prefixes saves: a training step on trees against the same engine on the same sequences unshared.
+"""Savings of prefix sharing: a training step on trees against the same engine on the same sequences unshared.
 
     python -m benchmarks.prefix_sharing [--shapes 512+16x64 ...] [--vocab 512 32000] [--family qwen3_5_moe] [--rounds 5]
         [--out FILE.json]
-    python -m benchmarks.prefix_sharing --short [--rounds 12]  # the prefix from which on sharing pays
+    python -m benchmarks.prefix_sharing --short [--rounds 12]  # the shortest prefix worth sharing
 
 A shape P+GxC is one prompt of P tokens and G completions of C. Both sides train LoRA r=16 on all linears of a 4-layer
 model of hidden size 256, from the two tables on disk; the completions are the targets. The tree is one bin;
-without sharing, bins of one sequence are tried, and bins of as many as fit into 4,096 tokens, and the faster of both
-counts. Timed is a whole step: forward, backward, optimizer. Rounds are interleaved, so that a busy machine hits
-all alike; the best round counts, by CPU seconds, which other processes disturb less, and by the clock.
+without sharing, the faster of two ways counts: bins of one sequence, and bins of as many as fit into 4,096 tokens.
+A whole step is timed: forward, backward, optimizer. Rounds are interleaved, so that a busy machine affects both sides;
+the best round counts, by CPU seconds, which other processes disturb less, and by the clock.
 
 The bound is the ratio of the floating-point operations that both sides cannot avoid (a multiply-add is two):
 
@@ -20,14 +20,14 @@ The bound is the ratio of the floating-point operations that both sides cannot a
                                     again for each token, and twice as much backward
     head        N * 4 V h           N targets: their logits, and the rows that are their gradient; hidden size h
 
-Of experts those count that a token goes to. The sums are over the layers, with T, A and N of all sequences on one side,
-and of the tree on the other (N is the same). `of_bound` is measured speed-up / bound. `shares` says where a step's time
-went, by torch's profiler: matrix products (linears and head), attention kernels, and the rest (norms, rotation,
-activation, recurrences, residuals, copies, optimizer, Python).
+Only the experts that a token is routed to count. The sums are over the layers. T, A and N are those of all sequences on
+one side, and of the tree on the other (N is the same). `of_bound` is measured speed-up / bound. `shares` are the shares
+of a step's time, by torch's profiler: matrix products (linears and head), attention kernels, and the rest (norms,
+rotation, activation, recurrences, residuals, copies, optimizer, Python).
 
 `--short` compares forward and backward of prefixes of 1 to 32 tokens with 2 to 16 branches of 16 and of 64, in one bin
-with sharing and without: CPU seconds without / with. TrainerRank shares what saves LEAST_SAVED tokens
-(`forwards/packing.py`), which is about where that passes 1, whatever the number of branches.
+with sharing and without: CPU seconds without / with. TrainerRank shares a prefix if that saves
+LEAST_SAVED tokens (`forwards/packing.py`), which is about where this ratio passes 1, for any number of branches.
 """
 
 import argparse
@@ -93,7 +93,7 @@ SHAPES = [Shape(512, 16, 64), Shape(1024, 16, 64), Shape(2048, 8, 128)]
 def make_rows(shape: Shape, vocab_size: int) -> list[SequenceRow]:
     generator = np.random.default_rng(0)
     prompt = generator.integers(3, vocab_size, shape.prompt)
-    # Completions begin with different ids, so that the tree is the one that the shape says.
+    # Completions begin with different ids, so that the tree has exactly this shape.
     first = 3 + np.arange(shape.group)
     rows = []
     for number in range(shape.group):

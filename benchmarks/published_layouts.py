@@ -1,4 +1,4 @@
-"""Models laid out as they are published, against transformers: checked, trained, merged, saved and sampled from.
+"""Models in their published layouts against transformers: checked, trained, merged, saved and sampled from.
 
     python -m benchmarks.published_layouts [--models NAME ...] [--render]
 
@@ -60,9 +60,9 @@ by a run's checking phase and by the worker, in the same words.
 
 
 def compare(name: str, folder: Path) -> dict[str, Any]:
-    """Build a model and compare all that is done with it.
+    """Build a model and compare all operations on it.
 
-    Returns: the largest difference in each column (None: refused, as docs/models.md says), or why the model is.
+    Returns: the largest difference in each column (None: refused, see docs/models.md), or why the model is refused.
     """
     built = build(folder / "model", name)
     model = built.folder
@@ -81,7 +81,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _registered() -> Iterator[None]:
-    """Tell transformers in the block what docs/models.md and an adapter's README.md say for models with towers."""
+    """Within the block, register models with towers in transformers, as docs/models.md and adapters' READMEs say."""
     conversion_mapping.get_checkpoint_conversion_mapping("qwen2_moe")  # which makes the table
     known = conversion_mapping._checkpoint_conversion_mapping_cache
     conversion_mapping._checkpoint_conversion_mapping_cache = dict(known)
@@ -115,7 +115,7 @@ def _of(built: Published, folder: Path) -> Tensor:
 
 
 def _checked(model: Path, root: Path) -> list[str]:
-    """Return what a run's checking phase says."""
+    """Return the problems that a run's checking phase finds."""
     host = HostContext(Settings(root=root, download=DownloadSettings(file_roots=(Path("/"),))))
     request = ModelRequest(uri=str(model), tenant="default", layout=Layout(), dtype="bfloat16", trainable=_ALL)
     try:
@@ -192,7 +192,7 @@ def _saved(built: Published, folder: Path) -> float:
     )
     for each in shapes:
         each.pop("lm_head.weight", None)  # which may be there twice
-    scales = {name for name in shapes[0] if name.endswith(FP8_SCALES)}  # of what is carried along
+    scales = {name for name in shapes[0] if name.endswith(FP8_SCALES)}  # of tensors that are copied unchanged
     assert {name: shapes[0].pop(name) for name in scales}.items() <= in_files.items()
     assert shapes[0] == shapes[1]
     engine.load(folder / "full")
@@ -213,7 +213,7 @@ def headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def section() -> str:
-    """Return what docs/families.md shows of the results."""
+    """Return the section of docs/families.md with the results."""
     if not RESULTS.exists():
         return ""
     lines = [f"| model | {' | '.join(_COLUMNS)} |", "|---" * (len(_COLUMNS) + 1) + "|"]

@@ -1,11 +1,11 @@
-"""A LoRA's base in 4 and 8 bits beside one in bfloat16: bytes of the weights, and loss after 50 steps.
+"""A LoRA's base in 4 and 8 bits against one in bfloat16: bytes of the weights, and loss after 50 steps.
 
     python -m benchmarks.quantized_weights [--models dense ...] [--out benchmarks/results/quantized_weights.json]
 
-Models with random weights are first trained whole on text in which four tokens may follow each; then an adapter
-learns text in which those of every other token are others. What counts is the loss on rows of it that are held out, by
-the same base as the adapter was trained beside; seeds and rows are the same for all. At most 1 % from bfloat16's is
-wanted. On the CPU seconds say little: codes are made whole by plain torch there.
+Models with random weights are first fully trained on text where each token has four possible successors. Then an
+adapter learns text where every other token has different successors. The result is the loss on held-out rows of that
+text, with the base that the adapter was trained on; seeds and rows are the same for all. It should be within 1 % of
+bfloat16's. On a CPU the seconds say little: plain torch dequantizes the weights there.
 """
 
 import argparse

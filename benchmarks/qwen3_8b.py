@@ -2,8 +2,8 @@
 
     python -m benchmarks.qwen3_8b [--bin-tokens 4096] [--bins 8] [--steps 5] [--peak-tflops 989] [--device cpu --tiny]
 
-Nothing is downloaded: weights are drawn on the device. LoRA r=16 on all linears; a step is forward and backward of its
-bins, as the runner makes them from packed data, and AdamW; the median of --steps counts, after two that compile.
+Nothing is downloaded: weights are drawn on the device. LoRA r=16 on all linears. A step is forward and backward of its
+bins, as the runner makes them from packed data, and AdamW. The median of --steps counts, after two that compile.
 
 - `sft`: rows of seeded lognormal(5.6, 0.7) lengths, packed into bins; every token but a row's first is a target.
 - `rl`: PPO on groups of 16 completions of 256 tokens behind a prompt of 1,024, a group a bin, its prefix there once.
@@ -11,10 +11,10 @@ bins, as the runner makes them from packed data, and AdamW; the median of --step
 - `offload`: seconds of the first offload, which page-locks the host's buffers, and of those and the reloads after it.
 
 mfu = FLOPs / (seconds * peak), with the FLOPs of random_model.flops: two products for a frozen linear (forward, and
-gradient of the input), nothing for what is computed twice. The peak is the device's for dense bfloat16, as its maker
-says; for a device that is not in PEAK_TFLOPS give it, or mfu is null. `--tiny` is the same code on a model for tests.
+gradient of the input), nothing for recomputation. The peak is the vendor's figure for dense bfloat16; for a device that
+is not in PEAK_TFLOPS pass it, or mfu is null. `--tiny` is the same code on a model for tests.
 
-A part that fails says so in its place, and the others go on; the exit status is then 1.
+If a part fails, its result is the error, and the other parts still run; the exit status is then 1.
 """
 
 import argparse
@@ -64,7 +64,7 @@ TINY_WORK = Work(bin_tokens=512, bins=2, prompt=24, group=3, completion=8)
 
 @dataclass(frozen=True)
 class Step:
-    """One step's batches, its loss, and what is counted of it."""
+    """One step's batches, its loss, and its counts."""
 
     batches: list[Batch]
     loss: LossFunction
@@ -156,7 +156,7 @@ def train(engine: MegatronEngine, sizes: Sizes, step: Step, repeats: int, peak_t
 
 
 def offloading(engine: MegatronEngine, repeats: int) -> Figures:
-    """Of everything that the engine holds: the base, an adapter, its gradients and moments."""
+    """Seconds of moving everything that the engine holds: the base, an adapter, its gradients and moments."""
     streams = torch.get_device_module(engine.facts.device)
 
     def timed(where: Where) -> float:

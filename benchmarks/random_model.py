@@ -12,7 +12,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a dense Qwen3 model."""
+    """Sizes of a dense Qwen3 model."""
 
     hidden: int
     layers: int
@@ -25,19 +25,19 @@ class Sizes:
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of a layer's."""
+        """Input and output sizes of a layer's linears."""
         query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = [(self.hidden, query), (self.hidden, key_value), (self.hidden, key_value), (query, self.hidden)]
         return [*attention, (self.hidden, self.ffn), (self.hidden, self.ffn), (self.ffn, self.hidden)]
 
     @property
     def layer_weights(self) -> int:
-        """Of its linears."""
+        """Number of weights of a layer's linears."""
         return sum(a * b for a, b in self.linears)
 
     @property
     def num_weights(self) -> int:
-        """Of linears and embeddings; norms, which are few, are left out."""
+        """Number of weights of linears and embeddings, without norms, which are few."""
         return self.layers * self.layer_weights + (1 if self.tied else 2) * self.vocab * self.hidden
 
     def with_weights(self, number: int) -> "Sizes":
@@ -70,7 +70,7 @@ def flops(
 
 
 def write_config(folder: Path, sizes: Sizes) -> Path:
-    """All of a Hugging Face folder that an engine reads beside weights."""
+    """Write the files of a Hugging Face folder that an engine reads, except weights."""
     from transformers import Qwen3Config
 
     Qwen3Config(
@@ -91,7 +91,7 @@ def write_config(folder: Path, sizes: Sizes) -> Path:
 
 
 class RandomMegatron(MegatronEngine):
-    """Its base is drawn where it lies: no file of many GB is downloaded, written or read."""
+    """Draws its base on the device: no file of many GB is downloaded, written or read."""
 
     def _read_base(self) -> None:
         draw(self._model.flat.views)

@@ -1,18 +1,18 @@
-"""A real pretrained model, fine-tuned and reinforced on a stack; fine-tuned by transformers and PEFT beside it.
+"""A real pretrained model, trained by SFT and RL on a stack; for comparison, SFT by transformers and PEFT.
 
     python -m benchmarks.real_model [--rows FOLDER] [--parts sft rl] [--seeds 0 1 2] [--folder F] [--out FILE.json]
 
 The model is SmolLM2-135M-Instruct (examples/real_model.py), in float32.
 
 sft: LoRA 16 for 20 steps of 8 questions of GSM8K; the loss on 64 held-out ones before, after 10 and after 20 steps.
-Both columns begin with one adapter, which PEFT makes, and have the same rows in the same order: that of the run's plan.
-Transformers renders and tokenizes for itself. `in_peft`: the adapter that the run published, loaded by PEFT.
+Both columns begin with the same adapter, made by PEFT, and have the same rows in the order of the run's plan.
+Transformers renders and tokenizes by itself. `in_peft`: the adapter that the run published, loaded by PEFT.
 
-rl: GRPO on capitals. An answer is right that holds the name; the reward is the share of right answers, drawn at
-temperature 1, to questions on held-out countries. Each seed has two runs: one as it should be, and one whose rewards
-change places within their groups, which must not learn.
+rl: GRPO on capitals. An answer is right if it contains the name; the reward is the share of right answers, drawn at
+temperature 1, to questions on held-out countries. Each seed has two runs: a normal one, and one whose rewards are
+shuffled within their groups, which must not learn.
 
-Each part is kept in the folder when it is done, and so is the stack: called again, the benchmark goes on.
+Finished parts and the stack are kept in the folder: a repeated call continues from there.
 """
 
 import argparse
@@ -201,7 +201,7 @@ class Reference:
         return PeftModel.from_pretrained(self._base(), adapter, is_trainable=True)
 
     def tokens(self, row: dict[str, str]) -> Row:
-        """Render by the model's chat template: trained is what follows the prompt, up to the end of the turn."""
+        """Render by the model's chat template. The tokens after the prompt are trained, up to the end of the turn."""
         asked = [{"role": "user", "content": row["question"]}]
         render = self._tokenizer.apply_chat_template
         prompt = render(asked, tokenize=True, add_generation_prompt=True, return_dict=False)

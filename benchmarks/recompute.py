@@ -1,10 +1,10 @@
-"""What a pass, forward and backward, holds and takes with layers that are computed again, beside one without.
+"""Memory and time of a forward and backward pass with recomputed layers, against one without.
 
     python -m benchmarks.recompute [--tokens 1024] [--layers 8] [--out benchmarks/results/recompute.json]
 
 A LoRA of rank 16 on tiny models of random weights in float32, a bin of four rows, on one thread. Bytes are those of
 tensors that the pass makes, by the planner's meter. Seconds are the least of five passes of each way in turn.
-`tokens_in_same_bytes`: of the largest pass that, computed again, holds no more than that without, by the planner.
+`tokens_in_same_bytes`: of the largest pass with recomputation that needs no more memory, by the planner.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""How long a run stands still after a kill: seconds until it tells a step that it had not done before.
+"""How long a run is interrupted by a kill: seconds until it reports a new step.
 
     python -m benchmarks.recovery [--times 5] [--only gpu_host ...] [--out FILE.json]
 
 Starts `longshore dev` with default settings in a temporary folder, and on it an SFT run, then a run that samples, of a
-tiny model. Each kind of process is killed (SIGKILL) while the run gets ahead, the sampler and its host while they
-sample; `everything` takes the supervisor along, and is started again by `longshore dev --detach`, whose time counts.
-Polls `GET /runs/<id>`. Of every kill: seconds until the step shown is greater than the newest one on record at the
-kill. `nothing` is the same without a kill: progress is told every two seconds or more, and a step that samples takes a
-while by itself.
+tiny model. Kills (SIGKILL) each kind of process while the run makes progress, the sampler and its host while they
+sample. `everything` also kills the supervisor; `longshore dev --detach` starts it again, and that time counts. Polls
+`GET /runs/<id>`. For every kill: seconds until the step shown is greater than the newest one on record at the kill.
+`nothing` is the same without a kill: progress is reported at intervals of at least two seconds, and a step that samples
+takes longer.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Stack:
         )
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Living processes of this stack whose command line holds all of the words."""
+        """Running processes of this stack whose command line contains all words."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -88,7 +88,7 @@ class Stack:
         self.run_id = made["run_id"]
 
     def shown(self) -> int:
-        """The step that the run's view tells; -1 while nobody answers."""
+        """The step in the run's view; -1 while the service does not answer."""
         view = self.ask("GET", f"/runs/{self.run_id}")
         if view is None:
             return -1
@@ -210,7 +210,7 @@ def _kill(stack: Stack, kind: str, victims: Victims, chance: random.Random) -> f
             process.kill()
     done = max(done, _newest_step(stack))  # done while we looked
     if kind == "everything":
-        while left := stack.processes():  # what the supervisor started last
+        while left := stack.processes():  # processes that the supervisor has just started
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -224,7 +224,7 @@ def _until_ahead(stack: Stack, done: int) -> None:
 
 
 def _newest_step(stack: Stack) -> int:
-    """Of a run that samples, that of its records; else the newest in the store and on the worker's disk."""
+    """The newest step in the run's records if it samples; else the newest in the store and on the worker's disk."""
     store = stack.root / "store"
     steps = [int(record.stem) for record in (store / "runs" / stack.run_id / "steps").glob("*.json")]
     if not steps:

@@ -1,10 +1,10 @@
-"""What a collection of garbage takes: seconds, requests and bytes, for many runs on a file store and on S3.
+"""Cost of a garbage collection: seconds, requests and bytes, for many runs on a file store and on S3.
 
     python -m benchmarks.retention [--runs 1000] [--store file|s3|both] [--out FILE.json]
 
-Fills a store with records, checkpoints, logs and shared data of so many runs of two tenants (the store of the tests),
-and collects thrice: only to measure, as a dry run, and to delete what policies of 5 to 30 days let go. S3 is moto's
-server in a thread of this process.
+Fills a store with records, checkpoints, logs and shared data of `--runs` runs of two tenants (the store of the tests),
+and collects three times: to measure usage only, as a dry run, and to delete objects that policies of 5 to 30 days
+expire. S3 is moto's server in a thread of this process.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from shared.storage.store import LocalStore, ObjectInfo, ObjectStore, S3Store
 from tests.activities.retention.stored_runs import DAY_S, fill
 
 POLICY = RetentionSettings(checkpoints_days=30, data_days=20, logs_days=10, samples_days=5, models_days=40)
-_LISTED_AT_ONCE = 1000  # objects that S3 tells of in one request
+_LISTED_AT_ONCE = 1000  # objects that S3 lists in one response
 
 
 class Counted:
@@ -76,7 +76,7 @@ def _measured(store: ObjectStore, num_runs: int) -> dict[str, Any]:
     parts: dict[str, Callable[[ObjectStore], GarbageReport]] = {
         "measure": lambda store: collect(store, RetentionSettings(), is_dry=False, now=now),
         "dry run": lambda store: collect(store, POLICY, is_dry=True, now=now),
-        # moto fails at a listing beside a deletion.
+        # moto fails at a listing during a deletion.
         "delete": lambda store: collect(store, POLICY, is_dry=False, now=now, at_once=8 if is_file else 1),
     }
     found: dict[str, Any] = {"objects": sum(1 for _ in store.list(""))}

@@ -3,10 +3,10 @@
     python -m benchmarks.rl_learning [--seeds 0 1 2] [--full] [--sampler vllm] [--algorithm ppo]
 
 Starts `longshore dev` in a temporary folder and trains the demonstration's model and adapter for sums, once
-(examples/arithmetic.py). Then every seed has two RL runs from that adapter: one as it should be, and one whose rewards
-change places within their groups, which must not learn. With `--full` every weight is trained instead of adapters: the
-habit, too, and the samplers get whole weights. `--algorithm ppo` trains a critic beside the policy, whose explained
-variance is shown by step. `--sampler vllm` needs LONGSHORE_SAMPLING__VLLM_COMMAND. Seconds are
+(examples/arithmetic.py). Then every seed has two RL runs from that adapter: a normal one, and one whose rewards are
+shuffled within their groups, which must not learn. With `--full` every weight is trained instead of adapters, in the
+first training too, and the samplers get whole weights. `--algorithm ppo` also trains a critic, whose explained variance
+is shown by step. `--sampler vllm` needs LONGSHORE_SAMPLING__VLLM_COMMAND. Seconds are
 from submission to the run's end. Prints JSON.
 """
 

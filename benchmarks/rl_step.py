@@ -1,10 +1,10 @@
-"""What a train step costs beyond its training: a tiny model's steps of 64 trajectories on a warm worker.
+"""Overhead of a train step beyond its training: a tiny model's steps of 64 trajectories on a warm worker.
 
     python -m benchmarks.rl_step [--steps 10]
 
 Starts `longshore dev` in a temporary folder, submits an RL run, and sends steps one by one over the native API. A
-step's cost is the time from its POST to the answer that it is done, upload of its groups left out, less `step_s` of its
-optimizer steps (what the worker itself measured). The first step warms the worker up and does not count. Prints JSON.
+step's cost is the time from its POST to the answer that it is done, without the upload of its groups, minus `step_s`
+of its optimizer steps (measured by the worker). The first step warms the worker up and does not count. Prints JSON.
 """
 
 import argparse

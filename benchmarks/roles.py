@@ -1,4 +1,4 @@
-"""What each role of an RL step costs on one device: policy, reference and critic, their seconds and bytes by part.
+"""Cost of each role of an RL step on one device: policy, reference and critic, seconds and bytes by part.
 
     python -m benchmarks.roles [--hidden 256] [--layers 4] [--rank 64] [--steps 4] [--out FILE.json]
 
@@ -88,7 +88,7 @@ class Watch:
 
 @contextmanager
 def watched(watch: Watch, roles: dict[str | None, str]) -> Iterator[None]:
-    """Count what the dispatcher does for a slot as its role's."""
+    """Count the dispatcher's work for a slot under the slot's role."""
     placed = Residency._at
     scored, trained, stepped = Dispatcher.score, Dispatcher.forward_backward, Dispatcher.optim_step
 

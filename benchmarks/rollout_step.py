@@ -1,9 +1,9 @@
-"""What a warm step of a run's own rollouts costs, with weight sync and without, on-policy and sampled one step ahead.
+"""Cost of a warm RL step with rollouts, with weight sync and without, on-policy and sampled one step ahead.
 
     python -m benchmarks.rollout_step [--steps 7] [--megabytes 16] [--only WORDS] [--out FILE.json]
 
-Starts `longshore dev` in a temporary folder and trains a model of so many megabytes, every weight or an adapter of rank
-16, once for each case, one after another on one machine. A step has 8 prompts of 4 samples, and 3 passes over them. All
+Starts `longshore dev` in a temporary folder and trains a model of `--megabytes`, every weight or an adapter of rank 16,
+once for each case, one after another on one machine. A step has 8 prompts of 4 samples, and 3 passes over them. All
 figures are of whole cycles of the trainer, from one job's end to the next one's, without the first two:
 
     step_s             a cycle
@@ -15,10 +15,10 @@ figures are of whole cycles of the trainer, from one job's end to the next one's
     trainer_computes   the share that is passes and updates
 
 and the workflow's own: `sampling_s`, `training_s` and `publishing_s`, until the step is published and its weights are
-proven. Seconds are medians. `num_published`, `store_mb`: versions, and what all of them take of the store.
+verified. Seconds are medians. `num_published`, `store_mb`: versions, and the size of all of them in the store.
 
-Colocated, trainer and sampler take turns on one device: `device_peak_mb` is the most that lay there together,
-`larger_alone_mb` the most that either had.
+Colocated, trainer and sampler take turns on one device: `device_peak_mb` is the peak of both together,
+`larger_alone_mb` the larger peak of the two alone.
 """
 
 import argparse
@@ -154,7 +154,7 @@ def _run(model: Path, prompts: Path, num_steps: int, case: Case) -> RLRun:
 
 @dataclass
 class Job:
-    """When a job of the trainer began and ended, in seconds since 1970, and what of it were passes and waiting."""
+    """Begin and end of a trainer's job, in seconds since 1970, and its seconds of passes and waiting."""
 
     began: float
     ended: float = 0.0
@@ -179,7 +179,7 @@ def _jobs(events: list[Event]) -> list[Job]:
 
 
 def _figures(events: list[Event], steps: list[StepStatus]) -> dict[str, float]:
-    """What a run's steps took, but for the first ones."""
+    """What a run's steps took, without the first ones."""
     jobs = _jobs(events)
     assert len(jobs) == len(steps)
     cycles = list(pairwise(jobs[WARMING - 1 :]))

@@ -1,4 +1,4 @@
-"""What routing replay does to the mismatch of sampler and trainer, what it refuses, and what it costs.
+"""Effect of routing replay on the mismatch of sampler and trainer, what it refuses, and its cost.
 
     python -m benchmarks.routing_replay [--rounds 9] [--out FILE.json]
 
@@ -7,13 +7,13 @@ A mixture of random weights (qwen3_moe, 4 layers of 4 experts, 2 a token, hidden
     mismatch   the sampler's routers get noise of a share of their weights' size, or it computes in bfloat16; the
                trainer computes in float32. The divergence of sampler and trainer (k3, in nats a drawn token) by the
                trainer's own routes and by the sampler's
-    seconds    of CPU, medians: drawing with and without telling routes; a step's passes (the old policy's and the
-               trained) with and without taking them. Both kinds take turns
+    seconds    CPU, medians: sampling with and without returning routes; a step's passes (the old policy's and the
+               trained one's) with and without replaying them. Both kinds take turns
 
-Then a run of two steps (`examples/local_rl.py`), with and without, on a sampler and a worker of their own:
+Then a run of two steps (`examples/local_rl.py`), with and without, each on a separate sampler and worker:
 
     run        its own metrics, and the bytes of its files by each sampled or packed token
-    refused    what packing says of a step in which two samples' routes have changed places
+    refused    packing's error for a step where the routes of two samples are swapped
 """
 
 import argparse
@@ -83,7 +83,7 @@ def prompts() -> list[list[int]]:
 
 
 def mismatches(model: Path) -> dict[str, dict[str, float]]:
-    """By what disturbs the sampler."""
+    """The mismatch for each disturbance of the sampler."""
     exact = {f"noise {share}": with_noise(Decoder(model, torch.float32, _CPU), share) for share in _NOISE}
     engine = MegatronEngine(model, Layout(), "float32")
     found = {}
@@ -129,7 +129,7 @@ def seconds(model: Path, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def _timed(call: Callable[[bool], object], rounds: int) -> dict[str, float]:
-    """CPU seconds of a call with and without, medians of rounds in which both take turns."""
+    """CPU seconds of a call with and without, medians over rounds; both take turns in each."""
     spent: dict[bool, list[float]] = {True: [], False: []}
     for tells in [True, False] * (rounds + 1):
         began = time.process_time()
@@ -154,7 +154,7 @@ def local_loss(**rollouts: object) -> RLRun:
 
 
 def run_of(folder: Path, model: Path, replays: bool) -> dict[str, object]:
-    """Train two steps; return the last one's metrics and what its files hold."""
+    """Train two steps; return the last one's metrics and the sizes of its files."""
     folder.mkdir()
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"crate {n} goes to quay {n % 7}"}) + "\n" for n in range(16)))
@@ -183,7 +183,7 @@ def run_of(folder: Path, model: Path, replays: bool) -> dict[str, object]:
 
 
 def _named(files: Sequence[Path], name: str, folder: str = "") -> list[Path]:
-    """Files of the store: what hosts keep of it is a cache."""
+    """Files in the store only: the hosts' copies are caches."""
     return [path for path in files if path.name == name and "store" in path.parts and folder in ("", *path.parts)]
 
 

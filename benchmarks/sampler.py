@@ -1,14 +1,14 @@
-"""What the sampler draws a second: over HTTP, as runs use it, beside transformers' `generate` on the same model.
+"""Throughput of the sampler over HTTP, as runs use it, against transformers' `generate` on the same model.
 
     python -m benchmarks.sampler [--family qwen3_moe] [--hidden 64 256] [--slots 32 64] [--groups 8] [--out FILE.json]
 
 A 4-layer model (2 layers at hidden 64, the tests' size) with random weights in float32 on one thread. `--groups`
-prompts of 64 tokens, asked for at once, `--group-size` samples of 128 tokens each, temperature 1, no end token.
-transformers draws all of them as one batch. Rounds are interleaved; the best counts. `cpu` figures are drawn tokens a
-CPU second of the process that draws, which a busy machine disturbs less.
+prompts of 64 tokens, requested at once, `--group-size` samples of 128 tokens each, temperature 1, no end token.
+transformers draws all of them as one batch. Rounds are interleaved; the best counts. `cpu` figures are sampled tokens
+per CPU second of the sampling process, which a busy machine disturbs less.
 
-With `--sleep` it measures instead what each level of sleep gives back, by part and of the process, the seconds that
-sleep and wake take, and that the samples after it are those before it.
+With `--sleep` it measures instead the memory that each level of sleep releases, by part and of the process, and the
+seconds of sleep and wake, and checks that the samples after it equal those before it.
 """
 
 import argparse

@@ -3,15 +3,14 @@
     python -m benchmarks.service_load [--rate 200] [--seconds 30] [--listed 10000] [--runs 1000] [--drained 50]
                                       [--waves 2] [--halved 300] [--out FILE.json]
 
-Starts `longshore dev` in a temporary folder, with rate limits and quotas out of the way. `reads`: requests are sent at
-their times whether or not earlier ones were answered, and a latency is counted from the time at which a request was due
-(so that a service that stalls is not asked less). `list`: one client asks for pages of a list of so many runs. `queue`:
-runs are submitted by 16 clients, one worker drains some, the rest are cancelled; every run must have ended once, in
-one workflow, on one lease at most. Then again, in waves. `memory_mb`: what each process holds, before, at each
-wave's peak and after it; it is flat where the last wave's peak is at most a tenth above the first's. `halved`: so many
-runs are submitted, every second one is cancelled at once, and the others end by themselves; all must end, and
-`peak_mb` is what all processes but workers held together, W&B's included. W&B is written as it is by default: offline.
-Client and stack share the cores.
+Starts `longshore dev` in a temporary folder, with rate limits and quotas out of the way. `reads`: requests are sent on
+schedule whether or not earlier ones were answered, and a latency counts from a request's scheduled time (so that a
+service that stalls does not get fewer requests). `list`: one client reads pages of a list of `--listed` runs. `queue`:
+16 clients submit runs, one worker drains some, the rest are cancelled; every run must have ended once, in one workflow,
+on one lease at most. Then again, in waves. `memory_mb`: memory of each process, before, at each wave's peak and after
+it; it is flat if the last wave's peak is at most a tenth above the first's. `halved`: `--halved` runs are submitted,
+every second one is cancelled at once, and the others end by themselves; all must end. `peak_mb` is the memory of all
+processes except workers together, including W&B's. W&B is offline, its default here. Client and stack share the cores.
 """
 
 import argparse
@@ -101,7 +100,7 @@ async def _measure(root: Path, run: SFTRun, options: argparse.Namespace) -> dict
 
 
 async def _reads(light: LightClient, root: Path, run_ids: Sequence[str], rate: float, seconds: float) -> dict[str, Any]:
-    """Requests at their times, and what they took, in milliseconds. `cores`: how many each process kept busy."""
+    """Send requests on schedule; return latencies in milliseconds. `cores`: how many each process kept busy."""
     chance = random.Random(7)
     paths = (
         "/api/v1/runs",
@@ -124,11 +123,11 @@ async def _reads(light: LightClient, root: Path, run_ids: Sequence[str], rate: f
         status, _ = await light.get(path.replace("{run}", chance.choice(run_ids)))
         answers.append((path, (time.perf_counter() - due) * 1000, status))
 
-    for path in paths:  # connections, and what is read once
+    for path in paths:  # open connections, and fill caches
         await ask(path, time.perf_counter())
     answers.clear()
     cpu_before = processor_s(root)
-    begin = time.perf_counter() + 2  # when all are ready to be sent
+    begin = time.perf_counter() + 2  # by then all requests are scheduled
     due = [begin + number / rate for number in range(round(rate * seconds))]
     await asyncio.gather(*(ask(paths[number % len(paths)], when) for number, when in enumerate(due)))
     took_s = time.perf_counter() - begin
@@ -201,7 +200,7 @@ async def _list(api: httpx.AsyncClient, ids: Sequence[str], repeats: int = 20) -
 async def _queue(
     api: httpx.AsyncClient, connection: Connection, root: Path, run: SFTRun, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Waves of runs, one after the other, and what each left in the processes' memory."""
+    """Run waves of runs in turn; return the processes' memory after each."""
     memory = Memory(root)
     waves = []
     for number in range(options.waves):
@@ -246,7 +245,7 @@ async def _wave(
 async def _halved(
     api: httpx.AsyncClient, connection: Connection, root: Path, run: SFTRun, number: int
 ) -> dict[str, Any]:
-    """Runs of which every second one is cancelled as soon as all are accepted; the others end by themselves."""
+    """Submit runs; when all are accepted, cancel every second one. The others end by themselves."""
     memory = Memory(root)
     begin = time.perf_counter()
     async with memory.watched():

@@ -1,14 +1,14 @@
-"""What a command of a session costs beyond its computation, on a warm stack.
+"""Overhead of a session's command beyond its computation, on a warm stack.
 
     python -m benchmarks.session [--commands 100] [--tinker | --s3 MILLISECONDS]
 
-Starts `longshore dev` in a temporary folder, opens a session of a tiny model, and sends commands one by one, each when
-the one before has its result: forwards and steps. Beside them the time from the client's call to its result stands what
-the same call takes in-process: parse, pack, forward. The first commands warm the worker up and do not count. Then the
-time until an idle session, which has given its worker back, answers again; and commands sent without waiting. With
-`--tinker` the same of Tinker's own SDK at its door. With `--s3` the store is an S3 server whose requests take so
-long each; how many a second the stack makes is counted while there is no session, while one rests with its worker,
-while its client waits for a result, and a command while it works. Prints JSON.
+Starts `longshore dev` in a temporary folder, opens a session of a tiny model, and sends commands one by one, each after
+the previous one's result: forwards and steps. It compares the time from the client's call to its result with that of
+the same call in-process: parse, pack, forward. The first commands warm the worker up and do not count. It also measures
+the time until an idle session, which has given its worker back, answers again; and commands sent without waiting. With
+`--tinker` it measures Tinker's own SDK on the Tinker API instead. With `--s3` the store is an S3 server that takes this
+long for each request; the stack's requests per second are counted without a session, while one is idle with its worker,
+and while its client waits for a result, and the requests per command while it works. Prints JSON.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def _measure(client: Client, model: Path, num_commands: int) -> dict[str, object
 
 
 class _S3:
-    """An S3 server in this process that counts requests, and holds each up for a while."""
+    """An S3 server in this process that counts requests, and delays each."""
 
     def __init__(self, pause_s: float) -> None:
         from moto.server import DomainDispatcherApplication, create_backend_app
@@ -164,7 +164,7 @@ def _requests(client: Client, model: Path, s3: _S3, num_commands: int) -> dict[s
 
 
 def _tinker(connection: Connection, model: Path, num_commands: int) -> dict[str, object]:
-    """Have Tinker's SDK measure its calls, in a process of its own."""
+    """Measure calls of Tinker's SDK in a separate process."""
     root = Path(__file__).parents[1]
     told = subprocess.run(
         [

@@ -5,11 +5,11 @@
 
 Starts `longshore dev` twice in a temporary folder, with LONGSHORE_QUOTAS__WORKER_SHARING `none` and `all`, warms it up
 with one run, and submits eight runs at once: supervised and preference runs and RL runs whose client sends the
-trajectories, of ranks 4 to 64. Prints JSON: seconds from the first submission to the last end, GPU seconds as the runs'
-status tells them, and how many adapters have the same SHA-256 in both.
+trajectories, of ranks 4 to 64. Prints JSON: seconds from the first submission to the last end, GPU seconds from the
+runs' status, and how many adapters have the same SHA-256 in both.
 
 With `--switches` instead: runs of two bases in turn, with LONGSHORE_WARM_BYTES 0 and with its default. Prints the
-median seconds from asking for a worker to having trained two steps, of the runs whose base has had a run before.
+median seconds from the request for a worker to the end of two steps, of runs whose base has had a run before.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def _measure(folder: Path, model: Path, num_steps: int, sharing: str) -> Measure
 
 
 def _switching(folder: Path, models: Sequence[Path], num: int, budget: str | None) -> float:
-    """Return the median seconds of runs of two steps, of the bases in turn, each of which had a run before."""
+    """Return the median seconds of runs of two steps on the bases in turn; each base has had a run before."""
     settings = {"LONGSHORE_WARM_BYTES": budget} if budget else {}
     with _started(folder / f"switching-{budget}", **settings) as client:
         runs = [_sft(client, folder, models[n % 2], 4, 2, n)() for n in range(num + 2)][2:]
@@ -156,7 +156,7 @@ def _dpo(client: CliClient, folder: Path, model: Path, rank: int, num_steps: int
 
 
 def _rl(client: CliClient, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
-    """A tenth as many train steps: each is a job of its own."""
+    """A tenth as many train steps, since each is a separate job."""
     run = RLRun(model=model.as_uri(), loss=PPO(), trainable=Lora(rank=rank), max_tokens=128, bin_tokens=2048)
     files = [write_groups(folder / f"rl-{seed}-{n}.jsonl", 100 * seed + n) for n in range(max(1, num_steps // 10))]
 

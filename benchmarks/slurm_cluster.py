@@ -44,7 +44,7 @@ def missing() -> str | None:
 
 @contextmanager
 def cluster(root: Path) -> Iterator[dict[str, str]]:
-    """Start a cluster in a folder. Yields the variables by which Slurm's commands find it."""
+    """Start a cluster in a folder. Yields the environment variables that Slurm's commands find it by."""
     for folder in (root, root / "state", root / "spool"):
         folder.mkdir(mode=0o755)
     config, cpus = root / "slurm.conf", os.cpu_count() or 1

@@ -24,7 +24,7 @@ _COLORS = {
 
 @dataclass(frozen=True)
 class Span:
-    """One span, with times in seconds since 1970. `parent` is empty where it has none."""
+    """One span, with times in seconds since 1970. `parent` is empty if it has none."""
 
     trace: str
     span: str
@@ -75,15 +75,15 @@ def receiver() -> Iterator[Receiver]:
 
 
 def of_run(spans: Sequence[Span], run_id: str) -> list[Span]:
-    """Return the spans of the trace in which a run's workflow was started, in order of their beginnings."""
+    """Return the spans of the trace that a run's workflow was started in, in order of their start times."""
     trace = next(s.trace for s in spans if s.name.startswith("StartWorkflow:") and run_id in s.attributes.values())
     return sorted((span for span in spans if span.trace == trace), key=lambda span: span.begin)
 
 
 def picture(spans: Sequence[Span], title: str, hidden: tuple[str, ...] = ()) -> str:
-    """Draw spans as an SVG, a row each, children below their parents, in the order of their beginnings.
+    """Draw spans as an SVG, a row each, children below their parents, in order of their start times.
 
-    `hidden`: how the names begin of those that are left out; their children stand below their parents.
+    `hidden`: prefixes of the names of spans to leave out; their children are shown below their parents.
     """
     known = {span.span: span for span in spans}
 

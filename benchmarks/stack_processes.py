@@ -1,4 +1,4 @@
-"""What the processes of a stack hold and use: memory over watched spans of time, and processor seconds.
+"""Memory of a stack's processes over watched spans of time, and their CPU seconds.
 
 Memory is the proportional set size: a page that forked processes share counts once among them all.
 """
@@ -21,7 +21,7 @@ _FLAT = 0.1
 
 
 class Memory:
-    """What the processes of a stack hold, in MB: at first, and over watched spans of time."""
+    """Memory of a stack's processes, in MB: at first, and over watched spans of time."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -32,7 +32,7 @@ class Memory:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """A wave's time: its peak, and what is held at its end."""
+        """Watch during a wave: record its peak, and the memory at its end."""
         watching = asyncio.create_task(self._watch())
         yield
         watching.cancel()
@@ -77,12 +77,12 @@ def _held_mb(root: Path) -> dict[str, float]:
 
 
 def processor_s(root: Path) -> dict[str, float]:
-    """The client's beside the stack's."""
+    """CPU seconds of each process of the stack, and of the client."""
     return {**_of_each(root, lambda p: sum(p.cpu_times()[:2])), "client": sum(psutil.Process().cpu_times()[:2])}
 
 
 def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, float]:
-    """Of each process of the stack, by what it is."""
+    """Return the sums of a value over the stack's processes, by role."""
     found: dict[str, list[float]] = {}
     for role, process in processes(root):
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -91,7 +91,7 @@ def _of_each(root: Path, value: Callable[[psutil.Process], float]) -> dict[str, 
 
 
 def processes(root: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """Yield a stack's processes, each with what it is."""
+    """Yield a stack's processes, each with its role."""
     for process in psutil.process_iter():
         try:
             command = [word for word in process.cmdline() if word]  # a renamed process has empty ones behind

@@ -1,15 +1,15 @@
-"""A model on its way from S3 to a worker: seconds, processor seconds and memory.
+"""Fetching a model from S3 to a worker: seconds, CPU seconds and memory.
 
     python -m benchmarks.staging --rclone PROGRAM [--gigabytes 1] [--mb-a-second 40] [--out FILE.json]
 
-`rclone serve s3` gives each request so many megabytes a second, as real stores limit a connection, or as many as it
-can (0). Each way of fetching has a process of its own:
+`rclone serve s3` serves each request at `--mb-a-second`, like the connection limits of real stores, or without a limit
+(0). Each way of fetching runs in a separate process:
 
     ranges n     what hosts do (shared/storage/ranges.py): n ranges at a time, hashed as they arrive
     boto3        its `download_file` of the same file, and two readings of it for its hash: what hosts did before
 
-`memory` is the greatest private memory (RssAnon) beyond that before, in MB; pages of files, which the kernel may drop,
-are not in it. `read` is the same for an engine that reads the fetched weights in float32; its own copy is in it.
+`memory` is the growth of peak private memory (RssAnon) in MB; it excludes pages of files, which the kernel may drop.
+`read` is the same for an engine that reads the fetched weights in float32, and includes the engine's copy.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""How soon a streamed chat begins and goes on: by the service, beside the sampler asked directly; and of many at once.
+"""Latency of a streamed chat through the service, compared with the sampler directly; and of many chats at once.
 
     python -m benchmarks.streamed_chat [--tokens 256] [--rounds 10] [--hidden 512] [--crowd 200] [--out FILE.json]
 
-Starts `longshore dev` in a temporary folder, with an untrained model of random weights (4 layers, float32) that answers
-by its name, and asks it for chats of so many tokens (`ignore_eos`) over HTTP, singly. Each round asks thrice with
-the same seed: the service streamed, the service not streamed, and the sampler itself, streamed. `lag` is how much
-later a place of the text comes by the service. The first answers start the sampler and do not count. Then a crowd asks
-at once, half of it of a second tenant, for 16 tokens each; who is refused (429) asks again, as clients do. Prints JSON:
-medians in seconds.
+Starts `longshore dev` in a temporary folder, with a named model of random weights (4 layers, float32), and requests
+chats of `--tokens` tokens (`ignore_eos`) over HTTP, one at a time. Each round has three requests with the same seed:
+the service streamed, the service not streamed, and the sampler itself, streamed. `lag` is the extra delay of a
+position of the text through the service. The first answers start the sampler and do not count. Then
+`--crowd` clients ask at once, half of them of a second tenant, for 16 tokens each; a refused one (429) retries, as
+clients do. Prints JSON: medians in seconds.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def _streamed(
 
 
 def _lags(late: list[tuple[float, int]], early: list[tuple[float, int]]) -> Iterator[float]:
-    """How much later each place of a text came: with the first chunk that holds it."""
+    """Delay of each position of a text: that of the first chunk that contains it."""
     chunks = iter(late)
     at, length = next(chunks)
     for drawn_at, place in early:

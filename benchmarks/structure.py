@@ -120,7 +120,7 @@ def defined_again(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
 
 
 def branches_on_plans(tree: ast.AST) -> int:
-    """Count where a module asks for the kind of a job's plan: by isinstance, or by a case."""
+    """Count a module's checks for the kind of a job's plan: by isinstance, or by a case."""
     found = 0
     for node in ast.walk(tree):
         match node:
@@ -154,7 +154,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def longest_chain(graph: Graph) -> list[str]:
-    """Return the longest sequence of modules of which each imports the next; a circle is entered once."""
+    """Return the longest sequence of modules where each imports the next; a cycle is entered once."""
     circle = {node: index for index, group in enumerate(circles(graph)) for node in group}
 
     @cache

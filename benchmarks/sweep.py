@@ -2,11 +2,11 @@
 
     python -m benchmarks.sweep [--runs 16] [--steps 40] [--parallel 8] [--hidden 64] [--layers 2]
 
-Starts `longshore dev` three times in a temporary folder. The first does the runs by `longshore submit`, each when the
-one before has ended and its worker too (LONGSHORE_WORKER_IDLE_S 0), so that each loads the base; the second does so
+Starts `longshore dev` three times in a temporary folder. The first does the runs by `longshore submit`, each after
+the previous one and its worker have ended (LONGSHORE_WORKER_IDLE_S 0), so that each loads the base; the second does so
 too, but keeps the worker, after a run that warms it up; the third, as warm, does them as a grid. All evaluate held-out
 rows before and after. Prints JSON: seconds from the first submission to the last end (of the sweep with the best
-published), GPU seconds as the runs' status tells them, and how many adapters have the same SHA-256 in all three.
+published), GPU seconds from the runs' status, and how many adapters have the same SHA-256 in all three.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""What one tenant's worst bodies cost the others: every route, ten at once, and the client gone.
+"""Effect of one tenant's worst request bodies on the others: every route, ten at once, and the client gone.
 
     python -m benchmarks.tenant_attacks [--copies 10] [--routes PART] [--out FILE.json]
 
 Starts `longshore dev` in a temporary folder. To each route that takes a body the first tenant sends, `--copies` at
-once, the worst bodies of at most 4 kB and of the largest size that is allowed: of JSON those that the description
-allows and that validation takes longest for (tests/security/worst_bodies.py), and of these also the worst that is
-accepted; of other kinds one that is made by hand. It hangs up behind the last byte. Meanwhile a second tenant asks for
-its runs again and again. Prints a line for each: CPU seconds of the web process a request, the second tenant's median
-and 99th percentile, and what the web process and the disk have grown by. `over`: what breaks the bounds of 0.1 s, 0.5 s
-(beyond an idle stack's) and 150 MiB, on a quiet machine.
+once, the worst bodies of at most 4 kB and of the largest allowed size. For JSON these are bodies that the OpenAPI
+description allows and that take longest to validate (tests/security/worst_bodies.py), and the worst accepted one; for
+other types one made by hand. It hangs up after the last byte. At the same time a second tenant keeps listing its runs.
+Prints a line for each: CPU seconds of the web process per request, the second tenant's median and 99th percentile, and
+the growth of the web process and the disk. `over`: figures above the limits of 0.1 s, 0.5 s (beyond an idle stack's)
+and 150 MiB, on a quiet machine.
 """
 
 import argparse
@@ -91,7 +91,7 @@ async def _measure(connection: Connection, root: Path, model: Path, copies: int,
 
 
 def _attacks(special: dict[str, Body]) -> Iterator[tuple[tuple[str, str], str, Body]]:
-    """Every operation of the application that may take a body, with what is sent to it."""
+    """Every operation of the application that may take a body, with the body to send."""
     app = create_app(Settings(root=Path(tempfile.mkdtemp()), temporal_codec=True))
     described, document = endpoints(app), app.openapi()
     for operation in sorted(_operations(app), key=lambda each: each[1]):
@@ -120,7 +120,7 @@ def _operations(app: FastAPI) -> set[tuple[str, str]]:
 
 
 class _Web:
-    """The web process of a stack, and what it does beside the second tenant's questions."""
+    """The web process of a stack, and its load without the second tenant's requests."""
 
     def __init__(self, connection: Connection, root: Path) -> None:
         self._connection = connection
@@ -132,7 +132,7 @@ class _Web:
         self._idle_cpu = self._cpu_each = 0.0
 
     async def learn(self, second: httpx.AsyncClient) -> None:
-        """Measure what the process does by itself, and for each question of the second tenant."""
+        """Measure the load of the idle process, and that of each request of the second tenant."""
         began, cpu = time.monotonic(), self._cpu()
         await asyncio.sleep(_IDLE_S)
         self._idle_cpu = (self._cpu() - cpu) / (time.monotonic() - began)
@@ -145,7 +145,7 @@ class _Web:
     async def attacked(
         self, second: httpx.AsyncClient, key: str, method: str, path: str, body: Body, copies: int
     ) -> dict[str, float]:
-        """Attack, ask as the second tenant until the process is quiet again, and say what it took."""
+        """Attack, send requests as the second tenant until the process is quiet again, and return the cost."""
         for name in ("run_id", "file_id", "name", "model_id", "job_id"):
             path = path.replace(f"{{{name}}}", "nobodys")
         request = _request(key, method, path.replace("{number}", "1"), body)
@@ -191,7 +191,7 @@ async def _send(connection: Connection, request: bytes) -> None:
     try:
         writer.write(request)
         await writer.drain()
-        await asyncio.sleep(0.2)  # for it to be read: of what nobody reads nothing is done
+        await asyncio.sleep(0.2)  # let the service read it: an unread request has no effect
     except ConnectionError:
         pass
     finally:

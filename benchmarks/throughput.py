@@ -4,10 +4,10 @@
 
 LoRA r=16 on all linears of a 4-layer Qwen3 model with a vocabulary of 32,000, on rows of seeded lognormal(5.6, 0.7)
 lengths of at most 1,024 tokens; every token but a row's first is a target. Real tokens a second, of forward, backward
-and AdamW. All take the same rows, the same threads and sdpa attention, a step of their own for each batch (padded: 8
+and AdamW. All use the same rows, the same threads and sdpa attention, and one step for each batch (padded: 8
 rows, in their order; packed: a bin of up to 1,024 tokens with restarting positions). Rounds are interleaved, so that
-a busy machine hits all alike; the best round counts. "cpu" counts the process's CPU seconds, which other processes on
-the machine disturb less, instead of the clock's.
+a busy machine affects all equally; the best round counts. "cpu" counts the process's CPU seconds, which other processes
+disturb less, instead of the clock's.
 """
 
 import argparse

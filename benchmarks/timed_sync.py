@@ -27,7 +27,7 @@ _KEY = secrets.token_bytes(32)
 
 @dataclass(frozen=True)
 class Receiver:
-    """A sampler process: a client of it, where it takes weights, and what it holds of memory."""
+    """A sampler process: a client of it, the addresses where it receives weights, and its memory."""
 
     client: Sampler
     socket: str
@@ -37,8 +37,8 @@ class Receiver:
 
 @dataclass(frozen=True)
 class Seconds:
-    """`blocked_s`: until the trainer can go on with passes; `update_s`: until its next update; `serving_s`: until all
-    samplers answer by the weights.
+    """`blocked_s`: until the trainer can continue with passes; `update_s`: until its next update; `serving_s`: until
+    all samplers use the weights.
     """
 
     blocked_s: float
@@ -67,7 +67,7 @@ def sampler(model: Path, folder: Path, device: str = "cpu", threads: int = 1) ->
 
 
 def target_of(samplers: Sequence[Receiver], way: str, version: int, bucket_bytes: int) -> SyncTarget:
-    """`way`: a backend; or `delta by collective`, which delta takes where no sampler's socket is on this machine."""
+    """`way`: a backend; or `delta by collective`, which delta uses if no sampler's socket is on this machine."""
     elsewhere = "-elsewhere" if way == "delta by collective" else ""
     return SyncTarget(
         sockets=tuple(one.socket + elsewhere for one in samplers),
@@ -97,7 +97,7 @@ def timed_sync(
 
 
 def follow_sync(engine: Engine, way: str, version: int, bucket_bytes: int, sent: LastSent | None = None) -> float:
-    """Take part in `timed_sync` on a rank other than 0. Returns the seconds until it can go on with passes."""
+    """Take part in `timed_sync` on a rank other than 0. Returns the seconds until it can continue with passes."""
     target = SyncTarget(
         sockets=("rank 0's",), version=version, backend=way.partition(" ")[0], bucket_bytes=bucket_bytes
     )

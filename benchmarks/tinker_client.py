@@ -1,4 +1,4 @@
-"""Round trips of Tinker's own client, in a process of its own, for `benchmarks.session --tinker`. Prints JSON.
+"""Round trips of Tinker's own client, run as a separate process by `benchmarks.session --tinker`. Prints JSON.
 
 python -m benchmarks.tinker_client URL KEY MODEL TOKENS HOW_OFTEN
 """

@@ -65,7 +65,7 @@ def measure(rows: Path, source: DatasetSource, copies: int, repeats: int) -> dic
 
 
 def _peak_rss_bytes() -> int:
-    """Of this process and the largest of its children together: an upper bound (Linux counts KiB)."""
+    """Peak memory of this process plus that of its largest child: an upper bound (Linux counts KiB)."""
     return 1024 * sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 

@@ -56,7 +56,7 @@ Step = Callable[[], tuple[float, Norms]]
 
 @dataclass(frozen=True)
 class Amount:
-    """Of work: SFT rows and their longest, their common prompt; groups, and tokens of prompt and completion."""
+    """Sizes of the work: SFT rows, their longest and common prompt; groups, and tokens of prompt and completion."""
 
     rows: int
     longest: int

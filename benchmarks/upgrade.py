@@ -1,17 +1,17 @@
-"""Runs that go on while the code under them is replaced, and replaced back: is one lost, does one bit change?
+"""Upgrade and roll back the code under active runs: is any run lost, does any bit of the results change?
 
     python -m benchmarks.upgrade [--runs 50] [--before REV] [--out FILE.json]
 
 Takes the revision REV (HEAD~1 unless given) out of git beside this checkout; both run on this environment's packages.
 On one Temporal server, one store and one database the hosts and the web service of REV, the build `before`, begin a run
-of each of six kinds, and once each of these has trained `--runs` more, each with a seed of its own. When those are
-accepted and one of them has trained, all moves to this checkout, the build `after`, as docs/operations.md says: control
-hosts beside the old ones, `longshore builds use`, new GPU and sampler hosts, the old ones are told to leave, and
-another web service. One more run of each kind begins there. Once those have trained, all moves back, the web service
-first, and one more of each kind begins. Clients of sessions and of RL runs send a third of their work behind each move.
-The control host of `after` is stopped once `longshore builds ls` says that the build has drained.
+of each of six kinds, and when each of these has trained, `--runs` more, each with its own seed. When those are accepted
+and one of them has trained, everything moves to this checkout, the build `after`, as docs/operations.md says: control
+hosts next to the old ones, `longshore builds use`, new GPU and sampler hosts, a drain of the old ones, and another web
+service. One more run of each kind begins there. When those have trained, everything moves back, the web service first,
+and one more of each kind begins. Clients of sessions and of RL runs send a third of their work after each move. The
+control host of `after` is stopped once `longshore builds ls` shows the build as drained.
 
-Then `after` alone does the same runs, and what they publish is compared. Prints a table by kind, and JSON.
+Then `after` alone does the same runs, and their published weights are compared. Prints a table by kind, and JSON.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class Moves:
 
 @dataclass
 class Asked:
-    """A run as it was asked for, and where it is. `kind`: one of `Kinds.all`."""
+    """A requested run and its progress. `kind`: one of `Kinds.all`."""
 
     kind: str
     seed: int
@@ -84,7 +84,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run: `weights` is a hash of what it published, None if it did not succeed."""
+    """The result of a run. `weights` is a hash of its published weights, None if it did not succeed."""
 
     asked: Asked
     state: str
@@ -95,7 +95,7 @@ class Outcome:
 
 
 class Kinds:
-    """Six kinds of runs of one model, and what clients do for theirs."""
+    """Six kinds of runs of one model, and the work of their clients."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._model, self._folder = str(model), folder
@@ -185,7 +185,7 @@ class Trial:
         return begun
 
     def until_trained(self, begun: list[Asked], num_kinds: int) -> None:
-        """Wait until all are accepted, and runs of so many kinds have done a step. Raises what one's thread raised."""
+        """Wait until all are accepted, and runs of `num_kinds` kinds have done a step. Raises a thread's error."""
 
         def have() -> bool:
             for outcome in self.outcomes:
@@ -257,7 +257,7 @@ def _weights(view: RunView) -> str | None:
 
 
 def move(installation: Installation, old: Build, new: Build, goes_back: bool) -> None:
-    """Replace a build by another one, as docs/operations.md says: what is new comes last, and goes first."""
+    """Replace a build by another one, as docs/operations.md says: the newer web service starts last, and goes first."""
     installation.start(new, "control")
     if goes_back:
         _replace_service(installation, old, new)

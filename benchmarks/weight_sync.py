@@ -1,26 +1,26 @@
-"""Weights from a trainer to two samplers: a row for each way that is possible on this machine, beside the store's.
+"""Weight sync from a trainer to two samplers: a row for each way that this machine supports, and for the store.
 
     python -m benchmarks.weight_sync [--gigabytes 0.5 2] [--backend NAME ...] [--rounds 3] [--out FILE.json]
     python -m benchmarks.weight_sync --layout [dp2 ...] [--gigabytes 0.084] [--rounds 3] [--out FILE.json]
 
-The first is of a trainer with one rank. With `--layout` it has two, one row for each way that they share the weights
-(sync_layouts.py), by shared memory whole and as changes: `blocked_s` is then of the rank that was blocked longest.
+By default the trainer has one rank. With `--layout` it has two, with one row for each way that they share the weights
+(sync_layouts.py), by shared memory in full and as deltas: `blocked_s` is then that of the rank blocked longest.
 
-A Qwen3 model in bfloat16 whose weights have so many bytes; two samplers are processes of their own. Before each sync
-comes one step of AdamW at 1e-6. Above 1 GB the optimizer's state, eight times the weights, finds no room beside the
-rest: there a step is drawn at random instead (`drift`), which changes weights as often as late steps of Adam do: twice
-as often as the first ones, whose masters still lie near the weights that they were rounded to.
+The model is a Qwen3 in bfloat16 of `--gigabytes`; the two samplers are separate processes. Before each sync comes one
+step of AdamW at 1e-6. Above 1 GB there is no room for the optimizer's state, eight times the weights: the step is then
+drawn at random (`drift`), and changes as many weights as late steps of Adam do: twice as many as the first ones, whose
+masters are still near the weights that they were rounded to.
 
-`blocked_s`: seconds before the trainer can go on with passes. `update_s`: before its next update, which waits until the
-weights have been read. `serving_s`: until both samplers answer from the new weights. `bytes`: that travelled to each
-sampler. Medians over the rounds. Through the store the trainer is blocked while it writes its weights, without the
+`blocked_s`: seconds before the trainer can continue with passes. `update_s`: before its next update, which waits until
+the weights have been read. `serving_s`: until both samplers use the new weights. `bytes`: sent to each sampler.
+Medians over the rounds. Through the store the trainer is blocked while it writes its weights, without the
 optimizer's state; then they are uploaded, published (copied within the store) and loaded, without the activities that
 do this in a run. `collective` is gloo between processes of this machine, over the loopback interface. `nixl` and
-`mooncake` are measured where Python finds their packages: PYTHONPATH=.venv/clients/transports.
+`mooncake` are measured if Python finds their packages: PYTHONPATH=.venv/clients/transports.
 
-`trainer_extra_bytes`, `sampler_extra_bytes`: the peak of a process's resident memory during a sync less what it held
-just before, the most of all rounds and of both samplers. Shared buffers count in every process that has read or written
-them. `buckets`: the larger of the two in buckets; with `delta` less the copy of the weights that the trainer keeps.
+`trainer_extra_bytes`, `sampler_extra_bytes`: growth of a process's peak resident memory during a sync, the
+maximum over all rounds and both samplers. Shared buffers count in every process that has read or written them.
+`buckets`: the larger of the two in buckets; with `delta` minus the copy of the weights that the trainer keeps.
 
 After every sync both samplers must give the same log-probabilities of a text.
 """
@@ -172,7 +172,7 @@ def by_store(
     began = time.perf_counter()
     save_weights(engine, model, saved)
     blocked = time.perf_counter() - began
-    trainer_extra = own.extra_bytes()  # what follows is a host's, in a run
+    trainer_extra = own.extra_bytes()  # in a run, a host does the rest
     upload_artifact(store, f"checkpoints/{version}", saved)
     published = shutil.copytree(saved, folder / "published")
     artifact = upload_artifact(store, f"models/{version}", published)
@@ -194,7 +194,7 @@ def extra_of(samplers: list[Receiver]) -> int:
 
 
 def save_weights(engine: MegatronEngine, model: Path, folder: Path) -> None:
-    """Write what a checkpoint has of weights, durably, as a checkpoint does."""
+    """Write the weights of a checkpoint, durably, as a checkpoint does."""
     folder.mkdir()
     for path in model.iterdir():
         if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):

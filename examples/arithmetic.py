@@ -32,7 +32,7 @@ GRADER = StringCheckGrader(
     name="exact sum", operation="eq", input="{{ sample.output_text }}", reference="{{ item.answer }}"
 )
 
-# The sizes of a model that can do it, and the options of three runs, each of which goes on from what the last one made.
+# The sizes of a model that can do it, and the options of three runs. Each continues from the previous adapter.
 MODEL: dict[str, Any] = {
     **{"vocab_size": 320, "hidden_size": 192, "num_layers": 3, "num_heads": 6, "num_kv_heads": 3, "head_dim": 32},
     "single_digits": True,
@@ -108,18 +108,18 @@ def _smaller_first(pair: Pair) -> Pair:
 
 
 def dataset_options(folder: Path, name: str) -> list[str]:
-    """Of `longshore submit sft`: the files of `sums` or `tally`."""
+    """Return options of `longshore submit sft`: the files of `sums` or `tally`."""
     return ["--dataset", f"{folder}/{name}_train.jsonl", "--eval-dataset", f"{folder}/{name}_eval.jsonl"]
 
 
 def rollout_options(folder: Path) -> list[str]:
-    """Of `longshore submit rl`: the prompts and the grader."""
+    """Return options of `longshore submit rl`: the prompts and the grader."""
     prompts = ["--prompts", f"{folder}/prompts_train.jsonl", "--eval-prompts", f"{folder}/prompts_eval.jsonl"]
     return [*prompts, "--grader", GRADER.model_dump_json()]
 
 
 def tokenizer_texts(folder: Path) -> list[str]:
-    """What a tokenizer for this task is trained on: the roles' names often enough to be tokens of their own."""
+    """Return training texts for a tokenizer. The roles' names are repeated so that each becomes one token."""
     return ["user\nassistant\n"] * 100 + list(read_texts(sorted(folder.glob("*.jsonl"))))
 
 

@@ -71,7 +71,7 @@ def reinforce_arithmetic(model: str, data: Path) -> dict[str, Any]:
 
 
 def make_model(folder: Path) -> Path:
-    """A tiny Qwen3 model with random weights and a tokenizer of its own, unless an earlier demonstration left it."""
+    """A tiny Qwen3 model with random weights and a tokenizer, unless an earlier demonstration made it."""
     if not (folder / "config.json").exists():
         console.print("Making a tiny Qwen3 model: random weights, its own tokenizer and chat template.")
         make_tiny_model(folder, read_texts(sorted(DATA.glob("*.jsonl"))), **MODEL)
@@ -116,7 +116,7 @@ def train(title: str, model: str, dataset: Path, options: list[str]) -> dict[str
 
 
 def reinforce(title: str, model: str, adapter: str, data: Path) -> dict[str, Any]:
-    """Reinforcement learning that goes on from an adapter: the run samples, grades and trains by itself."""
+    """Reinforcement learning that continues from an adapter: the run samples, grades and trains by itself."""
     options = [*arithmetic.rollout_options(data), *arithmetic.EXACT_RUN]
     run = _run(title, "rl", "--model", model, "--initial-adapter", adapter, *options)
     show_rewards(steps_of(run))

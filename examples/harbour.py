@@ -3,10 +3,10 @@
     python -m examples.harbour [FOLDER]
 
 `harbour_*.jsonl`: questions and answers about ships, tides and sums. Every fact is asked for in several wordings; one
-wording of each stands in the evaluation split alone, so that a model must learn the fact and not the sentence.
+wording of each is only in the evaluation split, so that a model must learn the fact and not the sentence.
 
 `radio_*.jsonl`: the same questions about ships, answered as one speaks on the radio. The ships of its evaluation split
-are in none of its training rows: what they carry is known from the first dataset alone.
+are in none of its training rows: their cargo is only in the first dataset.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python -m examples.local_rl RUN.json FOLDER
 
-RUN.json is an `RLRun` with `rollouts`, as the API takes it. What a step asks, trains and is told by comes from the
-functions that a server's workflow uses, so its metrics are the server's, but for seconds. Prints a line of JSON a step;
+RUN.json is an `RLRun` with `rollouts`, as the API takes it. Each step uses the functions of the
+server's workflow, so its metrics equal the server's, except for seconds. Prints one line of JSON per step;
 step 0 is the policy before the first. FOLDER keeps the store and caches.
 """
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def train(run: RLRun, folder: Path, threads: int = 1) -> Iterator[StepStatus]:
-    """The run's steps as they end; where there are held-out prompts, first of all step 0: the policy as it begins."""
+    """Yield the run's steps as they end; with held-out prompts, first step 0: the initial policy."""
     start = RLStart(run_id=f"local-{secrets.token_hex(4)}", run=run, threads_per_rank=threads)
     settings = Settings(root=folder.resolve(), download=DownloadSettings(file_roots=(Path("/"),)))
     state, paths = prepare(start, settings), HostPaths(settings.root_path)
@@ -133,7 +133,7 @@ class Loop:
         self._policies = [Policy(after_step=0, version=0, adapter=state.adapter)]
 
     def step(self, number: int, worker: WorkerProcess) -> StepStatus:
-        """Sample, grade, group and train; then look at held-out prompts, where that is due."""
+        """Sample, grade, group and train; then evaluate held-out prompts, if due."""
         run, data = self._start.run, self._data
         place = self._place, self._routes
         drawn: list[Drawn] = []

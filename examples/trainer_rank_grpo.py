@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def sample(rank: TrainerRank, sequences: list[list[int]], generator: torch.Generator) -> Tensor:
-    """Continue every sequence in place. Returns log-probabilities of what was drawn, [sequences, tokens]."""
+    """Continue every sequence in place. Returns log-probabilities of the drawn tokens, [sequences, tokens]."""
     drawn_TS = []
     for _ in range(COMPLETION_TOKENS):
         inputs = [ForwardInput(ids, positions=[len(ids) - 1], logits=True) for ids in sequences]

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_examples(model: Path, chats: Path) -> list[ForwardInput]:
-    """What is scored of a chat are the positions that predict its answer."""
+    """Score only the positions of a chat that predict its answer."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     examples = []
     for line in chats.read_text(encoding="utf-8").splitlines():
@@ -58,7 +58,7 @@ def read_examples(model: Path, chats: Path) -> list[ForwardInput]:
 
 
 def batches(examples: Sequence[ForwardInput], size: int, steps: int) -> Iterator[list[ForwardInput]]:
-    """Shuffled anew in every epoch, alike on every rank."""
+    """Shuffle in every epoch, in the same order on every rank."""
     order: list[int] = []
     generator = random.Random(0)
     for _ in range(steps):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Refuse commits whose subject has more than 72 characters.
-#   infra/check_subjects.sh BASE      of all commits since BASE, but for merges
+#   infra/check_subjects.sh BASE      of all commits since BASE, except merges
 set -euo pipefail
 subjects=$(git log --no-merges --format=%s "$1..HEAD")
 if long=$(LC_ALL=C.UTF-8 grep -E '^.{73,}' <<<"$subjects"); then

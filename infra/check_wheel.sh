@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Build the wheel into dist/, install it outside the checkout, and use it there as a user would: the client in one
 # environment, with httpx and pydantic alone; the server in another, by the commands of docs/first_run.md: a stack, a
-# run, a chat, `longshore doctor`. Both stand in a project that has packages `shared`, `service`, `workflows`,
-# `activities` and `megatron_worker` of its own. The server's third-party packages come from .venv, so that nothing large
-# is downloaded again; what is ours must come from the wheel.
+# run, a chat, `longshore doctor`. Both run in a project that has its own packages `shared`, `service`,
+# `workflows`, `activities` and `megatron_worker`. The server's third-party packages come from .venv, so that
+# nothing large is downloaded again; Longshore's own code must come from the wheel.
 #   infra/check_wheel.sh [--build-only]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -46,7 +46,7 @@ echo "== the server, in an environment of its own"
 # A folder named in a .pth has its own .pth files ignored: the editable install of the checkout stays out.
 site_packages "$repository/.venv" >"$(site_packages "$folder/venv")/third_party.pth"
 ln -s "$repository/.venv/bin/temporal" "$folder/venv/bin/temporal"
-cp -r examples "$folder/examples"  # not in the wheel: they make the tiny model, and are read beside it
+cp -r examples "$folder/examples"  # not in the wheel: they make the tiny model and its data
 
 cd "$folder"
 for name in shared service workflows activities megatron_worker; do

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Print what CHANGELOG.md says of one version; fail where it says nothing.
+# Print the section of CHANGELOG.md for one version; fail if there is none.
 #   infra/release_notes.sh VERSION
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -6,8 +6,8 @@
         print(session.optim_step(learning_rate=1e-4).result().metrics)
         session.close()
 
-Every command returns a future at once: `result()` waits for it, and in a coroutine `await` does. Commands are done in
-the order in which they were asked for, once each, whatever is lost in between: calls are repeated until they answer.
+Every command returns a future at once: `result()` waits for it, and in a coroutine `await` does. Commands are done
+once each, in the order of their calls, even if requests or answers are lost: calls are repeated until they answer.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _TRY_AGAIN = (429, 502, 503, 504)
 
 
 class ServiceError(Exception):
-    """The service refuses a call. `status`: of HTTP; 0 where it did not answer in time."""
+    """The service refuses a call. `status`: the HTTP status; 0 if it did not answer in time."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class ServiceError(Exception):
 
 
 class CommandFailed(Exception):
-    """A command failed; the session goes on. `kind`: invalid_input, not_finite, error, or dropped."""
+    """A command failed; the session continues. `kind`: invalid_input, not_finite, error, or dropped."""
 
     def __init__(self, number: int, kind: str, message: str) -> None:
         super().__init__(f"command {number}: {message}")
@@ -82,7 +82,7 @@ class Client:
     """A connection to a Longshore service with an API key. Safe to use from several threads."""
 
     def __init__(self, url: str, key: str | None = None, patience_s: float = 600.0) -> None:
-        """`patience_s`: the seconds for which a call is repeated while the service is away, or too busy."""
+        """`patience_s`: how many seconds a call is repeated while the service is away or too busy."""
         self._patience_s = patience_s
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="longshore")
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -96,7 +96,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections. Sessions stay open: `attach` goes on with them."""
+        """Close the connections. Sessions stay open: `attach` continues them."""
         self._threads.shutdown(cancel_futures=True)
         self._http.close()
 
@@ -180,7 +180,7 @@ class Session:
     ) -> Pending:
         """Score the data's tokens: `result().data` has log-probabilities in nats, by the weights as they are then.
 
-        Of a session whose slot has a head of scalars it has their values.
+        If the session's slot has a head of scalars, it has their values instead.
         """
         asked = Forward(
             data=tuple(data),
@@ -208,7 +208,7 @@ class Session:
     def optim_step(
         self, learning_rate: float, optimizer: Optimizer | None = None, denominator: float | None = None
     ) -> Pending:
-        """Divide the gradients, by the sum of weights unless told otherwise; clip, step, zero."""
+        """Divide the gradients, by default by the sum of weights; clip, step, zero."""
         asked = OptimStep(learning_rate=learning_rate, optimizer=optimizer or Adam(), denominator=denominator)
         return self.send(asked)
 

@@ -26,25 +26,25 @@ drops the gradients accumulated so far. `saved_state`: its result waits until th
 
 
 class Datum(Frozen):
-    """One sequence. The lists have one entry for each token but the first, which cannot be predicted.
+    """One sequence. The lists have one entry for each token except the first, which cannot be predicted.
 
-    What is scored are the tokens themselves, or with `labels` other ids in their places: another token than the one
-    that follows, or the likeliest ones of a teacher with its probabilities as weights.
+    The tokens themselves are scored, or with `labels` other ids at their positions: another token than the one that
+    follows, or a teacher's likeliest ones with its probabilities as weights.
     """
 
     tokens: tuple[TokenId, ...] = Field(min_length=2, description="token ids")
     weights: tuple[Finite, ...] | None = Field(
-        default=None, description="of each token but the first; 0: not scored. 1 each if absent"
+        default=None, description="of each token except the first; 0: not scored. 1 each if absent"
     )
     advantages: tuple[Finite, ...] | None = Field(default=None, description="what a policy loss learns from")
     value_targets: tuple[Finite, ...] | None = Field(
-        default=None, description="what a head's scalar is to be at the state before each token but the first"
+        default=None, description="target of a head's scalar at the state before each token except the first"
     )
     logprobs: tuple[Finite, ...] | None = Field(default=None, description="the sampler's log-probabilities, in nats")
     ref_logprobs: tuple[Finite, ...] | None = Field(default=None, description="the reference's, for a KL term")
 
     labels: tuple[Annotated[tuple[TokenId, ...], Field(max_length=MAX_TOP_K)], ...] | None = Field(
-        default=None, description="ids that are scored in the place of each token but the first: none, one, or several"
+        default=None, description="ids to score at the position of each token except the first: none, one, or several"
     )
     label_weights: tuple[tuple[Finite, ...], ...] | None = Field(
         default=None, description="of each label; 0: not scored. 1 each if absent"
@@ -86,7 +86,7 @@ Data = Annotated[tuple[Datum, ...], Field(min_length=1, max_length=MAX_DATA)]
 
 class _Options(Frozen):
     share_prefixes: bool = Field(
-        default=False, description="sequences that begin alike are computed as one tree: less work, and other bits"
+        default=False, description="sequences with a common prefix are computed as a tree: less work, other bits"
     )
     temperature: float = Field(default=1.0, gt=0, le=10, description="logits are divided by it")
 
@@ -102,17 +102,17 @@ class _OnData(_Options):
 
 
 class ForwardOptions(_Options):
-    """A `forward` but for its data."""
+    """A `forward` without its data."""
 
     effect: ClassVar[Effect] = "nothing"
     kind: Literal["forward"] = "forward"
     entropy: bool = Field(default=False, description="of the distribution that each scored token came from, in nats")
-    top_k: int = Field(default=0, ge=0, le=MAX_TOP_K, description="so many of the most likely tokens at each place")
-    adapter: bool = Field(default=True, description="false: the base alone, as of a reference")
+    top_k: int = Field(default=0, ge=0, le=MAX_TOP_K, description="this many of the most likely tokens at each place")
+    adapter: bool = Field(default=True, description="false: the base without the adapter, as for a reference")
     score_all: bool = Field(default=False, description="also the tokens and labels whose weight is 0")
 
     def check_answer(self, num_scored: int) -> None:
-        """Raise ValueError if so many scored tokens make too long an answer."""
+        """Raise ValueError if the answer for `num_scored` tokens would be too long."""
         if (numbers := num_scored * 2 * self.top_k) > MAX_ANSWER:
             raise ValueError(f"top_k: {numbers:,} numbers would be answered, {MAX_ANSWER:,} at most: send less at once")
 
@@ -130,7 +130,7 @@ SessionLoss = Annotated[CrossEntropy | PolicyLoss | SquaredError | Distillation,
 
 
 class ForwardBackwardOptions(_Options):
-    """A `forward_backward` but for its data."""
+    """A `forward_backward` without its data."""
 
     effect: ClassVar[Effect] = "slot"
     kind: Literal["forward_backward"] = "forward_backward"
@@ -188,7 +188,7 @@ class OptimStep(Frozen):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="what gradients are divided by; the sum of weights since the last step if absent",
+        description="divisor of the gradients; the sum of weights since the last step if absent",
     )
 
 
@@ -259,5 +259,5 @@ class CommandResult(Frozen):
     step: int | None = Field(
         default=None, description="of save_state and load_state: the number of the last command in the state"
     )
-    adapter: Artifact | None = Field(default=None, description="what was published: a model after `full`")
+    adapter: Artifact | None = Field(default=None, description="the published artifact: a model after `full`")
     version: int | None = Field(default=None, description="of the session's name")

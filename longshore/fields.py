@@ -1,4 +1,4 @@
-"""The parent of every model that crosses a process edge, and the few types that all of them name."""
+"""The base class of all models exchanged between processes, and their common types."""
 
 from typing import Annotated, Any
 
@@ -9,16 +9,16 @@ PATTERN_WORDS: dict[str, str] = {}
 
 
 def pattern(expression: str, words: str, **rules: Any) -> Any:
-    """Return `Field(pattern=expression, **rules)`, and register `words` as what errors say of the pattern."""
+    """Return `Field(pattern=expression, **rules)`, and register `words` as the text of errors about the pattern."""
     PATTERN_WORDS[expression] = words
     return Field(pattern=expression, **rules)
 
 
 def added(default: Any, **rules: Any) -> Any:
-    """Return `Field(default, **rules)` for a field that the release before did not have.
+    """Return `Field(default, **rules)` for a field that the last release does not have (CONTRIBUTING.md).
 
-    It is left out of JSON where it has its default. So hosts of the release before, which refuse names that they do not
-    know, go on with what has no part in it, and refuse what has. A release later it may be a `Field` like any other.
+    It is left out of JSON if it has its default. So hosts of the last release, which refuse names that they do not
+    know, continue runs that do not use it, and refuse runs that do. A release later it may be a `Field` like any other.
     """
     return Field(default, exclude_if=lambda value: value == default, **rules)
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Protocol, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from longshore.fields import Frozen, added
+from longshore.fields import Frozen
 
 Degree = Annotated[int, Field(ge=1, le=4096)]
 EngineName = Literal["megatron", "fsdp"]
@@ -28,7 +28,7 @@ class Layout(Frozen):
     ep: Degree = Field(default=1, description="expert-parallel ranks")
     etp: Degree = Field(default=1, description="tensor-parallel ranks of each expert")
     dp: Degree = Field(default=1, description="data-parallel ranks")
-    nodes: Degree = added(1, description="machines, each with the same number of ranks")
+    nodes: Degree = Field(default=1, description="machines, each with the same number of ranks")
 
     @model_validator(mode="after")
     def _total_is_bounded(self) -> Self:
@@ -61,7 +61,7 @@ class Layout(Frozen):
 
 
 def broken_rule(engine: EngineName, layout: Layout) -> str | None:
-    """Return the rule by which an engine refuses a layout, whatever the model; None where it takes it."""
+    """Return the rule of an engine that a layout breaks, whatever the model; None if it accepts the layout."""
     if engine == "fsdp" and layout != Layout(dp=layout.dp, tp=layout.tp, nodes=layout.nodes):
         return f"the engine fsdp splits data by dp and linears by tp alone: use these, and no {layout.label}"
     return None

@@ -67,22 +67,22 @@ class _PolicyLoss(Frozen):
     kl: Kl | None = None
     entropy_coefficient: float = Field(default=0.0, ge=0, description="of the entropy bonus; 0 for none")
     truncated_importance: float | None = Field(
-        default=None, gt=0, description="the most that the ratio of trainer to sampler may weigh; None: not weighed"
+        default=None, gt=0, description="upper limit of the weight trainer / sampler; None: not weighted"
     )
     importance_level: Literal["token", "sequence"] = Field(
         default="token",
-        description="whose ratio of trainer to sampler weighs a token: its own, or its sequence's product",
+        description="which ratio of trainer to sampler weights a token: its own, or its sequence's product",
     )
     importance_beyond: Literal["truncate", "mask"] = Field(
-        default="truncate", description="a ratio above truncated_importance weighs that much, or nothing"
+        default="truncate", description="a ratio above truncated_importance counts as that limit, or as 0"
     )
     importance_floor: float | None = Field(
-        default=None, gt=0, description="with mask: ratios below weigh nothing either; None: they count"
+        default=None, gt=0, description="with mask: ratios below this count as 0 too; None: no lower limit"
     )
     off_policy_bound: float | None = Field(
         default=None,
         gt=0,
-        description="sequences of negative advantage count for nothing if their mean of log(sampler / new) is above it",
+        description="sequences of negative advantage are masked if their mean of log(sampler / new) is above it",
     )
     old: Literal["sampler", "trainer"] = Field(
         default="sampler",
@@ -124,7 +124,7 @@ class PPO(_PolicyLoss):
     kind: Literal["ppo"] = "ppo"
     clip_low: float = Field(default=0.2, gt=0, le=1, description="ratios below 1 - clip_low are clipped")
     clip_high: float = Field(default=0.2, gt=0, description="ratios above 1 + clip_high are clipped")
-    dual_clip: float | None = Field(default=None, gt=1, description="bounds the ratio where the advantage is negative")
+    dual_clip: float | None = Field(default=None, gt=1, description="bounds the ratio if the advantage is negative")
 
     @model_validator(mode="after")
     def _dual_clip_is_outside(self) -> Self:
@@ -168,8 +168,8 @@ class SAPO(_PolicyLoss):
 
     kind: Literal["sapo"] = "sapo"
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "sequence_mean"
-    tau_positive: float = Field(default=1.0, gt=0, le=1000, description="steepness where the advantage is positive")
-    tau_negative: float = Field(default=1.05, gt=0, le=1000, description="and where it is not")
+    tau_positive: float = Field(default=1.0, gt=0, le=1000, description="steepness if the advantage is positive")
+    tau_negative: float = Field(default=1.05, gt=0, le=1000, description="steepness if the advantage is not positive")
 
 
 class DRO(_PolicyLoss):
@@ -244,6 +244,6 @@ class Distillation(DistillationSettings):
 
 
 def several_teachers_fit(more: tuple[object, ...], loss: DistillationSettings) -> None:
-    """Raise ValueError where several teachers would have to compute in the middle of a step."""
+    """Raise ValueError if several teachers would have to compute in the middle of a step."""
     if more and loss.tokens == "all":
         raise ValueError("several teachers are asked before the first step: take tokens top_k or drawn")

@@ -1,4 +1,4 @@
-"""Regular expressions over names of modules, as PEFT's settings have them, matched in linear time.
+"""Regular expressions for module names, as in PEFT's settings, matched in linear time.
 
 Python's `re` tries one way after another, and a stranger's pattern can have more ways than there is time for. So a
 pattern is parsed as Python parses it, written again for the engine of pydantic-core (Rust's `regex`, which never goes
@@ -18,7 +18,7 @@ MAX_LENGTH = 1000
 _MOST_GROUPS = 60  # the parser calls itself for each
 _MOST_PARTS = 5000
 """Parts of a pattern with its repeats written out: the engine's memory and its time for a character grow with them."""
-# Names are ASCII. The engine's own classes are Unicode's, of which some hundred use up the memory that it may take.
+# Names are ASCII. The engine's own classes are Unicode; about a hundred of them exceed its memory limit.
 _CATEGORIES = {op.CATEGORY_DIGIT: "0-9", op.CATEGORY_SPACE: r"\t-\r\x1c-\x20", op.CATEGORY_WORD: "0-9A-Za-z_"}
 _OTHERS = {
     op.CATEGORY_NOT_DIGIT: op.CATEGORY_DIGIT,
@@ -31,13 +31,13 @@ _PLACES = {op.AT_BEGINNING: "^", op.AT_END: "$", op.AT_BOUNDARY: r"(?-u:\b)"}
 class ModulePattern:
     """A pattern that a whole name is to match, as in `re.fullmatch`.
 
-    Looking ahead is read at the pattern's beginning alone (`^(?!.*vision).*`), and references, flags and looking behind
-    nowhere.
+    Lookahead is supported only at the pattern's beginning (`^(?!.*vision).*`); backreferences, flags and lookbehind
+    are not supported.
 
     Args:
-        is_end: a dot and anything may stand before it, as before the keys of PEFT's patterns.
+        is_end: it may follow any prefix that ends with a dot, like the keys of PEFT's patterns.
 
-    Raises ValueError: it is no pattern, too large, or has a part that is not read.
+    Raises ValueError: it is no pattern, too large, or has an unsupported part.
     """
 
     def __init__(self, expression: str, is_end: bool = False) -> None:
@@ -64,7 +64,7 @@ def _compiled(expression: str) -> SchemaValidator:
 
 @lru_cache(1024)
 def _translated(expression: str) -> tuple[tuple[tuple[str, bool], ...], str]:
-    """Return what stands ahead, each with whether it is to match, and the rest."""
+    """Return the leading lookaheads, each with whether it must match, and the rest."""
     if len(expression) > MAX_LENGTH or expression.count("(") > _MOST_GROUPS:
         raise ValueError(f"a pattern has at most {MAX_LENGTH} characters, and {_MOST_GROUPS} groups")
     try:

@@ -1,8 +1,8 @@
-"""Where the server's packages are, and how their programs start: `python -P -m longshore.server MODULE …` runs one.
+"""Finds the server's packages and starts their programs: `python -P -m longshore.server MODULE …` runs one.
 
 The packages `shared`, `workflows`, `activities`, `megatron_worker` and `service` lie beside this one in a checkout, and
-inside it (`_parts`) where Longshore is installed. They are on the import path of the server's own processes alone, and
-first there: a program that imports `longshore.client` keeps these names for packages of its own.
+inside it (`_parts`) in an installed Longshore. Only the server's own processes have them on the import path, first: a
+program that imports `longshore.client` can use these names for its own packages.
 """
 
 import os
@@ -47,7 +47,7 @@ def importable(*packages: str) -> Iterator[None]:
 
 
 def with_import_path(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment in which a Python process finds the server's packages, before any others of their names."""
+    """Return an environment where Python finds the server's packages, before others of the same names."""
     others = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", FOLDER)]
     return {**environment, "PYTHONPATH": os.pathsep.join((FOLDER, *others))}
 

@@ -1,11 +1,11 @@
-"""What is trained, and how: an adapter or every weight, the optimizer, a session."""
+"""Settings of training: an adapter or every weight, the optimizer, a session."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from longshore.fields import Frozen, Name, added
+from longshore.fields import Frozen, Name
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.module_patterns import MAX_LENGTH, ModulePattern
 
@@ -82,10 +82,10 @@ MAX_SCALARS = 64
 
 
 class ScalarHead(Frozen):
-    """A head in the place of the language model's: a linear of the hidden state after the final norm, to named scalars.
+    """A head instead of the language model's: a linear from the hidden state after the final norm to named scalars.
 
-    Of a token it is transformers' `...ForTokenClassification`, a linear with a bias; of a sequence, scored at its last
-    token, its `...ForSequenceClassification`, a linear without one.
+    For tokens it is that of transformers' `...ForTokenClassification`, a linear with a bias; for sequences, scored at
+    the last token, that of `...ForSequenceClassification`, a linear without one.
     """
 
     names: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_SCALARS)] = ("value",)
@@ -105,9 +105,9 @@ HEAD_DESCRIPTION = "scalars of the final hidden state, in the place of the langu
 
 
 class Lora(Frozen):
-    """Low-rank adapters beside linears (Hu et al. 2021, arXiv:2106.09685): y += B A x * scale.
+    """Low-rank adapters of linears (Hu et al. 2021, arXiv:2106.09685): y += B A x * scale.
 
-    The scale is alpha / rank, or alpha / sqrt(rank) where it is `rank_stabilized` (Kalajdzievski 2023,
+    The scale is alpha / rank, or alpha / sqrt(rank) if `rank_stabilized` (Kalajdzievski 2023,
     arXiv:2312.03732). With `dora` each row of W + scale B A is scaled to a trained norm (Liu et al. 2024,
     arXiv:2402.09353). Patterns are PEFT's, and mean what they mean there (shared/models/lora_modules.py).
     """
@@ -190,7 +190,7 @@ HasBaseT = TypeVar("HasBaseT", bound=_HasBase)
 
 
 def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
-    """Validate models that have these fields. Raises ValueError for what an engine, or nobody, computes."""
+    """Validate models that have these fields. Raises ValueError for combinations that an engine does not support."""
     if asked.quantize_base is not None and asked.trainable.kind == "full":
         raise ValueError("quantize_base: quantized weights are frozen; train a lora beside them, or drop quantize_base")
     if rule := held_otherwise(asked.engine, asked.quantize_base, asked.optimizer_states):
@@ -211,7 +211,7 @@ def trains_the_language_head(asked: HasBaseT) -> HasBaseT:
 
 
 def held_otherwise(engine: EngineName, quantize: Quantization | None, states: OptimizerStates) -> str | None:
-    """Return why an engine does not hold weights or moments so, beginning with the field; None if it does."""
+    """Return why an engine does not support this storage of weights or moments, field name first; None if it does."""
     if quantize is not None and engine != "megatron":
         return f"quantize_base: the engine {engine} holds weights as they are; use megatron"
     if states != "float32" and engine != "megatron":
@@ -250,13 +250,11 @@ class Muon(_OfAnyOptimizer):
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
 
 
-# Jobs and commands of before there was a choice name no kind.
-_NAMED = BeforeValidator(lambda given: {"kind": "adamw", **given} if isinstance(given, Mapping) else given)
-Optimizer = Annotated[Adam | Muon, Field(discriminator="kind"), _NAMED]
+Optimizer = Annotated[Adam | Muon, Field(discriminator="kind")]
 
 
 def check_optimizer(optimizer: Optimizer, engine: EngineName, layout: Layout, trainable: Lora | Full) -> None:
-    """Raise ValueError where a setting would do nothing, or cannot be computed."""
+    """Raise ValueError if a setting would do nothing, or cannot be computed."""
     if optimizer.lora_plus_ratio != 1 and trainable.kind == "full":
         raise ValueError("lora_plus_ratio: full training has no B matrices; train a lora, or drop lora_plus_ratio")
     if not optimizer.noise_scale:
@@ -285,7 +283,7 @@ class SessionRun(Frozen):
     model: ModelUri
     trainable: Trainable = Lora()
     initial_adapter: str | None = Field(default=None, description="a published adapter to continue from: URI or name")
-    allow_other_base: bool = added(False, description=OTHER_BASE_DESCRIPTION)
+    allow_other_base: bool = Field(default=False, description=OTHER_BASE_DESCRIPTION)
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest sequence; tokens of a micro-batch")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of fresh adapter weights")
     engine: EngineName = Field(default="megatron", description="the training engine; fsdp: only layouts of dp and tp")
@@ -296,13 +294,16 @@ class SessionRun(Frozen):
     recompute: Recompute = Field(default="auto", description=RECOMPUTE_DESCRIPTION)
     idle_s: float = Field(default=60.0, ge=0, le=86_400, description="seconds until an idle worker is returned")
     save_after_s: float = Field(
-        default=30.0, gt=0, le=86_400, description="seconds of commands after which the state is saved by itself"
+        default=30.0, gt=0, le=86_400, description="seconds of commands after which the state is saved automatically"
     )
     keep_states: int = Field(
-        default=32, ge=1, le=1000, description="so many states of save_state stay, the newest; load_state names one"
+        default=32,
+        ge=1,
+        le=1000,
+        description="how many states of save_state are kept, the newest; load_state names one",
     )
     gap_s: float = Field(
-        default=600.0, gt=0, le=86_400, description="how long a command waits for those before it, until it fails"
+        default=600.0, gt=0, le=86_400, description="seconds that a command waits for those before it, until it fails"
     )
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)

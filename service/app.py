@@ -203,7 +203,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         chores += (("gauges are not refreshed", _GAUGES_EVERY_S, backend.gauges.refresh),)
     loops = [asyncio.create_task(_repeat(*each)) for each in chores]
     yield
-    with suppress(TimeoutError):  # uvicorn has cancelled what is left, and the last answers need the database
+    with suppress(TimeoutError):  # uvicorn has cancelled open requests, whose last answers need the database
         async with asyncio.timeout(_LAST_ANSWERS_S):
             while app.state.in_hand:  # noqa: ASYNC110 - a set tells nobody
                 await asyncio.sleep(0.02)

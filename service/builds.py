@@ -27,7 +27,7 @@ BuildState = Literal["current", "draining", "drained", "waiting"]
 
 
 class Build(Frozen):
-    """`draining`: runs of it go on; `drained`: none does; `waiting`: it has not been current."""
+    """`draining`: it still has active runs; `drained`: it has none; `waiting`: it has not been current yet."""
 
     build_id: str
     state: BuildState
@@ -42,7 +42,7 @@ def deployment(settings: Settings) -> WorkerDeploymentConfig | None:
 
 
 async def builds(client: Client, settings: Settings) -> tuple[Build, ...]:
-    """Return the builds whose hosts have polled, the newest first; none where hosts have no `build_id`."""
+    """Return the builds whose hosts have polled, newest first; none if hosts have no `build_id`."""
     info = await _described(client, settings)
     if info is None:
         return ()
@@ -71,9 +71,9 @@ async def make_current(client: Client, settings: Settings, build_id: str) -> Non
 
 
 async def begin_with(client: Client, settings: Settings) -> None:
-    """Make a polling host's own build current where none is: the first one of an installation.
+    """Make a polling host's own build current if none is: the first one of an installation.
 
-    Where something else makes builds current nothing is done: it looks for hosts that are ready first.
+    Does nothing if `deployment` is set: another program then makes builds current, once hosts are ready.
     """
     while settings.build_id is not None and settings.deployment is None:
         info = await _described(client, settings)

@@ -1,4 +1,4 @@
-"""Decodes what tenants send. A body of more than a few kB is read in a child process, under limits of memory and
+"""Decodes tenants' requests. A body of more than a few kB is read in a child process, under limits of memory and
 processor time, in its tenant's share of such processes, and only for as long as its client waits.
 """
 
@@ -63,7 +63,7 @@ class Decoding:
             is_large: the body may have more than some MiB.
 
         Raises:
-            LongshoreError: what the function raised. InvalidInput also where the child broke a limit, or broke.
+            LongshoreError: the function's error. InvalidInput also if the child exceeded a limit or crashed.
             Busy: the tenant has as many bodies read as it may.
         """
         if is_small:
@@ -89,7 +89,7 @@ class Decoding:
 
     @asynccontextmanager
     async def scratch(self) -> AsyncIterator[Path]:
-        """A file for what a child makes, which lasts as long as the block."""
+        """Yield a file for a child's output; it is deleted at the end of the block."""
         await asyncio.to_thread(self._folder.mkdir, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=self._folder) as file:
             yield Path(file.name)
@@ -172,7 +172,7 @@ async def _hung_up(receive: Receive) -> None:
 
 
 def prepare_children() -> None:
-    """Have the process that children are forked from started soon, for which the first large body would else wait."""
+    """Start the fork server soon, so that the first large body does not wait for it."""
     timer = threading.Timer(_PREPARED_AFTER_S, _server.start)
     timer.daemon = True
     timer.start()

@@ -1,10 +1,10 @@
-"""Errors of the service that its callers tell apart; apis/errors.py says how each is answered."""
+"""Errors of the service that callers distinguish; apis/errors.py maps them to HTTP answers."""
 
 from shared.errors import LongshoreError
 
 
 class Conflict(LongshoreError):
-    """The run's state forbids what was asked."""
+    """The run's state forbids the request."""
 
 
 class QueueFull(Conflict):
@@ -16,11 +16,11 @@ class TemporalUnavailable(LongshoreError):
 
 
 class WrongSealKey(TemporalUnavailable):
-    """This process lacks a key with which others of the installation seal. What they sent waits for one that has it."""
+    """This process lacks a key that other processes seal with. Their payloads wait for a process that has it."""
 
 
 class Forbidden(LongshoreError):
-    """The key lacks a scope for what was asked."""
+    """The key lacks a scope that the request needs."""
 
 
 class Busy(LongshoreError):
@@ -32,7 +32,7 @@ class QuotaExceeded(LongshoreError):
 
     Args:
         quota: its name: a field of QuotaSettings.
-        message: what is used, of how much.
+        message: the usage and its limit.
     """
 
     def __init__(self, quota: str, message: str) -> None:
@@ -41,7 +41,7 @@ class QuotaExceeded(LongshoreError):
 
 
 class DatabaseUnavailable(LongshoreError):
-    """The database cannot be reached, or is locked for too long. The store and Temporal go on without it."""
+    """The database cannot be reached, or is locked for too long. The store and Temporal do not need it."""
 
 
 class DevError(LongshoreError):

@@ -1,13 +1,13 @@
 """The Temporal poller: `python -P -m longshore.server service.host --role control|gpu|sampler`.
 
-A control host runs workflows and all that needs no accelerator. A gpu host leases its device: it polls the queue of its
-shape, and a queue of its own for the jobs of the runs it serves. A sampler host does the same with a sampler.
+A control host runs workflows and everything that needs no accelerator. A gpu host leases its device: it polls the queue
+of its shape, and a private queue for the jobs of the runs it serves. A sampler host does the same with a sampler.
 """
 
 import sys
 
 if __name__ == "__main__":
-    # What a worker imports takes longer than what follows here, and is imported by another process: both at once.
+    # A worker's imports take longer than the code below, and run in another process: do both at once.
     from activities.confined.programs import prepare
 
     for role, program in {"gpu": "megatron_worker", "sampler": "megatron_worker.sampler"}.items():
@@ -82,8 +82,8 @@ async def serve_host(
 
     Args:
         command: starts a gpu host's workers.
-        check: finds what a gpu or sampler host lacks; the machine is tried unless it is given.
-        idle_s: seconds without a lease after which a gpu or sampler host leaves by itself.
+        check: returns what a gpu or sampler host lacks; by default the machine is probed.
+        idle_s: a gpu or sampler host leaves by itself after this many seconds without a lease.
     """
     host, idle = HostContext(settings), IdleExit(idle_s, stopped.set) if idle_s is not None else None
     told_file(settings.root_path, "polls", role).unlink(missing_ok=True)

@@ -49,13 +49,13 @@ class _InHand(Frozen):
 
 
 class HostRecord(ClientInterceptor, WorkerInterceptor):
-    """The record of one host: `hosts/<machine>/<role>-<n>/` of its root, the first that no living host holds.
+    """The record of one host: `hosts/<machine>/<role>-<n>/` of its root, the first one that no running host has locked.
 
     Several machines may share a root on a network file system, whose locks may only work within a machine.
 
     As an interceptor of a client, it records the task token of every activity that the client's workers execute.
-    `queue` is this host's own task queue, and was that of the host before it: so jobs that wait there for workers that
-    are gone are refused by the pool, instead of waiting for ever.
+    `queue` is this host's own task queue, and was that of the host before it: the pool then refuses jobs that wait
+    there for workers that are gone, instead of letting them wait for ever.
     """
 
     def __init__(self, hosts: Path, role: str) -> None:
@@ -117,7 +117,7 @@ class _Noting(ActivityInboundInterceptor):
 async def _fail(client: Client, told: bytes) -> None:
     try:
         lost = _InHand.model_validate_json(told)
-    except ValidationError:  # of an earlier version, or half-written: a missing heartbeat has to do
+    except ValidationError:  # half-written: a missing heartbeat has to do
         return
     try:
         handle = client.get_async_activity_handle(task_token=bytes.fromhex(lost.token))
@@ -129,7 +129,7 @@ async def _fail(client: Client, told: bytes) -> None:
 
 
 def _claim(folders: Path, role: str) -> tuple[Path, int] | None:
-    """Lock the first folder that no living host holds. Returns None where nothing can be locked."""
+    """Lock the first folder that no running host has locked. Returns None if nothing can be locked."""
     number = 0
     while True:
         folder = folders / f"{role}-{number}"
@@ -146,7 +146,7 @@ def _claim(folders: Path, role: str) -> tuple[Path, int] | None:
 
 
 def _locked(path: Path) -> int:
-    """Lock a file until this process ends. Raises OSError: another process holds it, or files cannot be locked."""
+    """Lock a file until this process ends. Raises OSError: another process has locked it, or files cannot be locked."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

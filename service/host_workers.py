@@ -1,4 +1,4 @@
-"""The Temporal workers of hosts: what each role does, on which queues, and how much of it at once."""
+"""The Temporal workers of hosts: the activities of each role, their queues, and how many run at once."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -54,10 +54,10 @@ _AT_ONCE: dict[Pool | None, int] = {
 # A step's samples, those sampled ahead, held-out ones and an adapter's proof share one sampler.
 SAMPLING_THREADS = 4
 _POLLS = 2  # requests that wait at Temporal for each queue; a new one is made when an activity has begun
-# Workflows kept in memory (0.1 MB each), so that their histories are not replayed when they go on.
+# Workflows kept in memory (0.1 MB each), so that their histories are not replayed when they continue.
 _CACHED_WORKFLOWS = 400
-# Workflows run in Temporal's sandbox, but on modules that they share: loading its own anew takes a run 7 ms and 67 KB.
-# What they may import is held by tests/workflows/test_imports.py instead.
+# Workflows run in Temporal's sandbox, but share modules: loading separate ones would cost a run 7 ms and 67 KB.
+# tests/workflows/test_imports.py checks their imports instead.
 _SANDBOX = SealedRunner(restrictions=SandboxRestrictions.default.with_passthrough_modules("workflows"))
 _SHUTDOWN_GRACE = timedelta(seconds=10)
 # Workflow tasks of a control host that was killed go to another after this long, instead of Temporal's 10 s. A living
@@ -139,8 +139,8 @@ async def control_workers(
     runner: WorkflowRunner = _SANDBOX,
     build: WorkerDeploymentConfig | None = None,
 ) -> AsyncIterator[None]:
-    """Poll a control queue and the queues of its pools: each pool has threads of its own, so that no activity keeps one
-    of another pool waiting."""
+    """Poll a control queue and the queues of its pools. Each pool has its own threads, so that no activity delays
+    one of another pool."""
     pools: dict[Pool | None, list[Callable[..., Any]]] = {None: []}
     for each in activities:
         pools.setdefault(pool_of(activity_name(each)), []).append(each)

@@ -33,8 +33,8 @@ from shared.storage.host_states import HostState, LeasingRole, read_states
 from shared.storage.store import ObjectStore, open_store
 
 _COMMAND_S = 60.0
-# What Temporal says of a queue may be 5 s old (its matching.TaskQueueInfoByBuildIdTTL): a lease that was taken since
-# then counts as waiting.
+# Temporal's figures of a queue may be 5 s old (its matching.TaskQueueInfoByBuildIdTTL): a lease taken since then
+# counts as waiting.
 _OLD_S = 10.0
 _GLANCE_S = 1.0
 _LONGEST_REST_S = 300.0
@@ -43,7 +43,7 @@ _log = logging.getLogger("longshore.launching")
 
 
 class Launcher(Protocol):
-    """Where hosts come from."""
+    """A source of hosts."""
 
     def launched(self) -> frozenset[str]:
         """Return the names of the hosts that were asked for and have not ended, whether or not they are up."""
@@ -68,7 +68,7 @@ class LocalHosts:
 
 
 class CommandHosts:
-    """Hosts of another system, by two commands of its own; Slurm's are `sbatch` and `squeue`.
+    """Hosts of another system, through two of its commands; Slurm's are `sbatch` and `squeue`.
 
     Args:
         start: asks for a host named `LONGSHORE_LAUNCH`, which is in its environment; `{name}` in it is that name, too.
@@ -117,10 +117,10 @@ async def waiting(client: Client, queue: str) -> int:
 def num_missing(
     num_waiting: int, launched: frozenset[str], at_work: frozenset[str], most: int, num_warm: int = 0
 ) -> int:
-    """Return how many hosts to start: one for each lease that waits, but for those that a free host will take.
+    """Return how many hosts to start: one for each waiting lease, except those that a free host will take.
 
-    A host at work takes nothing off what waits. One that has no lease, or has just taken it, is on its way to one.
-    `num_warm`: hosts that are to be without a lease besides.
+    A busy host takes no waiting lease. A host without a lease, or that has just taken one, counts as free.
+    `num_warm`: hosts to keep free in addition.
     """
     return max(0, min(num_waiting + num_warm - len(launched - at_work), most - len(launched)))
 
@@ -132,11 +132,11 @@ class Launching:
         self._client, self._store, self._role, self._most = client, store, role, most
         self._shape, self._num_warm = settings.shape, settings.warm_hosts
         self._num_waiting = 0  # at the last look
-        self._silent: set[str] = set()  # those that were launched and have said nothing in the store yet
+        self._silent: set[str] = set()  # launched hosts without a heartbeat in the store yet
         self._num_dead, self._rests_until = 0, 0.0
         self._queue = settings.lease_queue if role == "gpu" else settings.sampler_queue
         self._prefix = f"longshore-{self._queue}-"
-        # As a whole: other hosts' names may begin alike, as the name of their shape may.
+        # Match the whole name: other hosts' names, or another shape's, may have the same prefix.
         self._own = re.compile(rf"{re.escape(self._prefix)}[0-9a-f]{{12}}")
 
     async def look(self, launcher: Launcher) -> int:
@@ -160,8 +160,8 @@ class Launching:
         return num
 
     def _rests(self, launched: frozenset[str]) -> bool:
-        """Return True for a while after hosts have ended before they said anything: others would, too. The longer, the
-        more there were in a row.
+        """Return True for a while after hosts ended before their first heartbeat, since others would too. The time
+        grows with their number in a row.
         """
         if dead := self._silent - launched:
             self._silent -= dead
@@ -174,13 +174,13 @@ class Launching:
         return time.monotonic() < self._rests_until
 
     def _at_work(self, states: Sequence[HostState]) -> frozenset[str]:
-        """Return the names of the hosts that hold a lease, for so long that it cannot count as waiting."""
+        """Return the names of the hosts that have held a lease for long enough that it cannot count as waiting."""
         before = time.time() - _OLD_S
         held = [state for state in states if state.role == self._role and (state.lease_since or before) < before]
         return frozenset(state.launch for state in held if state.launch)
 
     async def look_each(self, every_s: float, launcher: Launcher, stopped: asyncio.Event) -> None:
-        """Look until `stopped`. What cannot be asked or started now is tried again at the next look."""
+        """Check until `stopped`. If a query or a start fails, the next check tries it again."""
         while not stopped.is_set():
             try:
                 await self.look(launcher)
@@ -194,7 +194,7 @@ class Launching:
         while not stopped.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), _GLANCE_S)
-            with suppress(RPCError):  # the next look says so
+            with suppress(RPCError):  # the next check logs it
                 if await waiting(self._client, self._queue) > self._num_waiting:
                     return
 
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -P -m longshore.server service.launching", description=__doc__)
     parser.add_argument("--role", choices=get_args(LeasingRole), default="gpu")
     parser.add_argument("--most", type=int, help="hosts at a time; of the role gpu LONGSHORE_MAX_HOSTS if absent")
-    parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between looks")
+    parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between checks")
     parser.add_argument(
         "--exit-when-idle", type=float, default=300.0, metavar="S", help="of its hosts; not with --start"
     )
@@ -225,8 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--slurm", type=Path, metavar="SCRIPT", help="a host is a job of Slurm: infra/slurm/host.sbatch"
     )
     parser.add_argument("--sbatch-options", default="", metavar="OPTIONS", help="of each such job: '--partition=gpu'")
-    parser.add_argument("--start", metavar="COMMAND", help="a host is what this command starts; {name} is its name")
-    parser.add_argument("--names", metavar="COMMAND", help="prints the names of those that have not ended")
+    parser.add_argument("--start", metavar="COMMAND", help="the command that starts a host; {name} is its name")
+    parser.add_argument("--names", metavar="COMMAND", help="prints the names of hosts that have not ended")
     given = parser.parse_args(arguments)
     if (given.start is None) != (given.names is None) or (given.start and given.slurm):
         parser.error("--start and --names go together, and without --slurm")

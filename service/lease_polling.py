@@ -1,4 +1,4 @@
-"""A GPU or sampler host asks for leases only while it is fit for them (activities/hosts/standing.py)."""
+"""A GPU or sampler host polls for leases only while it is healthy (activities/hosts/standing.py)."""
 
 import asyncio
 import logging
@@ -20,17 +20,17 @@ _log = logging.getLogger("longshore.host")
 
 @dataclass(frozen=True)
 class IdleExit:
-    """The end of a host that has had no lease for `after_s` seconds: `leave` is called once it has stopped asking."""
+    """The exit of a host that has had no lease for `after_s` seconds: `leave` is called once it has stopped polling."""
 
     after_s: float
     leave: Callable[[], object]
 
 
 class LeasePolling:
-    """Checks this host, and polls for leases whenever its standing allows that. Used like a Worker.
+    """Checks this host, and polls for leases while its health allows that. Used like a Worker.
 
-    `make`: makes a worker of the lease queue, which is shut down when a worker process was lost. Another one is made
-    once the host was checked again. `idle`: ends the host after a time without a lease. `begun`: called when it polls.
+    `make`: makes a worker of the lease queue, which is shut down if a worker process was lost. Another one is made
+    after the host was checked again. `idle`: ends the host after a time without a lease. `begun`: called when it polls.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LeasePolling:
             await asyncio.sleep(BEAT_S)
 
     async def _poll(self) -> None:
-        # A host that has passed its check lately takes leases at once, and is checked beside them.
+        # A host that has passed its check recently takes leases at once, and is checked concurrently.
         is_beside = not self._standing.state.lacks
         while True:
             self._doubted.clear()
@@ -95,10 +95,10 @@ class LeasePolling:
                     return
 
     async def _ask(self, again_at: float) -> bool:
-        """Poll until a worker was lost, or the host is idle. Returns True if it is to leave.
+        """Poll until a worker was lost, or the host is idle. Returns True if the host is to leave.
 
-        An idle host stops asking first: a lease that Temporal gives it meanwhile starts nothing, is given back at once,
-        and makes the host go on.
+        An idle host stops polling first. If Temporal still gives it a lease, it returns the lease at once without
+        starting anything, and polls again.
         """
         async with self._make():
             self._begun()

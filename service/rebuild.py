@@ -67,7 +67,7 @@ def rebuild(store: ObjectStore, database: Database, *, only_look: bool = False) 
 
 @dataclass(frozen=True)
 class _Record:
-    """A record in the store. `key` is named in messages about it; `row` reads the record, each time anew."""
+    """A record in the store. `key` is named in messages about it; `row` reads the record each time."""
 
     key: str
     row: Callable[[], Table]
@@ -184,6 +184,6 @@ def _is_due(before: Table | None, row: Table) -> bool:
 
 
 def _differ(before: Table, after: Table) -> bool:
-    """True where a column that comes from the record is another."""
+    """True if a column that comes from the record differs."""
     given = (name for name in inspect(after).dict if not name.startswith("_") and name != "updated_at")
     return any(getattr(before, name) != getattr(after, name) for name in given)

@@ -1,4 +1,4 @@
-"""The connection to Temporal: address, namespace, TLS and key as in the settings, every payload sealed."""
+"""The connection to Temporal: address, namespace, TLS and key from the settings; every payload is encrypted."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ PATIENCE = timedelta(seconds=5)
 QUERY_PATIENCE = timedelta(seconds=2)
 _CONNECT_PATIENCE_S = 60.0
 _POLL_S = 70.0  # a request of a host waits a minute at Temporal
-# Listing a thousand runs takes a tenth of a second, or half a minute while all are starting. The server goes on with a
+# Listing a thousand runs takes a tenth of a second, or half a minute while all are starting. The server continues a
 # listing that timed out, so a short timeout with retries would only add load.
 LIST_PATIENCE = timedelta(seconds=60)
 AWAY = (
@@ -66,7 +66,7 @@ async def described(
     kind: TaskQueueType.ValueType = TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY,
     report_stats: bool = False,
 ) -> DescribeTaskQueueResponse:
-    """Return what Temporal says of a queue of activities, or of workflows. Raises RPCError."""
+    """Return Temporal's description of a queue of activities or workflows. Raises RPCError."""
     request = DescribeTaskQueueRequest(
         namespace=client.namespace,
         task_queue=TaskQueue(name=queue, kind=TaskQueueKind.TASK_QUEUE_KIND_NORMAL),
@@ -260,7 +260,7 @@ async def connect_once(
 
 
 def _expiry(certificate: Path | None) -> str:
-    """Say that our own certificate has expired, if so. All that comes of that is a connection that breaks off."""
+    """Return a note if our own certificate has expired, since the connection error does not say that."""
     with suppress(OSError, ValueError):
         if certificate is not None:
             until = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc

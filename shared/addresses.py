@@ -1,4 +1,4 @@
-"""Hosts that a user names: which are on the public internet, and which are this machine or a neighbour of it."""
+"""Classifies hosts that a user names: on the public internet, or on this machine or its private networks."""
 
 import ipaddress
 import socket
@@ -25,7 +25,7 @@ def is_public(address: str) -> bool:
 
 
 def _carried(ip: ipaddress.IPv6Address) -> list[str]:
-    """Return the IPv4 addresses embedded in an IPv6 address, to which a gateway or tunnel would send its packets."""
+    """Return the IPv4 addresses embedded in an IPv6 address: a gateway or tunnel would send its packets to them."""
     found = [ip.sixtofour, *(ip.teredo or ())]
     last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     if ip in _MAPPED or ip in _NAT64 or (int(ip) >> 32) & 0xFFFFFFFF in _ISATAP:
@@ -48,5 +48,5 @@ def is_plainly_private(host: str) -> bool:
 
 
 def private_host(setting: str) -> str:
-    """Return the message for a host that is not on the public internet: the rule, and the setting that opens it."""
+    """Return the message for a host that is not on the public internet: the rule, and the setting that allows it."""
     return f"this host is on a private network; a trusted one is opened with {setting}"

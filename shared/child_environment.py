@@ -23,7 +23,7 @@ STACK_MARK = "LONGSHORE_DEV_ROOT"
 
 _PREFIX = "LONGSHORE_"
 
-# Names of variables; a name that ends with a star stands for all with that prefix.
+# Names of variables; a name that ends with a star matches all with that prefix.
 _SYSTEM = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_*"),
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "PYTHON*", "VIRTUAL_ENV"),
@@ -39,7 +39,7 @@ _DEVICE = (
     *("CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH*", "PYTORCH_*", "TRITON_*", "CUBLAS_*", "CC", "CXX"),
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "ATEN_CPU_CAPABILITY"),
 )
-_TRACES = ("OTEL_*",)  # may hold the key of a receiver of traces
+_TRACES = ("OTEL_*",)  # may hold the key of a trace collector
 _VLLM = ("VLLM_*",)
 _ALLOWED: dict[Kind, tuple[str, ...]] = {
     "temporal": (*_SYSTEM, "GOGC", "GOMEMLIMIT", "GOMAXPROCS", "GODEBUG"),
@@ -47,15 +47,15 @@ _ALLOWED: dict[Kind, tuple[str, ...]] = {
     "control": (*_SYSTEM, *_NETWORK, *_S3, *_TRACES, *_HUB, "WANDB_*"),
     "gpu": (*_SYSTEM, *_NETWORK, *_S3, *_TRACES, *_DEVICE),
     "sampler": (*_SYSTEM, *_NETWORK, *_S3, *_TRACES, *_DEVICE, *_VLLM),
-    # Neither a proxy nor credentials, as they read folders alone: their hosts stage what comes from a store.
+    # Neither a proxy nor credentials: workers read only local folders; their hosts stage files from a store.
     "worker": (*_SYSTEM, *_DEVICE, *_VLLM),
-    # No PYTHON*, as it has a Python of its own.
+    # No PYTHON*: vLLM has its own Python.
     "vllm": (
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_*", "LD_LIBRARY_PATH", "LD_PRELOAD"),
         *("MALLOC_*", STACK_MARK, WORKER_ID_VARIABLE, *_DEVICE, *_VLLM),
     ),
     "wandb": (*_SYSTEM, *_NETWORK, "WANDB_*"),
-    "confined": ("PATH", "TZ", *_NETWORK),  # graders ask judges
+    "confined": ("PATH", "TZ", *_NETWORK),  # graders call scoring models
     "decoder": ("PATH", "TZ"),
     "template": ("PATH", "TZ"),
 }
@@ -96,7 +96,7 @@ SECRET_SETTINGS: dict[str, tuple[Kind, ...]] = {
 
 
 def child_environment(kind: Kind, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of `given` that a process of this kind may see, and those that are set for its kind."""
+    """Return the variables of `given` that this kind of process may see, and those that are set for its kind."""
     allowed = {name: value for name, value in with_import_path(given).items() if _is_allowed(kind, name)}
     return allowed | dict(_SET.get(kind, {}))
 

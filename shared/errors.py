@@ -2,7 +2,7 @@
 
 import re
 
-# The part of a place that is hidden from users: a tenant's folder in the store and, of an upload, also its hash.
+# The part of a place that is hidden from users: a tenant's folder in the store and, for an upload, also its hash.
 _OF_TENANT = re.compile(r"/tenants/[a-z0-9-]+/(?:uploads/[0-9a-f]{64}/)?")
 
 
@@ -25,12 +25,13 @@ class LongshoreError(Exception):
 
 
 class InvalidInput(LongshoreError):
-    """Something a user sent cannot be used. Never retried.
+    """Something that a user sent cannot be used. Never retried.
 
     Args:
-        message: what is wrong and which rule it breaks, in a sentence a user can act on.
-        place: where it is: a field, a file, `file:line`, or a URI. Of a place in a tenant's folder of the store,
-            what the tenant knows it by: `train.jsonl:12` of an upload, `adapters/NAME/v000003` of what was published.
+        message: the problem and the rule that it breaks, in a sentence that a user can act on.
+        place: its location: a field, a file, `file:line`, or a URI. A key in a tenant's folder of the store is
+            shortened to the part that the tenant knows: `train.jsonl:12` of an upload, `adapters/NAME/v000003` of a
+            published adapter.
     """
 
     def __init__(self, message: str, place: str | None = None) -> None:
@@ -42,7 +43,7 @@ class InvalidInput(LongshoreError):
 
 
 class NotFound(LongshoreError):
-    """An object, a run or a checkpoint that was asked for is not there."""
+    """A requested object, run or checkpoint does not exist."""
 
 
 class StoreUnavailable(LongshoreError):
@@ -50,19 +51,19 @@ class StoreUnavailable(LongshoreError):
 
 
 class SamplerUnavailable(LongshoreError):
-    """A sampler cannot be reached, or does not answer as it should. Retried."""
+    """A sampler cannot be reached, or gives an invalid answer. Retried."""
 
 
 class SamplerMismatch(LongshoreError):
-    """A sampler's logprobs are not the trainer's: it serves other weights, or computes otherwise. Never retried."""
+    """A sampler's logprobs differ from the trainer's: its weights or its computation differ. Never retried."""
 
 
 class DiskFull(StoreUnavailable):
-    """The disk has no space left for a file of ours. Its incomplete part is removed."""
+    """The disk has no space left for a file. Its incomplete part is removed."""
 
 
 class CorruptArtifact(InvalidInput):
-    """Bytes in the store or on disk differ from what their manifest says."""
+    """Bytes in the store or on disk differ from their manifest."""
 
 
 class WorkerLost(LongshoreError):

@@ -1,4 +1,4 @@
-"""The fence: which scheduling of a run's work a worker serves, and which it refuses as an older one."""
+"""The fence: identifies one scheduling of a run's work, so that a worker can refuse an older one."""
 
 from pydantic import Field
 
@@ -6,9 +6,9 @@ from longshore.fields import Frozen
 
 
 class Fence(Frozen):
-    """Identifies one scheduling of a run's work. A worker refuses one that is older than its lease's.
+    """Identifies one scheduling of a run's work. A worker refuses work with an older fence than its lease's.
 
-    `epoch` is raised by the workflow at every new lease; `attempt` is Temporal's own, within an epoch.
+    The workflow increments `epoch` at every new lease; `attempt` is Temporal's attempt within an epoch.
     """
 
     epoch: int = Field(ge=1)
@@ -16,12 +16,12 @@ class Fence(Frozen):
 
     @property
     def label(self) -> str:
-        """A path segment that sorts as the fences do: `e000003-a01`."""
+        """A path segment that sorts like the fences: `e000003-a01`."""
         return f"e{self.epoch:06d}-a{self.attempt:02d}"
 
     @classmethod
     def from_label(cls, label: str) -> "Fence":
-        """The fence of a path segment. Raises ValueError for any other segment."""
+        """Parse a fence from a path segment. Raises ValueError for any other segment."""
         epoch, attempt = label.split("-")
         fence = cls(epoch=int(epoch.removeprefix("e")), attempt=int(attempt.removeprefix("a")))
         if fence.label != label:

@@ -1,4 +1,4 @@
-"""Rules of fields in words, in place of pydantic's messages for patterns, missing and unknown fields."""
+"""Readable rules of fields, instead of pydantic's messages for patterns, missing and unknown fields."""
 
 import re
 from collections.abc import Container, Mapping
@@ -19,10 +19,10 @@ Remark = Annotated[str, AfterValidator(lambda text: bounded(text, 500))]
 
 
 def only(*allowed: object, words: str) -> BeforeValidator:
-    """Return a validator that refuses, with the message `words`, every value but None and those in `allowed`.
+    """Return a validator that refuses, with the message `words`, every value except None and those in `allowed`.
 
-    For fields that clients send though they have no effect here. It runs before pydantic checks types and bounds,
-    whose message would be unhelpful (of `ge=0, le=0`: "Input should be less than or equal to 0").
+    For fields that clients send although they have no effect here. It runs before pydantic checks types and bounds,
+    since pydantic's message would be unhelpful (for `ge=0, le=0`: "Input should be less than or equal to 0").
     """
 
     def check(value: object) -> object:
@@ -34,16 +34,16 @@ def only(*allowed: object, words: str) -> BeforeValidator:
 
 
 def first_error(error: ValidationError, tags: Container[object] = ()) -> tuple[str, str]:
-    """The field (`a.0.b`; empty: the value as a whole) and the rule, in words, of pydantic's first error.
+    """Return the field (`a.0.b`; empty: the whole value) and the rule, in words, of pydantic's first error.
 
-    `tags`: parts of a location that name a member of a union and no field; they are left out.
+    `tags`: parts of a location that name a member of a union instead of a field; they are left out.
     """
     first = error.errors(include_url=False)[0]
     return ".".join(str(part) for part in first["loc"] if part not in tags), rule_in_words(first)
 
 
 def first_rule(error: ValidationError, tags: Container[object] = ()) -> str:
-    """Return pydantic's first error as `field: rule`, or as the rule alone if it is not about one field.
+    """Return pydantic's first error as `field: rule`, or only the rule if it is not about one field.
 
     The arguments are those of `first_error`.
     """
@@ -59,7 +59,7 @@ def refused_value(error: ValidationError) -> str:
 
 
 def location_of(error: Mapping[str, Any], names: Container[str]) -> tuple[int | str, ...]:
-    """Return the location of one of pydantic's errors; of a rule on several fields, the first of them in its words."""
+    """Return the location of one of pydantic's errors; for a rule on several fields, the first that its text names."""
     if error["loc"] not in ((), ("body",)) or error["type"] != "value_error":
         return tuple(error["loc"])
     said = (word for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", error["msg"]) if word.partition(".")[0] in names)
@@ -67,7 +67,7 @@ def location_of(error: Mapping[str, Any], names: Container[str]) -> tuple[int | 
 
 
 def rule_in_words(error: Mapping[str, Any]) -> str:
-    """The rule that one of pydantic's errors (of `ValidationError.errors()`) names, in words for its user."""
+    """Return the rule of one of pydantic's errors (of `ValidationError.errors()`), in words for the user."""
     loc = error["loc"]
     match error["type"]:
         case "extra_forbidden":

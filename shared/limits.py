@@ -1,4 +1,4 @@
-"""Settings of what tenants may use, keep and ask for, and of what that costs."""
+"""Settings of tenants' quotas, retention, prices and request limits."""
 
 from typing import Any, Literal
 
@@ -15,30 +15,30 @@ WorkerSharing = Literal["all", "tenant", "none"]
 
 
 class QuotaSettings(BaseModel, extra="forbid"):
-    """Quotas of tenants that have none of their own; None: no limit."""
+    """Default quotas, for tenants without their own; None: no limit."""
 
     _not_a_truth = field_validator("*", mode="before")(_no_truth)
 
-    concurrent_runs: int | None = Field(default=None, ge=0, description="accepted and not ended")
-    gpu_hours: float | None = Field(default=None, ge=0, description="of its runs of the last 30 days")
+    concurrent_runs: int | None = Field(default=None, ge=0, description="runs that are accepted and have not ended")
+    gpu_hours: float | None = Field(default=None, ge=0, description="GPU hours of the last 30 days' runs")
     spending: float | None = Field(
         default=None,
         ge=0,
-        description="what its runs of the last 30 days may cost, by `prices`: then they are paused, until it is raised",
+        description="the most that its runs of the last 30 days may cost, by `prices`; beyond it they are paused",
     )
     stored_bytes: int | None = Field(
-        default=None, ge=0, description="uploads, what was published, and what runs have brought and left"
+        default=None, ge=0, description="uploads, published versions, and the downloads and results of runs"
     )
     worker_sharing: WorkerSharing | None = Field(
         default=None,
-        description="whose adapters are trained on one worker: `tenant`, also where absent: this one's; `all`: those "
-        "of every tenant of which the same is said; `none`: one run's",
+        description="whose adapters may be trained on one worker: `tenant` (the default): this tenant's; `all`: those "
+        "of all tenants with `all`; `none`: only one run's",
     )
     worker_weight: float | None = Field(
         default=None,
         gt=0,
         le=1000,
-        description="a tenant's part of workers that tenants share, and of queues for hosts, beside others' (1)",
+        description="a tenant's weight, relative to others' (1), on shared workers and in queues for hosts",
     )
 
 
@@ -46,39 +46,45 @@ class ClientSettings(BaseModel):
     """Runs that wait for their clients: sessions, and RL runs whose groups a client sends."""
 
     idle_s: float = Field(
-        default=60.0, ge=0, description="without work, until such a run takes no place of the quota `concurrent_runs`"
+        default=60.0, ge=0, description="without work, until such a run no longer counts in the quota `concurrent_runs`"
     )
     away_s: float = Field(
-        default=3600.0, ge=0, description="without work, until such a run is paused; its next work resumes it. 0: never"
+        default=3600.0,
+        ge=0,
+        description="seconds without work until such a run is paused; its next work resumes it. 0: never",
     )
 
 
 class RetentionSettings(BaseModel):
-    """Days after which a control host deletes what runs have left; None: never. What is published stays.
+    """Days until a control host deletes data of ended runs; None: never. Published versions are kept.
 
-    Days count from the end of the run, or of the last one that used it.
+    Days count from the end of the run, or of the last run that used the data.
     """
 
-    every_s: float = Field(default=3600.0, gt=0, description="between two times that it looks, and measures the store")
-    checkpoints_days: float | None = Field(default=None, ge=0, description="but for the newest `checkpoints_kept`")
+    every_s: float = Field(
+        default=3600.0, gt=0, description="seconds between two collections, which also measure the store"
+    )
+    checkpoints_days: float | None = Field(default=None, ge=0, description="except the newest `checkpoints_kept`")
     checkpoints_kept: int = Field(default=1, ge=0, description="of each run; 0: it can be neither resumed nor branched")
     data_days: float | None = Field(
-        default=None, ge=0, description="copies of data sets, and what was made of them: tokens, plans, prompts"
+        default=None, ge=0, description="copies of datasets, and data made from them: tokens, plans, prompts"
     )
     samples_days: float | None = Field(default=None, ge=0, description="completions, grades and groups of RL runs")
-    logs_days: float | None = Field(default=None, ge=0, description="events, output, job files but for one")
+    logs_days: float | None = Field(default=None, ge=0, description="events, output, all job files except one")
     sessions_days: float | None = Field(
-        default=None, ge=0, description="commands and results of sessions, which cannot be resumed then"
+        default=None, ge=0, description="commands and results of sessions, which cannot be resumed afterwards"
     )
     models_days: float | None = Field(
-        default=None, ge=1, description="imported models that nothing published, no checkpoint and no live run is of"
+        default=None, ge=1, description="imported models that no published version, checkpoint or live run needs"
     )
 
 
 class PriceSettings(BaseModel):
-    """Prices, from which the costs of runs are computed. Costs are shown where the price of a GPU hour is set."""
+    """Prices to compute the costs of runs. Costs are shown if the price of a GPU hour is set."""
 
-    gpu_hour: float | None = Field(default=None, ge=0, description="of one rank of a worker, or a sampler, for an hour")
+    gpu_hour: float | None = Field(
+        default=None, ge=0, description="price of an hour of one worker rank, or of a sampler"
+    )
     currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$", description="of prices and spending limits")
 
 
@@ -94,9 +100,9 @@ class RateLimitSettings(BaseModel):
 
 
 class TenantLimits(BaseModel):
-    """Limits of a tenant's simultaneous requests to a service process. More of them wait, then are refused (429)."""
+    """Limits of a tenant's simultaneous requests to a service process. Further ones wait, then are refused (429)."""
 
-    checks: int = Field(default=4, ge=1, description="previews, validations and tries of graders")
+    checks: int = Field(default=4, ge=1, description="previews, validations and trials of graders")
     questions: int = Field(default=16, ge=1, description="to published models")
     bodies: int = Field(default=2, ge=1, description="bodies of requests of more than a few kB that are being read")
-    patience_s: float = Field(default=10.0, ge=0, description="that one more waits for its turn")
+    patience_s: float = Field(default=10.0, ge=0, description="how long a further request waits")

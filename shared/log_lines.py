@@ -1,5 +1,5 @@
-"""What processes write to their logs: control characters are escaped, so that no text of a user's looks like another
-line, moves a terminal's cursor or hides what it says."""
+"""Formats of log lines. Control characters are escaped, so that no user's text can look like another line, move a
+terminal's cursor or hide text."""
 
 import io
 import json
@@ -40,7 +40,7 @@ def _indented(text: str) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a message as one line of JSON, with the ids of what was being done."""
+    """Formats a message as one line of JSON, with the ids of the work in progress."""
 
     def __init__(self, ids: Ids) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class EscapingStream(io.TextIOWrapper):
-    """A stream that escapes the control characters of what is printed, but for tabs and the ends of lines."""
+    """A stream that escapes control characters, except tabs and line ends."""
 
     def write(self, text: str, /) -> int:
         super().write(text.translate(_OF_LINES))
@@ -68,7 +68,7 @@ class EscapingStream(io.TextIOWrapper):
 
 
 def escape_output() -> None:
-    """Escape what this process prints or logs from now on. Called once, where a process begins."""
+    """Escape control characters in this process's output and logs from now on. Called once, when a process starts."""
     sys.stdout, sys.stderr = (
         EscapingStream(stream.detach(), encoding="utf-8", errors="backslashreplace", line_buffering=True)
         for stream in (sys.stdout, sys.stderr)
@@ -77,7 +77,7 @@ def escape_output() -> None:
 
 
 def start_logging(form: Literal["text", "json"] = "text", ids: Ids = dict) -> None:
-    """Log from INFO on to stderr, each message as one line. `ids`: of what is being done, for lines of JSON."""
+    """Log from INFO on to stderr, one line per message. `ids`: the ids of the work in progress, for lines of JSON."""
     handler = logging.StreamHandler()
     text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     handler.setFormatter(JsonFormatter(ids) if form == "json" else EscapingFormatter(text))

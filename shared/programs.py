@@ -1,4 +1,4 @@
-"""Programs of ours as forks of a process that has imported what they need, which saves them seconds."""
+"""Starts our programs as forks of a process that has imported their modules, which saves seconds."""
 
 import atexit
 import ctypes
@@ -25,7 +25,7 @@ BUILD_VARIABLE = "LONGSHORE_BUILD_ID"
 RENDEZVOUS_VARIABLE = "LONGSHORE_RENDEZVOUS"
 """Names the file in which a worker's ranks meet, or that says where."""
 NODE_VARIABLE, INTERFACE_VARIABLE = "LONGSHORE_NODE", "LONGSHORE_INTERFACE"
-"""Of a worker of several machines: which of them this is, and its network interface that leads to the others."""
+"""For a worker on several machines: which of them this is, and its network interface to the others."""
 
 
 def is_of_a_build() -> bool:
@@ -37,8 +37,8 @@ def become(
 ) -> NoReturn:
     """Become the program `python -P -m MODULE ARGUMENTS` in a process that was just forked, and end with it.
 
-    `ps` and psutil show it with its own command line and environment, by which others find it. Where that cannot be
-    done, or the parent has done what does not survive a fork, this process executes the program anew.
+    `ps` and psutil show it with its own command line and environment, so that others find it. If that fails, or the
+    parent's state does not survive a fork (threads, CUDA), this process executes the program with execve instead.
 
     `is_ready`: called as soon as the process can be found.
     """
@@ -50,7 +50,7 @@ def become(
             os.execve(command[0], [*command], environment)
         os.environ.clear()
         os.environ.update(environment)
-        tempfile.tempdir = None  # its TMPDIR is another
+        tempfile.tempdir = None  # its TMPDIR differs
         _, _, _, module, *sys.argv[1:] = command
         sys.modules.pop(module, None)  # imported for a name in it
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -81,7 +81,7 @@ os.register_at_fork(before=_note_threads)
 
 
 def show(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Write both where the kernel looks for them: over those with which this process was executed."""
+    """Write both where the kernel reads them: over the command line and environment of this process's start."""
     try:
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         arg_start, arg_end, env_start, env_end = map(int, stat[45:49])
@@ -99,7 +99,7 @@ def show(command: Sequence[str], environment: Mapping[str, str]) -> bool:
 
 
 def _block(texts: Iterable[str], size: int) -> bytes | None:
-    """Return the texts as the kernel keeps them; None if they have no room."""
+    """Return the texts in the kernel's format; None if they do not fit."""
     block = b"".join(os.fsencode(text) + b"\0" for text in texts)
     return block.ljust(size, b"\0") if len(block) <= size else None
 

@@ -1,4 +1,4 @@
-"""Statements of what published weights were made from, and by which code: beside every version, signed.
+"""Provenance: a signed statement next to every published version, of its inputs and the code that made it.
 
 An in-toto statement (version 1 of its attestation framework) whose predicate is SLSA's provenance (version 1), in a
 DSSE envelope (version 1.0.2 of its specification), so that others' tools read it, too. It has no dates: publishing
@@ -28,7 +28,7 @@ from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
 NAME = "provenance.json"
-"""The envelope's file, below the version that it is of. No manifest names it."""
+"""The envelope's file, in its version's folder. No manifest names it."""
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _FIRST_LINE_BYTES = 1 << 16
 _PLACE = "version_sha256"
@@ -41,7 +41,7 @@ class Digest(Frozen):
 
 
 class Resource(Frozen):
-    """Something that is known by its hash. `uri`: where it lay, if that is not for the tenant alone to know."""
+    """An input, identified by its hash. `uri`: its location, unless only the tenant may know that."""
 
     name: str
     digest: Digest
@@ -57,9 +57,9 @@ class _Named(Frozen):
 
 
 class BuildDefinition(_Named):
-    """What the weights are a result of: the run's settings (its whole request by its hash), and all inputs.
+    """The causes of the weights: the run's settings (the whole request as a hash), and all inputs.
 
-    What was asked for has the place of the version, too, by a hash: which tenant's, of which name, with which number.
+    The external parameters include a hash of the version's key, which has its tenant, name and number.
     """
 
     build_type: Literal["urn:longshore:run:v1"] = Field(default="urn:longshore:run:v1", alias="buildType")
@@ -69,7 +69,7 @@ class BuildDefinition(_Named):
 
 
 class Builder(_Named):
-    """Who made them. `version`: `longshore`, the version, and `code`, what `code_sha256` says of the worker."""
+    """What made the weights. `version`: `longshore`, the version, and `code`, the worker's `code_sha256`."""
 
     id: str = "urn:longshore:worker"
     version: dict[str, str]
@@ -82,7 +82,7 @@ class Metadata(_Named):
 class RunDetails(_Named):
     builder: Builder
     metadata: Metadata
-    byproducts: tuple[Resource, ...] = Field(description="the job file and the checkpoint that the weights are of")
+    byproducts: tuple[Resource, ...] = Field(description="the job file and the checkpoint that the weights are from")
 
 
 class Predicate(_Named):
@@ -91,7 +91,7 @@ class Predicate(_Named):
 
 
 class Statement(_Named):
-    """What is signed. `subject`: the files of the version."""
+    """The signed statement. `subject`: the files of the version."""
 
     type: Literal["https://in-toto.io/Statement/v1"] = Field(default="https://in-toto.io/Statement/v1", alias="_type")
     subject: tuple[Resource, ...]
@@ -105,7 +105,7 @@ class Statement(_Named):
         return self.predicate.build_definition.external_parameters.get(_PLACE) == _sha256(place)
 
     def differing(self, files: Iterable[FileEntry]) -> list[str]:
-        """Return the paths of files that are not as the statement says, that it does not name, or that are missing."""
+        """Return the paths of files that differ from the statement, that it does not name, or that are missing."""
         here = {entry.path: entry.sha256 for entry in files}
         said = {each.name: each.digest.sha256 for each in self.subject}
         return sorted(path for path in here.keys() | said.keys() if here.get(path) != said.get(path))
@@ -132,25 +132,25 @@ class Envelope(_Named):
 
     @property
     def signed_bytes(self) -> bytes:
-        """What signatures are of: DSSE's pre-authentication encoding of type and payload. Raises ValueError."""
+        """The signed bytes: DSSE's pre-authentication encoding of type and payload. Raises ValueError."""
         body = base64.b64decode(self.payload, validate=True)
         return b" ".join((b"DSSEv1", *(b"%d %s" % (len(part), part) for part in (self.payload_type.encode(), body))))
 
     @property
     def statement(self) -> Statement:
-        """Return the statement, whoever signed it. Raises ValueError where it is none."""
+        """Return the statement without checking a signature. Raises ValueError if the payload is no statement."""
         return Statement.model_validate_json(base64.b64decode(self.payload, validate=True))
 
 
 class PublicKey(Frozen):
-    """A key of this installation by which statements are checked. `pem`: SubjectPublicKeyInfo of Ed25519."""
+    """A key of this installation that verifies statements. `pem`: SubjectPublicKeyInfo of Ed25519."""
 
     keyid: str
     pem: str
 
 
 def started_of(store: ObjectStore, run_id: str, job_id: str, fence: Fence) -> Started | None:
-    """Return the first event of a job that goes on or has ended; None where it is not on record."""
+    """Return the first event of a running or ended job; None if it is not recorded."""
     keys = RunKeys(run_id)
     for log in (keys.log(job_id, fence), keys.log_part(job_id, fence, 1)):
         with suppress(NotFound):
@@ -172,9 +172,9 @@ def statement_of(
     """Make the statement of a version.
 
     Args:
-        place: the version's key of the store. Only its hash is told, as it names the tenant.
-        settings: the run's request. Only its hash is told, as what is published may be passed on to strangers.
-        job: the file of the job that made the checkpoint, where it is on record.
+        place: the version's key in the store. Only its hash is included, because the key names the tenant.
+        settings: the run's request. Only its hash is included, because published versions may be passed on.
+        job: the file of the job that made the checkpoint, if it is recorded.
         started: that job's first event.
         copied: the version that this one is a copy of.
     """
@@ -233,7 +233,7 @@ def _sha256(text: str) -> str:
 
 @cache
 def code_sha256() -> str:
-    """Return a hash of what this process computes with: our sources, and the versions of the libraries below them."""
+    """Return a hash of the code that this process runs: our sources, and the versions of the libraries."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
         spec = find_spec(package)

@@ -1,4 +1,4 @@
-"""Types for questions to published models: the sampler that is asked, request, reply, and who serves it."""
+"""Types for questions to published models: the sampler, the request, the reply, and the workflow that leases it."""
 
 from typing import Annotated, Literal
 
@@ -53,16 +53,16 @@ class CompleteRequest(Frozen):
     base: str
     place: SamplerPlace
     asked: ChatRequest | CompletionRequest
-    answer_id: str | None = Field(default=None, description="of an answer that is streamed, to messages")
+    answer_id: str | None = Field(default=None, description="of a streamed answer to messages")
 
     @property
     def tells_text(self) -> bool:
-        """True if text is told while it is drawn. Where ids are asked for, the prompt's come first, with the rest."""
+        """True if text is streamed while it is sampled. An answer with token ids comes at once, the prompt's first."""
         return bool(self.asked.stream and not self.asked.return_token_ids)
 
 
 class QuestionFailure(Frozen):
-    """Why a host cannot answer. `lost`: its sampler, or itself, is going; another one may answer."""
+    """Why a host cannot answer. `lost`: its sampler or the host itself shuts down; another one may answer."""
 
     kind: Literal["refused", "lost", "failed"]
     message: Reason
@@ -70,9 +70,9 @@ class QuestionFailure(Frozen):
 
 
 class AnswerLine(Frozen):
-    """A line of the reply to a question, of which the first with `ends` is the last; the answer's JSON follows it.
+    """A line of the reply to a question. The first line with `ends` is the last; the answer's JSON follows it.
 
-    `grown`: what each choice's text has grown by since the line before.
+    `grown`: the text that was added to each choice since the line before.
     """
 
     grown: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ def serving_id(settings: Settings, key: SamplerKey) -> str:
 class ServingStart(Frozen):
     """The input of a serving workflow: the sampler to lease, and the shape of its host.
 
-    `idle_s`: seconds without a question after which the sampler is given back.
+    `idle_s`: the sampler is given back after this many seconds without a question.
     """
 
     serving_id: RunId = Field(description="the workflow's own id")
@@ -104,7 +104,7 @@ class ServingStart(Frozen):
     shape: str
     timing: RunTiming = RunTiming()
     idle_s: float = Field(gt=0)
-    share_s: float = Field(default=60.0, gt=0, description="that a sampler is kept while others wait for it")
+    share_s: float = Field(default=60.0, gt=0, description="seconds that a sampler is kept while others wait for it")
 
 
 class ServeRequest(Frozen):

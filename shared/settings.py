@@ -40,26 +40,26 @@ class S3Settings(BaseModel):
 
     endpoint_url: str | None = None
     region: str | None = None
-    ranges: int = Field(default=8, ge=1, le=32, description="of 8 MiB, of models and data, that are fetched at a time")
+    ranges: int = Field(default=8, ge=1, le=32, description="ranges of 8 MiB that are downloaded at a time")
 
 
 class DownloadSettings(BaseModel):
     """Limits of downloads from users' URIs, and the places that they may name."""
 
-    max_bytes: int = Field(default=50 << 30, description="as transferred")
+    max_bytes: int = Field(default=50 << 30, description="bytes transferred, before decompression")
     max_decompressed_bytes: int = Field(default=200 << 30)
     allow_private_addresses: bool = Field(default=False, description="http(s) to loopback and private networks")
     file_roots: tuple[Path, ...] = Field(
-        default=(), description="folders that users' paths and file:// URIs may lead to, of data and of models"
+        default=(), description="folders in which users' paths and file:// URIs may name data and models"
     )
-    timeout_s: float = Field(default=60.0, description="of a server that is silent, or does not end its headers")
+    timeout_s: float = Field(default=60.0, description="for a server that is silent, or does not end its headers")
     slowest_bytes_per_s: int = Field(
-        default=16 << 10, ge=1, description="that are waited for, on average, beyond `timeout_s`"
+        default=16 << 10, ge=1, description="the slowest average download speed that is accepted after `timeout_s`"
     )
 
 
 class ServerKey(BaseModel):
-    """A key for a teacher behind a URL. `tenants`: who may name it; all if empty."""
+    """A key for a teacher behind a URL. `tenants`: those that may name it; all if empty."""
 
     url: str
     key: SecretStr
@@ -69,11 +69,11 @@ class ServerKey(BaseModel):
 class GradingSettings(BaseModel):
     """Limits of graders, and the server of `score_model` graders."""
 
-    python_time_s: float = Field(default=10.0, gt=0, description="of one sample")
+    python_time_s: float = Field(default=10.0, gt=0, description="seconds for one sample")
     python_memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
     score_model_url: str | None = Field(default=None, description="for graders that name no base_url: https://host/v1")
     score_model_key: str | None = Field(default=None, description="sent to score_model_url, and nowhere else")
-    server_keys: dict[str, ServerKey] = Field(default={}, description="by the name that a run's teacher_key gives")
+    server_keys: dict[str, ServerKey] = Field(default={}, description="keys by name, for runs' teacher_key")
     score_model_timeout_s: float = Field(default=120.0, gt=0)
     score_model_concurrency: int = Field(default=8, ge=1, le=64)
 
@@ -82,11 +82,11 @@ class ConfinedSettings(BaseModel):
     """Limits of the processes that work on users' data (activities/confined/calls.py)."""
 
     memory_bytes: int = Field(default=4 << 30, ge=512 << 20)
-    step_cpu_s: int = Field(default=300, ge=1, description="of processor time, from one batch of rows to the next")
-    silence_s: float = Field(default=1800.0, gt=0, description="from one batch of rows to the next")
-    file_bytes: int = Field(default=256 << 30, ge=1 << 20, description="of one file that it writes")
+    step_cpu_s: int = Field(default=300, ge=1, description="CPU seconds from one batch of rows to the next")
+    silence_s: float = Field(default=1800.0, gt=0, description="seconds from one batch of rows to the next")
+    file_bytes: int = Field(default=256 << 30, ge=1 << 20, description="largest file that such a process writes")
     at_once: int | None = Field(
-        default=None, ge=2, description="such processes of one host; as many as its memory holds if absent"
+        default=None, ge=2, description="such processes per host; if absent, as many as fit into its memory"
     )
 
 
@@ -101,39 +101,45 @@ OwnAddress = Annotated[IPvAnyAddress, AfterValidator(_one_address)]
 
 
 class SamplingSettings(BaseModel):
-    """The installation's own sampler, where it is a server that speaks vLLM's protocol; and vLLM on sampler hosts."""
+    """The installation's own sampler, a server with vLLM's protocol, if it has one; and vLLM on sampler hosts."""
 
-    url: str | None = Field(default=None, description="http://host:8000, of runs that name none")
+    url: str | None = Field(default=None, description="http://host:8000, for runs that name no server")
     api_key: SecretStr | None = Field(default=None, description="sent to `url`, and nowhere else")
     vllm_command: str | None = Field(
         default=None,
-        description="of a sampler host, for runs with `sampler: vllm`: vLLM's executable and what else `vllm serve` is "
-        "to be told, such as /opt/vllm/bin/vllm --gpu-memory-utilization 0.8",
+        description="of a sampler host, for runs with `sampler: vllm`: vLLM's executable and further options of "
+        "`vllm serve`, such as /opt/vllm/bin/vllm --gpu-memory-utilization 0.8",
     )
     weights_address: OwnAddress | None = Field(
         default=None,
-        description="of a sampler host: this machine's IP address at which trainers of other machines send weights to "
-        "its samplers, on a network that is trusted to carry them in the clear; if absent, they do not",
+        description="of a sampler host: this machine's IP address, to which trainers of other machines send weights "
+        "unencrypted, over a network that you trust; if absent, they use the store",
     )
 
 
 class ServingSettings(BaseModel):
     """Leases of samplers that answer users' questions to published models."""
 
-    idle_s: float = Field(default=300.0, gt=0, description="without a question, until a sampler is given back")
-    patience_s: float = Field(default=120.0, gt=0, description="that a question waits for a sampler to be up")
-    share_s: float = Field(default=60.0, gt=0, description="that one model's users keep a sampler others wait for")
+    idle_s: float = Field(
+        default=300.0, gt=0, description="time without a question after which a sampler is given back"
+    )
+    patience_s: float = Field(default=120.0, gt=0, description="how long a question waits for a sampler to start")
+    share_s: float = Field(
+        default=60.0, gt=0, description="how long one model's users keep a sampler that others wait for"
+    )
     max_model_len: int = Field(default=8192, ge=2, description="question and answer together, in tokens")
-    slots: int = Field(default=16, ge=1, description="answers that are drawn at a time")
+    slots: int = Field(default=16, ge=1, description="answers that are sampled at a time")
     answers_kept_s: float = Field(
         default=86_400.0,
         ge=0,
-        description="that token ids of answers to chats are kept, to be trained on; 0: not at all",
+        description="how long token ids of answers to chats are kept for training; 0: not at all",
     )
     weight_sync: bool = Field(
-        default=True, description="sessions, and runs of a client's steps, send adapters to the sampler that is asked"
+        default=True, description="sessions, and runs of a client's steps, send adapters to the sampler that answers"
     )
-    answers_max_bytes: int = Field(default=1 << 30, ge=0, description="of one tenant's such answers; the oldest go")
+    answers_max_bytes: int = Field(
+        default=1 << 30, ge=0, description="for these answers of one tenant; the oldest are deleted"
+    )
 
 
 class TinkerSettings(BaseModel):
@@ -145,10 +151,12 @@ class TinkerSettings(BaseModel):
     )
     max_tokens: int = Field(default=4096, ge=2, description="of a sequence that is trained on, and of a micro-batch")
     dtype: DtypeChoice = Field(default="auto", description="of weights and activations")
-    keep_states: int = Field(default=100, ge=1, le=1000, description="saved states of one model that stay, the newest")
+    keep_states: int = Field(
+        default=100, ge=1, le=1000, description="how many of the newest saved states of one model stay"
+    )
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo", "dro"] | None = Field(
         default=None,
-        description="the loss that is computed, and named, where stable_reinforce is asked for; none: refused",
+        description="the loss that is computed, and reported, if a client asks for stable_reinforce; none: refused",
     )
 
 
@@ -156,20 +164,20 @@ class WebhookSettings(BaseModel):
     """Delivery of webhooks, and the addresses that they may have."""
 
     allow_private_addresses: bool = Field(default=False, description="webhooks on loopback and private networks")
-    timeout_s: float = Field(default=15.0, gt=0, description="of a receiver that is silent")
+    timeout_s: float = Field(default=15.0, gt=0, description="for a receiver that is silent")
     first_retry_s: float = Field(default=5.0, gt=0, description="then four times as long each time, up to six hours")
 
 
 class MetricsSettings(BaseModel):
-    """Where a process shows its metrics to Prometheus, without a key."""
+    """The address at which a process serves its metrics to Prometheus, without a key."""
 
     port: int | None = Field(
         default=None,
         ge=1,
         le=65532,
-        description="none: they are not shown. Under `longshore dev` the web service's; hosts have those after it",
+        description="none: no metrics. Under `longshore dev` the web service's port; hosts use the ports after it",
     )
-    address: IPvAnyAddress = Field(default=IPv4Address("127.0.0.1"), description="of this machine")
+    address: IPvAnyAddress = Field(default=IPv4Address("127.0.0.1"), description="an address of this machine")
 
 
 def user_config_path() -> Path:
@@ -178,7 +186,7 @@ def user_config_path() -> Path:
 
 
 class Environment(EnvSettingsSource):
-    """Settings of the environment; those without a variable of their own from the file that NAME_FILE names.
+    """Settings from the environment. If NAME is not set, NAME_FILE may name a file with the value.
 
     Raises SettingsError: a file cannot be read.
     """
@@ -214,44 +222,52 @@ class Settings(BaseSettings):
     tinker: TinkerSettings = TinkerSettings()
     webhooks: WebhookSettings = WebhookSettings()
     metrics: MetricsSettings = MetricsSettings()
-    log_format: Literal["text", "json"] = Field(default="text", description="of service and hosts; json: lines of JSON")
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="for service and hosts; json: lines of JSON"
+    )
 
     temporal_address: str = "127.0.0.1:7233"
     temporal_namespace: str = "default"
-    temporal_tls: bool = Field(default=False, description="TLS, by the system's authorities if no other is named")
+    temporal_tls: bool = Field(
+        default=False, description="TLS; the system's authorities are trusted if no other is named"
+    )
     temporal_tls_ca: Path | None = Field(default=None, description="a PEM file: the authority of the server")
     temporal_tls_cert: Path | None = Field(default=None, description="a PEM file: who we are, for mutual TLS")
     temporal_tls_key: Path | None = Field(default=None, description="a PEM file: of temporal_tls_cert")
-    temporal_tls_name: str | None = Field(default=None, description="the server's, where its address has another")
-    temporal_api_key: SecretStr | None = Field(default=None, description="of a Temporal server that asks for one")
+    temporal_tls_name: str | None = Field(
+        default=None, description="the name in the server's certificate, if its address differs"
+    )
+    temporal_api_key: SecretStr | None = Field(default=None, description="for a Temporal server that requires one")
     seal_key: SecretStr | None = Field(
         default=None,
-        description="of service and hosts, with which they encrypt all that they send through Temporal; `seal.key` of "
-        "`root` if absent. Several are separated by blanks: the first seals, all of them open",
+        description="of service and hosts, which encrypt all data that they send through Temporal with it; the file "
+        "`seal.key` in `root` if absent. Separate several by blanks: the first encrypts, all of them decrypt",
     )
     temporal_ui: str | None = Field(default=None, description="the address of its web page, shown to users")
     temporal_codec: bool = Field(
-        default=False, description="the service opens payloads for Temporal's page (`temporal_ui`) and its command line"
+        default=False, description="the service decrypts payloads for Temporal's page (`temporal_ui`) and command line"
     )
     control_queue: str = "control"
     build_id: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
-        description="of a control host: runs end on the build that they began on, beside hosts of other builds",
+        description="of a control host: runs stay on the build that they began on while hosts of other builds run",
     )
     deployment: str | None = Field(
         default=None,
-        description="the Worker Deployment of Temporal whose builds something else makes current, such as Temporal's "
-        "Worker Controller; if absent, `longshore builds use` does, and the first host for its own",
+        description="the Temporal Worker Deployment, if another tool makes its builds current, such as Temporal's "
+        "Worker Controller; if absent, `longshore builds use` does that, and the first host for its own build",
     )
 
     api_url: str = "http://127.0.0.1:8484"
     api_key: str | None = Field(default=None, description="the client's key; the service keeps only a hash")
     api_key_sha256: str | None = Field(
-        default=None, pattern=r"^[0-9a-f]{64}$", description="of such a key, for a service that is not to hold it"
+        default=None,
+        pattern=r"^[0-9a-f]{64}$",
+        description="the hash of such a key, for a service that must not hold the key",
     )
     database_url: SecretStr | None = Field(
-        default=None, description="postgresql://…, of the service alone; SQLite in `root` if absent"
+        default=None, description="postgresql://…, only for the service; SQLite in `root` if absent"
     )
     quotas: QuotaSettings = QuotaSettings()
     clients: ClientSettings = ClientSettings()
@@ -263,74 +279,76 @@ class Settings(BaseSettings):
         default=(), description="addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed"
     )
     session_results_days: float = Field(
-        default=30.0, ge=0, description="how long after a session's end the scores in its commands' results stay"
+        default=30.0, ge=0, description="how long the scores in a session's results are kept after its end"
     )
-    audit_days: float = Field(default=90.0, gt=0, description="how long the service's audit log goes back")
+    audit_days: float = Field(default=90.0, gt=0, description="how long the service keeps entries of its audit log")
 
     shape: str = Field(
-        default="cpu", description="what this host offers: the lease queue is gpu-<shape> or sampler-<shape>"
+        default="cpu", description="this host's shape: the lease queue is gpu-<shape> or sampler-<shape>"
     )
     dtype: DtypeChoice = Field(
         default="auto",
-        description="of runs that name none; auto: bfloat16 where all GPU hosts of the shape have said that it is fast",
+        description="of runs that set none; auto: bfloat16 if all GPU hosts of the shape have reported that it is fast",
     )
     max_ranks: int = Field(
-        default=8, ge=1, le=4096, description="of one worker: more are refused at submission, and by the host itself"
+        default=8, ge=1, le=4096, description="of one worker: runs with more are refused at submission, and by the host"
     )
     max_hosts: int | None = Field(
         default=None,
         ge=1,
-        description="GPU hosts of the shape that there may be at a time, and that reach each other: layouts of more "
-        "nodes are refused at submission; if absent, nobody knows, and such runs wait",
+        description="the most GPU hosts of the shape that can run at a time and reach each other: layouts of more "
+        "nodes are refused at submission; if absent, such runs wait for hosts",
     )
-    runs_per_worker: int = Field(default=8, ge=1, le=64, description="that may train on one worker at once")
+    runs_per_worker: int = Field(default=8, ge=1, le=64, description="how many runs may train on one worker at once")
     sharing_window_s: float = Field(
-        default=600.0, ge=0, description="others may join a worker so long after its lease began; then it comes free"
+        default=600.0, ge=0, description="how long after its lease began other runs may join a worker"
     )
     slot_bytes: int | None = Field(
         default=None,
         ge=1,
         description="on each rank's device, for adapters in training with their gradients and optimizer state; if "
-        "absent, on CUDA what the base leaves of nine tenths of the device, on the CPU no limit",
+        "absent, on CUDA nine tenths of the device minus the base model, on the CPU no limit",
     )
-    worker_idle_s: float = Field(default=30.0, description="how long workers stay warm on a host that no run uses")
+    worker_idle_s: float = Field(default=30.0, description="how long idle workers stay warm on a host that no run uses")
     warm_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="of a GPU host's memory, for idle workers beside the one in use; a quarter of it if absent",
+        description="of a GPU host's memory, for idle workers besides the one in use; if absent, a quarter of it",
     )
     cpu_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, description="of a worker, for all its ranks")
-    kernels: KernelPolicy = Field(default="auto", description="of a worker on CUDA; strict: an error, not a warning")
+    kernels: KernelPolicy = Field(
+        default="auto", description="of a worker on CUDA; strict: a missing kernel is an error, not a warning"
+    )
     experimental_transports: tuple[ExperimentalTransport, ...] = Field(
         default=(),
-        description="of GPU and sampler hosts: ways of weight sync by other projects' engines, whose ports let whoever "
-        "reaches them read and change memory; a run may name one only where its hosts list it",
+        description="of GPU and sampler hosts: weight-sync backends of other projects, whose ports let whoever reaches "
+        "them read and change memory; a run may name one only if its hosts list it",
     )
     host_address: OwnAddress | None = Field(
         default=None,
-        description="of a host: this machine's IP address at which the web service of another machine reaches it, by "
-        "mutual TLS; if absent, only one of this machine does",
+        description="of a host: this machine's IP address, at which web services of other machines reach it by mutual "
+        "TLS; if absent, only web services of this machine reach it",
     )
-    heartbeat_timeout_s: float = Field(default=10.0, description="a host that is silent so long is taken for dead")
+    heartbeat_timeout_s: float = Field(
+        default=10.0, description="a host that is silent for this long is considered dead"
+    )
     cancel_grace_s: float = Field(default=60.0, description="from a cancel to the end of the worker's processes")
     drain_grace_s: float = Field(
         default=60.0,
         ge=0,
-        description="that a GPU host which is told to leave gives its jobs to save a checkpoint; 0: they end at once",
+        description="the time in which jobs save a checkpoint when their GPU host shuts down; 0: they end at once",
     )
     gather_patience_s: float = Field(
         default=600.0,
         gt=0,
-        description="for which a run that needs several hosts keeps those that it has while others are not free",
+        description="how long a run that needs several hosts holds some of them while it waits for the others",
     )
     drain_notice: Path | None = Field(
-        default=None, description="of a host: it leaves as on SIGTERM once this file is there, such as a spot notice"
+        default=None, description="of a host: it shuts down as on SIGTERM when this file appears, such as a spot notice"
     )
-    warm_hosts: int = Field(
-        default=0, ge=0, description="of GPU and sampler hosts each: that stay, though they have no lease"
-    )
+    warm_hosts: int = Field(default=0, ge=0, description="GPU hosts, and sampler hosts, that are kept without a lease")
     launch: str | None = Field(
-        default=None, description="of a host: the name under which it was started (service/launching.py)"
+        default=None, description="for a host: the name under which it was started (service/launching.py)"
     )
 
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"

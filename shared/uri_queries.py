@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Frozen)
 
 
 def without_queries(request: F) -> tuple[F, Mapping[str, bytes]]:
-    """Return a request with an id in the place of each URI's query, and the records of the queries by their ids.
+    """Return a request with each URI's query replaced by an id, and the records of the queries by their ids.
 
     The records are to be put at `query_record`.
 
@@ -52,7 +52,7 @@ def _cut(records: dict[str, bytes], value: Any, name: str) -> Any:
 
 
 def _named(records: dict[str, bytes], uri: str, place: str) -> str:
-    """Put an id in the place of a URI's query: a hash of the whole URI, which only who knows it can name."""
+    """Replace a URI's query by an id: a hash of the whole URI, so only whoever knows the URI can name it."""
     if "?" not in uri:
         return uri
     try:

@@ -50,7 +50,7 @@ async def begin(start: Start) -> RunStatus | None:
     """Begin a run: check and use up its start id, and move away the result of a run that is resumed.
 
     Returns:
-        The status with which a resumed run had ended, if it had.
+        The final status of a resumed run's earlier execution, if it ended.
 
     Raises:
         ApplicationError: the service did not ask for this: the start id was used before, or the run ended otherwise.

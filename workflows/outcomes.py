@@ -51,7 +51,7 @@ def with_counts(notices: tuple[str, ...], **counts: int) -> tuple[str, ...]:
 
 
 class RunFailed(Exception):
-    """The run cannot go on. `problem`: the reason, in words for its user."""
+    """The run cannot continue. `problem`: the reason, in words for its user."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -100,12 +100,12 @@ def problem_of_error(error: BaseException) -> Problem:
 
 
 def is_final(error: ActivityError) -> bool:
-    """Return True for an error that a retry could not mend."""
+    """Return True for an error that a retry would only repeat."""
     return isinstance(error.cause, ApplicationError) and error.cause.type in FINAL_ERRORS
 
 
 def is_mismatch(error: ActivityError) -> bool:
-    """Return True for a sampler's answer that is not by the trainer's weights."""
+    """Return True if a sampler's answer shows that its weights are not the trainer's."""
     return isinstance(error.cause, ApplicationError) and error.cause.type == "SamplerMismatch"
 
 

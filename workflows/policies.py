@@ -11,15 +11,16 @@ from shared.jobs.leases import SamplerKey, WorkerKey
 from shared.programs import is_of_a_build
 from shared.runs.start import RunTiming
 
-# Of long services, on control hosts that are of a build (service/builds.py). A worker of none may not name any.
+# How Temporal versions long-lived workflows: they move to the current build (service/builds.py). A worker that was
+# started without a build id may not set a behavior.
 MOVES = VersioningBehavior.AUTO_UPGRADE if is_of_a_build() else VersioningBehavior.UNSPECIFIED
 # Types of errors, by the names that Temporal carries, that are never retried: they would only fail again.
 FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull", "SamplerMismatch")
-# Kinds of a job's `failed` event after which another worker would fail in the same way.
+# Kinds of a job's `failed` event that would repeat on another worker.
 FINAL_KINDS = frozenset({"invalid_input", "corrupt_artifact", "not_finite", "disk_full"})
-# The kind of a job that was not begun, or a session that was not gone on with, as others' slots left it no memory.
+# The kind of failure of a job or session that found too little memory, since other runs' slots were using it.
 CROWDED = "crowded"
-# The kind of a lease of several hosts that were not free together.
+# The kind of failure of a lease of several hosts that were not all free at the same time.
 NOT_GATHERED = "not_gathered"
 MAX_GATHERINGS = 500
 """Turns that a run may have in vain to lease several hosts; it can be resumed then."""
@@ -43,9 +44,10 @@ DATA_HEARTBEAT = timedelta(seconds=30)
 PATIENT = RetryPolicy(
     maximum_interval=timedelta(minutes=1), maximum_attempts=60, non_retryable_error_types=FINAL_ERRORS
 )
-# Of what a sweep asks of the web service: it goes on when that is back, whenever that is.
+# For a sweep's calls to the web service: retried until the service is back, however long that takes.
 ENDLESS = RetryPolicy(maximum_interval=timedelta(minutes=1), non_retryable_error_types=FINAL_ERRORS)
-# Nats by which a sampler's log-probabilities of the probe may differ from the trainer's; 1e-5 measured in float32.
+# The largest difference, in nats, between a sampler's log-probabilities of the probe and the trainer's. Measured in
+# float32: 1e-5.
 PROBE_BOUND = {"float32": 1e-4, "bfloat16": 0.3}
 # For records in the store. Without its result a run is lost, so even a full disk is retried.
 RECORD_RETRY = RetryPolicy(
@@ -55,7 +57,7 @@ RECORD_RETRY = RetryPolicy(
 )
 # Small reads and writes of the store.
 RECORD_TIMEOUT = timedelta(minutes=2)
-# A lease may wait for a host for ever, and is held as long as a run takes.
+# A lease may wait for a host without limit, and is held until the run ends.
 LEASE_TIMEOUT = timedelta(days=365)
 WORKER_READY_TIMEOUT_S = 300.0
 # vLLM compiles a model, and starts three processes that each import it: minutes on a busy machine.
@@ -86,9 +88,9 @@ def sampler_ready_timeout_s(key: SamplerKey) -> float:
     return _VLLM_READY_TIMEOUT_S if key.sampler == "vllm" else WORKER_READY_TIMEOUT_S
 
 
-# Pools of activities of a control host, by what they wait for: each has threads and a queue of its own. Activities that
-# are not listed work on a tenant's data, for as long as that takes, on the control queue itself. Those of `records`
-# wait for nothing but the store, and no run can end without them: nothing else may ever queue before them.
+# A control host's activities are divided into pools, depending on what they wait for. Each pool has its own threads and
+# queue. Activities that are not listed work on tenants' data, which may take long, on the control queue itself. Those
+# of `records` wait only for the store, and no run can end without them: nothing else may ever queue before them.
 Pool = Literal["records", "publishing", "exports", "models", "steps", "looks", "sampling", "webhooks", "tracking"]
 _POOLS: dict[str, Pool] = {
     "record_result": "records",
@@ -122,13 +124,14 @@ _POOLS: dict[str, Pool] = {
 }
 
 
-# On the control queue a run that is further goes first, lest many runs at once all wait until the last one is prepared.
-# The less, the sooner (Temporal has 1 to 5, and 3 for all others); among equals each tenant has its turn.
+# On the control queue, runs that are further along go first; otherwise many runs submitted together would all wait
+# until the last one is prepared. Lower numbers run sooner (Temporal has 1 to 5, by default 3); tenants with activities
+# of equal priority take turns.
 _TURNS = {"tokenize": 2, "ask_teacher": 2, "pack": 1}
 
 
 def turn_of(activity: str) -> Priority:
-    """Return the priority of an activity in its queue; what it does not say is its workflow's."""
+    """Return the priority of an activity in its queue. Fields that it leaves unset are the workflow's."""
     return Priority(priority_key=_TURNS.get(activity))
 
 
@@ -143,7 +146,7 @@ def activity_name(activity: Callable[..., Any]) -> str:
 
 
 def queue_of(activity: str, control_queue: str) -> str:
-    """The queue from which control hosts take an activity."""
+    """The queue that control hosts poll for an activity."""
     return pool_queue(pool_of(activity), control_queue)
 
 
@@ -152,7 +155,7 @@ def pool_queue(pool: Pool | None, control_queue: str) -> str:
 
 
 def service_queue(control_queue: str) -> str:
-    """The web service's own queue: it alone counts what a tenant uses."""
+    """The web service's own queue: only the service counts tenants' usage."""
     return f"{control_queue}-service"
 
 

@@ -26,10 +26,6 @@ with workflow.unsafe.imports_passed_through():
 
 # A history should stay under 10,000 events. A step of a client's groups takes about 40, one of own rollouts about 80.
 _STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60
-_FAILS_WITH_ITS_STEPS = "a run of which no step was trained fails if one failed"
-# Runs lease a sampler before a worker. A run that lost its sampler and waits for another one gives up its idle worker:
-# otherwise it would deadlock with a run that holds that sampler and waits for the worker.
-_SAMPLER_FIRST = "a run that waits for a sampler holds no idle worker"
 
 
 @workflow.defn
@@ -47,7 +43,7 @@ class RLWorkflow(ClientDrivenHandlers):
         self._eta = StepEta()  # of whole train steps: sampling, grading and training
         self._num_done = 0
         self._run = ActiveRun(start, self._current, before.status if before else None, holds=True)
-        self._run.training.must_yield = lambda: self._sampling.is_awaited and workflow.patched(_SAMPLER_FIRST)
+        self._run.training.must_yield = lambda: self._sampling.is_awaited
         self._run.training.device = self._sampling.lent
         self._run.training.shares = not self._sampling.is_colocated
         self._run.training.leasing.epoch = before.epoch if before else 0
@@ -62,7 +58,7 @@ class RLWorkflow(ClientDrivenHandlers):
         if not await self._run.interruptible(self._train_all()):
             await self._move_on()
         status = self._run.status
-        if status.failed_steps and not status.policy_version and workflow.patched(_FAILS_WITH_ITS_STEPS):
+        if status.failed_steps and not status.policy_version:
             failed = [step.problem for step in self._steps.all() if step.problem is not None]
             last = failed[-1] if failed else Problem(kind="error", message="see its record")
             message = f"no step was trained, and {status.failed_steps} failed; the last one: {last.message}"
@@ -150,7 +146,7 @@ class RLWorkflow(ClientDrivenHandlers):
         return True
 
     async def _train(self, step: StepStatus) -> StepStatus:
-        """Train a step, and publish where that is due. Its outcome, also a failure, is recorded in the store."""
+        """Train a step, and publish if that is due. Its outcome, also a failure, is recorded in the store."""
         assert self._state is not None
         source, step = self._source, step.model_copy(update={"state": "running"})
         self._steps.keep(step)
@@ -172,11 +168,10 @@ class RLWorkflow(ClientDrivenHandlers):
         return done
 
     def _count(self, done: StepStatus) -> None:
-        """Count a step that was not trained, or that taught nothing."""
+        """Count a step that was not trained, or that had no learning signal."""
         is_new, known = done.state == "done" and done.same_as is None, self._run.status
-        by_rewards = is_new and self._start.run.advantages not in ("none", "given")
-        several = by_rewards and done.metrics.get("trajectories", 0) > 1
-        are_equal = several and done.metrics.get("reward_std", 1) < 1e-9  # a mean's rounding is less
+        by_rewards = is_new and self._start.run.advantages not in ("none", "given") and done.metrics["trajectories"] > 1
+        are_equal = by_rewards and done.metrics["reward_std"] < 1e-9  # a mean's rounding is less
         self._run.show(
             skipped_steps=known.skipped_steps + (done.state == "skipped"),
             failed_steps=known.failed_steps + (done.state == "failed"),
@@ -185,7 +180,7 @@ class RLWorkflow(ClientDrivenHandlers):
         )
 
     async def _publish_last(self) -> None:
-        """Publish what the last step left, if that has not been done."""
+        """Publish the last step's policy, if that has not been done."""
         assert self._state is not None
         if (step := self._state.unpublished) is None:
             return
@@ -199,7 +194,7 @@ class RLWorkflow(ClientDrivenHandlers):
         return self._num_done >= max_steps or workflow.info().is_continue_as_new_suggested()
 
     async def _leave(self) -> None:
-        """Give back the worker and the sampler, and cancel rollouts that are under way."""
+        """Give back the worker and the sampler, and cancel rollouts in progress."""
         self._run.training.release()
         if self._source is not None:
             await self._source.stop()
@@ -242,7 +237,7 @@ class RLWorkflow(ClientDrivenHandlers):
 
     @property
     def _takes_steps(self) -> bool:
-        """False once the run is being paused, too: its end would fail a step that came meanwhile."""
+        """Also False while the run is being paused: a step that came now would fail when the run ends."""
         return self._run.status.state == "running" and not self._run.is_pausing
 
     @workflow.update
@@ -265,7 +260,9 @@ class RLWorkflow(ClientDrivenHandlers):
         return self._steps.is_finishing or self._steps.first_waiting() is not None
 
     def _yield_worker(self) -> None:
-        if self._run.training.is_idle and workflow.patched(_SAMPLER_FIRST):
+        # Runs lease a sampler before a worker. A run that lost its sampler and waits for another one gives up its idle
+        # worker: otherwise it would deadlock with a run that holds that sampler and waits for the worker.
+        if self._run.training.is_idle:
             self._run.training.release()
 
     def _current(self) -> RunStatus:

@@ -27,14 +27,14 @@ with workflow.unsafe.imports_passed_through():
     from workflows.training import models
     from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
 
-# For `apply_commands`: repeating it while the session's job goes on does no command twice.
+# For `apply_commands`: repeating it during the same job of the session does no command twice.
 _APPLY_RETRY = RetryPolicy(
     maximum_interval=timedelta(seconds=5),
     maximum_attempts=5,
     non_retryable_error_types=(*policies.FINAL_ERRORS, HostLeft.__name__),
 )
 _LOSS_IS_KNOWN_S = 30.0
-_IDLE_CALL_S = 5.0  # after so long without a command a session with a worker is idle, and gives way to others
+_IDLE_CALL_S = 5.0  # after this long without a command a session with a worker is idle, and yields it to others
 _MOST_AT_ONCE = 2000  # commands of one call: the workflow may continue as a new execution only between calls
 
 
@@ -76,7 +76,7 @@ class SessionWorkflow(ClientDrivenHandlers):
         await control.record(CommandRecords.drop_commands, FindCommandsRequest(run_id=self._start.run_id))
 
     async def _serve(self) -> bool:
-        """Have commands done until the session is closed. Returns False if this execution's history is long enough."""
+        """Execute commands until the session is closed. Returns False if this execution's history is long enough."""
         if self._state is None:
             self._state = await self._prepare()
         while not self._is_long():
@@ -144,9 +144,9 @@ class SessionWorkflow(ClientDrivenHandlers):
     # On a worker.
 
     async def _hold_worker(self, state: SessionState) -> None:
-        """Lease a worker and have commands done on it, until none come for a while; then have the state saved.
+        """Lease a worker and execute commands on it until none come for a while; then save the state.
 
-        Raises RunFailed: the session cannot go on.
+        Raises RunFailed: the session cannot continue.
         """
         self._run.show(phase="waiting_for_worker")
         self._is_giving_back = False
@@ -191,9 +191,9 @@ class SessionWorkflow(ClientDrivenHandlers):
         )
 
     async def _feed(self) -> None:
-        """Have the worker, or after a loss the next one, do commands as they come. Returns when none come any more.
+        """Execute commands as they come on the worker, or after a loss on the next one. Returns when no more come.
 
-        Raises RunFailed: a command cannot be had.
+        Raises RunFailed: a command cannot be read.
         """
         lost_epoch, run, idle_since, self._is_idle = 0, self._start.run, workflow.time(), False
         while not self._is_long():
@@ -208,7 +208,7 @@ class SessionWorkflow(ClientDrivenHandlers):
                 if is_final(error):
                     raise RunFailed(problem_of_error(error)) from error
                 lost_epoch = grant.fence.epoch
-                try:  # wait for the session's job to notice the loss, and lease anew
+                try:  # wait for the session's job to notice the loss, and take a new lease
                     is_known = partial(self._is_leased_after, lost_epoch)
                     await workflow.wait_condition(is_known, timeout=timedelta(seconds=_LOSS_IS_KNOWN_S))
                 except TimeoutError:
@@ -246,7 +246,7 @@ class SessionWorkflow(ClientDrivenHandlers):
         self._waiting = {each for each in self._waiting if each >= self._next}
 
     async def _apply(self, grant: LeaseGrant) -> AppliedCommands:
-        """Have commands done until none come, or one asks to publish its state. Raises ActivityError."""
+        """Execute commands until none come, or one asks to publish its state. Raises ActivityError."""
         request = ApplyRequest(
             run_id=self._start.run_id,
             job_id=ONLY_JOB,
@@ -312,7 +312,7 @@ class SessionWorkflow(ClientDrivenHandlers):
     def _check_command(self, sent: CommandArrived) -> None:
         if sent.number in self._waiting or sent.number < self._next:
             return
-        # While the run is being paused, too: its end would drop the command.
+        # Also refused while the run is being paused, since its end would drop the command.
         is_over = self._is_closing or self._has_ended() or self._run.is_pausing
         if is_over or self._run.status.state != "running":
             raise ApplicationError("the session takes no more commands: it was closed, or has ended", type="Conflict")

@@ -1,4 +1,4 @@
-"""Fine-tune on a dataset, of examples (SFT, distillation), pairs or scored answers, and publish what it made."""
+"""Fine-tune on a dataset of examples (SFT, distillation), pairs or scored answers, and publish the result."""
 
 from typing import Literal
 
@@ -26,7 +26,7 @@ with workflow.unsafe.imports_passed_through():
 
 @workflow.defn
 class SFTWorkflow(RunHandlers):
-    """One run: prepare the data, do one job on a leased worker, publish what it made."""
+    """One run: prepare the data, do one job on a leased worker, publish the result."""
 
     @workflow.init
     def __init__(self, start: RunStart) -> None:

@@ -23,7 +23,7 @@ from activities.grading.outcome import NotGraded
 from activities.grading.score_model import ModelServer
 from activities.host_context import HostContext
 from activities.sources.http import shown_uri
-from longshore.fields import Artifact, Frozen, added
+from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.jobs.packed import LIKELIEST_IDS, LIKELIEST_LOGPROBS, PackedBin, Units
 from shared.settings import Settings
@@ -47,8 +47,8 @@ class TeacherRequest(Frozen):
     url: str
     name: str
     top_k: int = Field(ge=0)
-    tenant: str = added("")
-    key: str | None = added(None)
+    tenant: str = ""
+    key: str | None = None
 
 
 class AskTeacher:

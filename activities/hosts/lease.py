@@ -17,7 +17,7 @@ from activities.hosts.transports import check_backend
 from activities.hosts.worker_pool import WorkerPool
 from activities.hosts.worker_process import Meeting, WorkerProcess, last_words, log_tail
 from activities.telemetry import LEASES, phase
-from longshore.fields import Frozen, added
+from longshore.fields import Frozen
 from shared.errors import DiskFull, HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
 from shared.fence import Fence
 from shared.jobs.leases import GangLeader, LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey
@@ -58,8 +58,8 @@ class LeaseRequest(Frozen):
     join_queue: str | None = None
     sync_backend: SyncBackend = "auto"
     avoid: tuple[str, ...] = ()
-    node: int = added(0)
-    leader: GangLeader | None = added(None)
+    node: int = 0
+    leader: GangLeader | None = None
 
 
 class LeaseRecord(Frozen):

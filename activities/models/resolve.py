@@ -31,7 +31,7 @@ from activities.models.files import (
 )
 from activities.models.gguf_file import convert_gguf
 from activities.sources.models import HubId, Location, locate, located
-from longshore.fields import Artifact, Frozen, added
+from longshore.fields import Artifact, Frozen
 from longshore.training import LINEARS, Lora, Target
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.families.tensor_slices import modules_of
@@ -94,9 +94,9 @@ class AdapterRequest(Frozen):
     role: Literal["initial_adapter", "reference", "reward_model"] = "initial_adapter"
     lora: Lora | None = None
     shape: ModelShape | None = None
-    base: Artifact | None = added(None)
-    model: str = added("")
-    allow_other_base: bool = added(False)
+    base: Artifact | None = None
+    model: str = ""
+    allow_other_base: bool = False
 
 
 class ResolvedAdapter(Frozen):

@@ -86,7 +86,6 @@ class RunFolder:
     end: RunEnd | None = None
     is_on_record: bool = False
     ended_at: float | None = None
-    has_begun: bool = False
 
     @property
     def whole_checkpoints(self) -> list[tuple[str, str]]:
@@ -193,8 +192,6 @@ def _count(run: RunFolder, path: str, info: ObjectInfo) -> None:
             run.is_on_record = True
         case "result.json", _:
             run.ended_at = info.modified
-        case "starts", _:
-            run.has_begun = True
 
 
 def _kind(path: str, size: int) -> tuple[What, int]:

@@ -14,7 +14,7 @@ from temporalio import activity
 from activities.host_context import HostContext, beating
 from activities.records.checkpoints import find_newest
 from activities.retention.census import FOLDERS, Census, RunFolder, What, take
-from activities.retention.policy import Due, due, without_marks
+from activities.retention.policy import Due, due
 from shared.automation.garbage import Freed, GarbageReport, GarbageRequest
 from shared.errors import InvalidInput
 from shared.limits import RetentionSettings
@@ -92,7 +92,6 @@ def collect(
         num_going_on=sum(run.goes_on for run in census.runs.values()),
         freed=_summed(freed),
         num_withdrawn=num_withdrawn,
-        held_back_by=without_marks(census),
         measured=census.measured(),
     )
 

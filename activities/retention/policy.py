@@ -35,20 +35,12 @@ def due(census: Census, policy: RetentionSettings, now: float) -> Iterator[Due]:
     needed = {run.model for run in census.runs.values() if _needs_its_model(run)}
     for unit, heap in census.shared.items():
         what, users = what_of(unit), census.users_of(unit)
-        if unit in needed or any(run.goes_on for run in users) or (what != "models" and without_marks(census)):
+        if unit in needed or any(run.goes_on for run in users):
             continue
         used = max((run.ended_at or 0.0 for run in users), default=0.0)
         if _is_over(days[what], max(heap.newest, used), now):
             tenants = tuple(sorted({run.tenant for run in users}))
             yield Due(unit, (what,), tenants, (heap,))
-
-
-def without_marks(census: Census) -> str | None:
-    """Return an active run that has no marks, because it began before there were any: what it uses is unknown."""
-    for run in census.runs.values():
-        if run.goes_on and run.has_begun and run.run_id not in census.users.get(RunKeys(run.run_id).prefix, ()):
-            return run.run_id
-    return None
 
 
 def _of_run(census: Census, run: RunFolder, policy: RetentionSettings, now: float) -> Iterator[Due]:

@@ -79,7 +79,7 @@ class SampledGroup(Frozen):
     prompt_block: int | None = None
 
     def encoded(self) -> bytes:
-        """Return the group as a line of JSON, without fields at their defaults: older releases have no such fields."""
+        """Return the group as a line of JSON, without fields at their defaults."""
         return self.model_dump_json(exclude_defaults=True).encode()
 
 

@@ -25,7 +25,7 @@ from activities.formats.rows import listed
 from activities.host_context import HostContext, beating, host_is_leaving, locked, remove_abandoned
 from activities.sources.http import HttpSource, parse_http_uri
 from activities.sources.transfer import Allowance, Broken, Piece, compression_of, fetch, unpack
-from longshore.fields import Artifact, Frozen, added
+from longshore.fields import Artifact, Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
 from shared.field_rules import Reason
 from shared.runs.requests import RunId, Tenant
@@ -290,7 +290,7 @@ class Downloaded(Frozen):
     dataset: Artifact
     num_files: int
     num_bytes: int
-    notices: tuple[Reason, ...] = added(())
+    notices: tuple[Reason, ...] = ()
 
 
 class Download:

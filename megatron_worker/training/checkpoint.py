@@ -11,7 +11,7 @@ from typing import Literal
 
 import safetensors.torch
 import torch
-from pydantic import SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import Field, ValidationError
 from torch import Tensor
 
 from longshore.fields import Frozen, Sha256
@@ -32,31 +32,21 @@ UseFolder = Callable[[Path], None]
 class CheckpointState(Frozen):
     """`state.json`: the position in the data, and the hashes of the data and of the model that was trained.
 
-    `model_sha256`: of the contents of the base model's files (`Manifest.contents_sha256`); None in checkpoints of
-    schema 1, which lacks it. `micro_batch_tokens`: of the largest, if the job has a memory budget; not written
-    elsewhere. `recompute`: layers were recomputed in the backward; not written otherwise. A session has no data on
-    file, and as many steps as commands.
+    `model_sha256`: of the contents of the base model's files (`Manifest.contents_sha256`). `micro_batch_tokens`: of the
+    largest, if the job has a memory budget; not written elsewhere. `recompute`: layers were recomputed in the backward;
+    not written otherwise. A session has no data on file, and as many steps as commands.
     """
 
-    schema_version: Literal[1, 2] = 2
+    schema_version: Literal[2] = 2
     run_id: str
     step: int
     num_steps: int
     seed: int
-    model_sha256: Sha256 | None = None
+    model_sha256: Sha256
     units_sha256: Sha256 | None = None
     plan_sha256: Sha256 | None = None
-    micro_batch_tokens: int | None = None
-    recompute: bool = False
-
-    @model_serializer(mode="wrap")
-    def _without_what_is_not_said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
-        fields: dict[str, object] = serialize(self)
-        if self.micro_batch_tokens is None:
-            del fields["micro_batch_tokens"]
-        if not self.recompute:
-            del fields["recompute"]
-        return fields
+    micro_batch_tokens: int | None = Field(default=None, exclude_if=lambda value: value is None)
+    recompute: bool = Field(default=False, exclude_if=lambda value: not value)
 
 
 @dataclass(frozen=True)
@@ -175,7 +165,7 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def _check_model(state: CheckpointState, model_sha256: str, folder: Path) -> None:
-    if state.model_sha256 not in (None, model_sha256):
+    if state.model_sha256 != model_sha256:
         raise InvalidInput(
             "the checkpoint is of another base model than the job's: the SHA-256 of its files is "
             f"{state.model_sha256}, the job's model has {model_sha256}",

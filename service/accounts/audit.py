@@ -44,7 +44,7 @@ def collect_touched() -> list[str]:
 
 
 class AuditEntry(Frozen):
-    """One request. `path` has no query string, which may hold anything; `target`: what it changed, where it did."""
+    """One request. `path` omits the query string, which may hold secrets. `target`: what it changed, if anything."""
 
     id: int
     time: float

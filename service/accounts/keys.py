@@ -1,4 +1,4 @@
-"""API keys, `ls-<prefix>-<secret>`, and the page's sessions of browsers that have shown one. Hashes alone are kept."""
+"""API keys, `ls-<prefix>-<secret>`, and the page's sessions of signed-in browsers. Only hashes are stored."""
 
 import asyncio
 import hashlib
@@ -29,7 +29,7 @@ logger = logging.getLogger("longshore.service")
 BOOTSTRAP = "bootstrap"
 """The id of the key in the service's settings. It is an admin's key of the first tenant, and has no row in a table."""
 _MADE_HERE = re.compile(r"^(?P<shown>ls-[0-9a-f]{12})-[A-Za-z0-9_-]{43}$")
-_TRUSTED_S = 2.0  # after which a revocation by another process is noticed here
+_TRUSTED_S = 2.0  # a revocation by another process takes effect here within this time
 _USE_NOTED_S = 60.0
 COOKIE = "longshore_session"
 CSRF_HEADER = "x-csrf-token"
@@ -39,7 +39,7 @@ _MOST_KEYS = 10_000  # a tenant whose quota of bytes is used up may have to chan
 
 
 class KeyRecord(Frozen):
-    """A key, as the store keeps it. `prefix` is what its holder recognises it by."""
+    """A key's record in the store. `prefix`: its first characters, for its holder to recognise it."""
 
     key_id: str
     tenant: Tenant
@@ -217,7 +217,7 @@ def new_key() -> tuple[str, str]:
 
 
 def sent_key(authorization: str | None) -> str:
-    """The key in an Authorization header; nothing where it has none."""
+    """The key in an Authorization header; empty if it has none."""
     scheme, _, key = (authorization or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
@@ -305,7 +305,7 @@ class SignInLinks:
 
 
 def csrf_token(token: str) -> str:
-    """The token that the page sends beside the cookie when it changes something: another site cannot read it."""
+    """The token that the page sends with the cookie in requests that change something: other sites cannot read it."""
     return hmac.new(token.encode(), b"csrf", hashlib.sha256).hexdigest()
 
 

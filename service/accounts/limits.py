@@ -1,4 +1,4 @@
-"""Limits in this process: token buckets for requests and sign-ins, and a tenant's share of what all tenants use."""
+"""Limits in this process: token buckets for requests and sign-ins, and each tenant's share of common resources."""
 
 import asyncio
 import hashlib
@@ -62,7 +62,7 @@ class SignInLimit:
 
 
 def _site(address: str) -> str:
-    """Return an IPv4 address as it is, and of an IPv6 address its /64 network, as a host may use all of it."""
+    """Return an IPv4 address unchanged; of an IPv6 address its /64 network, since one host may use all of it."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
@@ -81,7 +81,7 @@ class FairShare:
             kind: what is limited, for the error message.
             places: how many each tenant may do at once.
             patience_s: how long a further one waits for a place.
-            max_bytes: of what each tenant's hold together, those that wait included. One alone may be larger.
+            max_bytes: limit for all bytes of a tenant's requests, waiting ones included. A single one may exceed it.
         """
         self._kind = kind
         self._places = places
@@ -92,9 +92,9 @@ class FairShare:
 
     @asynccontextmanager
     async def place(self, tenant: str, num_bytes: int = 0) -> AsyncIterator[None]:
-        """Hold a place for something of so many bytes.
+        """Hold a place for a request of `num_bytes`.
 
-        Raises Busy: none came free in time, or too many wait for one already, or what they hold is too large.
+        Raises Busy: no place came free in time, too many requests wait already, or they hold too many bytes.
         """
         free, users, held = self._tenants.get(tenant, (asyncio.Semaphore(self._places), 0, 0))
         if users >= self._places + self._waiting or (users and held + num_bytes > self._max_bytes):

@@ -1,4 +1,4 @@
-"""Principals: the tenant and the scopes of a request's API key. The edge finds them; endpoints say what they require.
+"""Principals: the tenant and the scopes of a request's API key. The edge finds them; endpoints declare what they need.
 
 Dependencies are coroutines, though they wait for nothing: FastAPI calls a plain function on a thread, each time.
 """
@@ -66,7 +66,7 @@ def require(*scopes: Scope) -> Demand:
 
 
 def require_operator(what: str) -> Demand:
-    """A dependency: the key must be of an admin of the first tenant. `what`: is theirs alone, in words."""
+    """A dependency: the key must be of an admin of the first tenant. `what`: what only they may do, for the message."""
 
     async def demand(request: Request) -> None:
         if not (await principal(request)).is_operator:

@@ -1,4 +1,4 @@
-"""Tenants: who shares an installation. Each sees its own runs, files and keys, and nothing of the others'.
+"""Tenants share an installation. Each sees only its own runs, files and keys.
 
 Quotas of a tenant: runs at once, GPU hours of thirty days, bytes in the store.
 """
@@ -64,7 +64,7 @@ class Tenants:
         record = TenantRecord(tenant=tenant, title=title, quotas=quotas or QuotaSettings(), created_at=time.time())
         data = _json(record)
         key = paths.tenant_record(tenant)
-        # The first tenant always exists, though it has no record until it has quotas of its own.
+        # The first tenant always exists, even without a record: it gets one when its quotas are set.
         if tenant == FIRST_TENANT or not await asyncio.to_thread(self._store.put_if_absent, key, data):
             raise Conflict(f"there is a tenant {tenant} already")
         await self._save(record)
@@ -93,7 +93,7 @@ class Tenants:
         return TenantRecord.model_validate(row, from_attributes=True)
 
     async def set_quotas(self, tenant: str, quotas: QuotaSettings) -> TenantRecord:
-        """Give a tenant quotas of its own, in the place of those that it had."""
+        """Set a tenant's quotas. They replace the ones set before."""
         record = (await self.show(tenant)).model_copy(update={"quotas": quotas})
         await asyncio.to_thread(self._store.put_bytes, paths.tenant_record(tenant), _json(record))
         await self._save(record)
@@ -115,9 +115,9 @@ def _json(record: TenantRecord) -> bytes:
 
 
 class TenantUsage(Frozen):
-    """A tenant's usage beside its quotas; a quota of None is no limit.
+    """A tenant's usage and quotas; a quota of None is no limit.
 
-    `cost`: of its GPU hours; None where they have no price. `measured`: what of the bytes is counted now and then.
+    `cost`: of its GPU hours; None if they have no price. `measured`: the bytes that are only measured periodically.
     """
 
     tenant: Tenant
@@ -170,7 +170,7 @@ class Quotas:
         return await self._database.reading(look)
 
     def of(self, session: Session, tenant: str) -> QuotaSettings:
-        """The quotas that hold for a tenant."""
+        """The quotas that apply to a tenant."""
         row = session.get(TenantRow, tenant)
         return self._settings.model_copy(update=row.quotas if row else {})
 
@@ -194,20 +194,20 @@ class Quotas:
             raise QuotaExceeded("spending", overspent)
 
     def _concurrent_runs(self, session: Session, tenant: str) -> Sequence[str]:
-        """Return the ids of a tenant's runs that go on, oldest first, without some that wait for their clients."""
+        """Return the ids of a tenant's active runs, oldest first, except up to `_MOST_IDLE` that wait for clients."""
         going_on = select(RunRow.run_id).where(RunRow.tenant == tenant, RunRow.state == "running")
         going_on, idle = going_on.order_by(RunRow.created_at), waits_for_client(time.time() - self._clients.idle_s)
         too_many = session.scalars(going_on.where(idle).offset(_MOST_IDLE)).all()
         return [*session.scalars(going_on.where(~idle)), *too_many]
 
     def overspent(self, session: Session) -> dict[str, str]:
-        """Return the tenants whose runs cost what they may, or more, each with that in words."""
+        """Return the tenants at or above their spending limit, each with a message."""
         tenants = session.scalars(select(TenantRow.tenant)).all()
         found = ((tenant, self._overspent(session, tenant)) for tenant in tenants)
         return {tenant: text for tenant, text in found if text is not None}
 
     def check_priced(self, quotas: QuotaSettings) -> None:
-        """Raise InvalidInput for a limit of spending where nothing has a price."""
+        """Raise InvalidInput for a limit of spending if GPU hours have no price."""
         if quotas.spending is not None and self._prices.gpu_hour is None:
             rule = "a GPU hour has no price in this installation: set LONGSHORE_PRICES__GPU_HOUR, or limit gpu_hours"
             raise InvalidInput(rule, "spending")
@@ -220,7 +220,7 @@ class Quotas:
         return f"{tenant}'s runs of the last 30 days cost {spent:.2f} {money}, and may cost {most:g} {money}"
 
     async def admit_bytes(self, tenant: str, more: int) -> None:
-        """Raise QuotaExceeded if so many bytes more would exceed the quota. Nothing is reserved (see `reservation`)."""
+        """Raise QuotaExceeded if `more` bytes would exceed the quota. Nothing is reserved (see `reservation`)."""
         async with self.reservation(tenant) as reserved:
             await reserved.hold(more)
 
@@ -237,11 +237,11 @@ class Quotas:
     async def put_record(self, tenant: str, key: str, data: bytes, *, only_new: bool = False) -> bool:
         """Put a record that a tenant's request makes or changes, and count its bytes.
 
-        Every such record goes this way or by `put_noted`: `paths.counted_records` has the prefixes of those that do.
-        A record that changes by little is put though the quota is used up, so that what is there can be ended.
+        Every such record is written here or by `put_noted`; `paths.counted_records` has their prefixes. A small change
+        is written even if the quota is used up, so that whatever exists can be ended.
 
         Args:
-            only_new: leave a record that is there as it is.
+            only_new: do not overwrite an existing record.
 
         Returns:
             True if the record was put.
@@ -289,7 +289,7 @@ class Quotas:
         return is_put
 
     async def sealed(self, tenant: str, request: F) -> F:
-        """Return a request without the queries of its URIs, which may hold signatures; they are put into the store.
+        """Return a request without the queries of its URIs, which may contain signatures; the store keeps them.
 
         Raises:
             InvalidInput: a URI would be too long.
@@ -315,12 +315,12 @@ class Quotas:
             raise QuotaExceeded("stored_bytes", no_room(tenant, used - num_bytes, most, num_bytes))
 
     def recount(self, tenant: str | None = None) -> None:
-        """Count a tenant's bytes anew when they are asked for next; without a tenant, all tenants'."""
+        """Count a tenant's bytes again at the next request for them; without a tenant, all tenants'."""
         for each in [tenant] if tenant else list(self._counted):
             self._counted.pop(each, None)
 
     def remove_bytes(self, tenant: str, fewer: int) -> None:
-        """Count so many bytes fewer: they were deleted since the last count."""
+        """Subtract bytes that were deleted since the last count."""
         if (known := self._counted.get(tenant)) is not None:
             self._counted[tenant] = known[0], StoredCount(known[1].at, known[1].num_bytes - fewer)
 
@@ -376,7 +376,7 @@ def waits_for_client(since: float) -> ColumnElement[bool]:
 
 
 def _gpu_hours(session: Session, tenant: str) -> float:
-    """Return the GPU hours of runs that go on, or ended within the window, removed ones too. All of a run's count."""
+    """Return all GPU hours of runs that are active or ended within the window, including removed runs."""
     query = select(func.coalesce(func.sum(RunRow.gpu_seconds), 0.0)).where(RunRow.tenant == tenant)
     # Two queries, as each can use an index, which a query with OR could not.
     each = (RunRow.ended_at.is_(None), RunRow.ended_at > time.time() - WINDOW_S)

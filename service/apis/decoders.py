@@ -1,4 +1,4 @@
-"""Loads what decodes the bodies of requests, in the process from which children are forked for large ones."""
+"""Imports the decoders of request bodies in the process that forks children for large ones."""
 
 from service.apis.art import models, sent_groups, training_jobs, wandb_artifacts
 from service.apis.native import automation, codec, data, exports, run_files, runs, sessions, tenants

@@ -40,7 +40,7 @@ UPLOAD_PATHS = re.compile(
 )
 _LONGEST_PATH = 2048
 _RECHECK_S = 2.0  # between checks of a request's key: when it is revoked, streams and long answers end
-_SILENCE_S = 30.0  # after which a client that is silent in the middle of a body is refused
+_SILENCE_S = 30.0  # a client that sends nothing for this long in the middle of a body is refused
 _BODY_S = 60.0  # for a body, plus the time that it takes at _SLOWEST_BYTES_PER_S
 _SLOWEST_BYTES_PER_S = 16 << 10
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
@@ -72,7 +72,7 @@ class Edge:
             allowed_hosts: names that a Host header may carry (DNS rebinding sends others); None for any.
             max_body_bytes: the largest JSON body.
             max_upload_bytes: the largest file.
-            in_hand: holds something for each request that is not answered yet, for whoever waits for the last ones.
+            in_hand: has an entry for each unanswered request, so that shutdown can wait for the last ones.
             temporal_ui: the origin of a page that may ask the codec with the session of whoever is signed in here.
         """
         self._app = app
@@ -183,7 +183,7 @@ class Edge:
         return None
 
     def _is_from_temporal_ui(self, path: str, headers: Headers) -> bool:
-        """True for a request to the codec by Temporal's page, as its browser says: no other page can say so."""
+        """True for a request to the codec from Temporal's page, by the Origin header, which pages cannot forge."""
         return path.startswith(f"{codec.PREFIX}/") and headers.get("origin", "") == self._temporal_ui
 
     def _limit(self, scope: Scope) -> int:
@@ -273,7 +273,7 @@ class _NoLongerKnown(Exception):
 
 
 def _authorization(path: str, headers: Headers) -> str | None:
-    """Return the Authorization header; below /tinker and /wandb what their clients send in place of one."""
+    """Return the Authorization header; below /tinker and /wandb, the equivalent of their clients' own header."""
     given = headers.get("authorization")
     return tinker_key(path, headers.get("x-api-key", "")) or wandb_key(path, given or "") or given
 
@@ -295,9 +295,9 @@ def _host_name(header: str) -> str:
 
 
 class HeadRequests:
-    """Answers HEAD: asks the application as GET would, and ends the exchange where the body begins.
+    """Answers HEAD: passes the request on as GET, and drops the body.
 
-    FastAPI's routes only handle GET. The application is told that the client has left, so that it does not read a file.
+    FastAPI's routes only handle GET. The application sees a client that disconnected, so that it does not read a file.
     """
 
     def __init__(self, app: ASGIApp) -> None:

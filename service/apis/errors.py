@@ -22,7 +22,7 @@ from shared.runs.requests import Run
 
 
 class ApiProblem(Frozen):
-    """An error. `place` is the field, file or line that is at fault, where there is one."""
+    """An error. `place` is the field, file or line at fault, if known."""
 
     type: str
     message: str
@@ -144,7 +144,7 @@ def _openai_type(status: int, kind: str) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Give an app its error handlers. What they raise again is a bug, which the edge logs and answers with 500."""
+    """Install an app's error handlers. If one re-raises an error, that is a bug: the edge logs it and answers 500."""
     app.add_exception_handler(RequestValidationError, _validation)
     app.add_exception_handler(LongshoreError, _ours)
     app.add_exception_handler(HTTPException, http_error)

@@ -83,7 +83,7 @@ class _Request(Request):
                 await self.app.state.backend.runs.record(asking.tenant, run_id)
             found = await decoding.call(self, judged, self._endpoint, body.decode("latin-1"))
         except LongshoreError as error:
-            raise HTTPException(422) from error  # FastAPI lets no other exception pass; it is told as its cause is
+            raise HTTPException(422) from error  # FastAPI lets no other exception pass; its cause is answered
         sent = found.sent()
         await asyncio.to_thread(validate, sent)
         return sent
@@ -93,8 +93,8 @@ class _Request(Request):
 class _Sent:
     """A body and the cached result of its validation, which is done before FastAPI asks for it.
 
-    `text`: the JSON that the model accepts, and whether strictly. What a child has found so is not judged again.
-    `packed`: what a child has made of it, for a model that `Packs`.
+    `text`: JSON that a child has validated, and whether in strict mode; its rules are not checked again.
+    `packed`: a child's binary form of it, for a model that `Packs`.
     """
 
     value: Any = None
@@ -121,7 +121,7 @@ class _Sent:
 
 @runtime_checkable
 class Packs(Protocol):
-    """A body's model that a child hands on in bytes, or as any other where it has none."""
+    """A body's model that a child process can return as bytes; None: as JSON, like other models."""
 
     def packed(self) -> bytes | None: ...
 
@@ -130,9 +130,9 @@ class Packs(Protocol):
 
 
 class Judged(BaseModel):
-    """What a child has found of a body: the text that its model accepts, or what is wrong with it.
+    """A child's result for a body: the text that its model accepts, or its errors.
 
-    `packed`: in the text's place, of a model that `Packs`. `no_json`: what is wrong with it as JSON, and where.
+    `packed`: instead of the text, for a model that `Packs`. `no_json`: the error in the JSON syntax and its position.
     `rules`: the place and the rule of each error.
     """
 

@@ -1,4 +1,4 @@
-"""The collection of garbage, by a control host: when an operator asks for it, and from time to time."""
+"""Garbage collection, on a control host: at an operator's request, and periodically."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ GARBAGE_WORKFLOW = "GarbageWorkflow"
 
 
 class GarbageView(Frozen):
-    """How a collection stands. `report`: once it is done."""
+    """The status of a collection. `report`: set when it is done."""
 
     state: Literal["running", "done"]
     report: GarbageReport | None = None
@@ -38,7 +38,7 @@ class Garbage:
     async def collect(self, request: GarbageRequest, wait_s: float) -> GarbageView:
         """Start a collection, or join the one that is going on, and wait for its end, so long at most.
 
-        Raises TemporalUnavailable; StoreUnavailable, InvalidInput: what the collection failed of.
+        Raises TemporalUnavailable; StoreUnavailable, InvalidInput: the collection failed with it.
         """
         handle = await self._temporal.start(
             GARBAGE_WORKFLOW,

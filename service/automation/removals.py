@@ -1,4 +1,4 @@
-"""Removes runs that have ended: their folders, their rows, and their places in lists. What they published stays."""
+"""Removes runs that have ended: their folders, their rows, and their places in lists. Their published models stay."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ class RunRemoved(Frozen):
 
     run_id: RunId
     stays_published: bool
-    num_objects: int = Field(description="that were deleted of the store")
+    num_objects: int = Field(description="deleted from the store")
     num_bytes: int
 
 
@@ -46,7 +46,7 @@ class Removals:
     _quotas: Quotas
 
     async def remove(self, tenant: str, run_id: str) -> RunRemoved:
-        """Remove a run. Raises NotFound; Conflict: it goes on, is paused, or another goes on from its checkpoints."""
+        """Remove a run. Raises NotFound; Conflict: it is active or paused, or another run uses its checkpoints."""
         view = await self._runs.view(tenant, run_id)
         if view.state in ("running", "paused"):
             rule = "cancel it first" if view.state == "paused" else "cancel it, and remove it when it has ended"
@@ -76,7 +76,7 @@ class Removals:
         )
 
     def _checked(self, record: RunRecord, unit: str) -> RemovedRun:
-        """Return the record of the removal. Raises Conflict: the run is needed, as it stands in the store."""
+        """Return the record of the removal. Raises Conflict: the store shows that the run is still needed."""
         run_id, trial = record.run_id, record.source.trial
         with suppress(NotFound):  # a removal was cut off
             return read_record(self._store, removed_run(run_id), RemovedRun)
@@ -98,7 +98,7 @@ class Removals:
         )
 
     def _has_published(self, record: RunRecord) -> bool:
-        """Return True where a version is there that the run has claimed. Newest ones are looked at first."""
+        """Return True if a version exists that the run has claimed. Newest ones are checked first."""
         has_others = isinstance(record.run, SessionRun) or record.source.trial is not None
         name = "" if has_others else f"{record.run.name or record.run_id}/"
         for kind in ("adapters", "models"):

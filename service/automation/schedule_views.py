@@ -27,8 +27,8 @@ class ScheduleView(Frozen):
     note: str | None = None
     next_times: tuple[float, ...] = ()
     num_actions: int = Field(default=0, description="times that it acted")
-    num_overlapped: int = Field(default=0, description="times left out because the run before was going on")
-    num_missed: int = Field(default=0, description="times left out because they were missed by more than catch_up_s")
+    num_overlapped: int = Field(default=0, description="times skipped because the previous run was still active")
+    num_missed: int = Field(default=0, description="times skipped because they were missed by more than catch_up_s")
     actions: tuple[ActionView, ...] = Field(
         default=(), description="newest first, as far back as Temporal keeps them; not in lists"
     )

@@ -52,7 +52,7 @@ class ScheduledRuns:
 
     @activity.defn(name="accept_scheduled")
     async def accept_scheduled(self, request: AcceptRequest) -> Decision:
-        """Put the run on record, unless its data is what the schedule's last run had, or a quota forbids it.
+        """Record the run, unless its data equals that of the schedule's last run, or a quota forbids it.
 
         The last run counts if it did not fail, and was not cancelled. Asked again, the answer is the same run.
         """
@@ -61,7 +61,7 @@ class ScheduledRuns:
             reason = await self._unchanged(request)
             try:
                 record = None if reason else await self._accept(request)
-            except (QuotaExceeded, InvalidInput) as error:  # a name may stand for nothing any more
+            except (QuotaExceeded, InvalidInput) as error:  # a published name may be gone
                 reason = str(error)
             # An attempt that was given up as too slow may have gone on, and have accepted it meanwhile.
             record = record or await self._record(request.run_id)
@@ -87,7 +87,7 @@ class ScheduledRuns:
         return (await self._runs.accept(request.run_id, run, action.tenant, action.owner, source))[0]
 
     async def _unchanged(self, request: AcceptRequest) -> str | None:
-        """The reason to start no run: its data is that of the last one. None where it is not."""
+        """The reason to start no run: its data equals that of the last one; None if it differs."""
         last = None if request.action.scheduled.even_unchanged else await asyncio.to_thread(self._last, request.action)
         if last is None or last.dataset_sha256 != request.dataset.sha256:
             return None

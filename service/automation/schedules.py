@@ -1,4 +1,4 @@
-"""Schedules behind the APIs: records in the store, and Temporal's schedules, which are made of them."""
+"""Schedules for the APIs: records in the store, and Temporal's schedules, which are derived from them."""
 
 import asyncio
 import logging
@@ -45,7 +45,6 @@ from shared.automation.schedules import (
     ScheduledAction,
     ScheduledRun,
     ScheduleRecord,
-    first_schedule_id,
 )
 from shared.errors import InvalidInput, NotFound
 from shared.runs.acceptance import check_startable
@@ -141,7 +140,7 @@ class Schedules:
         return await self._each(tenant, name, ask, paused=False, note="resumed")
 
     async def trigger(self, tenant: str, name: str) -> ScheduleView:
-        """Start a run now, as at any of its times: its overlap rule and that of unchanged data hold."""
+        """Start a run now, like at a scheduled time: the rules about overlap and unchanged data apply."""
         return await self._each(tenant, name, lambda handle: handle.trigger(rpc_timeout=PATIENCE))
 
     async def backfill(self, tenant: str, name: str, span: Backfill) -> ScheduleView:
@@ -182,9 +181,6 @@ class Schedules:
     async def _restore(self, tenant: str, name: str) -> None:
         record = await asyncio.to_thread(self._read, tenant, name)
         async with self._temporal.client() as client:
-            with unless_unknown():
-                first = client.get_schedule_handle(first_schedule_id(tenant, name))
-                await first.delete(rpc_timeout=PATIENCE)
             known = await _describe(client, record)
             if known is None or not _is_sealed_anew(known, self._key_id):
                 await self._make(client, record)
@@ -275,7 +271,7 @@ class Schedules:
 
 
 async def _describe(client: Client, record: ScheduleRecord) -> ScheduleDescription | None:
-    """Temporal's description of a schedule; None where it has none."""
+    """Temporal's description of a schedule; None if it has none."""
     handle = client.get_schedule_handle(record.temporal_id)
     for _ in range(_LOOKS):
         try:

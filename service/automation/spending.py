@@ -1,7 +1,6 @@
-"""Limits of spending: runs of a tenant that has spent what it may are paused, and go on when the limit is raised.
+"""Limits of spending: pauses the runs of a tenant at its limit, and resumes them when the limit is raised.
 
-Nothing is remembered here: who has spent too much follows from the rows of runs, and a run that a limit has paused says
-so in its own status.
+This keeps no state: spending is computed from the rows of runs, and a run's status says whether a limit has paused it.
 """
 
 import logging
@@ -23,10 +22,10 @@ class SpendingLimits:
         self._rows = rows
 
     async def enforce(self) -> None:
-        """Pause the runs of tenants at their limit; resume, oldest first, those that a limit paused that holds no more.
+        """Pause the runs of tenants at their limit; resume, oldest first, paused runs of tenants now below theirs.
 
         Raises:
-            TemporalUnavailable, DatabaseUnavailable: what is left is done the next time.
+            TemporalUnavailable, DatabaseUnavailable: the next call does the rest.
         """
         over, going_on, held = await self._rows.overspending()
         for run in going_on:

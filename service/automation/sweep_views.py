@@ -1,4 +1,4 @@
-"""Views of sweeps in the API, and what they are made of: a sweep's trials as they stand."""
+"""Views of sweeps in the API, and the current trials of a sweep, which the views are made from."""
 
 import math
 from collections.abc import Sequence
@@ -42,13 +42,13 @@ class SweepView(SweepRecord):
     num_trials: int
     trials: tuple[TrialView, ...] = Field(description="those that have begun, in order")
     best: int | None = Field(default=None, description="the number of the best trial so far, of those that succeeded")
-    adapter: str | None = Field(default=None, description="URI of what was published of the best trial")
-    version: int | None = Field(default=None, description="that it is of the sweep's name")
+    adapter: str | None = Field(default=None, description="URI of the published model of the best trial")
+    version: int | None = Field(default=None, description="its version of the sweep's name")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial as it stands."""
+    """A trial in its current state."""
 
     number: int
     run: IndexedRun
@@ -64,7 +64,7 @@ class Trial:
         return self.run.record.source.trial.values
 
     def value(self, metric: str) -> float | None:
-        """Return the metric, where it is a number."""
+        """Return the metric if it is a number."""
         found = self.run.status.metrics.get(metric, math.nan) if self.pruned_by is None else self.pruned_by.value
         return found if math.isfinite(found) else None
 

@@ -1,4 +1,4 @@
-"""Sweeps behind the APIs, and what their workflows ask for: trials are started, followed, pruned, and the best found.
+"""Sweeps for the APIs, and the activities of their workflows: start, follow and prune trials, and find the best.
 
 Nothing is remembered but caches. A sweep is a record; its trials are runs whose ids follow from the sweep's and whose
 records have their values; which one is pruned and which is best follows from their metrics.
@@ -56,7 +56,7 @@ SWEEP_WORKFLOW = "SweepWorkflow"
 _MOST_OPEN = 16
 _TURN_S, _LOOK_EVERY_S = 15.0, 0.5
 _MOST_KEPT = 4096
-_MOST_DRAWN = 16  # values that do not go together are drawn anew
+_MOST_DRAWN = 16  # values that do not fit together are drawn again
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class Sweeps:
     _locks: KeyedLocks = field(default_factory=KeyedLocks)
     _reported: dict[tuple[str, float], dict[int, float]] = field(default_factory=dict)  # of trials that have ended
     _told_to_end: set[str] = field(default_factory=set)
-    _waiting: dict[str, str] = field(default_factory=dict)  # for which quota, while this process looks after the sweep
+    _waiting: dict[str, str] = field(default_factory=dict)  # the exceeded quota, while this process advances the sweep
 
     async def create(
         self, asking: Principal, sweep: Sweep, idempotency_key: str | None = None, request: Request | None = None
@@ -134,7 +134,7 @@ class Sweeps:
         return view if end is not None else view.model_copy(update={"problem": self._waiting.get(sweep_id)})
 
     async def cancel(self, tenant: str, sweep_id: str) -> SweepView:
-        """Start no more trials, and cancel those that go on. Raises NotFound; Conflict when the sweep has ended."""
+        """Start no more trials, and cancel the active ones. Raises NotFound; Conflict when the sweep has ended."""
         await asyncio.to_thread(self._read, tenant, sweep_id)
         if await asyncio.to_thread(self._end, tenant, sweep_id) is not None:
             raise Conflict(f"{sweep_id} has ended")
@@ -143,7 +143,7 @@ class Sweeps:
         return await self.show(tenant, sweep_id)
 
     async def restore(self) -> None:
-        """Make sure that every sweep that goes on has its workflow, though Temporal has lost it."""
+        """Start the workflow of every active sweep that Temporal has lost."""
         for tenant, sweep_id in await asyncio.to_thread(self._open):
             await self._begin(tenant, sweep_id)
 
@@ -179,7 +179,7 @@ class Sweeps:
                     await self._start_next(record, trials)
                     self._waiting.pop(ref.sweep_id, None)
                     continue
-                except InvalidInput as error:  # a name may stand for nothing any more
+                except InvalidInput as error:  # a published name may be gone
                     problem = f"trial {len(trials)} cannot be started: {error}"
                 except QuotaExceeded as error:
                     self._waiting[ref.sweep_id] = str(error)
@@ -276,7 +276,7 @@ class Sweeps:
 
 
 def check_trials(sweep: str, max_ranks: int, max_hosts: int | None, sampler_url: str | None) -> None:
-    """Refuse values that no run could have. To be called in a child process: each combination is validated anew.
+    """Refuse values that no run could have. To be called in a child process: each combination is validated separately.
 
     Args:
         sweep: JSON of a Sweep, with the fields that were sent.

@@ -1,4 +1,4 @@
-"""The values of a sweep's next trial: by Optuna's samplers, in a study that is made again of the trials on record."""
+"""The values of a sweep's next trial: by Optuna's samplers, in a study that is rebuilt from the recorded trials."""
 
 import json
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ def may_start(sweep: Sweep, trials: Sequence[Trial]) -> bool:
 
 
 def next_values(sweep: Sweep, trials: Sequence[Trial], attempt: int = 0) -> Values:
-    """Return the values of the trial after these. They follow from the trials alone, whenever they are asked for.
+    """Return the values of the next trial. They depend on the trials alone, not on the time of the call.
 
-    `attempt`: counts values that did not go together.
+    `attempt`: counts values that did not fit together.
 
-    TPE is told of the ends of the trials that `parallel` and more are before it: these have always ended, where others
-    may have. Of those between it knows the values. Blocking.
+    TPE sees the results of trials at least `parallel` before the next one, which have always ended; of later ones,
+    which may or may not have ended, it sees the values. Blocking.
     """
     if sweep.sampler == "grid":
         return grid_values(sweep, len(trials))
@@ -51,7 +51,7 @@ def _num_known(sweep: Sweep, number: int) -> int:
 
 
 def _told(sweep: Sweep, trial: Trial, spaces: "dict[str, BaseDistribution]", is_known: bool) -> "FrozenTrial | None":
-    """Return a trial as Optuna knows trials; None for one that says nothing: it failed, or reported no number."""
+    """Return an Optuna trial; None if it has no information: it failed, or reported no number."""
     from optuna.trial import TrialState, create_trial
 
     value, state = trial.value(sweep.measured), TrialState.RUNNING

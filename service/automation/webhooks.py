@@ -1,4 +1,4 @@
-"""Webhooks behind the APIs: a tenant's records in the store, and the outbox of changes that are sent to them."""
+"""Webhooks for the APIs: a tenant's records in the store, and the outbox of changes to send."""
 
 import asyncio
 import logging
@@ -53,7 +53,7 @@ class WebhookChoice(Frozen):
     """A webhook, as a user asks for it."""
 
     url: WebhookUrl
-    events: tuple[NoticeType, ...] = Field(default=(), description="it gets these alone; all if empty")
+    events: tuple[NoticeType, ...] = Field(default=(), description="only these are sent; all if empty")
 
 
 class WebhookChange(Frozen):
@@ -72,7 +72,7 @@ class WebhookView(Frozen):
     events: tuple[NoticeType, ...]
     enabled: bool
     created_at: float
-    previous_until: float | None = Field(default=None, description="until when the secret before also signs")
+    previous_until: float | None = Field(default=None, description="until when the previous secret also signs")
 
     @classmethod
     def of(cls, webhook: Webhook) -> Self:
@@ -80,10 +80,10 @@ class WebhookView(Frozen):
 
 
 class Rotation(Frozen):
-    """The time for which the old secret is still used beside the new one."""
+    """How long the old secret is still used together with the new one."""
 
     overlap_s: float = Field(
-        default=_OVERLAP_S, ge=0, le=7 * _OVERLAP_S, description="how long the old one signs beside the new one"
+        default=_OVERLAP_S, ge=0, le=7 * _OVERLAP_S, description="how long the old secret signs with the new one"
     )
 
 
@@ -110,7 +110,7 @@ class Webhooks:
         self._locks = KeyedLocks()  # held while a webhook's record is read and written
 
     async def create(self, tenant: str, owner: str | None, choice: WebhookChoice) -> NewWebhook:
-        """Create a webhook with a new secret, which only this answer holds.
+        """Create a webhook with a new secret, which only this answer contains.
 
         Raises:
             InvalidInput: the url is not allowed. (The addresses of host names are checked at delivery.)
@@ -257,7 +257,7 @@ class Webhooks:
             except NotFound:  # deleted since
                 continue
             except ValidationError as error:  # one record that cannot be read must not strand the others
-                # Without what pydantic quotes of it, which may be the secret.
+                # Without the input that pydantic quotes, which may be the secret.
                 rules = error.errors(include_url=False, include_context=False, include_input=False)
                 logger.error("webhook %s of %s cannot be read, and gets nothing: %s", webhook_id, tenant, rules)
         return found

@@ -46,7 +46,7 @@ class CliClient:
         Args:
             patience_s: how long calls that may be repeated are repeated while the service is away.
             timeout_s: how long a service that was reached may be silent.
-            traceparent: W3C's header, of the trace that calls are part of which change something.
+            traceparent: W3C's header of the trace for calls that change something.
         """
         self._patience_s = patience_s
         self.api_url = api_url.rstrip("/")
@@ -178,7 +178,7 @@ class CliClient:
         return {**answer.json(), "is_new": answer.status_code == 201}
 
     def at_v1(self, method: str, path: str, **options: Any) -> Any:
-        """Make a call of OpenAI's API as it is served here, and return its parsed JSON."""
+        """Call the service's OpenAI API, and return its parsed JSON."""
         with self._stream(method, f"/v1{path}", **options) as answer:
             return json.loads(answer.read())
 
@@ -189,7 +189,7 @@ class CliClient:
         return self.post(path, Preview, json=request.model_dump(), timeout=_PREVIEW_TIMEOUT_S)
 
     def estimate(self, run: Run) -> "Estimate":
-        """Count and measure what a run would be. Its model may be a published name."""
+        """Estimate a run. Its model may be a published name."""
         from service.runs.estimates import Estimate
 
         body = _body_of(run)
@@ -258,7 +258,7 @@ class CliClient:
 
 
 def _body_of(run: Run) -> dict[str, Any]:
-    """Return the request of a run. Without a `trainable`, an adapter that `model` names says of what shape it is."""
+    """Return the request of a run. Without a `trainable`, an adapter named by `model` sets the shape."""
     return run.model_dump(exclude={"trainable"} - run.model_fields_set)
 
 
@@ -306,7 +306,7 @@ def _where_to_look(path: str) -> str:
 
 
 def _plain_name(path: Path) -> str:
-    """Replace the characters of a file name that a store refuses. The suffix stays: it tells the format."""
+    """Replace the characters of a file name that a store refuses. The suffix stays, since it names the format."""
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in path.name)
     return plain.lstrip(".-")[-128:] or "data"
 

@@ -1,4 +1,4 @@
-"""Commands: functions that return what they print, for people or with `--json` for programs."""
+"""Commands: functions that return their output, for people or with `--json` for programs."""
 
 import inspect
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class CommandAnswer:
     """The result of a command.
 
     Args:
-        document: printed with `--json`: a JSON value, in which pydantic models and dataclasses may stand.
+        document: printed with `--json`: a JSON value, which may contain pydantic models and dataclasses.
         show: prints it for people.
         code: the exit code.
     """
@@ -63,8 +63,8 @@ def answering(function: Command, patience_s: float = 2.0) -> Callable[..., None]
     """Wrap a function for Typer: the wrapper also takes `--json`, prints the answer and exits with its code.
 
     Args:
-        function: its parameters are the command's arguments and options, but for `client`, a client of the service,
-            `context`, the command's context, and `as_json`. It returns None where it has printed everything.
+        function: its parameters are the command's arguments and options, except `client`, a client of the service,
+            `context`, the command's context, and `as_json`. It returns None if it has printed everything.
         patience_s: as for Client.
     """
     wanted = inspect.signature(function).parameters
@@ -90,7 +90,7 @@ def answering(function: Command, patience_s: float = 2.0) -> Callable[..., None]
     first = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     options = [each.replace(kind=keyword) for name, each in wanted.items() if name not in _OWN]
     last = inspect.Parameter("as_json", keyword, default=False, annotation=Json)
-    # Without the annotations of the function, of which Typer would look for the names.
+    # Without the function's annotations: Typer would look up the names in them.
     update_wrapper(called, function, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     called.__signature__ = inspect.Signature([first, *options, last])  # type: ignore[attr-defined]
     return called

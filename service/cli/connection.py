@@ -25,7 +25,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout,
 
 @dataclass(frozen=True)
 class Globals:
-    """Options that stand before the command."""
+    """Options before the command."""
 
     as_json: bool = False
     api_url: str | None = None

@@ -1,4 +1,4 @@
-"""The checks of `longshore doctor`. Each prints one line, and advice where it fails."""
+"""The checks of `longshore doctor`. Each prints one line, and advice if it fails."""
 
 import os
 import shutil
@@ -161,7 +161,7 @@ def _disk(root: Path) -> Check:
 
 
 def _isolation() -> Check:
-    """Try what isolates python graders and chat templates on this machine, as a host does."""
+    """Try the isolation of python graders and chat templates on this machine, as a host does."""
     command = [sys.executable, "-P", "-m", "activities.grading.python_sandbox"]
     done = subprocess.run(command, env=with_import_path(), capture_output=True, text=True, timeout=60)
     match done.stdout.strip():

@@ -33,7 +33,7 @@ class Stop(Exception):
         super().__init__(message)
 
     def document(self) -> dict[str, dict[str, str | int | None]]:
-        """Return the error as it is printed with `--json`."""
+        """Return the error's JSON document for `--json`."""
         return {"error": {"message": self.message, "advice": self.advice, "exit_code": self.code}}
 
 
@@ -51,4 +51,4 @@ class ServiceRefused(Stop):
 
 
 class Unreachable(Stop):
-    """The service does not answer, or says that it cannot at the moment. The call may be tried again."""
+    """The service does not answer, or is temporarily unavailable. The call may be retried."""

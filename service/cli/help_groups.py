@@ -46,7 +46,7 @@ class HeadedHelp(TyperGroup):
         self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # names alone: `get_command` loads one
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command of its module's `app`, or the app itself where that is the group of this name."""
+        """Return a command of its module's `app`, or the app itself if that is the group of this name."""
         if cmd_name not in COMMANDS:
             return None
         group = _group(COMMANDS[cmd_name])

@@ -55,7 +55,7 @@ def _globals(
         typer.Option(
             "--profile",
             envvar="LONGSHORE_PROFILE",
-            help="A service that was logged in to, by its name.",
+            help="The name of a service from `longshore login`.",
             autocompletion=profile_names,
         ),
     ] = None,
@@ -68,7 +68,7 @@ def _globals(
 
 @contextmanager
 def _traced() -> Iterator[None]:
-    """Have a span for a command, where an endpoint is set. `TRACEPARENT` is how programs pass a trace on to others."""
+    """Record a span of the command if an endpoint is set. Programs pass a trace on to others in `TRACEPARENT`."""
     if not any(name.startswith("OTEL_EXPORTER_OTLP_") for name in os.environ):
         yield
         return
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def _ended_by(stop: Stop) -> int:
-    """Print an error as JSON where that was asked for: it may be an error of the words that ask. Returns its code."""
+    """Print an error, as JSON if requested; parsing the arguments itself may have failed. Returns the exit code."""
     words = sys.argv[1:]
     if "--json" in (words[: words.index("--")] if "--" in words else words):
         print_json(stop.document())

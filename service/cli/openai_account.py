@@ -1,6 +1,6 @@
 """An account at OpenAI, read by its API: fine-tuning jobs, names of checkpoints, files.
 
-What answers is not trusted: how much is read, how many pages, and the form of every id are bounded here.
+The server is not trusted: bytes, pages, and the form of every id are limited here.
 """
 
 import re
@@ -24,7 +24,7 @@ _Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class TheirJob(BaseModel):
-    """A fine-tuning job as OpenAI tells it. `method` is null of old jobs, which have `hyperparameters` beside it."""
+    """A fine-tuning job in OpenAI's API. `method` is null for old jobs, which have `hyperparameters` instead."""
 
     id: Id
     model: _Name
@@ -52,7 +52,7 @@ class TheirCheckpoint(BaseModel):
 
 
 class TheirFile(BaseModel):
-    """`bytes`: how long the file is said to be."""
+    """`bytes`: the file's size according to the server."""
 
     id: Id
     filename: Annotated[str, Field(max_length=1024)]
@@ -68,7 +68,7 @@ T = TypeVar("T", TheirJob, TheirCheckpoint, TheirFile)
 
 
 class Account:
-    """Reads an account. Every error is a Stop; what is gone is a Stop with NOT_FOUND."""
+    """Reads an account. Every error is a Stop; a missing object is a Stop with NOT_FOUND."""
 
     def __init__(self, base_url: str, key: str, max_file_bytes: int) -> None:
         try:
@@ -105,7 +105,7 @@ class Account:
         return found
 
     def read(self, file_id: str, target: BinaryIO) -> None:
-        """Write a file's bytes. Raises Stop if they are more than are taken, whatever its record says."""
+        """Write a file's bytes. Raises Stop if they exceed the limit, whatever size its record has."""
         for chunk in self._body(f"/files/{file_id}/content", {}, self._max_file_bytes):
             target.write(chunk)
 

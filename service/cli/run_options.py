@@ -37,7 +37,7 @@ _WHOLE = ("critic.trainable",)  # objects that one option gives
 _SHORT = {"model": "-m", "dataset": "-d", "learning_rate": "--lr"}
 # The value that a submitted run has where neither the option nor its alternative is given.
 UNLESS = {"epochs": (1.0, "steps"), "batch_size": (8, "batch_tokens")}
-# The headings of `--help`: what a person sets first, and by the field that an option is in. The rest comes behind them.
+# The headings of `--help`: common options first, others by the field that they are in; the rest comes last.
 _FIRST = (
     *("model", "dataset", "eval_dataset", "rollouts.prompts", "rollouts.grader", "teacher", "algorithm", "objective"),
     *("name", "epochs", "steps", "rollouts.steps", "batch_size", "rollouts.prompts_per_step", "rollouts.group_size"),
@@ -63,11 +63,11 @@ class RunOption:
     """A field as an option.
 
     Args:
-        path: where its value stands in the request.
+        path: the place of its value in the request.
         flag: its name on the command line, without dashes.
-        parsed_as: what Typer makes of its text: str, int, float, bool, a Literal, or a list of str.
-        kind: the variant of a union that the field belongs to, or that the option stands for.
-        takes_null: `null` stands for no value. (Of text it is text.)
+        parsed_as: the type that Typer parses its text to: str, int, float, bool, a Literal, or a list of str.
+        kind: the variant of a union that the field belongs to, or that the option selects.
+        takes_null: `null` means no value. (For a text option it is text.)
     """
 
     path: tuple[str, ...]
@@ -195,7 +195,7 @@ def _with_options(command: Callable[..., None], options: Sequence[RunOption]) ->
 
 
 def given(context: typer.Context) -> dict[str, Any]:
-    """Return the values of parameters that stand on the command line; the models have the others' defaults."""
+    """Return the values of parameters given on the command line; the models have the others' defaults."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name: context.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 

@@ -1,4 +1,4 @@
-"""Find where each setting of this machine comes from, and the part of its value that may be shown."""
+"""Find the origin of each setting of this machine, and the part of its value that may be shown."""
 
 import os
 import re
@@ -68,7 +68,7 @@ def shown(name: str, value: object) -> str | None:
 
 
 def prefix(key: str) -> str:
-    """Return the part of a key by which its holder recognises it."""
+    """Return the first characters of a key, enough for its holder to recognise it."""
     if ours := _OUR_KEY.match(key):
         return f"{ours[1]}…"
     return f"{key[:4]}…" if len(key) >= _LEAST_SHOWN else "…"

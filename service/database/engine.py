@@ -1,4 +1,4 @@
-"""The database: SQLite in a file, or PostgreSQL by URL. Short transactions, on threads of its own."""
+"""The database: SQLite in a file, or PostgreSQL by URL. Short transactions, in dedicated threads."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ _CONNECT_S = 5
 
 
 class Database:
-    """Transactions. Blocking, but for `reading` and `writing`; rows that they return stay readable afterwards."""
+    """Transactions. Blocking, except `reading` and `writing`. Returned rows stay readable afterwards."""
 
     def __init__(self, url: str) -> None:
         """
@@ -108,7 +108,7 @@ def _engine(url: str) -> Engine:
                     connect_args={"connect_timeout": _CONNECT_S},
                 )
     except (ArgumentError, NoSuchModuleError, ValueError):
-        pass  # the message may hold the URL, and the URL a password
+        pass  # the message may contain the URL, and the URL a password
     raise InvalidInput("the database is sqlite:////path or postgresql://user:password@host/name", "database_url")
 
 

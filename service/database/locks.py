@@ -1,11 +1,11 @@
-"""Locks by key: those who change one thing wait for each other, in this process."""
+"""Locks by key, in this process: changes of the same object wait for each other."""
 
 import asyncio
 from weakref import WeakValueDictionary
 
 
 class KeyedLocks:
-    """A lock for each key. It is kept while somebody holds it or waits for it."""
+    """A lock for each key. It exists while a task holds it or waits for it."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[tuple[str, ...], asyncio.Lock] = WeakValueDictionary()

@@ -1,7 +1,7 @@
 """Migrate the tables to the newest revision, in one transaction, one process at a time.
 
 Services of the release before serve on the tables, too, while one takes another's place or goes back. So a migration
-adds tables, indexes, and columns that may be left out; what the code does not use any more goes a release later.
+adds tables, indexes, and columns that may be left out; unused ones are removed a release later.
 """
 
 import logging
@@ -22,7 +22,7 @@ _LOCK = 0x10095409E  # of PostgreSQL; SQLite's writer has the whole file
 def upgrade(database: Database) -> bool:
     """Run the migrations that are missing. Returns whether the database was empty before.
 
-    A database that a newer release has migrated stays as it is.
+    A database that a newer release has migrated is not changed.
 
     Raises DatabaseUnavailable: it cannot be reached.
     """

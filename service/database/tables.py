@@ -1,4 +1,4 @@
-"""The tables. Times are seconds since 1970. What has a record in the store is built again from it (rebuild.py)."""
+"""The tables. Times are seconds since 1970. Rows with a record in the store can be rebuilt from it (rebuild.py)."""
 
 from typing import Any, ClassVar
 
@@ -77,7 +77,7 @@ class FileRow(Table):
 class RunRow(Table):
     """A run. `record` and `status` are JSON of RunRecord and RunStatus; the other columns are for questions to them.
 
-    A row is changed where its state and updated_at are still those that were read (runs/rows.py).
+    A row is only changed if its state and updated_at are still those that were read (runs/rows.py).
     """
 
     __tablename__ = "runs"
@@ -125,7 +125,7 @@ class RemovedRow(Table):
 
 
 class OutboxRow(Table):
-    """A change of a run's state of which webhooks are still to be notified.
+    """A change of a run's state that webhooks have not been notified of yet.
 
     It is written with the change, and deleted when a workflow has taken it over.
     """

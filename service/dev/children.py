@@ -86,7 +86,7 @@ class StackProcess:
 
 
 def end_leftovers(root: Path) -> int:
-    """End what an earlier stack of this root left behind: it carries the mark. Returns how many there were."""
+    """End processes that an earlier stack of this root left behind, found by their mark. Returns their number."""
     left = [process for process in psutil.process_iter() if _carries(process, str(root))]
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -45,7 +45,7 @@ class Connection:
         return "\n".join(lines)
 
     def sign_in_link(self) -> str | None:
-        """Return a link that signs a browser in once, as the holder of the stack's key; None where none is given."""
+        """Return a link that signs a browser in once, as the holder of the stack's key; None if none is given."""
         import httpx
 
         headers = {"authorization": f"Bearer {self.api_key}"}
@@ -58,7 +58,7 @@ class Connection:
 
     @classmethod
     def read(cls, root: Path) -> "Connection | None":
-        """Read the file of a root; None where no stack ever ran, or another user's did."""
+        """Read the file of a root; None if no stack ever ran there, or another user's did."""
         path = _path(root)
         return cls(**json.loads(path.read_bytes())) if os.access(path, os.R_OK) else None
 

@@ -1,4 +1,4 @@
-"""The folders of this machine that a stack's users may name: `opened.json` in its root, which its supervisor reads."""
+"""The folders of this machine that a stack's users may read: `opened.json` in its root, for its supervisor."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ def write(root: Path, folders: Sequence[str]) -> None:
 
 
 def add(root: Path, supervisor: psutil.Process, folders: Sequence[Path]) -> list[str]:
-    """Open more folders to a running stack, whose web service starts anew if one is new. Returns all that are open."""
+    """Open more folders to a running stack; its web service restarts if one is new. Returns all open folders."""
     known = read(root)
     added = [path for folder in folders if (path := str(folder.resolve())) not in known]
     if added:

@@ -1,4 +1,4 @@
-"""Ports of stacks: several on one machine keep their own, also while the server behind one is being restarted."""
+"""Ports of stacks: each of several on one machine keeps its own, even while a server restarts."""
 
 import fcntl
 import os

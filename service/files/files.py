@@ -1,4 +1,4 @@
-"""Files in and out: uploads into the store, and what a run published out of it. Both are streamed."""
+"""Streams files in and out: uploads into the store, and published models out of it."""
 
 import asyncio
 import hashlib
@@ -201,8 +201,8 @@ class Files:
     async def delete(self, tenant: str, file_id: str) -> FileRecord:
         """Delete a file, and its bytes with the last file that has them; a run that reads them then fails.
 
-        Its row says meanwhile that they are being deleted, as the store is never asked in a transaction: it may take
-        seconds, and other tenants' writes wait for this one.
+        During the deletion its row has a mark, since the store is never used within a transaction: a request may take
+        seconds, and other tenants' writes would wait.
         """
         record = await self.show(tenant, file_id)
         audit.touched(file_id)
@@ -309,7 +309,7 @@ class PublishedFiles:
 
     @classmethod
     def of(cls, status: RunStatus, s3: S3Settings) -> Self:
-        """Open what a run published. Raises Conflict when it has published nothing."""
+        """Open a run's published model. Raises Conflict if it has published nothing."""
         if status.adapter is None or status.adapter_sha256 is None:
             raise Conflict(f"{status.run_id} has published nothing: it is {status.state}, {status.phase}")
         store, key = open_uri(status.adapter, s3)
@@ -319,7 +319,7 @@ class PublishedFiles:
 
     @classmethod
     def of_artifact(cls, artifact: Artifact, s3: S3Settings) -> Self:
-        """Open an artifact's files, wherever its manifest says that they lie. Raises CorruptArtifact."""
+        """Open an artifact's files at the places in its manifest. Raises CorruptArtifact."""
         store, key = open_uri(artifact.uri, s3)
         manifest = artifacts.read_manifest(store, key.rstrip("/"), artifact.sha256)
         store, key = open_uri(manifest.root or artifact.uri, s3)
@@ -334,7 +334,7 @@ class PublishedFiles:
 
     @property
     def entries(self) -> tuple[FileEntry, ...]:
-        """Return the manifest's files, and the manifest itself where it lies beside them."""
+        """Return the manifest's files, and the manifest itself if it is stored with them."""
         if not self.manifest_data:
             return self.manifest.files
         itself = FileEntry(

@@ -1,4 +1,4 @@
-"""Files that are uploaded in parts, by one request each. They are joined when the sender gives the order."""
+"""Files uploaded in parts, one request each. The parts are joined when the client lists them in order."""
 
 import asyncio
 import hashlib

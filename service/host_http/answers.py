@@ -1,4 +1,4 @@
-"""Questions of the web service, which the samplers answer that a host reaches.
+"""Answers questions of the web service with the samplers that a host reaches.
 
     POST /answers, a CompleteRequest ──► AnswerLines while text is drawn, then the answer's JSON
 
@@ -25,7 +25,7 @@ from shared.storage.store import ObjectStore
 
 
 class Answerer(Protocol):
-    """Answers questions, in several threads at once. What it raises is told to the asker."""
+    """Answers questions, in several threads at once. Its errors are sent to the caller."""
 
     def answer(self, request: CompleteRequest, asking: OpenQuestion) -> BaseModel: ...
     def close(self) -> None: ...
@@ -104,7 +104,7 @@ class _Answers:
 
 
 class _Drawn:
-    """The texts of an answer's choices, as a thread tells them, and how much of each has been sent."""
+    """The texts of an answer's choices so far, set by a thread, and how much of each has been sent."""
 
     def __init__(self, has_news: Callable[[], object]) -> None:
         self._has_news = has_news
@@ -112,13 +112,13 @@ class _Drawn:
         self._sent: list[int] = []
 
     def tell(self, texts: tuple[str, ...]) -> None:
-        """Take the texts so far. A sampler that was asked again begins with shorter ones, which are passed over."""
+        """Take the texts so far. A repeated request to a sampler begins with shorter ones, which are ignored."""
         if sum(map(len, texts)) > sum(map(len, self._texts)):
             self._texts = texts
             self._has_news()
 
     def line(self) -> bytes:
-        """Return the line that tells what is new; an empty one, where nothing is."""
+        """Return a line with the new text; an empty line if there is none."""
         texts = self._texts
         self._sent += [0] * (len(texts) - len(self._sent))
         grown = tuple(text[sent:] for text, sent in zip(texts, self._sent, strict=True))
@@ -129,7 +129,7 @@ class _Drawn:
 
 
 def _last_line(error: BaseException | None) -> bytes:
-    """Return the line behind which the answer stands, or which says why there is none."""
+    """Return the line before the answer, or the line with the reason why there is none."""
     match error:
         case None:
             return _line(AnswerLine(ends=True))

@@ -1,8 +1,8 @@
-"""The web service's news for sessions on a host, and the host's for it (activities/bells.py).
+"""A host's endpoints for session notices: commands from the web service, results to it (activities/bells.py).
 
-POST /sessions/RUN/bell?number=N ──► 204, or 404 where the session is not attended to here. Its body: command N, or none
-GET /sessions/RUN/results ──► a line whenever results are stored: the number of the next command without one, and behind
-it the JSON of the result before that, if it is small
+POST /sessions/RUN/bell?number=N ──► 204, or 404 if the session is not active here. Its body: command N, or empty
+GET /sessions/RUN/results ──► a line whenever results are stored: the number of the next command without a result,
+then the JSON of the result before that, if it is small
 """
 
 import asyncio

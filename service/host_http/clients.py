@@ -35,7 +35,7 @@ class HostClients:
         await self._open.aclose()
 
     async def to(self, at: HostAddress) -> httpx.AsyncClient:
-        """Return a client of a host: by its socket where that is on this machine, else by its address.
+        """Return a client of a host: by its socket if that is on this machine, else by its address.
 
         Raises Unreachable: it is on another machine, and names no address.
         """

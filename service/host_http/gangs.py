@@ -1,12 +1,12 @@
-"""Hosts of several machines whose workers' ranks are one group: they meet at the first one's host.
+"""Hosts of several machines whose ranks form one group: their rendezvous is at the first machine's host.
 
     a rank ──loopback──► its host ══mutual TLS══► the first machine's host ──loopback──► torch's store, in rank 0
 
-Ranks find torch's store at a port of their own machine. What listens to other machines is the first host, at a Unix
-socket and, where the operator names an address, there by mutual TLS; it serves whoever shows the one-time token of the
-gang. Beside the ranks' connections each other host has one that says that it lives: when it breaks, or is silent for
-too long, both ends know that the gang is lost. What ranks tell each other after they have met, gloo and NCCL send from
-machine to machine themselves, neither encrypted nor sealed.
+Ranks reach torch's store at a port of their own machine. Only the first host listens to other machines: at a Unix
+socket and, if the operator names an address, there by mutual TLS. It serves whoever shows the gang's one-time token.
+Each other host also keeps a heartbeat connection: when it breaks, or is silent for too long, both ends know that the
+gang is lost. After the rendezvous gloo and NCCL send the ranks' data from machine to machine directly, neither
+encrypted nor sealed.
 """
 
 import asyncio
@@ -110,12 +110,12 @@ class _Way:
 
 
 class GangMeeting:
-    """One machine's side of a gang, in a thread with a loop of its own.
+    """One machine's side of a gang, in a thread with its own event loop.
 
     Attributes:
         at: where the others come to the first.
         broken: why the gang is lost, once it is.
-        is_leaving: this host is about to leave, which the others are told: the job is to save what it has.
+        is_leaving: this host is about to leave; the others are notified, so that the job saves its state.
         leaves: another machine's host is about to leave.
         has_met: a rank of this machine has reached torch's store.
     """
@@ -145,7 +145,7 @@ class GangMeeting:
             self._loop.close()
 
     def do(self, part: Coroutine[Any, Any, None]) -> None:
-        """Do something in the loop, and wait for that. Raises what it raises."""
+        """Run a coroutine in the loop, and wait for it. Raises its errors."""
         asyncio.run_coroutine_threadsafe(part, self._loop).result()
 
     @property
@@ -170,7 +170,7 @@ class GangMeeting:
                 await join_streams((reader, writer), await self._introduced(way, node, rank=True))
             except (OSError, TimeoutError) as error:
                 _log.warning("a rank does not reach torch's store: %s", error)
-            except asyncio.CancelledError:  # by `_end`; asyncio's streams log an error where it goes on
+            except asyncio.CancelledError:  # by `_end`; asyncio's streams would log an error
                 pass
             finally:
                 writer.close()
@@ -255,7 +255,7 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def join_streams(one: Stream, other: Stream) -> None:
-    """Pass on what either end says, until one has ended."""
+    """Copy bytes in both directions until one end closes."""
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):

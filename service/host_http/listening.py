@@ -1,4 +1,4 @@
-"""Listening sockets that strangers reach: a bound on open connections, and a deadline for the headers of a request."""
+"""Listening sockets for untrusted clients: a limit of open connections, and a deadline for a request's headers."""
 
 import asyncio
 import resource
@@ -57,7 +57,7 @@ def place_of(listener: socket.socket) -> str:
 
 
 class _OneLength(h11.Connection):
-    """Refuses a request that says its length twice, which a proxy in front may have read otherwise (RFC 9112, 6.3).
+    """Refuses a request that gives its length twice, since a proxy in front may read it differently (RFC 9112, 6.3).
 
     h11 itself goes by the chunks, and keeps the connection.
     """

@@ -1,4 +1,4 @@
-"""What operators see of a process: its log, its traces, and its metrics at a port of its own, which no tenant asks."""
+"""A process's log, traces and metrics for operators. Metrics have a separate port, which tenants cannot reach."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ _log = logging.getLogger("longshore.metrics")
 def observed(process: str, settings: Settings, ids: Callable[[], dict[str, str]] = current_ids) -> Iterator[None]:
     """Log, and send spans and serve metrics as the settings say, for a `with` block: all that a process does.
 
-    `ids`: of what is being done, for lines of the log.
+    `ids`: returns the ids of the current work, for log lines.
     """
     start_logging(settings.log_format, ids)
     start_tracing(process)

@@ -1,7 +1,7 @@
-"""A host's HTTP server, by which the web service reaches it.
+"""A host's HTTP server, for requests from the web service.
 
-It listens at a Unix socket that only this user can open and, where the operator names an address, there by mutual TLS
-(trust.py). Temporal carries no question, no answer, and no news of commands.
+It listens at a Unix socket that only this user can open and, if the operator names an address, there by mutual TLS
+(trust.py). Questions, answers and notices of commands do not go through Temporal.
 """
 
 import socket
@@ -29,7 +29,7 @@ _GRACE_S = 10
 
 @contextmanager
 def serving(settings: Settings, queue: str, routes: Sequence[Route]) -> Iterator[HostAddress]:
-    """Serve for a `with` block; yields where.
+    """Serve for a `with` block; yields the addresses.
 
     `queue`: names the host among those of its root.
 
@@ -53,7 +53,7 @@ def _left(_: Request, __: Exception) -> Response:
 
 @contextmanager
 def served(app: Starlette, listener: socket.socket, trust: Trust | None = None) -> Iterator[None]:
-    """Serve an application in a thread with a loop of its own, so that streams do not wait for Temporal's work."""
+    """Serve an application in a thread with its own event loop, so that streams do not wait for Temporal's work."""
     settings = config(app, timeout_graceful_shutdown=_GRACE_S)
     settings.load()
     settings.ssl = trust.server_context() if trust is not None else None

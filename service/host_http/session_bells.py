@@ -1,4 +1,4 @@
-"""Rings at hosts for commands of sessions, and hears from them of results, instead of asking the store for them."""
+"""Notifies sessions' hosts of commands, and receives results from them, instead of polling the store."""
 
 import asyncio
 import time
@@ -15,16 +15,16 @@ from shared.storage.host_states import HostAddress
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
-# Between looks for the host of a session that has none, or has lost it: at first, and after some in vain.
+# Intervals of looking for the host of a session without one: at first, and after some failed attempts.
 _LOOK_AGAIN_S, _LOOK_SLOWLY_S = 0.05, 1.0
 _UNUSED_S = 30.0
-_MOST_HELD = 16  # results of a session that were told, and nobody has asked for yet
+_MOST_HELD = 16  # results of a session that a host has sent and nobody has asked for yet
 _MOST_KNOWN = 4096
 _LOST = (httpx.HTTPError, OSError, StoreUnavailable, HostUnreachable)
 
 
 class _Listening:
-    """What a host has told of one session's results. Those before `next` are stored; `is_over`: no more will be told.
+    """Results of one session as its host sent them. Those before `next` are stored; `is_over`: no more will come.
 
     `results`: the newest small ones, by number.
     """
@@ -60,7 +60,7 @@ class SessionBells:
     async def ring(self, run_id: str, number: int | None = None, command: bytes = b"") -> None:
         """Tell the host of a session's worker that there is something new in the store, if there is such a host.
 
-        `command`: what is in the store under that number now.
+        `command`: the object in the store under that number.
         """
         brought = {"number": number} if number is not None and len(command) <= MOST_TOLD_BYTES else None
         try:
@@ -74,7 +74,7 @@ class SessionBells:
             self._forget(run_id)
 
     def result(self, run_id: str, number: int) -> bytes | None:
-        """Return a result that is in the store, once, if a host has told it along with the news."""
+        """Return a stored result, once, if a host has sent it with its notice."""
         heard = self._listening.get(run_id)
         return None if heard is None else heard.results.pop(number, None)
 
@@ -90,7 +90,7 @@ class SessionBells:
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while heard.next <= number:
-                    if heard.is_over:  # and it is not known yet where it goes on
+                    if heard.is_over:  # and the session's next host is not known yet
                         await asyncio.sleep(self._pause_s(run_id))
                         return
                     await heard.changed.wait()
@@ -118,7 +118,7 @@ class SessionBells:
             heard.put(None)
 
     async def _host(self, run_id: str) -> HostAddress | None:
-        """Return where a session's host is, if that is known, or may be looked up again by now."""
+        """Return the address of a session's host, if it is known or may be looked up again by now."""
         if run_id not in self._hosts and time.monotonic() >= self._in_vain.get(run_id, (0, 0.0))[1]:
             for known in (self._hosts, self._in_vain):
                 if len(known) >= _MOST_KNOWN:
@@ -142,7 +142,7 @@ class SessionBells:
 
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield whole lines. A result is one, whatever its texts hold: httpx's own lines would end at U+2028, too."""
+    """Yield whole lines, each a result. httpx's own line iterator would also split at U+2028 within texts."""
     rest = b""
     async for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")

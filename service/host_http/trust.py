@@ -1,8 +1,8 @@
 """Mutual TLS between processes of one installation on different machines.
 
-All of them hold the installation's keys (service/sealing/keys.py). From each key each makes the same certificate
-authority, and by that of the key that seals a certificate of its own. So whoever has a certificate of one of these
-authorities holds a key, and nobody else is served.
+All of them hold the installation's keys (service/sealing/keys.py). Each process derives the same certificate authority
+from each key, and signs its own certificate with the authority of the sealing key. A certificate of one of these
+authorities thus proves that its holder has a key; nobody else is served.
 """
 
 import datetime
@@ -20,7 +20,7 @@ from cryptography.x509.oid import NameOID
 from service.sealing.keys import seal_keys
 from shared.settings import Settings
 
-# Fixed, so that all make the same authority. Its key, and not its age, is what is trusted.
+# Fixed, so that all derive the same authority. Trust depends on its key, not on its age.
 _SINCE, _UNTIL = datetime.datetime(2026, 1, 1), datetime.datetime(2126, 1, 1)
 
 

@@ -68,7 +68,7 @@ class ArtSettings(OwnSettings):
 class ArtModel(Frozen):
     """The record of a model. `published_as`: the name of its adapters and of its runs.
 
-    `dtype`: where its settings have none, so that its jobs and its samples have the same one.
+    `dtype`: used if its settings name none, so that training and sampling use the same one.
     """
 
     model_id: ModelId
@@ -78,7 +78,7 @@ class ArtModel(Frozen):
     name: ArtWord
     base_model: str
     settings: ArtSettings = ArtSettings()
-    dtype: Dtype = "float32"
+    dtype: Dtype
     published_as: Name
     created_at: float
 
@@ -107,7 +107,7 @@ class ArtName:
 class UntrainedModels:
     """Resolves base models. Requests for the same model share one answer, which is kept for ten minutes.
 
-    Some have names that the installation gives them (LONGSHORE_TINKER__MODELS), by which users ask them.
+    The installation can give some of them names for requests (LONGSHORE_TINKER__MODELS).
     """
 
     def __init__(self, settings: Settings, temporal: Temporal, store: ObjectStore) -> None:
@@ -119,7 +119,7 @@ class UntrainedModels:
     async def resolve(self, tenant: str, uri: str, engine: EngineName | None = None) -> Artifact:
         """The files of a hub id, folder or URI that this tenant may read.
 
-        `engine`: what is to train it; None: it is only asked, and of any family that samplers take.
+        `engine`: the one that will train it; None: it is only sampled, and of any family that samplers support.
 
         Raises InvalidInput: it is no model that can be used here. TemporalUnavailable: nobody to ask.
         """
@@ -150,7 +150,7 @@ class UntrainedModels:
         return Target(await self.resolve(tenant, uri), None, precision.dtype, uri, None, 0)
 
     def uri_of(self, name: str) -> str | None:
-        """Return where the base model of a name is; None for what the installation has not named."""
+        """Return the URI of a named base model; None if the installation has no such name."""
         return self._settings.tinker.models.get(name)
 
     def served(self) -> list[ServedModel]:
@@ -172,7 +172,7 @@ class ArtModels:
         self._locks = KeyedLocks()
 
     def lock(self, model_id: str) -> asyncio.Lock:
-        """Return the lock that is held while a model is given a job, since each job goes on from the one before."""
+        """Return the lock to hold while a model is given a job, since each job starts from the one before."""
         return self._locks.of(model_id)
 
     async def _check_base(self, model: ArtModel) -> None:
@@ -235,7 +235,7 @@ class ArtModels:
         raise NotFound(f"there is no model {model_id[:80]}")
 
     def all(self, tenant: str) -> list[ArtModel]:
-        """List a tenant's models in the order in which they were registered. Blocking."""
+        """List a tenant's models in order of registration. Blocking."""
         keys = [item.key for item in self._store.list(paths.art_model(tenant))]
         return [ArtModel.model_validate_json(self._store.get_bytes(key)) for key in keys]
 
@@ -266,14 +266,14 @@ class ArtModels:
         return {}
 
     async def newest(self, model: ArtModel) -> str | None:
-        """The URI of the adapter that the next job goes on from; None while there is none."""
+        """The URI of the adapter that the next job starts from; None if there is none yet."""
         found = await asyncio.to_thread(self._published.newest_adapter, model.tenant, model.published_as)
         return found.uri if found is not None else None
 
     def delete_steps(self, model: ArtModel, steps: Iterable[int]) -> tuple[int, list[int]]:
-        """Delete checkpoints. Returns how many, and those that there are not. Blocking.
+        """Delete checkpoints. Returns how many, and the steps that do not exist. Blocking.
 
-        Raises InvalidInput: one of them is the newest, which the next job goes on from.
+        Raises InvalidInput: one of them is the newest, which the next job starts from.
         """
         wanted, there = sorted(set(steps)), self.steps(model)
         if there and there[-1] in wanted:

@@ -1,4 +1,4 @@
-"""Asks hosts to have their samplers answer, and reads the replies (service/host_http/answers.py is the other end)."""
+"""Sends questions to hosts, whose samplers answer, and reads the replies (the host's end: host_http/answers.py)."""
 
 import asyncio
 import time

@@ -21,7 +21,7 @@ from shared.settings import Settings
 logger = logging.getLogger("longshore.service")
 
 _AGAIN_S = 60.0
-_GIVEN_BACK_IN_S = 15.0  # for which a worker that was asked for counts as on its way
+_GIVEN_BACK_IN_S = 15.0  # for this long a worker that was requested counts as on its way
 _UNTAKEN = PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED
 
 _Lease = tuple[str, int]
@@ -29,7 +29,7 @@ _Lease = tuple[str, int]
 
 
 class IdleEviction:
-    """Signals workflows that hold an idle process while others wait for one. (Hosts do not know of the others.)"""
+    """Signals workflows that hold an idle worker while others wait for one. (Hosts do not know who waits.)"""
 
     def __init__(
         self, settings: Settings, rows: RunRows, temporal: Temporal, waiting: Callable[[], frozenset[str]]
@@ -83,7 +83,7 @@ class IdleEviction:
 
 
 async def _idle_lease(execution: WorkflowExecution) -> _Lease | None:
-    """Return the last lease of a run that waits for its client, which may still hold it; None for other runs."""
+    """Return the last lease of a run that waits for its client, and may still hold the lease; None for other runs."""
     status = await memo_of(execution, STATUS_MEMO, RunStatus)
     if status is None or status.phase not in ("waiting_for_groups", "waiting_for_commands") or not status.epoch:
         return None

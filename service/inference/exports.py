@@ -1,4 +1,4 @@
-"""Exports of published adapters and models: asked for, followed, listed and deleted. Each belongs to its version."""
+"""Exports of published adapters and models: start, follow, list, delete. Each belongs to a version."""
 
 import asyncio
 from typing import Literal
@@ -35,7 +35,7 @@ class ExportView(Frozen):
 
 
 class Exports:
-    """Starts exports and tells of them. What was exported once is not exported again."""
+    """Starts exports and shows their status. A finished export is not repeated."""
 
     def __init__(self, settings: Settings, store: ObjectStore, temporal: Temporal, published: PublishedModels) -> None:
         self._settings = settings
@@ -66,13 +66,13 @@ class Exports:
         return await self.view(tenant, name, export.label)
 
     async def view(self, tenant: str, model_id: str, label: str) -> ExportView:
-        """Return how an export stands. Raises NotFound when nobody asked for it."""
+        """Return an export's status. Raises NotFound if nobody requested it."""
         name, key = await asyncio.to_thread(self._place, tenant, model_id, label)
         view = ExportView(model=name, label=label, state="running")
         async with self._temporal.client() as client:
             handle = client.get_workflow_handle(self._workflow(key), result_type=Artifact)
             with unless_unknown():
-                # All files are there a moment before its workflow has ended: until then nobody can start it anew.
+                # All files exist shortly before the workflow has ended; until then it cannot be started again.
                 if (await handle.describe(rpc_timeout=PATIENCE)).status == WorkflowExecutionStatus.RUNNING:
                     return view
                 if await asyncio.to_thread(find_artifact, self._store, key) is None:

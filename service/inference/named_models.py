@@ -1,4 +1,4 @@
-"""Published names in requests, where a model or an adapter is wanted: replaced by what they stand for."""
+"""Replaces published names of models and adapters in requests by the URIs that they refer to."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ _TWICE = "model names an adapter, which the run goes on from: leave out initial_
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """The model and adapter that a name stands for. `lora`: the shape of that adapter."""
+    """The model and adapter that a name refers to. `lora`: the shape of that adapter."""
 
     model: str
     initial_adapter: str | None = None
@@ -30,14 +30,14 @@ class StartingPoint:
 
 
 def one_form(text: str) -> str:
-    """Return the URI of a folder that is named by its path: runs by the one and by the other are of one model."""
+    """Return the file URI of a folder path, so that a path and its URI name the same model."""
     is_path = text.startswith("/") and not text.startswith("//")
     text = Path(text).as_uri() if is_path else text
     return f"file:///{text[8:].rstrip('/')}" if text.startswith("file:///") else text
 
 
 class NamedModels:
-    """Looks up names among what a tenant has published. Blocking."""
+    """Looks up names of a tenant's published models. Blocking."""
 
     def __init__(self, published: PublishedModels) -> None:
         self._published = published
@@ -45,7 +45,7 @@ class NamedModels:
     def starting_point(
         self, tenant: str, model: str, place: str = "model", may_have_head: bool = False
     ) -> StartingPoint:
-        """Return what a run on this model starts from; paths, URIs and hub ids as they are.
+        """Return the model and adapter that a run on this name starts from. Paths, URIs and hub ids stay unchanged.
 
         Raises InvalidInput: nothing is published under this name; or it is a reward model, unless it is an adapter and
         may have such a head.
@@ -61,13 +61,13 @@ class NamedModels:
         return StartingPoint(run.model, artifact.uri, run.trainable if isinstance(run.trainable, Lora) else None)
 
     def resolved(self, tenant: str, request: R, below: str = "") -> R:
-        """Return a request with URIs in place of names: of its model, its first adapter, and its reference or teacher.
+        """Return a request with URIs in place of the names of its model, first adapter, reference and teacher.
 
-        A run on the name of an adapter goes on from that adapter, in its shape unless the run has one of its own.
+        If `model` names an adapter, the run starts from it, and takes its shape unless the run sets one.
 
-        `below`: where the request's fields stand in what the client sent, such as `run.`.
+        `below`: path of the request's fields in the client's request, such as `run.`.
 
-        Raises InvalidInput: nothing is published under a name, or it is not what is wanted there.
+        Raises InvalidInput: nothing is published under a name, or it is of another kind.
         """
         match request:
             case PreviewRequest():
@@ -126,7 +126,7 @@ class NamedModels:
         """Return a run with URIs in place of the names of the reward models that grade it. Raises as `resolved` does.
 
         Args:
-            place: where its grader stands in the request.
+            place: path of its grader in the request.
         """
         if run.rollouts is None:
             return run

@@ -58,10 +58,10 @@ class PublishedModel:
 
 
 class ModelView(Frozen):
-    """Something published. `id`: its newest version's, or that of the version that was asked for.
+    """A published model. `id`: that of its newest version, or of the requested version.
 
     `base`: the model that an adapter was trained on, as its run named it. `versions`: those in the store, in order.
-    `num_bytes`: of all files of this version. `rewards`: the names of what a reward model gives of an answer.
+    `num_bytes`: of all files of this version. `rewards`: the names of a reward model's outputs.
     """
 
     id: str
@@ -93,9 +93,9 @@ class Target:
 
 
 def adapter_of_step(store: ObjectStore, record: RunRecord, step: int) -> Artifact:
-    """Return the adapter in the newest checkpoint of a step. A manifest of its own refers to the checkpoint's files.
+    """Return the adapter in the newest checkpoint of a step. A separate manifest refers to the checkpoint's files.
 
-    Raises NotFound: there is no such checkpoint, or none any more; or the run trains no adapter.
+    Raises NotFound: the checkpoint does not exist or was deleted, or the run trains no adapter.
     """
     name = CheckpointName(record.run_id, step)
     missing = NotFound(f"there is no published model {name}")
@@ -150,7 +150,7 @@ class PublishedModels:
         return listed
 
     def view(self, tenant: str, model_id: str) -> ModelView:
-        """Return what a name stands for, with its size. Raises NotFound."""
+        """Return the published version of a name or id, with its size. Raises NotFound."""
         found = self.find(tenant, model_id)
         versions: builtins.list[int] = []
         if found.kind != "checkpoints":
@@ -236,7 +236,7 @@ class PublishedModels:
         )
 
     def show(self, tenant: str, model_id: str) -> ServedModel:
-        """The view of an id for clients. Raises NotFound for what this tenant has not published."""
+        """The view of an id for clients. Raises NotFound if this tenant has not published it."""
         return self.describe(tenant, self.find(tenant, model_id), model_id)
 
     def target_of(self, tenant: str, model_id: str) -> Target:
@@ -308,7 +308,7 @@ class PublishedModels:
         return self.artifact(tenant, PublishedModel("adapters", name, versions[-1])) if versions else None
 
     def provenance(self, tenant: str, model_id: str) -> Envelope:
-        """Return the signed statement of a version. Raises NotFound: it has none, as older ones."""
+        """Return the signed statement of a version. Raises NotFound: it has none."""
         found = self.find(tenant, model_id)
         if found.kind == "checkpoints":
             raise InvalidInput("a checkpoint has no statement: publish it", "model")
@@ -319,7 +319,7 @@ class PublishedModels:
             raise NotFound(f"{found.id} was published without a statement of what it was made from") from None
 
     def delete_model(self, tenant: str, model_id: str) -> None:
-        """Delete a version, or all of a name that has none. Raises NotFound; InvalidInput for a run's checkpoint."""
+        """Delete a version, or all if the id names none. Raises NotFound; InvalidInput for a run's checkpoint."""
         if CheckpointName.parse(model_id):
             raise InvalidInput("a checkpoint is its run's: it goes when the run keeps newer ones", "model")
         found = self.find(tenant, model_id)

@@ -67,9 +67,9 @@ class SamplerLease:
 
 
 class SamplerLeases:
-    """Leases samplers. One question to a model asks for the lease, and others share the answer for some seconds.
+    """Leases samplers. One question to a model requests the lease; others share the answer for some seconds.
 
-    This saves updates, of which Temporal accepts ten at a time for a workflow.
+    This saves updates: Temporal accepts only ten at a time for a workflow.
     """
 
     def __init__(self, settings: Settings, temporal: Temporal) -> None:
@@ -189,7 +189,7 @@ class Inference:
         self._questions = questions
 
     async def chat(self, tenant: str, asked: ChatRequest, draft: PartialAnswer | None = None) -> Reply[ChatCompletion]:
-        """Ask a model to answer messages. `draft` is told the answer's text while it is drawn, if `stream` is asked.
+        """Ask a model to answer messages. If `stream` is requested, `draft` receives the text while it is sampled.
 
         Raises:
             NotFound: no such model. InvalidInput: the question cannot be answered; names the field.
@@ -209,7 +209,7 @@ class Inference:
             return Reply(CompletionResponse, await self._ask(tenant, asked, draft))
 
     async def complete_with(self, tenant: str, target: Target, asked: CompletionRequest) -> Reply[CompletionResponse]:
-        """Continue token ids with weights that the caller has found. Raises as `chat` does, but for NotFound."""
+        """Continue token ids with weights that the caller has found. Raises the errors of `chat`, except NotFound."""
         async with self._place(tenant, asked):
             return Reply(CompletionResponse, await self._ask_target(tenant, target, asked))
 
@@ -236,7 +236,7 @@ class Inference:
         return await self._ask_target(tenant, target, asked, draft)
 
     async def _named(self, tenant: str, name: str) -> Target:
-        """Return the weights of what a tenant has published; else of the base model that the installation names so."""
+        """Return the weights of a tenant's published model; else of the installation's base model of that name."""
         try:
             return await asyncio.to_thread(self._published.asked, tenant, name)
         except NotFound:
@@ -251,7 +251,7 @@ class Inference:
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(2.0 ** (attempt - 2))
-            # An installation with an inference server of its own leases no sampler.
+            # An installation that uses an external inference server leases no sampler.
             lease = None
             if self._settings.sampling.url is None:
                 lease = await self.leases.lease(sampler_of_questions(self._settings, target.model, target.dtype))
@@ -268,7 +268,7 @@ class Inference:
         raise SamplerUnavailable(problem)
 
     async def _served_at(self, attempt: int) -> HostAddress:
-        """Return where a control host asks the installation's own sampler; at each attempt another one."""
+        """Return the control host to ask for the external inference server; each attempt gets another one."""
         known, until = self._announced
         if attempt or time.monotonic() > until or not known:
             known = await asyncio.to_thread(announced, self._store)
@@ -279,8 +279,7 @@ class Inference:
 
 
 def _at(grant: LeaseGrant) -> HostAddress:
-    if grant.host_socket is None:
-        raise QuestionLost("the sampler's host is of an earlier version")
+    assert grant.host_socket is not None
     return HostAddress(socket=grant.host_socket, address=grant.host_address)
 
 

@@ -1,4 +1,4 @@
-"""Steps of a run done again from the archive on this machine: the bits of the checkpoint that they left are compared.
+"""Repeats steps of a run from the archive on this machine, and compares the bits of the resulting checkpoint.
 
 For operators: it opens the installation's store with the settings of the environment, and needs the worker's packages.
 """
@@ -82,7 +82,7 @@ def _of_job(store: ObjectStore, job: Job, saved: list[StoredCheckpoint]) -> Iter
         is_its_own = each.fence_label == job.fence.label and job.plan.first_step < each.step <= job.plan.last_step
         if not is_its_own or (made := find_artifact(store, each.key)) is None:
             continue
-        if job.start is None or begins is not job:  # a job that went on from a checkpoint does not tell of which step
+        if job.start is None or begins is not job:  # the step of a job's start checkpoint is not known here
             yield Stretch(begins, step, each.step, made)
         step, begins = each.step, job.model_copy(update={"start": made})
 
@@ -90,7 +90,7 @@ def _of_job(store: ObjectStore, job: Job, saved: list[StoredCheckpoint]) -> Iter
 def _has_inputs(store: ObjectStore, job: Job) -> bool:
     def is_there(artifact: Artifact) -> bool:
         if not artifact.uri.startswith(f"{store.uri}/"):
-            return True  # not ours to know; the worker says if it is not
+            return True  # unknown here; the worker reports it if missing
         return find_artifact(store, artifact.uri.removeprefix(f"{store.uri}/")) is not None
 
     return all(is_there(artifact) for artifact in artifacts_of(job))

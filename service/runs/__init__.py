@@ -1,1 +1,1 @@
-"""Runs behind the APIs: accepted, followed, shown."""
+"""Runs for the APIs: accept, follow, show."""

@@ -30,7 +30,7 @@ class Checks:
         self._places = places
 
     async def preview(self, tenant: str, request: PreviewRequest, cut: Cut | None = None) -> Preview:
-        """Tokenize a dataset's first rows; with a cut, tell how long a run on them is.
+        """Tokenize a dataset's first rows; with a cut, return the length of a run on them.
 
         Raises InvalidInput: the data cannot be read.
         """

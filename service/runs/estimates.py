@@ -1,7 +1,7 @@
 """Estimates of runs before they are started.
 
-Steps and tokens are counted as the run would count them; time and cost are those of the tenant's own earlier runs of
-the same model and method. Where there is none, nothing is guessed.
+Steps and tokens are counted as the run would count them. Time and cost come from the tenant's own earlier runs of the
+same model and method; without such runs none are given.
 """
 
 from collections.abc import Iterator
@@ -32,14 +32,14 @@ _PARTS = ("sampling_seconds", "grading_seconds", "training_seconds", "publishing
 
 
 class Estimate(Frozen):
-    """What a run would do: of the rows that were counted, exactly so (`is_exact`).
+    """What a run would do. `is_exact`: steps and tokens are exact for the rows that were counted.
 
-    Of an RL run, examples are prompts, and tokens are those of its samples and of the prompts before them, each prompt
-    once a group: `tokens` at most; `seconds` and `cost` at the lengths of earlier samples.
+    For an RL run, examples are prompts, and tokens are those of its samples plus each group's prompt once: `tokens` is
+    an upper bound; `seconds` and `cost` assume the lengths of earlier samples.
     """
 
     problem: str | None = Field(default=None, description="why a run would refuse the dataset, if it would")
-    precision: Precision | None = Field(default=None, description="that the run would have if it was submitted now")
+    precision: Precision | None = Field(default=None, description="the precision of the run if it was submitted now")
     is_complete: bool = Field(description="every row was counted")
     rows: int
     examples: int
@@ -50,15 +50,15 @@ class Estimate(Frozen):
     samples: int | None = None
     tokens: int
     is_exact: bool = Field(
-        description="False of RL, whose tokens are at most these, and of very many steps of batch_tokens"
+        description="false for RL, whose tokens are an upper bound, and for very many steps of batch_tokens"
     )
     tokens_per_s: float | None = None
     seconds_per_step: float | None = None
     measured_on: tuple[str, ...] = Field(default=(), description="runs")
     same_layout: bool | None = None
-    not_measured: str | None = Field(default=None, description="why there are no seconds")
+    not_measured: str | None = Field(default=None, description="why no time is estimated")
     seconds: float | None = Field(default=None, description="of training; waiting, loading and evaluating not included")
-    cost: float | None = Field(default=None, description="of these seconds, where a GPU hour has a price")
+    cost: float | None = Field(default=None, description="of these seconds, if a GPU hour has a price")
     currency: str = "USD"
 
 
@@ -164,7 +164,7 @@ class Estimates:
     async def _pace(self, tenant: str, run: DatasetRun | RLRun, measure: _Measure) -> Pace | str:
         """Measure the tenant's newest runs of the same kind and model: those of the same layout, if there are any.
 
-        Runs that go on count too, from their first steps on.
+        Active runs count too, once they have steps.
 
         Returns the pace, or the reason why there is none.
         """

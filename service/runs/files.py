@@ -40,7 +40,7 @@ Decode = Callable[[list[int]], str]
 
 
 class JobFile(Frozen):
-    """One attempt at a job. `has_output`: the end of its worker's output was kept, as it is if an attempt fails."""
+    """One attempt at a job. `has_output`: its worker's last output was stored, which happens if it fails."""
 
     job_id: str
     fence: str

@@ -1,4 +1,4 @@
-"""Gauges of the whole installation, which each web service shows alike: queues, runs, tenants' GPU seconds."""
+"""Gauges of the whole installation, the same in every web service: queues, runs, tenants' GPU seconds."""
 
 from typing import get_args
 
@@ -30,7 +30,7 @@ TENANT_GPU_SECONDS = Gauge(
 
 
 class InstallationGauges:
-    """Reads them anew. Of 10,000 tenants at most twenty have a series of their own at any time."""
+    """Reads them again. At most twenty tenants, even of 10,000, have a separate series at a time."""
 
     def __init__(self, settings: Settings, database: Database, temporal: Temporal) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""The overview beside a list of runs: counts by state, places in the queue for workers, and sparklines of losses."""
+"""The overview next to a list of runs: counts by state, places in the queue for workers, and sparklines of losses."""
 
 import asyncio
 import time
@@ -78,7 +78,7 @@ class Overviews:
         )
 
     async def sparkline(self, run: IndexedRun) -> Sparkline:
-        """Return a run's sparkline: read once if the run has ended, and every few seconds while it goes on."""
+        """Return a run's sparkline: read once if the run has ended, else every few seconds."""
         stamp = (run.status.state, run.status.step)
         before, since, line = self._kept.get(run.run_id, (None, 0.0, None))
         if line is None or (before != stamp and (not run.is_open or time.monotonic() - since > _FRESH_S)):

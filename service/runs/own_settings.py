@@ -1,4 +1,4 @@
-"""Longshore's own settings in jobs that are sent through other APIs, by their native names (docs/api.md)."""
+"""Longshore's own settings in jobs of other APIs, by their native names (docs/api.md)."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Reads and writes the rows of runs. A row is changed only if it is still as it was read."""
+"""Reads and writes the rows of runs. A row is changed only if nobody else has changed it since it was read."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ class IndexedRun:
 
 
 class RunFilter(TypedDict, total=False):
-    """A filter of a tenant's runs: every condition that is given, and not None, must hold."""
+    """A filter of a tenant's runs: all conditions that are not None must hold."""
 
     state: State | None
     api: str | None
@@ -109,7 +109,7 @@ class RunRows:
         return await self._database.writing(work)
 
     async def quotas(self, tenant: str) -> QuotaSettings:
-        """Return a tenant's quotas: its own where it has them, else the installation's."""
+        """Return a tenant's quotas: its own if set, else the installation's."""
         return await self._database.reading(lambda session: self._quotas.of(session, tenant))
 
     async def check_place(self, tenant: str) -> None:
@@ -189,8 +189,8 @@ class RunRows:
         return {row.run_id: row.phase for row in await self._database.reading(lambda s: s.execute(query).all())}
 
     async def overspending(self) -> tuple[dict[str, str], list[IndexedRun], list[IndexedRun]]:
-        """Return the tenants that have spent what they may, each with that in words; their runs that go on and that no
-        limit pauses yet; and the paused runs of other tenants that a limit has paused.
+        """Return the tenants at their spending limit, each with a message; their active runs that no limit has paused
+        yet; and the runs of other tenants that a limit has paused.
         """
 
         def work(session: Session) -> tuple[dict[str, str], Sequence[RunRow], Sequence[RunRow]]:
@@ -211,7 +211,7 @@ class RunRows:
         return await self._database.reading(lambda session: [(row[0], row[1]) for row in session.execute(query)])
 
     async def change(self, run: IndexedRun, status: RunStatus) -> IndexedRun:
-        """Change a run's status, unless its row has been changed meanwhile. Returns the run as it is then."""
+        """Change a run's status, unless its row was changed in the meantime. Returns the current run."""
         if status == run.status:
             return run
 
@@ -236,7 +236,7 @@ class RunRows:
 
 
 def run_row(record: RunRecord, status: RunStatus) -> RunRow:
-    """The row of a run as it is accepted, or found in the store."""
+    """The row of a run that was accepted just now, or found in the store."""
     return RunRow(
         run_id=record.run_id,
         tenant=record.tenant,
@@ -255,7 +255,7 @@ def run_row(record: RunRecord, status: RunStatus) -> RunRow:
 
 
 def forget(session: Session, removed: RemovedRun) -> None:
-    """Put a removed run's row aside: its GPU seconds go on to count."""
+    """Move a removed run's row to the removed runs: its GPU seconds still count."""
     session.merge(removed_row(removed))
     session.execute(delete(RunRow).where(RunRow.run_id == removed.run_id))
 
@@ -301,7 +301,7 @@ def _parsed(record: str, status: str, updated_at: float) -> IndexedRun:
 
 
 def notice_of(record: RunRecord, status: RunStatus, before: State | None) -> Notice | None:
-    """The notice of a change of state; None where nothing changed.
+    """The notice of a change of state; None if nothing changed.
 
     `before`: the state that the run had; None for a run that was not known.
     """

@@ -86,7 +86,7 @@ class Runs:
                 (The run may differ, if a name in the request means something else by then.)
 
         Raises:
-            InvalidInput: a URI leads where it may not, or the key was used for another request.
+            InvalidInput: a URI points to a forbidden place, or the key was used for another request.
             QuotaExceeded
         """
         await self.check_run(
@@ -126,7 +126,7 @@ class Runs:
     async def claim(self, tenant: str, key: str, run_id: str, asked: Frozen) -> str:
         """Return the run or sweep that a key made: `run_id` the first time.
 
-        Raises InvalidInput for another request; Conflict where that run was removed.
+        Raises InvalidInput for another request; Conflict if that run was removed.
         """
         mine = _Idempotency(run_id=run_id, request_sha256=hashlib.sha256(asked.model_dump_json().encode()).hexdigest())
         place = paths.idempotency(tenant, key)
@@ -265,7 +265,7 @@ class Runs:
     async def pause(self, tenant: str, run_id: str, limit: str | None = None) -> RunView:
         """Ask a run to end at its next step boundary, to be resumed later. Raises Conflict when it has ended.
 
-        `limit`: the limit that pauses it, in words; None where a user does.
+        `limit`: a message about the limit that pauses it; None if a user does.
         """
         async with self._ending(tenant, run_id) as client:
             handle = client.get_workflow_handle(run_id)
@@ -277,7 +277,7 @@ class Runs:
 
     @asynccontextmanager
     async def _ending(self, tenant: str, run_id: str) -> AsyncIterator[Client]:
-        """Yield Temporal's client, with which to end a running run. Raises Conflict when it has ended."""
+        """Yield Temporal's client for ending an active run. Raises Conflict if it has ended."""
         await self.make_sure(await self.record(tenant, run_id))
         self._states.changed(run_id)
         run = await self._current(tenant, run_id)
@@ -316,7 +316,7 @@ class Runs:
     async def pause_left(self) -> None:
         """Pause runs whose clients have sent nothing for `clients.away_s`.
 
-        Raises TemporalUnavailable, DatabaseUnavailable: what is left is done the next time.
+        Raises TemporalUnavailable, DatabaseUnavailable: the next call does the rest.
         """
         away_s = self._settings.clients.away_s
         for run in await self._rows.waiting_for_clients(time.time() - away_s) if away_s else ():
@@ -394,7 +394,7 @@ class Runs:
         await self.start_waiting()
 
     async def start_waiting(self) -> None:
-        """Start what was accepted while Temporal was away."""
+        """Start runs that were accepted while Temporal was unavailable."""
         for run_id in sorted(self._states.waiting):
             with suppress(NotFound):  # its record is missing
                 await self.make_sure(await self._states.record(run_id))
@@ -408,7 +408,7 @@ class Runs:
                 return
         if await self._states.result(record.run_id) is not None:
             return
-        # A lease on record: it ran before, and Temporal lost it. Then it goes on from its last checkpoint.
+        # A lease on record means that it ran before and Temporal lost it: it continues from its last checkpoint.
         leases = paths.RunKeys(record.run_id).leases
         was_leased = await asyncio.to_thread(lambda: any(True for _ in self._store.list(leases)))
         with suppress(Conflict):  # another process has just started it

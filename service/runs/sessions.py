@@ -18,7 +18,7 @@ from service.runs.updates import update_run
 from service.runs.views.run_view import RunView
 from service.temporal import Temporal
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.commands import CommandHead, LoadStored, Skip, packed_form, stored_form
+from shared.jobs.commands import CommandHead, LoadStored, Skip, stored_form
 from shared.models.peft import check_same
 from shared.runs.requests import RunRecord
 from shared.runs.session_results import SessionResults
@@ -28,7 +28,7 @@ from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 from shared.storage.uses import use
 
-# Between looks into the store for a result of which no host has told, and at whether the session still runs.
+# Intervals of polling the store for a result that no host has announced, and of checking that the session is active.
 _LOOK_EACH_S, _ASK_EACH_S = 3.0, 3.0
 # If a session had a result in this time, it has a worker, whose host finds new commands without its workflow.
 _ATTENDED_S = 0.25
@@ -85,14 +85,14 @@ class Sessions:
         await self._bells.ring(run_id, number, await self._put(record, number, data))
         soon_s = min(wait_s, _ATTENDED_S) if self._is_attended(run_id) else 0.0
         if soon_s and (result := await self._result_within(record, number, soon_s)) is not None:
-            return _view(result)  # a host has found it, so the workflow need not be told
+            return _view(result)  # a host has found it, so the workflow needs no signal
         await self._tell(record, number, data)
         return await self._wait(record, number, wait_s)
 
     async def accept(self, tenant: str, run_id: str, number: int, asked: Asked | Skip | bytes) -> None:
         """Accept a command as `send` does, and raise as it does, without waiting for a session that is at work.
 
-        Whoever is told that a command was accepted asks for its `outcome`.
+        The caller then asks for the command's `outcome`.
         """
         record = await self._record(tenant, run_id)
         data = await self._stored_form(record, number, asked)
@@ -101,7 +101,7 @@ class Sessions:
             await self._tell(record, number, data)
 
     async def outcome(self, tenant: str, run_id: str, number: int, wait_s: float) -> CommandView:
-        """Return a command's state as `show` does; a session that does not know of the command is told of it."""
+        """Return a command's state as `show` does. Sends the command to its session again if that does not know it."""
         record = await self._record(tenant, run_id)
         if (result := await self._result_within(record, number, min(wait_s, _ATTENDED_S))) is not None:
             return _view(result)
@@ -157,7 +157,7 @@ class Sessions:
         return record
 
     async def _stored_form(self, record: RunRecord, number: int, asked: Asked | Skip | bytes) -> bytes:
-        """Return a command as it is stored, as bytes are already. What a `load_state` names is looked up once."""
+        """Return a command's stored form; bytes already have it. The state of a `load_state` is looked up once."""
         if isinstance(asked, bytes):
             return asked
         if not isinstance(asked, LoadState):
@@ -189,7 +189,7 @@ class Sessions:
         return found[1]
 
     async def _put(self, record: RunRecord, number: int, data: bytes) -> bytes:
-        """Put a command into the store, unless there is one with its number. Returns what is there then."""
+        """Put a command into the store, unless there is one with its number. Returns the stored one."""
         keys, stored = RunKeys(record.run_id), data
 
         def put() -> bool:
@@ -201,7 +201,7 @@ class Sessions:
             if self._store.put_if_absent(keys.command(number), data):
                 return True
             stored = self._store.get_bytes(keys.command(number))
-            if stored != data and _is_asked(stored) and packed_form(stored) != data:  # the release before stored JSON
+            if stored != data and _is_asked(stored):
                 raise InvalidInput(f"command {number} was sent before, and was another one", "number")
             return False
 
@@ -227,7 +227,7 @@ class Sessions:
         return _view(result)
 
     async def _result_within(self, record: RunRecord, number: int, wait_s: float) -> CommandResult | None:
-        """Read a command's result, as soon as it is there."""
+        """Read a command's result as soon as it exists; None after `wait_s`."""
         key, end = RunKeys(record.run_id).command_result(number), time.monotonic() + wait_s
         told = self._bells.result
         while (data := told(record.run_id, number) or await asyncio.to_thread(self._read, key)) is None:

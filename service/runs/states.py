@@ -67,7 +67,7 @@ class RunStates:
         return run if status is None else await self._rows.change(run, status)
 
     async def _status(self, run: IndexedRun) -> RunStatus | None:
-        """Read a run's status from its workflow or its result; None where nothing newer than the row is known."""
+        """Read a run's status from its workflow or its result; None if nothing newer than the row is known."""
         async with self._temporal.client() as client:
             handle = client.get_workflow_handle(run.run_id)
             try:

@@ -35,7 +35,7 @@ class TrainSteps:
             wait_s: how long to wait for the step's end; the answer is its status then.
 
         Raises:
-            InvalidInput: the key was used for other groups, or their URI leads where it may not.
+            InvalidInput: the key was used for other groups, or their URI points to a forbidden place.
             Conflict: the run takes no more steps, or too many wait.
         """
         await self._runs.check_access(tenant, request)

@@ -1,1 +1,1 @@
-"""The keys of an installation: what goes through Temporal is sealed by them, and statements are signed."""
+"""The keys of an installation: they encrypt everything that goes through Temporal, and sign statements."""

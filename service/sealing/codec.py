@@ -1,18 +1,17 @@
-"""Seal every payload that goes through Temporal: whoever reaches the server, or reads its database, learns nothing.
+"""Encrypts every payload that goes through Temporal, so that its server and database reveal nothing.
 
-Every payload (inputs of workflows and activities, signals, updates, queries, results, heartbeats, memos, and the words
-of failures) is encrypted by AES-256-GCM. Bound to it are the id of the workflow that it belongs to and, for what an
-activity takes or gives, the activity's name. The service and the hosts hold the keys. Payloads that none of the keys
+Every payload (inputs of workflows and activities, signals, updates, queries, results, heartbeats, memos, and the
+messages of failures) is encrypted by AES-256-GCM. Its associated data are the workflow's id and, for an activity's
+inputs and results, the activity's name. The service and the hosts hold the keys. Payloads that none of the keys
 opens, or of another workflow, are refused: a start fails at once, a signal is dropped, an update is rejected, an
 activity is not run. A seal does not prevent reuse: a run's first activity checks that its input is not used twice
 (activities/records/run_records.py).
 
-Of a key that the installation has, but not this process, nothing is refused: the workflow's task fails, and is tried
-again until a host with that key takes it.
+A payload under a key that the installation has, but this process lacks, is not refused: the workflow's task fails, and
+is retried until a host with that key takes it.
 """
 
 import asyncio
-import hmac
 import json
 import logging
 import os
@@ -54,9 +53,8 @@ UNSEALED = "Unsealed"
 ENCRYPTED = b"binary/encrypted"
 KEY_ID, _SCOPE = "encryption-key-id", "longshore-scope"
 _NONCE_BYTES = 12
-_OLD_SEAL, _OLD_VERSION = "longshore-seal", b"1"
 _REFUSED = "longshore/refused"
-# Temporal gives what a schedule starts the id of the schedule's action and the time.
+# Temporal gives a scheduled workflow the id of the schedule's action plus the time.
 _ACTION = re.compile(r"(schedule/.*)-\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _log = logging.getLogger("longshore.codec")
 Scope = tuple[str, ...]
@@ -67,7 +65,7 @@ class Sealing(PayloadCodec, WithSerializationContext):
     """Seals payloads that are sent and opens those received.
 
     Args:
-        leave: ends a process that comes to lack the key that seals now, before it fails what others could do.
+        leave: ends a process that lacks the current sealing key, before it fails work that others could do.
     """
 
     def __init__(self, keys: SealKeys, scope: Scope = (), leave: Callable[[], None] | None = None) -> None:
@@ -103,9 +101,6 @@ class Sealing(PayloadCodec, WithSerializationContext):
         return self._cipher(self.keys.current).seal(payload)
 
     async def _opened(self, payload: Payload) -> Payload:
-        if _OLD_SEAL in payload.metadata:
-            is_ours = any(_is_sealed_as_before(payload, key, self._scope) for key in self.keys.keys)
-            return _bare(payload) if is_ours else _refused()
         if payload.metadata.get("encoding") != ENCRYPTED:
             return _refused()
         key_id = key_of(payload)
@@ -128,7 +123,7 @@ class Sealing(PayloadCodec, WithSerializationContext):
 class _Cipher:
     """Seals and opens the payloads of one scope by one key.
 
-    Each scope has an AES key of its own, so that no number of payloads comes near the limit of random nonces.
+    Each scope has a separate AES key, so that no key comes near the limit of random nonces.
     """
 
     def __init__(self, key: SealKey, scope: Scope) -> None:
@@ -151,12 +146,12 @@ class _Cipher:
 
 
 def key_of(payload: Payload) -> str:
-    """Return the id of the key that a payload says it was sealed with; an empty one for any other."""
+    """Return the id of the key in a sealed payload's metadata; an empty one for other payloads."""
     return payload.metadata.get(KEY_ID, b"").decode("ascii", "replace")
 
 
 def unseal(payload: Payload, keys: Sequence[SealKey]) -> Payload | None:
-    """Open a payload of whatever workflow it says itself, to be read and not acted upon. None: it cannot be opened."""
+    """Open a payload under the workflow that it names itself, only for reading. None: it cannot be opened."""
     if (key := found_key(keys, key_of(payload))) is None:
         return None
     try:
@@ -172,21 +167,6 @@ def _framed(*parts: bytes) -> bytes:
 def _id_of(context: WorkflowSerializationContext | ActivitySerializationContext) -> str:
     action = _ACTION.fullmatch(context.workflow_id or "")
     return action[1] if action else context.workflow_id or ""
-
-
-# Payloads that 0.1 has sealed by an HMAC of their bytes. They are in histories of runs that began before an upgrade.
-
-
-def _is_sealed_as_before(payload: Payload, key: SealKey, scope: Scope) -> bool:
-    bare = _bare(payload)
-    metadata = [part for name in sorted(bare.metadata) for part in (name.encode(), bare.metadata[name])]
-    framed = _framed(_OLD_VERSION, *(name.encode() for name in scope), b"", *metadata, b"", payload.data)
-    return hmac.compare_digest(payload.metadata[_OLD_SEAL], key.derived(framed))
-
-
-def _bare(payload: Payload) -> Payload:
-    metadata = {name: value for name, value in payload.metadata.items() if name != _OLD_SEAL}
-    return Payload(metadata=metadata, data=payload.data)
 
 
 # What is done with what was refused.
@@ -220,7 +200,7 @@ def _activate(
     definition: Any,
     activation: WorkflowActivation,
 ) -> WorkflowActivationCompletion:
-    """Activate a workflow, and refuse missing inputs, with which the SDK itself would retry for ever."""
+    """Activate a workflow, and refuse missing inputs: the SDK itself would retry them for ever."""
     for job in activation.jobs:
         match job.WhichOneof("variant"):
             case "initialize_workflow":

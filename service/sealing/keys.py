@@ -1,7 +1,7 @@
-"""The keys of an installation, by which service and hosts know each other's work. The first one seals, all open.
+"""The keys of an installation, which authenticate service and hosts to each other. The first one seals, all open.
 
-The store lists the ids of all keys that have sealed anything, in the order of their first use. So a process knows that
-its own key is the wrong one, and a payload of a key that it lacks from a stranger's, whose key nobody here ever had.
+The store lists the ids of all keys that have sealed anything, in the order of their first use. So a process notices
+that its own key is wrong, and can tell a payload under a key that it lacks from a forged one under an unlisted key.
 """
 
 import hmac
@@ -29,7 +29,7 @@ class SealKey:
 
     @cached_property
     def id(self) -> str:
-        """The key's name in payloads, in the store and in messages: 16 hex digits that do not tell the key."""
+        """The key's name in payloads, in the store and in messages: 16 hex digits that do not reveal the key."""
         return self.derived(b"key id")[:8].hex()
 
     def derived(self, purpose: bytes) -> bytes:
@@ -82,7 +82,7 @@ MEND = "set LONGSHORE_SEAL_KEY as elsewhere (docs/hardening.md#keys-and-their-ro
 
 
 def seal_keys(settings: Settings) -> tuple[SealKey, ...]:
-    """Return the keys of this process, without a look at the store's. Raises InvalidInput: the root's file has none."""
+    """Return this process's keys, without checking the store's list. Raises InvalidInput: the root's file has none."""
     if settings.seal_key is not None:
         given = settings.seal_key.get_secret_value()
     else:
@@ -106,7 +106,7 @@ def has_seal_key(settings: Settings) -> bool:
 
 
 def sync_key(settings: Settings) -> bytes:
-    """Return the key by which samplers know the installation's trainers. It never goes through Temporal."""
+    """Return the key that authenticates the installation's trainers to samplers. It never goes through Temporal."""
     return seal_keys(settings)[0].derived(b"weight sync")
 
 

@@ -1,4 +1,4 @@
-"""The key by which an installation signs statements (shared/provenance.py), and the check of what it has signed."""
+"""The key that an installation signs statements with (shared/provenance.py), and the check of its signatures."""
 
 import base64
 import hashlib
@@ -15,7 +15,7 @@ from shared.settings import Settings
 
 
 class Signer:
-    """Signs with a key that follows from the one that seals: who holds that can sign, and nobody else."""
+    """Signs with a key derived from the sealing key: only holders of that key can sign."""
 
     def __init__(self, settings: Settings) -> None:
         self._key = _signing_key(seal_keys(settings)[0])
@@ -32,7 +32,7 @@ class Signer:
 
 
 def public_keys(settings: Settings) -> tuple[PublicKey, ...]:
-    """Return the keys by which statements of this installation are checked, the current one first."""
+    """Return the keys that verify statements of this installation, the current one first."""
     return tuple(_described(_signing_key(key).public_key()) for key in seal_keys(settings))
 
 

@@ -1,1 +1,1 @@
-"""What a process shows of itself: traces, metrics, ids in its log. Both traces and metrics are off unless asked for."""
+"""A process's traces, metrics, and ids in its log. Traces and metrics are off by default."""

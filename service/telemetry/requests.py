@@ -1,4 +1,4 @@
-"""Requests to the web service, seen from outside: counted, timed, and each with a span."""
+"""Counts and times requests to the web service, and gives each a span."""
 
 import time
 from collections.abc import Iterator, MutableMapping
@@ -68,7 +68,7 @@ class SeenRequests:
 
 
 def _route_of(scope: Scope) -> str:
-    """Return a route's template. FastAPI leaves the prefix out with which a router was included."""
+    """Return a route's template. FastAPI leaves out the prefix that a router was included with."""
     template = str(getattr(scope.get("route"), "path", _UNMATCHED))
     is_included = scope["path"].startswith(_PREFIX) and template.startswith("/") and not template.startswith(_PREFIX)
     return _PREFIX + template if is_included else template

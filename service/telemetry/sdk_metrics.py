@@ -1,6 +1,7 @@
-"""Temporal's own metrics of this process, shown beside ours at the same port.
+"""Temporal's own metrics of this process, at the same port as ours.
 
-The SDK's runtime buffers its updates. They are added up here, as the SDK could show them at a port of its own alone.
+The SDK's runtime buffers its updates. They are added up here, since the SDK itself could only show them at
+a separate port.
 """
 
 import threading
@@ -21,7 +22,7 @@ from temporalio.runtime import (
 )
 
 _BUFFER = 100_000
-_DRAIN_S = 5.0  # where nobody asks; the SDK drops what its buffer has no room for
+_DRAIN_S = 5.0  # without scrapes; the SDK drops updates if its buffer is full
 _BUCKETS_S = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 3600.0, float("inf"))
 _runtime: Runtime | None = None
 
@@ -29,7 +30,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class SdkMetrics(Collector):
-    """Adds up what the SDK's runtime tells, by name and labels."""
+    """Adds up the metric updates of the SDK's runtime, by name and labels."""
 
     def __init__(self, buffer: MetricBuffer) -> None:
         self._buffer = buffer
@@ -81,7 +82,7 @@ class SdkMetrics(Collector):
 
 
 def start_sdk_metrics() -> SdkMetrics:
-    """Have clients of Temporal that connect from now on be counted. Called once, where a process begins."""
+    """Count the metrics of Temporal clients that connect from now on. Called once, at a process's start."""
     global _runtime
     buffer = MetricBuffer(_BUFFER, MetricBufferDurationFormat.SECONDS)
     _runtime = Runtime(telemetry=TelemetryConfig(metrics=buffer))

@@ -1,4 +1,4 @@
-"""Traces, sent by OTLP (HTTP, protobuf) where OTEL_EXPORTER_OTLP_ENDPOINT names a place.
+"""Traces, sent by OTLP (HTTP, protobuf) if OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
 One trace leads from a request through workflow and activities to the optimizer steps, whose spans the GPU host makes of
 the worker's events (activities/telemetry.py). Temporal's interceptor makes a workflow's spans outside of the workflow
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _TRACE_PARENT = "traceparent"
-# Ids, counts and names alone: an error's text, a path or a header may hold what a user wrote.
+# Only ids, counts and names: an error's text, a path or a header may contain a user's text.
 _ATTRIBUTES = re.compile(
     r"temporal\w+ID|temporalActivityType|longshore\.\w+|error\.type"
     r"|http\.request\.method|http\.route|http\.response\.status_code"
@@ -41,7 +41,7 @@ def traces_are_wanted() -> bool:
 
 
 def start_tracing(process: str) -> None:
-    """Send spans of this process from now on, if an endpoint is named. Called once, where a process begins."""
+    """Send spans of this process from now on, if an endpoint is named. Called once, at a process's start."""
     if not traces_are_wanted():
         return
     from opentelemetry.sdk.resources import Resource
@@ -64,7 +64,7 @@ def stop_tracing() -> None:
 
 @contextmanager
 def span_of_program(process: str, name: str, parent: str | None) -> Iterator[str | None]:
-    """Hold a span for all that a program does; yields the header by which others go on with it, None without one."""
+    """Record a span of the whole program; yields the header that continues its trace elsewhere, None without one."""
     start_tracing(process)
     try:
         with trace.get_tracer("longshore.program").start_as_current_span(name, context_of(parent)):
@@ -74,7 +74,7 @@ def span_of_program(process: str, name: str, parent: str | None) -> Iterator[str
 
 
 def tracing_interceptors() -> Sequence[Interceptor]:
-    """Return what a client of Temporal needs to carry traces on."""
+    """Return the interceptors that a client of Temporal needs to propagate traces."""
     return _interceptors
 
 
@@ -84,14 +84,14 @@ def context_of(traceparent: str | None) -> Any:
 
 
 def current_traceparent() -> str | None:
-    """Return the header by which another process goes on with the current trace; None where there is none."""
+    """Return the header that continues the current trace in another process; None without a trace."""
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
     return carrier.get(_TRACE_PARENT)
 
 
 def current_ids() -> dict[str, str]:
-    """Return the ids of what is being done here, for a line of the log."""
+    """Return the ids of the current work, for log lines."""
     found: dict[str, str] = {}
     if workflow.in_workflow():
         found["run_id"] = workflow.info().workflow_id
@@ -117,10 +117,10 @@ def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
             self._before: Any = None
 
         def _load_workflow_context_carrier(self) -> Any:
-            """Return the trace in which the workflow was started, or one of its own.
+            """Return the trace that the workflow was started in, or a new one.
 
-            A schedule starts it in none. A workflow that continues as new begins another, so that none grows without
-            bound; its first span links to the one before.
+            A schedule starts it in none. A workflow that continues as new begins another, so that no trace grows
+            without bound; its first span links to the one before.
             """
             is_loaded = bool(self._workflow_context_carrier)
             carrier, info = super()._load_workflow_context_carrier(), workflow.info()
@@ -159,13 +159,13 @@ def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
 
 
 def _own_trace(execution: str) -> dict[str, Any]:
-    """Return the header of a workflow's own trace, the same in each replay, wherever the workflow goes on."""
+    """Return the header of a workflow's own trace, the same in each replay, on any host."""
     ids = hashlib.sha256(execution.encode()).hexdigest()
     return {_TRACE_PARENT: f"00-{ids[:32]}-{ids[32:48]}-01"}
 
 
 def _ids(context: Context) -> Any:
-    """Return what gives a span the ids of a context, as if it were the one that the header names."""
+    """Return an id generator that gives a span the ids of a context, as if it were the header's span."""
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
     named = trace.get_current_span(context).get_span_context()
@@ -186,7 +186,7 @@ def _exporter() -> Any:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class ScrubbingExporter(SpanExporter):
-        """Sends spans without what a user may have written: the one place that every span passes."""
+        """Sends spans without anything that a user may have written: every span goes through here."""
 
         def __init__(self) -> None:
             self._next = OTLPSpanExporter()

@@ -1,1 +1,1 @@
-"""What starts and tells of runs by itself: schedules and webhooks."""
+"""Automation around runs: schedules, sweeps, webhooks, and garbage collection."""

@@ -1,4 +1,4 @@
-"""The collection of garbage: what is asked for, and what came of it."""
+"""Requests and reports of garbage collection."""
 
 from pydantic import Field
 
@@ -6,15 +6,15 @@ from longshore.fields import Frozen
 
 
 class GarbageRequest(Frozen):
-    """`is_dry`: only say what would be deleted."""
+    """`is_dry`: only report what would be deleted."""
 
     is_dry: bool = True
 
 
 class Freed(Frozen):
-    """What was deleted, or would be: of one tenant and one kind. What several tenants use is nobody's here."""
+    """What was deleted, or would be, of one tenant and one kind. Data that several tenants share has no tenant here."""
 
-    what: str = Field(description="checkpoints, data, samples, logs, sessions, models, or removed: of removed runs")
+    what: str = Field(description="checkpoints, data, samples, logs, sessions, models, or removed (removed runs)")
     tenant: str | None = None
     num_units: int = Field(description="runs, or artifacts that runs share")
     num_objects: int
@@ -22,18 +22,15 @@ class Freed(Frozen):
 
 
 class GarbageReport(Frozen):
-    """What a collection found and did."""
+    """The report of a collection."""
 
     is_dry: bool
     began: float
     took_s: float
-    num_runs: int = Field(description="on record")
+    num_runs: int = Field(description="recorded runs")
     num_going_on: int
     freed: tuple[Freed, ...] = ()
-    num_withdrawn: int = Field(default=0, description="units that a run was found to use at the second look")
-    held_back_by: str | None = Field(
-        default=None, description="a run that began before runs marked what they use: until its end nothing shared goes"
-    )
+    num_withdrawn: int = Field(default=0, description="units kept because the second check found a run that uses them")
     measured: dict[str, dict[str, int]] = Field(
-        default_factory=dict, description="bytes of each tenant that its quota counts by this measure, by kind"
+        default_factory=dict, description="measured bytes that count for each tenant's quota, by kind"
     )

@@ -1,4 +1,4 @@
-"""Schedules: runs that are started by the clock."""
+"""Schedules: runs that start at set times."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def _five_fields(cron: str) -> str:
 
 
 def _known_zone(name: str) -> str:
-    if name == "UTC":  # known even where the system has no table of zones
+    if name == "UTC":  # known even if the system has no time zone database
         return name
     try:
         ZoneInfo(name)
@@ -37,22 +37,27 @@ def _known_zone(name: str) -> str:
 
 
 class ScheduledRun(Frozen):
-    """A schedule, as a user asks for it: one of `cron` and `every_s`."""
+    """A schedule, as a user requests it: either `cron` or `every_s`."""
 
     name: Name
     run: Run
     cron: Annotated[str, Field(max_length=128), AfterValidator(_five_fields)] | None = None
     every_s: int | None = Field(default=None, ge=60, le=366 * 86_400)
     timezone: Annotated[str, Field(max_length=64), AfterValidator(_known_zone)] = Field(
-        default="UTC", description="that cron's hours are in"
+        default="UTC", description="the time zone of cron's hours"
     )
-    overlap: Overlap = Field(default="skip", description="when the run before is still going on")
+    overlap: Overlap = Field(default="skip", description="if the previous run has not ended")
     catch_up_s: int = Field(
-        default=600, ge=10, le=30 * 86_400, description="a time missed by more, as by an outage, is left out"
+        default=600,
+        ge=10,
+        le=30 * 86_400,
+        description="a time missed by more seconds, such as in an outage, is skipped",
     )
-    continues: bool = Field(default=False, description="from the last published version of the run's name, if any")
+    continues: bool = Field(
+        default=False, description="train from the last published version of the run's name, if any"
+    )
     even_unchanged: bool = Field(
-        default=False, description="also when the data is what the last run had, which did not fail"
+        default=False, description="also start if the data has not changed since the last run and that run did not fail"
     )
 
     @model_validator(mode="after")
@@ -71,9 +76,9 @@ class ScheduledRun(Frozen):
 
 
 class ScheduleRecord(Frozen):
-    """The record of an accepted schedule, from which a schedule that Temporal has lost is made again.
+    """The record of an accepted schedule. If Temporal has lost the schedule, it is made again from this record.
 
-    `salt`: keeps its id from telling its name to whoever guesses it; empty of schedules from before there was one.
+    `salt`: keeps its id from telling its name to whoever guesses it.
     """
 
     schema_version: Literal[1] = 1
@@ -83,17 +88,17 @@ class ScheduleRecord(Frozen):
     created_at: float
     paused: bool = False
     note: str | None = None
-    salt: str = ""
+    salt: str
 
     @property
     def temporal_id(self) -> str:
-        """The schedule's id in Temporal, where ids are not encrypted: a hash, as users choose the names."""
+        """The schedule's id in Temporal: a hash, since users choose the names and Temporal's ids are not encrypted."""
         told = [self.tenant, self.scheduled.name, self.created_at, self.salt]
         return f"{self.tenant}/{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]}"
 
 
 class ScheduledAction(Frozen):
-    """The input of the workflow that a schedule starts: what it needs of the schedule."""
+    """The input of the workflow that a schedule starts."""
 
     tenant: Tenant
     owner: str | None = None
@@ -101,7 +106,7 @@ class ScheduledAction(Frozen):
 
 
 class Action(Frozen):
-    """The outcome of one action of a schedule. `skipped` and `failed` say why there is no run."""
+    """The outcome of one action of a schedule. `skipped` and `failed`: the reason why there is no run."""
 
     state: Literal["preparing", "started", "skipped", "failed"] = "preparing"
     run_id: RunId | None = None
@@ -132,14 +137,9 @@ class LastScheduled(Frozen):
 
 
 def data_of(run: Run) -> DatasetSource:
-    """Return the data of a run: a scheduled run is skipped if this has not changed since the schedule's last run."""
+    """Return a run's data. A scheduled run is skipped if its data has not changed since the schedule's last run."""
     if isinstance(run, RLRun):
         assert run.rollouts is not None
         return run.rollouts.prompts
     assert not isinstance(run, SessionRun)
     return run.dataset
-
-
-def first_schedule_id(tenant: str, name: str) -> str:
-    """Return the id in Temporal that 0.1 gave to a schedule."""
-    return f"{tenant}/{name}"

@@ -1,7 +1,7 @@
-"""Sweeps: runs that differ in a few fields, of which the best one is published.
+"""Sweeps: runs that differ in a few fields; the best one is published.
 
-What a sweep decides follows from its trials' metrics in the order of their numbers, never from the order in which runs
-happen to end: a service that is killed decides the same once more.
+A sweep's decisions depend on its trials' metrics in the order of the trials' numbers, never on the order in which runs
+end, so a service that was killed makes the same decisions again.
 """
 
 import json
@@ -38,8 +38,8 @@ class Space(Frozen):
     choices: tuple[JsonValue, ...] | None = Field(default=None, min_length=1, max_length=64)
     min: float | None = Field(default=None, allow_inf_nan=False)
     max: float | None = Field(default=None, allow_inf_nan=False)
-    log: bool = Field(default=False, description="of a range: drawn by its logarithm")
-    integer: bool = Field(default=False, description="of a range: whole numbers")
+    log: bool = Field(default=False, description="for a range: sampled on a logarithmic scale")
+    integer: bool = Field(default=False, description="for a range: only whole numbers")
 
     @model_validator(mode="after")
     def _holds_together(self) -> Self:
@@ -62,7 +62,7 @@ class Space(Frozen):
 
     @property
     def ends(self) -> tuple[JsonValue, ...]:
-        """All choices; of a range its least and its greatest number."""
+        """All choices; for a range its smallest and its largest number."""
         if self.choices is not None:
             return self.choices
         assert self.min is not None and self.max is not None
@@ -70,29 +70,32 @@ class Space(Frozen):
 
 
 class Halving(Frozen):
-    """Successive halving, asynchronous (arXiv:1810.05934): at each rung the best 1/reduction of the trials go on."""
+    """Successive halving, asynchronous (arXiv:1810.05934): at each rung the best 1/reduction of the trials continue."""
 
     first_step: int = Field(ge=1, le=10_000_000, description="the first rung: a trial's first report from this step on")
-    reduction: int = Field(default=3, ge=2, le=16, description="each rung is at so many times the step before it")
+    reduction: int = Field(default=3, ge=2, le=16, description="each rung's step is this many times the one before")
 
 
 class Sweep(Frozen):
-    """A sweep, as a user asks for it: trials are runs like `run`, with values of `parameters` in their fields."""
+    """A sweep, as a user requests it: trials are runs like `run`, with values from `parameters` in their fields."""
 
-    name: Name = Field(description="what the best trial is published as")
+    name: Name = Field(description="the name that the best trial is published under")
     run: Run
     parameters: dict[FieldPath, Space] = Field(min_length=1, max_length=16)
     sampler: Literal["grid", "random", "tpe"] = Field(
         default="tpe", description="every combination of choices; at random; or Optuna's TPE, which learns from trials"
     )
-    seed: int = Field(default=0, ge=0, lt=2**32, description="of the sampler")
-    trials: int | None = Field(default=None, ge=1, le=MAX_TRIALS, description="of a grid all combinations if absent")
-    parallel: int = Field(default=4, ge=1, le=64, description="runs at once")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the sampler")
+    trials: int | None = Field(default=None, ge=1, le=MAX_TRIALS, description="for a grid, all combinations if absent")
+    parallel: int = Field(default=4, ge=1, le=64, description="trials at a time")
     metric: str | None = Field(
-        default=None, min_length=1, max_length=128, description="of a run's last step; eval_loss, or an rl run's reward"
+        default=None,
+        min_length=1,
+        max_length=128,
+        description="at a run's last step; if absent, eval_loss, or an rl run's reward",
     )
     direction: Literal["minimize", "maximize"] | None = Field(
-        default=None, description="maximize for a metric with reward or accuracy in its name, if absent"
+        default=None, description="if absent, maximize for a metric with reward or accuracy in its name, else minimize"
     )
     halving: Halving | None = None
 
@@ -127,7 +130,7 @@ class Sweep(Frozen):
 
     @property
     def _evaluated_every(self) -> int | None:
-        """Steps from one evaluation of a run to the next; 0: at its end alone; None: never."""
+        """Steps from one evaluation of a run to the next; 0: only at its end; None: never."""
         if isinstance(self.run, RLRun):
             held_out = self.run.rollouts.held_out if self.run.rollouts else None
             return held_out.every_steps or 0 if held_out else None
@@ -141,7 +144,7 @@ class Sweep(Frozen):
 
     @property
     def measured(self) -> str:
-        """The metric by which trials are compared."""
+        """The metric that ranks the trials."""
         return self.metric or ("eval_reward_mean" if self.run.kind == "rl" else "eval_loss")
 
     @property
@@ -151,7 +154,7 @@ class Sweep(Frozen):
 
 
 class SweepRecord(Frozen):
-    """The record of an accepted sweep. Its trials are on record as runs, in the source of which they have numbers."""
+    """The record of an accepted sweep. Its trials have run records of their own, whose source holds their number."""
 
     schema_version: Literal[1] = 1
     sweep_id: SweepId
@@ -167,14 +170,14 @@ class SweepRecord(Frozen):
 
 
 class SweepRef(Frozen):
-    """The input of a sweep's workflow: all else is on record."""
+    """The input of a sweep's workflow: everything else is in its record."""
 
     tenant: Tenant
     sweep_id: SweepId
 
 
 class BestRequest(Frozen):
-    """Asks for the best trial's adapter or model to be published once more, as a version of the sweep's name."""
+    """A request to publish the best trial's adapter or model again, as a version of the sweep's name."""
 
     tenant: Tenant
     name: Name
@@ -184,38 +187,38 @@ class BestRequest(Frozen):
 
 
 class Report(NamedTuple):
-    """What a trial has reported: the metric after a step."""
+    """A trial's metric after a step."""
 
     step: int
     value: float
 
 
 class SweepEnd(Frozen):
-    """The end of a sweep, as it is on record."""
+    """The recorded end of a sweep."""
 
     state: Literal["succeeded", "failed", "cancelled"]
     pruned: dict[int, Report] = Field(default_factory=dict, description="by the number of the trial")
     problem: str | None = None
-    adapter: str | None = Field(default=None, description="URI of what was published: adapter, or model after `full`")
+    adapter: str | None = Field(default=None, description="URI of the published adapter, or model after `full`")
     version: int | None = None
     ended_at: float
 
 
 class SweepTurn(Frozen):
-    """What came of looking after a sweep's trials: its end, once all have ended, and what to publish before that."""
+    """The result of advancing a sweep: its end, once all trials have ended, and what to publish before that."""
 
     end: SweepEnd | None = None
     best: BestRequest | None = None
 
 
 class SweepEnding(SweepRef):
-    """Asks for a sweep's end to be recorded."""
+    """A request to record a sweep's end."""
 
     end: SweepEnd
 
 
 class Reports(NamedTuple):
-    """What a trial has reported so far: its metric by step; and whether its run has ended."""
+    """A trial's metric by step so far, and whether its run has ended."""
 
     by_step: Mapping[int, float]
     has_ended: bool
@@ -231,13 +234,13 @@ def grid_values(sweep: Sweep, number: int) -> Values:
 
 
 def with_values(run: Run, values: Mapping[str, JsonValue]) -> Run:
-    """Return a run with these values in its fields, as its own model validates it.
+    """Return a run with these values in its fields, validated by the run's model.
 
     Raises:
         InvalidInput: at `parameters.PATH`: there is no such field, or the run's model refuses the values.
     """
     tops = {path.partition(".")[0] for path in values}
-    # Without a `trainable`, an adapter that `model` names says of what shape it is.
+    # Without a `trainable`, an adapter named by `model` gives its shape.
     fields: Any = run.model_dump(mode="json", exclude={"trainable"} - run.model_fields_set - tops)
     for path, value in values.items():
         *above, last = path.split(".")
@@ -258,9 +261,10 @@ def with_values(run: Run, values: Mapping[str, JsonValue]) -> Run:
 
 
 def candidates(sweep: Sweep) -> Iterator[Values]:
-    """Yield what is tried on the run's model before a sweep is accepted: every combination of a grid.
+    """Yield the values that are validated by the run's model before a sweep is accepted.
 
-    Of other samplers every choice and end of a range, beside the first ones of the other parameters; and the last ones.
+    For a grid: every combination. For other samplers: every choice and both ends of a range, with the first values of
+    the other parameters; and the last values of all parameters together.
     """
     if sweep.sampler == "grid":
         yield from (grid_values(sweep, number) for number in range(sweep.num_trials))
@@ -272,10 +276,10 @@ def candidates(sweep: Sweep) -> Iterator[Values]:
 
 
 def pruned(trials: Sequence[Reports], halving: Halving, maximizes: bool) -> dict[int, Report]:
-    """Return the trials that successive halving ends, by number, each with the report that it ends by.
+    """Return the trials that successive halving ends, by number, each with the report that decided it.
 
-    The rule is that of Optuna's SuccessiveHalvingPruner, were the trials done one after another: at a rung a trial is
-    compared with those of lower numbers. It is decided once all of these have reached the rung, or never will.
+    The rule is that of Optuna's SuccessiveHalvingPruner for trials that run one after another: at a rung a trial is
+    compared with those of lower numbers. The decision waits until each of these has reached the rung, or never will.
 
     Args:
         trials: in order of their numbers.
@@ -304,7 +308,7 @@ def pruned(trials: Sequence[Reports], halving: Halving, maximizes: bool) -> dict
 
 
 def _goes_on(value: float, competing: list[float], reduction: int, maximizes: bool) -> bool:
-    """True if a value is among the best 1/reduction of a rung's; while they are fewer, if it is the best."""
+    """True if a value is among the best 1/reduction of a rung; if that is less than one value, if it is the best."""
     ranked = sorted(competing, reverse=maximizes)
     least = ranked[max(0, len(ranked) // reduction - 1)]
     return value >= least if maximizes else value <= least

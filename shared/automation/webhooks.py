@@ -1,4 +1,4 @@
-"""Webhooks: a tenant's addresses, the notices that they get of its runs, and the deliveries of those."""
+"""Webhooks: a tenant's addresses, the notices on its runs that they get, and the deliveries."""
 
 import base64
 import json
@@ -51,31 +51,31 @@ WebhookUrl = Annotated[str, Field(min_length=1, max_length=2048), AfterValidator
 
 
 class Webhook(Frozen):
-    """The record of a webhook. The one place where its secret is kept, in the clear, since signing needs it."""
+    """The record of a webhook. Only here its secret is stored, unencrypted, since signing needs it."""
 
     schema_version: Literal[1] = 1
     webhook_id: WebhookId
     tenant: Tenant
-    owner: str | None = Field(default=None, description="the id of the API key that made it")
+    owner: str | None = Field(default=None, description="id of the API key that created it")
     url: WebhookUrl
-    events: tuple[NoticeType, ...] = Field(default=(), description="it is told these alone; all if empty")
+    events: tuple[NoticeType, ...] = Field(default=(), description="only these events are sent; all if empty")
     enabled: bool = True
     secret: str = Field(repr=False, description="whsec_ and the key of the signatures in base64")
-    previous_secret: str | None = Field(default=None, repr=False, description="the one before, which signs too")
-    previous_until: float | None = Field(default=None, description="how long it does, in seconds since 1970")
+    previous_secret: str | None = Field(default=None, repr=False, description="the previous secret, which also signs")
+    previous_until: float | None = Field(default=None, description="until when it does, in seconds since 1970")
     created_at: float
 
     def wants(self, kind: str) -> bool:
         return self.enabled and (not self.events or kind in self.events)
 
     def keys(self, now: float) -> tuple[bytes, ...]:
-        """Return the signing keys at a moment: the newest secret's first, and the one's before while it lasts."""
+        """Return the signing keys at a moment: the current secret's, then the previous one's while it is valid."""
         before = self.previous_secret if now < (self.previous_until or 0) else None
         return tuple(base64.b64decode(s.removeprefix(_SECRET_PREFIX)) for s in (self.secret, before) if s)
 
 
 class Notice(Frozen):
-    """A message to webhooks. Small: clients ask the API for more."""
+    """A message to webhooks. It is small; clients get more from the API."""
 
     notice_id: NoticeId
     tenant: Tenant
@@ -84,7 +84,7 @@ class Notice(Frozen):
     data: dict[str, JsonValue]
 
     def body(self) -> bytes:
-        """Return the body, the same bytes at every attempt: in the fields that clients of OpenAI's webhooks read."""
+        """Return the body, the same bytes at every attempt, with the fields that clients of OpenAI's webhooks read."""
         moment = datetime.fromtimestamp(self.created_at, UTC).isoformat(timespec="milliseconds")
         said = {
             "id": self.notice_id,
@@ -98,16 +98,16 @@ class Notice(Frozen):
 
 
 class Attempt(Frozen):
-    """One attempt to deliver. `status`: what the receiver answered; None where it did not."""
+    """One attempt to deliver. `status`: the receiver's HTTP status; None without an answer."""
 
     at: float
     status: int | None = None
     problem: str | None = None
-    retry_after_s: float | None = Field(default=None, description="how long the receiver asked to be left alone")
+    retry_after_s: float | None = Field(default=None, description="seconds that the receiver asked to wait")
 
 
 class Delivery(Frozen):
-    """The delivery of one notice to one webhook. `attempts`: the last ones."""
+    """The delivery of one notice to one webhook. `attempts`: only the last ones."""
 
     notice_id: NoticeId
     type: NoticeType
@@ -119,17 +119,17 @@ class Delivery(Frozen):
 
 
 def new_secret() -> str:
-    """The key of a webhook's signatures: 256 random bits."""
+    """Return a new key for a webhook's signatures: 256 random bits."""
     return _SECRET_PREFIX + base64.b64encode(secrets.token_bytes(_SECRET_BYTES)).decode()
 
 
 def new_notice_id() -> str:
-    """Milliseconds since 1970 in 11 hex digits, so that ids sort by time, and 12 random ones."""
+    """Return milliseconds since 1970 in 11 hex digits, so that ids sort by time, and 12 random digits."""
     return f"evt-{int(time.time() * 1000):011x}{secrets.token_hex(6)}"
 
 
 class WebhookRequest(Frozen):
-    """A notice and its webhooks. Workflows may not read settings, so the first retry's delay travels with it."""
+    """A notice and its webhooks. Workflows may not read settings, so it also has the first retry's delay."""
 
     notice: Notice
     webhook_ids: tuple[WebhookId, ...]

@@ -1,1 +1,1 @@
-"""Chat and completion requests, and the trajectories that are made of them."""
+"""Chat and completion requests, and the trajectories made from them."""

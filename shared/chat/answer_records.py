@@ -2,7 +2,7 @@
 tokenizing an answer's text again may give other ids.
 
 Keys consist of the tenant, the hour of the answer (which its id contains), and the answer's id. An answer is also found
-by its content: its prompt's ids and its logprobs, which clients keep that lose the id.
+by its content, the prompt's ids and the logprobs, because some clients keep these but lose the id.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from shared.storage.store import ObjectStore
 
 _ID = re.compile(r"chatcmpl-(?P<time>[0-9a-f]{8})[0-9a-f]{24}")
 _HOUR_S = 3600
-LOOKUP_AT_ONCE = 16  # answers; also of one content
+LOOKUP_AT_ONCE = 16  # answers; also the most with equal content
 
 
 class DrawnChoice(Frozen):
-    """A choice of an answer: the message that the client got, its ids with the end token, and each one's logprob."""
+    """A choice of an answer: the message that the client got, its token ids with the end token, and their logprobs."""
 
     content: str | None
     tool_calls: tuple[ToolCall, ...] = ()
@@ -42,9 +42,9 @@ class DrawnChoice(Frozen):
 
 
 class AnswerRecord(Frozen):
-    """An answer and its token ids. `name` and `version` are those of the published adapter or model that gave it.
+    """An answer and its token ids. `name` and `version`: of the published adapter or model that made it.
 
-    `model_sha256` identifies the base model, whose vocabulary the ids are of.
+    `model_sha256` identifies the base model, whose vocabulary the ids belong to.
     """
 
     answer_id: str
@@ -56,14 +56,14 @@ class AnswerRecord(Frozen):
 
 
 class AnswerLookup(Frozen):
-    """Answers that are looked for: those of these ids, or with `alike` those of one content (`content_digest`)."""
+    """A query for answers: by ids, or with `alike` by the digest of their content (`content_digest`)."""
 
     ids: tuple[str, ...] = Field(default=(), max_length=LOOKUP_AT_ONCE)
     alike: Sha256 | None = None
 
 
 def new_answer_id(now: float) -> str:
-    """Return an id of the time in seconds (8 hex digits) and 96 random bits, so that it cannot be guessed."""
+    """Return an id made of the time in seconds (8 hex digits) and 96 random bits, so that it cannot be guessed."""
     return f"chatcmpl-{int(now):08x}{secrets.token_hex(12)}"
 
 
@@ -75,9 +75,9 @@ def remember(store: ObjectStore, tenant: str, record: AnswerRecord) -> None:
 
 
 def look_up(store: ObjectStore, tenant: str, wanted: AnswerLookup) -> list[str | None]:
-    """Read a tenant's records, of ids in their order, as JSON: a stranger has a part in what they hold.
+    """Read a tenant's records as JSON, in the order of the ids. Not parsed here: users supplied parts of the contents.
 
-    None stands for an id that is malformed or another tenant's, or whose record was deleted. Raises StoreUnavailable.
+    None for an id that is malformed or another tenant's, or whose record was deleted. Raises StoreUnavailable.
     """
     ids: Sequence[str] = wanted.ids
     if wanted.alike is not None:
@@ -95,7 +95,7 @@ def _read(store: ObjectStore, tenant: str, answer_id: str) -> str | None:
 
 
 def parse_record(text: str | None) -> AnswerRecord | None:
-    """Return the record that a JSON text holds; None without a text, or for one that is none."""
+    """Parse a record from JSON. Returns None without a text, or if the text is no record."""
     try:
         return None if text is None else AnswerRecord.model_validate_json(text)
     except ValidationError:
@@ -103,7 +103,7 @@ def parse_record(text: str | None) -> AnswerRecord | None:
 
 
 def content_digest(prompt_ids: Sequence[int], logprobs: Sequence[float]) -> str:
-    """Return the key of answers with exactly these token ids and these logprobs, to the bit."""
+    """Return the key of answers with exactly these token ids and bit-identical logprobs."""
     content = [list(prompt_ids), [value.hex() for value in logprobs]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -140,5 +140,5 @@ def _key(tenant: str, answer_id: str) -> str:
 
 
 def _alike(tenant: str, digest: str) -> str:
-    """Return the prefix of empty objects that are named by the ids of answers of one content."""
+    """Return the prefix of empty objects whose names are the ids of answers with this content."""
     return f"{paths.ANSWER_RECORDS}{tenant}/alike/{digest}/"

@@ -1,7 +1,7 @@
-"""Completions in the part of vLLM's OpenAI-compatible protocol that samplers and their clients speak here.
+"""Completions: the part of vLLM's OpenAI-compatible protocol that our samplers and their clients use.
 
-Requests are strict: what a sampler would ignore is refused, unless its value is the one that changes nothing.
-Answers are read leniently, because other servers say more than we need.
+Requests are strict: a field that a sampler would ignore is refused, unless its value changes nothing.
+Answers may have unknown fields, because other servers send more than we need.
 """
 
 from typing import Annotated, Literal
@@ -22,8 +22,8 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 Only1 = Annotated[float | None, Field(ge=1, le=1), only(1, words="this is not applied here: leave it out, or give 1")]
 """A setting that clients know and samplers here do not apply: only the value that changes nothing."""
 
-TopK = Annotated[int | None, Field(ge=-1, description="draw from the likeliest alone; -1 and 0: from all")]
-MinP = Annotated[float | None, Field(ge=0, le=1, description="least share of the likeliest token's probability")]
+TopK = Annotated[int | None, Field(ge=-1, description="sample from this many of the likeliest tokens; -1 and 0: all")]
+MinP = Annotated[float | None, Field(ge=0, le=1, description="smallest share of the likeliest token's probability")]
 Penalty = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None,
@@ -34,18 +34,18 @@ LogitBias = Annotated[
 class Sampling(Frozen):
     """Sampling parameters of a completion. Temperature 0 takes the most likely token, the lowest id among equals.
 
-    A completion ends behind the first token of `stop_token_ids` or of the model's own end tokens (kept in the token
-    ids, left out of the text), behind the token that completes one of the `stop` strings (the text ends before it), or
-    after `max_tokens`.
+    A completion ends after the first token of `stop_token_ids` or of the model's own end tokens (kept in the token
+    ids, left out of the text), after the token that completes one of the `stop` strings (the text ends before the
+    string), or after `max_tokens`.
     """
 
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1, description="draw from the likeliest alone; -1 and 0: from all")
+    top_k: int = Field(default=-1, ge=-1, description="sample from this many of the likeliest tokens; -1 and 0: all")
     max_tokens: int = Field(default=16, ge=1)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = Field(default=False, description="go on behind the model's own end tokens")
+    ignore_eos: bool = Field(default=False, description="continue after the model's own end tokens")
 
 
 class SamplerRequest(BaseModel):
@@ -53,20 +53,20 @@ class SamplerRequest(BaseModel):
 
 
 class StreamOptions(SamplerRequest):
-    """Options of a stream of chunks: what it holds besides the text."""
+    """Options of a stream of chunks: further contents besides the text."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
 class CompletionRequest(SamplerRequest):
-    """`POST /v1/completions`. Sample j of each prompt is drawn with the seed `seed + j`, as vLLM does."""
+    """`POST /v1/completions`. Sample j of each prompt uses the seed `seed + j`, as in vLLM."""
 
     model: str
     prompt: str | list[int] | list[str] | list[list[int]]
     n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     echo: bool | None = Field(default=None, description="begin with the prompt: its text, and its tokens' logprobs")
-    max_tokens: int = Field(default=16, ge=0, description="0 with echo alone: the prompt is scored")
+    max_tokens: int = Field(default=16, ge=0, description="0 is only allowed with echo: then the prompt is scored")
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
     stop: str | list[str] | None = Field(default=None, max_length=64)
@@ -75,13 +75,16 @@ class CompletionRequest(SamplerRequest):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     prompt_logprobs: int | None = Field(
-        default=None, ge=0, le=MAX_TOP_LOGPROBS, description="of the prompt's own tokens, and so many likeliest beside"
+        default=None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="logprobs of the prompt's tokens, with this many of the likeliest at each",
     )
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = Field(
         default=None, description="vLLM's: tokens are named token_id:123 among the logprobs"
     )
-    stream: bool | None = Field(default=None, description="send the answer in chunks, as it is drawn")
+    stream: bool | None = Field(default=None, description="send the answer in chunks, as it is sampled")
     stream_options: StreamOptions | None = None
     top_k: TopK = None
     min_p: MinP = None
@@ -90,7 +93,7 @@ class CompletionRequest(SamplerRequest):
     logit_bias: LogitBias = None
     structured_outputs: StructuredOutputs | None = None
 
-    # Known to vLLM's clients; only at the values that change nothing.
+    # vLLM's clients send these; only values that change nothing are accepted.
     suffix: None = None
     best_of: Literal[1] | None = None
     min_tokens: Literal[0] | None = None
@@ -103,13 +106,13 @@ class CompletionRequest(SamplerRequest):
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that an answer can tell of. A prompt has at most as many as it has characters or ids."""
+        """The most tokens that an answer can describe. A prompt has at most one per character or id."""
         num_prompt = len(self.prompt) + sum(len(one) for one in self.prompt if isinstance(one, list | str))
         return num_prompt * self.n + self.num_prompts * self.n * self.max_tokens
 
     @property
     def num_likely(self) -> int:
-        """How many of the likeliest tokens are told in the place of each."""
+        """How many of the likeliest tokens are returned for each position."""
         return max(self.logprobs or 0, self.prompt_logprobs or 0)
 
     @field_validator("stream_options")
@@ -128,7 +131,7 @@ class CompletionRequest(SamplerRequest):
 
 
 class RoutedRequest(CompletionRequest):
-    """A request to a sampler of a run's own, which tells how it computed a sample."""
+    """A request to a run's own sampler, which also returns the experts that it used."""
 
     return_routed_experts: bool = Field(default=False, description="of each choice, as `Choice` has them")
 
@@ -157,12 +160,12 @@ class PromptLogprob(SamplerAnswer):
 
 
 class Choice(SamplerAnswer):
-    """One sample. `finish_reason` is "stop", or "length" where it was cut off.
+    """One sample. `finish_reason` is "stop", or "length" if it was cut off.
 
     `prompt_logprobs` has one entry for each prompt token: null for the first; for each other a mapping by token id that
     holds at least the token itself.
-    `policy_versions`: the version of the policy that drew each token, where our own sampler knows it.
-    `routed_experts`: the experts of each token of prompt and sample but the last, as a base64-encoded `.npy` file:
+    `policy_versions`: the version of the policy that sampled each token, if our own sampler knows it.
+    `routed_experts`: the experts of each token of prompt and sample, except the last, as a base64-encoded `.npy` file:
     [tokens - 1, layers with experts, experts of a token]. vLLM's name and form.
     """
 
@@ -179,13 +182,13 @@ class Choice(SamplerAnswer):
 
 
 class DrawnBy(SamplerAnswer):
-    """Weights that drew some of an answer: the policy's version, where it is known, and the hash of their bits."""
+    """Weights that sampled a part of an answer: the policy's version, if it is known, and the hash of their bits."""
 
     policy_version: int | None = None
     weights_sha256: Sha256 | None = None
 
     def of_version(self, policy_version: int | None) -> "DrawnBy":
-        """Return the same weights as another version."""
+        """Return the same weights with another version number."""
         return self.model_copy(update={"policy_version": policy_version})
 
 
@@ -208,9 +211,9 @@ class CompletionResponse(SamplerAnswer):
 
 
 class CompletionChunk(SamplerAnswer):
-    """An event of a stream: choices with what is new of them. The last choice of each index has its finish_reason.
+    """An event of a stream: the new parts of choices. The last part of each choice has its finish_reason.
 
-    `usage` comes in the last event, which has no choices, if it was asked for.
+    If requested, `usage` comes in the last event, which has no choices.
     """
 
     id: str

@@ -33,7 +33,7 @@ class NamedFunction(SamplerRequest):
 
 
 class NamedTool(SamplerRequest):
-    """The tool that is called, of those that are offered."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -52,19 +52,19 @@ _ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, 
 
 
 class TemplateSettings(SamplerRequest):
-    """What ART's clients say to every template. Templates here render earlier turns as they do by default."""
+    """The settings that ART's clients send for every template. Templates here render earlier turns as by default."""
 
     preserve_thinking: bool | None = None
 
 
 class MoreFields(SamplerRequest):
-    """What ART's clients ask of every server, for the sake of those that know it."""
+    """Fields that ART's clients send to every server, although only some servers know them."""
 
     extra_fields: list[str] = Field(default_factory=list, max_length=64)
 
 
 class ChatRequest(SamplerRequest):
-    """`messages` as the model's chat template takes them; choice j is drawn with the seed `seed + j`."""
+    """`messages` are the input of the model's chat template; choice j uses the seed `seed + j`."""
 
     model: str = Field(min_length=1, max_length=256)
     messages: list[dict[str, JsonValue]] = Field(min_length=1, max_length=4096)
@@ -83,11 +83,11 @@ class ChatRequest(SamplerRequest):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = Field(default=None, description="vLLM's: ids of the prompt and of every choice")
     return_tokens_as_token_ids: bool | None = Field(
-        default=None, description="vLLM's: drawn tokens are named token_id:123 among the logprobs"
+        default=None, description="vLLM's: sampled tokens are named token_id:123 among the logprobs"
     )
     tools: list[dict[str, JsonValue]] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: _ToolChoice = Field(default=None, description="none: the model is told of no tools")
-    parallel_tool_calls: bool | None = Field(default=None, description="false: a forced call is the only one")
+    tool_choice: _ToolChoice = Field(default=None, description="none: the prompt has no tools")
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call if calls are forced")
     response_format: ResponseFormat | None = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
@@ -95,7 +95,7 @@ class ChatRequest(SamplerRequest):
     min_p: MinP = None
     logit_bias: LogitBias = None
 
-    # Labels of the client's own: they change no answer.
+    # The client's own labels: they change no answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -103,12 +103,14 @@ class ChatRequest(SamplerRequest):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    chat_template_kwargs: TemplateSettings | None = Field(default=None, description="no other is given to a template")
+    chat_template_kwargs: TemplateSettings | None = Field(
+        default=None, description="the only settings that a template gets"
+    )
     nvext: MoreFields | None = Field(
-        default=None, description="asks Dynamo's servers for more fields than there are here"
+        default=None, description="asks Dynamo's servers for fields that do not exist here"
     )
 
-    # Known to clients; only at the values that change nothing.
+    # Clients send these; only values that change nothing are accepted.
     repetition_penalty: Only1 = None
     modalities: list[Literal["text"]] | None = None
 
@@ -158,22 +160,22 @@ class ChatRequest(SamplerRequest):
 
     @property
     def forced_tools(self) -> list[dict[str, JsonValue]]:
-        """The tools one of which the model has to call; none where it may as well answer."""
+        """The model must call one of these tools; empty if it may answer in text."""
         return [] if self.tool_choice in (None, "none", "auto") else _forced(self.tools or [], self.tool_choice)
 
     @property
     def may_call_once(self) -> bool:
-        """True where a forced call is the only one."""
+        """True if at most one call may be made when calls are forced."""
         return isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False
 
     @property
     def most_tokens(self) -> int | None:
-        """The limit of one choice's tokens; None: as many as the model has room for."""
+        """The limit of one choice's tokens; None: as many as fit the model's context."""
         return self.max_completion_tokens or self.max_tokens
 
 
 def parameters_of(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the schema of a tool's arguments: of an object, where the tool has none."""
+    """Return the schema of a tool's arguments; if the tool has none, the schema of any object."""
     match tool:
         case {"function": {"parameters": dict(schema)}} if schema:
             return schema
@@ -193,7 +195,7 @@ def _forced(tools: list[dict[str, JsonValue]], choice: Any) -> list[dict[str, Js
 
 
 class TopLogprob(SamplerAnswer):
-    """A token that was likely: its text, its logprob in nats, its bytes where they are known."""
+    """A likely token: its text, its logprob in nats, and its bytes if they are known."""
 
     token: str
     logprob: float
@@ -201,7 +203,7 @@ class TopLogprob(SamplerAnswer):
 
 
 class TokenLogprob(TopLogprob):
-    """The token that was drawn, and the likeliest ones in its place."""
+    """The sampled token, and the likeliest ones at its position."""
 
     top_logprobs: list[TopLogprob] = Field(default_factory=list)
 
@@ -274,9 +276,9 @@ class ChunkChoice(SamplerAnswer):
 
 
 class ChatChunk(SamplerAnswer):
-    """An event of a stream; `usage` comes in the last one, which has no choices, if it was asked for.
+    """An event of a stream. If requested, `usage` comes in the last one, which has no choices.
 
-    `prompt_token_ids` stand in the first one alone, if ids were asked for.
+    Only the first one has `prompt_token_ids`, if ids were asked for.
     """
 
     id: str
@@ -289,9 +291,9 @@ class ChatChunk(SamplerAnswer):
 
 
 class ServedModel(Frozen):
-    """One line of `GET /v1/models`: something that a tenant has published, and that completions are drawn from.
+    """One entry of `GET /v1/models`: a published adapter or model of a tenant that answers completions.
 
-    `id`: the name, which means its newest version, or `name:v3`. `parent`: an adapter's base model.
+    `id`: the name, meaning its newest version, or `name:v3`. `parent`: an adapter's base model.
     """
 
     id: str

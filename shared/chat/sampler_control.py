@@ -1,5 +1,5 @@
-"""What a sampler is asked beside completions: vLLM's `GET /v1/models`, `POST /v1/load_lora_adapter` and
-`POST /v1/unload_lora_adapter`, and what is Longshore's own: weights, sleep, memory, the ready file.
+"""Requests to a sampler other than completions: vLLM's `GET /v1/models`, `POST /v1/load_lora_adapter` and
+`POST /v1/unload_lora_adapter`, and those that only Longshore has: weights, sleep, memory, the ready file.
 """
 
 from typing import Literal
@@ -11,7 +11,7 @@ from shared.chat.completions import MAX_SAMPLES, SamplerAnswer, SamplerRequest
 
 
 class LoadAdapterRequest(SamplerRequest):
-    """A PEFT folder on the sampler's machine, under a name that requests give as their `model`."""
+    """A PEFT folder on the sampler's machine, and the name that requests use as `model`."""
 
     lora_name: str = Field(min_length=1, max_length=512)
     lora_path: str = Field(min_length=1)
@@ -22,10 +22,10 @@ class UnloadAdapterRequest(SamplerRequest):
 
 
 class LoadWeightsRequest(SamplerRequest):
-    """A Hugging Face folder on the sampler's machine, whose weights take the place of the model's, and their name.
+    """A Hugging Face folder on the sampler's machine, whose weights replace the model's, and their name.
 
-    `again`: they are read even if they are served already. Only our own sampler and a leased vLLM, which always reads
-    them, take it.
+    `again`: they are read even if they are served already. Only our own sampler and a leased vLLM accept this request;
+    the latter always reads them.
     """
 
     name: str = Field(min_length=1, max_length=512)
@@ -34,9 +34,9 @@ class LoadWeightsRequest(SamplerRequest):
 
 
 class NameWeightsRequest(SamplerRequest):
-    """Weights or an adapter that came by a weight sync get the name by which requests ask for them.
+    """Names weights or an adapter that arrived by a weight sync; requests then use that name.
 
-    `digest`: of the sync; or of an adapter its content (shared/models/peft.py).
+    `digest`: of the sync, or of the adapter's content (shared/models/peft.py).
     """
 
     name: str = Field(min_length=1, max_length=512)
@@ -44,7 +44,7 @@ class NameWeightsRequest(SamplerRequest):
 
 
 class ScoreRequest(SamplerRequest):
-    """`POST /v1/score`: conversations as token ids, of which a reward model gives its scalars at the last token.
+    """`POST /v1/score`: conversations as token ids; a reward model returns its scalars at the last token of each.
 
     Only our own sampler takes it.
     """
@@ -54,10 +54,10 @@ class ScoreRequest(SamplerRequest):
 
 
 class UpdateWeightsRequest(SamplerRequest):
-    """A version of a policy takes the place of an older one under `name`; samples under way go on under it.
+    """Replaces the policy version served as `name`; samples in progress continue with the new one.
 
     `path`: an adapter's folder (`lora`; null: the model without one) or a whole model's. A version that is not newer
-    than what the name stands for changes nothing. Only our own sampler takes it.
+    than the one served changes nothing. Only our own sampler takes it.
     """
 
     name: str = Field(min_length=1, max_length=512)
@@ -67,7 +67,7 @@ class UpdateWeightsRequest(SamplerRequest):
 
 
 class SleepRequest(SamplerRequest):
-    """`POST /v1/sleep`. Level 1 keeps the weights in the host's memory, where that is not the device; 2 drops them."""
+    """`POST /v1/sleep`. Level 1 keeps the weights in the host's memory, unless that is the device; 2 drops them."""
 
     level: Literal[1, 2] = 1
 
@@ -75,7 +75,7 @@ class SleepRequest(SamplerRequest):
 class ModelCard(SamplerAnswer):
     """A model or adapter that a server lists. `root`: the path of its files; `parent`: an adapter's base model.
 
-    Of our own sampler also the policy's version, where it is known, and the hash of the weights as they lie in memory.
+    Our own sampler adds the policy's version, if it is known, and the hash of the weights in memory.
     """
 
     id: str
@@ -90,9 +90,9 @@ class ModelCard(SamplerAnswer):
 
 
 class ScoreAnswer(SamplerAnswer):
-    """The scalars of each conversation, in the order of the head's names; None for one that is no finite number.
+    """The scalars of each conversation, in the order of the head's names; None for a scalar that is not finite.
 
-    None for a conversation that is longer than what the model reads.
+    None for a conversation that is longer than the model's context.
     """
 
     scores: list[list[float | None] | None]
@@ -104,16 +104,16 @@ class ModelList(SamplerAnswer):
 
 
 class PartMemory(SamplerAnswer):
-    """Bytes of a part of a sampler, on its device and in the host's memory beside that."""
+    """Bytes of a part of a sampler, on its device and, separately, in the host's memory."""
 
     device: int = 0
     host: int = 0
 
 
 class SamplerMemory(SamplerAnswer):
-    """`GET /v1/memory` of our own sampler: how deep it sleeps (0: awake), and the bytes of its parts.
+    """`GET /v1/memory` of our own sampler: its sleep level (0: awake), and the bytes of its parts.
 
-    `caches`: keys and values of the sequences that are under way.
+    `caches`: keys and values of the sequences in progress.
     """
 
     asleep: Literal[0, 1, 2]
@@ -127,10 +127,10 @@ class SamplerMemory(SamplerAnswer):
 
 
 class SamplerReady(Frozen):
-    """The ready file: written, for the owner's eyes alone, when the sampler answers.
+    """The ready file, written when the sampler accepts requests. Only its owner can read it.
 
-    `socket`: the path of the Unix socket at which it listens, where it does not listen at the address of `url`.
-    `weights_address`: `host:port`, where it takes weights from trainers of other machines.
+    `socket`: the path of the Unix socket that it listens on, if it does not listen at the address of `url`.
+    `weights_address`: `host:port` for weights from trainers on other machines, if it takes any.
     """
 
     url: str

@@ -1,8 +1,8 @@
-"""What an answer has to be: JSON, JSON of a schema, or calls of tools.
+"""Structured outputs: an answer must be JSON, JSON of a schema, or tool calls.
 
-Clients of chats say it as OpenAI has it (`response_format`, `tool_choice`), samplers are told as vLLM has it
-(`structured_outputs`). Schemas are a stranger's: their text and depth are bounded here, what it takes to compile them
-by the sampler (megatron_worker/sampler/grammars).
+Chat clients use OpenAI's fields (`response_format`, `tool_choice`); samplers get vLLM's (`structured_outputs`).
+Schemas are untrusted: their length and depth are bounded here, the resources to compile them by the sampler
+(megatron_worker/sampler/grammars).
 """
 
 import json
@@ -42,7 +42,7 @@ Schema = Annotated[dict[str, JsonValue], AfterValidator(_bounded)]
 
 
 class NamedSchema(_Told):
-    """`strict` changes nothing: an answer always has the form of the schema."""
+    """`strict` has no effect: an answer always follows the schema."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     description: str | None = None
@@ -51,7 +51,7 @@ class NamedSchema(_Told):
 
 
 class ResponseFormat(_Told):
-    """OpenAI's `response_format` of a chat: `text`, a JSON object, or JSON of a schema."""
+    """OpenAI's `response_format` for chats: `text`, a JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -64,7 +64,7 @@ class ResponseFormat(_Told):
 
     @property
     def wanted(self) -> "StructuredOutputs | None":
-        """What a sampler is told; None for text."""
+        """The sampler's form of this; None for text."""
         match self.type, self.json_schema:
             case "json_schema", NamedSchema() as named:
                 return StructuredOutputs(json=named.schema_)
@@ -79,7 +79,7 @@ class TagContent(_Told):
 
 
 class Tag(_Told):
-    """JSON of a schema between two texts."""
+    """JSON that follows a schema, between two texts."""
 
     type: Literal["tag"] = "tag"
     begin: str = Field(min_length=1, max_length=256)
@@ -88,7 +88,7 @@ class Tag(_Told):
 
 
 class Tags(_Told):
-    """One of these tags, or one and more of them with the separator between each two."""
+    """One of these tags, or one or more of them with the separator in between."""
 
     type: Literal["tags_with_separator"] = "tags_with_separator"
     tags: list[Tag] = Field(min_length=1, max_length=MAX_TAGS)
@@ -98,16 +98,16 @@ class Tags(_Told):
 
 
 class StructuralTag(_Told):
-    """The structural tags that are served: an answer is tags and nothing else, as forced tool calls are."""
+    """The supported structural tags: an answer only consists of tags, like forced tool calls."""
 
     type: Literal["structural_tag"] = "structural_tag"
     format: Tags
 
 
 class StructuredOutputs(_Told):
-    """vLLM's field of this name, one of three. Its other kinds (regex, choice, grammar) are refused.
+    """vLLM's field of this name; exactly one of these is set. Its other kinds (regex, choice, grammar) are refused.
 
-    `structural_tag` is a StructuralTag, as text.
+    `structural_tag` is a StructuralTag as JSON text.
     """
 
     json_: Schema | None = Field(default=None, alias="json")

@@ -1,7 +1,7 @@
-"""Trajectories: what was sampled for a prompt, token by token, and how good it was. One group a line of JSONL.
+"""Trajectories: the tokens sampled for a prompt, and their reward. One group per line of JSONL.
 
-Token ids are trained as they were sampled. A conversation of chat messages can stand for them where rendering it gives
-those very ids again, which is checked.
+Token ids are trained as they were sampled. Chat messages can be given instead if rendering them gives exactly the
+sampled ids, which is checked.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,41 +16,41 @@ class Trajectory(Frozen):
     """One sampled sequence: prompt, answers and tool results in the order in which the model saw them.
 
     `sampled`, `logprobs`, `token_ids`, `token_rewards` and `policy_versions` have one length L. `logprobs` are the
-    sampler's, in nats; they are read only where `sampled` is true. `routes`: of a run's own samples, the places of the
-    prompt's and the other tokens' experts in the file beside these (activities/sampling/routes.py).
+    sampler's, in nats; they are read only where `sampled` is true. `routes`: for a run's own samples, the positions of
+    the prompt's and the other tokens' experts in the routes file (activities/sampling/routes.py).
     """
 
-    token_ids: tuple[int, ...] = Field(min_length=1, description="L ids, prompt and all")
+    token_ids: tuple[int, ...] = Field(min_length=1, description="L ids, including the prompt")
     sampled: tuple[bool, ...] = Field(description="which of the ids the policy sampled: those are trained")
-    logprobs: tuple[float | None, ...] = Field(description="null beside what was not sampled")
+    logprobs: tuple[float | None, ...] = Field(description="null for ids that were not sampled")
     reward: float
-    advantage: float | None = Field(default=None, description="with advantages `given` alone")
+    advantage: float | None = Field(default=None, description="only with advantages `given`")
     token_rewards: tuple[float, ...] | None = Field(
-        default=None, description="of each id, beside `reward`, which is of the end; with a critic alone"
+        default=None, description="a reward per id, besides `reward` at the end; only with a critic"
     )
     policy_version: int | None = Field(
-        default=None, ge=0, description="of the adapter that sampled it; 0 is the run's beginning; null: nobody knows"
+        default=None, ge=0, description="of the adapter that sampled it; 0: the run's beginning; null: unknown"
     )
     policy_versions: tuple[Annotated[int, Field(ge=0)] | None, ...] | None = Field(
-        default=None, description="of each id, null beside what was not sampled; without it all are policy_version's"
+        default=None, description="per id, null for ids that were not sampled; if absent, policy_version for all"
     )
-    finish_reason: Literal["stop", "length"] | None = Field(default=None, description="length: its end was cut off")
+    finish_reason: Literal["stop", "length"] | None = Field(default=None, description="length: it was cut off")
     metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
-    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="kept beside it, read by nobody")
+    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="stored with it, not used")
     routes: tuple[int, int] | None = None
 
     @property
     def token_versions(self) -> list[int | None]:
-        """The version of the policy that drew each sampled id; None where nobody knows."""
+        """The version of the policy that sampled each sampled id; None if it is unknown."""
         if self.policy_versions is None:
             return [self.policy_version] * sum(self.sampled)
         return [one for one, is_sampled in zip(self.policy_versions, self.sampled, strict=True) if is_sampled]
 
 
 class SentTokenLogprob(SamplerAnswer):
-    """A token as chat completions name it: by its text, its bytes where the server knows them, and its logprob in nats.
+    """A token as in chat completions: its text, its bytes if the server knows them, and its logprob in nats.
 
-    A text `token_id:123` is the id itself, as vLLM writes it when it is asked to.
+    A text `token_id:123` gives the id itself; vLLM writes that on request.
     """
 
     token: str
@@ -70,10 +70,10 @@ class SentChoiceLogprobs(SamplerAnswer):
 
 
 class SampledTurn(SamplerAnswer):
-    """The record of how an assistant's turn was sampled: the fields beside the message in a chat completion's choice.
+    """How an assistant's turn was sampled: the fields of a chat completion's choice other than the message.
 
-    `answer_id`: the id of the completion of this installation that the turn was choice number `index` of. The store
-    keeps the token ids of that completion.
+    `answer_id`: the id of this installation's completion in which the turn was choice number `index`. The store keeps
+    the token ids of that completion.
     """
 
     logprobs: SentChoiceLogprobs | None = None
@@ -89,42 +89,42 @@ class ChatHistory(Frozen):
     messages: tuple[dict[str, JsonValue], ...] = Field(
         min_length=1, validation_alias=AliasChoices("messages", "messages_and_choices")
     )
-    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="that the model was told of")
+    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="the tools in the model's prompt")
 
 
 class ChatTrajectory(Frozen):
     """One sampled conversation, as a client of chat completions has it.
 
-    Assistant turns with `logprobs` or an `answer_id` count as sampled: messages with those fields (and `token_ids`)
-    beside their own, or whole choices as the server gave them. All other messages are context. Before training the
-    conversation is turned into a token form: the sampled ids, each after the ids of the prompt it was sampled with.
+    Assistant turns with `logprobs` or an `answer_id` count as sampled: messages that also have those fields (and
+    `token_ids`), or whole choices as the server returned them. All other messages are context. Before training the
+    conversation is converted to token ids: sampled ids, each after the ids of the prompt it was sampled with.
     """
 
     messages: tuple[dict[str, JsonValue], ...] = Field(
         min_length=1, validation_alias=AliasChoices("messages", "messages_and_choices")
     )
-    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="that the model was told of")
+    tools: tuple[dict[str, JsonValue], ...] | None = Field(default=None, description="the tools in the model's prompt")
     additional_histories: tuple[ChatHistory, ...] = Field(
-        default=(), description="further conversations, which have its reward: a sub-agent's, or after a summary"
+        default=(), description="further conversations with the same reward: a sub-agent's, or after a summary"
     )
     own_answers: bool = Field(
-        default=False, description="train remembered answers of the run's own policy alone; others are context"
+        default=False, description="train only stored answers of the run's own policy; others are context"
     )
     reward: float
-    advantage: float | None = Field(default=None, description="with advantages `given` alone")
+    advantage: float | None = Field(default=None, description="only with advantages `given`")
     policy_version: int | None = Field(
         default=None,
         ge=0,
         validation_alias=AliasChoices("policy_version", "initial_policy_version"),
-        description="of the adapter that sampled its first turn; what is remembered of an answer goes before",
+        description="of the adapter that sampled its first turn; a stored answer's version overrides it",
     )
     model_version: int | None = Field(
-        default=None, ge=0, description="the same as the published adapter's version, where there is no policy_version"
+        default=None, ge=0, description="the published adapter's version, if there is no policy_version"
     )
-    final_policy_version: int | None = Field(default=None, description="read by nobody: the first turn's counts")
+    final_policy_version: int | None = Field(default=None, description="not used: the first turn's version counts")
     metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
-    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="kept beside it, read by nobody")
-    logs: tuple[str, ...] = Field(default=(), description="read by nobody")
+    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="stored with it, not used")
+    logs: tuple[str, ...] = Field(default=(), description="not used")
 
     @property
     def histories(self) -> tuple[ChatHistory, ...]:
@@ -150,13 +150,13 @@ class SentGroup(Frozen):
 
     trajectories: tuple[SentTrajectory, ...] = Field(min_length=1)
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
-    exceptions: tuple[JsonValue, ...] = Field(default=(), description="rollouts that failed: read by nobody")
-    metrics: dict[str, JsonValue] = Field(default_factory=dict, description="of the whole group: read by nobody")
-    logs: tuple[str, ...] = Field(default=(), description="read by nobody")
+    exceptions: tuple[JsonValue, ...] = Field(default=(), description="failed rollouts; not used")
+    metrics: dict[str, JsonValue] = Field(default_factory=dict, description="of the whole group; not used")
+    logs: tuple[str, ...] = Field(default=(), description="not used")
 
 
 class TrajectoryGroup(Frozen):
-    """The trajectories of one prompt, whose rewards are compared with each other."""
+    """The trajectories of one prompt; their rewards are compared with each other."""
 
     trajectories: tuple[Trajectory, ...] = Field(min_length=1)
     metadata: dict[str, JsonValue] = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Model families: the engine's architecture for a Hugging Face config, and where each of its tensors lies."""
+"""Model families: the engine's architecture for a Hugging Face config, and the location of each of its tensors."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from shared.models.generic import GenericConfig
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read the architecture of a model folder: of an unknown family the sizes. Raises as `read_config` does."""
+    """Read the architecture of a model folder; for an unknown family only the sizes. Raises as `read_config` does."""
     return architecture_of(read_config(folder, any_family=True))
 
 
@@ -39,7 +39,7 @@ def read_config(folder: Path, any_family: bool = False) -> DenseConfig:
     """Read a model folder's `config.json`. `any_family`: see `read_model_config`.
 
     Raises:
-        InvalidInput: the file is missing or unreadable, the family unknown, or a setting is one that we do not compute.
+        InvalidInput: the file is missing or unreadable, the family is unknown, or a setting is not supported.
     """
     path = folder / "config.json"
     try:
@@ -52,7 +52,7 @@ def read_config(folder: Path, any_family: bool = False) -> DenseConfig:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Return the names of a folder's tensors; none if they cannot be read: reading weights says what is wrong."""
+    """Return the names of a folder's tensors; none if they cannot be read: reading the weights reports the error."""
     index = folder / "model.safetensors.index.json"
     with suppress(OSError, ValueError, KeyError, TypeError, SafetensorError):
         if index.exists():
@@ -63,7 +63,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def architecture_of(config: DenseConfig) -> Architecture:
-    """Return the architecture of a config, with the settings of its family, which are not in the config."""
+    """Return the architecture of a config, including its family's settings that are not in the config."""
     if isinstance(config, GenericConfig):
         return _without_layers(config)
     match cast(Family, config.model_type):  # others were refused when the file was read
@@ -121,12 +121,12 @@ def _without_layers(config: GenericConfig) -> Architecture:
 
 
 def is_generic(a: Architecture) -> bool:
-    """Return True if the family is none of ours: transformers' model alone knows what is in a layer."""
+    """Return True if the family is none of ours: only transformers' model knows the contents of a layer."""
     return not any(a.mixers) and not any(a.mlps)
 
 
 def _windowed(alike: Architecture, config: DenseConfig, ropes: Sequence[Rope] = ()) -> Architecture:
-    """Return an architecture of attention with the window of each layer, and its rotary embedding where they differ."""
+    """Return an architecture with each layer's attention window, and its rotary embedding if layers differ."""
     layers = zip(config.windows, ropes or (alike.attention.rope,) * alike.num_layers, strict=True)
     mixers = tuple(dataclasses.replace(alike.attention, window=window, rope=rope) for window, rope in layers)
     return dataclasses.replace(alike, mixers=mixers)
@@ -149,7 +149,7 @@ def _attention(config: DenseConfig, *, qkv_bias: bool = False, qk_norm: bool = F
 
 
 def _sized(config: DenseConfig, attention: Attention) -> Architecture:
-    """Return an architecture whose layers have the same attention, and experts where the config says so."""
+    """Return an architecture whose layers all have this attention, and experts in the layers that the config names."""
     mixture = _mixture(config) if isinstance(config, MixtureConfig) else None
     return Architecture(
         family=config.model_type,

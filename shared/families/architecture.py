@@ -1,4 +1,4 @@
-"""The architecture of a decoder: for each layer what mixes its tokens, its MLP, and the rotary frequencies."""
+"""The architecture of a decoder: each layer's token mixer and MLP, and the rotary frequencies."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,12 +12,12 @@ class Attention:
     """Grouped-query attention, `num_heads` being a multiple of `num_kv_heads`. `rope` None: positions are not encoded.
 
     Attributes:
-        is_gated: each query head has a gate beside its query, by whose sigmoid its output is multiplied (Qiu et al.
-            2025, arXiv:2505.06708).
-        window: tokens that a token attends to, itself and those before it; None: all.
-        has_sinks: each head has a number that takes part in its softmax as one more score, of no value (gpt-oss).
-        norms_all_heads: the norms of queries and of keys are over those of all heads together, not of each.
-        scale: of the scores; None: 1 / sqrt(head_dim).
+        is_gated: each query head also has a gate; its output is multiplied by the gate's sigmoid (Qiu et al. 2025,
+            arXiv:2505.06708).
+        window: number of tokens that a token attends to, itself and those before it; None: all.
+        has_sinks: each head has a number that its softmax treats as one more score, without a value (gpt-oss).
+        norms_all_heads: queries and keys are normed over all heads together, not per head.
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
         is_fused: one linear makes all queries, all keys and all values, in files as here.
     """
 
@@ -53,15 +53,15 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(Attention):
-    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1): keys and values are made of a
-    latent of each token. The last part of a key, of the size of `rope`, is rotated, and the same for all heads.
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1): keys and values are computed from
+    a latent of each token. The last part of a key, of the size of `rope`, is rotated, and the same for all heads.
 
     Attributes:
-        query_rank: size of the latent that queries are made of; None: they are made of the hidden state.
-        latent_size: of keys and values together.
-        value_size: of a head; `head_dim` is that of its key.
-        is_interleaved: what is rotated are pairs of neighbours, not the first half against the second.
-        norm_eps: of the latents' norms.
+        query_rank: size of the latent for queries; None: they are computed from the hidden state.
+        latent_size: size of the latent for keys and values together.
+        value_size: size of a head's value; `head_dim` is that of its key.
+        is_interleaved: rotate pairs of neighbours, not the first half against the second.
+        norm_eps: epsilon of the latents' norms.
     """
 
     query_rank: int | None
@@ -72,17 +72,17 @@ class LatentAttention(Attention):
 
     @property
     def key_sizes(self) -> tuple[int, int]:
-        """The parts of a key: of the head's own, and the rotated one."""
+        """Sizes of the parts of a key: the head's own part, and the rotated one."""
         rotated = 0 if self.rope is None else self.rope.size
         return self.head_dim - rotated, rotated
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A gated delta net (Yang et al. 2024, arXiv:2412.06464): a recurrent state a value head, [key_size, value_size].
+    """A gated delta net (Yang et al. 2024, arXiv:2412.06464): each value head has a state, [key_size, value_size].
 
-    A key head serves `num_value_heads / num_key_heads` value heads. `conv_width`: tokens that the convolution before
-    it sees.
+    A key head serves `num_value_heads / num_key_heads` value heads. `conv_width`: width in tokens of the convolution
+    before it.
     """
 
     num_key_heads: int
@@ -93,7 +93,7 @@ class DeltaNet:
 
     @property
     def num_keys(self) -> int:
-        """Outputs of all key heads; the queries are as many."""
+        """Number of outputs of all key heads; queries have the same number."""
         return self.num_key_heads * self.key_size
 
     @property
@@ -107,16 +107,16 @@ class DeltaNet:
 
     @property
     def made_sizes(self) -> tuple[int, int, int, int]:
-        """Output sizes of the input projection: the convolution's channels, gates, a step and a decay a value head."""
+        """Output sizes of the input projection: the convolution's channels, gates, value heads' steps and decays."""
         return sum(self.mixed_sizes), self.num_values, self.num_value_heads, self.num_value_heads
 
 
 @dataclass(frozen=True)
 class Mamba2:
-    """A Mamba-2 mixer (Dao & Gu 2024, arXiv:2405.21060): a recurrent state a head, [head_size, state_size].
+    """A Mamba-2 mixer (Dao & Gu 2024, arXiv:2405.21060): each head has a state, [head_size, state_size].
 
-    `num_groups`: groups of heads that write and read their states by the same keys and queries (the paper's B and C),
-    and whose outputs are normed together. `least_step`: steps are no smaller.
+    `num_groups`: the heads of a group use the same keys and queries (the paper's B and C) and norm their outputs
+    together. `least_step`: lower bound of the steps.
     """
 
     num_heads: int
@@ -139,7 +139,7 @@ class Mamba2:
 
     @property
     def made_sizes(self) -> tuple[int, int, int, int, int]:
-        """Output sizes of the input projection: gates, the convolution's channels, and a step a head."""
+        """Output sizes of the input projection: gates, the convolution's channels, and one step per head."""
         return self.num_values, *self.mixed_sizes, self.num_heads
 
 
@@ -149,9 +149,9 @@ Activation = Literal["silu", "relu2", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class Mlp:
-    """A gated MLP, the activation of one projection times another, and a third of that; or one without the gate.
+    """A gated MLP: the activation of one projection times another, then a third projection; or one without the gate.
 
-    `is_fused`: files hold the first two as one.
+    `is_fused`: files hold the first two projections as one tensor.
     """
 
     ffn_size: int
@@ -162,8 +162,8 @@ class Mlp:
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """An activation of gate and up: (up + 1) * gate * sigmoid(alpha * gate), of the gate's part below `limit` and the
-    up's within it (gpt-oss)."""
+    """An activation of gate and up: (up + 1) * gate * sigmoid(alpha * gate). The gate is clamped to at most `limit`, up
+    to [-limit, limit] (gpt-oss)."""
 
     alpha: float
     limit: float
@@ -171,20 +171,20 @@ class ClampedGate:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts in the place of an MLP.
+    """Experts instead of an MLP.
 
     Attributes:
         is_normalised: the chosen experts' weights add up to 1, before they are multiplied by `scale`.
-        shared_ffn_size: of an expert that all tokens go to; 0: there is none. `shared_is_gated`: it has a gate.
-        scoring: the softmax of all experts' scores; or the sigmoid of each one's, to which a correction is added for
-            the choice alone; or the softmax of the chosen ones' alone.
-        num_groups, chosen_groups: experts are chosen among those of some groups.
-        activation, is_gated: of the experts, as of an Mlp.
-        latent_size: experts work in so many dimensions, between two linears; 0: in the model's.
-        stacked: the activation of experts whose tensors are stored together and have biases, as the router has; None:
-            they are not.
-        is_beside: the shared expert is an MLP beside the others. It, they and the router norm what they take of the
-            residual stream, it and they what they put out. Their tensors are stored together (Gemma 4).
+        shared_ffn_size: size of an expert that all tokens go to; 0: there is none. `shared_is_gated`: it has a gate.
+        scoring: softmax over all experts' scores; or the sigmoid of each score, plus a correction that only affects
+            the choice; or softmax over the chosen experts' scores.
+        num_groups, chosen_groups: experts are chosen from `chosen_groups` of `num_groups` groups.
+        activation, is_gated: of the experts, as in an Mlp.
+        latent_size: dimensions that the experts work in, between two linears; 0: the model's.
+        stacked: activation of experts whose tensors are stored together and have biases, as the router has; None for
+            other experts.
+        is_beside: the shared expert is an MLP in parallel to the others. It, they and the router norm their inputs from
+            the residual stream; it and they also norm their outputs. Their tensors are stored together (Gemma 4).
     """
 
     num_experts: int
@@ -211,13 +211,13 @@ class Mixture:
 
 @dataclass(frozen=True)
 class NormedBlock:
-    """A residual block that norms what a mixer and an MLP put out, before it is added (Gemma; OLMo).
+    """A residual block that norms the outputs of a mixer and an MLP before they are added (Gemma; OLMo).
 
     Attributes:
-        norms_inputs: what they take, too.
-        per_layer_size: of what each layer takes of a token beside the residual stream, by an embedding of the layer's
-            own with `per_layer_vocab_size` rows and by a projection of the token's embedding. 0: there is none.
-        has_scalar: what leaves a layer is multiplied by a number of the layer's, which is not trained.
+        norms_inputs: their inputs are normed, too.
+        per_layer_size: size of each layer's extra input for a token: an embedding per layer with `per_layer_vocab_size`
+            rows, and a projection of the token's embedding. 0: there is none.
+        has_scalar: each layer's output is multiplied by a number that is not trained.
     """
 
     norms_inputs: bool = True
@@ -231,16 +231,16 @@ class Architecture:
     """A whole model, before any tensor parallelism.
 
     Attributes:
-        mixers: what mixes the tokens of each layer; None: nothing does.
+        mixers: each layer's token mixer; None: it has none.
         mlps: each layer's MLP, or its experts; None: it has none.
-        zero_centred_norms: the norms' weights are kept as their difference from one.
+        zero_centred_norms: the norms' weights are stored as their difference from one.
         tensor_prefix, carried: see shared.models.config.DenseConfig.
         block: None: the residual block is a norm before each mixer and each MLP.
-        embedding_scale: what embeddings are multiplied by, rounded to their dtype.
-        residual_scale: what mixers and MLPs put out is multiplied by, before it is added.
+        embedding_scale: factor of the embeddings, rounded to their dtype.
+        residual_scale: factor of the outputs of mixers and MLPs, before they are added.
         logit_cap: logits become cap * tanh(logit / cap).
         logit_divisor: logits are divided by it.
-        max_positions: tokens of the longest sequence that is computed; None: there is no limit. See RopeConfig.
+        max_positions: tokens of the longest supported sequence; None: no limit. See RopeConfig.
     """
 
     family: str
@@ -267,7 +267,7 @@ class Architecture:
 
     @property
     def output_name(self) -> str:
-        """What files call the output layer, if it is not tied."""
+        """The output layer's name in files, if it is not tied."""
         return output_name(self.tensor_prefix)
 
     @property
@@ -277,12 +277,12 @@ class Architecture:
 
     @property
     def delta_net(self) -> DeltaNet | None:
-        """The first gated delta net: all are alike. None: there is none."""
+        """The first gated delta net; all have the same sizes. None: there is none."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, DeltaNet)), None)
 
     @property
     def windows(self) -> frozenset[int | None]:
-        """The windows of the layers of attention; None: of those that have none."""
+        """The windows of the attention layers; None for layers without one."""
         return frozenset(mixer.window for mixer in self.mixers if isinstance(mixer, Attention))
 
     @property

@@ -1,8 +1,8 @@
-"""What each tensor of a model's folder is to its architecture: computed with, carried along, or a reason to refuse it.
+"""Matches each tensor of a model's folder with its architecture: it is used, copied unchanged, or refused.
 
-The control plane asks this before a lease, a worker as it loads. It goes by names, shapes and types alone, which the
-headers of files have. Published folders may hold the experts of a layer as one stack of [experts, rows, columns], with
-gates above ups in it, where the table of slices has each expert's own tensors; and weights in MXFP4 or FP8 as two.
+The control plane does this before a lease, and a worker when it loads the model. Only names, shapes and types count,
+which are in the files' headers. The table of slices has one tensor per expert; published folders may store a layer's
+experts as one stack of [experts, rows, columns], gates above ups, and a weight in MXFP4 or FP8 as two tensors.
 """
 
 import re
@@ -32,11 +32,11 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """What was found of the slices in a folder.
+    """How a folder stores the slices.
 
     Attributes:
-        parts: by the names of those that are in a stack. Others are there by their names.
-        tied: the output layer, and the embedding that it has to equal: the model ties them, and has a tensor for both.
+        parts: for slices in a stack, their part of it, by name. Other slices are stored under their own names.
+        tied: the output layer, and the embedding that it must equal: the model ties them, but has a tensor for both.
     """
 
     parts: dict[str, Part]
@@ -53,12 +53,12 @@ def contents_of(
     """Match a folder's tensors with those of an architecture.
 
     Args:
-        slices: all that is computed with (`slices_of` and `constants_of`), for any number of ranks.
-        carried: what the names of tensors begin with that belong to the model, and are not computed with.
+        slices: all tensors that we use (`slices_of` and `constants_of`), for any number of ranks.
+        carried: prefixes of the model's tensors that we do not use.
         is_fp8: config.json says that weights may be in FP8.
 
     Raises:
-        InvalidInput: a tensor is missing, unknown, of another shape, or of a type that is not computed with; names it.
+        InvalidInput: a tensor is missing, unknown, of another shape, or of an unsupported type; names it.
     """
     found = unpacked(found, tuple(carried), place, is_fp8)
     parts, shapes = stacked(slices, found), {s.name: s.shape for s in slices if s.name in found}
@@ -74,7 +74,7 @@ def contents_of(
         if found[name].shape != shape:
             raise InvalidInput(f"tensor {name} is {found[name].shape}, config.json says {shape}", place)
     needed = [s.name for s in slices if s.name not in parts]
-    needed += [  # a layer behind the others predicts more tokens, and says so
+    needed += [  # a layer of multi-token prediction, after the decoder's, must have its `eh_proj`
         f"{start}eh_proj.weight"
         for start in carried
         if _LAYER_BEHIND.fullmatch(start) and any(name.startswith(start) for name in found)
@@ -95,9 +95,9 @@ def contents_of(
 
 
 def stacked(slices: Sequence[TensorSlice], found: Mapping[str, Stored]) -> dict[str, Part]:
-    """Return where tensors of experts are that a folder has in stacks, by their names.
+    """Return the parts of stacks that hold experts' tensors, by the tensors' names.
 
-    A stack beside tensors that are in it would say them twice: it counts as unknown.
+    If a folder also has these tensors themselves, the stack counts as unknown, since it would define them twice.
     """
     parts: dict[str, Part] = {}
     if names := {s.name for s in slices if s.expert is not None}:
@@ -109,9 +109,10 @@ def stacked(slices: Sequence[TensorSlice], found: Mapping[str, Stored]) -> dict[
 
 
 def unpacked(found: Mapping[str, Stored], carried: tuple[str, ...], place: str, is_fp8: bool) -> Mapping[str, Stored]:
-    """Return tensors as they are read: what two hold is one in bfloat16, in MXFP4 of [experts, inputs, outputs].
+    """Return tensors in the form that readers get: a quantized weight, stored as two, is one in bfloat16 (of
+    [experts, inputs, outputs] for MXFP4).
 
-    Those that are carried along stay as they are.
+    Tensors that we do not use do not change.
     """
     read = dict(found)
     for name in [name for name in found if name.endswith(BLOCKS) and not name.startswith(carried)]:

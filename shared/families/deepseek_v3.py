@@ -1,7 +1,7 @@
 """DeepSeek-V3, and GLM-4's models that are built like it (glm4_moe_lite): multi-head latent attention, and experts.
 
-What checkpoints hold besides is carried along as it is: the layers of multi-token prediction, which stand behind the
-others, and the corrections of the routers, which are computed with in float32 and not trained.
+Other tensors of a checkpoint are copied unchanged: the layers of multi-token prediction, which follow the decoder's,
+and the routers' corrections, which are used in float32 and not trained.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def architecture(alike: Architecture, config: LatentConfig) -> Architecture:
 
 
 def _scale(config: LatentConfig) -> float | None:
-    """Return YaRN's scale of the scores, where the file asks for one: by the square of its magnitude."""
+    """Return the scale of the scores if the file asks for YaRN's: multiplied by the square of its magnitude."""
     rope = config.rope
     if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor is None:
         return None
@@ -43,7 +43,7 @@ def _scale(config: LatentConfig) -> float | None:
 
 
 def latent_slices(a: LatentAttention, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
-    """Return the tensors of latent attention: what makes latents is whole, the rest by heads."""
+    """Return the tensors of latent attention: projections to latents are whole on every rank, others split by heads."""
 
     def whole(name: str, parameter: str, *shape: int) -> TensorSlice:
         return TensorSlice(f"{theirs}.{name}.weight", f"{ours}.{parameter}.weight", shape, None, 0, shape[0])

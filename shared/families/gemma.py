@@ -1,8 +1,8 @@
-"""Gemma 3 and 4: layers that attend within a window among others, norms around each block, scaled embeddings.
+"""Gemma 3 and 4: some layers attend within a window, norms surround each block, and embeddings are scaled.
 
 Gemma 3's norms are zero-centred. In Gemma 4 heads differ by layer, values are normed, keys may be values, the last
-layers may take keys and values of earlier ones, and each layer may have an embedding of its own. A tower of vision is
-carried along as it is, and so are a layer's scalar, which is not trained, and keys and values that nobody takes.
+layers may share keys and values of earlier ones, and there may be an embedding per layer. A vision tower is copied
+unchanged, and so are a layer's scalar, which is not trained, and keys and values that no layer uses.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ class SharedAttention(Attention):
     """Gemma 4's attention. Values are normed, without a weight.
 
     Attributes:
-        source: the layer whose keys and values it takes; None: it makes them.
-        is_source: others take those of this layer.
-        keys_are_values: values are made of what keys are made of, before the keys' norm.
+        source: the layer whose keys and values it uses; None: it computes its own.
+        is_source: other layers use its keys and values.
+        keys_are_values: values are the output of the key projection, before the keys' norm.
     """
 
     source: int | None = None
@@ -39,7 +39,7 @@ class SharedAttention(Attention):
 
 
 def architecture(alike: Architecture, config: GemmaConfig, ropes: Sequence[Rope]) -> Architecture:
-    """Return the architecture, given one whose layers are all alike, and the rotary embedding of each layer."""
+    """Return the architecture, given one whose layers are all the same, and the rotary embedding of each layer."""
     layers = range(config.num_hidden_layers)
     windows = config.windows
     both = dataclasses.replace(
@@ -113,7 +113,7 @@ def scalars(a: Architecture) -> list[TensorSlice]:
 
 
 def norm_slices(a: Architecture, theirs: str, ours: str) -> list[TensorSlice]:
-    """Return the tensors of a layer beside its mixer and its MLP."""
+    """Return a layer's tensors outside its mixer and its MLP."""
     assert a.block is not None
     hidden, size = a.hidden_size, a.block.per_layer_size
     names = {
@@ -123,7 +123,7 @@ def norm_slices(a: Architecture, theirs: str, ours: str) -> list[TensorSlice]:
         "post_feedforward_layernorm": "post_mlp_layernorm",
         **({"post_per_layer_input_norm": "per_layer.norm"} if size else {}),
     }
-    if a.num_experts:  # what the router takes is before all norms
+    if a.num_experts:  # the router's input is taken before all norms
         names |= {
             "pre_feedforward_layernorm": "mlp.shared_expert.input_norm",
             "post_feedforward_layernorm_1": "mlp.shared_expert.output_norm",
@@ -140,7 +140,7 @@ def norm_slices(a: Architecture, theirs: str, ours: str) -> list[TensorSlice]:
 
 
 def expert_slices(m: Mixture, hidden_size: int, theirs: str, ours: str) -> list[TensorSlice]:
-    """Return the tensors of experts beside an MLP and of their router, but for norms: [experts, outputs, inputs]."""
+    """Return the tensors, without norms, of experts parallel to an MLP and their router: [experts, outputs, inputs]."""
     experts = m.num_experts
     stacks = {"gate_up_proj": (experts, 2 * m.ffn_size, hidden_size), "down_proj": (experts, hidden_size, m.ffn_size)}
     return [
@@ -155,7 +155,7 @@ def expert_slices(m: Mixture, hidden_size: int, theirs: str, ours: str) -> list[
 
 
 def per_layer_slices(a: Architecture, tp: int) -> list[TensorSlice]:
-    """Return the tensors of what layers take of a token beside the residual stream, but for those of a layer."""
+    """Return the tensors of the per-layer inputs that all layers share, without those of a single layer."""
     if a.block is None or not a.block.per_layer_size:
         return []
     theirs, ours, size = a.tensor_prefix, "embedding.per_layer", a.block.per_layer_size

@@ -1,7 +1,7 @@
 """gpt-oss: attention with sinks, in windows every other layer, and experts whose tensors are stored together.
 
 Projections, router and experts have biases. Published checkpoints hold the experts in MXFP4
-(tensors/published_codes.py); what is trained is written in the run's dtype.
+(tensors/published_codes.py); trained weights are written in the run's dtype.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ def architecture(alike: Architecture, config: GptOssConfig) -> Architecture:
 
 
 def stacked_expert_slices(m: Mixture, hidden_size: int, etp: int, theirs: str, ours: str) -> list[TensorSlice]:
-    """Return the tensors of a mixture whose experts are stored together, as they are: [experts, inputs, outputs]."""
+    """Return the tensors of a mixture whose experts are stored together: [experts, inputs, outputs]."""
     assert etp == 1, etp  # refused by check_layout
     experts, gate_up = m.num_experts, 2 * m.ffn_size
     shapes = {

@@ -18,7 +18,7 @@ from shared.families.tensor_slices import TensorSlice
 
 
 def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
-    """Return every tensor that is computed with, for `tp` and `etp` ranks."""
+    """Return every tensor that we use, for `tp` and `etp` ranks."""
     vocab = (a.vocab_size, a.hidden_size)
     rows = -(-a.vocab_size // tp)
     embedding = f"{a.tensor_prefix}.{a.names.embedding}.weight", "embedding.word_embeddings.weight"
@@ -31,13 +31,13 @@ def slices_of(a: Architecture, tp: int, etp: int = 1) -> list[TensorSlice]:
 
 
 def output_slice(a: Architecture, tp: int) -> TensorSlice:
-    """Return the output layer, which a model whose embeddings are tied has no tensor of its own for."""
+    """Return the output layer. A model with tied embeddings has no separate tensor for it."""
     rows = -(-a.vocab_size // tp)
     return TensorSlice(a.output_name, "output_layer.weight", (a.vocab_size, a.hidden_size), 0, 0, rows)
 
 
 def constants_of(a: Architecture) -> list[TensorSlice]:
-    """Return every tensor that is computed with and never trained: whole on every rank."""
+    """Return every tensor that we use and never train: whole on every rank."""
     return [*corrections(a), *gemma.scalars(a)]
 
 
@@ -95,9 +95,9 @@ def _attention(attention: Attention, hidden_size: int, tp: int, theirs: str, our
 
 
 def _qkv(a: Attention, tp: int, theirs: str, ours: str, suffix: str, rest: tuple[int, ...]) -> list[TensorSlice]:
-    """Return query, key and value, which megatron interleaves by key/value head: its queries, its key, its value.
+    """Return query, key and value. Megatron interleaves them by key/value head: its queries, its key, its value.
 
-    Where files hold them as one, they lie behind each other here, too.
+    If files hold them as one tensor, they are one after another here, too.
     """
     if a.is_fused:
         sizes = a.num_heads * a.head_dim, *[a.num_kv_heads * a.head_dim] * 2

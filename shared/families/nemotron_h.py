@@ -1,7 +1,7 @@
-"""Nemotron-H and Nemotron 3: Mamba-2 mixers, attention without positions, MLPs and experts, each a layer of its own.
+"""Nemotron-H and Nemotron 3: each layer is a Mamba-2 mixer, attention without positions, an MLP, or experts.
 
-MLPs have no gate, experts may work in fewer dimensions than the model. The bias by which a router's choice is corrected
-is not trained: it is read in float32 whatever the model computes in, and carried along as it is.
+MLPs have no gate; experts may work in fewer dimensions than the model. The bias that corrects a router's choice is not
+trained: it is read in float32 in any precision, and copied unchanged.
 """
 
 from dataclasses import replace
@@ -39,9 +39,9 @@ def _ungated(mlp: Mlp | Mixture | None, config: NemotronHConfig) -> Mlp | Mixtur
 
 
 def mamba_slices(mamba: Mamba2, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
-    """Return the tensors of a Mamba-2 mixer, of which each rank has its groups of heads.
+    """Return the tensors of a Mamba-2 mixer. Each rank has some groups of heads.
 
-    PEFT refuses adapters beside this family's `out_proj`, as kernels that transformers uses do not call that module.
+    PEFT refuses adapters of this family's `out_proj`, since kernels that transformers uses do not call that module.
     """
     values, heads = mamba.num_values, mamba.num_heads
 

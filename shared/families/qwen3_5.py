@@ -1,7 +1,7 @@
-"""Qwen3.5 and 3.6, dense and mixture: gated delta nets, and among them layers of attention with an output gate.
+"""Qwen3.5 and 3.6, dense and mixture: gated delta nets and, between them, attention layers with an output gate.
 
-Norms but the delta net's own are zero-centred, and attention rotates a part of each head. What the checkpoints hold
-besides the decoder, a tower of vision and the layers of multi-token prediction, is carried along as it is.
+All norms except the delta net's are zero-centred, and attention rotates a part of each head. The checkpoints' other
+tensors, of a vision tower and of multi-token prediction, are copied unchanged.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ def architecture(alike: Architecture, config: HybridConfig) -> Architecture:
 
 
 def delta_net_slices(delta: DeltaNet, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
-    """Return the tensors of a gated delta net: one linear makes all of the input, and each rank has its heads."""
+    """Return the tensors of a gated delta net: one linear makes all inputs, and each rank has some of the heads."""
     mixed, values, heads = delta.mixed_sizes, delta.num_values, delta.num_value_heads
     slices, start = [], 0
     for name, num_rows in zip(IN_PROJECTIONS, delta.made_sizes, strict=True):

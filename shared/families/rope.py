@@ -1,4 +1,4 @@
-"""Rotary position embeddings as a config.json asks for them; megatron_worker/families/rope.py computes them."""
+"""Rotary position embeddings from a config.json; megatron_worker/families/rope.py computes them."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from shared.models.dense import RopeConfig
 
 _DEFAULT_THETA = 10_000.0  # transformers' default for all families
 _UNSCALED = RopeConfig()
-# What each kind of scaling reads. "dynamic" changes longer sequences alone, see RopeConfig.max_positions.
+# The settings that each kind of scaling reads. "dynamic" only affects longer sequences, see RopeConfig.max_positions.
 _READ = {
     **{"default": set[str](), "linear": {"factor"}, "proportional": {"factor", "partial_rotary_factor"}},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
@@ -28,8 +28,8 @@ class Rope:
     against half.
 
     Attributes:
-        scaling: the settings that its kind of scaling reads, and nothing else.
-        magnitude: what cosines and sines are multiplied by.
+        scaling: only the settings that its kind of scaling reads.
+        magnitude: factor of cosines and sines.
     """
 
     theta: float
@@ -39,14 +39,14 @@ class Rope:
 
 
 def read_rope(parameters: RopeConfig, size: int) -> Rope:
-    """Return the embedding that settings ask for, of those that read_model_config lets pass."""
+    """Return the embedding for settings that read_model_config has accepted."""
     kind = "default" if parameters.rope_type == "dynamic" else parameters.rope_type
     scaling = RopeConfig(rope_type=kind, **parameters.model_dump(include=_READ[kind]))
     return Rope(parameters.rope_theta or _DEFAULT_THETA, size, scaling, _magnitude(scaling))
 
 
 def _magnitude(scaling: RopeConfig) -> float:
-    """Return the magnitude of the papers on YaRN and LongRoPE, unless the file has one, or scales of its own."""
+    """Return the file's magnitude or scales if it has any, else the magnitude of the papers on YaRN and LongRoPE."""
     factor, original = scaling.factor, scaling.original_max_position_embeddings
     if scaling.attention_factor is not None:
         return scaling.attention_factor

@@ -1,6 +1,6 @@
 """Tensor slices: the rows of the engine's parameters that each Hugging Face tensor fills, under tensor parallelism.
 
-The engine's parameters are fused (query, key and value interleaved by key/value head; gate beside up) and split over
+The engine's parameters are fused (query, key and value interleaved by key/value head; gate with up) and split over
 the tensor-parallel ranks. A tensor slice describes one Hugging Face tensor: the part of it that a rank holds, and the
 rows of the rank's parameter that this part fills.
 """
@@ -18,10 +18,10 @@ class TensorSlice:
     """A whole tensor `name` of `shape`, split along dimension `split` (None: every rank holds all of it).
 
     On each rank it fills rows `start` to `stop` of each of the `groups` equal row groups of `parameter`. `expert`: the
-    number of the expert that it is of, if any, and it is split over expert-tensor-parallel ranks then. `is_stack`: it
-    is of all experts, one after another along `split`, which expert-parallel ranks share out. `sections`:
-    sizes of parts along `split` that are each split over the ranks; none: the whole is. `takes_adapter`: where it is a
-    linear's. `stage` and `ep_rank`: the pipeline stage and the expert-parallel rank that hold it.
+    number of its expert, if any; then it is split over expert-tensor-parallel ranks. `is_stack`: it holds all experts,
+    one after another along `split`, divided among expert-parallel ranks. `sections`: sizes of parts along `split` that
+    are each split over the ranks; if empty, the whole is. `takes_adapter`: an adapter is possible, if it is a linear's
+    weight. `stage` and `ep_rank`: the pipeline stage and the expert-parallel rank that hold it.
     """
 
     name: str
@@ -39,8 +39,8 @@ class TensorSlice:
     ep_rank: int = 0
 
     def spans(self, rank: int, size: int) -> list[slice]:
-        """Return the ranges of dimension `split` that a rank of `size` holds, a section each; the last ranks' may be
-        short or empty."""
+        """Return the ranges of dimension `split` that a rank of `size` ranks holds, one per section; those of the last
+        ranks may be short or empty."""
         assert self.split is not None
         spans, start = [], 0
         for length in self.sections or (self.shape[self.split],):
@@ -67,7 +67,7 @@ def modules_of(slices: Sequence[TensorSlice]) -> dict[str, bool]:
 
 
 def as_linear(embedding: TensorSlice) -> TensorSlice:
-    """Return embeddings as a linear of tokens, [hidden, vocabulary], of which every rank has all."""
+    """Return embeddings as a linear of tokens, [hidden, vocabulary], whole on every rank."""
     num_tokens, size = embedding.shape
     return replace(embedding, shape=(size, num_tokens), split=None, start=0, stop=size)
 

@@ -1,11 +1,11 @@
-"""Arithmetic over named numbers, such as `0.8 * exact + 0.2 * max(0, style)`: read once, computed for many samples.
+"""Arithmetic over named numbers, such as `0.8 * exact + 0.2 * max(0, style)`: parsed once, computed for many samples.
 
 Numbers, names, `+ - * / ^`, parentheses, and min, max, abs, floor, ceil, exp, sqrt, log (natural). `^` binds tighter
 than a sign and groups to the right, so -2^2 is -4 and 2^3^2 is 512. An expression becomes postfix; nothing is ever
 evaluated as code.
 
-Python's `ast` is no reader for this: it refuses graders called `is` or `lambda`, takes 1_000 and 0x1F, does not say
-where `(1` or `1 +` goes wrong, and whether it reads a sum of 1,900 terms depends on how deep the caller's stack is.
+Python's `ast` does not fit: it refuses graders named `is` or `lambda`, accepts 1_000 and 0x1F, does not report the
+position of the error in `(1` or `1 +`, and may fail on a sum of 1,900 terms, depending on the caller's stack depth.
 """
 
 import math
@@ -41,12 +41,12 @@ FUNCTIONS = frozenset(_UNARY_FUNCTIONS) | frozenset(_VARIADIC_FUNCTIONS)
 
 
 class ExpressionError(ValueError):
-    """An expression that cannot be read, or has no finite value."""
+    """An expression cannot be parsed, or has no finite value."""
 
 
 @dataclass(frozen=True)
 class _Apply:
-    """Take `arity` values from the stack, put `function` of them back."""
+    """Pop `arity` values from the stack, and push `function` of them."""
 
     symbol: str
     function: Callable[..., float]
@@ -54,7 +54,7 @@ class _Apply:
 
 
 _Step = float | str | _Apply  # a number, a name, or a function of the values before it
-_Token = tuple[str, str, int]  # its kind (number, name, end, or the sign itself), its text, its place
+_Token = tuple[str, str, int]  # its kind (number, name, end, or the operator itself), its text, its position
 
 # By binary operator: its precedence, and the least precedence that operators within its right operand must have.
 _BINDS: Mapping[str, tuple[int, int]] = {"+": (1, 2), "-": (1, 2), "*": (3, 4), "/": (3, 4), "^": (6, 5)}
@@ -63,7 +63,7 @@ _NEGATION_BINDS = 5
 
 @dataclass(frozen=True)
 class Expression:
-    """An expression in postfix."""
+    """An expression in postfix form."""
 
     text: str
     steps: tuple[_Step, ...]
@@ -108,7 +108,7 @@ def _listed(arguments: list[float]) -> str:
 
 
 def parse_expression(text: str) -> Expression:
-    """Read an expression. Raises ExpressionError, with the character where it goes wrong."""
+    """Parse an expression. Raises ExpressionError, with the position of the error."""
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ExpressionError(f"an expression has at most {MAX_EXPRESSION_CHARS:,} characters")
     parser = _Parser(_tokens(text))

@@ -1,4 +1,4 @@
-"""Graders: what turns a sample into a number. OpenAI's names and fields; docs/graders.md says what each computes."""
+"""Graders, which turn a sample into a number. Names and fields are OpenAI's; docs/graders.md describes each."""
 
 import json
 import re
@@ -29,7 +29,7 @@ GraderName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class StringCheckGrader(Frozen):
-    """1 if the operation holds, else 0. `like`: the input contains the reference; `ilike`: whatever the case."""
+    """1 if the operation holds, else 0. `like`: the input contains the reference; `ilike`: ignoring case."""
 
     type: Literal["string_check"] = "string_check"
     name: GraderName
@@ -97,7 +97,7 @@ class PythonGrader(Frozen):
 
 
 class InputText(Frozen):
-    """A text as a part of a message."""
+    """A text part of a message."""
 
     type: Literal["input_text", "text"] = "input_text"
     text: Template
@@ -116,7 +116,7 @@ class Message(Frozen):
 
 
 class ScoreModelSampling(Frozen):
-    """Sampling parameters, chosen by the scoring server where not set. `max_completions_tokens` is OpenAI's."""
+    """Sampling parameters; the scoring server chooses those that are not set. `max_completions_tokens` is OpenAI's."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -129,7 +129,7 @@ class ScoreModelGrader(Frozen):
     """Asks a model of an OpenAI-compatible server for a grade within `range`.
 
     `base_url`, a field that OpenAI's graders do not have, is the server's URL, such as `https://host/v1`. Without it
-    the installation's server is asked (`grading.score_model_url`).
+    the installation's server is used (`grading.score_model_url`).
     """
 
     type: Literal["score_model"] = "score_model"
@@ -150,29 +150,27 @@ class ScoreModelGrader(Frozen):
 
 
 class RewardModelGrader(Frozen):
-    """Longshore's own kind: what a reward model gives of the prompt and the sample, as one conversation.
+    """Longshore's own kind: a reward model scores the prompt and the sample as one conversation.
 
-    It is scored on a sampler that the run leases: on its own where that serves `base`, too, else on another.
+    The reward model runs on a sampler that the run leases: the policy's if that also serves `base`, else another.
     """
 
     type: Literal["reward_model"] = "reward_model"
     name: GraderName
-    model: str = Field(
-        min_length=1, max_length=2048, description="a reward model that is an adapter: published name, or URI"
-    )
+    model: str = Field(min_length=1, max_length=2048, description="the reward model's adapter: published name, or URI")
     base: str | None = Field(
         default=None,
         min_length=1,
         max_length=2048,
-        description="the model that it is on: that of a published name, else the policy's, if absent",
+        description="its base model; if absent, the published adapter's, else the policy's",
     )
     scalar: str | None = Field(
-        default=None, min_length=1, max_length=200, description="which of its scalars; absent where it has one"
+        default=None, min_length=1, max_length=200, description="which of its scalars; may be absent if it has one"
     )
 
     @property
     def scorer(self) -> str:
-        """By what it is scored: graders that differ in the scalar alone are scored once."""
+        """The key of its scores: graders that only differ in the scalar share them."""
         return self.model if self.base is None else f"{self.model} on {self.base}"
 
 
@@ -181,7 +179,7 @@ SingleGrader = Annotated[_Single, Field(discriminator="type")]
 
 
 class MultiGrader(Frozen):
-    """Named graders and the arithmetic that makes one number of theirs (shared/grading/expressions.py)."""
+    """Named graders, and an expression that combines their numbers (shared/grading/expressions.py)."""
 
     type: Literal["multi"] = "multi"
     name: GraderName
@@ -208,10 +206,10 @@ _ADAPTER: TypeAdapter[Any] = TypeAdapter(Grader)
 
 
 def parse_grader(fields: JsonValue) -> Grader:
-    """A grader from what a user sent.
+    """Parse a grader that a user sent.
 
     Raises:
-        InvalidInput: the first field that is wrong, and the rule it breaks.
+        InvalidInput: names the first wrong field, and the rule that it breaks.
     """
     try:
         grader: Grader = _ADAPTER.validate_python(fields)
@@ -230,7 +228,9 @@ def reward_graders(grader: Grader) -> dict[str, RewardModelGrader]:
 
 
 def chosen_scalar(grader: RewardModelGrader, names: Sequence[str], place: str = "grader") -> int:
-    """Return which of a reward model's scalars grades. Raises InvalidInput where it has no such one, or several."""
+    """Return the number of the scalar that grades. Raises InvalidInput if the reward model lacks it, or has several and
+    none is named.
+    """
     if grader.scalar is None and len(names) > 1:
         raise InvalidInput(f"the reward model gives {', '.join(names)}: say which as scalar", f"{place}.scalar")
     if grader.scalar is not None and grader.scalar not in names:
@@ -239,9 +239,9 @@ def chosen_scalar(grader: RewardModelGrader, names: Sequence[str], place: str = 
 
 
 class SampleRewards(Frozen):
-    """What a reward model gives of a sample: its scalars, of which one may be no finite number; or why there are none.
+    """A reward model's scalars for a sample, or why there are none.
 
-    `values`: by the scalars' names.
+    `values`: by the scalars' names; None for one that is no finite number.
     """
 
     values: dict[str, float | None] = Field(default_factory=dict)
@@ -249,7 +249,7 @@ class SampleRewards(Frozen):
 
 
 class SampledItem(Frozen):
-    """A row to grade: what the model wrote (`sample.output_text`, at least) and the dataset's row that it answers."""
+    """A row to grade: the model's output (at least `sample.output_text`) and the dataset's row that it answers."""
 
     sample: dict[str, JsonValue]
     item: dict[str, JsonValue] = Field(default_factory=dict)
@@ -262,7 +262,7 @@ class SampledItem(Frozen):
 
     @property
     def namespaces(self) -> dict[str, dict[str, JsonValue]]:
-        """A sample as graders see it. `output_json` is there when the text is JSON, and was not sent."""
+        """A sample as graders see it. `output_json` is added if the text is JSON and the field was not sent."""
         sample = dict(self.sample)
         if "output_json" not in sample and (parsed := _parsed(str(sample["output_text"]))) is not None:
             sample["output_json"] = parsed
@@ -284,7 +284,7 @@ def _refuse_constant(name: str) -> None:
 
 
 class SampleGrade(Frozen):
-    """One line of the grades, in the order of the samples: a grade, or the reason why there is none."""
+    """One line of the grades, in the order of the samples: a grade, or the reason for its absence."""
 
     place: str
     grade: float | None
@@ -293,14 +293,14 @@ class SampleGrade(Frozen):
 
 
 class GradeOneRequest(Frozen):
-    """A request to grade one sample; without a sample, only to check that the grader can be used."""
+    """A request to grade one sample; without a sample, it only checks that the grader can be used."""
 
     grader: Grader
     sample: SampledItem | None = None
 
 
 class OneGrade(Frozen):
-    """A grade, or the reason why there is none; the grades of a multi grader's parts; seconds that it took."""
+    """A grade, or the reason for its absence; the grades of a multi grader's parts; the duration in seconds."""
 
     grade: float | None = None
     error: Reason | None = None

@@ -1,7 +1,7 @@
 """Template strings of graders: `{{ sample.output_text }}` becomes a value of the row. Substitution, never code.
 
-A reference is `sample` or `item`, then fields (`.name`) and list places (`[0]`). There are no filters, calls or loops,
-and what was put in is not looked at again.
+A reference is `sample` or `item`, then fields (`.name`) and list indices (`[0]`). There are no filters, calls or loops,
+and inserted text is not expanded again.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-JSON = object  # what json.loads gives: dict, list, str, int, float, bool or None
+JSON = object  # a result of json.loads: dict, list, str, int, float, bool or None
 
 MAX_TEMPLATE_CHARS = 64 << 10
 MAX_RENDERED_CHARS = 16 << 20
@@ -19,7 +19,7 @@ _STEP = re.compile(r"\.(?P<field>[A-Za-z_][\w-]*)|\[(?P<place>\d+)\]")
 
 
 class TemplateError(ValueError):
-    """A template that cannot be read, or that names what a row does not have."""
+    """A template cannot be parsed, or names a value that a row does not have."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Reference:
 
 
 def parse_template(template: str) -> tuple[str | Reference, ...]:
-    """A template as literal pieces and references, in order.
+    """Parse a template into literal pieces and references, in order.
 
     Raises:
         TemplateError: `{{` without `}}`, something other than a reference between them, or too long a template.
@@ -68,7 +68,7 @@ def _step(found: re.Match[str]) -> str | int:
 
 
 def render(template: str, namespaces: Mapping[str, JSON]) -> str:
-    """The template with every reference replaced: texts as they are, all else as JSON.
+    """Return the template with every reference replaced: strings unchanged, other values as JSON.
 
     Raises:
         TemplateError: a field or list place that the row does not have, or too long a result.
@@ -84,7 +84,7 @@ def render(template: str, namespaces: Mapping[str, JSON]) -> str:
 
 
 def lookup(reference: Reference, namespaces: Mapping[str, JSON]) -> JSON:
-    """The value that a reference names. Raises TemplateError where there is none."""
+    """Return the value that a reference names. Raises TemplateError if there is none."""
     value = namespaces[reference.namespace]
     for number, step in enumerate(reference.steps):
         match value, step:

@@ -1,6 +1,6 @@
 """Packing: which examples make a step, and how a step's examples share bins. Pure functions of lengths and a seed.
 
-Steps come first: they depend on the lengths, the seed and the batch, never on the bins, so what a step optimises does
+Steps are made first: they depend on the lengths, the seed and the batch, never on the bins, so a step's objective does
 not depend on packing. Legend: U units.
 """
 
@@ -37,8 +37,8 @@ def steps_by_count(order_U: Indices, batch_size: int) -> Iterator[Indices]:
 def steps_by_tokens(order_U: Indices, tokens_U: Indices, batch_tokens: int) -> Iterator[Indices]:
     """Cut an order into steps of at most `batch_tokens`, each as full as the next units allow. The last is smaller.
 
-    A step is filled in even parts, one behind the other, so that it can be packed evenly. A unit may be taken up to
-    `_WINDOW` places early, to fill a part; the one at the front always comes next.
+    A step is filled in parts of equal size, one after another, so that it can be packed evenly. A unit may be taken up
+    to `_WINDOW` places early to fill a part; the unit at the front always comes next.
     """
     rest = iter(order_U.tolist())
     lengths = tokens_U.tolist()
@@ -52,7 +52,7 @@ def steps_by_tokens(order_U: Indices, tokens_U: Indices, batch_tokens: int) -> I
 
 
 def _parts(tokens_U: Indices, batch_tokens: int) -> list[int]:
-    """Even shares of a batch, near a power of two that holds the longest unit, and two of the usual ones."""
+    """Divide a batch into equal parts, near a power of two that holds the longest unit or two average units."""
     longest, usual = int(tokens_U.max(initial=1)), float(tokens_U.mean()) if len(tokens_U) else 1.0
     assert longest <= batch_tokens, f"a unit has {longest} tokens, batch_tokens is {batch_tokens}"
     enough = max(longest, math.ceil(_PART_UNITS * usual))
@@ -76,10 +76,10 @@ def _take(window: deque[int], rest: Iterator[int], lengths: list[int], room: int
 
 
 def _fill(part: list[int], free: int, window: deque[int], lengths: list[int]) -> None:
-    """Fill the rest of a part: add the one or two units of the window that leave least free, in place of up to two that
-    were taken last.
+    """Fill the rest of a part: add the one or two units of the window that leave the least room. They may replace up to
+    two units that were taken last.
 
-    The part's first unit is never replaced, since it might then be put off for ever.
+    The part's first unit is never replaced, since it might then be postponed forever.
     """
     by_length = sorted((lengths[u], k) for k, u in enumerate(window))
     left, num_back, chosen = free, 0, list[int]()
@@ -146,7 +146,7 @@ def best_fit_decreasing(tokens: list[int], capacity: int) -> list[list[int]]:
 def pack_bins(tokens: list[int], capacity: int) -> list[list[int]]:
     """Pack a step's units into bins by best fit decreasing, or by another method if that needs fewer bins.
 
-    The others are next fit, which does well on steps that were cut by tokens, as their parts are even; and refilling a
+    The others are next fit, which works well for steps cut by tokens, since their parts are equal; and refilling a
     smaller number of bins by exact subset sums.
     """
     bins = best_fit_decreasing(tokens, capacity)
@@ -192,7 +192,7 @@ def _refill(tokens: list[int], num_bins: int, capacity: int) -> list[list[int]] 
 
 
 def _spread(tokens: list[int], num_bins: int) -> list[list[int]]:
-    """Longest first, each into the emptiest bin."""
+    """Put items, longest first, each into the emptiest bin."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, b) for b in range(num_bins)]
     for item in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
@@ -203,7 +203,7 @@ def _spread(tokens: list[int], num_bins: int) -> list[list[int]]:
 
 
 def _pour(tokens: list[int], bins: list[list[int]], load: list[int], full: int, other: int, capacity: int) -> None:
-    """Divide two bins' items anew: those that fill `capacity` best go into `other`, the rest into `full`."""
+    """Redistribute two bins' items: those that fill `capacity` best go into `other`, the rest into `full`."""
     items = bins[full] + bins[other]
     chosen = fullest_subset([tokens[i] for i in items], capacity)
     total = sum(tokens[items[k]] for k in chosen)

@@ -1,10 +1,10 @@
-"""Commands as the store has them: those that a client sends (longshore/commands.py), and what the service puts beside
-or in place of them.
+"""Commands in their stored form: those that a client sends (longshore/commands.py), and those that the service adds or
+puts in their place.
 
-Each command and each result is a file beside the session's job. A command's file is JSON; that of a `forward` or
-`forward_backward` is one of safetensors, whose arrays are the columns of packed data (packed.py), a unit for each datum
-with all that was sent, and whose metadata has the rest as JSON. Repeating a command from the same state has a result
-that is equal to the bit, on any worker.
+Each command and each result is a file next to the session's job. A command's file is JSON, except for `forward` and
+`forward_backward`: theirs is safetensors. Its arrays are the columns of packed data (packed.py), one unit for each
+datum with all that was sent; its metadata has the rest as JSON. Repeating a command from the same state gives a
+bit-identical result on any worker.
 """
 
 import json
@@ -34,7 +34,7 @@ from shared.field_rules import first_error
 from shared.jobs.packed import OFFSETS, TARGET_COLUMNS, TOKEN_COLUMNS, Units, as_stored
 
 _COMMAND = "command"  # in the metadata
-_JSON = b"{"  # begins no file of safetensors, as these begin with the length of a header, a multiple of eight
+_JSON = b"{"  # no safetensors file begins so: they begin with a header's length, a multiple of eight
 _OFFSETS = ("token_offsets", "target_offsets")
 _COLUMNS = TOKEN_COLUMNS | TARGET_COLUMNS
 _OF_TREES = ("position", "parent", "sequence")
@@ -42,13 +42,13 @@ _DTYPES = dict.fromkeys(_OFFSETS, OFFSETS) | {name: each for name, each in _COLU
 
 
 class LoadStored(LoadState):
-    """A `load_state` as the service stores it: with the checkpoint that its name stood for when it was accepted."""
+    """A `load_state` as the service stores it: with the checkpoint that its name meant when it was accepted."""
 
     checkpoint: Artifact
 
 
 class Skip(Frozen):
-    """Replaces a command that a new worker must not repeat, as it changes no state or its error might not come again.
+    """Replaces a command that a new worker must not repeat: it changes no state, or its error might not recur.
 
     Its result is stored. `drops`: it has dropped the gradients accumulated so far.
     """
@@ -82,9 +82,7 @@ class CommandHead(Frozen):
 
 
 _Plain = StoredAsSent | LoadStored | Skip | Gap
-Command = Annotated[Forward | ForwardBackward | _Plain, Field(discriminator="kind")]
-"""With its data in JSON: as a client sends it, and as the store has it of sessions that the release before began."""
-command: TypeAdapter[Command] = TypeAdapter(Command)
+Command = Forward | ForwardBackward | _Plain
 StoredCommand = Annotated[ForwardOptions | ForwardBackwardOptions | _Plain, Field(discriminator="kind")]
 """What a command's file says beside its arrays."""
 _stored: TypeAdapter[StoredCommand] = TypeAdapter(StoredCommand)
@@ -105,7 +103,7 @@ def with_data(asked: ForwardOptions | ForwardBackwardOptions, data: Sequence[Map
 def joined(units: Sequence[Mapping[str, NDArray]]) -> dict[str, NDArray]:
     """Join the columns of units, behind the offsets of their tokens and targets.
 
-    Each unit has a `token_id`. What else one has and another lacks gets its default there.
+    Each unit has a `token_id`. A unit that lacks a column which another has gets the column's default.
     """
     names = [name for name in _COLUMNS if any(name in unit for unit in units)]
     filled = [_filled(unit) for unit in units]
@@ -122,7 +120,8 @@ def _filled(unit: Mapping[str, NDArray]) -> dict[str, NDArray]:
 
 
 def units_of(arrays: Mapping[str, NDArray]) -> Units:
-    """Make units of what `joined` returns. Without a `label`, targets are the tokens but the first. A weight is 1.
+    """Make units from what `joined` returns. Without a `label`, targets are all tokens but the first. Weights default
+    to 1.
 
     Raises CorruptArtifact: the arrays do not fit each other.
     """
@@ -137,20 +136,14 @@ def units_of(arrays: Mapping[str, NDArray]) -> Units:
     return Units.of_arrays(columns, token_offsets, target_offsets)
 
 
-def packed_form(data: bytes) -> bytes:
-    """Return a command's file as `stored_form` does, though its data are in its JSON. Raises ValidationError."""
-    return stored_form(command.validate_json(data)) if data[:1] == _JSON else data
-
-
 def read_command(data: bytes) -> tuple[StoredCommand, Units | None]:
     """Read a command's file: the command, and the data of a `forward` or `forward_backward`.
 
     Raises:
         InvalidInput: names the field and the rule.
-        CorruptArtifact: the arrays are no command's.
+        CorruptArtifact: the arrays are not those of a command.
     """
     try:
-        data = packed_form(data)
         asked = _stored.validate_json(_json_of(data))
     except ValidationError as error:
         place, rule = first_error(error)
@@ -185,7 +178,7 @@ def check_data(units: Units, vocab_size: int, max_tokens: int) -> None:
 
 
 def _json_of(data: bytes) -> bytes | str:
-    """Return the JSON of a command's file; of a file that is none, what will not do as JSON."""
+    """Return the JSON of a command's file; if it is no such file, a text that does not parse as JSON."""
     if data[:1] != _JSON:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             return str(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"][_COMMAND])
@@ -193,7 +186,7 @@ def _json_of(data: bytes) -> bytes | str:
 
 
 def _unit(datum: Datum) -> dict[str, NDArray]:
-    """Return a datum's columns, as far as it has them."""
+    """Return the columns that a datum has."""
     columns: dict[str, NDArray] = {"token_id": np.array(datum.tokens, dtype=np.uint32)}
     if datum.labels is None:
         learnt = datum.advantages if datum.value_targets is None else datum.value_targets

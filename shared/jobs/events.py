@@ -1,10 +1,10 @@
-"""Events: one JSON object a line in a job's `log_path`; `seq` is gapless from 1; the terminal event comes last."""
+"""Events: one JSON object per line in a job's `log_path`; `seq` has no gaps from 1; the terminal event comes last."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from longshore.fields import Frozen, Sha256, added
+from longshore.fields import Frozen, Sha256
 from shared.fence import Fence
 from shared.field_rules import Reason
 from shared.jobs.weight_sync import SyncOutcome
@@ -18,10 +18,10 @@ class _Event(Frozen):
 
 
 class Started(_Event):
-    """The worker has claimed the job. `first_step` is where it goes on: 0, or the checkpoint's step.
+    """The worker has claimed the job. `first_step`: the step that it starts from, 0 or the checkpoint's.
 
-    `code`: a hash of what it computes with (shared/provenance.py); None of workers that did not say. `seconds`: of what
-    came before, by phase, in order.
+    `code`: a hash of the code that it runs (shared/provenance.py); None from workers that did not report it.
+    `seconds`: durations of the phases before this, in order.
     """
 
     event: Literal["started"] = "started"
@@ -33,7 +33,7 @@ class Started(_Event):
     device: str
     world_size: int
     code: Sha256 | None = None
-    seconds: dict[str, float] = added({})
+    seconds: dict[str, float] = Field(default_factory=dict)
 
 
 class Step(_Event):
@@ -54,7 +54,7 @@ class Saved(_Event):
 
 
 class Kept(_Event):
-    """A session's client has asked for the state after command `step`: its checkpoint stays beside the newest ones."""
+    """A session's client has asked for the state after command `step`: its checkpoint is kept, too."""
 
     event: Literal["kept"] = "kept"
     step: int
@@ -69,12 +69,12 @@ class EvaluationSample(Frozen):
 
 
 class Evaluating(_Event):
-    """So much of the evaluation after `step` steps is done, told every few seconds: of rows, then of samples."""
+    """Progress of the evaluation after `step` steps, every few seconds: first of rows, then of samples."""
 
     event: Literal["evaluating"] = "evaluating"
     step: int
     fraction: float
-    part: Literal["rows", "samples"] = added("rows")
+    part: Literal["rows", "samples"] = "rows"
 
 
 class Evaluated(_Event):
@@ -87,8 +87,8 @@ class Evaluated(_Event):
 
 
 class Probed(_Event):
-    """The log-probabilities of the job's probe by the weights after `step` steps: of each token but the first, in nats,
-    given those before it, at temperature 1."""
+    """The log-probabilities of the job's probe under the weights after `step` steps: of each token except the first,
+    given those before it, in nats, at temperature 1."""
 
     event: Literal["probed"] = "probed"
     step: int
@@ -129,9 +129,9 @@ class Succeeded(_Event):
 
 
 class Failed(_Event):
-    """All ranks agree that the job cannot go on. `invalid_input`: the user's to mend, never retried.
+    """All ranks agree that the job cannot continue. `invalid_input`: the user must fix it; never retried.
 
-    `corrupt_artifact`: bytes of an input are not those that its manifest names.
+    `corrupt_artifact`: an input's bytes do not match its manifest.
     """
 
     event: Literal["failed"] = "failed"

@@ -1,6 +1,6 @@
 """The job: everything one worker needs to do one piece of training, as one JSON file.
 
-Schema version 1. A field that is added gets a default and keeps the version; anything else raises it.
+Schema version 1. A new field needs a default and keeps the version; any other change increments it.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -45,8 +45,8 @@ ONLY_JOB = "000001"
 class Schedule(Frozen):
     """The learning rate of step t of `num_steps`: linear warm-up, then constant, linear or cosine decay to 0.
 
-    `rates`, if there are any, are those of all steps, in place of this. `num_steps`: of the run, where a job does not
-    end it.
+    `rates`, if there are any, give each step's rate instead. `num_steps`: the decay's length, if it is not
+    the job's.
     """
 
     kind: Literal["constant", "linear", "cosine"] = "linear"
@@ -62,12 +62,12 @@ class PackedData(Frozen):
     units: Artifact
     plan: Artifact
     likeliest: Artifact | None = Field(
-        default=None, description="ids that a teacher elsewhere names for each target, and their log-probabilities"
+        default=None, description="a remote teacher's top ids for each target, and their log-probabilities"
     )
 
 
 class JobCritic(Critic):
-    """The critic of a job, with what it trains and how fast. `alone`: the policy stays as it is."""
+    """The critic of a job, its trained parameters and learning rate. `alone`: the policy is not trained."""
 
     trainable: Lora
     learning_rate: float = Field(gt=0)
@@ -84,14 +84,14 @@ class Evaluation(Frozen):
 
 
 class Checkpointing(Frozen):
-    """A checkpoint every `every_steps` (0: only the last), of which the newest `keep` stay."""
+    """A checkpoint every `every_steps` (0: only the last); the newest `keep` are kept."""
 
     every_steps: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)
 
 
 class WorkerPlan(Frozen):
-    """The engine and the slot that a piece of work needs, whoever decides its steps: the same for every attempt."""
+    """The engine and the slot that a job or session needs: the same for every attempt."""
 
     run_id: str
     job_id: str = Field(pattern=r"^[0-9]{6}$")
@@ -99,16 +99,18 @@ class WorkerPlan(Frozen):
     engine: EngineName = "megatron"
     layout: Layout = Layout()
     dtype: Dtype = "float32"
-    quantize_base: Quantization | None = Field(default=None, description="how the frozen base's linears are held")
-    optimizer_states: OptimizerStates = Field(default="float32", description="how both moments are held")
-    recompute: Recompute = Field(default="auto", description="layers are computed again in the backward")
-    threads_per_rank: int = Field(default=1, ge=1, description="CPU threads; part of what makes a result bit-identical")
+    quantize_base: Quantization | None = Field(default=None, description="how the frozen base's linears are stored")
+    optimizer_states: OptimizerStates = Field(default="float32", description="how both moments are stored")
+    recompute: Recompute = Field(default="auto", description="layers are recomputed in the backward pass")
+    threads_per_rank: int = Field(default=1, ge=1, description="CPU threads; bit-identical results depend on them")
     trainable: Trainable
-    initial_adapter: Artifact | None = Field(default=None, description="a published adapter to go on from")
+    initial_adapter: Artifact | None = Field(default=None, description="a published adapter to continue from")
     initial_checkpoint: Artifact | None = Field(
         default=None, description="the last checkpoint of the run's job before: weights, optimizer and random state"
     )
-    first_step: int = Field(default=0, ge=0, description="steps of earlier jobs of the run: the count goes on from it")
+    first_step: int = Field(
+        default=0, ge=0, description="steps of the run's earlier jobs; counting continues from there"
+    )
     checkpointing: Checkpointing = Checkpointing()
     seed: int = Field(default=0, ge=0, lt=2**63)
     after: Literal["offload", "keep"] = "offload"
@@ -116,7 +118,7 @@ class WorkerPlan(Frozen):
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
     _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
 
-    # What differs between kinds of plans, so that whoever handles a plan need not ask for its kind.
+    # Properties that differ between kinds of plans, so that callers need not check the kind.
 
     @property
     def takes_commands(self) -> bool:
@@ -125,12 +127,12 @@ class WorkerPlan(Frozen):
 
     @property
     def step_loss(self) -> Loss:
-        """The loss of the plan's own steps. Commands name theirs, which needs no model but the one that is trained."""
+        """The loss of the plan's own steps. Commands name their own losses, which only need the trained model."""
         return CrossEntropy()
 
     @property
     def step_critic(self) -> JobCritic | None:
-        """The critic that the plan's own steps have beside the policy."""
+        """The critic that the plan's own steps train with the policy."""
         return None
 
     @property
@@ -140,35 +142,37 @@ class WorkerPlan(Frozen):
 
     @property
     def last_step(self) -> int | None:
-        """Steps of the run when this plan is done; None where a client decides."""
+        """Steps of the run when this plan is done; None if a client decides."""
         return None
 
     @property
     def sync_target(self) -> SyncTarget | None:
-        """The samplers that the plan names for its weights."""
+        """The samplers that the plan sends its weights to."""
         return None
 
     @property
     def client_samples(self) -> bool:
-        """True if a client trains step by step on what it samples itself, from the sampler that answers questions."""
+        """True if a client trains step by step on its own samples, from the sampler that answers questions."""
         return False
 
     @property
     def num_kept_states(self) -> int:
-        """Checkpoints that a client asked for and that stay, the newest of them."""
+        """How many of the newest checkpoints that a client asked for are kept."""
         return 0
 
 
 class SessionPlan(WorkerPlan):
-    """Work whose steps a client decides, command by command (commands.py). A step, in events and checkpoints, is the
-    number of a command: a checkpoint of step n is the state after command n.
+    """Work whose steps a client decides, command by command (commands.py). Steps in events and checkpoints are the
+    numbers of commands: a checkpoint of step n is the state after command n.
     """
 
     kind: Literal["session"] = "session"
     max_tokens: int = Field(ge=2, description="longest sequence, and tokens of a micro-batch")
     save_after_s: float = Field(default=30.0, gt=0, description="seconds of commands after which the state is saved")
-    keep_states: int = Field(default=32, ge=1, description="states of save_state that stay, the newest")
-    offload_after_s: float = Field(default=10.0, gt=0, description="seconds without a command until the slot is moved")
+    keep_states: int = Field(default=32, ge=1, description="how many of save_state's newest states are kept")
+    offload_after_s: float = Field(
+        default=10.0, gt=0, description="seconds without a command until the slot is offloaded"
+    )
 
     @property
     def takes_commands(self) -> bool:
@@ -190,14 +194,14 @@ class JobPlan(WorkerPlan):
     num_steps: int = Field(ge=1, description="of this job")
     loss: Loss = CrossEntropy()
     critic: JobCritic | None = Field(
-        default=None, description="what makes advantages of the data's rewards, which stand in their place"
+        default=None, description="makes advantages from rewards, which the data has in the column of advantages"
     )
     temperature: float = Field(
         default=1.0,
         gt=0,
         allow_inf_nan=False,
-        description="of a policy loss: logits are divided by it, as those were that the trajectories were sampled "
-        "from; of distillation: the teacher's and the student's are",
+        description="for a policy loss: logits are divided by it, as when the trajectories were sampled; for "
+        "distillation: the teacher's and the student's logits are",
     )
     optimizer: Optimizer = Adam()
     schedule: Schedule
@@ -205,15 +209,15 @@ class JobPlan(WorkerPlan):
     memory_budget_bytes: int | None = Field(
         default=None,
         gt=0,
-        description="what a pass may hold on a rank beside weights and optimizer: the worker forms micro-batches of a "
-        "step's examples that fit. Without one they are the plan's bins",
+        description="memory of a pass on a rank, besides weights and optimizer: the worker forms micro-batches of a "
+        "step's examples that fit. If absent, the plan's bins are the micro-batches",
     )
     max_micro_batch_tokens: int | None = Field(
-        default=None, ge=2, description="at most, whatever the budget has room for"
+        default=None, ge=2, description="the most tokens of a micro-batch, even if the memory budget has room for more"
     )
-    sync: SyncTarget | None = Field(default=None, description="samplers that the weights are sent to at the end")
+    sync: SyncTarget | None = Field(default=None, description="samplers that get the weights at the end")
     probe: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(), description="token ids whose log-probabilities, by the weights that it leaves, end the job's report"
+        default=(), description="token ids whose log-probabilities under the final weights the job reports at its end"
     )
 
     @property
@@ -293,7 +297,7 @@ AnyPlan = Annotated[
 
 
 class Job(Frozen):
-    """One job file. Paths are local and absolute; inputs are artifacts, so an archived job can be run again."""
+    """One job file. Paths are local and absolute. Inputs are artifacts, so an archived job can be run again."""
 
     schema_version: Literal[1] = 1
     plan: AnyPlan
@@ -302,11 +306,11 @@ class Job(Frozen):
     checkpoint_dir: str
     scratch_dir: str
     commands_dir: str | None = Field(
-        default=None, description="of a session: its commands as <number>.json, results beside them"
+        default=None, description="of a session: the folder of its commands, <number>.json, and their results"
     )
-    start: Artifact | None = Field(default=None, description="the checkpoint to go on from")
-    tenant: str = Field(default="", description="whose run it is: tenants share a worker's time by their weights")
-    tenant_weight: float = Field(default=1.0, gt=0, description="the tenant's part of it, beside those of others")
+    start: Artifact | None = Field(default=None, description="the checkpoint to resume from")
+    tenant: str = Field(default="", description="the run's tenant: tenants share a worker's time by weight")
+    tenant_weight: float = Field(default=1.0, gt=0, description="the tenant's weight, relative to others'")
 
     @property
     def needs_its_beginning(self) -> bool:
@@ -335,7 +339,7 @@ class Job(Frozen):
 
 
 def artifacts_of(job: Job) -> list[Artifact]:
-    """Return every input of a job; of a session those that it begins with."""
+    """Return every input of a job; for a session those that it begins with."""
     plan = job.plan
     before = plan.initial_checkpoint if job.needs_its_beginning else None
     files = [artifact for data in plan.packed for artifact in (data.units, data.plan, data.likeliest)]

@@ -1,4 +1,4 @@
-"""Layouts (longshore/layout.py) by their labels, and what bounds them."""
+"""Layouts (longshore/layout.py) from their labels, and their limits."""
 
 import re
 from typing import Protocol, TypeVar
@@ -11,7 +11,7 @@ from shared.field_rules import first_error
 
 
 def layout_of(label: str) -> Layout:
-    """The layout of a label. Raises InvalidInput for any other text."""
+    """Parse a layout's label. Raises InvalidInput for any other text."""
     degrees: dict[str, int] = {}
     for part in () if label == "single" else label.split("-"):
         found = re.fullmatch(r"(sp)|(tp|pp|cp|ep|etp|dp|nodes)([1-9][0-9]{0,3})", part)
@@ -27,11 +27,11 @@ def layout_of(label: str) -> Layout:
 
 
 def check_ranks(layout: Layout, max_ranks: int, below: str = "", why: str = "(setting max_ranks)") -> None:
-    """Refuse a layout of more ranks a machine than a host has room for, whatever the model.
+    """Refuse a layout with more ranks per machine than a host takes, whatever the model.
 
-    `why`: where that number is from.
+    `why`: the source of that limit, for the message.
 
-    Raises InvalidInput: names the dimension, where one alone asks for too much.
+    Raises InvalidInput: names the dimension if one alone exceeds the limit.
     """
     if layout.ranks_per_node > max_ranks:
         split = [name for name in ("tp", "pp", "cp", "dp") if getattr(layout, name) > 1]
@@ -42,7 +42,7 @@ def check_ranks(layout: Layout, max_ranks: int, below: str = "", why: str = "(se
 
 
 def check_nodes(layout: Layout, max_hosts: int | None, below: str = "") -> None:
-    """Refuse a layout of more machines than there can be hosts; None: nobody knows how many. Raises InvalidInput."""
+    """Refuse a layout of more machines than there can be hosts. None: that is unknown. Raises InvalidInput."""
     if max_hosts is not None and layout.nodes > max_hosts:
         rule = f"{layout.nodes:,} machines ({layout.label}); this installation has up to {max_hosts} GPU host"
         raise InvalidInput(f"{rule}{'s' * (max_hosts > 1)} at a time (setting max_hosts)", f"{below}layout.nodes")
@@ -60,7 +60,7 @@ HasBudgetT = TypeVar("HasBudgetT", bound=_HasBudget)
 
 
 def pipelines_have_bins(budgeted: HasBudgetT) -> HasBudgetT:
-    """Validate models that have both. Raises ValueError for a memory budget of a pipeline's micro-batches."""
+    """Validate a model with a layout and a memory budget. Raises ValueError if a pipeline has a memory budget."""
     if budgeted.memory_budget_bytes is not None and budgeted.layout.pp > 1:
         raise ValueError("memory_budget_bytes: a pipeline holds all micro-batches of a step at once; use pp 1")
     return budgeted

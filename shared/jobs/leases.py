@@ -1,4 +1,4 @@
-"""Files between a host and its worker or sampler besides jobs: the process's identity, and the lease that it serves."""
+"""Files between a host and its worker or sampler other than jobs: the process's identity, and its leases."""
 
 from typing import Annotated, Literal, Self
 
@@ -50,16 +50,16 @@ class SamplerKey(Frozen):
     slots: int = Field(default=32, ge=1, description="sequences a step")
     max_model_len: int = Field(default=4096, ge=2, description="prompt and completion together, in tokens")
     max_lora_rank: int = Field(default=0, ge=0, description="of vLLM: the highest rank of its adapters")
-    tells_routes: bool = Field(default=False, description="of vLLM: it tells the experts of each token")
+    tells_routes: bool = Field(default=False, description="of vLLM: it returns the experts of each token")
 
 
 ProcessKey = WorkerKey | SamplerKey
 
 
 class WorkerRecord(Frozen):
-    """`worker.json`, written by the host at launch: by it the host after a killed one finds and ends its worker.
+    """`worker.json`, written by the host at launch. If a host is killed, the next one finds and ends its worker by it.
 
-    A process is named by pid and start time (seconds since 1970): pids are used again. Every rank carries the
+    A process is identified by pid and start time (seconds since 1970), since pids are reused. Every rank has the
     environment variable `LONGSHORE_WORKER_ID=<worker_id>`. `pid` is 0 until the worker has been started.
     """
 
@@ -82,9 +82,9 @@ WORKER_ID_VARIABLE = "LONGSHORE_WORKER_ID"
 
 
 class GangLeader(Frozen):
-    """Signalled to the workflow: the first of several machines has its ranks, which wait for the others'.
+    """Signal to the workflow: the first of several machines has started its ranks, which wait for the others'.
 
-    `worker_id`: of the first machine's worker. `at`: where the hosts of the others meet it.
+    `worker_id`: of the first machine's worker. `at`: its address for the other hosts.
     """
 
     fence: Fence
@@ -93,11 +93,11 @@ class GangLeader(Frozen):
 
 
 class LeaseGrant(Frozen):
-    """Signalled to the workflow: the worker is up, and jobs for it go to the host's own queue.
+    """Signal to the workflow: the worker is up, and jobs for it go to the host's own queue.
 
-    `joined`: other runs trained on the worker already. `weights_socket`: of a sampler, the path at which trainers of
-    its machine send it weights; `weights_address`: `host:port`, at which those of other machines do. `host_socket`
-    and `host_address`: of a sampler's host, where the web service asks it, by mutual TLS at the latter.
+    `joined`: the worker already trained other runs. A sampler also has addresses for weights: `weights_socket`, a
+    path for trainers on its machine, and `weights_address`, `host:port` for trainers on other machines. `host_socket`
+    and `host_address`: the addresses of the sampler's host for the web service; the latter uses mutual TLS.
     """
 
     fence: Fence

@@ -1,4 +1,4 @@
-"""Losses of jobs and of commands, and published algorithms by name: each is a loss and a kind of advantages.
+"""Losses of jobs and commands, and published algorithms by name: each is a loss and a kind of advantages.
 
 Formulas and metrics: docs/losses.md.
 """
@@ -69,13 +69,13 @@ class _OfPairs(Frozen):
 
     @property
     def has_reference(self) -> bool:
-        """True if log-probabilities are against those of a reference model."""
+        """True if log-probabilities are compared with those of a reference model."""
         return self.objective not in _WITHOUT_REFERENCE
 
 
 class DPO(_OfPairs):
-    """Direct preference optimisation (arXiv:2305.18290) and its relatives, of pairs: sequences 2k and 2k + 1 of a
-    unit, of which the chosen has advantage +1, the rejected -1. Formulas: docs/losses.md."""
+    """Direct preference optimisation (arXiv:2305.18290) and its relatives. Sequences 2k and 2k + 1 of a unit are a
+    pair: the chosen one has advantage +1, the rejected one -1. Formulas: docs/losses.md."""
 
     kind: Literal["dpo"] = "dpo"
     reference: Reference = "base"
@@ -83,8 +83,8 @@ class DPO(_OfPairs):
 
 class KTO(Frozen):
     """Kahneman-Tversky optimisation (arXiv:2402.01306) of single answers: sequence 2k of a unit, with advantage +1
-    where it is desirable, -1 where it is not. Sequence 2k + 1 answers another prompt: its advantage and weight are 0,
-    and it is scored only."""
+    if it is desirable, else -1. Sequence 2k + 1 answers another prompt: its advantage and weight are 0, and it is only
+    scored."""
 
     kind: Literal["kto"] = "kto"
     beta: float = Field(default=0.1, gt=0)
@@ -94,18 +94,18 @@ class KTO(Frozen):
 
 
 class BradleyTerry(Frozen):
-    """How likely the chosen answer of a pair is the better one, by a head's scalar at each answer's last token.
+    """The likelihood that the chosen answer of a pair is the better one, from a head's scalar at their last tokens.
 
     Sequences 2k and 2k + 1 of a unit are the chosen and the rejected answer; the former's advantage is the margin.
     """
 
     kind: Literal["bradley_terry"] = "bradley_terry"
     center: float = Field(default=0.0, ge=0, le=1000, description="weight of the squared sum of a pair's rewards")
-    scalar: int = Field(default=0, ge=0, lt=MAX_SCALARS, description="which of the head's, from 0")
+    scalar: int = Field(default=0, ge=0, lt=MAX_SCALARS, description="the number of the head's scalar, from 0")
 
 
 class Preferences(_OfPairs):
-    """The fields of a run that learns from preferences, by an objective of pairs or by kto."""
+    """The fields of a run that learns from preferences, with an objective of pairs or kto."""
 
     objective: Objective = Field(default="sigmoid", description="the preference loss (docs/losses.md)")  # type: ignore[assignment]
     desirable_weight: float = Field(default=1.0, gt=0, le=1000, description="for kto: weight of good answers")
@@ -120,14 +120,14 @@ class Preferences(_OfPairs):
         return not self.reads_labels
 
     def loss(self, reference: Reference) -> DPO | KTO:
-        """Return the loss against a reference, which some objectives do without."""
+        """Return the loss against a reference. Some objectives ignore the reference."""
         kind = KTO if self.reads_labels else DPO
         shared = set(kind.model_fields) & set(Preferences.model_fields)
         return kind(**self.model_dump(include=shared), reference=reference if self.has_reference else "base")
 
 
 def teacher_stays(trainable: Lora | Full, loss: DistillationSettings) -> None:
-    """Raise ValueError where the teacher computes in the middle of a step, and the step changes its weights."""
+    """Raise ValueError if the teacher scores in the middle of a step that changes the teacher's weights."""
     if isinstance(trainable, Full) and loss.tokens == "all":
         raise ValueError(
             "full training changes the base, which the teacher computes whole distributions with at every step: train "
@@ -142,7 +142,7 @@ Loss = Annotated[
 
 
 def check_head(loss: Loss, head: ScalarHead | None) -> None:
-    """Raise ValueError unless a loss is of the head that a slot has. `head`: of scalars; None: the language head."""
+    """Raise ValueError unless a loss fits a slot's head. `head`: a head of scalars; None: the language head."""
     is_of_scalars = isinstance(loss, SquaredError | BradleyTerry)
     if is_of_scalars and head is None:
         raise ValueError(f"loss: {loss.kind} is of a head of scalars, and this trains the language head: name a head")
@@ -161,7 +161,7 @@ def has_several_teachers(loss: Loss) -> TypeGuard[Distillation]:
 
 
 def adapters_of(loss: Loss) -> list[Artifact]:
-    """Return the adapters that a loss computes with beside what it trains: its reference, or its teachers."""
+    """Return the adapters that a loss uses besides the trained one: its reference, or its teachers."""
     more = loss.more_teachers if isinstance(loss, Distillation) else ()
     return [each for each in (reference_of(loss), *more) if isinstance(each, Artifact)]
 
@@ -191,7 +191,7 @@ def reference_uri(loss: RLLoss) -> str | None:
 
 
 def with_reference(loss: RLLoss, adapter: Artifact | None) -> RLLoss:
-    """Return the loss with the adapter that its reference's URI named; unchanged where it named none."""
+    """Return the loss with the adapter that its reference's URI names; unchanged if it names none."""
     if adapter is None:
         return loss
     if isinstance(loss, Distillation):
@@ -205,13 +205,13 @@ def is_policy_loss(loss: Loss) -> TypeGuard[PolicyLoss]:
 
 
 def scores_old(loss: Loss) -> bool:
-    """Return True where ratios are against the trainer's own log-probabilities, frozen at the start of the job."""
+    """Return True if ratios are against the trainer's own log-probabilities, frozen at the start of the job."""
     return is_policy_loss(loss) and loss.old == "trainer"
 
 
 class Critic(Frozen):
-    """A critic, which estimates the rewards to come, and how advantages are made of it: by generalized advantage
-    estimation (Schulman et al. 2016, arXiv:1506.02438). Formulas: docs/losses.md."""
+    """A critic, which estimates future rewards, and the settings of generalized advantage estimation (Schulman et al.
+    2016, arXiv:1506.02438), which makes advantages from it. Formulas: docs/losses.md."""
 
     trainable: Lora | None = Field(
         default=None, description="the adapter below its head, on the policy's base; if absent, like the policy's"
@@ -229,7 +229,7 @@ class Critic(Frozen):
     value_scale: Literal["none", "running"] = Field(
         default="none", description="running: the head gives values in units of the returns' running mean and spread"
     )
-    warmup_steps: int = Field(default=0, ge=0, description="train steps that update the critic alone")
+    warmup_steps: int = Field(default=0, ge=0, description="train steps that only update the critic")
 
     @model_validator(mode="after")
     def _has_a_head_of_its_own(self) -> Self:
@@ -240,7 +240,7 @@ class Critic(Frozen):
         return self
 
     def trained_beside(self, policy: Lora) -> Lora:
-        """Return what is trained: its own adapter, or one as the policy's but for the output layer; and the head."""
+        """Return what is trained: the head, and its own adapter or one like the policy's without the output layer."""
         if self.trainable is not None:
             return self.trainable.model_copy(update={"head": _VALUE})
         targets = tuple(target for target in policy.targets if target != "lm_head")
@@ -261,7 +261,7 @@ AdvantageKind = Literal[
 COMPARE_GROUPS: tuple[AdvantageKind, ...] = (
     "group_mean", "group_normalized", "leave_one_out", "batch_scaled", "group_mean_normalized"
 )  # fmt: skip
-"""Advantages that compare the rewards of a group: a group of one, or of equal ones, teaches nothing with these."""
+"""Advantages that compare the rewards within a group: a group of one, or of equal rewards, gives no signal."""
 EqualRewards = Literal["drop", "keep"]
 Preset = Literal[
     "reinforce", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
@@ -285,7 +285,7 @@ def preset(name: Preset, max_completion_tokens: int) -> Algorithm:
     """Return the algorithm that a paper describes.
 
     Args:
-        max_completion_tokens: the sampler's limit, by which Dr. GRPO divides every sequence.
+        max_completion_tokens: the sampler's limit; Dr. GRPO divides every sequence by it.
     """
     match name:
         case "reinforce":  # Ahmadian et al. 2024, arXiv:2402.14740: REINFORCE with the others' mean as its baseline
@@ -326,10 +326,10 @@ def with_algorithm(fields: dict[str, Any], max_completion_tokens: int) -> dict[s
     """Return a run's fields with the loss and advantages of its `algorithm`. Fields that are set take precedence.
 
     Args:
-        max_completion_tokens: the sampler's limit, by which Dr. GRPO divides every sequence.
+        max_completion_tokens: the sampler's limit; Dr. GRPO divides every sequence by it.
 
     Raises:
-        ValueError: the fields have a loss of another kind, which would leave nothing of the algorithm.
+        ValueError: the fields have a loss of another kind, so that the algorithm would have no effect.
     """
     name = cast(Preset, fields["algorithm"])
     paper = preset(name, max_completion_tokens)
@@ -344,7 +344,7 @@ def with_algorithm(fields: dict[str, Any], max_completion_tokens: int) -> dict[s
         raise ValueError(f"algorithm {name} has the loss {paper.loss.kind}: a loss {kind} leaves nothing of it")
     advantages = fields.get("advantages") or paper.advantages
     whole = paper.loss.model_dump() | loss
-    if name == "distill" and isinstance(loss.get("kl"), dict):  # so that a teacher is named without the rest
+    if name == "distill" and isinstance(loss.get("kl"), dict):  # so that a request can set only the teacher
         whole["kl"] = paper.loss.model_dump()["kl"] | loss["kl"]
     chosen = fields | {"loss": whole, "advantages": advantages}
     if advantages == "gae":

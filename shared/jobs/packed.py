@@ -1,18 +1,18 @@
 """Packed batches on disk: units, and the plan that puts them into steps and bins.
 
-A *unit* is what is never split: one SFT example, or one tree of trajectories that share prefixes. Units are stored
-once, in columns; a *plan* lists, for every step, its bins, and for every bin, its units. A bin is read as two tables:
+A *unit* is never split: one SFT example, or one tree of trajectories that share prefixes. Units are stored once, in
+columns. A *plan* lists the bins of every step, and the units of every bin. A bin is read as two tables:
 
 `tokens(id, position, parent)`
     a forest: `parent` is the index, within the bin, of the token before this one, or -1 at a root. A plain example is
     a chain.
 `targets(hidden_index, label, weight, advantage, old_logprob, ref_logprob, sequence)`
-    what is scored: the label is predicted from the hidden state of token `hidden_index`, or a head of scalars gives its
-    values there. `advantage` is what a loss learns from: an advantage, or what such a value is to be.
+    the scored tokens: the label is predicted from the hidden state of token `hidden_index`, or a head of scalars gives
+    its values there. `advantage` is an advantage, or the target of such a value.
 
-A column `route` beside the tokens' has the experts that a sampler chose for each of them (`RouteShape`).
+A further column `route` of the tokens has the experts that a sampler chose for each (`RouteShape`).
 
-Files are raw little-endian columns beside a header, memory-mapped on reading. Suffixes: T tokens of a bin, N targets
+Files are raw little-endian columns with a header file, memory-mapped on reading. Suffixes: T tokens of a bin, N targets
 of a bin; L layers that have experts, K experts of a token.
 """
 
@@ -63,7 +63,7 @@ class RouteShape(Frozen):
     num_layers: int = Field(ge=1, description="layers that have experts")
     num_experts: int = Field(ge=1, le=32_768)
     per_token: int = Field(ge=1)
-    has_experts: tuple[bool, ...] = Field(default=(), description="of each layer, where some have none")
+    has_experts: tuple[bool, ...] = Field(default=(), description="for each layer, if some have none")
 
     @property
     def dtype(self) -> np.dtype:
@@ -72,8 +72,8 @@ class RouteShape(Frozen):
 
 
 class UnitsHeader(Frozen):
-    """`units.json`. Columns that are absent have a default: chains, positions from 0, one sequence a unit, zeros; an
-    `old_logprob` that nobody knows is NaN. `routes`: of the column `route`, if there is one.
+    """`units.json`. Absent columns have defaults: chains, positions from 0, one sequence per unit, zeros; an unknown
+    `old_logprob` is NaN. `routes`: the shape of the column `route`, if there is one.
     """
 
     schema_version: Literal[1] = 1
@@ -129,9 +129,9 @@ class UnitsWriter:
     def __init__(
         self, folder: Path, columns: tuple[str, ...] = REQUIRED_COLUMNS, routes: RouteShape | None = None
     ) -> None:
-        """Open the files of a folder. `columns`: those that are written; the others have defaults on reading.
+        """Open the files of a folder. `columns`: those to write; the others have defaults on reading.
 
-        `routes`: of the column `route`, which is written, too.
+        `routes`: the shape of the column `route`, which is then written, too.
         """
         assert set(REQUIRED_COLUMNS) <= set(columns) <= set(TOKEN_COLUMNS) | set(TARGET_COLUMNS), columns
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ class UnitsWriter:
         self.extend([len(columns["token_id"])], [len(columns["label"])], **columns)
 
     def extend(self, num_tokens: Ints | list[int], num_targets: Ints | list[int], **columns: NDArray) -> None:
-        """Add units that stand one behind the other in each column; the counts say where each ends."""
+        """Add units whose values are concatenated in each column; the counts give each unit's length."""
         tokens, targets = int(np.sum(num_tokens)), int(np.sum(num_targets))
         assert len(num_tokens) == len(num_targets) and set(columns) == set(self._columns), sorted(columns)
         for name in self._columns:
@@ -213,7 +213,7 @@ class PlanWriter:
 class Units:
     """Units of a folder, memory-mapped, or in memory. Close it (or leave its `with` block) to drop the maps.
 
-    `columns`: whole columns as stored, by name, of those that the units have.
+    `columns`: the columns that the units have, by name, whole and as stored.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -226,7 +226,7 @@ class Units:
 
     @classmethod
     def of_arrays(cls, columns: dict[str, NDArray], token_offsets: Ints, target_offsets: Ints) -> Self:
-        """Make units of whole columns in memory, and of where each unit's tokens and targets begin and end.
+        """Make units from whole columns in memory, and the offsets of each unit's tokens and targets.
 
         Raises CorruptArtifact: their lengths do not fit, or a target is scored from outside its unit.
         """
@@ -261,7 +261,7 @@ class Units:
 
     @staticmethod
     def read_lengths(folder: Path) -> NDArray[np.int64]:
-        """Return the tokens of every unit of a folder, from its header and `token_offsets.bin` alone."""
+        """Return the number of tokens of every unit of a folder. Reads only its header and `token_offsets.bin`."""
         header = UnitsHeader.model_validate_json((folder / "units.json").read_bytes())
         offsets = _read_column(folder / "token_offsets.bin", OFFSETS)
         if len(offsets) != header.num_units + 1:
@@ -337,7 +337,7 @@ class Plan:
 
     @property
     def most_bins(self) -> int:
-        """The bins of the step that has the most."""
+        """The largest number of bins of a step."""
         return int(np.diff(self._step_offsets).max(initial=0))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Prefix trees of sequences: the parts that they share, and the place of each token. Pure functions.
+"""Prefix trees of sequences: the parts that they share, and the position of each token. Pure functions.
 
-Sequences that share a prefix become a tree that holds it once. Tokens are ordered depth first, a part between two
-branchings (a *node*) in one piece.
+Sequences that share a prefix become a tree that holds it once. Tokens are ordered depth first, and the part between two
+branchings (a *node*) is contiguous.
 
 Legend: S sequences in lexicographic order ("sorted"); L tokens of one sequence.
 """
@@ -47,8 +47,8 @@ def sort_key(row: NDArray[np.integer]) -> bytes:
 def nodes_of(shared_S: list[int], length_S: list[int]) -> list[Node]:
     """Return the nodes of sorted sequences, depth first.
 
-    In that order sequences with a common prefix stand together, and its length is the least that any two neighbours
-    among them share. `shared_S`: what each shares with the one before.
+    Sequences with a common prefix are neighbours in that order. The prefix's length is the minimum over neighbours of
+    the tokens that they share. `shared_S`: the number of tokens that each shares with the one before.
     """
     nodes: list[Node] = []
     waiting = [(first, last, -1) for first, last in _branches(0, len(length_S), 0, shared_S, length_S)]
@@ -56,7 +56,7 @@ def nodes_of(shared_S: list[int], length_S: list[int]) -> list[Node]:
         first, last, parent = waiting.pop()
         begin = nodes[parent].end if parent >= 0 else 0
         end = min(shared_S[first + 1 : last], default=length_S[first])
-        num_ending = length_S[first:last].count(end)  # in the order, they come before those that go on
+        num_ending = length_S[first:last].count(end)  # sorted before the longer ones
         node = len(nodes)
         nodes.append(Node(begin, end, first, last, num_ending, parent))
         waiting += [(a, b, node) for a, b in _branches(first + num_ending, last, end, shared_S, length_S)]
@@ -64,10 +64,10 @@ def nodes_of(shared_S: list[int], length_S: list[int]) -> list[Node]:
 
 
 def shared_where_it_saves(nodes: Sequence[Node], least_tokens: int) -> list[Node]:
-    """Return the nodes of trees in which a part is shared only if that saves `least_tokens` or more.
+    """Return the nodes of trees that share a part only if that saves `least_tokens` or more.
 
-    Of any other part each of its branches gets a copy, and so do sequences that end with it. A part of L tokens with k
-    branches below it saves (k - 1) L: the more branches, the shorter a prefix is worth its branching.
+    Any other part is copied into each of its branches, and into the sequences that end with it. Sharing a part of L
+    tokens with k branches below saves (k - 1) L, so with more branches a shorter prefix is worth sharing.
     """
     num_below, is_shared = [0] * len(nodes), [True] * len(nodes)
     for number in reversed(range(len(nodes))):
@@ -90,7 +90,7 @@ def shared_where_it_saves(nodes: Sequence[Node], least_tokens: int) -> list[Node
 def _branches(first: int, last: int, end: int, shared_S: list[int], length_S: list[int]) -> list[tuple[int, int]]:
     """Split sorted sequences, equal up to position `end` and all longer, by their next token: ranges, as a stack.
 
-    Branches of one length stand beside each other, for attention to take them together.
+    Branches of equal length are adjacent, so that attention can process them together.
     """
     if first == last:
         return []

@@ -1,9 +1,9 @@
-"""Prefix trees: sequences that begin alike become trees in which each shared part stands once. Pure functions.
+"""Prefix trees: sequences with equal prefixes become trees that hold each shared part once. Pure functions.
 
-A tree's tokens stand depth first, a part between two branchings (a *node*) in one piece; positions follow each branch.
-A target is scored from the hidden state of the token before it, which for the first token of a branch lies in the
-node above. A token that several sequences share is a target of each of them that asks for it: same hidden index and
-label, other sequence.
+A tree's tokens are ordered depth first, and the part between two branchings (a *node*) is contiguous; positions count
+along each branch. A target is scored from the hidden state of the token before it; for the first token of a branch that
+is in the node above. If several sequences share a token, it is a target of each one whose mask selects it: with the
+same hidden index and label, and another sequence number.
 
 Legend: S sequences in lexicographic order ("sorted"); L tokens of one sequence; T tokens and N targets of a unit.
 """
@@ -22,10 +22,10 @@ from shared.jobs.prefix_forest import Node, grow, indices, tables, token_ids
 
 @dataclass(frozen=True)
 class SequenceRow:
-    """One sequence, and what is to be learnt from its tokens: arrays of one length.
+    """One sequence and its training targets: arrays of one length.
 
-    Only the places where `target_mask` says so are read from the four after it. `token_ids` are integers from 0;
-    `old_logprob` and `ref_logprob` are in nats. `routes`: the experts of each token, [L, layers, experts of a token].
+    The four arrays after `target_mask` are only read where it is true. `token_ids` are integers from 0; `old_logprob`
+    and `ref_logprob` are in nats. `routes`: the experts of each token, [L, layers, experts of a token].
     """
 
     token_ids: NDArray[np.integer]
@@ -62,10 +62,10 @@ def build_tree(sequences: Sequence[SequenceRow]) -> TreeUnit:
 
 
 def split_tree(sequences: Sequence[SequenceRow], bin_tokens: int) -> list[TreeUnit]:
-    """Divide sequences over units of at most `bin_tokens`. No sequence is cut, and little is repeated between units.
+    """Divide sequences over units of at most `bin_tokens`. No sequence is cut, and units repeat few tokens.
 
-    A subtree that fits goes into one unit, together with the path from the root to it. The branches of one that does
-    not fit are grouped by best fit, largest first. Trees of different roots are separate units, which may share a bin.
+    A subtree that fits goes into one unit, together with the path from the root to it. If it does not fit, its branches
+    are grouped by best fit, largest first. Trees of different roots are separate units, which may share a bin.
     Units are ordered by their first sequences.
 
     Raises InvalidInput: as `build_tree`; or a sequence is longer than `bin_tokens`.
@@ -161,10 +161,7 @@ def _unit(sequences: Sequence[SequenceRow], members: Sequence[int]) -> TreeUnit:
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """A sequence, the places of its scored tokens, which of a head's scalars each has, and what that is to be.
-
-    K: its targets.
-    """
+    """A sequence with K scored tokens: their positions, the scalar of the head for each, and the scalar's target."""
 
     id_L: NDArray[np.integer]
     place_K: Sequence[int]
@@ -173,7 +170,9 @@ class ScoredRow:
 
 
 def scored_unit(rows: Sequence[ScoredRow]) -> TreeUnit:
-    """Make one unit of sequences, in their order, whose targets are scalars: labels say which, advantages how much."""
+    """Make one unit of sequences, in their order, that are trained on scalars: labels are their numbers, advantages
+    their targets.
+    """
     ids = [row.id_L for row in rows]
     order, nodes = grow(ids)
     position_T, parent_T = tables(nodes)
@@ -202,10 +201,10 @@ def scored_pair(chosen: NDArray[np.integer], rejected: NDArray[np.integer], marg
 
 
 def _routes(rows: Sequence[SequenceRow], order: Sequence[int], nodes: Sequence[Node]) -> NDArray[np.integer] | None:
-    """Return the routes of the trees' tokens; None where sequences have none.
+    """Return the routes of the trees' tokens; None if the sequences have none.
 
-    A shared part has those of the last of its sequences in lexicographic order: sequences that end with it come first,
-    and nobody has computed their last token.
+    A shared part gets the routes of its last sequence in lexicographic order. Sequences that end with the part come
+    first in that order, and their last token has no computed route.
     """
     last = [rows[order[node.last - 1]].routes for node in nodes]
     parts = [each[node.begin : node.end] for each, node in zip(last, nodes, strict=True) if each is not None]

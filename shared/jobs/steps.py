@@ -1,4 +1,4 @@
-"""Which units make each step of a run, and how many passes, steps and tokens that is.
+"""Decides which units make each step of a run, and counts passes, steps and tokens.
 
 Pure functions of lengths and a seed. Legend: U units.
 """
@@ -44,7 +44,7 @@ class Cut(Frozen):
 
 
 class RunLength(Frozen):
-    """The passes, steps and tokens of a run. `is_exact`: as its plan will have them."""
+    """The passes, steps and tokens of a run. `is_exact`: equal to those of its plan."""
 
     epochs: float
     steps: int
@@ -71,13 +71,13 @@ def _endless(tokens_U: Indices, cut: Cut) -> Iterator[Indices]:
 
 
 def _units_of_epoch(num_units: int, epochs: float, epoch: int) -> int:
-    """Return the number of units that an epoch of so many trains: at least one of the first."""
+    """Return how many of `num_units` an epoch trains: in the first one at least 1."""
     units = round(min(1.0, max(0.0, epochs - epoch)) * num_units)
     return min(num_units, max(units, 1)) if epoch == 0 else units
 
 
 def check_epochs(tokens_U: Indices, cut: Cut) -> None:
-    """Raise InvalidInput if `epochs` would be more than MOST_STEPS_OF_EPOCHS steps, as that is likely a mistake."""
+    """Raise InvalidInput if `epochs` means more than MOST_STEPS_OF_EPOCHS steps, since that is likely a mistake."""
     if cut.epochs is None:
         return
     size, batch = (int(tokens_U.sum()), cut.batch_tokens) if cut.batch_size is None else (len(tokens_U), cut.batch_size)
@@ -89,8 +89,8 @@ def check_epochs(tokens_U: Indices, cut: Cut) -> None:
 
 
 def length_of(tokens_U: Indices, cut: Cut) -> RunLength:
-    """Count passes, steps and tokens as `steps_of` makes them. Steps of `batch_tokens` beyond a million units are
-    taken to be as large as those before.
+    """Count the passes, steps and tokens that `steps_of` makes. Steps of `batch_tokens` beyond a million units are
+    assumed to be as large as those before.
     """
     num_units = len(tokens_U)
     if not num_units:
@@ -107,7 +107,7 @@ def length_of(tokens_U: Indices, cut: Cut) -> RunLength:
 
 
 def length_of_draws(tokens_U: Indices, cut: Cut) -> RunLength:
-    """Count what rollouts draw: every step has `batch_size` prompts, also where a pass ends within it."""
+    """Count rollouts' passes, steps and tokens. Every step has `batch_size` prompts, even if a pass ends within it."""
     num_units, batch_size = len(tokens_U), cut.batch_size
     assert batch_size is not None
     if not num_units:
@@ -127,7 +127,7 @@ def _tokens_of_first(num_drawn: int, tokens_U: Indices, seed: int) -> int:
 
 
 def _count_steps(tokens_U: Indices, cut: Cut, planned: int) -> tuple[int, bool]:
-    """Return the steps of so many units, and whether that is exact."""
+    """Return how many steps `planned` units take, and whether that is exact."""
     if cut.batch_size is not None:
         whole, rest = divmod(planned, len(tokens_U))
         return whole * math.ceil(len(tokens_U) / cut.batch_size) + math.ceil(rest / cut.batch_size), True
@@ -140,7 +140,7 @@ def _count_steps(tokens_U: Indices, cut: Cut, planned: int) -> tuple[int, bool]:
 
 
 def _count_units(tokens_U: Indices, cut: Cut, steps: int) -> tuple[int, int, bool]:
-    """Return the units and tokens of so many steps, and whether they are exact."""
+    """Return the units and tokens of this many steps, and whether they are exact."""
     if cut.batch_size is not None:
         whole, left = divmod(steps, math.ceil(len(tokens_U) / cut.batch_size))
         planned = whole * len(tokens_U) + min(len(tokens_U), left * cut.batch_size)

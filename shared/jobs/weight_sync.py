@@ -1,4 +1,4 @@
-"""Weight sync in runs and jobs: how a trainer's weights come to the samplers of its run."""
+"""Weight sync in runs and jobs: sends a trainer's weights to the samplers of its run."""
 
 import hmac
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ _OTHERS = {"hccl": "torch_npu"}
 
 
 def _possible(value: object) -> object:
-    """Refuse what is no backend, naming those that there are."""
+    """Refuse an unknown backend, and name the known ones."""
     names = get_args(_Backend)
     if value in names:
         return value
@@ -40,13 +40,13 @@ PROFILE_PATH = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0
 class WeightSync(Frozen):
     """How a run's samplers get the weights of each step.
 
-    `store`: they load what is published, which is what they fall back to from all others. `shared_memory`: the
-    trainer's process hands them over on one machine. `collective`: it broadcasts them to samplers of other machines,
-    whose hosts have an address for it; gloo on the CPU, NCCL on CUDA. `cuda_ipc`: from one CUDA device's memory, on one
-    machine. `nixl`, `mooncake`: experimental, tried on CPUs alone, and only where the operators of both hosts have
-    allowed them: samplers read the trainer's memory by these engines. `delta`: as auto, but only changed elements
-    travel, at the cost of a copy beside each of the trainer's ranks of what it holds. `auto`: shared_memory where
-    trainer and samplers meet on one machine, collective where they do not and there is an address, else store.
+    `store`: samplers load the published weights; every other backend falls back to this. `shared_memory`: the trainer's
+    process hands the weights over on one machine. `collective`: it broadcasts them to samplers on other machines whose
+    hosts have an address for it; gloo on the CPU, NCCL on CUDA. `cuda_ipc`: from one CUDA device's memory, on one
+    machine. `nixl`, `mooncake`: samplers read the trainer's memory through these engines; experimental, tried only on
+    CPUs, and only if the operators of both hosts allow them. `delta`: like auto, but only changed elements are sent;
+    each trainer rank keeps a copy of its weights for that. `auto`: shared_memory if trainer and samplers are on one
+    machine, else collective if there is an address, else store.
     """
 
     backend: SyncBackend = Field(default="auto", description="how samplers get a step's weights")
@@ -72,18 +72,18 @@ def newest_name(run_id: str) -> str:
 
 
 class SyncPlace(Frozen):
-    """Where a trainer finds a sampler: its socket's path on its machine, and `host:port` where others reach it."""
+    """A sampler's address for a trainer: a socket's path on its own machine, and `host:port` for other machines."""
 
     socket: str
     address: str | None = None
 
 
 class SyncTarget(Frozen):
-    """In a job: whom its weights are sent to at its end. `sockets`: paths of samplers' sockets on their machines.
+    """The samplers that a job sends its weights to at its end. `sockets`: paths of their sockets on their machines.
 
-    `addresses`: of the same samplers, at which other machines reach them, where they have one. `version`: the policy's,
-    which only grows. `name`: what samplers call the run's newest version, where samples under way go on under it.
-    `waits`: without a name, full weights wait for the samples of a step to end, and are not sent at all otherwise.
+    `addresses`: the same samplers' addresses for other machines, if they have one. `version`: the policy's, which only
+    grows. `name`: the samplers' name for the run's newest version, if samples in progress continue with it. `waits`:
+    without a name, full weights wait for samples in progress to end; if false, they are not sent while there are any.
     """
 
     sockets: tuple[str, ...] = Field(min_length=1, max_length=64)
@@ -102,11 +102,11 @@ class SyncTarget(Frozen):
 
 
 class SyncAccess(Frozen):
-    """What a trainer's host writes beside a job's log for its worker alone: the run's secret, in hexadecimal, and the
-    file that traces are appended to.
+    """A file next to a job's log that the trainer's host writes for its worker only: the run's secret, in hexadecimal,
+    and the file that traces are appended to.
 
-    `target`: whom weights are sent to where the plan does not say so: the sampler that answers users' questions. The
-    host writes anew when that changes.
+    `target`: where weights are sent if the plan names no target: the sampler that answers users' questions. The host
+    rewrites the file when that changes.
     """
 
     secret: Sha256 | None = None
@@ -119,17 +119,18 @@ class SyncAccess(Frozen):
 
     @classmethod
     def read(cls, log: str) -> "SyncAccess":
-        """Read what lies beside a log; nothing, for a worker that is run by hand."""
+        """Read the file next to a log. It is absent if a worker is started by hand: then all fields are empty."""
         path = cls.path(log)
         return cls.model_validate_json(path.read_bytes()) if path.exists() else cls()
 
 
 class SyncOutcome(Frozen):
-    """What became of a sync. `digest` is of the weights that were sent, absent where no sampler took them; `problems`:
-    by socket, who has not got them. `transport`: what they travelled by. `profile_problem`: why there is no trace.
+    """The result of a sync. `digest`: of the weights that were sent, absent if no sampler took them. `problems`: the
+    errors of samplers that did not get them, by socket. `transport`: the one used. `profile_problem`: why there is no
+    trace.
 
-    `num_bytes` travelled to each sampler, of `weight_bytes`. `blocked_s`: seconds that the trainer waited for it;
-    `duration_s`: until the last sampler had them.
+    `num_bytes` were sent to each sampler, of `weight_bytes`. `blocked_s`: seconds that the trainer waited;
+    `duration_s`: until the last sampler had the weights.
     """
 
     version: int
@@ -144,5 +145,5 @@ class SyncOutcome(Frozen):
 
 
 def secret_of_run(key: bytes, run_id: str) -> bytes:
-    """Return what a run's trainer proves to know to a sampler that knows `key`."""
+    """Return the secret that a run's trainer uses to authenticate to a sampler that knows `key`."""
     return hmac.digest(key, b"run " + run_id.encode(), "sha256")

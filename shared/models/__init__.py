@@ -1,1 +1,1 @@
-"""Model folders and adapter folders: which configurations we compute, and which we refuse."""
+"""Model folders and adapter folders: which configurations we support, and which we refuse."""

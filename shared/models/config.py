@@ -1,6 +1,6 @@
-"""The part of a Hugging Face `config.json` that says what a model computes. What we do not compute is refused.
+"""The part of a Hugging Face `config.json` that defines a model's computation. Unsupported features are refused.
 
-A file that leaves a setting out means what transformers takes for it.
+If a file omits a setting, transformers' default applies.
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ Family = Literal[
 FAMILIES: tuple[Family, ...] = get_args(Family)
 """The `model_type` of each supported model family; shared/families holds their architectures."""
 
-# What transformers takes for settings that a family's file leaves out, where families differ.
+# transformers' defaults for settings that a family's file omits, if families differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128, "sliding_window": 4096},
     "qwen3_5": {"head_dim": 256},
@@ -52,17 +52,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"rms_norm_eps": 1e-5},
     "nemotron_h": {"intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128},
 }
-_ALIKE = ("mistral", "qwen3_moe", "phi3")  # a window is of all layers
+_ALIKE = ("mistral", "qwen3_moe", "phi3")  # all layers have the window
 _TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
-# Of models whose decoder's settings are in `text_config`: what the decoder's tensors begin with, and what the others.
+# For models whose decoder's settings are in `text_config`: prefixes of the decoder's tensors, and of the others.
 _READ_IMAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("model.language_model", ("mtp.", "model.visual."))),
     "gemma3": ("language_model.model", ("vision_tower.", "multi_modal_projector.")),
     "gemma4": ("model.language_model", tuple(f"model.{part}." for part in _TOWERS)),
     "mistral3": ("language_model.model", ("vision_tower.", "multi_modal_projector.")),
 }
-_WITHIN = {"mistral3": "mistral"}  # the family of the decoder, if it is not called as the whole is
-_TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of the decoder alone
+_WITHIN = {"mistral3": "mistral"}  # the family of the decoder, if its name differs from the whole model's
+_TEXT_ALONE = {f"{family}_text": family for family in _READ_IMAGES}  # the `model_type` of decoders on their own
 _PREDICT_MORE = ("qwen3_5", "qwen3_5_moe", "nemotron_h")  # their files may hold layers of multi-token prediction
 
 
@@ -79,7 +79,7 @@ _KINDS: dict[str, type[DenseConfig]] = {
     "glm4_moe_lite": LatentConfig,
     "nemotron_h": NemotronHConfig,
 }
-# Of families that we do not compute: what they need, and the family that is nearest to them among ours.
+# Unsupported families: the feature that they need, and the nearest supported family.
 _UNKNOWN: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), ("a sparse indexer of attention", "deepseek_v3")),
     "deepseek_v2": ("experts that a softmax chooses among groups", "deepseek_v3"),
@@ -95,20 +95,20 @@ _BY_FSDP = "; the engine fsdp takes dense models of transformers that pass its p
 
 
 def with_decoder(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what a `config.json` says; where it has a decoder among other parts, first of all what that says."""
+    """Return the fields of a `config.json`; those of `text_config`, if there is one, override the others."""
     text = values.get("text_config")
     told = text.items() if isinstance(text, dict) else ()
     return values | {name: value for name, value in told if value is not None}
 
 
 def decoder_settings(values: dict[str, Any], place: str, any_family: bool = False) -> dict[str, Any]:
-    """Return what a `config.json` says of the model's decoder, with `model_type` one of FAMILIES.
+    """Return the decoder's settings of a `config.json`, with `model_type` one of FAMILIES.
 
-    That of a model which reads images too stands in `text_config`; its tower of vision is carried along.
-    `any_family`: of another family, which the engine fsdp may train, the sizes alone.
+    A model that also reads images has them in `text_config`; its vision tower is copied unchanged.
+    `any_family`: for other families, which the engine fsdp may train, return only the sizes.
 
-    Raises InvalidInput: the model is of no family that we know (no other field has been read then), or it does not say
-    of which kinds its layers are.
+    Raises InvalidInput: the model's family is unknown (then no other field has been read), or the kinds of its layers
+    are missing.
     """
     named = values.get("model_type")
     family = (_TEXT_ALONE | _WITHIN).get(named, named) if isinstance(named, str) else named
@@ -135,7 +135,7 @@ def decoder_settings(values: dict[str, Any], place: str, any_family: bool = Fals
         raise InvalidInput(f"text_config: its model_type is {inner!r:.40}{needed}; {rule}", place)
     defaults = _of_family(family)[1]
     is_tied = values.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
-    if named in _WITHIN:  # transformers writes true of the whole, whose output layer is one of its own
+    if named in _WITHIN:  # transformers writes true for the whole model, which has its own output layer
         is_tied = text.get("tie_word_embeddings", False)
     if text.get("tie_word_embeddings", is_tied) != is_tied:
         raise InvalidInput("tie_word_embeddings is not the same in text_config: which of them holds?", place)
@@ -146,7 +146,7 @@ def decoder_settings(values: dict[str, Any], place: str, any_family: bool = Fals
 
 
 def _named_blocks(values: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return each layer's block: transformers lists words, published files have a letter for each."""
+    """Return each layer's block. transformers lists words; published files have one letter per layer."""
     words, letters = values.get("layers_block_type"), values.get("hybrid_override_pattern")
     found = letters if words is None else words
     if not isinstance(found, list if words is not None else str) or not found:
@@ -159,7 +159,7 @@ def _named_blocks(values: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def named_as_in(config: ConfigT, names: Iterable[str]) -> ConfigT:
-    """Return a config with what these names of tensors begin with. transformers reads `backbone` as `model`."""
+    """Return a config with the prefix of these tensor names. transformers reads `backbone` as `model`."""
     is_other = config.tensor_prefix == "backbone" and any(name.startswith("model.") for name in names)
     return config.model_copy(update={"tensor_prefix": "model"}) if is_other else config
 
@@ -169,7 +169,7 @@ def read_model_config(values: dict[str, Any], place: str, any_family: bool = Fal
 
     `any_family`: also of a family that only the engine fsdp may train, a GenericConfig.
 
-    Raises InvalidInput: it is of no family that we know, asks for what we do not compute, or lacks a size.
+    Raises InvalidInput: the family is unknown, a feature is not supported, or a size is missing.
     """
     decoder = decoder_settings(values, place, any_family)
     try:
@@ -183,7 +183,7 @@ def read_model_config(values: dict[str, Any], place: str, any_family: bool = Fal
 
 
 def _of_family(family: str) -> tuple[type[DenseConfig], dict[str, Any]]:
-    """Return the class of a family's settings, and what transformers takes for those that a file leaves out."""
+    """Return the class of a family's settings, and transformers' defaults for them."""
     ordinary = DenseConfig if family in FAMILIES else GenericConfig
     return (_KINDS | gemma.KINDS).get(family, ordinary), (_DEFAULTS | gemma.DEFAULTS).get(family, {})
 
@@ -210,7 +210,7 @@ def _not_computed(config: DenseConfig) -> str | None:
         return f"quantization_config: weights that {method} has quantized so are not read: {rule}"
     if config.ropes_disagree:
         return "rope_scaling and rope_parameters say different things, so which of them holds is not known: remove one"
-    if isinstance(config, LayerRopesConfig):  # it has looked at each layer's
+    if isinstance(config, LayerRopesConfig):  # its own check covers each layer's
         return None
     return rope_problem(config.rope, config.rope_types, config.rotary_size)
 

@@ -1,4 +1,4 @@
-"""What every family's settings have in a `config.json`, and those of rotary embeddings. See config.py."""
+"""The settings in a `config.json` that every family has, and those of rotary embeddings. See config.py."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 SLIDING = "sliding_attention"
-SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window holds with `use_sliding_window` alone
+SWITCHED = ("qwen2", "qwen3", "qwen3_moe")  # a window only applies with `use_sliding_window`
 WINDOWED = ("gpt_oss", "mistral", "ministral", "gemma3", "gemma4", "olmo3", "phi3", *SWITCHED)
 
 Size = Field(ge=1, strict=True)
@@ -40,14 +40,14 @@ class RopeConfig(BaseModel):
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence of which no frequency depends on its length; None: none of any does."""
+        """The longest sequence whose frequencies do not depend on its length; None: they never do."""
         if self.rope_type == "longrope" and self.short_factor != self.long_factor:
             return self.original_max_position_embeddings
         return self.max_position_embeddings if self.rope_type == "dynamic" else None
 
 
 class Fp8(BaseModel):
-    """E4M3 with a scale for each block, as DeepSeek-V3 is published: the quantization that is read of every family."""
+    """E4M3 with a scale for each block, as in DeepSeek-V3's files: the quantization that we read for every family."""
 
     quant_method: Literal["fp8"]
     weight_block_size: tuple[Literal[128], Literal[128]]
@@ -61,7 +61,7 @@ _AnyRope = Annotated[RopeConfig | None, BeforeValidator(lambda value: value or N
 
 @dataclass(frozen=True)
 class TensorNames:
-    """What Hugging Face calls the parts of a model, and of a layer, where families differ."""
+    """Hugging Face's names of the parts of a model and of a layer, if families differ in them."""
 
     embedding: str = "embed_tokens"
     final_norm: str = "norm"
@@ -76,8 +76,8 @@ class DenseConfig(BaseModel):
     """A decoder's settings.
 
     Attributes:
-        tensor_prefix: what the names of its tensors begin with. It and `carried` are not taken from the file.
-        carried: prefixes of tensors that belong to the model and are not computed: they are left as they are.
+        tensor_prefix: the prefix of its tensors' names. It and `carried` are not taken from the file.
+        carried: prefixes of tensors of the model that we do not use: they are copied unchanged.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -123,30 +123,30 @@ class DenseConfig(BaseModel):
 
     @property
     def ropes_disagree(self) -> bool:
-        """True if both are given and say different things. Versions of transformers take one, or the other."""
+        """True if both are given and differ. Some versions of transformers read one of them, some the other."""
         given = [self._with_theta(one) for one in (self.rope_scaling, self.rope_parameters) if one is not None]
         return len(given) == 2 and given[0] != given[1]
 
     @property
     def window(self) -> int | None:
-        """The window of layers that have one; None: none has."""
+        """The window of the layers that have one; None if no layer has."""
         is_on = self.use_sliding_window or self.model_type not in SWITCHED
         return self.sliding_window if is_on and self.model_type in WINDOWED else None
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer the tokens that one attends to, itself among them; None: all before it."""
+        """For each layer how many tokens a token attends to, including itself; None: all before it."""
         kinds = self.layer_types or self.default_kinds()
         return tuple(self.window if kind == SLIDING else None for kind in kinds)
 
     def default_kinds(self) -> tuple[str, ...]:
-        """Return the layers' kinds where the file leaves them out: the first `max_window_layers` have no window."""
+        """Return the layers' kinds if the file omits them: the first `max_window_layers` have no window."""
         first = self.max_window_layers if self.model_type in ("qwen2", "qwen3") else 0
         kinds = ("full_attention" if self.window is None or layer < first else SLIDING for layer in self._numbers)
         return tuple(kinds)
 
     def own_problem(self) -> str | None:
-        """Return which of a family's own settings is not supported, or None."""
+        """Return the unsupported setting among a family's own, or None."""
         return None
 
     @property
@@ -186,12 +186,12 @@ class DenseConfig(BaseModel):
 
 
 def output_name(tensor_prefix: str) -> str:
-    """Return what files call the output layer of a model whose tensors' names begin so."""
+    """Return the name of the output layer in files whose tensors' names have this prefix."""
     return "language_model.lm_head.weight" if tensor_prefix == "language_model.model" else "lm_head.weight"
 
 
 def rope_problem(rope: RopeConfig, known: tuple[str, ...], size: int) -> str | None:
-    """Return which rotary setting is not supported, or None. `size`: the dimensions that are rotated."""
+    """Return the unsupported rotary setting, or None. `size`: the number of rotated dimensions."""
     if rope.rope_type not in known:
         return f"rope scaling of type {rope.rope_type!r} is not supported; these are: {', '.join(known)}"
     if rope.rope_type not in ("default", "proportional", "longrope") and rope.factor is None:

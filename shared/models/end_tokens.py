@@ -14,7 +14,7 @@ from shared.models.config import with_decoder
 
 GENERATION = "generation_config.json"
 _CONFIG = "config.json"
-_KEPT = ("bos_token_id", "pad_token_id")  # read from config.json by who finds no generation_config.json
+_KEPT = ("bos_token_id", "pad_token_id")  # libraries read these from config.json if there is no generation_config.json
 
 
 class _Ends(Frozen, extra="ignore"):
@@ -31,9 +31,9 @@ def read_end_ids(model: Path) -> tuple[int, ...]:
 
 
 def with_end_ids(model: Path, end_ids: Iterable[int]) -> dict[str, Any] | None:
-    """Return what a model's `generation_config.json` is to hold, so that whoever reads it ends answers with these ids.
+    """Return the content of a `generation_config.json` that makes libraries end answers with these ids.
 
-    Returns None where it names them all. The order in the file is kept: some readers take the first.
+    Returns None if the file names them all already. Their order in the file is kept: some libraries take the first.
     """
     named, wanted = _end_ids(model / GENERATION), dict.fromkeys([*read_end_ids(model), *end_ids])
     if set(wanted) <= set(named):

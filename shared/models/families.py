@@ -1,4 +1,4 @@
-"""The settings of families that have more than DenseConfig's. config.py reads them and refuses what is not computed."""
+"""The settings of families that have more than DenseConfig's. config.py reads them and refuses unsupported ones."""
 
 from typing import Any, ClassVar, Literal
 
@@ -8,7 +8,7 @@ from shared.models.dense import SCALINGS, SLIDING, DenseConfig, RopeConfig, Size
 
 
 class Mxfp4(BaseModel):
-    """The one quantization that is read."""
+    """The only quantization that is supported."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -34,7 +34,7 @@ class SmolLM3Config(DenseConfig):
 
 
 class GraniteConfig(DenseConfig):
-    """The config of Granite. What blocks add to the residual stream is multiplied, and logits are divided."""
+    """The config of Granite. Blocks' outputs are multiplied before they are added, and logits are divided."""
 
     embedding_multiplier: float = 1.0
     attention_multiplier: float = Field(default=1.0, gt=0)
@@ -58,7 +58,7 @@ class PartRotatedConfig(DenseConfig):
 
 
 class Phi3Config(PartRotatedConfig):
-    """The config of Phi-3 and Phi-4. Theirs is no other scaling than LongRoPE: transformers reads others as that."""
+    """The config of Phi-3 and Phi-4. Only LongRoPE scaling: transformers reads every other kind as that."""
 
     is_fused: ClassVar[bool] = True
     rope_types: ClassVar[tuple[str, ...]] = ("default", "longrope")
@@ -69,7 +69,7 @@ class LayerRopesConfig(DenseConfig):
 
     Attributes:
         rope_parameters: of the layers that attend to everything; `local_rope`: of the others.
-        sliding_window_pattern: one of so many layers attends to everything, where the file does not say which.
+        sliding_window_pattern: one of this many layers attends to everything, if the file does not list them.
     """
 
     original_max_position_embeddings: None = None
@@ -111,7 +111,7 @@ class LayerRopesConfig(DenseConfig):
 
 
 class Olmo3Config(LayerRopesConfig):
-    """The config of Olmo 3, whose norms are behind its blocks."""
+    """The config of Olmo 3, whose norms come after its blocks."""
 
     names: ClassVar[TensorNames] = TensorNames(
         mixer_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm"
@@ -152,7 +152,7 @@ class MixtureConfig(DenseConfig):
 
 
 class GptOssConfig(DenseConfig):
-    """The config of gpt-oss. `quantization_config`: of MXFP4 (tensors/published_codes.py), and of nothing else."""
+    """The config of gpt-oss. `quantization_config`: only MXFP4 (tensors/published_codes.py)."""
 
     layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
     num_experts: int = Field(ge=1, validation_alias=AliasChoices("num_experts", "num_local_experts"))
@@ -214,7 +214,7 @@ class HybridConfig(PartRotatedConfig):
 
 
 class HybridMixtureConfig(HybridConfig, MixtureConfig):
-    """The config of Qwen3.5's mixtures: one expert more, which every token goes to."""
+    """The config of Qwen3.5's mixtures, which have one more expert that every token goes to."""
 
     intermediate_size: int = 0
     norm_topk_prob: Literal[True] = True
@@ -226,8 +226,8 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
 
 
 class LatentConfig(MixtureConfig):
-    """The config of DeepSeek-V3, and of GLM-4's models that are built like it: multi-head latent attention, and experts
-    that are chosen among groups by scores with a correction, in all layers but the first ones."""
+    """The config of DeepSeek-V3, and of GLM-4's models that are built like it: multi-head latent attention, and, except
+    in the first layers, experts that are chosen among groups by scores with a correction."""
 
     names: ClassVar[TensorNames] = TensorNames(shared_expert="shared_experts")
 
@@ -349,7 +349,7 @@ def _choice_problem(num_chosen: int, num_experts: int) -> str | None:
 
 
 def _groups_problem(config: LatentConfig | NemotronHConfig) -> str | None:
-    """Return what is wrong with the groups that experts are chosen among, or None."""
+    """Return the problem with the groups that experts are chosen among, or None."""
     num_groups, chosen, num_experts = config.n_group, config.topk_group, config.num_experts
     size, rest = divmod(num_experts, num_groups)
     if rest or size < 2:

@@ -1,4 +1,4 @@
-"""The settings of Gemma 3 and 4, and what of them is not computed."""
+"""The settings of Gemma 3 and 4, and which of them are not supported."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class GemmaConfig(LayerRopesConfig):
-    """What Gemma 3 and 4 share."""
+    """The settings that Gemma 3 and 4 share."""
 
     hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     final_logit_softcapping: float | None = Field(default=None, gt=0)
@@ -31,7 +31,7 @@ class GemmaConfig(LayerRopesConfig):
         return max(number for number in makers if self.windows[number] == self.windows[layer])
 
     def missing_in(self, layer: int) -> tuple[Linear, ...]:
-        """Return the linears that a layer has not: its keys may be its values, or both be another layer's."""
+        """Return the linears that a layer lacks: its keys may also be its values, or both may be another layer's."""
         if self.source_of(layer) != layer:
             return "k_proj", "v_proj"
         return ("v_proj",) if self.attention_k_eq_v and self.windows[layer] is None else ()
@@ -65,7 +65,7 @@ _Number = Annotated[int, Field(ge=0), BeforeValidator(lambda value: value or 0)]
 
 
 class LayerHeads(BaseModel):
-    """What a layer of Gemma 4 has of its own, of attention. None: as the model."""
+    """Attention sizes of one layer of Gemma 4. None: the model's."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -77,18 +77,18 @@ class Gemma4Config(GemmaConfig):
     """The config of Gemma 4. Versions of transformers write sizes of layers as `global_…`, or as `per_layer_config`."""
 
     rope_types: ClassVar[tuple[str, ...]] = (*SCALINGS, "proportional")
-    rope_scaling: None = None  # not read by transformers: what holds is in `rope_parameters`
+    rope_scaling: None = None  # not read by transformers, which uses `rope_parameters`
     global_head_dim: int = Field(default=512, ge=1)
     num_global_key_value_heads: int | None = Field(default=None, ge=1)
     per_layer_config: dict[int, LayerHeads] | None = None
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: int = Field(default=256, ge=0)
     vocab_size_per_layer_input: int = Field(default=262_144, ge=1)
-    enable_moe_block: bool = False  # experts beside the MLP of each layer
+    enable_moe_block: bool = False  # each layer has experts in addition to its MLP
     num_experts: _Number = 0
     num_experts_per_tok: _Number = Field(default=0, validation_alias="top_k_experts")
     moe_intermediate_size: _Number = 0
-    use_bidirectional_attention: Literal["vision"] | None = None  # of the tokens of images alone
+    use_bidirectional_attention: Literal["vision"] | None = None  # only for the tokens of images
 
     @model_validator(mode="before")
     @classmethod

@@ -1,6 +1,6 @@
-"""Models of transformers that are none of our families: the engine fsdp trains them by transformers' own code.
+"""Models of transformers outside our families: the engine fsdp trains them with transformers' own code.
 
-Of a `config.json` the sizes alone are read, by their common names. The rest is found out where the model is loaded
+Only the sizes of a `config.json` are read, by their common names. The rest is found when the model is loaded
 (megatron_worker/fsdp/probe.py).
 """
 
@@ -25,7 +25,7 @@ class GenericConfig(DenseConfig):
 
 
 def generic_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return what is read of a `config.json`. Raises InvalidInput where the model is no dense decoder."""
+    """Return the sizes in a `config.json`. Raises InvalidInput if the model is no dense decoder."""
     reason = None
     if any(values.get(name) for name in _NUM_EXPERTS):
         reason = "it has experts; the nearest is qwen3_moe"

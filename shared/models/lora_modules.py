@@ -1,4 +1,4 @@
-"""Which modules of a model an adapter is beside, with which rank and scale: as PEFT decides it by their names."""
+"""The modules of a model that an adapter adapts, and the rank and scale of each: decided by names, as in PEFT."""
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -15,14 +15,14 @@ OUTPUT = "lm_head"
 
 @dataclass(frozen=True)
 class LoraSize:
-    """The adapter beside one module: y += B A x * scale with A of [rank, inputs]."""
+    """The adapter of one module: y += B A x * scale with A of [rank, inputs]."""
 
     rank: int
     scale: float
 
 
 def check_order(found: Lora, expected: Lora, modules: Iterable[str], place: str) -> None:
-    """Raise InvalidInput if two adapters that differ in the order of their patterns differ in a module by it."""
+    """Raise InvalidInput if the different order of two adapters' patterns makes a difference for some module."""
     one, other = AdaptedModules(found), AdaptedModules(expected)
     if (found.rank_pattern, found.alpha_pattern) != (expected.rank_pattern, expected.alpha_pattern):
         for module in modules:
@@ -63,7 +63,7 @@ class AdaptedModules:
 
 
 def size_of(lora: Lora, rank: int, alpha: float) -> LoraSize:
-    """Return the adapter of such a rank and alpha."""
+    """Return the size of an adapter with this rank and alpha."""
     return LoraSize(rank, alpha / (math.sqrt(rank) if lora.rank_stabilized else rank))
 
 
@@ -77,9 +77,9 @@ def layer_of(module: str) -> int | None:
 
 
 def with_own_targets(lora: Lora, linears: Container[str]) -> Lora:
-    """Return an adapter's settings with the targets that a model has, as PEFT takes them.
+    """Return an adapter's settings with only the targets that a model has, as PEFT does.
 
-    Raises InvalidInput: it has none of them.
+    Raises InvalidInput: the model has none of the targets.
     """
     if lora.target_pattern is not None:
         return lora
@@ -93,14 +93,14 @@ def beside(lora: Lora, modules: Mapping[str, bool], is_new: bool = False) -> Lor
     """Check an adapter's settings against a model. Returns them as `with_own_targets`.
 
     Args:
-        modules: names of all of the model's modules that have a weight, and whether an adapter can be beside them.
-        is_new: it is to be trained from its beginning, and PEFT has to load what comes of it.
+        modules: names of all of the model's modules with a weight, and whether each can be adapted.
+        is_new: the adapter is trained from scratch, and PEFT must be able to load the result.
 
     Raises:
-        InvalidInput: the model has none of them, or not all layers or patterns; or a pattern means what takes none;
-            or PEFT would leave something out.
+        InvalidInput: the model has no such modules, or lacks a layer or a match of a pattern; or a pattern matches a
+            module that cannot be adapted; or PEFT would leave something out.
     """
-    modules = {**{name: takes and UNREAD not in name for name, takes in modules.items()}, OUTPUT: True}  # tied, too
+    modules = {**{name: takes and UNREAD not in name for name, takes in modules.items()}, OUTPUT: True}  # also if tied
     linears = {_last(name) for name, takes_adapter in modules.items() if takes_adapter}
     if EMBEDDING in lora.targets and EMBEDDING not in linears:
         raise InvalidInput(f"this model's embeddings are not called {EMBEDDING}, and take no adapter", "targets")
@@ -128,9 +128,9 @@ def beside(lora: Lora, modules: Mapping[str, bool], is_new: bool = False) -> Lor
 
 
 def _check_mixture(lora: Lora, sizes: Mapping[str, LoraSize | None]) -> None:
-    """Refuse an adapter beside MLPs of a mixture that PEFT would not load as it is. It stacks a layer's experts.
+    """Refuse an adapter of a mixture's MLPs that PEFT would not load unchanged. PEFT stacks a layer's experts.
 
-    `sizes`: by the names of all linears of MLPs, what is beside them.
+    `sizes`: the adapter's size for each linear of the MLPs, by name; None: not adapted.
     """
     place = "targets" if lora.target_pattern is None else "target_pattern"
     adapted = {name: size for name, size in sizes.items() if size is not None}

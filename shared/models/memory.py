@@ -1,6 +1,6 @@
-"""About how much memory a rank's weights and training state take under a layout, from sizes alone.
+"""Estimates the memory of a rank's weights and training state under a layout, from sizes alone.
 
-What passes hold (activations, logits) is not in it: a worker measures that for itself (megatron_worker/memory).
+Activations and logits are not included: a worker measures those itself (megatron_worker/memory).
 """
 
 import math
@@ -23,10 +23,10 @@ _MASTER_BYTES, _ADAM_BYTES, _GRADIENT_BYTES = 4, 8, 4
 
 
 class LayoutBytes(Frozen):
-    """A layout, and about the bytes of the rank that holds the most; or why it cannot hold the model.
+    """A layout, and an estimate of the bytes of the rank that holds the most; or why it cannot hold the model.
 
-    `base_bytes`: of the frozen weights; `lora_bytes` and `full_bytes`: with all that training an adapter, or every
-    weight, adds to them.
+    `base_bytes`: the frozen weights; `lora_bytes` and `full_bytes`: the weights with everything that training an
+    adapter, or every weight, adds.
     """
 
     engine: EngineName
@@ -41,8 +41,8 @@ def layout_bytes(tensors: Shapes, item_bytes: int, shape: ModelShape, lora: Lora
     """Estimate what a rank holds of a model.
 
     Args:
-        tensors: the shapes of its weights, by Hugging Face's names, without those that are not computed.
-        item_bytes: of a number of its weights: 2 in bfloat16, 4 in float32.
+        tensors: the shapes of its weights, by Hugging Face's names, without those that we do not use.
+        item_bytes: bytes per parameter: 2 in bfloat16, 4 in float32.
     """
     engine, layout = laid
     try:
@@ -54,7 +54,7 @@ def layout_bytes(tensors: Shapes, item_bytes: int, shape: ModelShape, lora: Lora
     else:
         base, adapter = _largest_stage(tensors, shape, layout), _adapter_size(shape, layout, lora)
     state = _ADAM_BYTES + (_MASTER_BYTES if item_bytes < _MASTER_BYTES else 0)
-    copies = 1 if engine == "fsdp" else layout.dp * layout.cp  # over which AdamW's state is split
+    copies = 1 if engine == "fsdp" else layout.dp * layout.cp  # that AdamW's state is split over
     held = base * item_bytes
     return LayoutBytes(
         engine=engine,
@@ -73,7 +73,7 @@ def _largest_stage(tensors: Shapes, shape: ModelShape, layout: Layout) -> int:
         size = -(-math.prod(dims) // _ways(name, dims, layout))
         if match := _LAYER.search(name):
             stages[int(match[1]) * layout.pp // shape.num_layers] += size
-        elif "embed" in name:  # of each layer, too
+        elif "embed" in name:  # also embeddings per layer
             stages[0] += size
             stages[-1] += size if is_tied and layout.pp > 1 else 0
         else:
@@ -82,14 +82,14 @@ def _largest_stage(tensors: Shapes, shape: ModelShape, layout: Layout) -> int:
 
 
 def _ways(name: str, dims: tuple[int, ...], layout: Layout) -> int:
-    """Return over how many ranks a tensor is split."""
+    """Return the number of ranks that a tensor is split over."""
     if ".experts." in name:
         return layout.ep * layout.etp
     return layout.tp if len(dims) > 1 and not name.endswith((".gate.weight", "_gate.weight")) else 1
 
 
 def _adapter_size(shape: ModelShape, layout: Layout, lora: Lora) -> int:
-    """Count the numbers of an adapter on a rank: of each linear one factor is split as it is, and one is whole."""
+    """Count an adapter's parameters on a rank: for each linear one factor is split like it, the other is whole."""
     total = 0
     for size in shape.sizes:
         if size.name in lora.targets:

@@ -1,8 +1,8 @@
 """Merge a LoRA adapter into its base model: safetensors in, safetensors out, a few megabytes at a time.
 
-W' = W + alpha / rank * B A (Hu et al. 2021, arXiv:2106.09685), its rows scaled to DoRA's norms where there are any,
+W' = W + alpha / rank * B A (Hu et al. 2021, arXiv:2106.09685), with rows scaled to DoRA's norms if there are any. It is
 computed in float32 and rounded once to W's own type.
-Only the adapter is held in memory: of the base model, a block of rows.
+Memory holds the adapter and a block of rows of the base model.
 """
 
 import json
@@ -42,7 +42,7 @@ _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)"
 
 
 class Part(NamedTuple):
-    """An expert's tensor by its own name, as a stack holds it: `num_rows` of the expert's from `first_row` on."""
+    """An expert's tensor within a stack, by its own name: `num_rows` of the expert's rows from `first_row` on."""
 
     name: str
     stack: str
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
 
 def parts_of(name: str, shape: Sequence[int]) -> list[Part]:
-    """Return what a tensor of [experts, rows, columns] holds if it is a stack of linears, in the order of its bytes.
+    """Return the parts of a tensor of [experts, rows, columns] if it is a stack of linears, in the order of its bytes.
 
     Published Qwen3.5 and 3.6 have such stacks, gates above ups in them (as transformers has them in memory).
     """
@@ -96,7 +96,7 @@ class Merger:
 
     @classmethod
     def of(cls, lora: Lora, weights: Readable, place: str) -> "Merger":
-        """Read `adapter_model.safetensors`. Raises InvalidInput: it is no such file, or a factor has no partner."""
+        """Read `adapter_model.safetensors`. Raises InvalidInput: it is no such file, or a factor lacks its pair."""
         _, entries = read_header(weights, place)
         sides: dict[str, dict[str, Floats]] = {}
         for entry in entries:
@@ -130,7 +130,7 @@ class Merger:
                 target.write(block)
 
     def blocks(self, entry: Entry, source: Readable, place: str) -> Iterator[bytes]:
-        """Yield the bytes of the tensor that `source` is at, a few megabytes at a time: merged, or as they are.
+        """Yield the bytes of the tensor that `source` is at, a few megabytes at a time: merged, or unchanged.
 
         Raises as `merge` does.
         """
@@ -179,7 +179,7 @@ def read_header(file: Readable, place: str) -> tuple[bytes, list[Entry]]:
     """Read a safetensors file up to its first tensor.
 
     Returns:
-        The header's bytes as they are, and the tensors in the order of their bytes, which follow each other gaplessly.
+        The header's raw bytes, and the tensors in the order of their bytes, which have no gaps between them.
 
     Raises:
         InvalidInput: this is no safetensors file.

@@ -1,4 +1,4 @@
-"""PEFT's adapter folder: `adapter_config.json` and `adapter_model.safetensors`. What we do not compute is refused."""
+"""PEFT's adapter folder: `adapter_config.json` and `adapter_model.safetensors`. Unsupported features are refused."""
 
 import hashlib
 import json
@@ -22,22 +22,22 @@ PREFIX = "base_model.model."  # of every tensor, before the module's Hugging Fac
 HEAD_TENSORS = f"{PREFIX}score.weight", f"{PREFIX}score.bias"  # of a head of scalars, a row for each
 _PER: dict[str | None, Literal["token", "sequence"]] = {"TOKEN_CLS": "token", "SEQ_CLS": "sequence"}
 _HEADS = "classifier", "score"  # what PEFT calls the heads of these tasks, whichever a model has
-_NAMES = "scalars"  # in the metadata of the weights' file: PEFT's configuration has no place for names
-EMBEDDING = "embed_tokens"  # ends the name of the module that gives tokens their embeddings
+_NAMES = "scalars"  # in the metadata of the weights' file: PEFT's configuration has no field for names
+EMBEDDING = "embed_tokens"  # the end of the embedding module's name
 COPIES = (f"{PREFIX}lm_head.base_layer.weight", f".{EMBEDDING}.base_layer.weight")
 """Ends of names of the model's own weights: PEFT writes them beside adapters of output layer and embeddings."""
 DRAWN = (".lora_A.weight", ".lora_embedding_B")  # factors that begin at random; the others begin at zero
 NORMS = ".lora_magnitude_vector"  # behind a module's name: the norms of rows that DoRA trains
 _PLAIN: frozenset[Target] = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-)  # what takes these takes all: a model has other linears in their places
+)  # a model that has one of these has all; other models have other linears instead
 
-# What PEFT leaves out beside the decoder of a model that reads images: linears go by the same names in its towers.
+# PEFT excludes these in a model that reads images: linears of its towers have the same names as the decoder's.
 _TOWERS = r".*(vision_tower|audio_tower|visual)\..*"
 
-# Of mixtures whose experts transformers stacks in memory, as PEFT does their factors: gate and up together, of twice
-# the rank. In files each expert has its own. For most families PEFT reads the names of linears so, too, and then leaves
-# out other linears of these names: they are told by `target_parameters`. For the others stacks are.
+# For mixtures whose experts transformers stacks in memory, PEFT stacks the factors too: gate and up together, with
+# twice the rank. In files each expert has its own. For most families PEFT also takes names of linears as these stacks
+# and skips other linears with these names, so `target_parameters` lists those. For other families it lists the stacks.
 EXPERTS = ".mlp.experts."
 MLPS = frozenset({"gate_proj", "up_proj", "down_proj"})
 UNREAD = ".mixer.experts."
@@ -48,8 +48,8 @@ _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _LINEAR = re.compile(r"mlp\.(?:shared_experts\.)?(gate_proj|up_proj|down_proj)\.weight")
 _PAIR = r"experts\.gate_up_proj"
 
-# Fields that do not change what a finished adapter computes. Dropout only matters in training, where the run's settings
-# hold; the configs of initialisations only matter to initialisations that are refused or over (see _Config).
+# Fields that do not change the result of a finished adapter. Dropout only matters in training, where the run's setting
+# applies; configs of initialisations only matter for initialisations that are refused or already done (see _Config).
 _WITHOUT_EFFECT = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
@@ -76,14 +76,14 @@ def module_of(tensor: str) -> str:
 
 
 def factor_of(tensor: str, side: Literal["A", "B"]) -> str:
-    """Return PEFT's name of a factor beside a model's tensor. Beside embeddings A is of [rank, tokens]."""
+    """Return PEFT's name of the factor for a model's tensor. For embeddings, A has the shape [rank, tokens]."""
     module = module_of(tensor)
     is_linear = module.rpartition(".")[2] != EMBEDDING
     return f"{PREFIX}{module}.lora_" + (f"{side}.weight" if is_linear else f"embedding_{side}")
 
 
 def norms_of(tensor: str) -> str:
-    """Return PEFT's name of the norms that DoRA trains beside a model's tensor."""
+    """Return PEFT's name of the norms that DoRA trains for a model's tensor."""
     return PREFIX + module_of(tensor) + NORMS
 
 
@@ -91,7 +91,7 @@ class _Config(BaseModel):
     """Fields of LoRA and DoRA. PEFT 0.21 has some 31 more, which are refused if they are switched on (_switched_on).
 
     PEFT's other initialisations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change the base model's weights whenever the
-    adapter is loaded, and MiCA trains one matrix alone.
+    adapter is loaded, and MiCA trains only one matrix.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -112,7 +112,7 @@ class _Config(BaseModel):
 
     @property
     def per(self) -> Literal["token", "sequence"] | None:
-        """What the adapter's head gives a scalar for; None: `modules_to_save` has no head, or something else."""
+        """The unit that the adapter's head scores; None: `modules_to_save` has no head, or something else."""
         saved = self.modules_to_save
         is_head = isinstance(saved, list) and "score" in saved and all(name in _HEADS for name in saved)
         return _PER.get(self.task_type) if is_head else None
@@ -132,7 +132,7 @@ _OURS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "layer
 
 
 def config_of(lora: Lora) -> dict[str, object]:
-    """The content of `adapter_config.json`, but for dropout, which is of training. Equal adapters have equal ones."""
+    """The content of `adapter_config.json`, without the training's dropout. Equal adapters have equal contents."""
     config: dict[str, object] = {
         "base_model_name_or_path": None,
         "bias": "none",
@@ -159,9 +159,9 @@ def config_of(lora: Lora) -> dict[str, object]:
 def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None = None) -> Lora:
     """The adapter that an `adapter_config.json` describes.
 
-    `scalars`: the names of its head's, if it has one; None: none may be there.
+    `scalars`: the names of its head's scalars, if it has a head; None: a head is not allowed.
 
-    Raises InvalidInput: it asks for something else than plain LoRA on our linears, or has a head where none may be.
+    Raises InvalidInput: it asks for anything but plain LoRA on our linears, or has a head that is not allowed.
     """
     try:
         read = _Config.model_validate(config)
@@ -204,12 +204,12 @@ def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None 
 
 
 def _of_pairs(rank: int, alpha: float, is_stabilized: bool) -> dict[str, float]:
-    """Return rank and alpha of gate and up together, by which their scale is that of each."""
+    """Return rank and alpha for gate and up together that keep the scale of each."""
     return {"rank_pattern": 2 * rank, "alpha_pattern": alpha * (math.sqrt(2) if is_stabilized else 2)}
 
 
 def _told(lora: Lora, adapted: Iterable[str]) -> dict[str, Any]:
-    """Return what `adapter_config.json` has otherwise than elsewhere for an adapter beside these modules."""
+    """Return the fields of `adapter_config.json` that an adapter of a mixture needs for these modules."""
     mlps = [name for name in adapted if ".mlp." in name and name.rpartition(".")[2] in MLPS]
     experts = {name.rpartition(".")[2] for name in mlps if EXPERTS in name}
     if not experts and not any(".mlp.shared_experts." in name for name in mlps):
@@ -218,7 +218,7 @@ def _told(lora: Lora, adapted: Iterable[str]) -> dict[str, Any]:
     has_stacks = reads_names or lora.target_pattern is not None  # a pattern of whole names means no stack
     others = () if reads_names else (name for name in mlps if EXPERTS not in name)
     parameters = {f"mlp.{name.rpartition('.mlp.')[2]}.weight" for name in others}
-    if experts and (has_stacks or "down_proj" not in experts):  # without which PEFT finds no gate and up, either
+    if experts and (has_stacks or "down_proj" not in experts):  # without it PEFT does not find gate and up
         parameters.add(_DOWN)
     fields: dict[str, Any] = {"lora_dropout": 0.0}  # PEFT loads no stack with dropout
     if "gate_proj" in experts:
@@ -230,7 +230,7 @@ def _told(lora: Lora, adapted: Iterable[str]) -> dict[str, Any]:
 
 
 def _untold(lora: Mapping[str, Any], names: str | tuple[str, ...], parameters: object) -> tuple[dict[str, Any], bool]:
-    """Return fields of a Lora without what `_told` adds, and whether the parameters are as it names them."""
+    """Return fields of a Lora without the additions of `_told`, and whether the parameters are those that it lists."""
     of_pairs = _of_pairs(lora["rank"], lora["alpha"], lora["rank_stabilized"])
     without = {
         field: {k: v for k, v in lora[field].items() if (k, v) != (_PAIR, of_pairs[field])} for field in of_pairs
@@ -248,7 +248,7 @@ def _untold(lora: Mapping[str, Any], names: str | tuple[str, ...], parameters: o
 
 
 def write_config(folder: Path, lora: Lora, tensors: Iterable[str]) -> None:
-    """Write `adapter_config.json` beside these tensors."""
+    """Write `adapter_config.json` for an adapter with these tensors."""
     adapted = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}
     config = config_of(lora) | {"lora_dropout": lora.dropout} | _told(lora, adapted)
     if any(".language_model." in name for name in adapted):
@@ -258,12 +258,12 @@ def write_config(folder: Path, lora: Lora, tensors: Iterable[str]) -> None:
 
 
 def metadata_of(lora: Lora) -> dict[str, str]:
-    """Return what is written beside the format into the metadata of an adapter's weights."""
+    """Return the metadata of an adapter's weights, apart from the format."""
     return {} if lora.head is None else {_NAMES: json.dumps(lora.head.names)}
 
 
 def scalar_names(metadata: Mapping[str, str], num: int) -> tuple[str, ...]:
-    """Return the names of a head's scalars by the metadata of its file; their numbers, where PEFT has written it."""
+    """Return the names of a head's scalars from its file's metadata; their numbers, if PEFT has written the file."""
     return tuple(json.loads(metadata.get(_NAMES, "[]")) or map(str, range(num)))
 
 
@@ -272,15 +272,15 @@ def _scalars(weights: Path) -> tuple[str, ...]:
         with safe_open(weights, "np") as file:
             return scalar_names(file.metadata() or {}, file.get_slice(HEAD_TENSORS[0]).get_shape()[0])
     except (OSError, SafetensorError):
-        return ()  # whoever reads the weights says what is wrong with them
+        return ()  # the reader of the weights will report the error
 
 
 def read_config(folder: Path, expected: Lora | None = None, may_have_head: bool = False) -> Lora:
     """Return the LoRA configuration of a folder's adapter.
 
-    `may_have_head`: of scalars; so it may where one is expected.
+    `may_have_head`: allow a head of scalars, as an `expected` adapter with one does.
 
-    Raises InvalidInput: it is missing, unreadable, asks for something else than plain LoRA on our linears, or is not as
+    Raises InvalidInput: it is missing, unreadable, asks for anything but plain LoRA on our linears, or differs from
     `expected`.
     """
     path = folder / CONFIG
@@ -298,15 +298,15 @@ def read_config(folder: Path, expected: Lora | None = None, may_have_head: bool 
 
 
 def content_sha256(lora: Lora, weights_sha256: Sha256) -> Sha256:
-    """Identify an adapter by what it computes: its configuration, and the hash of its weights' file."""
+    """Identify an adapter's content: a hash of its configuration and of the hash of its weights' file."""
     return hashlib.sha256(f"{json.dumps(config_of(lora))} {weights_sha256}".encode()).hexdigest()
 
 
 def check_same(found: Lora, expected: Lora, place: str, in_order: bool = False) -> None:
-    """Raises InvalidInput when an adapter is of another rank, scale or targets than is asked for.
+    """Raises InvalidInput if an adapter's rank, scale or targets differ from the expected ones.
 
-    Targets that its family of models has not do not count: see `shared.models.lora_modules.with_own_targets`. Nor does
-    the order of patterns unless `in_order`, since PEFT sorts them as it saves: `check_order` says where it matters.
+    Targets that the model's family does not have are ignored: see `shared.models.lora_modules.with_own_targets`. So is
+    the order of patterns unless `in_order`, since PEFT sorts them when it saves: `check_order` checks if it matters.
     """
     theirs, ours = (lora.model_dump(exclude={"kind", "targets", "dropout", "head"}) for lora in (found, expected))
     for field in () if in_order else ("rank_pattern", "alpha_pattern"):
@@ -321,9 +321,9 @@ def check_same(found: Lora, expected: Lora, place: str, in_order: bool = False) 
 
 
 def _are_alike(one: set[Target], other: set[Target]) -> bool:
-    """Return True if there may be a model beside which both targets are the same modules.
+    """Return True if there may be a model in which both sets of targets are the same modules.
 
-    So it is where one has linears of several families, as the default has. Missing tensors then show by their names.
+    That is so if one has linears of several families, as the default has; missing tensors are then found by name.
     Every model has an output layer and embeddings.
     """
     ends: set[Target] = {"lm_head", "embed_tokens"}

@@ -28,7 +28,7 @@ Sizes = tuple[int, int]
 
 
 class LinearShape(Frozen):
-    """The sizes of a linear's input and output, in the layers that have it, in each `num` times."""
+    """The sizes of a linear's input and output in the layers that have it, `num` times in each."""
 
     name: Linear
     of: Of = ""
@@ -42,14 +42,14 @@ class ModelShape(Frozen):
     """The sizes of a model that limit its layouts, read from a Hugging Face `config.json`.
 
     Attributes:
-        num_kv_heads: what divides those of every layer.
+        num_kv_heads: a common divisor of all layers' numbers.
         ffn_size: of MLPs; 0: all layers have experts, or nothing. `shared_ffn_size`: of the expert of all tokens.
-        split_too: what else of a layer tensor parallelism splits, by what it is called: of recurrent layers.
-        has_stacked_experts: they are stored together, and no adapter is beside them.
-        needs_one_stage: layers take keys and values of others, or embeddings of their own.
-        routes: None beside experts: the shape was read before they were known.
-        max_positions: of a sequence: rope scaling changes longer ones with their length.
-        sizes: of all linears of layers that an adapter can be beside. Empty: of no family of ours, and not known.
+        split_too: other sizes that tensor parallelism splits, by name: those of recurrent layers.
+        has_stacked_experts: experts are stored together and cannot be adapted.
+        needs_one_stage: layers use keys and values of other layers, or have embeddings of their own.
+        routes: None without experts.
+        max_positions: the longest sequence before rope scaling depends on the length.
+        sizes: of all linears of layers that can be adapted. Empty: not one of our families, so unknown.
     """
 
     family: str
@@ -76,7 +76,7 @@ class ModelShape(Frozen):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """The linears that a layer or another has."""
+        """The linears that any layer has."""
         own = {size.name for size in self.sizes}
         return tuple(name for name in LINEARS if name in own or self.is_generic)
 
@@ -87,7 +87,7 @@ class ModelShape(Frozen):
         return [frozenset((size.name, size.of) for size in self.sizes if layer in size.layers) for layer in layers]
 
     def num_linears(self, targets: Container[Target]) -> int:
-        """Count the linears of layers that an adapter is beside. Those of an MLP are there once for each expert."""
+        """Count the linears that an adapter adapts. Those of an MLP count once for each expert."""
         return sum(size.num * len(size.layers) for size in self.sizes if size.name in targets)
 
     def linear_size(self, linear: Target, of: Of, layer: int) -> Sizes:
@@ -132,7 +132,7 @@ def shape_of(config: DenseConfig) -> ModelShape:
 
 
 def _routes(config: MixtureConfig | GptOssConfig | Gemma4Config) -> RouteShape:
-    """Return the experts of a token."""
+    """Return the shape of a token's expert routes."""
     has_experts = config.has_experts
     return RouteShape(
         num_layers=has_experts.count(True),
@@ -164,7 +164,7 @@ def _linears(config: DenseConfig) -> tuple[LinearShape, ...]:
 
 
 def _of_mixer(config: DenseConfig, layer: int) -> dict[Linear, Sizes]:
-    """Return the sizes of a layer's linears but those of its MLPs."""
+    """Return the sizes of a layer's linears, except those of its MLPs."""
     hidden_size, (head_dim, num_kv_heads) = config.hidden_size, config.heads_of(layer)
     heads, kv_heads = config.num_attention_heads * head_dim, num_kv_heads * head_dim
     match config:
@@ -192,7 +192,7 @@ def _of_mixer(config: DenseConfig, layer: int) -> dict[Linear, Sizes]:
 
 
 def _mlps_of(config: DenseConfig, layer: int) -> dict[Of, tuple[int, int, int]]:
-    """Return how many MLPs of each kind a layer has, the size of what they take, and their own."""
+    """Return how many MLPs of each kind a layer has, their input size, and their own size."""
     width = config.hidden_size
     if isinstance(config, MixtureConfig) and config.has_experts[layer]:
         latent = config.moe_latent_size if isinstance(config, NemotronHConfig) else None
@@ -250,7 +250,7 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
 
 
 def check_max_tokens(max_tokens: int | None, shape: ModelShape) -> None:
-    """Raise InvalidInput where sequences may be longer than what a model is computed for."""
+    """Raise InvalidInput if sequences may be longer than the model supports."""
     if max_tokens is not None and shape.max_positions is not None and max_tokens > shape.max_positions:
         rule = f"by its rope scaling this model is computed for sequences of up to {shape.max_positions}"
         raise InvalidInput(f"max_tokens={max_tokens}: {rule}", "max_tokens")
@@ -280,9 +280,9 @@ def _check_experts(layout: Layout, shape: ModelShape, engine: EngineName) -> Non
 
 
 def check_family(engine: EngineName, family: str) -> None:
-    """Raise InvalidInput where an engine cannot train a model family; Megatron's trains every one of FAMILIES.
+    """Raise InvalidInput if an engine cannot train a model family; Megatron's trains every one of FAMILIES.
 
-    That of another family the engine fsdp finds out when it loads the model.
+    For another family, the engine fsdp finds that out when it loads the model.
     """
     known = [name for name in FAMILIES if name not in _MEGATRON_ALONE]
     if engine == "fsdp" and family in _MEGATRON_ALONE:

@@ -1,7 +1,7 @@
-"""Switches of a `config.json` that nobody reads: refused, since the model would be computed without what they ask for.
+"""Refuses features of a `config.json` that we do not read, since the model would be computed without them.
 
-Such files also hold much that changes nothing (names, dates, settings of training or of serving), so only what is
-switched on is looked at, and numbers whose names say that they scale or cap something.
+Such files also have many fields that change nothing (names, dates, settings of training or of serving), so only fields
+that are switched on are checked, and numbers whose names say that they scale or cap something.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 from shared.errors import InvalidInput
 
-# On or off, the same is computed; or it is on in every model of the families that have it.
+# These do not change the computation, or every model of their families has them on.
 _WITHOUT_EFFECT = frozenset(
     {
         *("use_cache", "return_dict", "return_dict_in_generate", "use_return_dict", "is_decoder", "torchscript"),
@@ -19,10 +19,10 @@ _WITHOUT_EFFECT = frozenset(
         *("is_llama_config", "unsloth_fixed", "_attn_implementation_autoset", "_flash_attn_2_enabled"),
         *("_from_model_config", "trust_remote_code", "add_bos_token", "add_eos_token", "rescale_prenorm_residual"),
         *("moe_shared_expert_overlap", "use_mamba_kernels", "attn_output_gate"),
-        *("seq_aux", "use_aux_loss"),  # of losses that balance experts, which are not computed
+        *("seq_aux", "use_aux_loss"),  # for losses that balance experts, which we do not compute
     }
 )
-# What a switch asks for, these families do in every model.
+# These families always do what the switch asks for.
 _ALWAYS = {
     "use_qk_norm": ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "olmo3", "gemma3", "gemma4"),
     "qkv_bias": ("qwen2",),
@@ -38,7 +38,7 @@ def refuse_unknown_switches(settings: Mapping[str, Any], known: Container[str], 
 
     `known`: the settings that are read, for this family.
 
-    Raises InvalidInput: another one is switched on; names it.
+    Raises InvalidInput: another setting is switched on; names it.
     """
     for name, value in settings.items():
         if name in known or name in _WITHOUT_EFFECT or (value is True and family in _ALWAYS.get(name, ())):

@@ -1,4 +1,4 @@
-"""What an installation accepts of a run: what its hosts can start, and in which precision."""
+"""Decides if an installation accepts a run, and chooses its precision."""
 
 from longshore.losses import Distillation
 from longshore.training import DtypeChoice, Lora
@@ -18,11 +18,11 @@ _ITSELF = "the student begins as the base itself: name an initial_adapter, or an
 
 
 def check_startable(run: Run, settings: Settings, below: str = "") -> None:
-    """Refuse what no host could start, data-parallel ranks that would never have anything to do, and what one server
-    behind a URL does not do where it samples: full training, several samplers, to sleep, or to be a host's vLLM.
+    """Refuse runs that no host could start, data-parallel ranks without work, and features that a sampling server
+    behind a URL lacks: full training, several samplers, sleep, or a host's own vLLM.
 
     Args:
-        below: where the run's fields stand in the request, such as `run.`.
+        below: the prefix of the run's fields in the request, such as `run.`.
 
     Raises:
         InvalidInput: names the field and the rule.
@@ -36,7 +36,7 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
             raise InvalidInput(_ITSELF, f"{below}loss.distillation.teacher")
         case RLRun(initial_adapter=None, advantages="none", loss=loss) if (
             reference_uri(loss) is None
-        ):  # by its kl alone
+        ):  # it learns only by its kl
             raise InvalidInput(_ITSELF, f"{below}loss.{loss.kind}.kl.reference")
         case SFTRun() | DPORun() | DistillRun() | RewardRun() if run.batch_size is not None:
             examples = run.batch_size
@@ -72,8 +72,8 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
 
 
 def check_offered(run: Run, settings: Settings, store: ObjectStore, below: str = "") -> None:
-    """Refuse a run of more ranks than any GPU host takes that is up. Where none is, the setting alone counts: those
-    that will be started for it have said nothing yet.
+    """Refuse a run with more ranks than any running GPU host takes. If none is running, only the setting counts,
+    because hosts yet to be started have reported nothing.
 
     Raises InvalidInput: names the field, and both numbers.
     """
@@ -101,7 +101,7 @@ def _why_not_vllm(run: RLRun, rollouts: Rollouts, settings: Settings) -> str | N
 
 
 def precision_of(asked: DtypeChoice, settings: Settings, store: ObjectStore) -> Precision:
-    """Return the precision of a run that is accepted now: what it asks for, else by what the GPU hosts have said."""
+    """Return the precision of a run that is accepted now: its own choice, else by the reports of the GPU hosts."""
     if asked == "auto" and settings.dtype != "auto":
         return Precision(dtype=settings.dtype, reason="it is this installation's LONGSHORE_DTYPE")
     is_fast = read_fast_bf16(store, settings.shape)

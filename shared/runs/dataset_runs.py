@@ -1,10 +1,10 @@
-"""Runs on a dataset as a user asks for them: fine-tuning, preferences, distillation."""
+"""Runs on a dataset, as users request them: fine-tuning, preferences, distillation."""
 
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from longshore.fields import Frozen, Name, added
+from longshore.fields import Frozen, Name
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.training import (
     DTYPE_DESCRIPTION,
@@ -59,7 +59,7 @@ class TrainedRun(Frozen):
     model: ModelUri
     trainable: Trainable = Lora()
     initial_adapter: str | None = Field(default=None, description="a published adapter to continue from: URI or name")
-    allow_other_base: bool = added(False, description=OTHER_BASE_DESCRIPTION)
+    allow_other_base: bool = Field(default=False, description=OTHER_BASE_DESCRIPTION)
     bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
     memory_budget_bytes: int | None = Field(default=None, ge=1_000_000, description=_BUDGET)
     optimizer: OptimizerName = "adamw"
@@ -101,7 +101,7 @@ class TrainedRun(Frozen):
 
 
 class _DatasetRun(TrainedRun):
-    """Common fields of runs on a dataset: one of epochs and steps, one of batch_size and batch_tokens."""
+    """Common fields of runs on a dataset: either epochs or steps, and either batch_size or batch_tokens."""
 
     dataset: DatasetSource
     eval_dataset: DatasetSource | None = None
@@ -154,7 +154,7 @@ class _ExamplesRun(_DatasetRun):
 
 
 class SFTRun(_ExamplesRun):
-    """Supervised fine-tuning, as a user asks for it."""
+    """Supervised fine-tuning, as a user requests it."""
 
     kind: Literal["sft"] = "sft"
     learning_rates: tuple[Annotated[float, Field(ge=0, le=10)], ...] | None = Field(
@@ -190,14 +190,14 @@ class DistillRun(_ExamplesRun, TaughtBy):
 
 
 class DPORun(Preferences, _DatasetRun):
-    """Preference optimisation (shared.jobs.losses.DPO, KTO), as a user asks for it: an example is a pair, or of kto an
-    answer with its label and an answer to another prompt.
+    """Preference optimisation (shared.jobs.losses.DPO, KTO), as a user requests it. An example is a pair; for kto it is
+    an answer with its label and an answer to another prompt.
 
-    An example's tokens are those of its prompt and of both answers; one longer than max_tokens is left out, never cut.
+    An example's tokens are those of its prompt and of both answers. If they exceed max_tokens it is left out, not cut.
     """
 
     kind: Literal["dpo"] = "dpo"
-    dataset: PreferencesSource = Field(description="preference pairs; of kto answers with a label, too")
+    dataset: PreferencesSource = Field(description="preference pairs; for kto also answers with a label")
     eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with a label")
     too_long: Literal["drop"] = "drop"
     batch_size: int | None = Field(default=None, ge=1, description="pairs a step")
@@ -207,7 +207,7 @@ class DPORun(Preferences, _DatasetRun):
         default=None,
         min_length=1,
         max_length=2048,
-        description="`base`, or URI of a published adapter on that base; if absent, the model as the run begins",
+        description="`base`, or URI of a published adapter on that base; if absent, the model that the run starts from",
     )
 
     @model_validator(mode="after")
@@ -218,15 +218,15 @@ class DPORun(Preferences, _DatasetRun):
 
 
 class RewardRun(_DatasetRun):
-    """A reward model, as a user asks for it: of pairs of answers (shared.jobs.losses.BradleyTerry) or of answers with
-    scores (squared_error). The head of scalars is of its objective; an answer's reward is at its last token.
+    """A reward model, as a user requests it: trained on pairs of answers (shared.jobs.losses.BradleyTerry) or on
+    answers with scores (squared_error). The objective sets the head of scalars. Rewards are at answers' last tokens.
     """
 
     kind: Literal["reward"] = "reward"
     objective: Literal["bradley_terry", "squared_error"] = Field(
         default="bradley_terry", description="pairs, with or without a margin; squared_error: answers with scores"
     )
-    dataset: PreferencesSource = Field(description="preference pairs; of squared_error answers with scores")
+    dataset: PreferencesSource = Field(description="preference pairs; for squared_error answers with scores")
     eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with scores")
     score_fields: tuple[Name, ...] | None = Field(
         default=None,
@@ -259,7 +259,7 @@ class RewardRun(_DatasetRun):
 
     @property
     def head(self) -> ScalarHead:
-        """What the objective trains: the head of `trainable`."""
+        """The head of `trainable`, which the objective trains."""
         if self.per_turn:
             return ScalarHead(names=("reward",), per="token")
         return ScalarHead(names=("reward",) if self.reads_pairs else self.score_fields or ("score",), per="sequence")
@@ -270,10 +270,10 @@ class RewardRun(_DatasetRun):
 
     @property
     def number_fields(self) -> tuple[str, ...]:
-        """The fields of rows with what is learned beside the answers."""
+        """The fields of rows with numbers that are learned, in addition to the answers."""
         return ("margin",) if self.reads_pairs else ("labels",) if self.per_turn else self.head.names
 
-    # In the place of the base's: here it is the other head that is trained.
+    # Replaces the base class's validator: here the other head is trained.
     @model_validator(mode="after")
     def _trains_the_language_head(self) -> Self:
         if self.trainable.head != self.head:

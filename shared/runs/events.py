@@ -1,7 +1,7 @@
-"""A run's events, read back from the store: pieces of the log while a job runs, the whole log afterwards.
+"""Reads a run's events from the store: pieces of the log while a job runs, the whole log afterwards.
 
-In order of job, then of fence, then of `seq`. A worker that goes on from a checkpoint repeats the steps after it under
-a later fence: for every step, what comes last counts.
+Ordered by job, then fence, then `seq`. A worker that continues from a checkpoint repeats the steps after it under a
+later fence: the last event of a step counts.
 """
 
 import re
@@ -21,7 +21,7 @@ _OFFSET = re.compile(r"[0-9]{1,18}")
 
 
 class EventCursor(Frozen):
-    """A place between two events: the attempt, and bytes of its log that were read. The default is the beginning."""
+    """A position between two events: the attempt, and how many bytes of its log were read. Default: the beginning."""
 
     job_id: str = ""
     fence_label: str = ""
@@ -32,7 +32,7 @@ class EventCursor(Frozen):
 
     @classmethod
     def parse(cls, text: str | None) -> "EventCursor":
-        """The cursor of its text; the beginning for None.
+        """Parse a cursor's text; None means the beginning.
 
         Raises:
             InvalidInput: the text is no cursor.
@@ -52,7 +52,7 @@ BEGINNING = EventCursor()
 
 
 class RunEvent(Frozen):
-    """An event of one attempt at a job, and the cursor behind it."""
+    """An event of one attempt at a job, and the cursor after it."""
 
     cursor: str
     job_id: str
@@ -63,7 +63,7 @@ class RunEvent(Frozen):
 def read_run_events(
     store: ObjectStore, run_id: str, cursor: EventCursor = BEGINNING, limit: int | None = None
 ) -> tuple[list[RunEvent], EventCursor]:
-    """Return at most `limit` events after a cursor, as far as they are in the store, and the cursor after the last one.
+    """Return at most `limit` events in the store after a cursor, and the cursor after the last one.
 
     Raises:
         InvalidInput: the cursor points into a line.
@@ -107,14 +107,14 @@ class _Piece:
 
 
 class _Stale(Exception):
-    """Pieces of a log were replaced by the whole one while they were listed, or after that."""
+    """Pieces of a log were replaced by the whole log during or after their listing."""
 
 
 @dataclass
 class _Attempt:
     """The objects that hold one attempt's log: `whole` if it exists, else the pieces in `parts`.
 
-    `is_complete`: it is known that none of the pieces had gone when they were listed.
+    `is_complete`: it is known that none of the pieces had been deleted when they were listed.
     """
 
     key: str
@@ -150,7 +150,7 @@ def _attempts(store: ObjectStore, run_id: str) -> dict[tuple[str, str], _Attempt
 
 
 def _check_is_complete(store: ObjectStore, attempt: _Attempt) -> None:
-    """Raise _Stale unless all pieces of a log were listed: they are deleted behind the upload of the whole one."""
+    """Raise _Stale unless all pieces of a log were listed: they are deleted after the whole log is uploaded."""
     if attempt.whole is None and not attempt.is_complete:
         if store.head(attempt.key) is not None:
             raise _Stale

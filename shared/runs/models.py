@@ -1,10 +1,10 @@
-"""The model of a run, as its user names it and as it was found; and how a published one is written as a whole."""
+"""A run's model, as its user names it and as it was found; and the formats that published weights are exported to."""
 
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from longshore.fields import Artifact, Frozen, added
+from longshore.fields import Artifact, Frozen
 from longshore.layout import EngineName, Layout
 from longshore.training import Dtype, Trainable
 from shared.models.shape import ModelShape
@@ -16,11 +16,11 @@ _TYPES: dict[str, tuple[ExportType, ...]] = {"gguf": ("q8_0", "f16", "bf16"), "m
 
 
 class ModelRequest(Frozen):
-    """A model as a tenant's user names it, the layout and engine that are to hold it, and the longest sequence.
+    """A model as a tenant's user names it, the layout and engine that hold it, and the longest sequence.
 
     `run_id`: the run that uses the model. Its later executions must find the same files as its first one. `trainable`:
-    what it trains. `any_family`: also of families that the engine fsdp alone may train, as where nothing is trained.
-    `dtype`: in which precision a worker holds its weights; None: in others than the run's, or none does.
+    what it trains. `any_family`: also accept families that only the engine fsdp may train, if nothing is trained here.
+    `dtype`: the precision of the weights on a worker; None: not the run's, or no worker holds them.
     """
 
     uri: str
@@ -31,7 +31,7 @@ class ModelRequest(Frozen):
     trainable: Trainable | None = None
     max_tokens: int | None = None
     any_family: bool = False
-    dtype: Dtype | None = added(None)
+    dtype: Dtype | None = None
 
 
 class ResolvedModel(Frozen):
@@ -73,7 +73,7 @@ LABELS = ("merged", "fp8", *(f"{name}-{each}" for name, types in _TYPES.items() 
 
 
 class ExportRequest(Frozen):
-    """The work of an export. `key`: of the artifact in the store; `name`: of what is exported, with its version."""
+    """The work of an export. `key`: the artifact's key in the store; `name`: the exported name, with its version."""
 
     key: str
     name: str

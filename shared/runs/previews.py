@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from longshore.fields import Frozen, added
+from longshore.fields import Frozen
 from longshore.training import MAX_SCALARS
 from shared.field_rules import Reason, Remark
 from shared.jobs.steps import Cut, RunLength
@@ -27,7 +27,7 @@ class LostRow(Frozen):
 
 
 class Report(Frozen):
-    """`report.json`. Lengths are those before truncation; tokens and targets those that are trained with."""
+    """`report.json`. Lengths are from before truncation; tokens and targets are those trained on."""
 
     schema_version: int = 1
     format: Format
@@ -41,12 +41,12 @@ class Report(Frozen):
     num_truncated: int
     num_too_long: int
     num_fully_masked: int
-    num_refused: int = Field(default=0, description="rows at which the chat template raises an error")
+    num_refused: int = Field(default=0, description="rows for which the chat template raises an error")
     lengths: tuple[LengthCount, ...]
     lost: tuple[LostRow, ...]
     num_control_tokens: int = Field(default=0, description="rows whose messages hold the text of a control token")
     warnings: tuple[Reason, ...] = ()
-    notices: tuple[Reason, ...] = added((), description="the warnings that a run on these rows shows too")
+    notices: tuple[Reason, ...] = Field(default=(), description="those warnings that a run on these rows also shows")
 
     @property
     def num_lost(self) -> int:
@@ -64,15 +64,15 @@ class PreviewRequest(Frozen):
     num_rows: int = Field(default=4, ge=0, le=100, description="rows to show")
     max_rows: int = Field(default=100_000, ge=1, description="rows to count")
     max_seconds: float = Field(default=120.0, gt=0, le=200, description="to count them in, at least one")
-    are_prompts: bool = Field(default=False, description="rows are prompts of RL: only what the model is shown counts")
-    labels: bool = Field(default=False, description="rows are learned from by kto: they are counted, and none is shown")
+    are_prompts: bool = Field(default=False, description="rows are prompts of RL: only the model's input counts")
+    labels: bool = Field(default=False, description="rows are for kto: they are counted, and none is shown")
     numbers: tuple[str, ...] = Field(
-        default=(), max_length=MAX_SCALARS, description="fields with what a reward model learns; as with labels"
+        default=(), max_length=MAX_SCALARS, description="fields that a reward model learns; as with labels"
     )
 
 
 class PreviewStart(Frozen):
-    """A preview's request, and its tenant. `cut`: how a run would cut the rows into steps, to be told its length."""
+    """A preview's request, and its tenant. `cut`: how a run would cut the rows into steps, to compute its length."""
 
     tenant: Tenant
     request: PreviewRequest
@@ -87,9 +87,9 @@ class Span(Frozen):
 
 
 class PreviewRow(Frozen):
-    """A row as the model sees it. `fate`: what becomes of it; `is_cut`: the text shown is not all of it.
+    """A row as the model sees it. `fate`: how a run would treat it; `is_cut`: the text is shown in part.
 
-    Of a pair, `spans` are the prompt and the chosen answer, and `rejected` is the other answer.
+    For a pair, `spans` are the prompt and the chosen answer, and `rejected` is the other answer.
     """
 
     place: str

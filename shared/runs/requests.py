@@ -1,4 +1,4 @@
-"""Runs: what a user starts and sees. One Temporal workflow each; the run's id is the workflow's id."""
+"""Runs as users start and see them. Each is one Temporal workflow; the run's id is the workflow's id."""
 
 from typing import Annotated, Any, Literal
 
@@ -34,15 +34,15 @@ class Overlong(Frozen):
     """A penalty that grows over the last tokens before the limit of an answer (DAPO, arXiv:2503.14476, eq. 13)."""
 
     buffer_tokens: int = Field(ge=1, description="tokens before the limit over which the penalty grows")
-    penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="of an answer at the limit")
+    penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="penalty of an answer at the limit")
 
 
 class RLRun(TrainedRun):
-    """Reinforcement learning on trajectory groups: those that a client sends, step after step, until it finishes the
-    run; or, with `rollouts`, the run's own.
+    """Reinforcement learning on trajectory groups: a client sends them, step after step, until it finishes the run; or,
+    with `rollouts`, the run makes its own.
 
-    A train step trains one file of groups: `epochs` times over, each time in `mini_batches` optimizer steps of whole
-    groups. It makes the policy's next version, which is published as the adapter's.
+    A train step trains on one file of groups, `epochs` times, each time in `mini_batches` optimizer steps of whole
+    groups. It makes the policy's next version, which is published as a version of the adapter.
     """
 
     kind: Literal["rl"] = "rl"
@@ -63,23 +63,23 @@ class RLRun(TrainedRun):
     loss: RLLoss = Field(
         default=PPO(),
         discriminator="kind",
-        description="the loss; beside an algorithm, the fields that differ from the paper's",
+        description="the loss; with an algorithm, only the fields that differ from the paper's",
     )
     advantages: AdvantageKind = Field(
         default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, each trajectory's own, or none"
     )
     equal_rewards: Literal["drop", "keep"] = Field(
         default="drop",
-        description="groups whose rewards are all equal teach nothing, but count in means; default: the algorithm's",
+        description="groups whose rewards are all equal have no signal, but count in means; default: the algorithm's",
     )
-    overlong: Overlong | None = Field(default=None, description="what long answers lose of their reward")
+    overlong: Overlong | None = Field(default=None, description="the penalty on the reward of long answers")
     truncated: Literal["train", "mask", "bootstrap"] = Field(
         default="train",
-        description="answers that were cut by the sampler's limit: mask counts their rewards but trains none of their "
-        "tokens; bootstrap: the critic's value of their last state replaces the missing rest",
+        description="answers cut off by the sampler's limit: mask counts their rewards but does not train on their "
+        "tokens; bootstrap: the critic's value of their last state stands in for the missing rest",
     )
     critic: Critic | None = Field(
-        default=None, description="makes gae advantages: one that is trained beside the policy (algorithm ppo)"
+        default=None, description="a critic for gae advantages, trained together with the policy (algorithm ppo)"
     )
     broken: Literal["refuse", "drop"] = Field(
         default="refuse", description="what fails if a trajectory cannot be trained: the step, or only that trajectory"
@@ -87,11 +87,11 @@ class RLRun(TrainedRun):
     max_staleness: int | None = Field(
         default=None,
         ge=0,
-        description="how many policy versions a trajectory may be behind (broken beyond); None: no limit",
+        description="how many policy versions a trajectory may be behind, or it counts as broken; None: no limit",
     )
     mini_batches: int = Field(default=1, ge=1, le=1000, description="optimizer steps per pass; at most one per group")
     epochs: int = Field(default=1, ge=1, le=100, description="passes over a step's groups")
-    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest trajectory; broken beyond")
+    max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest trajectory; longer ones are broken")
     learning_rate: float = Field(default=1e-5, gt=0, le=10, description=PEAK)
     warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -124,7 +124,7 @@ class RLRun(TrainedRun):
 
     @property
     def planned_steps(self) -> int | None:
-        """Optimizer steps of the run where it is known how many there are: some fewer, if steps have few groups."""
+        """Optimizer steps of the run, if their number is known; fewer are done if steps have few groups."""
         steps = self.rollouts.steps if self.rollouts else None
         return None if steps is None else steps * self.epochs * self.mini_batches
 
@@ -218,14 +218,14 @@ Run = Annotated[SFTRun | DPORun | DistillRun | RewardRun | RLRun | SessionRun, F
 
 
 def dtype_of(run: Run) -> Dtype:
-    """Return the precision of a run that was accepted. It is `auto` of none but those before there was a choice."""
+    """Return the precision of a run; the service has chosen one for `auto` when it accepts a run."""
     return "float32" if run.dtype == "auto" else run.dtype
 
 
 class Precision(Frozen):
-    """The precision of a run, chosen once, where the run is accepted.
+    """The precision of a run, chosen once, when the run is accepted.
 
-    `reason`: why, where the request named none. `notice`: for a user who named one, where another is fast.
+    `reason`: why, if the request set none. `notice`: for a user who set one although another is faster.
     """
 
     dtype: Dtype
@@ -254,7 +254,7 @@ class WandbRun(Frozen):
 
 
 class SweepTrial(Frozen):
-    """The place of a run in a sweep. `values`: what it has in its fields, by their paths."""
+    """A run's trial in a sweep. `values`: the values of the swept fields, by their paths."""
 
     sweep: str
     number: int
@@ -266,23 +266,23 @@ class Source(Frozen):
 
     api: Literal["native", "page", "openai", "art", "tinker"] = "native"
     schedule: str | None = Field(default=None, description="the name of the schedule that started it")
-    trial: SweepTrial | None = Field(default=None, description="of the sweep that started it")
+    trial: SweepTrial | None = Field(default=None, description="its place in the sweep that started it")
     metadata: dict[MetadataKey, MetadataValue] = Field(default_factory=dict, max_length=MAX_METADATA)
     wandb: WandbRun | None = None
     request: dict[str, JsonValue] | None = Field(
-        default=None, description="what a client of another API sent, to be shown to it again; never a secret"
+        default=None, description="data that a client of another API sent and gets back; never a secret"
     )
 
 
 class RunRecord(Frozen):
-    """`run.json`: what was accepted, and when. Written before the workflow starts."""
+    """`run.json`: the accepted run, and when it was accepted. Written before the workflow starts."""
 
     schema_version: Literal[1] = 1
     run_id: RunId
     tenant: Tenant = FIRST_TENANT
-    owner: str | None = Field(default=None, description="the id of the API key that sent it")
+    owner: str | None = Field(default=None, description="id of the API key that submitted it")
     source: Source = Source()
     run: Run
     created_at: float
-    threads_per_rank: int = Field(default=1, ge=1, description="kept for resume: part of a bit-identical result")
+    threads_per_rank: int = Field(default=1, ge=1, description="kept for resuming: bit-identical results depend on it")
     precision: Precision | None = Field(default=None, description="of its dtype, which is never `auto` here")

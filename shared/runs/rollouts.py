@@ -1,4 +1,4 @@
-"""How an RL run makes trajectory groups of its own: prompts, grader, samplers, and prompts held out."""
+"""Settings of an RL run's own rollouts: prompts, grader, samplers, and held-out prompts."""
 
 from typing import Annotated, Literal, Self
 
@@ -10,7 +10,7 @@ from shared.jobs.leases import SamplerKind
 from shared.jobs.weight_sync import WeightSync
 from shared.runs.sources import PromptsSource
 
-_MOST_REDRAWN = 4096  # their numbers pass through Temporal
+_MOST_REDRAWN = 4096  # groups; their numbers are sent through Temporal
 
 
 class HeldOut(Frozen):
@@ -34,11 +34,11 @@ class HeldOut(Frozen):
 
 
 class Rollouts(Frozen):
-    """Settings by which a run makes trajectory groups of its own: a step's prompts are sampled, graded, and trained on.
+    """Settings of a run's own rollouts: the prompts of a step are sampled, graded, and trained on.
 
-    Steps take the prompts in an order shuffled by (seed, epoch). Counted from 0, step t is sampled from the policy as
-    it stood before step max(0, t - off_policy_steps): by this rule and not by what was ready first. With
-    `weight_sync.in_flight: continue` that policy is the oldest that may draw a token of the step.
+    Steps take the prompts in an order shuffled by (seed, epoch). Counted from 0, step t is always sampled from the
+    policy before step max(0, t - off_policy_steps), whatever was ready first. With `weight_sync.in_flight: continue`
+    that policy is the oldest that may sample a token of the step.
     """
 
     prompts: PromptsSource = Field(description="rows whose last message, or prompt_field, the model answers")
@@ -81,18 +81,19 @@ class Rollouts(Frozen):
         description="for mixtures of experts: the trainer uses the experts that the sampler chose for each token",
     )
     max_lost_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="largest share of prompts that may be too long to be answered"
+        default=0.1, ge=0, le=1, description="largest share of prompts that may be too long to leave room for an answer"
     )
     probe_bound: float | None = Field(
         default=None,
         gt=0,
-        description="nats between sampler and trainer over a probe text; None: 1e-4 in float32, 0.3 in bfloat16",
+        description="largest difference in nats between sampler and trainer on a probe text; None: 1e-4 in float32, "
+        "0.3 in bfloat16",
     )
     max_ungraded_fraction: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="largest share of a step's samples without a grade; they are dropped, and the run fails beyond it",
+        description="largest share of a step's samples without a grade; these are dropped; beyond it the run fails",
     )
     shuffle_rewards: bool = Field(
         default=False,

@@ -1,4 +1,4 @@
-"""The results of a session's commands in the store. Old scores are deleted; what was done stays on record."""
+"""The results of a session's commands in the store. Old scores are deleted; the results stay."""
 
 from collections import deque
 from contextlib import suppress
@@ -9,10 +9,10 @@ from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 from shared.storage.stored_bytes import Ledger
 
-# Of the newest results, those of one session keep their scores. More bytes than all commands that may wait
-# (`MAX_WAITING`) can have as results, so that nobody loses what it reads as it comes.
+# A session's newest results keep their scores: this many, and this many bytes. That is more than the results of all
+# commands that may wait (`MAX_WAITING`), so a client that reads results as they come loses none.
 MOST_SCORED, MOST_SCORED_BYTES = 4096, 5 << 30
-_SMALL_BYTES = 2048  # results that small are not read, to be made a little smaller
+_SMALL_BYTES = 2048  # smaller results are not rewritten: that saves too little
 
 
 class SessionResults:
@@ -54,7 +54,7 @@ class SessionResults:
             self._ledger.forget_result(self._run_id, old, size)
 
     def delete_scores(self) -> None:
-        """Delete the scores of all results. The results themselves stay, as they say which commands were done."""
+        """Delete the scores of all results. The results themselves stay, since they record which commands were done."""
         for info in self._store.list(self._keys.command_result()):
             if info.size > _SMALL_BYTES:
                 self._delete_scores(info.key)

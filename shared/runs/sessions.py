@@ -23,9 +23,9 @@ class SessionState(Frozen):
     """The state that a session's workflow passes to its next execution, whose history starts empty.
 
     Attributes:
-        next: the number of the command that is done next, or a later one.
+        next: the number of the next command to execute, or a later one.
         waiting: the numbers of commands that are known to wait.
-        avoid: queues of hosts that lost a worker of the session at its start.
+        avoid: queues of hosts on which a worker of the session was lost while it started.
     """
 
     model: Artifact

@@ -1,10 +1,10 @@
-"""Data sets of runs, where they are and how their rows are written; and teachers."""
+"""Datasets of runs: where they are and the format of their rows; and teachers."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from longshore.fields import Frozen, Name, added
+from longshore.fields import Frozen, Name
 from longshore.losses import MOST_TEACHERS, DistillationSettings, several_teachers_fit
 from longshore.training import PAIRED
 
@@ -17,7 +17,7 @@ PAIR_FORMATS = ("preference", "openai_preference")
 
 
 class DatasetSource(Frozen):
-    """A dataset's URI and format. `auto` recognises the format by its first rows, and refuses a tie."""
+    """A dataset's URI and format. `auto` detects the format from the first rows, and refuses ambiguous ones."""
 
     uri: str = Field(min_length=1, max_length=2048)
     format: Format = Field(default="auto", description="the format of rows; auto: detected from the first rows")
@@ -101,7 +101,7 @@ def _is_url(teacher: str) -> bool:
 
 
 class TaughtBy(DistillationSettings):
-    """The teacher of a distillation: of the student's base, which is there once, or behind a URL."""
+    """The teacher of a distillation: on the student's base, which is loaded once, or behind a URL."""
 
     teacher: TeacherUri = Field(
         description="`base`, a published adapter on it (URI or name), or a URL (…/v1) that returns prompt_logprobs",
@@ -109,8 +109,8 @@ class TaughtBy(DistillationSettings):
     teacher_model: str | None = Field(
         default=None, min_length=1, max_length=256, description="the teacher's name at that URL"
     )
-    teacher_key: str | None = added(
-        None, max_length=64, description="of a teacher behind a URL: the name under which this installation has its key"
+    teacher_key: str | None = Field(
+        default=None, max_length=64, description="for a teacher behind a URL: the name of its key in this installation"
     )
     teachers: Annotated[tuple[tuple[Name, TeacherUri], ...], PAIRED] = Field(
         default=(),

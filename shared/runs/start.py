@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from longshore.fields import Frozen, added
+from longshore.fields import Frozen
 from longshore.training import SessionRun
 from shared.errors import NotFound
 from shared.limits import QuotaSettings
@@ -21,17 +21,21 @@ from shared.storage.store import ObjectStore
 SFT_WORKFLOW = "SFTWorkflow"
 RL_WORKFLOW = "RLWorkflow"
 SESSION_WORKFLOW = "SessionWorkflow"
-# A living host takes a job at once. One that has not after so many heartbeat timeouts is considered dead.
+# A living host takes a job at once. One that has not after this many heartbeat timeouts is considered dead.
 _PICKUP_PER_HEARTBEAT = 1.5
 
 
 class RunTiming(Frozen):
-    """Timeouts of the control plane for this run; workflows may not read settings, so they travel with the run."""
+    """Timeouts of the control plane for this run. Workflows may not read settings, so the run's input has them."""
 
     heartbeat_timeout_s: float = Field(default=10.0, gt=0)
-    host_pickup_timeout_s: float = Field(default=15.0, gt=0, description="until a leased host must take its job")
-    cancel_grace_s: float = Field(default=60.0, gt=0, description="from a cancel to the kill of the process group")
-    gather_patience_s: float = added(600.0, gt=0, description="until as many hosts are free as a worker needs")
+    host_pickup_timeout_s: float = Field(
+        default=15.0, gt=0, description="seconds until a leased host must take its job"
+    )
+    cancel_grace_s: float = Field(
+        default=60.0, gt=0, description="seconds from a cancel to the kill of the process group"
+    )
+    gather_patience_s: float = Field(default=600.0, gt=0, description="seconds to wait for enough free hosts")
     max_losses: int = Field(default=5, ge=1, description="workers lost in a row without a new checkpoint")
 
 
@@ -42,15 +46,17 @@ class Start(Frozen):
     tenant: Tenant = FIRST_TENANT
     timing: RunTiming = RunTiming()
     threads_per_rank: int = Field(default=1, ge=1)
-    shape: str = Field(default="cpu", description="hosts of this shape are asked: the lease queue is gpu-<shape>")
-    start_id: str = Field(default="", pattern=r"^[0-9a-f]*$", description="this start's own: good for one workflow")
+    shape: str = Field(default="cpu", description="the shape of the hosts to lease: the lease queue is gpu-<shape>")
+    start_id: str = Field(
+        default="", pattern=r"^[0-9a-f]*$", description="unique to this start: one workflow may use it"
+    )
     resumed: bool = False
-    goes_on_from: str | None = Field(default=None, description="of a resumed run: its result's SHA-256, if it has one")
+    goes_on_from: str | None = Field(default=None, description="of a resumed run: the SHA-256 of its result, if any")
     is_tracked: bool = Field(default=True, description="W&B gets the run's metrics")
     shares_with: str | None = Field(
-        default=None, description="the group of runs that its adapters may be trained beside, on one worker"
+        default=None, description="the group of runs that may train their adapters on the same worker"
     )
-    tenant_weight: float = Field(default=1.0, gt=0, description="the tenant's part of a shared worker's time")
+    tenant_weight: float = Field(default=1.0, gt=0, description="the tenant's weight for a shared worker's time")
 
 
 class RunStart(Start):
@@ -64,7 +70,7 @@ class RLStart(Start):
 
     run: RLRun
     serves_sampler: bool = Field(
-        default=False, description="the installation has a sampling server: no sampler is leased where none is named"
+        default=False, description="the installation has a sampling server: none is leased unless the run names one"
     )
     state: RLState | None = None
 
@@ -91,9 +97,9 @@ def workflow_of(
     """The name and input of the workflow that does a run.
 
     Args:
-        quotas: the tenant's: whose adapters may be trained beside the run's, and its part of a worker's time.
-        start_id: one that nobody has used; a new one if absent.
-        goes_on_from: of a resumed run, what `result_sha256` says.
+        quotas: the tenant's: which runs may share the run's worker, and the tenant's weight for a worker's time.
+        start_id: an unused id; a new one if absent.
+        goes_on_from: for a resumed run, its `result_sha256`.
     """
     given: dict[str, Any] = {
         "run_id": record.run_id,
@@ -136,5 +142,5 @@ def timing_of(settings: Settings) -> RunTiming:
 
 
 def threads_per_rank(run: Run, settings: Settings) -> int:
-    """Return the CPU threads of each rank, which a run keeps for good: they are part of a bit-identical result."""
+    """Return the CPU threads of each rank, which never change for a run: bit-identical results depend on them."""
     return max(1, settings.cpu_threads // run.layout.ranks_per_node)

@@ -1,10 +1,10 @@
-"""The status of runs and of train steps, while they go on and when they have ended."""
+"""The status of runs and of train steps, during and after them."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from longshore.fields import Artifact, Frozen, Sha256, added
+from longshore.fields import Artifact, Frozen, Sha256
 from longshore.training import ScalarHead
 from shared.fence import Fence
 from shared.field_rules import Reason
@@ -49,11 +49,11 @@ class Problem(Frozen):
     message: Reason
 
 
-STATUS_MEMO = "status"  # of a run's workflow: its RunStatus without metrics and timeline
+STATUS_MEMO = "status"  # the memo of a run's workflow: its RunStatus without metrics and timeline
 
 
 class PhaseSpan(Frozen):
-    """The time that a run was in a phase, in seconds since 1970. `lease`: the number of the lease that it had then."""
+    """The time that a run was in a phase, in seconds since 1970. `lease`: the number of its lease at that time."""
 
     phase: Phase
     began: float
@@ -71,35 +71,40 @@ class RunStatus(Frozen):
     step: int = 0
     num_steps: int | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
-    epoch: int = Field(default=0, description="leases so far: the number of the newest")
+    epoch: int = Field(default=0, description="number of leases so far")
     workers_lost: int = Field(default=0, description="leases that ended in a loss: not by a pause or a host's shutdown")
     checkpoint: CheckpointRef | None = None
-    adapter: str | None = Field(default=None, description="URI of what was published: adapter, or model after `full`")
+    adapter: str | None = Field(default=None, description="URI of the published adapter, or model after `full`")
     adapter_sha256: str | None = Field(default=None, description="SHA-256 of its manifest")
     name: str | None = None
     version: int | None = None
     policy_version: int | None = Field(default=None, description="of an RL run: train steps that changed the policy")
     dataset_report: str | None = Field(default=None, description="URI of the tokenizing report")
     planned_tokens: int | None = Field(
-        default=None, description="of the examples of all steps, once they are packed; not of RL runs"
+        default=None, description="in the examples of all steps, once they are packed; not for RL runs"
     )
     problem: Problem | None = None
     skipped_steps: int = Field(default=0, description="of an RL run: train steps with nothing to learn from")
-    failed_steps: int = added(0, description="of an RL run: train steps that could not be trained")
-    equal_reward_steps: int = added(0, description="of an RL run: trained steps whose rewards were all the same")
-    zero_gradient_steps: int = added(0, description="of an RL run: trained steps whose gradient was 0 throughout")
-    notices: tuple[Reason, ...] = Field(default=(), description="what its user should know of it, whatever comes of it")
-    started_at: float | None = Field(default=None, description="the first time, also of a run that was resumed")
+    failed_steps: int = Field(default=0, description="of an RL run: train steps that could not be trained")
+    equal_reward_steps: int = Field(
+        default=0, description="of an RL run: trained steps whose rewards were all the same"
+    )
+    zero_gradient_steps: int = Field(
+        default=0, description="of an RL run: trained steps whose gradient was 0 throughout"
+    )
+    notices: tuple[Reason, ...] = Field(default=(), description="what its user should know, whether it succeeds or not")
+    started_at: float | None = Field(default=None, description="of its first execution, also for a resumed run")
     ended_at: float | None = None
     estimated_end: float | None = Field(
-        default=None, description="when its last step is done at the pace of those so far; None while nobody can say"
+        default=None, description="when its last step ends, at the pace so far; None while it is unknown"
     )
     timeline: tuple[PhaseSpan, ...] = Field(default=(), description="its last phases, oldest first")
     paused_by: str | None = Field(
-        default=None, description="the limit that pauses it, in words: it goes on by itself when that is raised"
+        default=None, description="the limit that paused it, in words: the run resumes by itself when that is raised"
     )
-    client_away: bool = added(
-        False, description="it is paused since its client sent nothing: the client's next command or step resumes it"
+    client_away: bool = Field(
+        default=False,
+        description="it was paused because its client sent nothing: the client's next command or step resumes it",
     )
     gpu_seconds: float = Field(default=0.0, description="seconds that workers were leased, times their ranks")
 
@@ -112,25 +117,23 @@ class StepRequest(Frozen):
     """Train one file of trajectory groups. The same key trains once, however often it is sent."""
 
     key: StepKey
-    groups: str = Field(min_length=1, max_length=2048, description="URI of JSONL, gzip or zstd if you like")
-    wait: bool = Field(default=False, description="answer when the step is durable; else at once")
+    groups: str = Field(min_length=1, max_length=2048, description="URI of JSONL, optionally gzip or zstd")
+    wait: bool = Field(default=False, description="answer when the step is durable, instead of at once")
 
 
 class StepStatus(Frozen):
     """The status of a train step. `done`: its checkpoint is durable, and a later step trains on from it.
 
-    `adapter`, `name` and `version`: what was published of it, if anything (`publish_every`).
+    `adapter`, `name` and `version`: what was published, if anything (`publish_every`).
 
-    `skipped`: there was nothing to learn from; `failed`: it could not be trained. Both leave the policy as it was.
+    `skipped`: there was nothing to learn from; `failed`: it could not be trained. Neither changes the policy.
     """
 
-    step: int = Field(
-        description="in order of arrival, from 1; 0 is the policy before the first, where it is evaluated"
-    )
+    step: int = Field(description="in order of arrival, from 1; 0: the evaluation of the policy before the first step")
     key: StepKey
     groups: str
     state: Literal["queued", "running", "done", "skipped", "failed"] = "queued"
-    policy_version: int | None = Field(default=None, description="the version that it made, or left as it was")
+    policy_version: int | None = Field(default=None, description="the policy's version after it")
     optimizer_step: int | None = Field(default=None, description="of the run, after it")
     adapter: str | None = None
     adapter_sha256: str | None = None
@@ -148,10 +151,10 @@ class StepStatus(Frozen):
 
 
 class Policy(Frozen):
-    """The policy as a step left it: `adapter` is what was published of it, None where nothing was yet.
+    """The policy after a step. `adapter`: its published adapter, or whole model for full weights; None: not published.
 
-    After a step with full weights it is the whole model. `checkpoint`: the step's, by which samplers know the policy.
-    `synced`: the digest of what samplers were sent. `num_refuted`: samplers that failed its proof.
+    `checkpoint`: the step's; samplers identify the policy by it. `synced`: digest of the weights sent to samplers.
+    `num_refuted`: samplers that failed its proof.
     """
 
     after_step: int
@@ -163,9 +166,9 @@ class Policy(Frozen):
 
 
 class RewardModel(Frozen):
-    """A reward model that grades, as found at the run's beginning: its adapter, and the model that this is on.
+    """A reward model that grades, as found at the run's beginning: its adapter, and the adapter's base model.
 
-    `scorer`: as its graders say. `is_beside`: it is scored on a sampler of its own, and not on the policy's.
+    `scorer`: its name in the graders. `is_beside`: it runs on its own sampler, not on the policy's.
     """
 
     scorer: str
@@ -178,7 +181,7 @@ class RewardModel(Frozen):
 class RolloutData(Frozen):
     """The rendered prompts of a run's own rollouts, as found at the run's beginning.
 
-    `probe`: token ids by which a sampler proves after each publish that it serves the new adapter.
+    `probe`: token ids that a sampler scores after each publish, to prove that it serves the new adapter.
     """
 
     prompts: Artifact
@@ -198,13 +201,13 @@ class RLState(Frozen):
     model: Artifact
     shape: ModelShape
     adapter: Artifact | None = None
-    reference: Artifact | None = Field(default=None, description="what the URI of the loss's KL reference stands for")
-    steps: tuple[StepStatus, ...] = Field(default=(), description="those that wait, and the last ones that ended")
+    reference: Artifact | None = Field(default=None, description="the artifact of the loss's KL reference")
+    steps: tuple[StepStatus, ...] = Field(default=(), description="steps that wait, and the last ones that ended")
     finishing: bool = False
     epoch: int = 0
     avoid: tuple[str, ...] = Field(default=(), description="queues of hosts that lost a worker at its start")
-    avoid_for_samplers: tuple[str, ...] = Field(default=(), description="those that lost a sampler so")
+    avoid_for_samplers: tuple[str, ...] = Field(default=(), description="hosts that lost a sampler at its start")
     status: RunStatus
     rollouts: RolloutData | None = None
-    unpublished: StepStatus | None = Field(default=None, description="the last step, if nothing was published of it")
-    policies: tuple[Policy, ...] = Field(default=(), description="that rollouts to come are sampled from, oldest first")
+    unpublished: StepStatus | None = Field(default=None, description="the last step, if it was not published")
+    policies: tuple[Policy, ...] = Field(default=(), description="those that later rollouts sample from, oldest first")

@@ -47,7 +47,7 @@ class Manifest(Frozen):
     """The content of `manifest.json`: files sorted by path, without dates, so that equal contents have equal manifests.
 
     With `root` the artifact is a reference: its files lie below that URI, which Longshore does not own. So a model of
-    many gigabytes is used where its owner keeps it; changes are noticed by the hashes.
+    many gigabytes need not be copied; the hashes detect changes.
     """
 
     schema_version: Literal[1] = 1
@@ -73,7 +73,7 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_object(store: ObjectStore, key: str, size: int) -> str:
-    """Hash an object where it lies, a piece at a time."""
+    """Hash an object in the store, one piece at a time."""
     digest = hashlib.sha256()
     for start in range(0, size, _CHUNK_BYTES):
         digest.update(store.read_range(key, start, min(_CHUNK_BYTES, size - start)))
@@ -109,7 +109,7 @@ def seal(folder: Path) -> str:
 def upload_artifact(store: ObjectStore, key: str, folder: Path) -> Artifact:
     """Copy a sealed folder into the store. Repeating it is harmless.
 
-    Raises CorruptArtifact: a file is no longer as long as when it was sealed, or has gone.
+    Raises CorruptArtifact: a file's length has changed since it was sealed, or the file is missing.
     """
     return upload_files(store, key, folder, Manifest.model_validate_json((folder / MANIFEST).read_bytes()))
 
@@ -193,7 +193,7 @@ def open_artifact(artifact: Artifact, s3: S3Settings) -> tuple[ObjectStore, Mani
 
 
 def go_on() -> None:
-    """The check of a staging that nothing ends."""
+    """The default `check` of `stage`, which never stops it."""
 
 
 def stage(
@@ -201,12 +201,12 @@ def stage(
 ) -> Path:
     """An artifact as a local folder, every file's hash checked.
 
-    Files that are on this machine are used where they lie; others are copied into `cache`, under the artifact's hash.
+    Files on this machine are used in place; others are copied into `cache`, under the artifact's hash.
     Files that were checked once on this machine are not read again while their size and times stay the same.
 
     Args:
-        only: patterns such as `tokenizer*`: the files that are wanted, where not all are.
-        check: called from any thread, before and after each range of a file. What it raises ends the staging.
+        only: patterns such as `tokenizer*`, to stage only those files.
+        check: called from any thread, before and after each range of a file. Its errors end the staging.
 
     Raises:
         CorruptArtifact: a file is missing, of another size, or of another hash.
@@ -220,7 +220,7 @@ def stage(
     except CorruptArtifact:
         if isinstance(store, LocalStore):
             raise
-        _fetch(store, manifest, folder, cache, s3.ranges, check)  # it is not here yet, or was spoilt since
+        _fetch(store, manifest, folder, cache, s3.ranges, check)  # it is not here yet, or was damaged since
         _check(folder, manifest, cache, check)
     if not isinstance(holder, LocalStore):
         write_atomically(_manifests(cache) / artifact.sha256 / MANIFEST, data, is_durable=False)
@@ -253,7 +253,7 @@ def staged(artifact: Artifact, cache: Path, check: Callable[[], None] = go_on) -
 def _place(
     artifact: Artifact, manifest: Manifest, cache: Path, s3: S3Settings, only: tuple[str, ...] = ()
 ) -> tuple[ObjectStore, Path]:
-    """Return the store of an artifact's files, and the folder where they are, or are to be, on this machine."""
+    """Return the store of an artifact's files, and their folder on this machine, which may not exist yet."""
     store = open_store(manifest.root or artifact.uri, s3)
     if isinstance(store, LocalStore):
         return store, store.root
@@ -261,7 +261,7 @@ def _place(
 
 
 def _manifests(cache: Path) -> Path:
-    """Where `stage` leaves the manifests of what it fetched, for `staged`."""
+    """The folder of downloaded artifacts' manifests, written by `stage` and read by `staged`."""
     return cache / "manifests"
 
 

@@ -1,4 +1,4 @@
-"""Names of what runs leave behind: `<name>` and `<name>:v<n>` of what they published, `<run>:step-<n>` of checkpoints.
+"""Names of runs' results: `<name>` and `<name>:v<n>` of published weights, `<run>:step-<n>` of checkpoints.
 
 A checkpoint is the state of a run after step n, or of a session after command n.
 """
@@ -17,7 +17,7 @@ PUBLISHED_NAME = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,62})(:v(?P<version>
 
 
 def is_name(text: str) -> bool:
-    """True for what can only be a name of something published or of a checkpoint: hub ids, paths and URIs have a /."""
+    """True if a text can only name a checkpoint or something published: hub ids, paths and URIs have a /."""
     return PUBLISHED_NAME.fullmatch(text) is not None or CheckpointName.parse(text) is not None
 
 

@@ -1,4 +1,4 @@
-"""Files on a host's disk: written whole or not at all, or for their owner alone; and sockets for theirs."""
+"""Files on a host's disk that are written atomically, or that only their owner can read; and sockets like these."""
 
 import errno
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger("longshore.files")
 
 @contextmanager
 def replacing(path: Path, is_durable: bool = True) -> Iterator[BinaryIO]:
-    """A new file that takes the name `path` when the block ends well; after an error nothing of it is left.
+    """A new file that gets the name `path` when the block succeeds; after an error it is deleted.
 
     `is_durable`: fsynced before the name, and the folder after it.
     """
@@ -40,7 +40,7 @@ _NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def copy_file(source: BinaryIO, target: BinaryIO) -> None:
-    """Copy in the kernel where the file systems can (a reflink costs nothing), else through memory."""
+    """Copy in the kernel if the file systems can (a reflink costs nothing), else through memory."""
     try:
         while os.copy_file_range(source.fileno(), target.fileno(), 64 << 20):
             pass
@@ -51,9 +51,9 @@ def copy_file(source: BinaryIO, target: BinaryIO) -> None:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder, and close it to other users: runs, datasets and webhooks' secrets are its owner's own.
+    """Make a folder that other users cannot read: runs, datasets and webhooks' secrets are private.
 
-    One that is shared by its nature (/tmp) or that is another's is left as it is, with a warning.
+    A folder that is meant to be shared (/tmp) or belongs to another user keeps its mode, with a warning.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
@@ -75,7 +75,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, is_durable: bool = True) -> None:
-    """Write to a temporary name and rename, both fsynced unless told otherwise: readers see all of it or none."""
+    """Write to a temporary name and rename, both fsynced if `is_durable`: readers see all of it or none."""
     with replacing(path, is_durable) as file:
         file.write(data)
 

@@ -1,4 +1,4 @@
-"""What GPU and sampler hosts tell of themselves in the store: what they lack, and the workers that they have lost."""
+"""The states that GPU and sampler hosts write to the store: why they take no leases, and which workers they lost."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from longshore.fields import Frozen, added
+from longshore.fields import Frozen
 from shared.errors import NotFound
 from shared.storage.paths import ANSWERING_HOSTS, HOST_STATES, host_state, of_shape
 from shared.storage.store import ObjectStore
@@ -42,36 +42,36 @@ class HostAddress(Frozen):
 
 
 class AnsweringHost(Frozen):
-    """What a control host tells while it asks the installation's own sampler. `seen_at`: seconds since 1970."""
+    """The address of a control host that forwards questions to the installation's sampler. `seen_at`: Unix seconds."""
 
     at: HostAddress
     seen_at: float
 
 
 class Devices(Frozen):
-    """A host's devices: how many, and the bytes of the smallest. A CPU is one, which all ranks share."""
+    """A host's devices: their number, and the bytes of the smallest. A CPU counts as one, which all ranks share."""
 
     number: int
     num_bytes: int
 
 
 class Offer(Frozen):
-    """What GPU hosts of a shape take, as they said at `seen_at`, in seconds since 1970: the most ranks that one of them
-    does, and the devices of the one that has the largest.
+    """What GPU hosts of a shape reported at `seen_at` (seconds since 1970): the most ranks that one of them takes, and
+    the devices of the host that has the largest.
     """
 
     max_ranks: int
     seen_at: float
-    devices: Devices | None = added(None)
+    devices: Devices | None = None
 
 
 class HostState(Frozen):
     """One host. Times are seconds since 1970.
 
-    `lost_runs`: those whose workers it lost at their start, since a worker last did a step here; the newest last.
-    `num_lost`: workers that it has lost since it began. `fast_bf16`: its devices multiply bfloat16 fast. `launch`: by
-    which name it was started, where something starts hosts when runs wait. `lease_since`: when it took the
-    lease that it holds, if it holds one. `max_ranks`, `devices`: of a GPU host's worker.
+    `lost_runs`: runs whose workers were lost here while they started, since a worker last did a step here; the newest
+    last. `num_lost`: workers lost since the host started. `fast_bf16`: its devices multiply bfloat16 fast. `launch`:
+    the name under which it was started, if hosts are started on demand. `lease_since`: when its current lease began;
+    None without a lease. `max_ranks`, `devices`: of a GPU host's worker.
     """
 
     role: LeasingRole
@@ -87,11 +87,11 @@ class HostState(Frozen):
     launch: str | None = None
     lease_since: float | None = None
     max_ranks: int | None = None
-    devices: Devices | None = added(None)
+    devices: Devices | None = None
 
     @property
     def id(self) -> str:
-        """A short id that hosts of one machine differ in: of the random end of its queue's name."""
+        """A short id that differs between hosts of one machine: from the random end of its queue's name."""
         return self.queue.rpartition("-")[2][:8]
 
     def is_seen(self, now: float) -> bool:
@@ -111,21 +111,21 @@ class HostState(Frozen):
         return tuple(f"{self.name} ({self.id}): {each}" if by_name else each for each in why)
 
     def with_loss(self, run_id: str) -> "HostState":
-        """Return its state after it lost a run's worker at its start."""
+        """Return its state after it lost a run's worker while that started."""
         runs = (*(known for known in self.lost_runs if known != run_id), run_id)
         return self.model_copy(update={"lost_runs": runs[-_KEPT_RUNS:]})
 
     def blamed_for(self, others: Iterable["HostState"]) -> tuple[str, ...]:
-        """Return the runs whose loss at their start is this host's doing: no other host has lost their worker, too.
+        """Return the runs whose worker was lost while it started here, and on no other host.
 
-        So a run that kills its worker wherever it starts puts no host into quarantine.
+        So a run that kills its worker on every host puts no host into quarantine.
         """
         elsewhere = {run for other in others for run in other.lost_runs}
         return tuple(run for run in self.lost_runs if run not in elsewhere)
 
 
 def told_file(root: Path, what: Literal["polls", "leased"], role: str) -> Path:
-    """A file of a host's root: it has asked for work, or has had a lease. Probes of Kubernetes look for it."""
+    """A file in a host's root that says it has polled for work, or has had a lease. Kubernetes probes look for it."""
     return root / f"{what}-{role}"
 
 
@@ -151,7 +151,7 @@ def read_states(store: ObjectStore, shape: str) -> tuple[HostState, ...]:
 
 
 def announce(store: ObjectStore, queue: str, at: HostAddress | None) -> None:
-    """Tell that the control host with a task queue answers at a place, as it does every BEAT_S; None: no longer."""
+    """Announce the address of the control host with a task queue, as it does every BEAT_S; None: withdraw it."""
     key = f"{ANSWERING_HOSTS}{queue}.json"
     if at is None:
         store.delete(key)
@@ -160,7 +160,7 @@ def announce(store: ObjectStore, queue: str, at: HostAddress | None) -> None:
 
 
 def announced(store: ObjectStore) -> list[HostAddress]:
-    """Return where control hosts answer questions, those that were seen last first."""
+    """Return the addresses of control hosts that answer questions, the last seen first."""
     found = list[AnsweringHost]()
     for info in store.list(ANSWERING_HOSTS):
         with suppress(NotFound, ValidationError):  # it has just left, or is of another version
@@ -177,7 +177,7 @@ def _key(state: HostState) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a name that is good for a key of the store."""
+    """Return a name with only characters that a key of the store may have."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
@@ -186,7 +186,7 @@ def write_fast_bf16(store: ObjectStore, shape: str, is_fast: bool) -> None:
 
 
 def read_fast_bf16(store: ObjectStore, shape: str) -> bool | None:
-    """Return whether bfloat16 is fast on all GPU hosts of a shape, as they said last; None if none ever said so."""
+    """Return whether bfloat16 is fast on all GPU hosts of a shape, by their last reports; None without a report."""
     with suppress(NotFound):
         return store.get_bytes(of_shape(_plain(shape), "fast_bf16")) == b"true"
     return None
@@ -198,7 +198,7 @@ def write_offer(store: ObjectStore, shape: str, max_ranks: int, devices: Devices
 
 
 def read_offer(store: ObjectStore, shape: str) -> Offer | None:
-    """Return what GPU hosts of a shape offer that are up; None where none is, or none has said so."""
+    """Return what the running GPU hosts of a shape offer; None if none is up, or none has reported."""
     with suppress(NotFound, ValidationError):
         said = Offer.model_validate_json(store.get_bytes(of_shape(_plain(shape), "offer")))
         return said if time.time() - said.seen_at < _SILENT_S else None
@@ -216,7 +216,7 @@ def is_bf16_fast(proc: Path = Path("/proc")) -> bool:
 
 
 def devices_here(cpu_bytes: int, proc: Path = Path("/proc")) -> Devices | None:
-    """Return this machine's devices; None where nobody knows them. `cpu_bytes`: the memory of a CPU."""
+    """Return this machine's devices; None if that is unknown. `cpu_bytes`: the memory of a CPU."""
     if not _has_gpus(proc):
         return Devices(number=1, num_bytes=cpu_bytes)
     sizes = _asked("memory.total")
@@ -230,7 +230,7 @@ def _has_gpus(proc: Path) -> bool:
 
 
 def _asked(what: str) -> list[float]:
-    """Return a figure of each CUDA device; nothing where they do not tell. Memory is in MiB."""
+    """Return a property of each CUDA device; nothing if nvidia-smi fails. Memory is in MiB."""
     query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=_ASKED_S, check=True)

@@ -1,4 +1,4 @@
-"""The keys of the store (with uses.py), and the folders that a host and its worker share. Nobody else joins them."""
+"""The keys of the store (with uses.py), and the folders that a host and its worker share. They are made only here."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ class RunKeys:
         self.wandb = f"{self.prefix}/wandb"
         self.steps = f"{self.prefix}/steps"
         self.is_closed = f"{self.prefix}/closed"  # exists once a session takes no more commands
-        self.host = f"{self.prefix}/host.json"  # where that of a session's worker is reached
+        self.host = f"{self.prefix}/host.json"  # the address of the host of a session's worker
         self.profile_request = f"{self.prefix}/profile.json"  # exists while somebody waits for a trace of steps
         self.kept_states = f"{self.prefix}/kept_states/"  # a mark for each state that a session's client asked for
 
@@ -95,7 +95,7 @@ class RunKeys:
         return f"{self.logs}/{job_id}/{fence.label}/log.jsonl"
 
     def log_part(self, job_id: str, fence: Fence, first_seq: int) -> str:
-        """A piece of the log, carried while the job runs; `first_seq` is its first event's."""
+        """A piece of the log, uploaded while the job runs; `first_seq`: the `seq` of its first event."""
         return f"{self.logs}/{job_id}/{fence.label}/parts/{first_seq:010d}.jsonl"
 
     def job(self, job_id: str, fence: Fence) -> str:
@@ -107,12 +107,12 @@ class RunKeys:
 
 
 def host_state(name: str) -> str:
-    """What a GPU or sampler host tells of itself."""
+    """The state that a GPU or sampler host reports."""
     return f"{HOST_STATES}{name}.json"
 
 
 def of_shape(shape: str, name: str) -> str:
-    """What the GPU hosts of a shape have said, of bfloat16 or what they offer; it stays when they leave."""
+    """What the GPU hosts of a shape last reported on bfloat16 or their ranks. It stays when they leave."""
     return f"shapes/{shape}/{name}.json"
 
 
@@ -146,7 +146,7 @@ def upload(tenant: str, sha256: str, name: str) -> str:
     return f"{tenant_folder(tenant)}/uploads/{sha256}/{name}"
 
 
-# Records of what the database lists: small JSON objects, from which it is built again.
+# Records of the database's rows: small JSON objects that allow the database to be rebuilt.
 
 
 def tenant_record(tenant: str = "") -> str:
@@ -213,7 +213,7 @@ class SweepKeys:
 
 
 def last_scheduled(tenant: str, name: str) -> str:
-    """The last run that a schedule made, and of which data."""
+    """The last run that a schedule made, and the data of that run."""
     return f"records/last_scheduled/{tenant}/{name}"
 
 
@@ -242,7 +242,7 @@ def art_name(tenant: str, sha256: str = "") -> str:
 
 
 def answer_record(tenant: str, hour: int, answer_id: str) -> str:
-    """The token ids that were drawn for an answer to a chat. Out of the reach of its tenant's URIs."""
+    """The sampled token ids of an answer to a chat. The tenant's URIs cannot reach it."""
     return f"{ANSWER_RECORDS}{tenant}/{hour:08d}/{answer_id}.json"
 
 
@@ -273,7 +273,7 @@ def samples(key: str) -> str:
 
 
 def sampled_part(key: str, group: int) -> str:
-    """The finished samples of one prompt, kept while others are drawn."""
+    """The finished samples of one prompt, kept until the other prompts are sampled."""
     return f"sampled/{key}-parts/{group:010d}.json"
 
 
@@ -323,12 +323,12 @@ def version_claim(tenant: str, kind: str, name: str, version: int) -> str:
 
 
 def checkpoint_adapter(tenant: str, run_id: str, sha256: str) -> str:
-    """The manifest by which a checkpoint's adapter is used as it lies; `sha256` is the checkpoint's."""
+    """The manifest that refers to a checkpoint's adapter without copying it; `sha256` is the checkpoint's."""
     return f"{tenant_folder(tenant)}/checkpoints/{run_id}/{sha256[:32]}"
 
 
 def is_published(tenant: str, key: str) -> bool:
-    """Return True for a key of `published_version`: a run of this tenant publishes there, and nobody uploads."""
+    """Return True for a key of `published_version`: only runs of this tenant write there, and no uploads."""
     pattern = rf"{re.escape(tenant_folder(tenant))}/(adapters|models)/[a-z0-9][a-z0-9._-]{{0,62}}/v[0-9]{{6,}}"
     return re.fullmatch(pattern, key) is not None
 
@@ -374,7 +374,7 @@ class WorkerPaths:
         self.archive = root / "archive"
         self.stop = root / "stop"
         self.ready = root / "ready"
-        self.meeting = root / "meeting"  # the port of torch's store, where a worker has several machines
+        self.meeting = root / "meeting"  # the port of torch's store, if a worker has several machines
         self.offloaded = root / "offloaded"
         self.sampler_socket = root / "sampler.sock"
         self.weights_socket = root / "weights.sock"

@@ -1,4 +1,4 @@
-"""The rule for what a tenant may read, applied to every path, URI, link and manifest.
+"""The rule on the files that a tenant may read, applied to every path, URI, link and manifest.
 
 In the installation's store a tenant may read `tenants/<tenant>/` only. On this machine it may read files below
 `download.file_roots`; within the installation's root only below a file root that itself lies in that root, and never in
@@ -24,7 +24,7 @@ _NOT_OPEN = (
     "or as download.file_roots; `longshore files upload PATH` brings a file to the service instead"
 )
 _NOT_YOURS = "this leads into the service's own store, and to nothing of yours"
-# What lies here is no data, whatever the roots say: a process's environment, devices that never end.
+# Never data, even if a file root includes it: a process's environment, devices that never end.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]")
 _ALIASES = ("-s3alias", "--ol-s3", ".mrap")
 _NEVER = tuple(map(Path, ("/proc", "/sys", "/dev")))
@@ -49,7 +49,7 @@ class OpenPlaces:
         Raises InvalidInput: it leads to files of the installation or of another tenant, whether they exist or not.
         """
         if text[:5].lower() == "s3://":
-            with suppress(ValueError):  # its field says what is wrong with it
+            with suppress(ValueError):  # validation of its field reports the error
                 parts = urlsplit(text)
                 _check_object_name(parts.netloc, unquote(parts.path).lstrip("/"), place)
         key = self._key_of(text)
@@ -111,7 +111,7 @@ class OpenPlaces:
                 return None
             store, key = open_uri(text, self._s3)
         except (InvalidInput, ValueError):
-            return None  # its field says what is wrong with it
+            return None  # validation of its field reports the error
         if isinstance(store, S3Store):
             return self._object_key(store, key)
         return self._real_key(Path("/") / key, with_parents=True)
@@ -155,7 +155,7 @@ class OpenPlaces:
 class UserFolder(LocalStore):
     """A folder that a user named. Links out of `bounds` are not followed, even if one is made while it is read.
 
-    `bounds` is the folder itself or, of a snapshot in the Hugging Face cache, the folder of its repository.
+    `bounds` is the folder itself or, for a snapshot in the Hugging Face cache, the folder of its repository.
     """
 
     def __init__(self, real: Path, bounds: Path | None = None) -> None:
@@ -175,7 +175,7 @@ class UserFolder(LocalStore):
 
 
 def path_of(file: BinaryIO) -> Path:
-    """Return the real path of an open file, whatever its name has been made to link to since it was opened."""
+    """Return the real path of an open file, even if its name links elsewhere by now."""
     held = Path(f"/proc/self/fd/{file.fileno()}")
     return held.readlink() if held.is_symlink() else Path(os.path.realpath(file.name))
 

@@ -1,7 +1,7 @@
-"""Brings objects of a store into files: in ranges, several at a time, hashed as they arrive.
+"""Downloads objects of a store into files: in ranges, several at a time, hashed as they arrive.
 
-A range goes from the store into its place in the file, and is hashed from there, in order, while later ones are on
-their way. Memory holds as many ranges as are fetched at once, whatever the files' size.
+A range is written to its place in the file and hashed from there, in order, while later ones are being downloaded.
+Memory holds only the ranges that are fetched at once, whatever the files' size.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ class Fetched:
 
 
 def fetch(store: ObjectStore, wanted: Sequence[Fetched], at_once: int, check: Callable[[], None]) -> Iterator[str]:
-    """Bring objects into new files. Yields the SHA-256 of each, in order.
+    """Download objects into new files. Yields the SHA-256 of each, in order.
 
-    `at_once`: ranges on their way at a time. `check`: called before and after each, from any thread; what it raises
-    is raised.
+    `at_once`: ranges downloaded at a time. `check`: called before and after each, from any thread; its errors
+    propagate.
 
     Raises:
         CorruptArtifact: an object is missing, or of another size.
@@ -61,7 +61,7 @@ def _begin(
 
     def bring(start: int) -> None:
         check()
-        # One byte more than the last range should have, by which an object that is too long is noticed.
+        # The last range asks for one byte too many, to detect an object that is too long.
         end = min(start + RANGE_BYTES, file.size)
         data = _read(store, file.key, start, end - start + (end == file.size))
         check()

@@ -1,7 +1,7 @@
-"""What a worker and its host ask of each other by files beside a job's log.
+"""Requests between a worker and its host, as files next to a job's log.
 
-The host alone has a store's credentials: the worker writes what its job lacks, the host stages it in the cache that
-both share, and answers. The other way round the host asks for a trace of steps.
+Only the host has a store's credentials: the worker requests missing artifacts, and the host stages them in the shared
+cache and answers. In the other direction, the host requests a trace of steps.
 """
 
 import errno
@@ -16,7 +16,9 @@ from shared.field_rules import Reason
 
 
 class StageRequest(Frozen):
-    """What a worker lacks. `command`: the number of the session's command that names it; None: the job does."""
+    """A worker's request for artifacts. `command`: the number of the session's command that names them; None: the job
+    does.
+    """
 
     artifacts: tuple[Artifact, ...] = Field(min_length=1)
     command: int | None = None
@@ -27,7 +29,7 @@ class StageRequest(Frozen):
 
 
 class StageAnswer(Frozen):
-    """All is in the cache; or why not, as a job's `failed` event says it."""
+    """The answer: everything is in the cache; or the error, in the form of a job's `failed` event."""
 
     kind: Literal["invalid_input", "corrupt_artifact", "disk_full", "error"] | None = None
     message: Reason = ""
@@ -54,9 +56,9 @@ MAX_PROFILED_STEPS = 10
 
 
 class ProfileRequest(Frozen):
-    """Asks a worker for torch's trace of the next optimizer steps of a live job, by a file beside its log.
+    """A request to a worker for torch's trace of a running job's next optimizer steps.
 
-    `profile_id`: names the trace that answers it.
+    `profile_id`: the name of the resulting trace.
     """
 
     profile_id: str = Field(pattern=PROFILE_ID)
@@ -64,9 +66,9 @@ class ProfileRequest(Frozen):
 
     @staticmethod
     def path(log: str) -> Path:
-        """Where the host writes it. Rank 0 deletes it when it begins."""
+        """The request's path. The host writes the file; rank 0 deletes it when the trace begins."""
         return Path(log).with_name("profile.json")
 
     def trace(self, log: str) -> Path:
-        """Where rank 0 writes the trace, by rename: Chrome's JSON, as gzip."""
+        """The trace's path. Rank 0 writes it atomically: Chrome's JSON, compressed by gzip."""
         return Path(log).with_name(f"profile-{self.profile_id}.json.gz")

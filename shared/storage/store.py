@@ -51,7 +51,9 @@ class ObjectStore(Protocol):
         ...
 
     def put_if_unchanged(self, key: str, data: bytes, seen: ObjectInfo) -> bool:
-        """Write an object that is still as `head` told; True if this call wrote it. Of several, one does."""
+        """Overwrite an object if it has not changed since `seen`. Returns True if this call wrote it; only one of
+        several concurrent calls does.
+        """
         ...
 
     def put_file(self, key: str, path: Path) -> None: ...
@@ -179,7 +181,7 @@ class LocalStore:
             if name.endswith("/") and (key.startswith(prefix) or prefix.startswith(key)):
                 yield from self._walk(folder / name, key, prefix)
             elif key.startswith(prefix) and not _is_temporary(name):
-                with suppress(FileNotFoundError):  # it was deleted meanwhile
+                with suppress(FileNotFoundError):  # it was deleted since it was listed
                     if S_ISREG((status := entry.stat()).st_mode):
                         yield _object_info(key, status)
 
@@ -348,7 +350,7 @@ class S3Store:
 
 
 def _tag(told: Mapping[str, Any]) -> str | None:
-    return (told.get("ETag") or "").strip('"') or None  # some servers quote it in one answer alone
+    return (told.get("ETag") or "").strip('"') or None  # some servers quote it only in some answers
 
 
 def _refused(place: str, code: str) -> NotFound | StoreUnavailable:

@@ -5,8 +5,8 @@ An entry is an empty object whose key holds the writer, the number of bytes and 
 expires, or until a later count of the store includes the bytes themselves.
 
 Writers take no lock. Each puts an `asked` entry before it counts, so that of two writers at least one sees the other.
-The entry becomes `held` once there is room. If there would be room but for other `asked` entries, the writer with the
-smallest id waits until the others are decided; these withdraw and ask again. Blocking.
+The entry becomes `held` once there is room. If only other `asked` entries are in the way, the writer with the smallest
+id waits until the others are decided; these withdraw and ask again. Blocking.
 """
 
 import random
@@ -27,7 +27,7 @@ from shared.storage.uses import measured_record
 _BELIEVED_S = 900.0  # an entry of a process that died
 _RENEWED_S = 300.0
 _FORGOTTEN_S = 180.0  # counts are trusted for a minute (service/accounts/tenants.py)
-_PATIENCE_S = 20.0  # with others that ask at the same moment
+_PATIENCE_S = 20.0  # while other writers ask at the same moment
 _PAUSE_S = 0.02
 _ASKED, _HELD, _SETTLED = "asked", "held", "settled"
 
@@ -41,9 +41,9 @@ class StoredCount:
 
 
 class Measured(BaseModel, frozen=True):
-    """Bytes of a tenant that nobody notes as they are written, as they were counted `at`: by what they are of.
+    """A tenant's bytes by category, from a scan of the store at time `at`. The ledger does not track these.
 
-    What several tenants use counts for each of them.
+    Shared data counts in full for every tenant that uses it.
     """
 
     at: float = 0.0
@@ -51,7 +51,7 @@ class Measured(BaseModel, frozen=True):
 
 
 def measured(store: ObjectStore, tenant: str) -> Measured:
-    """Return what was measured last (activities/retention)."""
+    """Return the last measurement (activities/retention)."""
     try:
         return Measured.model_validate_json(store.get_bytes(measured_record(tenant)))
     except NotFound:
@@ -66,8 +66,8 @@ class Ledger:
     _tenant: str
 
     def count(self) -> StoredCount:
-        """Count uploads, published adapters and models, records, what runs have downloaded, and sessions' scores; and
-        what was measured of the rest.
+        """Count uploads, published adapters and models, records, runs' downloads, and sessions' scores; for the rest
+        add the last measurement.
         """
         at = time.time()
         own = (f"{paths.tenant_folder(self._tenant)}/", *paths.counted_records(self._tenant))
@@ -115,7 +115,7 @@ class Ledger:
         return f"{paths.brought(self._tenant, run_id)}results/{number:08d}-{num_bytes}"
 
     def forget(self, run_id: str) -> None:
-        """Forget the bytes that a run has downloaded: they are gone."""
+        """Delete the record of the bytes that a run has downloaded, after these were deleted."""
         for item in list(self._store.list(paths.brought(self._tenant, run_id))):
             self._store.delete(item.key)
 
@@ -138,7 +138,7 @@ class Reservation:
     def admit(self, num_bytes: int, most: int, counted: StoredCount) -> int:
         """Reserve `num_bytes` in all if the tenant's total stays within `most`. Returns that total.
 
-        If there is no room, an earlier reservation stays as it is.
+        If there is no room, an earlier reservation does not change.
         """
         give_up_at = time.monotonic() + _PATIENCE_S
         while True:
@@ -168,7 +168,7 @@ class Reservation:
             time.sleep(_PAUSE_S)
 
     def hold(self, num_bytes: int) -> None:
-        """Hold so many bytes, without a check for room."""
+        """Reserve `num_bytes` without checking for room."""
         now = time.time()
         self._replace(self._put(_HELD, num_bytes, now + _BELIEVED_S))
         self.num_bytes, self._renew_at = num_bytes, now + _RENEWED_S

@@ -1,11 +1,11 @@
-"""Which runs need what others may delete: marks of use, and claims of whoever deletes. Their keys are here.
+"""Reference markers (*marks*) and deletion locks (*claims*) of shared objects in the store, and their keys.
 
 What is deleted, and when: activities/retention, service/automation/removals.py.
 
-A *unit* is an artifact that several runs may share, by its key without what is below it; or the folder of a run.
-Whoever uses one puts a mark, and then looks for a claim; whoever deletes puts a claim, and then looks for marks of runs
-that go on. So of two at the same moment at least one sees the other: a run waits until the claim is gone, and makes
-anew what it does not find then; who deletes withdraws. Blocking.
+A *unit* is what is marked or deleted as a whole: an artifact that several runs may share, or the folder of a run.
+Before a run uses a unit, it puts a mark and then looks for a claim. Before a process deletes a unit, it puts a claim
+and then looks for marks of unfinished runs. If both happen at the same moment, at least one sees the other: the run
+waits until the claim is gone, and makes again what it does not find then; the process that deletes gives up. Blocking.
 """
 
 import re
@@ -48,8 +48,8 @@ def unit_of(key: str) -> str | None:
 
 
 def mark(unit: str, run_id: str, execution: str) -> str:
-    """The empty object that says that a run uses a unit. `execution`: of its workflow, so that whoever deletes the
-    marks of a run that has ended deletes none of a run that was resumed meanwhile.
+    """The empty object that says that a run uses a unit. `execution`: the id of its workflow's execution, so that
+    cleaning up after an ended run does not delete the marks it made after being resumed.
     """
     return f"{MARKS}{unit}/{run_id}/{execution}"
 
@@ -66,7 +66,7 @@ def claim(unit: str) -> str:
 
 
 def removed_run(run_id: str = "") -> str:
-    """The record of a run that was removed, for as long as its GPU seconds count in its tenant's quota."""
+    """The record of a removed run. It is kept while the run's GPU seconds count in its tenant's quota."""
     return f"records/removed/{run_id}"
 
 
@@ -76,7 +76,7 @@ def measured_record(tenant: str = "") -> str:
 
 
 def expired(run_id: str) -> str:
-    """The object that says that a run's checkpoints, or its commands, were deleted: it is not resumed any more."""
+    """The object that says that a run's checkpoints, or its commands, were deleted: it can no longer be resumed."""
     return f"{RunKeys(run_id).prefix}/expired"
 
 
@@ -84,7 +84,7 @@ STATE_IS_GONE = "what it would go on from was deleted, as this installation's po
 
 
 class BeingDeleted(StoreUnavailable):
-    """A unit that somebody deletes, for two minutes at most."""
+    """A unit is being deleted. That takes two minutes at most."""
 
 
 class RunEnd(BaseModel):
@@ -114,9 +114,9 @@ def _is_claimed(store: ObjectStore, unit: str, now: float) -> bool:
 
 
 def hold_checkpoints(store: ObjectStore, tenant: str, run_id: str, request: str) -> None:
-    """Keep the checkpoints of other runs that a run's request names from being deleted while the run goes on.
+    """Protect checkpoints of other runs that a run's request names from deletion until the run ends.
 
-    Raises InvalidInput: one is gone since its name was looked up. BeingDeleted: it may be, in a moment.
+    Raises InvalidInput: one was deleted after its name was looked up. BeingDeleted: it may be deleted in a moment.
     """
     for key in set(re.findall(rf"{tenant_folder(tenant)}/checkpoints/[a-z0-9-]+/[0-9a-f]{{32}}", request)):
         if (source := checkpoint_adapter_run(tenant, key)) is not None:
@@ -126,7 +126,7 @@ def hold_checkpoints(store: ObjectStore, tenant: str, run_id: str, request: str)
 
 
 def end_of(store: ObjectStore, run_id: str) -> RunEnd | None:
-    """Return how a run ended; None for one that goes on, is paused, or is unknown."""
+    """Return how a run ended; None if it has not ended, is paused, or is unknown."""
     with suppress(NotFound):
         end = RunEnd.model_validate_json(store.get_bytes(RunKeys(run_id).result))
         return None if end.state == "paused" else end
@@ -138,10 +138,10 @@ def marks_of(store: ObjectStore, unit: str) -> list[ObjectInfo]:
 
 
 def used_by(store: ObjectStore, marks: Iterable[ObjectInfo], but: str | None = None) -> str | None:
-    """Return a run that has put one of the marks and has not ended; None if there is none. `but`: one not meant.
+    """Return a run that has put one of the marks and has not ended; None if there is none. `but`: a run to ignore.
 
-    A run is marked for before it is on record, where it names another's checkpoint. A mark of what is no run on record,
-    such as a preview, counts for an hour.
+    If a run names another run's checkpoint, its mark is put before its record. A mark without a record, also a
+    preview's, counts for an hour.
     """
     users: dict[str, float] = {}
     for info in marks:
@@ -157,8 +157,8 @@ def used_by(store: ObjectStore, marks: Iterable[ObjectInfo], but: str | None = N
 
 @contextmanager
 def claiming(store: ObjectStore, unit: str) -> Iterator[float | None]:
-    """Hold the claim of a unit in the block. Yields the time until which the block may delete; None: another process
-    has it. Of several that find it too old, one takes it.
+    """Hold the claim of a unit in the block. Yields the time until which the block may delete; None if another process
+    has the claim. If several processes find the claim expired, one of them takes it.
     """
     now = time.time()
     if not _take(store, unit, now):
@@ -167,7 +167,7 @@ def claiming(store: ObjectStore, unit: str) -> Iterator[float | None]:
     try:
         yield now + WORK_S
     finally:
-        if time.time() < now + CLAIM_S:  # else it may be another's by now
+        if time.time() < now + CLAIM_S:  # else another process may have it by now
             store.delete(claim(unit))
 
 
@@ -182,7 +182,7 @@ def _take(store: ObjectStore, unit: str, now: float) -> bool:
 def delete_objects(store: ObjectStore, found: Iterable[ObjectInfo], until: float) -> Iterator[ObjectInfo]:
     """Delete objects, manifests first, so that what is half deleted reads as missing and never as damaged.
 
-    Yields each that was deleted. Ends at `until`, as the claim may be another's soon after.
+    Yields each that was deleted. Ends at `until`, since another process may take the claim soon after.
     """
     for info in sorted(found, key=lambda info: not info.key.endswith(f"/{MANIFEST}")):
         if time.time() > until:

@@ -12,11 +12,11 @@ import yaml
 from pydantic import BaseModel
 
 from shared.settings import Settings
+from tests.infra.test_helm import documents, rendered
 
 ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"
 CONTAINERFILES = sorted(INFRA.glob("Containerfile.*"))
-MANIFESTS = sorted((INFRA / "kubernetes").glob("*.yaml"))
 UNITS = sorted((INFRA / "systemd").glob("*.service"))
 OPERATIONS = [
     ROOT / "docs" / f"{name}.md"
@@ -34,7 +34,7 @@ OPERATIONS = [
 ]
 PAGES = [*OPERATIONS, ROOT / "docs" / "team_install.md", ROOT / "docs" / "weight_sync.md"]
 CHART = sorted(path for path in (INFRA / "helm").rglob("*") if path.is_file())
-TEXTS = [*CONTAINERFILES, INFRA / "compose.yaml", INFRA / "env.example", *MANIFESTS, *UNITS, *PAGES, *CHART]
+TEXTS = [*CONTAINERFILES, INFRA / "compose.yaml", INFRA / "env.example", *UNITS, *PAGES, *CHART]
 TEXTS += sorted((INFRA / "slurm").iterdir())
 
 
@@ -70,10 +70,6 @@ def instructions(path: Path) -> list[str]:
 
 def compose() -> dict:
     return yaml.safe_load((INFRA / "compose.yaml").read_text())
-
-
-def manifests() -> list[dict]:
-    return [document for path in MANIFESTS for document in yaml.safe_load_all(path.read_text())]
 
 
 def option_names(module: str) -> set[str]:
@@ -154,7 +150,7 @@ def test_python_of_the_images_is_new_enough() -> None:
 def test_modules_and_their_options_exist() -> None:
     commands = [text for path in CONTAINERFILES for text in instructions(path)]
     commands = [command.replace('"', "").replace(",", " ").replace("[", "").replace("]", "") for command in commands]
-    commands += [*strings(compose()), *(text for manifest in manifests() for text in strings(manifest))]
+    commands += [*strings(compose()), *(text for manifest in documents(None) for text in strings(manifest))]
     commands += re.findall(r"`((?:python|torchrun)[^`]*)`", "\n".join(path.read_text() for path in OPERATIONS))
     found = [
         match for command in commands if (match := re.search(r"-m\s+(?:longshore\.server\s+)?([a-z_.]+)(.*)", command))
@@ -180,7 +176,7 @@ def test_ports_agree() -> None:
     services = compose()["services"]
     assert services["service"]["ports"] == [f"127.0.0.1:{API_PORT}:{API_PORT}"]
     assert services["gpu-host"]["environment"]["LONGSHORE_TEMPORAL_ADDRESS"] == f"temporal:{TEMPORAL_PORT}"
-    [cluster] = [m for m in manifests() if m["kind"] == "Service"]
+    [cluster] = [m for m in documents(None) if m["kind"] == "Service"]
     assert cluster["spec"]["ports"][0]["port"] == API_PORT
     assert f"EXPOSE {API_PORT}" in (INFRA / "Containerfile.service").read_text()
 
@@ -192,7 +188,7 @@ def test_images_are_pinned_and_ours_carry_our_version() -> None:
     for path in CONTAINERFILES:
         assert re.findall(r"^FROM (\S+)", path.read_text(), re.MULTILINE) == ["${BASE}"], "a digest cannot be given"
         images += re.findall(r"^ARG BASE=(\S+)", path.read_text(), re.MULTILINE)
-    images += [image for path in MANIFESTS for image in re.findall(r"image: (\S+)", path.read_text())]
+    images += re.findall(r"image: (\S+)", rendered(None))
     for image in images:
         name, _, tag = image.partition(":")
         if name.startswith("longshore-"):
@@ -248,7 +244,7 @@ def test_state_is_mounted_where_the_images_keep_it() -> None:
         assert f"LONGSHORE_ROOT={root}" in path.read_text()
     for name in ("service", "control-host", "gpu-host", "sampler-host"):
         assert compose()["services"][name]["volumes"][0].endswith(f":{root}")
-    pods = [m["spec"]["template"]["spec"] for m in manifests() if m["kind"] == "Deployment"]
+    pods = [m["spec"]["template"]["spec"] for m in documents(None) if m["kind"] == "Deployment"]
     assert len(pods) == 4
     for pod in pods:
         mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
@@ -262,9 +258,9 @@ def test_hosts_offer_the_shape_that_the_service_asks_for() -> None:
     ours = ("service", "gpu-host", "sampler-host")
     [shape] = {services[name]["environment"]["LONGSHORE_SHAPE"] for name in ours}
     assert shape == "${LONGSHORE_SHAPE:-gpu1}"
-    [settings] = [m["data"] for m in manifests() if m["kind"] == "ConfigMap"]
+    [settings] = [m["data"] for m in documents(None) if m["kind"] == "ConfigMap"]
     assert settings["LONGSHORE_SHAPE"]
-    for deployment in (m for m in manifests() if m["kind"] == "Deployment"):
+    for deployment in (m for m in documents(None) if m["kind"] == "Deployment"):
         for container in deployment["spec"]["template"]["spec"]["containers"]:
             assert {"configMapRef": {"name": "longshore-settings"}} in container["envFrom"], container["name"]
             assert "LONGSHORE_SHAPE" not in {entry["name"] for entry in container.get("env", ())}

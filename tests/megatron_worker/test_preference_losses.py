@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from megatron_worker.engine import LossFunction, Scores
 from megatron_worker.losses import check_columns, loss_function
 from megatron_worker.training.batches import Sums
 from shared.errors import InvalidInput
-from shared.jobs.losses import DPO, KTO, Loss, PairObjective, reference_of
+from shared.jobs.losses import DPO, KTO, PairObjective, reference_of
 from shared.jobs.packed import Units, UnitsWriter
 from tests.megatron_worker.test_dpo import Columns, ours, pairs, units_of
 from tests.megatron_worker.training.test_batches import a_batch
@@ -130,11 +130,6 @@ def test_objectives_without_a_reference_name_none_and_do_not_read_one():
 def test_a_field_that_an_objective_does_not_read_is_refused_by_name(fields: dict[str, Any], rule: str):
     with pytest.raises(ValidationError, match=rule):
         DPO.model_validate(fields)
-
-
-def test_an_archived_loss_of_before_there_were_objectives_is_read():
-    archived = '{"kind": "dpo", "beta": 0.3, "label_smoothing": 0.1, "reference": "base"}'
-    assert TypeAdapter(Loss).validate_json(archived) == DPO(beta=0.3, label_smoothing=0.1)
 
 
 # KTO: answers, each beside one to another prompt.

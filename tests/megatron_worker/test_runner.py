@@ -1,6 +1,5 @@
 """The runner on a small real engine: what it learns, writes and reports, to the same bits after any stop."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -309,19 +308,6 @@ def test_a_step_without_weight_is_skipped_and_changes_nothing(workshop: Workshop
     one = load_file(Path(job.checkpoint_dir) / "step-00000001" / "weights" / "adapter_model.safetensors")
     assert not one["lora_B"].any()
     assert isinstance(read_log(job.log_path)[-1], Succeeded)
-
-
-def test_a_checkpoint_of_schema_1_is_gone_on_from(workshop: Workshop, tmp_path: Path):
-    """It does not say of which base model it is, which the run itself has on record."""
-    whole = do(workshop, "whole", workshop.plan())
-    folder = Path(shutil.copytree(checkpoint(whole, 6).uri.removeprefix("file://"), tmp_path / "old"))
-    state = json.loads((folder / "state.json").read_text())
-    del state["model_sha256"]
-    (folder / "state.json").write_text(json.dumps(state | {"schema_version": 1}))
-    again = do(workshop, "again", workshop.plan(), start=sealed(folder))
-    assert isinstance(read_log(again.log_path)[-1], Succeeded)
-    last = max(event.step for event in read_log(whole.log_path) if isinstance(event, Saved))
-    assert checkpoint(again, last).sha256 == checkpoint(whole, last).sha256
 
 
 def test_an_initial_adapter_is_gone_on_from(workshop: Workshop):

@@ -212,37 +212,14 @@ def test_a_policy_loss_learns_from_advantages(workshop: Workshop, tmp_path: Path
         ("{", "", "JSON"),
         ('{"kind": "optim_step"}', "learning_rate", "required"),
         ('{"kind": "explode"}', "kind", "forward"),
-        ('{"kind": "forward_backward", "data": [{"tokens": [1]}]}', "data.0.tokens", "at least 2"),
-        ('{"kind": "forward_backward", "data": [{"tokens": [1, 2], "weights": [1, 1]}]}', "data.0", "weights has 2"),
-        ('{"kind": "forward_backward", "data": [{"tokens": [1, 2], "weights": ["NaN"]}]}', "weights", "finite"),
-        ('{"kind": "forward", "data": [{"tokens": [1, 64]}]}', "data[0].tokens[1]", "vocabulary of 64"),
-        ('{"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3, 64]]}]}', "labels[0][1]", "vocabulary of 64"),
-        ('{"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3], [4]]}]}', "data.0", "labels has 2"),
-        (
-            '{"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3, 4]], "label_weights": [[1]]}]}',
-            "data.0",
-            "one number for each label",
-        ),
-        (
-            '{"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3]], "weights": [1]}]}',
-            "data.0",
-            "label_weights alone",
-        ),
-        (
-            '{"kind": "forward", "share_prefixes": true, "data": [{"tokens": [1, 2], "labels": [[3]]}]}',
-            "share_prefixes",
-            "not computed as trees",
-        ),
-        (json.dumps({"kind": "forward", "data": [{"tokens": [1] * 25}]}), "data[0].tokens", "max_tokens is 24"),
-        (json.dumps({"kind": "forward", "data": [{"tokens": [1] * 5000}], "top_k": 128}), "top_k", "1,000,000 at most"),
-        (
-            '{"kind": "forward_backward", "data": [{"tokens": [1, 2]}], "loss": {"kind": "ppo"}}',
-            "data[0].advantages",
-            "needs it",
-        ),
+        (Forward(data=(Datum(tokens=(1, 64)),)), "data[0].tokens[1]", "vocabulary of 64"),
+        (Forward(data=(Datum(tokens=(1, 2), labels=((3, 64),)),)), "labels[0][1]", "vocabulary of 64"),
+        (Forward(data=(Datum(tokens=(1,) * 25),)), "data[0].tokens", "max_tokens is 24"),
     ],
 )
-def test_a_bad_command_fails_alone(workshop: Workshop, tmp_path: Path, bad: str, place: str, rule: str) -> None:
+def test_a_bad_command_fails_alone(
+    workshop: Workshop, tmp_path: Path, bad: Command | str, place: str, rule: str
+) -> None:
     commands = sft_commands(workshop)[:4]
     plain = do_all(workshop, tmp_path / "plain", [commands[0], Skip(), *commands[1:]])
     job = do_all(workshop, tmp_path / "bad", [commands[0], bad, *commands[1:]])

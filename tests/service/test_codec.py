@@ -20,7 +20,6 @@ from service.sealing.keys import SealKeys, seal_keys
 from shared.errors import InvalidInput
 from shared.settings import Settings
 from shared.storage.paths import SEAL_KEYS
-from tests.service import sealed_before
 
 OLD, NEW, OTHER = "old-" * 8, "new-" * 8, "other-" * 8
 RUN = WorkflowSerializationContext(namespace="default", workflow_id="sft-1")
@@ -129,20 +128,6 @@ async def test_errors_are_read_where_they_belong_and_tell_nothing(keys: SealKeys
     assert failure.application_failure_info.type == "InvalidInput", "by which the server knows what not to retry"
     assert CANARY in str(await converter.decode_failure(failure))
     assert CANARY in str(await converter.decode_failure(inner))
-
-
-async def test_what_the_last_release_has_sealed_is_still_read(settings: Settings) -> None:
-    """Bound as before, and by any of the keys; it seals nothing so any more."""
-    both = sealed_data_converter(keys_of(settings, NEW, OLD))
-    for context in (RUN, activity_of("sft-1", "pack")):
-        [sealed] = await sealed_before.data_converter(OLD.encode()).with_context(context).encode([CANARY])
-        assert sealed.data == b'"canary in a prompt"'
-        assert await read(both.with_context(context), sealed) == CANARY
-        await refused(both.with_context(WorkflowSerializationContext("default", "sft-2")), sealed)
-        await refused(both.with_context(context), Payload(metadata=sealed.metadata, data=sealed.data + b" "))
-        assert b"canary" not in (await both.with_context(context).encode([CANARY]))[0].SerializeToString()
-        [strangers] = await sealed_before.data_converter(OTHER.encode()).with_context(context).encode([CANARY])
-        await refused(both.with_context(context), strangers)
 
 
 # Keys.

@@ -44,15 +44,6 @@ def test_a_command_is_stored_with_its_data_as_arrays(
     assert refused.status_code == 422 and "was another one" in refused.text
 
 
-def test_a_command_of_the_release_before_may_be_sent_again(service: Service, session: str) -> None:
-    """Its service stored the data in JSON, and was replaced before it could answer."""
-    key = RunKeys(session).command(3)
-    assert service.store.put_if_absent(key, before := LARGE.model_dump_json().encode())
-    assert put(service, session, 3, LARGE).status_code == 202
-    assert put(service, session, 3, SMALL).status_code == 422
-    assert service.store.get_bytes(key) == before
-
-
 def test_what_is_wrong_with_a_large_command_is_said(service: Service, session: str) -> None:
     short = LARGE.data[3].model_copy(update={"weights": (0.5,)})
     refused = put(service, session, 4, LARGE.model_copy(update={"data": (*LARGE.data, short)}))

@@ -1,8 +1,8 @@
 """Keep files that a release has written, for the next one to read, one of each kind, of the stores of its tests; and
 the names of the fields that it knows.
 
-python -m tests.shared.releases FILE.json STORE…
-python -m tests.shared.releases FIELDS.json
+python -m tests.shared.releases tests/shared/released_files.json STORE…
+python -m tests.shared.releases tests/shared/released_fields.json
 """
 
 import json
@@ -22,7 +22,11 @@ _IDS = (
     (r"[0-9a-f]{16,}", "HASH"),
     (r"\d{5,}", "N"),
 )
-_LEFT_OUT = re.compile(r"tokenizer|/(dataset|uploads|imported)/|/weights/(?!adapter_config)|/models/|/exports/")
+# What is not ours, or what others read by single fields, pass on, or read as users' rows.
+_LEFT_OUT = re.compile(
+    r"tokenizer|/(dataset|uploads|imported)/|/weights/|/models/|/exports/|index/|shapes/|adapter_config"
+    r"|tokenized/HASH/(report|prompts)|/(samples|groups|prompts)\.jsonl"
+)
 
 
 def kind_of(key: str, content: str) -> str:

@@ -73,6 +73,9 @@ async def main(address: str) -> None:
     await record_rl(address)
     await record_serving(address)
     await record_short(address)
+    await record_scheduled(address)
+    await record_sweep(address)
+    await record_webhook(address)
 
 
 def record_rollouts() -> None:

@@ -1,9 +1,8 @@
-"""Whole runs while the keys of their installation are rotated, and while it is upgraded to encryption."""
+"""Whole runs while the keys of their installation are rotated."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from service.sealing.codec import ENCRYPTED, key_of
 from service.sealing.keys import seal_keys
 from service.temporal import connect_temporal
 from tests import forks
-from tests.service.sealed_before import SealedBefore
 from tests.waiting import eventually
 from tests.workflows.stack import Stack, has_checkpoint, started
 from tests.workflows.stand_in_worker import adapter_bytes
@@ -76,16 +74,3 @@ async def test_keys_are_rotated_while_runs_go_on(stack: Stack) -> None:
         assert stack.weights(status) == adapter_bytes(7, STEPS)
     old, new = (key.id for key in seal_keys(stack.settings.model_copy(update={"seal_key": SecretStr(f"{OLD} {NEW}")})))
     assert [await sealed_by(stack, handle.id) for handle in (handles[0], handles[-1])] == [{old, new}, {new}]
-
-
-async def test_a_run_that_the_last_release_has_begun_is_ended_by_this_one(stack: Stack) -> None:
-    """What that has sealed is read; what is new is encrypted."""
-    sealed_before = SealedBefore(seal_keys(stack.settings)[0].secret)
-    config = stack.client.config() | {
-        "data_converter": replace(stack.client.data_converter, payload_codec=sealed_before)
-    }
-    stack.client, ours = Client(**config), stack.client
-    handle = await stack.start(is_tracked=False)
-    async with hosts(stack, OLD):
-        await ours.get_workflow_handle(handle.id).result()
-    assert (await stack.result(handle.id)).state == "succeeded"

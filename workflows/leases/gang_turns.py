@@ -1,4 +1,4 @@
-"""One run at a time gathers the hosts of several machines, as two could each hold half of what both need, for ever."""
+"""A lock for leases of several hosts: one run at a time gathers its hosts, so that no two runs deadlock."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -12,12 +12,12 @@ with workflow.unsafe.imports_passed_through():
     from workflows import policies
 
 _SLACK_S = 60.0  # beyond a turn's time, for a run that was terminated in it
-# A run that waits asks again so often, as whoever terminates the workflow below ends the line, too.
+# A waiting run asks again at this interval: if somebody terminates the workflow below, its queue of runs is lost.
 _ASK_AGAIN_S = 600.0
 
 
 class Turn(Frozen):
-    """A run's wish to gather hosts, by an id of its own. `patience_s`: its turn is over after that."""
+    """A run's request for the lock. `turn_id` is unique. `patience_s`: the most seconds that it holds the lock."""
 
     workflow_id: str
     turn_id: str
@@ -26,7 +26,7 @@ class Turn(Frozen):
 
 @workflow.defn(versioning_behavior=policies.MOVES)
 class GangTurnsWorkflow:
-    """Gives runs their turns, those first that have waited longest, and ends when nobody waits. One for each queue."""
+    """Gives runs the lock, first come first served, and ends when none waits. There is one for each queue of hosts."""
 
     @workflow.init
     def __init__(self, waiting: tuple[Turn, ...]) -> None:
@@ -49,13 +49,13 @@ class GangTurnsWorkflow:
 
     @workflow.signal
     def ask(self, turn: Turn) -> None:
-        """Stand in line."""
+        """Ask for the lock."""
         if turn not in self._waiting and turn != self._current:
             self._waiting.append(turn)
 
     @workflow.signal
     def leave(self, turn: Turn) -> None:
-        """End one's turn, or stand in line no more."""
+        """Release the lock, or withdraw the request for it."""
         if turn in self._waiting:
             self._waiting.remove(turn)
         if turn == self._current:
@@ -71,7 +71,7 @@ class Turns:
         self._has_turn = False
 
     async def given(self, turn: Turn) -> None:
-        """Take the signal that a turn is this run's. One that it does not wait for any more is over at once."""
+        """Take the signal that this run has the lock. If it no longer waits for it, release the lock at once."""
         if turn == self._wanted:
             self._has_turn = True
         else:
@@ -79,7 +79,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, patience_s: float) -> AsyncIterator[None]:
-        """Wait for this run's turn, and have it in a `with` block."""
+        """Hold the lock within a `with` block, after waiting for it."""
         turn_id = str(workflow.uuid4())
         turn = Turn(workflow_id=workflow.info().workflow_id, turn_id=turn_id, patience_s=patience_s)
         self._wanted, self._has_turn = turn, False
@@ -95,7 +95,7 @@ class Turns:
                 await self._leave(turn)
 
     async def _leave(self, turn: Turn) -> None:
-        with suppress(ApplicationError):  # nobody waits, and nobody has a turn
+        with suppress(ApplicationError):  # the workflow has ended: no run waits for the lock or has it
             await workflow.get_external_workflow_handle(self._id).signal(GangTurnsWorkflow.leave, turn)
 
     async def _ask(self, turn: Turn) -> None:
@@ -105,7 +105,7 @@ class Turns:
                     GangTurnsWorkflow.run,
                     (turn,),
                     id=self._id,
-                    # It is everybody's: neither this run's end nor its cancellation is to end it.
+                    # All runs share it: neither this run's end nor its cancellation may end it.
                     cancellation_type=workflow.ChildWorkflowCancellationType.ABANDON,
                     parent_close_policy=workflow.ParentClosePolicy.ABANDON,
                 )

@@ -30,7 +30,7 @@ class Lost(Exception):
     """A lease ended before its process was up, or the process was lost. A new lease may succeed.
 
     `kind`: the type of the error that ended it, such as `WorkerLost` (shared/errors.py), or the kind of its job's
-    failure, if there was one. `host`: the queue of the host, as far as it says so.
+    failure, if there was one. `host`: the queue of the host, if the error names it.
     """
 
     def __init__(self, message: str, kind: str | None = None, host: str | None = None) -> None:
@@ -43,10 +43,10 @@ class Lost(Exception):
 class Leasing:
     """A workflow's leases of processes from one queue, one at a time. Grants of earlier epochs are ignored.
 
-    A worker of several machines is leased from as many hosts, by an activity each: all or none.
+    A worker of several machines needs a lease from each of their hosts, one activity each: all or none.
 
-    `avoid`: queues of hosts that lost a process of this workflow at its start. `turns`: of a workflow that leases
-    workers of several machines.
+    `avoid`: queues of hosts on which a process of this workflow was lost while it started. `turns`: the lock for
+    leasing workers of several machines.
     """
 
     queue: str
@@ -124,11 +124,11 @@ class Leasing:
         self.epoch, self._shared_s, self._gang, self._leader = epoch, None, None, None
 
     def take_worker(self, request: LeaseRequest, joins: bool = True) -> None:
-        """Ask for a worker of its own and, if the run may share one, also to join another's: the first grant counts.
+        """Ask for a new worker and, if the run may share one, also to join another run's: the first grant counts.
 
-        For a worker of several machines `wait` asks.
+        A worker of several machines is not requested until `wait` is called.
 
-        `joins`: False for a worker of its own that others may join.
+        `joins`: False to ask only for a new worker, which others may join.
         """
         if request.key.layout.nodes > 1:
             self._begin(request.epoch)
@@ -153,7 +153,7 @@ class Leasing:
         )
 
     def take_sampler(self, run_id: str, key: SamplerKey, epoch: int, sync_backend: SyncBackend = "auto") -> None:
-        """Ask for a sampler. The one that was held before is given back."""
+        """Ask for a sampler, after giving back the one held before."""
         patience_s = policies.sampler_ready_timeout_s(key)
         request = SamplerLeaseRequest(
             run_id=run_id, epoch=epoch, key=key, ready_timeout_s=patience_s, sync_backend=sync_backend, avoid=self.avoid
@@ -161,15 +161,15 @@ class Leasing:
         self.take(LeaseSampler.lease_sampler, request, epoch)
 
     def gathers(self, leader: GangLeader) -> None:
-        """Take the signal of the first host of a worker of several machines: the others may come."""
+        """Take the signal from the first host of a worker of several machines: the other hosts may join."""
         if leader.fence.epoch == self.epoch and self._leader is None:
             self._leader = leader
 
     async def _gather(self, gang: LeaseRequest, turns: Turns) -> None:
-        """Lease the hosts of several machines, when it is this run's turn to do so.
+        """Lease the hosts of several machines, while holding the lock for that.
 
         Raises:
-            ActivityError, Lost: one of the leases ended, or there were not as many hosts in time.
+            ActivityError, Lost: one of the leases ended, or too few hosts were free in time.
         """
         patience_s, nodes = self.timing.gather_patience_s, gang.key.layout.nodes
         asked = gang.model_copy(update={"ready_timeout_s": gang.ready_timeout_s + patience_s})
@@ -214,7 +214,7 @@ class Leasing:
 
     def release(self) -> None:
         """Give the process back, if there is one. This does not wait: the host learns of it at its next heartbeat."""
-        if not workflow.in_workflow():  # evicted from the host's memory: the execution goes on elsewhere
+        if not workflow.in_workflow():  # evicted from the host's memory: the execution continues elsewhere
             return
         for lease in self._asked:
             if self.grant is None and lease.done() and not lease.cancelled() and (error := lease.exception()):
@@ -250,7 +250,7 @@ async def on_leased_host(
 def _ended(asked: "tuple[workflow.ActivityHandle[None], ...]") -> workflow.ActivityHandle[None] | None:
     """Return the activity whose end means that no grant will come: one that failed, or the last when all have ended.
 
-    A lease activity that leaves the run to the other one returns without an error.
+    If one of two lease activities got the run its worker, the other returns without an error.
     """
     ended = [lease for lease in asked if lease.done()]
     failed = [lease for lease in ended if lease.cancelled() or lease.exception() is not None]

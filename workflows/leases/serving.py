@@ -16,7 +16,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.leases.leasing import Leasing, Lost, lost
     from workflows.outcomes import RunFailed
 
-# Temporal takes 2,000 updates an execution. After half of them it ends, and the next question starts another.
+# Temporal allows 2,000 updates per execution. After half of them this one ends, and the next question starts another.
 _MAX_ASKED = 1000
 _ROOM_S = 15.0  # longer than a service uses a lease without asking this workflow again
 _MAX_LOSSES = 3  # samplers that may fail before a waiting question is refused
@@ -76,8 +76,8 @@ class ServingWorkflow:
     def make_room(self) -> None:
         """Give the sampler back soon: a run or another model waits for one.
 
-        Without a question it goes after a shortened idle time; with questions, when their share of the time is over.
-        Later questions wait in line for the next sampler.
+        If no question waits, that is after a shortened idle time; else when this model's share of the time is over.
+        Later questions wait for the next sampler.
         """
         self._idle_s = min(_ROOM_S, self._start.idle_s / 6)
         if self._leasing.is_warm and self._due_at is None:
@@ -97,7 +97,7 @@ class ServingWorkflow:
     async def _grant(self, lost_before: int) -> LeaseGrant:
         while True:
             await workflow.wait_condition(lambda: self._leasing.is_warm or self._is_given_up(lost_before))
-            if self._leasing.is_warm and self._leasing.grant is not None:  # it may have gone again since
+            if self._leasing.is_warm and self._leasing.grant is not None:  # it may have been given back since
                 return self._leasing.grant
             if self._is_given_up(lost_before) and self._problem is not None:
                 raise ApplicationError(self._problem.message, type=self._problem.kind)
@@ -111,9 +111,9 @@ class ServingWorkflow:
         return await self._until(lambda: self._num_waiting > 0)
 
     async def _lease_once(self) -> None:
-        """Hold a lease of one sampler until nobody asks it any more, or this execution's history has become long.
+        """Hold a lease of one sampler until no more questions come, or this execution's history has become long.
 
-        Raises Lost: it did not come up, or was lost. RunFailed: another sampler would fail in the same way.
+        Raises Lost: it did not start, or was lost. RunFailed: another sampler would fail in the same way.
         """
         self._leasing.take_sampler(self._start.serving_id, self._start.key, self._leasing.epoch + 1)
         up = asyncio.create_task(self._leasing.wait())
@@ -141,11 +141,11 @@ class ServingWorkflow:
         return self._num_asked >= _MAX_ASKED and not self._num_waiting
 
     async def _until(self, happens: Callable[[], bool]) -> bool:
-        """Wait until `happens()` is true. Returns False if before that no question waits or comes for the idle time."""
+        """Wait until `happens()` is true. Returns False if no question waited for the whole idle time before that."""
         while not happens():
             before = self._num_asked, self._idle_s, self._due_at
             due_s = self._due_at - workflow.time() if self._due_at is not None else 0.0
-            # A wait with a timeout of 0 would not yield. If the share is over, `happens` says so, without a timer.
+            # A wait with a timeout of 0 would not yield. `happens` also checks whether the share is over, so no timer.
             left_s = min(self._idle_s, due_s) if due_s > 0 else self._idle_s
             try:
                 await workflow.wait_condition(

@@ -26,7 +26,7 @@ from shared.serving import SamplerPlace
 from shared.storage.paths import content_key
 from workflows import policies as limits
 
-_EVALUATION = 0  # the number of a step where held-out prompts are sampled
+_EVALUATION = 0  # the step number of evaluations, which sample held-out prompts
 # Sequences that a sampler computes at a time. Samples depend on this number, so it must not vary between hosts.
 _MOST_SLOTS = 64
 _ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
@@ -39,7 +39,7 @@ def rollouts_of(run: RLRun) -> Rollouts:
 
 
 def prompts_request(run: RLRun, source: DatasetSource, dataset: Artifact, model: Artifact) -> PromptsRequest:
-    """Ask for the prompts that leave room for an answer."""
+    """Request the prompts that are short enough to leave room for an answer."""
     rollouts = rollouts_of(run)
     return PromptsRequest(
         dataset=dataset,
@@ -68,7 +68,7 @@ def rollout_data(run: RLRun, prompts: Prompts, held_out: Prompts | None) -> Roll
 def sampler_key(start: RLStart, model: Artifact, is_policys: bool = True) -> SamplerKey:
     """Return the key of the sampler process that a run leases. It gets as many threads as the run's worker.
 
-    `is_policys`: it draws from the policy; else it only scores, by a reward model.
+    `is_policys`: it samples from the policy; else it only computes the scores of a reward model.
     """
     run, rollouts, threads = start.run, rollouts_of(start.run), start.threads_per_rank * start.run.layout.world_size
     if not is_policys:
@@ -109,8 +109,8 @@ def step_samples(
     """Ask for the samples of a train step, counted from 1. `policies`: all that are still sampled from.
 
     Args:
-        routes: those that the trainer takes.
-        drawn: what was drawn for the step before; `groups`: those that are drawn again.
+        routes: the expert routes that the trainer replays.
+        drawn: samples drawn earlier for this step; `groups`: those to draw again.
     """
     run, rollouts = start.run, rollouts_of(start.run)
     rows = Rows(first=(step - 1) * rollouts.prompts_per_step, count=rollouts.prompts_per_step, seed=run.seed)
@@ -167,7 +167,7 @@ def _samples(
 
 
 def _refuted(run: RLRun, policies: Sequence[Policy]) -> tuple[int, ...]:
-    """Return versions under which samples may have been drawn before a sampler failed the proof of them."""
+    """Return the versions that a sampler may have sampled from before it failed their proof."""
     if rollouts_of(run).weight_sync.in_flight == "finish":
         return ()
     refuted = {one.version: one.num_refuted for one in policies}
@@ -175,11 +175,11 @@ def _refuted(run: RLRun, policies: Sequence[Policy]) -> tuple[int, ...]:
 
 
 def _weights_of(run: RLRun, policies: Sequence[Policy], policy: Policy, model: Artifact | None = None) -> PolicyWeights:
-    """Return a policy as a sampler is to serve it.
+    """Return the weights that a sampler loads to serve a policy.
 
     Args:
         policies: all that are still sampled from.
-        model: what the policy is before anything was trained.
+        model: the model before any training.
     """
     is_full = isinstance(run.trainable, Full)
     stored, kind = policy.checkpoint or policy.adapter, "weights" if is_full else "adapter"
@@ -196,11 +196,12 @@ def _weights_of(run: RLRun, policies: Sequence[Policy], policy: Policy, model: A
 
 
 def sync_target(start: RLStart, version: int, grants: Sequence[LeaseGrant]) -> SyncTarget | None:
-    """Return where the trainer sends a version of the policy; None where samplers load it from the store.
+    """Return where the trainer sends a version of the policy; None if samplers load it from the store.
 
-    Full weights take the place of others. Sampled one step ahead, the samples under way are the last that need those,
-    and the next step cannot be trained before they have ended, so that the trainer may as well wait for them. Further
-    ahead a version in between may be due next, and the sampler would have to hold a copy of the model for each.
+    Full weights replace the ones before. If sampling is one step ahead, the samples in progress are the last that need
+    the old weights, and the next step cannot be trained before they end, so the trainer may as well wait for them.
+    Further ahead, a version in between may be needed next, and the sampler would have to hold one copy of the model for
+    each version.
     """
     rollouts = start.run.rollouts
     found = [(one.weights_socket, one.weights_address) for one in grants if one.weights_socket is not None]
@@ -220,7 +221,7 @@ def sync_target(start: RLStart, version: int, grants: Sequence[LeaseGrant]) -> S
 
 
 def too_small_a_bucket(run: RLRun, shape: ModelShape) -> str | None:
-    """Return why a model's whole weights do not fit a run's buckets, as far as its shape tells; else None."""
+    """Return why a model's full weights do not fit a run's buckets, judged by its shape alone; None if they do."""
     rollouts = rollouts_of(run)
     plan = rollouts.weight_sync
     if not isinstance(run.trainable, Full) or rollouts.sampler != "own":
@@ -234,7 +235,7 @@ def too_small_a_bucket(run: RLRun, shape: ModelShape) -> str | None:
 
 
 def groups_request(run: RLRun, drawn: Sequence[Drawn], step: int) -> GroupSamplesRequest:
-    """The trajectory groups of a step's samples and their grades, as drawn first and again."""
+    """The request for a step's trajectory groups, made of all samples drawn for it and their grades."""
     rollouts = rollouts_of(run)
     return GroupSamplesRequest(
         **dict(drawn[0]),
@@ -247,19 +248,19 @@ def groups_request(run: RLRun, drawn: Sequence[Drawn], step: int) -> GroupSample
 
 
 def is_evaluated(run: RLRun, step: int, is_last: bool) -> bool:
-    """Return True where held-out prompts are due after a step, counted from 1."""
+    """Return True if held-out prompts are evaluated after a step, counted from 1."""
     held_out = rollouts_of(run).held_out
     return held_out is not None and (is_last or bool(held_out.every_steps and step % held_out.every_steps == 0))
 
 
 def may_end_with(run: RLRun, step: int) -> bool:
-    """Return True where held-out prompts may show after a step that the run has reached its target."""
+    """Return True if the evaluation after a step may show that the run has reached its target."""
     held_out = rollouts_of(run).held_out
     return held_out is not None and held_out.target is not None and is_evaluated(run, step, is_last=False)
 
 
 def is_at_target(run: RLRun, step: StepStatus) -> bool:
-    """True when a step's held-out reward reaches the target that the run is to end with."""
+    """True when a step's held-out reward reaches the target at which the run ends."""
     held_out = run.rollouts.held_out if run.rollouts else None
     if held_out is None or held_out.target is None:
         return False
@@ -274,7 +275,7 @@ def proof(
     logprobs: Sequence[float],
     place: SamplerPlace,
 ) -> ProveRequest:
-    """Ask for proof that a sampler serves a policy: its log-probabilities of the probe must be the trainer's."""
+    """The request that a sampler prove which policy it serves: it must give the trainer's log-probs of the probe."""
     return ProveRequest(
         run_id=start.run_id,
         probe=data.probe,

@@ -1,4 +1,4 @@
-"""The reward models of a run's grader: found and checked before any lease, and asked on a sampler of their model."""
+"""The reward models of a run's grader: found and checked before any lease, and run on a sampler of their base model."""
 
 from temporalio import workflow
 
@@ -22,14 +22,14 @@ with workflow.unsafe.imports_passed_through():
 
 
 async def find_rewards(start: RLStart, policy: ResolvedModel) -> tuple[RewardModel, ...]:
-    """Find the reward models that grade, and the models that they are on. `policy`: the policy's own.
+    """Find the reward models that grade, and their base models. `policy`: the policy's model.
 
     Raises:
-        RunFailed: a grader asks for a scalar that its reward model does not give.
+        RunFailed: a grader uses a scalar that its reward model does not have.
     """
     found: dict[str, RewardModel] = {}
     rollouts = rollouts_of(start.run)
-    keeps_base = start.run.trainable.kind == "lora" and rollouts.sampler == "own"  # a sampler that can score, too
+    keeps_base = start.run.trainable.kind == "lora" and rollouts.sampler == "own"  # this sampler can also score
     for place, grader in reward_graders(rollouts.grader).items():
         base = policy
         if grader.base is not None:
@@ -39,7 +39,7 @@ async def find_rewards(start: RLStart, policy: ResolvedModel) -> tuple[RewardMod
         request = models.adapter_request(start, grader.model, base, **of_grader)
         adapter = await control.do(Resolve.resolve_adapter, request)
         head = adapter.lora.head
-        assert head is not None  # the activity has refused what has none
+        assert head is not None  # the activity has refused a model without a head
         try:
             chosen_scalar(grader, head.names, f"rollouts.{place}")
         except InvalidInput as error:
@@ -62,7 +62,7 @@ async def scored(
     """Score samples by each reward model, for `GradeRequest.rewards`. Raises as `LeasedSamplers.do` does.
 
     Args:
-        prompts, source: what the samples answer, and how those rows are read.
+        prompts, source: the prompts of the samples, and how their rows are read.
     """
     given = {"run_id": start.run_id, "samples": samples, "source": source, "prompts": prompts}
 

@@ -36,11 +36,9 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts import requests as rollout_requests
     from workflows.rollouts.requests import rollouts_of
     from workflows.rollouts.rewards import find_rewards, scored
-    from workflows.rollouts.sampling import REPLACES_MISMATCHED, LeasedSamplers
+    from workflows.rollouts.sampling import LeasedSamplers
     from workflows.training.run import ActiveRun
     from workflows.training.train_step import unchanged
-
-_LATE_PROOF = "a sampler that comes after a proof proves the same before it draws"
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ async def prepare_rollouts(run: ActiveRun, start: RLStart, policy: ResolvedModel
     """Try the grader, download and render the prompts, before any accelerator is asked for.
 
     Raises:
-        RunFailed: the model's weights do not fit the buckets that they are to travel in.
+        RunFailed: the model's weights do not fit the buckets of the run's weight sync.
     """
     if (message := rollout_requests.too_small_a_bucket(start.run, policy.shape)) is not None:
         raise RunFailed(Problem(kind="invalid_input", message=message))
@@ -81,10 +79,11 @@ async def _render(
 class RolloutSource:
     """Makes the trajectory groups of train steps, up to `off_policy_steps` ahead of the step that is trained.
 
-    Each step is sampled from the policy of `policy_of_step`. `policies` are the last ones, which steps to come may be
+    Each step is sampled from the policy of `policy_of_step`. `policies` are the last ones, which later steps may be
     sampled from; `end_step` adds one. `_proof` is the last policy to prove, with the trainer's log-probabilities of
-    the probe; `_proved` are the samplers that were asked to prove it, by their leases' epochs: one that fails is given
-    up. `_proving` are those of them that come late, and have not answered yet. `routes`: those that the trainer takes.
+    the probe. `_proved` holds the lease epochs of the samplers that were asked to prove it; a sampler that fails is
+    given up. `_proving` holds those that started late and have not answered yet. `routes`: the expert routes that the
+    trainer replays.
     """
 
     start: RLStart
@@ -110,7 +109,7 @@ class RolloutSource:
             self._tasks.pop(step, None)
 
     def _begin(self, step: int) -> None:
-        """Begin to make the groups of a step and of those that are sampled ahead of it."""
+        """Begin to make the groups of a step and of the steps sampled ahead of it."""
         ahead = rollouts_of(self.start.run).off_policy_steps
         for number in range(step, min(step + ahead, self.data.num_steps) + 1):
             if number not in self._tasks:
@@ -124,17 +123,17 @@ class RolloutSource:
 
     @staticmethod
     def num_policies(start: RLStart) -> int:
-        """Return how many of the last policies are needed, as steps to come are sampled from them."""
+        """Return how many of the last policies are kept for later steps to sample from."""
         rollouts = start.run.rollouts
         return 1 + (rollouts.off_policy_steps if rollouts else 0)
 
     async def stop(self) -> None:
-        """Cancel rollouts under way and give the sampler back. Finished samples are in the store, and are reused."""
+        """Cancel rollouts in progress and give the sampler back. Finished samples are in the store, and are reused."""
         await self._drop()
         self.sampling.release()
 
     async def _drop(self) -> None:
-        """Cancel rollouts under way, and forget those that have ended and are not trained."""
+        """Cancel rollouts in progress, and drop those that have ended and were not trained on."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:
@@ -142,7 +141,7 @@ class RolloutSource:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _roll(self, step: int) -> Rolled:
-        """Sample, grade and group one step; groups of equal grades again, as often as the run says."""
+        """Sample, grade and group one step. Groups of equal grades are sampled again, as often as the run allows."""
         drawn: list[Drawn] = []
         metrics, seconds, num_redrawn = dict[str, float](), dict[str, float](), 0
         groups: tuple[int, ...] | None = None
@@ -163,12 +162,12 @@ class RolloutSource:
     async def _draw(
         self, step: int, before: Sequence[Drawn], groups: tuple[int, ...] | None
     ) -> tuple[Drawn, dict[str, float], dict[str, float]]:
-        """Sample and grade. Only one step is sampled at a time; others may be graded meanwhile.
+        """Sample and grade. Only one step is sampled at a time; others may be graded at the same time.
 
-        Returns also metrics, and the seconds that it took, by name.
+        Also returns metrics, and seconds by name.
 
         Args:
-            before: what was drawn for the step. `groups`: those that are drawn now; None: all.
+            before: samples drawn earlier for this step. `groups`: those to draw now; None: all.
         """
         async with self._lock:
             began = workflow.time()
@@ -188,7 +187,7 @@ class RolloutSource:
         return Drawn(completions=sampled.completions, grades=graded.grades), metrics, seconds
 
     async def evaluate(self, policy: Policy) -> dict[str, float]:
-        """Sample and grade the held-out prompts under a policy; no metrics where the run has none."""
+        """Sample and grade the held-out prompts under a policy. Returns no metrics if the run has no such prompts."""
         held_out = self.data.held_out
         if held_out is None:
             return {}
@@ -214,7 +213,7 @@ class RolloutSource:
         return step
 
     async def end_step(self, run: ActiveRun, step: StepStatus, is_finishing: bool) -> StepStatus:
-        """Add the policy that a step left, and evaluate it on held-out prompts where that is due."""
+        """Add the policy that a step made, and evaluate it on held-out prompts if that is due."""
         if (before := self.policies[-1]).after_step < step.step:
             made_one = step.state == "done"
             self._add(policy_of(step) if made_one else before.model_copy(update={"after_step": step.step}))
@@ -234,8 +233,8 @@ class RolloutSource:
     async def prove_and_sample_next(self, step: StepStatus, logprobs: Sequence[float]) -> dict[str, float]:
         """Let samplers prove the policy that a step made, and begin to sample from it before it is published.
 
-        Where a sampler failed that and may have drawn by what it had, all that is not trained yet is drawn again.
-        Where held-out prompts may yet show that the run ends with this step, nothing is begun.
+        If a sampler fails the proof and may have sampled from its wrong weights, all samples that are not yet trained
+        on are drawn again. If the evaluation after this step may end the run, no sampling begins.
         """
         metrics = await self.prove(policy_of(step), logprobs)
         policy = policy_of(step.model_copy(update={"metrics": step.metrics | metrics}))
@@ -247,11 +246,11 @@ class RolloutSource:
         return metrics
 
     def sync_target(self, version: int) -> SyncTarget | None:
-        """Return where the trainer sends a version of the policy; None where samplers load it from the store."""
+        """Return where the trainer sends a version of the policy; None if samplers load it from the store."""
         return rollout_requests.sync_target(self.start, version, self.sampling.grants)
 
     async def prove(self, policy: Policy, logprobs: Sequence[float]) -> dict[str, float]:
-        """Let the samplers that are up prove that they serve a policy; those that come later do so before they draw."""
+        """Have the running samplers prove that they serve a policy. Those that start later do so before they sample."""
         self._proof, self._proved = (policy, tuple(logprobs)), set()
         proofs = [await self.sampling.do(SamplerActivities.prove_adapter, self._prove_request, self.model)]
 
@@ -265,17 +264,17 @@ class RolloutSource:
         } | self._faults()
 
     def _faults(self) -> dict[str, float]:
-        """Return, as metrics, how many samplers failed a proof since they were last told: mended, and given up."""
+        """Return, as metrics, how many samplers failed a proof since the last call: recovered, and given up."""
         before, now = self._faults_told, (self.sampling.num_reloaded, self.sampling.num_mismatched)
         self._faults_told = now
         return {"sync_reloaded": float(now[0] - before[0]), "sync_given_up": float(now[1] - before[1])}
 
     async def _prove_once(self, grant: LeaseGrant) -> list[Proved]:
-        """Let a sampler prove that it serves the policy of the last proof, if it has not been asked to."""
+        """Have a sampler prove that it serves the policy of the last proof, if it has not been asked to."""
         epoch = grant.fence.epoch
-        if epoch in self._proving and workflow.patched(REPLACES_MISMATCHED):  # it may not have the policy
+        if epoch in self._proving:  # it may not have the policy
             await workflow.wait_condition(lambda: epoch not in self._proving)
-        if self._proof is None or epoch in self._proved or not workflow.patched(_LATE_PROOF):
+        if self._proof is None or epoch in self._proved:
             return []
         self._proving.add(epoch)
         try:
@@ -290,9 +289,9 @@ class RolloutSource:
         return rollout_requests.proof(self.start, self.data, self.policies, *self._proof, place)
 
     async def _sample(self, request: Callable[[SamplerPlace], PolicySampleRequest]) -> tuple[Sampled, dict[str, float]]:
-        """Draw samples: on all samplers that are up, again where one was lost, and what is missing then on one.
+        """Draw samples on all running samplers; after a loss again on all; then draw any missing ones on one sampler.
 
-        Returns also, as a metric, how many samplers drew at once, if the run may have several.
+        Also returns, as a metric, how many samplers worked at once, if the run may have several.
         """
         num_samplers = 1
 

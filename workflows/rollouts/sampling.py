@@ -26,25 +26,23 @@ with workflow.unsafe.imports_passed_through():
 
 RequestT = TypeVar("RequestT")
 Answer = TypeVar("Answer")
-REPLACES_MISMATCHED = "a sampler that fails the proof is given up, and another is leased"
-DRAWS_AGAIN = "what a sampler may have drawn before it failed the proof is drawn again"
-# Samplers in a row, in one of a run's places for them, that fail the proof with weights from the store: then that place
-# stays empty, since another one would fail, too.
+# If this many samplers in a row fail the proof in one of a run's sampler slots, even with weights from the store, the
+# slot stays empty: another one would fail, too.
 _MAX_MISMATCHES = 2
-_SHARED_AFTER = timedelta(minutes=1)  # in which a process starts where a host is free for it
+_SHARED_AFTER = timedelta(minutes=1)  # enough for a process to start if a host is free
 
 
 @dataclass
 class LeasedSamplers:
-    """A run's samplers and their leases: at most `rollouts.samplers`. Work goes on with those that are up.
+    """A run's samplers and their leases: at most `rollouts.samplers`. The run works with those that are up.
 
     A sampler whose weights are not the trainer's, even when it has loaded them from the store, is given up like one
     that was lost: `num_mismatched` counts those. `num_reloaded` counts the proofs that succeeded only then.
 
-    `policys`: the policy's samplers, where these are of a reward model's base (`beside`): then there is one.
+    `policys`: the policy's samplers, if these are for a reward model's base (`beside`): then there is one.
 
     `waits` is called before the run waits for a sampler, so that it can give up an idle worker first. A sampler that
-    shares its device with the trainer sleeps while a job has that, and is woken when it is asked something; `_asleep`
+    shares its device with the trainer sleeps while a job uses the device, and is woken by the next request; `_asleep`
     has the epochs of leases whose samplers sleep.
     """
 
@@ -70,18 +68,18 @@ class LeasedSamplers:
 
     @property
     def avoid(self) -> tuple[str, ...]:
-        """The queues of hosts that lost a sampler of this run at its start."""
+        """The queues of hosts on which a sampler of this run was lost while it started."""
         return tuple(dict.fromkeys(host for leasing in self.leasings for host in leasing.avoid))
 
     def beside(self, model: Artifact) -> "LeasedSamplers":
-        """Return the run's sampler of another model than the policy's, by which a reward model scores."""
+        """Return the run's sampler for a reward model whose base is not the policy's model."""
         if model.sha256 not in self._beside:
             self._beside[model.sha256] = LeasedSamplers(self.start, self.waits, self)
         return self._beside[model.sha256]
 
     @property
     def _of_run(self) -> tuple[Leasing, ...]:
-        """The leases of the policy's samplers and of those beside them."""
+        """The leases of the policy's samplers and of the reward models'."""
         first = self.policys or self
         return tuple(one for each in (first, *first._beside.values()) for one in each.leasings)
 
@@ -94,25 +92,25 @@ class LeasedSamplers:
 
     @property
     def is_shared_out(self) -> bool:
-        """True where the run may have several samplers, which a step's prompts are divided over."""
+        """True if the run may have several samplers, which share a step's prompts."""
         return len(self.leasings) > 1 and not self.is_served
 
     @property
     def is_colocated(self) -> bool:
-        """True where trainer and sampler share one device."""
+        """True if trainer and sampler share one device."""
         rollouts = self.start.run.rollouts
         return rollouts is not None and rollouts.colocate and not self.is_served and self.policys is None
 
     @property
     def draws_unproven(self) -> bool:
-        """True where samples go on under new weights before these are proven."""
+        """True if samples in progress continue with new weights before these are proven."""
         rollouts = self.start.run.rollouts
         return rollouts is not None and rollouts.weight_sync.in_flight == "continue"
 
     def go_on_after(self, problem: Problem | None) -> None:
-        """Take note of what a resumed run ended by: of a sampler that failed a proof, samples may be in the store."""
+        """Note why a resumed run had ended: a sampler that failed a proof may have left samples in the store."""
         if problem is not None and problem.kind == "sampler_mismatch" and self.draws_unproven:
-            self.num_mismatched += workflow.patched(DRAWS_AGAIN)
+            self.num_mismatched += 1
 
     @property
     def is_up(self) -> bool:
@@ -139,7 +137,7 @@ class LeasedSamplers:
             leasing.granted(grant)
 
     def release(self) -> None:
-        """Give all samplers back, and ask for no more."""
+        """Give all samplers back, and request no more."""
         for leasing in self._of_run:
             leasing.release()
 
@@ -150,14 +148,14 @@ class LeasedSamplers:
         model: Artifact,
         before: Callable[[LeaseGrant], Coroutine[Any, Any, object]] | None = None,
     ) -> Answer:
-        """Execute an activity on a sampler of `model`, over as many leases as it takes.
+        """Execute an activity on a sampler of `model`, with as many leases as it takes.
 
         Args:
-            request: makes the activity's request, given where the sampler is.
-            before: done first, with every leased sampler that is to execute it.
+            request: makes the activity's request for a sampler's address.
+            before: called first with every leased sampler that is to execute the activity.
 
         Raises:
-            RunFailed: it cannot be done, or too many samplers in a row were lost at it.
+            RunFailed: it cannot be done, or too many samplers in a row were lost.
             ActivityError: a served sampler could not do it.
         """
         rollouts = self.start.run.rollouts
@@ -195,13 +193,13 @@ class LeasedSamplers:
             self._give_up(grant, losses[-1])
 
     async def on_each(self, work: Callable[[LeaseGrant, int, int], Coroutine[Any, Any, None]], model: Artifact) -> int:
-        """Share some work among the samplers that are up, if there are several; ask for those that are missing.
+        """Divide work among the samplers that are up, if there are several; request those that are missing.
 
         Args:
-            work: does one share, given the sampler, the share's number, and how many shares there are.
+            work: does one share, given the sampler, the share's number, and the number of shares.
 
         Returns:
-            how many samplers were lost, and have left their share undone.
+            how many samplers were lost before their share was done.
 
         Raises:
             RunFailed: it cannot be done. ActivityError: it was cancelled.
@@ -222,16 +220,14 @@ class LeasedSamplers:
         return len(ended) - ended.count(None)
 
     def _is_mismatched(self, grant: LeaseGrant | None, error: ActivityError) -> bool:
-        """Give a sampler up that does not get the trainer's weights. Returns False if that is not what went wrong.
+        """Give up a sampler that cannot get the trainer's weights. Returns False if the error is a different one.
 
-        With `in_flight: continue` it may have drawn by those that it has: whoever asked for the proof sees to that.
+        With `in_flight: continue` it may have sampled from its wrong weights: the caller of the proof handles that.
 
         Raises:
             RunFailed: no sampler is left.
         """
-        if grant is None or not is_mismatch(error) or not workflow.patched(REPLACES_MISMATCHED):
-            return False
-        if self.draws_unproven and not workflow.patched(DRAWS_AGAIN):
+        if grant is None or not is_mismatch(error):
             return False
         self.num_mismatched += 1
         self._mismatches.update(number for number, one in enumerate(self.leasings) if one.grant is grant)
@@ -251,11 +247,11 @@ class LeasedSamplers:
 
     @property
     def _places(self) -> dict[int, Leasing]:
-        """The leases that are still taken, by number: not those whose samplers fail the proof again and again."""
+        """The leases in use, by number: all except those whose samplers fail the proof again and again."""
         return {n: leasing for n, leasing in enumerate(self.leasings) if self._mismatches[n] < _MAX_MISMATCHES}
 
     def _give_up(self, grant: LeaseGrant | None, why: str) -> None:
-        """Give a lost sampler back, so that another one is asked for; without a grant, those that never came."""
+        """Give back a lost sampler, so that another is requested; without a grant, all those that never started."""
         for leasing in self.leasings:
             # Otherwise another activity, which lost the same sampler, has taken a new lease.
             if leasing.grant is grant and not leasing.is_pending:
@@ -263,7 +259,7 @@ class LeasedSamplers:
                 leasing.release()
 
     def _ask_for_missing(self, model: Artifact) -> None:
-        """Ask for all samplers that are not up, without waiting. One that fails again and again is left out."""
+        """Request all samplers that are not up, without waiting. One that fails again and again is left out."""
         key, grants = sampler_key(self.start, model, is_policys=self.policys is None), self.grants
         for number, leasing in self._places.items():
             if leasing.is_warm or leasing.is_pending:
@@ -275,10 +271,10 @@ class LeasedSamplers:
                 leasing.take_sampler(self.start.run_id, key, epoch, backend)
 
     async def _first(self, model: Artifact) -> LeaseGrant:
-        """Return a sampler that is up; if there is none, wait for the first that comes.
+        """Return a sampler that is up; if there is none, wait for the first to start.
 
         Raises:
-            ActivityError, Lost: none came.
+            ActivityError, Lost: none started.
         """
         if self._is_lent:
             await workflow.wait_condition(lambda: not self._is_lent)
@@ -293,9 +289,10 @@ class LeasedSamplers:
             return self.grants[0] if self.grants else await next(iter(self._places.values())).wait()
 
     async def _share(self) -> None:
-        """Give the run's samplers of other models back where those of this one do not come.
+        """Give back the run's samplers of other models if those of this one do not start.
 
-        Else two runs could each hold what the other waits for; and with one sampler host a run would wait for itself.
+        Else two runs could each hold the host that the other waits for; and with one sampler host a run would wait for
+        itself.
         """
         others = [one for one in self._of_run if one not in self.leasings]
 
@@ -312,7 +309,7 @@ class LeasedSamplers:
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[None]:
-        """Have a sampler that shares its device leave it for a `with` block. What is asked meanwhile waits."""
+        """Have a sampler release the device that it shares, within a `with` block. Requests wait until it ends."""
         if not self.is_colocated:
             yield
             return

@@ -20,7 +20,7 @@ with workflow.unsafe.imports_passed_through():
 
 @workflow.defn
 class PreviewWorkflow:
-    """Shows what a dataset's rows become, before any training: on a control host, which has tokenizers."""
+    """Shows a dataset's rows as the model will see them: on a control host, which has tokenizers."""
 
     @workflow.run
     async def run(self, start: PreviewStart) -> Preview:
@@ -29,7 +29,7 @@ class PreviewWorkflow:
 
 @workflow.defn
 class GraderWorkflow:
-    """Tries a grader on one sample, before any run: a stranger's code, in a control host's sandbox."""
+    """Tries a grader on one sample, before any run. The code is user-supplied and runs in a control host's sandbox."""
 
     @workflow.run
     async def run(self, request: GradeOneRequest) -> OneGrade:
@@ -38,7 +38,7 @@ class GraderWorkflow:
 
 @workflow.defn
 class UntrainedModelWorkflow:
-    """Makes an artifact of a model as users name it, before any run trains it."""
+    """Makes an artifact of a model that a user names, before any run trains it."""
 
     @workflow.run
     async def run(self, request: ModelRequest) -> ResolvedModel:
@@ -47,7 +47,7 @@ class UntrainedModelWorkflow:
 
 @workflow.defn
 class ExportWorkflow:
-    """Exports a published adapter or model: on a control host, for as long as its weights take."""
+    """Exports a published adapter or model, on a control host. Large weights may take long."""
 
     @workflow.run
     async def run(self, request: ExportRequest) -> Artifact:
@@ -56,7 +56,7 @@ class ExportWorkflow:
 
 @workflow.defn
 class GarbageWorkflow:
-    """Measures what tenants store, and deletes what policies let go: on a control host, beside runs that go on."""
+    """Measures what tenants store, and deletes what retention policies expire, on a control host. Runs continue."""
 
     @workflow.run
     async def run(self, request: GarbageRequest) -> GarbageReport:
@@ -65,7 +65,7 @@ class GarbageWorkflow:
 
 @workflow.defn
 class TrackWorkflow:
-    """Follows a run for W&B until some time after its result is recorded: a dead W&B holds no run up."""
+    """Writes a run's metrics to W&B until some time after its result is recorded. An outage of W&B delays no run."""
 
     @workflow.run
     async def run(self, request: TrackRequest) -> Tracked:
@@ -80,7 +80,7 @@ class TrackWorkflow:
 
 
 async def track(start: AnyStart) -> None:
-    """Start a workflow that follows the run, if W&B gets its metrics, and that outlives the run's own.
+    """If the run's metrics go to W&B, start a workflow that writes them, and that outlives the run's own.
 
     Called when a run has its first worker: a run that never trains has no metrics.
     """

@@ -1,4 +1,4 @@
-"""A sweep: the web service starts, follows and ends its trials; this workflow sees to it that it goes on doing so."""
+"""A sweep: the web service starts, follows and ends its trials; this workflow calls the service until the end."""
 
 from datetime import timedelta
 from typing import Any
@@ -16,10 +16,10 @@ with workflow.unsafe.imports_passed_through():
 
 @workflow.defn(versioning_behavior=policies.MOVES)
 class SweepWorkflow:
-    """Has a sweep looked after until its trials have ended, publishes the best one and has the end recorded.
+    """Asks the service to advance a sweep until its trials have ended, publishes the best one and records the end.
 
-    It knows of no trial: runs are accepted, counted, paused and resumed by the service, where a trial that was paused
-    by a limit goes on as another execution. So a service or a host that is killed loses nothing that is here.
+    It holds no state of trials: the service accepts, counts, pauses and resumes runs, and a trial that a limit paused
+    continues as another execution. So a killed service or host loses nothing.
     """
 
     @workflow.run

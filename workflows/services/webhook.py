@@ -1,4 +1,4 @@
-"""Deliver one notice to a tenant's webhooks, each until it takes it or 28 hours have passed."""
+"""Deliver one notice to a tenant's webhooks, trying each until it accepts the notice or 28 hours have passed."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Job plans for a worker, made of a run's request: pure functions."""
+"""Job plans for a worker, made from a run's request: pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -79,13 +79,13 @@ def _loss_of(run: DatasetRun, reference: Reference, more_teachers: Sequence[Refe
             return BradleyTerry(center=run.center) if run.reads_pairs else SquaredError(scalar=None)
         case DistillRun():
             settings = run.model_dump(include=set(DistillationSettings.model_fields))
-            if run.teacher_url is not None:  # what it said is of the data
+            if run.teacher_url is not None:  # its scores are stored with the data
                 settings |= {"tokens": "top_k", "top_k": run.top_k or 1}
             return Distillation(teacher=reference, more_teachers=tuple(more_teachers), **settings)
 
 
 def replayed_routes(run: RLRun, shape: ModelShape) -> RouteShape | None:
-    """Return the experts of a token that the trainer takes as the sampler chose them; None where it chooses itself."""
+    """Return the shape of the expert routes that the trainer replays from the sampler; None if it routes itself."""
     return shape.routes if run.rollouts is not None and run.rollouts.routing_replay == "on" else None
 
 
@@ -109,7 +109,7 @@ def rl_job(
     The job's number is the step's.
     """
     run = start.run
-    # A step to come may be sampled from an older policy, and a sampler that has lost it reads it from its checkpoint.
+    # Later steps may be sampled from an older policy, and a sampler that has lost it reads it from its checkpoint.
     num_ahead = run.rollouts.off_policy_steps if run.rollouts else 0
     return JobPlan(
         run_id=start.run_id,

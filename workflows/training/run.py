@@ -29,7 +29,7 @@ _KEPT_WHEN_RESUMED = (
 
 
 class StatusChanges(TypedDict, total=False):
-    """The fields of a RunStatus that change while a run goes on."""
+    """The fields of a RunStatus that change during a run."""
 
     state: State
     phase: Phase
@@ -84,7 +84,7 @@ class ActiveRun:
         self._gpu_seconds_before = before.gpu_seconds if before else 0.0
         self._workers_lost_before = before.workers_lost if before else 0
         self._noted: tuple[str, str, int] | None = None
-        self.problem_before: Problem | None = None  # of a resumed run: what it ended by
+        self.problem_before: Problem | None = None  # of a resumed run: why it had ended
 
     @property
     def is_ending(self) -> bool:
@@ -117,10 +117,10 @@ class ActiveRun:
         return result_or_raise(self.current())
 
     async def interruptible(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Do work that a pause ends where a cancellation would: at a step boundary, with a checkpoint.
+        """Do work that a pause ends as a cancellation would: at a step boundary, with a checkpoint.
 
         Raises:
-            asyncio.CancelledError: it was interrupted; or what the work makes of that.
+            asyncio.CancelledError: it was interrupted; or the error that the work raises for that.
         """
         self._task = asyncio.create_task(work)
         if self.is_pausing:
@@ -128,7 +128,7 @@ class ActiveRun:
         return await self._task
 
     def pause(self, limit: str | None = None, client_away: bool = False) -> None:
-        """Interrupt the run's work. `limit`: the one that pauses it, in words; None where a user does."""
+        """Interrupt the run's work. `limit`: the limit that pauses it, in words; None if a user does."""
         self.is_pausing = True
         self.status = changed(self.status, paused_by=limit, client_away=client_away)
         if self._task is not None:
@@ -140,12 +140,12 @@ class ActiveRun:
             raise asyncio.CancelledError
 
     def show(self, **changes: Unpack[StatusChanges]) -> None:
-        """Change the run's status, and its memo where state, phase or lease changed."""
+        """Change the run's status, and its memo if state, phase or lease changed."""
         self.status = changed(self.status, **changes)
         self._note()
 
     def add_notices(self, notices: tuple[str, ...]) -> None:
-        """Tell the run's user something, once."""
+        """Show the run's user notices, each once."""
         self.status = changed(self.status, notices=tuple(dict.fromkeys((*self.status.notices, *notices))))
 
     def with_jobs(self) -> RunStatus:
@@ -182,7 +182,7 @@ class ActiveRun:
     def _note(self) -> None:
         """Put the status into the workflow's memo, if its state, phase or lease changed, and the phase on the timeline.
 
-        A listing of workflows shows their memos, so that nobody has to query each of them.
+        A listing of workflows includes their memos, which saves a query to each workflow.
         """
         status = self.current()
         now = (status.state, status.phase, status.epoch)
@@ -241,7 +241,7 @@ class RunHandlers:
 
 
 class ClientDrivenHandlers(RunHandlers):
-    """The handlers of a workflow whose client sends work at any time, and that may hold an idle worker meanwhile."""
+    """The handlers of a workflow whose client sends work at any time, and that may hold an idle worker in between."""
 
     _wanted_epoch: int | None = None  # the lease whose worker another run waits for
 
@@ -268,7 +268,7 @@ class ClientDrivenHandlers(RunHandlers):
 
 
 async def uninterrupted(part: Coroutine[Any, Any, Result]) -> Result:
-    """Await a coroutine to its end. A cancellation that arrives meanwhile is raised only then."""
+    """Await a coroutine to its end. A cancellation that arrives before is raised only then."""
     task = asyncio.create_task(part)
     try:
         return await asyncio.shield(task)

@@ -11,7 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.runs.status import Problem, RLState, StepRequest, StepStatus
     from workflows.training.run import ActiveRun
 
-_GRACE_S = 1.0  # for the next step, where another run waits for the worker
+_GRACE_S = 1.0  # for the next step, if another run waits for the worker
 _MAX_WAITING = 64  # further steps are refused, for the client to send again later
 _REMEMBERED = 64  # ended steps that are kept here; the store has a record of every one
 _ENDED_BEFORE = "the run ended before this step: send it again when {} resumed"
@@ -22,8 +22,8 @@ class StepQueue:
 
     Attributes:
         next: the number of the next step that comes.
-        is_finishing: no more steps are taken; the run ends well after those that wait.
-        is_moving_on: the run continues as a new execution: clients that wait ask again there.
+        is_finishing: no more steps are taken; the run succeeds after those that wait.
+        is_moving_on: the run continues as a new execution: waiting clients ask again there.
     """
 
     def __init__(self, before: RLState | None) -> None:
@@ -40,7 +40,7 @@ class StepQueue:
         return step
 
     def keep(self, step: StepStatus) -> None:
-        """Replace a step's status. Of the steps that ended, the last ones stay."""
+        """Replace a step's status, and drop the oldest ended steps."""
         self._steps[step.step] = step
         ended = [number for number, one in self._steps.items() if one.is_final]
         for number in ended[:-_REMEMBERED]:

@@ -1,4 +1,4 @@
-"""One train step of an RL run, from its groups to the policy that it leaves, which is published where that is due."""
+"""One train step of an RL run, from its groups to the policy that it makes, which is published if that is due."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -7,31 +7,27 @@ from typing import Any, Protocol
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.records.run_records import policy_of
     from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
     from shared.jobs.weight_sync import SyncOutcome, SyncTarget
     from shared.runs.start import RLStart
-    from shared.runs.status import Policy, RLState, StepStatus
+    from shared.runs.status import RLState, StepStatus
     from workflows import control
     from workflows.training import models
     from workflows.training.job_plan import replayed_routes, rl_job
     from workflows.training.run import ActiveRun
 
-# The order of a step's end: today the next step is sampled as soon as samplers have proven this one's policy.
-_SAMPLES_EARLY = "the next step is sampled while this one is published"
-
 
 class GroupSource(Protocol):
-    """Where a run's own groups come from: samplers that are to have each version of the policy."""
+    """The source of a run's own groups: samplers, which need each version of the policy."""
 
     def sync_target(self, version: int) -> SyncTarget | None:
-        """Return where the trainer sends a version of the policy; None where samplers load it from the store."""
-
-    async def prove(self, policy: Policy, logprobs: Sequence[float]) -> dict[str, float]:
-        """Prove that samplers serve a policy, given the trainer's log-probabilities of the probe; return metrics."""
+        """Return where the trainer sends a version of the policy; None if samplers load it from the store."""
 
     async def prove_and_sample_next(self, step: StepStatus, logprobs: Sequence[float]) -> dict[str, float]:
-        """Prove the policy that a step made as `prove` does, and begin to sample the next step."""
+        """Prove that samplers serve the policy that a step made, given the trainer's log-probabilities of the probe.
+
+        Begins to sample the next step. Returns metrics.
+        """
 
 
 async def train_and_publish(
@@ -85,18 +81,14 @@ async def train_and_publish(
     )
     if source is None:
         done = await publishing
-    elif workflow.patched(_SAMPLES_EARLY):
-        done = await publish_while_sampling(publishing, source.prove_and_sample_next(done, result.probe))
     else:
-        done = await publishing
-        proof = await source.prove(policy_of(done), result.probe)
-        done = done.model_copy(update={"metrics": done.metrics | proof})
+        done = await publish_while_sampling(publishing, source.prove_and_sample_next(done, result.probe))
     seconds = {"training_seconds": trained - began, "publishing_seconds": workflow.time() - trained}
     return done.model_copy(update={"metrics": done.metrics | result.metrics | seconds})
 
 
 def is_due(start: RLStart, state: RLState, done: StepStatus) -> bool:
-    """Return True where a step's policy is published: every `publish_every` versions, and the last step's."""
+    """Return True if a step's policy is published: every `publish_every` versions, and the last step's."""
     assert done.policy_version is not None
     is_last = state.rollouts is not None and done.step == state.rollouts.num_steps
     return is_last or done.policy_version % start.run.publish_every == 0
@@ -124,7 +116,7 @@ async def unpublished(done: StepStatus) -> StepStatus:
 async def publish_while_sampling(
     publishing: Coroutine[Any, Any, StepStatus], taking_up: Coroutine[Any, Any, dict[str, float]]
 ) -> StepStatus:
-    """Publish a step while samplers take its policy up. If either fails the other is cancelled."""
+    """Publish a step while samplers load its policy. If either fails the other is cancelled."""
     tasks = asyncio.create_task(publishing), asyncio.create_task(taking_up)
     try:
         done, proof = await asyncio.gather(*tasks)
@@ -137,7 +129,7 @@ async def publish_while_sampling(
 
 
 def sync_metrics(sync: SyncOutcome) -> dict[str, float]:
-    """Return what a step's metrics say of its weight sync."""
+    """Return the metrics of a step's weight sync."""
     return {
         "sync_bytes": float(sync.num_bytes),
         "sync_blocked_s": sync.blocked_s,
@@ -147,7 +139,7 @@ def sync_metrics(sync: SyncOutcome) -> dict[str, float]:
 
 
 def unchanged(state: RLState, step: StepStatus) -> StepStatus:
-    """A step that leaves the policy as it is."""
+    """A step that does not change the policy."""
     policy = {"policy_version": state.policy_version, "optimizer_step": state.optimizer_step}
     return step.model_copy(update=policy)
 

@@ -1,4 +1,4 @@
-"""A run's jobs on leased workers. A worker that is lost is replaced, and the job goes on from its newest checkpoint."""
+"""A run's jobs on leased workers. A lost worker is replaced, and the job continues from its newest checkpoint."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -26,7 +26,7 @@ with workflow.unsafe.imports_passed_through():
 
 
 class Damaged(Exception):
-    """The checkpoint that a job was to go on from is damaged. An older one may be intact."""
+    """The checkpoint that a job was to resume from is damaged. An older one may be intact."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class StepEta:
     """Estimates when a run's last step ends, from the times at which the steps of one lease ended.
 
     Measured from the end of the first step that a lease's worker did, so that waiting, a worker's start and warming up
-    do not count; measured anew with another lease, which may repeat steps. Holds the first and the last step of one
+    do not count; each lease is measured separately, since it may repeat steps. Holds the first and the last step of one
     lease: their numbers, and their ends in seconds since 1970 without the seconds of evaluations before them.
     """
 
@@ -59,12 +59,12 @@ class StepEta:
         self._evaluations, self._evaluating_s = evaluations, evaluating_s
 
     def end(self, num_steps: int | None, lease: int, eval_every: int = 0) -> float | None:
-        """Estimate when the step of this number ends, and the evaluations until then and behind it.
+        """Estimate when the step of this number ends, with the evaluations until then and after it.
 
         None until two steps of this lease have ended.
 
         Args:
-            eval_every: steps from one evaluation to the next; 0: there is one behind the last step alone.
+            eval_every: steps from one evaluation to the next; 0: there is one only after the last step.
         """
         if num_steps is None or self._first is None or self._last is None or lease != self._lease:
             return None
@@ -84,13 +84,13 @@ class Training:
         is_ending: tells whether the run was paused or cancelled.
         changed: called when a lease begins, is granted, or ends.
         holds: keep a worker after its job for the next one, until `release`.
-        must_yield: tells that it is not to be kept all the same, as the run waits for a sampler.
+        must_yield: returns True if the worker is not kept after all, since the run waits for a sampler.
         shares: other runs may train on its worker, if the run was accepted with that.
-        device: makes a context in which a job has its device, which it may share with a sampler.
+        device: makes a context in which a job may use its device, which a sampler may share.
         num_lost: leases of this execution that ended in a loss.
         notices: messages for the run's user.
         eta: of the steps within a job.
-        is_tracked: a workflow that writes the run to W&B was started, as it is with the run's first worker.
+        is_tracked: the workflow that writes the run to W&B was started, which happens with the run's first worker.
         leasing: its `epoch` counts the leases of all executions of the run.
     """
 
@@ -130,11 +130,11 @@ class Training:
         self.changed()
 
     def gathers(self, leader: GangLeader) -> None:
-        """Take the signal of the first host of a worker of several machines: the others may come."""
+        """Take the signal from the first host of a worker of several machines: the other hosts may join."""
         self.leasing.gathers(leader)
 
     async def has_turn(self, turn: Turn) -> None:
-        """Take the signal that it is this run's turn to gather hosts."""
+        """Take the signal that this run has the lock for gathering hosts."""
         if self.leasing.turns is not None:
             await self.leasing.turns.given(turn)
 
@@ -153,7 +153,7 @@ class Training:
         self.leasing.note_held(news.held_s)
 
     async def do(self, plan: AnyPlan) -> JobResult:
-        """Do a job to its end. When a worker is lost, another is leased, as long as new checkpoints are made.
+        """Do a job to its end. When a worker is lost, another is leased, provided that new checkpoints are made.
 
         Raises:
             RunFailed: the job cannot be done, or too many workers in a row were lost without a new checkpoint.
@@ -172,7 +172,7 @@ class Training:
         while True:
             if not self.leasing.is_warm and await self._find_checkpoint(plan):
                 losses.clear()
-            # A host that leaves in good order says nothing of the run: of those there may be any number.
+            # A host that leaves in good order is no fault of the run: such losses do not count.
             if sum(loss.kind != HostLeft.__name__ for loss in losses) >= self.start.timing.max_losses:
                 times = "once" if len(losses) == 1 else f"{len(losses)} times in a row"
                 message = f"the worker was lost {times} without a new checkpoint; the last time: {losses[-1]}"
@@ -182,7 +182,8 @@ class Training:
             try:
                 # The job may have killed its worker: next time it gets one that no other runs share.
                 is_suspect = len(losses) > 1 or any(loss.kind == WorkerLost.__name__ for loss in losses)
-                # A run that was crowded out has a worker that others may join later, and if they came first, one alone.
+                # A run that found no memory for its slot gets a new worker that others may join later. If that is
+                # crowded again, it gets one that nobody shares.
                 shares = not is_suspect and num_crowded < 2
                 return await self._lease_and_run(plan, shares, joins=not num_crowded)
             except Damaged as damaged:
@@ -223,7 +224,7 @@ class Training:
                 workflow.logger.warning("%s", notice)
 
     async def _find_checkpoint(self, plan: AnyPlan) -> bool:
-        """Find the last epoch and the checkpoint to go on from. Returns True if there is a newer one than before."""
+        """Find the last epoch and the checkpoint to resume from. Returns True if there is a newer one than before."""
         request = FindCheckpointRequest(run_id=self.start.run_id, passed_over=self._passed_over)
         find = FindCheckpoint.find_checkpoint
         point = await control.do(find, request, policies.PATIENT, policies.RECORD_TIMEOUT)
@@ -240,7 +241,7 @@ class Training:
             if not self.leasing.is_warm:
                 self._take_lease(plan, shares, joins)
             grant = await self.leasing.wait()
-            if not self.is_tracked:  # if the worker is lost meanwhile, its job will fail
+            if not self.is_tracked:  # if the worker is lost during this, its job will fail
                 self.is_tracked = True
                 await track(self.start)
             result = await self._run_job(plan, grant)
@@ -259,7 +260,7 @@ class Training:
                 self.release()
 
     def _noted(self, loss: Lost, grant: LeaseGrant | None) -> Lost:
-        """Have the run avoid the host of a worker that was lost before a step was done."""
+        """Make the run avoid the host of a worker that was lost before a step was done."""
         if grant is not None and self.step <= self._begun_step:
             self.leasing.lost_at_start(loss, grant)
         return loss

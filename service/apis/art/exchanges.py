@@ -1,8 +1,8 @@
-"""Conversations of a trajectory whose client captured what it asked of servers, and what they answered.
+"""Converts `exchanges`, the requests and answers that a client captured, to conversations of a trajectory.
 
-Newer clients send such `exchanges` in place of messages: those of the model that is trained, and those of others, say a
-judge's. Every answer of ours becomes a conversation of its own, of the messages that it was asked with; trained as one
-sequence where each was asked with the ids before it.
+Newer clients send exchanges instead of messages: those with the model that is trained, and with others such as a judge.
+Each answer of the trained model becomes a separate conversation with the messages of its request. If each request
+contains the ids before it, they are trained as one sequence.
 """
 
 from typing import Any
@@ -69,9 +69,9 @@ def _is_ours(asked: _Asked) -> bool:
 
 
 def as_conversations(trajectory: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a trajectory with messages in place of exchanges. One without exchanges is returned as it is.
+    """Return a trajectory with messages in place of exchanges. One without exchanges is returned unchanged.
 
-    Raises InvalidInput: nothing in them can be trained; says where.
+    Raises InvalidInput: nothing in them can be trained; names the place.
     """
     if not (given := trajectory.get(NAME)):
         return {name: value for name, value in trajectory.items() if name != NAME}

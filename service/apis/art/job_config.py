@@ -1,4 +1,4 @@
-"""The settings that ART's clients send with a job. A key is honoured or refused by its value, never for being there.
+"""The settings that ART's clients send with a job. A key is accepted or refused by its value, never by its presence.
 
 Newer clients send all of their settings with every job, most of them at defaults that mean "off". Those of a release
 that is not known yet are accepted while they mean that.
@@ -21,7 +21,7 @@ _NOT_DONE = "this is not done here: leave it at its default"
 
 
 def is_off(value: object) -> bool:
-    """Return True for null, false, zero, what is empty, and words for these."""
+    """Return True for null, false, zero, empty values, and words for these."""
     return not value or value in _OFF
 
 
@@ -36,7 +36,7 @@ def _off(words: str) -> BeforeValidator:
 
 
 class SentModel(Frozen):
-    """The parent of requests: a key that is not known is dropped where its value means off, and else refused."""
+    """The parent of requests: an unknown key is dropped if its value means off, else refused."""
 
     @model_validator(mode="before")
     @classmethod
@@ -72,7 +72,7 @@ class ExperimentalConfig(SentModel):
     plot_tensors: Annotated[None, _off(_NOT_DONE)] = None
     scale_learning_rate_by_reward_std_dev: Annotated[None, _off(_NOT_DONE)] = None
 
-    # Any value, since none changes what is trained: sizes of chunks, and details of a KL penalty of 0.
+    # Any value is accepted, since none changes the training: chunk sizes, and details of a KL penalty of 0.
     logprob_calculation_chunk_size: int | None = Field(default=None, ge=1)
     kl_penalty_reference_step: int | None = Field(default=None, ge=0)
     kl_penalty_source: Literal["current_learner", "sample"] | None = None

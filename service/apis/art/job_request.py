@@ -47,7 +47,7 @@ class SftRequest(SentModel):
 
 
 class RlRequest(SentModel):
-    """`POST /v1/preview/training-jobs`, but for its groups, which are read one by one."""
+    """`POST /v1/preview/training-jobs` without its groups, which are read one by one."""
 
     model_id: ModelId
     experimental_config: ExperimentalConfig | None = None
@@ -56,7 +56,7 @@ class RlRequest(SentModel):
 def rl_run(model: ArtModel, config: ExperimentalConfig, adapter: str | None) -> RLRun:
     """The run that takes a model's train steps; steps with another config need another run.
 
-    `adapter`: URI of the adapter that the run goes on from.
+    `adapter`: URI of the adapter that the run starts from.
 
     Raises InvalidInput: names the client's field and the rule that it breaks.
     """
@@ -79,7 +79,7 @@ def rl_run(model: ArtModel, config: ExperimentalConfig, adapter: str | None) -> 
 def sft_run(model: ArtModel, url: str, config: SftConfig, adapter: str | None) -> SFTRun:
     """Return the run of one pass over a dataset.
 
-    `adapter`: URI of the adapter that the run goes on from.
+    `adapter`: URI of the adapter that the run starts from.
 
     Raises InvalidInput: names the client's field and the rule that it breaks.
     """
@@ -98,7 +98,7 @@ def sft_run(model: ArtModel, url: str, config: SftConfig, adapter: str | None) -
 
 
 def _sizes(model: ArtModel, packed: int | None) -> dict[str, int]:
-    """The longest trajectory and a micro-batch's tokens, where the client says how long a packed sequence is."""
+    """The longest trajectory and a micro-batch's tokens, if the client sets the length of a packed sequence."""
     if packed is None:
         return {}
     return {"max_tokens": min(packed, model.settings.max_tokens or _MAX_TOKENS), "bin_tokens": packed}
@@ -114,7 +114,7 @@ def _rates(config: SftConfig) -> dict[str, Any]:
 
 
 def art_source(model: ArtModel, request: dict[str, Any]) -> Source:
-    """The source of a job's run: its request, and labels by which the run is found."""
+    """The source of a job's run: its request, and the labels used to find the run."""
     labels = {MODEL_LABEL: model.model_id, NAME_LABEL: model.title}
     return Source(api="art", metadata=labels, request=request)
 

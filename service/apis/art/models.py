@@ -35,8 +35,10 @@ class NewModel(SentModel):
     project: ArtWord | None = None
     name: ArtWord | None = None
     base_model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
-    return_existing: StrictBool = Field(default=False, description="else a name that is taken is refused")
-    longshore: ArtSettings = Field(default=ArtSettings(), description="of ours, for all of the model's jobs")
+    return_existing: StrictBool = Field(default=False, description="false: refuse a name that is taken")
+    longshore: ArtSettings = Field(
+        default=ArtSettings(), description="Longshore's settings for all of the model's jobs"
+    )
 
 
 class ModelObject(RecordView):
@@ -81,7 +83,7 @@ async def register(body: JsonBody[NewModel], asking: Asking, backend: Backed) ->
     entity, project = body.entity or asking.tenant, body.project or _PROJECT
     precision = await asyncio.to_thread(precision_of, "auto", backend.settings, backend.store)
     model = new_model(asking.tenant, entity, project, body.name, body.base_model, body.longshore, precision.dtype)
-    run = rl_run(model, ExperimentalConfig(), None)  # its settings hold for every job: a wrong one is refused here
+    run = rl_run(model, ExperimentalConfig(), None)  # its settings apply to every job: a wrong one is refused here
     try:
         await backend.runs.check_run(asking.tenant, run, "longshore.")
     except InvalidInput as error:
@@ -93,7 +95,7 @@ async def register(body: JsonBody[NewModel], asking: Asking, backend: Backed) ->
 async def list_models(
     asking: Asking, backend: Backed, after: After = None, limit: Limit = 100
 ) -> ListAnswer[ModelObject]:
-    """Models in the order in which they were registered."""
+    """Models in order of registration."""
     found = [ModelObject.of(model) for model in await asyncio.to_thread(backend.art_models.all, asking.tenant)]
     return page_after(found, after, limit)
 
@@ -106,7 +108,7 @@ async def get_model(model_id: str, asking: Asking, backend: Backed) -> ModelObje
 
 @router.delete("/{model_id}", status_code=204)
 async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Response:
-    """Forget a model and delete its checkpoints; what it is busy with is cancelled. Its runs stay on record."""
+    """Delete a model and its checkpoints, and cancel its active job. Its runs stay on record."""
     model = await backend.art_models.show(asking.tenant, model_id)
     await cancel_open_run(backend, asking.tenant, model)
     await asyncio.to_thread(backend.art_models.delete, model)
@@ -136,7 +138,7 @@ async def list_checkpoints(
 async def delete_checkpoints(
     model_id: str, body: JsonBody[Steps], asking: Asking, backend: Backed
 ) -> DeletedCheckpoints:
-    """Delete checkpoints by step. The newest is refused: the next job goes on from it."""
+    """Delete checkpoints by step. The newest is refused: the next job starts from it."""
     model = await backend.art_models.show(asking.tenant, model_id)
     count, missing = await asyncio.to_thread(backend.art_models.delete_steps, model, body.steps)
     return DeletedCheckpoints(deleted_count=count, not_found_steps=missing)

@@ -33,7 +33,7 @@ class SentJob:
 def split(document: bytes, lines: BinaryIO) -> SentJob:
     """Write every group of a document as a line of JSON.
 
-    Raises InvalidInput: the document is no JSON object, or a group in it is none; says where.
+    Raises InvalidInput: the document, or a group in it, is no JSON object; names the place.
     """
     job = SentJob()
     try:
@@ -64,7 +64,7 @@ def _line(group: Any, place: str) -> bytes:
         if not isinstance(trajectory, dict):
             continue
         trajectories[number] = trajectory = as_conversations(trajectory, f"{place}.trajectories.{number}")
-        trajectory.setdefault("reward", 0.0)  # newer clients leave out what is at its default
+        trajectory.setdefault("reward", 0.0)  # newer clients leave out defaults
         # ART's versions are steps of the model, which are versions of its adapter; a run's own count from 0.
         trajectory.pop("final_policy_version", None)
         if (step := trajectory.pop("initial_policy_version", None)) is not None:

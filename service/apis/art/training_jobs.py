@@ -1,8 +1,8 @@
 """`/v1/preview/training-jobs` and `/v1/preview/sft-training-jobs`: train steps and runs under ART's names.
 
-A model is trained by a sequence of runs, each of which starts from the model's newest version. Train steps with the
-same settings go to one run, which keeps the optimizer's state. Other settings, or a supervised job in between, end that
-run, and the next job starts another.
+A model is trained by a sequence of runs; each starts from the model's newest version. Train steps with the same
+settings go to one run, which keeps the optimizer's state. A change of settings, or a supervised job in between, ends
+that run, and the next job starts another.
 """
 
 import asyncio
@@ -122,7 +122,7 @@ async def list_events(
     job_id: str,
     asking: Asking,
     backend: Backed,
-    after: Annotated[str | None, Query(max_length=256, description="the id of an event: what came behind it")] = None,
+    after: Annotated[str | None, Query(max_length=256, description="the id of an event: return later ones")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> ListAnswer[TrainingEvent]:
     """Events of a job of either kind, oldest first."""
@@ -157,7 +157,7 @@ def _asked(fields: dict[str, Any]) -> RlRequest:
 
 
 async def _found(backend: Backend, tenant: str, job_id: str) -> tuple[RunView, int | None]:
-    """The run of a job, and its train step where it is one. Raises NotFound."""
+    """The run of a job, and its train step if it is one. Raises NotFound."""
     missing = NotFound(f"there is no training job {job_id[:80]}")
     match = _ID.fullmatch(job_id)
     if match is None:
@@ -223,7 +223,7 @@ async def submit_sft(backend: Backend, asking: Principal, model: ArtModel, url: 
 
 
 async def cancel_open_run(backend: Backend, tenant: str, model: ArtModel) -> None:
-    """Cancel what a model is busy with."""
+    """Cancel a model's active job."""
     if (last := await _open_run(backend, tenant, model)) is not None:
         with suppress(Conflict):  # it has just ended
             await backend.runs.cancel(tenant, last.run_id)

@@ -1,9 +1,9 @@
-"""The part of W&B's protocol by which ART's clients hand over the data of `train_sft`: one file, logged as an artifact.
+"""The part of W&B's protocol that ART's clients use to upload the data of `train_sft`: one file, logged as an artifact.
 
-A client whose WANDB_BASE_URL is `<service>/wandb` sends its Longshore key as W&B's. What its wandb package asks by
-GraphQL is answered by the operation's name: this is no engine for queries. Of a W&B run nothing is kept, neither
-metrics nor what the program printed; an artifact's `train.jsonl` becomes one of the tenant's files, under its quotas.
-An artifact's id is its name, encoded: there is no other record of it than its file.
+A client whose WANDB_BASE_URL is `<service>/wandb` sends its Longshore key as W&B's. GraphQL requests are answered by
+the operation's name: this is not a query engine. W&B runs are not stored, neither metrics nor program output; an
+artifact's `train.jsonl` becomes one of the tenant's files, under its quotas. An artifact's id is its encoded name: the
+file is its only record.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ router = APIRouter(
 
 
 def wandb_key(path: str, header: str) -> str | None:
-    """Return the Authorization header that stands for W&B's, `Basic` of `api:<key>`; None where there is none."""
+    """Return the Authorization header equivalent to W&B's, `Basic` of `api:<key>`; None without one."""
     scheme, _, encoded = header.partition(" ")
     if not path.startswith(f"{WANDB}/") or scheme.lower() != "basic":
         return None
@@ -112,7 +112,7 @@ class GraphQL(BaseModel):
 
 @router.post("/graphql")
 async def graphql(body: JsonBody[GraphQL], request: Request, asking: Asking, backend: Backed) -> dict[str, Any]:
-    """Answer the operations that log an artifact. Refusals are told as GraphQL tells of errors, with the status 200."""
+    """Answer the operations that log an artifact. Refusals are GraphQL errors, with status 200."""
     match = _OPERATION.match(body.query)
     operation = match["name"] if match else ""
     given: Mapping[str, Any] = body.variables or {}
@@ -125,7 +125,7 @@ async def graphql(body: JsonBody[GraphQL], request: Request, asking: Asking, bac
 
 
 def _of_a_run(operation: str, given: Mapping[str, Any], asking: Principal) -> dict[str, Any] | None:
-    """Answer what is asked of the W&B run that logs the artifact; None for other operations. Nothing is kept of it."""
+    """Answer operations on the W&B run that logs the artifact; None for other operations. Nothing is stored."""
     match operation:
         case "Viewer":
             who = {"id": asking.tenant, "entity": asking.tenant, "username": asking.tenant, "email": None}
@@ -157,7 +157,7 @@ class _Place:
     request: Request
 
     def address(self, artifact_id: str, file_name: str) -> dict[str, Any]:
-        """Return where a file is uploaded to. The client sends its own key there only because told to."""
+        """Return the upload URL of a file. The client sends its own key there because the answer names the header."""
         key = self.request.headers.get("authorization", "")
         base = str(self.request.base_url).rstrip("/")
         return {
@@ -282,7 +282,7 @@ async def upload(
 
 @router.post("/files/{entity}/{project}/{run}/file_stream")
 async def passed_over(request: Request) -> dict[str, str]:
-    """Read a body and keep nothing of it: a run's metrics, and what its program printed."""
+    """Read and drop a body: a run's metrics and its program's output."""
     async for _ in request.stream():
         pass
     return {}
@@ -292,7 +292,7 @@ open_router = APIRouter(include_in_schema=False)
 
 
 async def _telemetry() -> Response:
-    """Accept telemetry and drop it unread: an empty message of protobuf says that all of it was taken."""
+    """Accept telemetry and drop it unread: an empty protobuf message acknowledges all of it."""
     return Response(media_type="application/x-protobuf")
 
 

@@ -95,7 +95,7 @@ async def get_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleV
 
 @router.delete("/schedules/{name}")
 async def delete_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleView:
-    """Delete a schedule. Its runs stay, and go on."""
+    """Delete a schedule. Its runs stay, and continue."""
     return await backend.schedules.delete(asking.tenant, name)
 
 

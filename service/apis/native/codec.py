@@ -47,7 +47,7 @@ class WirePayload(Frozen):
     data: Base64Bytes = b""
 
     def opened(self, keys: tuple[SealKey, ...]) -> "WirePayload":
-        """Return the decrypted payload, or the payload as it is if none of the keys opens it."""
+        """Return the decrypted payload, or the payload unchanged if none of the keys opens it."""
         found = unseal(Payload(metadata=self.metadata, data=self.data), keys)
         return self if found is None else WirePayload.model_construct(metadata=dict(found.metadata), data=found.data)
 
@@ -64,18 +64,18 @@ class WirePayloads(Frozen):
 
 @router.post("/decode", response_model=WirePayloads)
 async def decode(body: JsonBody[WirePayloads], backend: Backed) -> Response:
-    """Open payloads of any tenant's workflows. What was not sealed here comes back as it was sent."""
+    """Open payloads of any tenant's workflows. A payload that was not sealed here is returned unchanged."""
     return Response(await asyncio.to_thread(body.opened, backend.settings), media_type="application/json")
 
 
 @router.post("/encode", include_in_schema=False)
 async def encode() -> None:
-    """Refuse: a payload is sealed for one workflow, which the protocol does not tell."""
+    """Refuse: a payload is sealed for one workflow, and the protocol does not name it."""
     raise Forbidden("payloads are opened here, and none is sealed: ask Longshore's own API, which says who may")
 
 
 def ui_origin(settings: Settings) -> str | None:
-    """Return the origin of Temporal's page if it may ask the codec; None where nobody's page may."""
+    """Return the origin of Temporal's page if it may use the codec; None if no page may."""
     if not (settings.temporal_codec and settings.temporal_ui):
         return None
     parts = urlsplit(settings.temporal_ui)

@@ -25,7 +25,7 @@ _BYTES: dict[str, Any] = {
 
 
 class GraderTrial(Frozen):
-    """A grader, and what it is to grade; without a sample it is only made ready."""
+    """A grader and a sample to grade; without a sample the grader is only loaded."""
 
     grader: Grader
     sample: SampledItem | None = None
@@ -81,7 +81,7 @@ async def delete_file(file_id: str, backend: Backed, asking: Asking) -> FileReco
 
 @router.post("/validate")
 async def validate(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
-    """Count what a dataset's rows become, and say why a run would refuse it, if it would. Shows no rows."""
+    """Count a dataset's examples and tokens, and return the reason if a run would refuse it. Shows no rows."""
     named = await asyncio.to_thread(backend.names.resolved, asking.tenant, request)
     return await backend.checks.preview(asking.tenant, named.model_copy(update={"num_rows": 0}))
 
@@ -95,6 +95,6 @@ async def preview(request: JsonBody[PreviewRequest], backend: Backed, asking: As
 
 @router.post("/graders/run")
 async def try_grader(trial: JsonBody[GraderTrial], backend: Backed, asking: Asking) -> OneGrade:
-    """Grade one sample, or see whether the grader can be loaded. Without a grade, `error` says why."""
+    """Grade one sample, or check that the grader can be loaded. Without a grade, `error` says why."""
     await backend.runs.check_access(asking.tenant, trial)
     return await backend.checks.grade(asking.tenant, trial.grader, trial.sample)

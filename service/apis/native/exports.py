@@ -14,13 +14,13 @@ router = APIRouter(route_class=JsonRoute, prefix="/models/{model_id}/exports", d
 
 @router.post("", status_code=202)
 async def start_export(model_id: ModelId, body: JsonBody[Export], backend: Backed, asking: Asking) -> ExportView:
-    """Write a whole model in another program's format. It is kept beside the version, and goes with it."""
+    """Write a whole model in another program's format. It is stored with the version, and deleted with it."""
     return await backend.exports.start(asking.tenant, model_id, body)
 
 
 @router.get("/{export}")
 async def get_export(model_id: ModelId, export: str, backend: Backed, asking: Asking) -> ExportView:
-    """How an export stands."""
+    """The status of an export."""
     return await backend.exports.view(asking.tenant, model_id, export)
 
 

@@ -1,4 +1,4 @@
-"""The native API's published models, `/api/v1/models`: what there is, and its files; and the hosts that poll."""
+"""The native API's published models and their files, `/api/v1/models`; and the hosts that poll."""
 
 import asyncio
 import time
@@ -98,19 +98,19 @@ def _view(host: HostState, now: float, by_name: bool) -> HostView:
 
 @router.get("/models")
 async def list_models(backend: Backed, asking: Asking) -> tuple[ModelView, ...]:
-    """What the tenant has published: each name once, with its newest version."""
+    """The tenant's published models: each name once, with its newest version."""
     return tuple(await asyncio.to_thread(backend.published.views, asking.tenant))
 
 
 @router.get("/models/{model_id}")
 async def get_model(model_id: ModelId, backend: Backed, asking: Asking) -> ModelView:
-    """What a name stands for, with its size."""
+    """The published version of a name or id, with its size."""
     return await asyncio.to_thread(backend.published.view, asking.tenant, model_id)
 
 
 @router.delete("/models/{model_id}")
 async def delete_model(model_id: ModelId, backend: Backed, asking: Asking) -> DeletedVersions:
-    """Delete what was published: `name:v3` one version, `name` all of them. Their numbers are not given again."""
+    """Delete a published model: `name:v3` deletes one version, `name` all. Their numbers are not used again."""
     audit.touched(model_id)
     await asyncio.to_thread(backend.published.delete_model, asking.tenant, model_id)
     return DeletedVersions(id=model_id)
@@ -136,13 +136,13 @@ async def model_file(
 
 @router.get("/models/{model_id}/provenance")
 async def model_provenance(model_id: ModelId, backend: Backed, asking: Asking) -> Envelope:
-    """The signed statement of what a version was made from: in-toto's, with SLSA's provenance, in DSSE's envelope."""
+    """The signed statement of a version's origin: in-toto with SLSA provenance, in a DSSE envelope."""
     return await asyncio.to_thread(backend.published.provenance, asking.tenant, model_id)
 
 
 @router.get("/provenance/keys")
 async def provenance_keys(backend: Backed, asking: Asking) -> tuple[PublicKey, ...]:
-    """The public keys by which statements of this installation are checked. Keep them elsewhere to trust them."""
+    """The public keys that verify statements of this installation. Keep a copy elsewhere to trust them."""
     return await asyncio.to_thread(public_keys, backend.settings)
 
 

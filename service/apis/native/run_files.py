@@ -1,4 +1,4 @@
-"""The native API's endpoints beside runs: overview and sparklines, reports, job files, rollouts."""
+"""More endpoints of runs in the native API: overview and sparklines, reports, job files, rollouts."""
 
 import asyncio
 from typing import Annotated
@@ -71,7 +71,7 @@ async def show_job(run_id: RunId, job_id: JobId, fence: FenceLabel, backend: Bac
 
 @router.get("/runs/{run_id}/jobs/{job_id}/{fence}/output", response_class=Response, responses=TEXT)
 async def show_output(run_id: RunId, job_id: JobId, fence: FenceLabel, backend: Backed, asking: Asking) -> Response:
-    """The end of what the worker of an attempt that went wrong wrote to stdout and stderr."""
+    """The end of stdout and stderr of the worker of a failed attempt."""
     await backend.runs.record(asking.tenant, run_id)
     data = await asyncio.to_thread(backend.run_files.output, run_id, job_id, fence)
     return PlainTextResponse(data)

@@ -1,4 +1,4 @@
-"""The native API, `/api/v1`: runs, files and dataset checks. The CLI is a client of it, and so may be anybody."""
+"""The native API, `/api/v1`: runs, files and dataset checks. The CLI is one of its clients."""
 
 import asyncio
 import time
@@ -94,7 +94,7 @@ class RunRequest(RootModel[SFTRun | DPORun | DistillRun | RewardRun | RLRun]):
 
 
 async def _source(request: Request) -> Source:
-    """Return what runs of this request say of where they come from. The middleware (edge.py) knows sessions."""
+    """Return the source recorded in runs of this request. The middleware (edge.py) knows sessions."""
     return Source(api="page" if request.state.is_from_page else "native")
 
 
@@ -104,7 +104,7 @@ SentBy = Annotated[Source, Depends(_source)]
 async def _submitting(
     backend: Backed, asking: Asking, source: SentBy, idempotency_key: IdempotencyKey = None
 ) -> Callable[[Run], Awaitable[RunView]]:
-    """Return what starts a run. A repeated key means the same run, whatever a name in it stands for by then."""
+    """Return a function that starts a run. A repeated key gives the same run, whatever its names mean by then."""
 
     async def submit(run: Run) -> RunView:
         named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run)
@@ -211,7 +211,7 @@ async def list_runs(
     state: State | None = None,
     kind: Kind | None = None,
     words: Annotated[str | None, Query(max_length=128, description="within the id, the name or the model")] = None,
-    idle: Annotated[bool, Query(description="with sessions that have waited for a command for a day")] = False,
+    idle: Annotated[bool, Query(description="include sessions that have waited for a command for a day")] = False,
 ) -> RunPage:
     """Runs, newest first, as they stood a second ago at most.
 
@@ -269,12 +269,12 @@ async def run_events(
     asking: Asking,
     after: Annotated[str | None, Query(max_length=256, description="the `next` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
-    wait_s: Annotated[float, Query(ge=0, le=60, description="wait so long for the first new event")] = 0,
+    wait_s: Annotated[float, Query(ge=0, le=60, description="how many seconds to wait for the first new event")] = 0,
 ) -> Any:
     """The workers' events, in order.
 
-    `Accept: text/event-stream` streams until the run ends (`Last-Event-ID` goes on); `application/x-ndjson` gives
-    lines.
+    `Accept: text/event-stream` streams until the run ends (`Last-Event-ID` continues a stream);
+    `application/x-ndjson` gives lines.
     """
     await backend.runs.record(asking.tenant, run_id)
     wanted = request.headers.get("accept", "")
@@ -302,7 +302,7 @@ async def _events_within(
 async def _event_pages(backend: Backend, tenant: str, run_id: str, after: str | None) -> AsyncIterator[EventPage]:
     """Yield pages of events as they come, until the run has ended and all were read."""
     while True:
-        ended = await _has_ended(backend, tenant, run_id)  # asked first: what is read next is then complete
+        ended = await _has_ended(backend, tenant, run_id)  # first, so that the next page is complete if it has ended
         page = await backend.reader.events(run_id, after, _EVENTS_AT_ONCE)
         yield page
         after = page.next or after

@@ -110,7 +110,7 @@ async def create_tenant(request: JsonBody[TenantRequest], backend: Backed, askin
 
 
 def _shared_folders(backend: Backend) -> str | None:
-    """The warning for a second tenant where all tenants may read folders of the hosts; None where none is open."""
+    """The warning for a second tenant if all tenants may read folders of the hosts; None if no folder is open."""
     if not (roots := backend.settings.download.file_roots):
         return None
     text = f"every tenant may read files below {', '.join(map(str, roots))} on this installation's hosts"
@@ -138,7 +138,7 @@ async def tenant_usage(tenant: Tenant, backend: Backed) -> TenantUsage:
 
 @router.put("/tenants/{tenant}/quotas", dependencies=_operators)
 async def set_quotas(tenant: Tenant, quotas: JsonBody[QuotaSettings], backend: Backed) -> TenantRecord:
-    """Give a tenant quotas of its own; fields that are not given are the installation's again."""
+    """Set a tenant's quotas. Fields that are left out return to the installation's values."""
     backend.quotas.check_priced(quotas)
     return await backend.tenants.set_quotas(tenant, quotas)
 
@@ -146,10 +146,10 @@ async def set_quotas(tenant: Tenant, quotas: JsonBody[QuotaSettings], backend: B
 @router.post("/gc", dependencies=_operators)
 async def collect_garbage(
     backend: Backed,
-    dry_run: Annotated[bool, Query(description="only say what would be deleted")] = True,
+    dry_run: Annotated[bool, Query(description="only report what would be deleted")] = True,
     wait_s: Annotated[float, Query(ge=0, le=600, description="how long to wait for the end")] = 60,
 ) -> GarbageView:
-    """Measure what all tenants store, and delete what the installation's policies let go. A repeated call joins."""
+    """Measure all tenants' storage, and delete objects that the policies expire. A repeated call joins."""
     return await backend.garbage.collect(GarbageRequest(is_dry=dry_run), wait_s)
 
 

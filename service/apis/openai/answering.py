@@ -1,4 +1,4 @@
-"""Answers to questions over HTTP: whole, or as a stream of server-sent events while they are drawn."""
+"""Answers to questions over HTTP: whole, or as a stream of server-sent events during sampling."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -38,9 +38,9 @@ async def answered(
     whole: Callable[[T], BaseModel] | None = None,
 ) -> Response:
     """Return an answer, or with `chunks` a stream of it. The stream begins with the first text, so that an early
-    refusal still has a status of its own.
+    refusal still sets the HTTP status.
 
-    `whole`: translates an answer that is not streamed; without it the answer is passed on as it is.
+    `whole`: translates an answer that is not streamed; without it the answer is passed on unchanged.
     """
     draft = PartialAnswer() if chunks else None
     task = asyncio.ensure_future(ask(draft))
@@ -62,7 +62,7 @@ async def _unless_gone(
 ) -> Reply[T]:
     """Wait for a task, and cancel it when the client hangs up.
 
-    Raises TimeoutError: it is not there yet, and goes on: it took too long, or has `begun`.
+    Raises TimeoutError: the wait took too long, or `begun` is set; the task keeps running.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
@@ -88,7 +88,7 @@ async def _either(first: "asyncio.Future[Any]", second: "asyncio.Future[Any]", t
 
 
 async def _events(task: "asyncio.Future[Reply[T]]", draft: PartialAnswer, chunks: Chunks[T]) -> AsyncIterator[str]:
-    """Server-sent events: what has been drawn, comments while nothing comes, then the rest of the answer."""
+    """Server-sent events: new text, comments while there is none, then the rest of the answer."""
     try:
         while not task.done():
             growing = asyncio.ensure_future(draft.changed.wait())

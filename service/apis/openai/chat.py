@@ -1,4 +1,4 @@
-"""`/v1/models` and completions in OpenAI's shape, from what the asking tenant has published."""
+"""`/v1/models` and completions in OpenAI's format, for the tenant's published models."""
 
 import asyncio
 from functools import partial
@@ -46,7 +46,7 @@ async def list_models(asking: Asking, backend: Backed) -> ServedModels:
 
 @router.get("/models/{model_id:path}")
 async def get_model(model_id: str, asking: Asking, backend: Backed) -> ServedModel:
-    """Show what is published as `name`, its newest version, or as `name:v3`; or a base model."""
+    """Show a published model, by `name` its newest version or by `name:v3`; or a base model."""
     try:
         return await asyncio.to_thread(backend.published.show, asking.tenant, model_id)
     except NotFound:
@@ -58,7 +58,7 @@ async def get_model(model_id: str, asking: Asking, backend: Backed) -> ServedMod
 
 @router.delete("/models/{model_id:path}", dependencies=[Depends(require("write"))])
 async def delete_model(model_id: str, asking: Asking, backend: Backed) -> DeletedModel:
-    """Delete what was published: `name:v3` one version, `name` all of them. Their numbers are not given again."""
+    """Delete a published model: `name:v3` deletes one version, `name` all. Their numbers are not used again."""
     audit.touched(model_id)
     await asyncio.to_thread(backend.published.delete_model, asking.tenant, model_id)
     return DeletedModel(id=model_id)
@@ -66,14 +66,14 @@ async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Delete
 
 @router.post("/chat/completions", response_model=ChatCompletion)
 async def chat(body: JsonBody[ChatRequest], request: Request, asking: Asking, backend: Backed) -> Response:
-    """Ask a published adapter or model, or a base model. `stream` sends the text as it is drawn."""
+    """Ask a published adapter or model, or a base model. `stream` sends text while it is sampled."""
     chunks = partial(ChatChunks, model=body.model, include_usage=_tells_usage(body)) if body.stream else None
     return await answered(request, partial(backend.inference.chat, asking.tenant, body), chunks)
 
 
 @router.post("/completions", response_model=CompletionResponse)
 async def complete(body: JsonBody[CompletionRequest], request: Request, asking: Asking, backend: Backed) -> Response:
-    """Continue a text, or token ids, without a chat template. `stream` sends the text as it is drawn."""
+    """Continue a text, or token ids, without a chat template. `stream` sends text while it is sampled."""
     chunks = partial(TextChunks, model=body.model, include_usage=_tells_usage(body)) if body.stream else None
     return await answered(request, partial(backend.inference.complete, asking.tenant, body), chunks)
 

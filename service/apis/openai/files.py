@@ -134,7 +134,7 @@ async def _shown(backend: Backend, tenant: str, file_id: str) -> FileRecord:
 
 @router.delete("/files/{file_id}")
 async def delete_file(file_id: str, asking: Asking, backend: Backed) -> DeletedFile:
-    """Delete a file. What a job made is deleted with its job alone."""
+    """Delete a file. A job's result files are only deleted with the job."""
     if results.is_result(file_id):
         await results.find_result_file(backend, asking.tenant, file_id)
         raise InvalidInput("this file belongs to a job, and is kept as long as the job", "file_id")
@@ -149,7 +149,7 @@ class UploadRequest(Frozen):
     filename: str = Field(min_length=1, max_length=1024)
     purpose: str = Field(max_length=64)
     size: int = Field(alias="bytes", ge=1, le=1 << 40)
-    mime_type: str = Field(max_length=256, description="not looked at: what a file holds is seen when it is read")
+    mime_type: str = Field(max_length=256, description="ignored: the format is detected from the content")
 
 
 class CompleteUpload(Frozen):

@@ -29,7 +29,7 @@ def described(**fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class _HandedOn(UploadFile):
-    """A pipe of one piece: its writer waits until the reader has taken what was written."""
+    """A pipe of one piece: its writer waits until the reader has taken the piece."""
 
     def __init__(self, pieces: MemoryObjectSendStream[bytes]) -> None:
         super().__init__(BytesIO())
@@ -40,7 +40,7 @@ class _HandedOn(UploadFile):
 
 
 class FileForm(MultiPartParser):
-    """A form with one file, before or after which fields may come: `fields` is complete when `chunks` has ended."""
+    """A form with one file, and fields before or after it: `fields` is complete when `chunks` has ended."""
 
     def __init__(self, content_type: str | None, body: AsyncGenerator[bytes, None], file_field: str) -> None:
         """Raises InvalidInput for a content type of another kind. `file_field`: the name of the form's one file."""

@@ -64,7 +64,7 @@ class GraderMetadata(BaseModel):
 
 
 class GraderAnswer(BaseModel):
-    """`reward` is 0 where there is no grade; then `metadata.errors` says why."""
+    """`reward` is 0 if there is no grade; then `metadata.errors` says why."""
 
     object: Literal["grader.run"] = "grader.run"
     reward: float

@@ -105,7 +105,7 @@ def response_id(completion_id: str) -> str:
 
 
 def completed(asked: ResponseObject, answer: ChatCompletion) -> ResponseObject:
-    """Return a response with its answer. Of a request it has at first only the settings (`asked`)."""
+    """Return a response with its answer. `asked`: the response before it, with only the request's settings."""
     [choice] = answer.choices
     status: ResponseStatus = "incomplete" if choice.finish_reason == "length" else "completed"
     output: list[OutputMessage | OutputCall] = []
@@ -143,7 +143,7 @@ def _call(of_response: str, number: int, call: ToolCall) -> OutputCall:
 
 
 class ResponseEvents:
-    """The events of a streamed response: what is new of its text while it is drawn, then the rest."""
+    """The events of a streamed response: new text while it is sampled, then the rest."""
 
     end: ClassVar[str] = ""
 

@@ -1,4 +1,4 @@
-"""Answers as streams of chunks: what is new of each choice while it is drawn, and the rest once the answer is there."""
+"""Answers as streams of chunks: new text of each choice while it is sampled, then the rest of the finished answer."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -24,9 +24,9 @@ class SentTexts:
         return is_new
 
     def new(self, index: int, text: str) -> str:
-        """Return what of a choice's text, all that it has so far, has not been sent.
+        """Return the part of a choice's current text that has not been sent.
 
-        Raises SamplerUnavailable: what was sent is not the beginning of it.
+        Raises SamplerUnavailable: the text does not begin with the part that was sent.
         """
         sent = self._texts.get(index, "")
         if not text.startswith(sent):
@@ -43,10 +43,10 @@ def failure(message: str) -> ErrorResponse:
 
 
 class ChatChunks:
-    """The chunks of an answer to messages: of each choice its role, its text, its tool calls, why it ended.
+    """The chunks of an answer to messages: each choice's role, text, tool calls and finish reason.
 
-    `answer_id` stands in a choice's first chunk, from which openai's client takes what it keeps of a choice beside the
-    message, and in the last one, if the answer is remembered.
+    If the answer is remembered, a choice's first and last chunks have `answer_id`: openai's client takes a choice's
+    extra fields from its first chunk.
     """
 
     end: ClassVar[str] = DONE
@@ -65,7 +65,7 @@ class ChatChunks:
                 yield self._chunk(ChunkChoice(index=index, delta={"content": new}))
 
     def rest(self, answer: ChatCompletion) -> Iterator[ChatChunk]:
-        """Return what is left of the answer. Log-probabilities and token ids come with the last of the text."""
+        """Return the rest of the answer. Log-probabilities and token ids come with the last of the text."""
         prompt_ids = answer.prompt_token_ids
         for choice in answer.choices:
             if self._sent.begins(choice.index):
@@ -115,7 +115,7 @@ class TextChunks:
                 yield self._chunk(Choice(index=index, text=new))
 
     def rest(self, answer: CompletionResponse) -> Iterator[CompletionChunk]:
-        """Return what is left of the answer."""
+        """Return the rest of the answer."""
         for choice in answer.choices:
             yield self._chunk(choice.model_copy(update={"text": self._sent.new(choice.index, choice.text)}))
         if self._include_usage:

@@ -1,1 +1,1 @@
-"""Tinker's API, below /tinker: what its SDK asks is done by sessions, published adapters and samplers."""
+"""Tinker's API, below /tinker: requests of its SDK use sessions, published adapters and samplers."""

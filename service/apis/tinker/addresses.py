@@ -1,4 +1,4 @@
-"""What every request below /tinker has in common: its address, the header of its key, the shape of its errors."""
+"""Common parts of all requests below /tinker: the address, the header of the key, the format of errors."""
 
 from typing import Any
 
@@ -16,15 +16,15 @@ def is_tinker(path: str) -> bool:
 
 
 def tinker_key(path: str, header: str) -> str | None:
-    """Return the Authorization header that stands for Tinker's X-API-Key; None where there is none.
+    """Return the Authorization header equivalent to Tinker's X-API-Key; None without one.
 
-    Its SDK wants every key to begin with `tml-`, which is left out.
+    Its SDK wants every key to begin with `tml-`; that prefix is removed.
     """
     return f"Bearer {header.removeprefix(_PREFIX)}" if header and is_tinker(path) else None
 
 
 def error_body(status: int, kind: str, message: str, place: str | None) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body of an error: as a failed future tells it, with its type and place beside."""
+    """Return the status and the body of an error: in the form of a failed future, plus its type and place."""
     category = "server" if status >= 500 else "user"
     text = f"{place}: {message}" if place else message
     return _BY_KIND.get(kind, status), {"error": text, "category": category, "type": kind, "place": place}

@@ -1,4 +1,4 @@
-"""Files of checkpoints, by addresses that are signed: whoever has one may read it for an hour, without a key.
+"""Files of checkpoints, by signed URLs: whoever has one may read the file for an hour, without a key.
 
 An address ends with the key that asked for it.
 """

@@ -1,6 +1,6 @@
-"""What Tinker's operations share: the parts of the service for one request's tenant, and ids of requests under way.
+"""Common parts of Tinker's operations: the service's parts for one request's tenant, and ids of pending requests.
 
-Those ids say themselves what they are of, so that a killed service needs no memory.
+The ids contain everything needed to find the result, so that a restarted service needs no state.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _LONGEST = 4096
 
 @dataclass(frozen=True)
 class TrainingFuture:
-    """A command of a model's session under way, and what its answer needs beside the command's result.
+    """A pending command of a model's session, and what its answer needs in addition to the command's result.
 
     `detail`: of `passes` the loss as it was asked for; of `save` the checkpoint's path; of `sampler` the sampling
     session's id; of `load` the path.
@@ -55,7 +55,7 @@ class TrainingFuture:
 
     @classmethod
     def parse(cls, request_id: str) -> Self:
-        """Raises NotFound for what is no such id."""
+        """Raises NotFound if it is not such an id."""
         missing = NotFound(f"there is no request {request_id[:120]}")
         parts = request_id.split("|")
         if len(parts) != 4 or len(request_id) > _LONGEST:
@@ -80,12 +80,12 @@ def loss_detail(loss_fn: str, config: Mapping[str, float | str], asked: str) -> 
 def loss_of_detail(detail: str) -> tuple[str, dict[str, float | str], str]:
     """Return the loss that is computed, its settings, and the name that was asked for.
 
-    Raises NotFound for what `loss_detail` has not made.
+    Raises NotFound if `loss_detail` has not made it.
     """
     try:
-        loss_fn, config, *asked = json.loads(detail)  # requests of earlier releases say two things alone
-        if isinstance(loss_fn, str) and isinstance(config, dict) and asked in ([], [loss_fn], [STABLE_REINFORCE]):
-            return loss_fn, config, asked[0] if asked else loss_fn
+        loss_fn, config, asked = json.loads(detail)
+        if isinstance(loss_fn, str) and isinstance(config, dict) and asked in (loss_fn, STABLE_REINFORCE):
+            return loss_fn, config, asked
     except (ValueError, RecursionError):
         pass
     raise NotFound("there is no such request")
@@ -121,7 +121,7 @@ class Gateway:
         return await self.read(self.records.model, model_id)
 
     def uri_of(self, base_model: str) -> str:
-        """Return where a base model is, by the name that clients give it, in the form that runs have it in."""
+        """Return the URI of a base model that clients name, in the form that runs use."""
         return one_form(self.settings.models.get(base_model, base_model))
 
     def check_same(self, base_model: str | None, of_checkpoint: str) -> None:

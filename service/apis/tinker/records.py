@@ -1,7 +1,7 @@
-"""What is kept of Tinker's sessions, models, checkpoints and samplers: small records in the store, tenant by tenant.
+"""Records of Tinker's sessions, models, checkpoints and samplers: small objects in the store, per tenant.
 
-A model is one of our sessions, and a request to train it one of that session's commands. So a record says which
-session and which command; what became of it stands there.
+A model is one of our sessions, and a request to train it is one of that session's commands. A record refers to the
+session and the command, which have the result.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ R = TypeVar("R", bound="TinkerRecord")
 
 
 class TinkerRecord(Frozen):
-    """A record. `folder`: where those of its kind lie."""
+    """A record. `folder`: the prefix of records of its kind."""
 
     folder: ClassVar[str]
     created_at: float = Field(default_factory=time.time)
@@ -47,7 +47,7 @@ class TinkerRecord(Frozen):
 
 
 class SessionRecord(TinkerRecord):
-    """A client's session: what it has made belongs to it, and it ends when the client says so."""
+    """A client's session. It owns the models and samplers made in it, and ends when the client ends it."""
 
     folder: ClassVar[str] = "sessions"
     session_id: str
@@ -94,7 +94,7 @@ class SessionPart:
 class ModelRecord(TinkerRecord):
     """A model in training, and the session of ours that it is.
 
-    `before`: commands of the session before the model's first request: 1 where it began by loading a state.
+    `before`: commands of the session before the model's first request: 1 if it began by loading a state.
     """
 
     folder: ClassVar[str] = "models"
@@ -106,7 +106,7 @@ class ModelRecord(TinkerRecord):
     rank: int
     train_mlp: bool
     train_attn: bool
-    train_unembed: bool = False  # of models that were made before it was trained here
+    train_unembed: bool
     before: Literal[0, 1] = 0
     user_metadata: Metadata | None = None
 

@@ -1,4 +1,4 @@
-"""Requests of Tinker's SDK in JSON. A field that is not known here is refused, as it might change what is asked."""
+"""Requests of Tinker's SDK in JSON. Unknown fields are refused, since they might change the request's meaning."""
 
 from typing import Annotated, Any, Literal
 
@@ -120,7 +120,7 @@ class SaveExternal(OfModel):
 
 
 class LoadWeights(TinkerRequest):
-    """Of a model (`model_id`, `seq_id`), or as the first thing of a new one (`session_id`, `model_seq_id`)."""
+    """Load into a model (`model_id`, `seq_id`), or make a new one from weights (`session_id`, `model_seq_id`)."""
 
     model_id: Id | None = None
     seq_id: Seq | None = None
@@ -185,9 +185,9 @@ class SampleRequest(TinkerRequest):
     record_stability_info: bool | None = None
 
     def check(self, records_nothing: bool = False) -> None:
-        """Refuse by its value what no sampler here tells. Raises InvalidInput.
+        """Refuse fields that ask for something no sampler here returns. Raises InvalidInput.
 
-        `records_nothing`: stable_reinforce has a substitute, which needs no record, as the session's client was told.
+        `records_nothing`: stable_reinforce has a substitute, which needs no record; the client's session said that.
         """
         if self.prompt_alt_tokens_k:
             raise InvalidInput("samplers here draw no tokens within the prompt: give 0", "prompt_alt_tokens_k")

@@ -1,4 +1,4 @@
-"""Tinker's REST client: what there is of sessions, models in training ("training runs") and checkpoints."""
+"""Tinker's REST client: lists sessions, models in training ("training runs") and checkpoints."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -129,7 +129,7 @@ async def list_all_checkpoints(gateway: AtGateway, limit: Limit = 100, offset: O
 
 @router.delete(_CHECKPOINT)
 async def delete_checkpoint(checkpoint: Named, gateway: AtGateway) -> None:
-    """Forget a checkpoint, and delete what it had published. A state goes when its model keeps newer ones."""
+    """Delete a checkpoint's record and published version. Its state is deleted when the model keeps newer ones."""
     audit.touched(checkpoint.path)
     await downloads.unpublish(gateway, checkpoint)
     await gateway.read(gateway.records.delete, checkpoint)
@@ -170,7 +170,7 @@ async def archive_url(checkpoint: Named, request: Request, gateway: AtGateway) -
 
 @router.post("/weights_info")
 async def weights_info(body: JsonBody[TinkerPath], gateway: AtGateway) -> dict[str, Any]:
-    """Say what a checkpoint is of, so that a model can be made for it."""
+    """Return a checkpoint's base model and shape, so that a model can be made for it."""
     checkpoint = await gateway.read(gateway.records.checkpoint, body.tinker_path)
     model = await gateway.model(checkpoint.model_id)
     return {
@@ -245,14 +245,14 @@ def _number(place: str) -> int:
 
 @router.put("/sessions/{session_id}/project")
 async def set_project(session_id: str, body: JsonBody[SetProject], gateway: AtGateway) -> None:
-    """Name a session's project: a label here, by which its models are listed."""
+    """Name a session's project: a label here, which filters lists of its models."""
     session = await gateway.read(gateway.records.session, session_id)
     await gateway.records.put(session.model_copy(update={"project_id": body.project_id}))
 
 
 @router.post("/sessions/search")
 async def search_sessions(body: JsonBody[SearchSessions], gateway: AtGateway) -> dict[str, Any]:
-    """Find sessions by what their client said of them, newest first."""
+    """Find sessions by the tags and metadata that their client gave, newest first."""
     places = (await gateway.read(gateway.records.places, SessionRecord))[::-1][:_MOST_SESSIONS]
     begin = 0 if body.cursor is None else _after(places, body.cursor.last_session_id)
     found: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""`retrieve_future`: what a request under way came to, or that it is not done yet."""
+"""`retrieve_future`: the result of a pending request, or that it is not done yet."""
 
 import asyncio
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ async def retrieve_future(body: JsonBody[RetrieveFuture], request: Request, gate
 
 @router.post("/cancel_future")
 async def cancel_future(body: JsonBody[CancelFuture], request: Request, gateway: AtGateway) -> dict[str, str]:
-    """Give up a sample that nobody waits for. What trains a model is never taken back."""
+    """Cancel a sample that nobody waits for. Requests that train a model are never cancelled."""
     if body.request_id.startswith(SAMPLE):
         _samples(request).cancel(gateway.tenant, body.request_id)
     return {"request_id": body.request_id}
@@ -133,7 +133,7 @@ async def _answer(
 
 
 async def _scores(gateway: Gateway, request: Request, key: str, detail: str, result: CommandResult) -> bytes:
-    """Return the answer to a command in the store: what a large one's scores make is made in a child."""
+    """Return the answer to a command in the store; a child process converts large results."""
     decoding = gateway.backend.decoding
     async with decoding.scratch() as command, decoding.scratch() as made:
         size = await asyncio.to_thread(_copy, gateway, key, command)

@@ -1,4 +1,4 @@
-"""Sampling sessions, and samples under way.
+"""Sampling sessions, and pending samples.
 
 A sample is on record with its seed before it is acknowledged, so that a killed service draws it again. The results of
 the newest are kept in memory for clients that ask twice. Others are drawn again: to the same tokens.
@@ -240,7 +240,7 @@ async def _published(gateway: Gateway, name: str) -> tuple[Target, str]:
         raise NotFound(message) from None
 
 
-# Questions to samplers, and what they answer. Pure.
+# Questions to samplers, and their answers. Pure.
 
 
 def parts(asked: SampleRequest) -> list[tuple[int, int]]:
@@ -321,7 +321,7 @@ def answer_bytes(asked: SampleRequest, content: bytes) -> bytes:
 
 
 def _likeliest(told: Mapping[str, float], k: int) -> Likely:
-    """Return the k likeliest tokens of a place. The one that was drawn is told too, however unlikely."""
+    """Return the k likeliest tokens of a position. `told` also has the sampled token, however unlikely."""
     ranked = sorted(told.items(), key=lambda each: -each[1])[:k]
     return [(int(name.removeprefix(TOKEN_ID)), logprob) for name, logprob in ranked]
 

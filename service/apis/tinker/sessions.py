@@ -1,4 +1,4 @@
-"""Tinker's sessions: what a client asks before it trains or samples anything."""
+"""Tinker's sessions: the requests that a client sends before it trains or samples."""
 
 import secrets
 import time
@@ -64,7 +64,7 @@ async def client_dynamic_config(_: JsonBody[ClientConfigRequest]) -> dict[str, A
 
 @router.post("/telemetry", dependencies=TRAINS_OR_SAMPLES)
 async def telemetry(request: Request) -> dict[str, str]:
-    """Accept what the SDK tells of itself, and drop it."""
+    """Accept the SDK's telemetry, and drop it."""
     async for _ in request.stream():
         pass
     return {"status": "accepted"}
@@ -86,7 +86,7 @@ async def create_session(body: JsonBody[CreateSession], gateway: AtGateway) -> d
 
 
 def about_session(settings: TinkerSettings) -> str | None:
-    """What a client is told as its session begins, if anything."""
+    """The message for a client whose session begins, if any."""
     if settings.stable_reinforce is None:
         return None
     return f"stable_reinforce is not computed here: {settings.stable_reinforce} is, in its place"
@@ -110,7 +110,7 @@ async def finish_session(session_id: str, body: JsonBody[FinishSession], gateway
 
 
 async def close(gateway: Gateway, model: ModelRecord) -> None:
-    """End the session that a model is. One that has ended is left as it is."""
+    """End a model's session, unless it has ended already."""
     try:
         await gateway.backend.sessions.close(gateway.tenant, model.run_id)
     except (Conflict, NotFound):

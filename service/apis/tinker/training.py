@@ -232,7 +232,7 @@ def expiry(ttl_seconds: int | None) -> float | None:
 async def _named(
     gateway: Gateway, model: ModelRecord, seq_id: int, checkpoint: CheckpointRecord, overwrite: bool
 ) -> Future:
-    """Save a state under a name. What is to be sampled from or downloaded is published, so that it stays."""
+    """Save a state under a name. A state to sample from or to download is published, so that it is kept."""
     await gateway.records.claim(checkpoint, overwrite)
     audit.touched(checkpoint.path)
     save = commands.SaveState(publish=checkpoint.kind != "weights")

@@ -1,4 +1,4 @@
-"""Tinker's data and losses as commands of sessions, and their results as Tinker tells them.
+"""Converts Tinker's data and losses to commands of sessions, and their results to Tinker's format.
 
 Tinker's losses are sums over a datum's targets, whose place i follows the token i of the input. Shape suffixes:
 N places of a datum, K targets in each.
@@ -277,7 +277,7 @@ def _in_range(ids: NDArray[Any], place: str) -> NDArray[Any]:
 
 
 def _dense(tensor: Tensor, place: str) -> NDArray[Any]:
-    """Return a tensor as a matrix [N, K]: cells that a sparse one does not list hold 0. Its size is bounded."""
+    """Return a tensor as a matrix [N, K]: cells that a sparse one does not list are 0. Its size is limited."""
     if tensor.ends is None or tensor.columns is None:
         return tensor.values.reshape(tensor.shape[0], -1)
     if tensor.shape[1] > MAX_TOP_K or tensor.shape[0] * tensor.shape[1] > MAX_ANSWER:
@@ -299,13 +299,13 @@ def _floats(values: NDArray[Any], place: str) -> NDArray[Any]:
 def scores_and_metrics(
     data: bytes, loss_fn: str, config: Config, result: CommandResult, asked: str
 ) -> tuple[list[WireScores], dict[str, float]]:
-    """Return the scores of each datum, place by place, and metrics whose names say how chunks are put together.
+    """Return the scores of each datum by position, and metrics whose names say how to combine chunks.
 
-    The log-probability of a place that was not scored, as its weight is 0, is told as 0.
+    A position of weight 0 was not scored; its log-probability is returned as 0.
 
     Args:
         data: the command's file.
-        asked: the loss by the name that its client gave it. If another one was computed in its place, that is told.
+        asked: the loss that the client named. The metrics say if another one was computed in its place.
     """
     command, units = read_command(data)
     assert units is not None and result.data is not None
@@ -330,7 +330,7 @@ def _reduction(name: str) -> str:
 
 
 def metrics_of_step(result: CommandResult) -> dict[str, float]:
-    """Return the metrics of an optimizer step. Those of its gradients were told with them."""
+    """Return the metrics of an optimizer step. Those of its gradients came with the gradients."""
     return {f"{name}:mean": value for name, value in result.metrics.items() if name in _OF_STEP}
 
 
@@ -345,7 +345,7 @@ def _loss(units: Units, places: slice, logprobs_N: Floats, loss_fn: str, config:
     return float(np.sum(weights_N[scored] * values))
 
 
-# For a child process: what is handed to it and what it makes lie in files.
+# For a child process: its input and output are files.
 
 MAX_COMMAND_BYTES = 32 << 20
 """Of a command as it is stored, where a sparse matrix has its empty cells, too."""
@@ -379,15 +379,15 @@ def head_of_body(body: bytes, encoding: str) -> SentRequest:
 
 
 def head_of(body: str, encoding: str) -> Head:
-    """Read whose request lies in a file. Raises InvalidInput for what is no request."""
+    """Read the model id and number of a request in a file. Raises InvalidInput if it is no request."""
     sent = head_of_body(Path(body).read_bytes(), encoding)
     return Head(model_id=sent.model_id, seq_id=sent.seq_id)
 
 
 def make_command(body: str, encoding: str, made: str, substitute: str | None) -> str:
-    """Write a request's command into a file. Returns what its future tells of its loss. Raises InvalidInput.
+    """Write a request's command into a file. Returns the loss detail of its future. Raises InvalidInput.
 
-    `substitute`: the loss that is computed where stable_reinforce is asked for.
+    `substitute`: the loss that is computed if stable_reinforce is requested.
     """
     batch = SentRequest(plain_body(Path(body).read_bytes(), encoding)).batch()
     computed = with_substitute(batch, substitute)

@@ -1,6 +1,6 @@
-"""Messages of Tinker's protocol buffers, as far as they are read or written here, and bodies under zstd.
+"""The messages of Tinker's protocol buffers that are used here, and zstd-compressed bodies.
 
-What comes is bounded before anything is made of it, and leaves this module as plain dataclasses of numpy arrays.
+Input is checked against limits before it is parsed, and leaves this module as plain dataclasses of numpy arrays.
 """
 
 import math
@@ -26,8 +26,8 @@ _MAX_RATIO, _FREE_BYTES = 1_000, 4 << 20  # a chunk of the SDK's may be of equal
 _MAX_CONFIG = 32
 _MAX_INPUTS = 32
 _PACKAGE = "longshore.tinker"
-# Each field as `name=number type`; `*` behind a type: repeated. Maps are repeated entries on the wire. (A .proto, what
-# protoc makes of it and a test that they agree are more lines than this and `_messages`, and protoc brings grpcio.)
+# Each field as `name=number type`; `*` behind a type: repeated. Maps are repeated entries on the wire. (A .proto, its
+# generated code and a test that they agree are more lines than this and `_messages`, and protoc brings grpcio.)
 _SCHEMA = {
     "SparseCsr": "values=1 bytes, crow_indices=2 bytes, col_indices=3 bytes",
     "Tensor": "dense=1 bytes, sparse_csr=2 SparseCsr, dtype=3 int32, shape=4 int64*",
@@ -61,7 +61,7 @@ Likely = Sequence[tuple[int, float]]
 @dataclass(frozen=True)
 class Tensor:
     """A loss's input. Dense: `values` have the `shape`. Sparse (CSR): rows end at `ends` within `values`, and `columns`
-    are theirs; all other places hold 0.
+    are their columns; all other cells are 0.
     """
 
     values: NDArray[Any]
@@ -72,7 +72,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class SentDatum:
-    """A sequence as it was sent: the model's input, and what its loss needs by name."""
+    """A sequence in a request: the model's input, and the inputs of its loss by name."""
 
     tokens: NDArray[np.int32]
     inputs: dict[str, Tensor]
@@ -128,7 +128,7 @@ def plain_body(body: bytes, encoding: str) -> bytes:
 
 
 def plain_bytes(body: bytes, encoding: str) -> int:
-    """Return how many bytes a body says that it has without its encoding. Raises as `plain_body` does."""
+    """Return a body's uncompressed size by its own header. Raises the errors of `plain_body`."""
     if encoding in ("", "identity"):
         return len(body)
     if encoding != "zstd":
@@ -180,7 +180,7 @@ def fields_of(text: bytes) -> Iterator[tuple[int, bytes, bytes]]:
 
     What is cut off the parser refuses.
 
-    Raises InvalidInput for groups, which no client sends: the parser passes over them, so what they hide would count.
+    Raises InvalidInput for groups, which no client sends: the parser skips them, but their content would count here.
     """
     at = 0
     while (begin := at) < len(text):
@@ -357,10 +357,10 @@ class WireSample:
 
 @dataclass(frozen=True)
 class WirePromptScores:
-    """What is told of a prompt's tokens, whose number is P.
+    """Scores of a prompt's P tokens.
 
-    `logprobs`: [P], NaN for a token that was not scored, as the first one; None where nobody has asked. `top`: for each
-    token of the prompt the likeliest ones in its place, at most `k`, with their log-probabilities.
+    `logprobs`: [P], NaN for a token that was not scored, such as the first one; None if not requested. `top`: for each
+    token of the prompt the likeliest ones at its position, at most `k`, with their log-probabilities.
     """
 
     logprobs: Sequence[float] | None = None
@@ -385,7 +385,7 @@ def samples_bytes(drawn: Sequence[WireSample], prompt: WirePromptScores) -> byte
 
 
 def _put_top(message: Any, top: Sequence[Likely], k: int) -> None:
-    """Write the likeliest tokens of each place; nothing where k is 0."""
+    """Write the likeliest tokens of each position; nothing if k is 0."""
     if k:
         rows = [[*row, *[_NO_TOKEN] * (k - len(row))] for row in top]
         message.token_ids = np.asarray([[token for token, _ in row] for row in rows], dtype="<i4").tobytes()

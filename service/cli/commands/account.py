@@ -25,14 +25,14 @@ tenants = group(help="Manage the tenants of this installation, and their quotas.
 app = typer.Typer(rich_markup_mode=None)
 app.add_typer(keys, name="keys")
 app.add_typer(tenants, name="tenants")
-_GC_ANSWERS_S = 30.0  # beyond the time that it is told to wait
+_GC_ANSWERS_S = 30.0  # beyond the wait that was requested
 _QUOTAS = ("concurrent_runs", "gpu_hours", "spending", "stored_bytes", "worker_sharing", "worker_weight")
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Lower case letters, digits and dashes.")]
 Title = Annotated[str, typer.Option(help="A description.")]
 ConcurrentRuns = Annotated[int | None, typer.Option(min=0, help="Runs that have not ended.")]
 GpuHours = Annotated[float | None, typer.Option(min=0, help="GPU hours of the last 30 days.")]
 Spending = Annotated[
-    float | None, typer.Option(min=0, help="Cost of the runs of the last 30 days: at it they are paused.")
+    float | None, typer.Option(min=0, help="Cost of the runs of the last 30 days; at this limit runs are paused.")
 ]
 StoredBytes = Annotated[int | None, typer.Option(min=0, help="Bytes of uploads and published artifacts.")]
 
@@ -43,11 +43,11 @@ class SharingName(StrEnum):
     none = "none"
 
 
-Sharing = Annotated[SharingName | None, typer.Option(help="Whose adapters may be trained beside its own on a worker.")]
+Sharing = Annotated[SharingName | None, typer.Option(help="Tenants whose adapters may share a worker with its own.")]
 
 
 Weight = Annotated[
-    float | None, typer.Option(min=0.001, max=1000, help="Its part of shared workers and of queues, beside others' 1.")
+    float | None, typer.Option(min=0.001, max=1000, help="Its weight in shared workers and queues; the default is 1.")
 ]
 
 
@@ -67,7 +67,7 @@ def whoami(client: "CliClient") -> CommandAnswer:
 
 @command(app)
 def usage(client: "CliClient") -> CommandAnswer:
-    """Show what your tenant uses, and its quotas."""
+    """Show your tenant's usage and quotas."""
     return _usage(client.ask("GET", "/usage"))
 
 
@@ -79,7 +79,7 @@ def audit(
         bool, typer.Option("--everybody", help="Of all tenants; for admins of the first tenant.")
     ] = False,
 ) -> CommandAnswer:
-    """Show the audit log: what was changed or refused, newest first. Needs the scope admin."""
+    """Show the audit log: changes and refusals, newest first. Needs the scope admin."""
     entries = client.ask("GET", "/audit", params={"limit": limit, "everybody": everybody})["entries"]
     names = ("tenant", "key_id", "method", "path", "target", "status", "address")
     rows = ((ago(e["time"]), *(plain(str(e[name] or "")) for name in names)) for e in entries)
@@ -177,7 +177,7 @@ def ls_tenants(client: "CliClient") -> CommandAnswer:
 
 @command(tenants, "usage")
 def usage_of(client: "CliClient", tenant: TenantName) -> CommandAnswer:
-    """Show what a tenant uses, and its quotas."""
+    """Show a tenant's usage and quotas."""
     return _usage(client.ask("GET", f"/tenants/{tenant}/usage"))
 
 
@@ -204,7 +204,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
     wait: Annotated[float, typer.Option(min=0, max=600, help="Seconds to wait for its end.")] = 600,
 ) -> CommandAnswer:
-    """Delete what the installation's policies let go, of all tenants (its operators)."""
+    """Delete objects of all tenants that the installation's policies expire (operators only)."""
     params = {"dry_run": dry_run, "wait_s": wait}
     found = client.ask("POST", "/gc", params=params, timeout=wait + _GC_ANSWERS_S)
     return CommandAnswer(found, partial(_print_collected, found["report"]), DONE if found["report"] else NOT_FINISHED)
@@ -226,8 +226,6 @@ def _print_collected(report: dict[str, Any] | None) -> None:
     say(f"{report['num_runs']} runs, {report['num_going_on']} go on; {report['took_s']:.1f} s")
     if report["num_withdrawn"]:
         say(f"{report['num_withdrawn']} of them stay: runs that have begun meanwhile use them")
-    if report["held_back_by"]:
-        say(f"nothing that runs share goes before {report['held_back_by']} has ended: it marks nothing as used")
 
 
 def _given(*quotas: float | str | None) -> dict[str, float | str]:

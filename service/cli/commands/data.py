@@ -1,4 +1,4 @@
-"""`validate`, `preview` and `estimate`: what a model will see of a dataset, and what a run would be."""
+"""`validate`, `preview` and `estimate`: the tokens that a model gets from a dataset, and a run's size and cost."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,9 +74,9 @@ def preview(
 
 @contextmanager
 def _request(context: typer.Context, client: "CliClient", num_rows: int) -> "Iterator[PreviewRequest]":
-    """The request of the options; a local dataset is uploaded once they are known to be right.
+    """Yield the request of the options. A local dataset is uploaded once the options are valid.
 
-    What was uploaded for the look alone is deleted after it.
+    A file uploaded only for the preview is deleted afterwards.
     """
     from shared.runs.previews import PreviewRequest
 

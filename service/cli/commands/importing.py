@@ -1,4 +1,4 @@
-"""`longshore import openai`: an account's fine-tuning jobs, read by OpenAI's API and started here."""
+"""`longshore import openai`: read an account's fine-tuning jobs by OpenAI's API, and start them here."""
 
 import os
 import tempfile
@@ -33,7 +33,7 @@ _KNOWN = {
     "reinforcement": (*_PLAIN, "compute_multiplier", "eval_interval", "eval_samples"),
 }
 _SAYS_NOTHING = (None, "auto", "default")
-app = group("import", help="Bring what you have elsewhere.", epilog=_EXAMPLES)
+app = group("import", help="Import jobs and data from elsewhere.", epilog=_EXAMPLES)
 
 
 @dataclass
@@ -59,10 +59,10 @@ def openai(
     client: "CliClient",
     model: Annotated[
         list[str] | None,
-        typer.Option(metavar="THEIRS=OURS", help="The model that is trained here in the place of one of OpenAI's."),
+        typer.Option(metavar="THEIRS=OURS", help="The model to train here instead of one of OpenAI's."),
     ] = None,
-    job: Annotated[list[str] | None, typer.Option(metavar="ftjob-ID", help="Of these jobs alone.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be started, and start nothing.")] = False,
+    job: Annotated[list[str] | None, typer.Option(metavar="ftjob-ID", help="Only these jobs.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be started, and start nothing.")] = False,
     base_url: Annotated[str, typer.Option(envvar="OPENAI_BASE_URL", help="Of OpenAI's API.")] = _THEIR_URL,
     max_file_bytes: Annotated[int, typer.Option(min=1, help="The longest file that is read.")] = 1 << 30,
 ) -> CommandAnswer:
@@ -105,7 +105,7 @@ class _NoCounterpart(Exception):
 
 
 class _Waits(Exception):
-    """A job goes on from what another one has not made yet."""
+    """A job starts from a checkpoint that another one has not made yet."""
 
 
 class _Import:
@@ -120,7 +120,7 @@ class _Import:
         self._uploaded: dict[str, str] | None = None
 
     def all(self, wanted: list[str] | None) -> list[Imported]:
-        """Import the jobs that succeeded, the oldest first, as some go on from what others made."""
+        """Import the jobs that succeeded, oldest first, since a job may start from an older one's model."""
         jobs = self._account.jobs()
         if missing := sorted(set(wanted or ()) - {each.id for each in jobs}):
             raise Stop(f"--job: the account has no job {', '.join(missing)}", NOT_FOUND)
@@ -180,7 +180,7 @@ class _Import:
         raise _NoCounterpart(f"say what is trained in the place of its model: --model {_printable(theirs)}=...")
 
     def _file(self, file_id: str) -> str:
-        """Return the id of a file of theirs here. It is brought once: its name says whose copy it is."""
+        """Return the id here of a file at OpenAI. It is copied once: its name contains the original's id."""
         name = f"{file_id}-{_plain(self._account.file(file_id).filename)}"
         if self._uploaded is None:
             self._uploaded = self._files()
@@ -246,6 +246,6 @@ def _printable(text: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return the last part of a file's name, with _ for what is no letter, digit, dot or dash."""
+    """Return the last part of a file's name, with _ for anything other than letters, digits, dots and dashes."""
     last = name.replace("\\", "/").rpartition("/")[2]
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in last)[-80:] or "data.jsonl"

@@ -1,4 +1,4 @@
-"""`models`, `chat`, `download`, `export` and `verify`: what runs published, asked, fetched and checked."""
+"""`models`, `chat`, `download`, `export` and `verify`: list, ask, fetch and check published models."""
 
 import sys
 import tempfile
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 1.0
 app = typer.Typer(rich_markup_mode=None)
-models = group(help="What runs published: adapters and models, by name; and a look at a folder before any run.")
+models = group(help="Published adapters and models, by name; and a check of a model's folder before any run.")
 app.add_typer(models, name="models")
 ModelName = Annotated[str, typer.Argument(metavar="NAME", help="`name`: its newest version; `name:v3`; `run:step-30`.")]
 Into = Annotated[Path | None, typer.Option(help="The folder to make; ./NAME if absent.")]
@@ -36,7 +36,7 @@ Into = Annotated[Path | None, typer.Option(help="The folder to make; ./NAME if a
 
 @command(models)
 def ls(client: "CliClient") -> CommandAnswer:
-    """List what was published: each name with its newest version."""
+    """List published models: each name with its newest version."""
     from service.inference.published_models import ModelView
 
     found = client.get("/models", tuple[ModelView, ...])
@@ -52,7 +52,7 @@ def ls(client: "CliClient") -> CommandAnswer:
 
 @command(models)
 def show(client: "CliClient", name: ModelName) -> CommandAnswer:
-    """Show what a name stands for, and its files."""
+    """Show the version that a name or id refers to, and its files."""
     from shared.storage.artifacts import FileEntry
 
     view = _view(client, name)
@@ -89,7 +89,7 @@ def check(
     lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Of the adapter whose memory is estimated.")] = 16,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
 ) -> CommandAnswer:
-    """Say what a run would compute of a model, how much memory it wants, and what is refused. Nothing is started.
+    """Show what a run would compute for a model, the memory it needs, and unsupported features. Nothing is started.
 
     Exit code 100 if a run would refuse it.
     """
@@ -138,7 +138,7 @@ def chat(
     as_json: bool,
     name: ModelName,
     message: Annotated[
-        str | None, typer.Argument(metavar="MESSAGE", help="What is said; absent: lines of stdin, one after another.")
+        str | None, typer.Argument(metavar="MESSAGE", help="The message; absent: lines of stdin, one after another.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the likeliest tokens.")] = 0.7,
@@ -161,7 +161,7 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """What a user says: a line each, until the end of stdin."""
+    """The user's messages: a line each, until the end of stdin."""
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("> ")
@@ -204,7 +204,7 @@ def download(
 
 
 def _fetch(client: "CliClient", name: str, target: Path) -> "tuple[FileEntry, ...]":
-    """Fetch what a run of this id published; or what has this name."""
+    """Fetch the published model of a run id, or of a name."""
     if ":" not in name:
         try:
             return fetch_tar(client, f"/runs/{name}/download", name, target)
@@ -255,9 +255,9 @@ def export(
         ),
     ] = None,
 ) -> CommandAnswer:
-    """Write a model for other programs: a whole one in a format of theirs; without a format what was published.
+    """Write a model for other programs: a whole one in their format; without a format the published files.
 
-    The service writes the export, and keeps it beside the version until one of both is deleted.
+    The service writes the export, and stores it with the version until either is deleted.
     """
     formats = [word for word, wanted in (("merged", merged), ("gguf", gguf), ("fp8", fp8), ("mlx", mlx)) if wanted]
     if len(formats) > 1 or sum(place is not None for place in (into, to, push)) > 1:
@@ -301,7 +301,7 @@ def verify(
     name: ModelName,
     key: Annotated[
         Path | None,
-        typer.Option(help="A file of public keys in PEM to trust, in place of those that the service says."),
+        typer.Option(help="A file of public keys in PEM to trust, instead of the service's."),
     ] = None,
     retrain: Annotated[
         bool,
@@ -309,10 +309,10 @@ def verify(
     ] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the choice of steps; absent: at random.")] = None,
 ) -> CommandAnswer:
-    """Check who signed what a version was made from, and every file of it. Exit code 100 if something is not so.
+    """Check the signed statement of a version's origin, and all its files. Exit code 100 if a check fails.
 
     --retrain opens the installation's store with this machine's settings, and trains with its worker: the bits are the
-    same where devices are of the same kind.
+    same if the devices are of the same kind.
     """
     from service.sealing.signing import checked, read_key
     from shared.errors import CorruptArtifact, InvalidInput

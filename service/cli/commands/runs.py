@@ -43,7 +43,7 @@ app = typer.Typer(rich_markup_mode=None)
 session = group(help="Sessions, which a client trains command by command (longshore.client opens them).")
 app.add_typer(session, name="session")
 Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run ends.")]
 
 
 @command(app)
@@ -55,7 +55,7 @@ def ls(
     ] = None,
     words: Annotated[str | None, typer.Option("--search", help="Words in the id, the name or the model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
-    idle: Annotated[bool, typer.Option("--all", help="With sessions that have waited for a day.")] = False,
+    idle: Annotated[bool, typer.Option("--all", help="Include sessions that have waited for a day.")] = False,
 ) -> CommandAnswer:
     """List runs, newest first."""
     page = client.runs(limit, state, kind=kind, words=words, idle=idle or None)
@@ -93,7 +93,7 @@ def get(client: "CliClient", run_id: RunId) -> CommandAnswer:
 
 @command(app, patience_s=20)
 def watch(client: "CliClient", run_id: RunId, timeout: Timeout = None) -> CommandAnswer:
-    """Follow a run to its end. Ctrl-C leaves; the run goes on."""
+    """Follow a run to its end. Ctrl-C leaves; the run continues."""
     from service.cli.commands.submit import finish
 
     return finish(client, client.run(run_id), wait=True, timeout_s=timeout)
@@ -232,7 +232,7 @@ def checkpoints(client: "CliClient", run_id: RunId) -> CommandAnswer:
 def profile(
     client: "CliClient",
     run_id: RunId,
-    steps: Annotated[int, typer.Option(min=1, max=10, help="At most: a job may have fewer left.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, max=10, help="Upper limit: a job may have fewer left.")] = 3,
     into: Annotated[Path | None, typer.Option("--into", help="The file; RUN-profile.json.gz here if absent.")] = None,
     timeout: Timeout = None,
 ) -> CommandAnswer:
@@ -405,7 +405,7 @@ def ls_sessions(
 
 @command(session, "get")
 def get_session(client: "CliClient", run_id: RunId) -> CommandAnswer | None:
-    """Show a session: its state, its last step's metrics, what it has published."""
+    """Show a session: its state, its last step's metrics, its published adapters."""
     return get(client, run_id)
 
 

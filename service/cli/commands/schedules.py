@@ -60,7 +60,7 @@ def create(
 ) -> CommandAnswer:
     """Create a schedule. After `--` comes a `longshore submit` command, checked now and started later.
 
-    Data that has not changed since the schedule's last run is not trained on again: `show` says so.
+    Data that has not changed since the schedule's last run is not trained on again; `show` reports that.
     """
     if (cron is None) == (every is None):
         raise Stop("give exactly one of --cron and --every", USAGE)
@@ -121,7 +121,7 @@ def resume(client: "CliClient", name: ScheduleName) -> CommandAnswer:
 
 @command(schedule)
 def trigger(client: "CliClient", name: ScheduleName) -> CommandAnswer:
-    """Trigger a schedule now, once. Its rules about overlap and unchanged data hold."""
+    """Trigger a schedule now, once. Its rules about overlap and unchanged data apply."""
     return _tell(client, name, "trigger")
 
 
@@ -150,7 +150,7 @@ def rm(client: "CliClient", name: ScheduleName) -> CommandAnswer:
 
 
 def _run_of(context: typer.Context, command: list[str], kinds: str = "sft, dpo or rl") -> "Run":
-    """Return the run of the `submit` command that stands after `--`."""
+    """Return the run of the `submit` command after `--`."""
     from service.cli.commands.submit import run_of
 
     if command[0] != "submit":
@@ -209,7 +209,7 @@ def _next(view: "ScheduleView") -> str:
 def create_sweep(
     context: typer.Context,
     client: "CliClient",
-    name: Annotated[str, typer.Argument(help="What the best trial is published as.")],
+    name: Annotated[str, typer.Argument(help="The name to publish the best trial under.")],
     command: Annotated[list[str], typer.Argument(help="`-- submit sft …`: the run, with all of its options.")],
     parameter: Annotated[
         list[str],
@@ -218,7 +218,7 @@ def create_sweep(
         ),
     ],
     sampler: Annotated[Literal["grid", "random", "tpe"], typer.Option(help="What chooses the values.")] = "tpe",
-    trials: Annotated[int | None, typer.Option(help="How many; of a grid all combinations.")] = None,
+    trials: Annotated[int | None, typer.Option(help="Number of trials; for a grid all combinations.")] = None,
     parallel: Annotated[int, typer.Option(help="Runs at once.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the sampler.")] = 0,
     metric: Annotated[
@@ -317,7 +317,7 @@ def _parameter(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _json(text: str) -> Any:
-    """Return a JSON value; what is none is a string."""
+    """Return a JSON value; anything else is a string."""
     try:
         return json.loads(text)
     except ValueError:

@@ -22,7 +22,7 @@ Examples:
 """
 ProfileName = Annotated[
     str | None,
-    typer.Option("--profile", help="Its name; may stand before the command, too.", autocompletion=profile_names),
+    typer.Option("--profile", help="Its name; may also be given before the command.", autocompletion=profile_names),
 ]
 app = typer.Typer(rich_markup_mode=None)
 config = group(help="Settings, and profiles of services.")
@@ -33,7 +33,7 @@ app.add_typer(config, name="config")
 def login(
     context: typer.Context,
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="The service; as commands find it if absent.")
+        str | None, typer.Argument(metavar="URL", help="The service; by default the one that commands use.")
     ] = None,
     profile_name: ProfileName = None,
     *,
@@ -41,7 +41,7 @@ def login(
 ) -> CommandAnswer:
     """Check an API key, and keep it for later commands.
 
-    The key is asked for, or read from stdin where that is no terminal. It is kept with its URL as a profile (`default`,
+    Prompts for the key, or reads it from stdin if that is no terminal. It is kept with its URL as a profile (`default`,
     or that of --profile), in a file that you alone can read, and is sent to that URL alone.
     """
     from service.cli.client import CliClient

@@ -1,4 +1,4 @@
-"""Commands about this machine: run the stack, check it, and mend the service's database.
+"""Commands about this machine: run the stack, check it, and repair the service's database.
 
 The commands of `db` open the database and the store themselves, without the service.
 """
@@ -30,7 +30,7 @@ T = TypeVar("T")
 app = typer.Typer(rich_markup_mode=None)
 db = group(help="The service's database.")
 app.add_typer(db, name="db")
-builds = group(help="Builds of control hosts that serve side by side, while one takes another's place.")
+builds = group(help="Builds of control hosts that serve side by side during an upgrade.")
 app.add_typer(builds, name="builds")
 Root = Annotated[Path | None, typer.Option(help="Where the stack keeps its state; LONGSHORE_ROOT, or ~/.longshore.")]
 
@@ -44,12 +44,12 @@ def dev(
         list[Path] | None,
         typer.Option(
             "--open",
-            help="A folder whose files runs may read; the current one if absent. A stack that is up takes more.",
+            help="A folder whose files runs may read; the current one if absent. A running stack accepts more.",
         ),
     ] = None,
     port: Annotated[int | None, typer.Option(help="The web service's port; the next free one if it is taken.")] = None,
     link: Annotated[bool, typer.Option("--link", help="Print another link that signs a browser in once.")] = False,
-    ui: Annotated[bool, typer.Option("--ui", help="Temporal's own pages too, which ask for no key.")] = False,
+    ui: Annotated[bool, typer.Option("--ui", help="Also serve Temporal's own pages, which need no key.")] = False,
 ) -> None:
     """Run the whole stack on this machine: Temporal, the web service, hosts."""
     from service.dev import opened as opened_folders
@@ -89,7 +89,7 @@ def _link(root: Path) -> str:
 
 @command(app)
 def doctor(context: typer.Context, as_json: bool) -> CommandAnswer:
-    """Check this machine and the service, and advise on what is wrong."""
+    """Check this machine and the service, and give advice on problems."""
     from service.cli.doctor import checks
 
     service = address(context.obj)
@@ -116,7 +116,7 @@ def upgrade() -> None:
 
 @command(builds)
 def ls() -> CommandAnswer:
-    """List builds: which one new runs begin on, and whether runs of others still go on."""
+    """List builds: which one new runs begin on, and whether other builds still have active runs."""
     from service.builds import builds as found
 
     listed = _of_temporal(found)
@@ -129,7 +129,7 @@ def ls() -> CommandAnswer:
 def use(
     build: Annotated[str, typer.Argument(metavar="BUILD", help="As LONGSHORE_BUILD_ID of its hosts.")],
 ) -> CommandAnswer:
-    """Let new runs begin on a build whose hosts are up. Runs that go on stay where they are; sessions move to it."""
+    """Let new runs begin on a build whose hosts are up. Active runs stay on their build; sessions move to it."""
     from service.builds import make_current
 
     _of_temporal(partial(make_current, build_id=build))
@@ -158,9 +158,9 @@ def _of_temporal(ask: "Callable[[Client, Settings], Awaitable[T]]") -> T:
 
 @command(db)
 def rebuild() -> CommandAnswer:
-    """Rebuild tenants, keys, files and runs from the store. The audit log stays as it is.
+    """Rebuild tenants, keys, files and runs from the store. The audit log stays unchanged.
 
-    The service may run meanwhile. Runs that go on are brought up to date by it.
+    The service may be running; it then updates active runs.
     """
     from service.database import migrate
     from service.rebuild import rebuild

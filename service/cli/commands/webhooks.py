@@ -20,12 +20,12 @@ _COLUMNS = ("webhook", "url", "events", "")
 @command(app)
 def create(
     client: "CliClient",
-    url: Annotated[str, typer.Argument(help="https://host/path: what is sent there is signed.")],
+    url: Annotated[str, typer.Argument(help="https://host/path; requests to it are signed.")],
     event: Annotated[
         list[str] | None, typer.Option(help="Event to send, such as run.failed; may be repeated. All if absent.")
     ] = None,
 ) -> CommandAnswer:
-    """Create a webhook. Its secret, by which the receiver checks signatures, is shown only once."""
+    """Create a webhook. Its secret, which the receiver needs to check signatures, is shown only once."""
     made = client.ask("POST", "/webhooks", json={"url": url, "events": event or []})
     return CommandAnswer(made, partial(_print_secret, made["id"], made["secret"]))
 
@@ -36,7 +36,7 @@ def update(
     webhook_id: WebhookId,
     url: Annotated[str | None, typer.Option(help="Another URL; pending deliveries go there too.")] = None,
     event: Annotated[
-        list[str] | None, typer.Option(help="Event to send, instead of those before; may be repeated.")
+        list[str] | None, typer.Option(help="Event to send, replacing the previous ones; may be repeated.")
     ] = None,
     all_events: Annotated[bool, typer.Option("--all-events", help="Send all events.")] = False,
     enabled: Annotated[
@@ -60,7 +60,7 @@ def rotate(
     client: "CliClient",
     webhook_id: WebhookId,
     overlap: Annotated[
-        str, typer.Option(help="How long the old secret signs beside the new one, 7d at most. 0s: it is out at once.")
+        str, typer.Option(help="How long the old secret signs together with the new one, 7d at most. 0s: not at all.")
     ] = "24h",
 ) -> CommandAnswer:
     """Rotate the secret of a webhook. The new one is shown only once."""
@@ -84,7 +84,7 @@ def rm(client: "CliClient", webhook_id: WebhookId) -> CommandAnswer:
 
 @command(app)
 def ping(client: "CliClient", webhook_id: WebhookId) -> CommandAnswer:
-    """Send it a `ping`; `longshore webhook deliveries` says what it answered."""
+    """Send it a `ping`; `longshore webhook deliveries` shows the answer."""
     sent = client.ask("POST", f"/webhooks/{webhook_id}/ping")
     return CommandAnswer(sent, partial(print, sent["notice_id"]))
 

@@ -1,7 +1,7 @@
-"""Files that go on from the service to S3 or the Hugging Face hub, with this machine's credentials, one at a time.
+"""Copies files from the service to S3 or the Hugging Face hub, with this machine's credentials, one at a time.
 
-Credentials are those that boto3 and huggingface_hub find for themselves. They are never sent to the service, and are in
-no argument of a process.
+boto3 and huggingface_hub find the credentials themselves. These are never sent to the service, nor passed as process
+arguments.
 """
 
 import re
@@ -76,7 +76,7 @@ def _hub(repository: str) -> Put:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Raise the errors of S3 and of the hub as Stop, without what their requests held."""
+    """Raise the errors of S3 and of the hub as Stop, without the content of their requests."""
     from httpx import HTTPError
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -1,4 +1,4 @@
-"""Folders that are downloaded: whole and checked, or not there at all."""
+"""Downloads of folders: complete and checked, or absent."""
 
 import shutil
 import tarfile
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def fetched(target: Path) -> Iterator[Path]:
-    """Yield the path of a folder to make beside `target`; it is renamed at the end, or removed after an error."""
+    """Yield the path of a folder to make next to `target`; it is renamed at the end, or removed after an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

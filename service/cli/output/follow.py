@@ -49,10 +49,10 @@ def display(view: "RunView") -> Iterator["Lines | Bar"]:
 
 
 class Lines:
-    """Print a line for each phase and event, but for checkpoints, which would drown the steps.
+    """Print a line for each phase and event, except checkpoints, which would hide the steps.
 
-    Of steps at most one a second of their own time is printed, and of those before this look at the run about forty;
-    the last one is always printed.
+    At most one step per second of the run is printed, and about forty of the steps before following began; the last
+    one is always printed.
     """
 
     _STEP_EVERY_S = 1.0
@@ -186,11 +186,11 @@ def follow(client: "CliClient", view: "RunView", timeout_s: float | None) -> "Ru
     """Show a run on stderr until it ends.
 
     Args:
-        view: the run as it stands.
+        view: the run's current view.
         timeout_s: when to stop looking; None for never.
 
     Raises:
-        Detached: on Ctrl-C, or after the timeout. The run goes on.
+        Detached: on Ctrl-C, or after the timeout. The run continues.
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
     followed = _Followed(client, view)
@@ -220,7 +220,7 @@ class _Followed:
         self._away_since: float | None = None
 
     def look(self, shown: Lines | Bar) -> bool:
-        """Ask the service once, and show what is new. Returns True when the run has ended and all events were shown."""
+        """Ask the service once, and show news. Returns True when the run has ended and all events were shown."""
         try:
             return self._look(shown)
         except Unreachable as error:
@@ -234,7 +234,7 @@ class _Followed:
             return False
 
     def _look(self, shown: Lines | Bar) -> bool:
-        # The status first: what is read after an end is complete.
+        # The status first: events read after the end are complete.
         self.view = self._client.run(self.view.run_id)
         has_ended = self.view.state != "running"
         shown.status(self.view)

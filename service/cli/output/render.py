@@ -29,7 +29,7 @@ _UNITS = (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1))
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON value, in which pydantic models and dataclasses may stand."""
+    """Print a JSON value, which may contain pydantic models and dataclasses."""
     from pydantic_core import to_jsonable_python
 
     sys.stdout.write(json.dumps(to_jsonable_python(value), indent=2, ensure_ascii=False) + "\n")
@@ -37,14 +37,14 @@ def print_json(value: Any) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr: stdout is for what programs read."""
+    """Print a line to stderr: stdout is for output that programs read."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
 @contextmanager
 def waiting(what: str, every_s: float = 5.0) -> Iterator[Callable[[], None]]:
-    """Say every few seconds what is waited for, until the block ends or calls what it is given."""
+    """Print every few seconds what the program waits for, until the block ends or calls the function that it gets."""
     is_over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:

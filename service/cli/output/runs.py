@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shared.runs.requests import Precision
 
 _RESUME = "go on: longshore resume {0}"
-# What may be done about a run that has not come to a good end; of failed ones by their problem's kind, or _LOOK.
+# Hints for runs that did not succeed: by state, and for failed runs by the problem's kind, else _LOOK.
 _NEXT = {"paused": _RESUME, "cancelled": _RESUME}
 _LOOK = "look: longshore logs {0}; go on: longshore resume {0}; begin anew: longshore retry {0}"
 _SAME_AGAIN = "resume would fail the same way: "
@@ -111,7 +111,7 @@ def precision_in_words(precision: "Precision | None") -> str | None:
 
 
 def cost_in_words(view: "RunView") -> str | None:
-    """Return what a run has cost, and will at its end; None where GPU hours have no price."""
+    """Return a run's cost so far, and at its end; None if GPU hours have no price."""
     if (cost := view.cost) is None:
         return None
     whole = "" if cost.estimated is None or view.state != "running" else f", about {cost.estimated:,.2f} at its end"
@@ -129,7 +129,7 @@ def took(view: "RunView") -> str | None:
 
 
 def phases(view: "RunView") -> list[tuple[str, float, float | None]]:
-    """Return the phases of a run in words, with begin and end: seconds since 1970, None for the one that goes on.
+    """Return a run's phases as text, each with begin and end in seconds since 1970; None while a phase is active.
 
     Spans of one phase on several workers are joined, and very short waits for a worker are left out. Phases that occur
     for the dataset and for held-out rows are labelled so.

@@ -38,7 +38,7 @@ def print_step_metrics(rows: Iterable["TrainStepMetrics"]) -> None:
 
 
 def step_line(step: "StepStatus") -> str:
-    """Return the line of a step that has ended. It says train step: a worker's own lines count optimizer steps."""
+    """Return the line of a finished step. It says "train step", since a worker's own lines count optimizer steps."""
     parts: list[str] = [step.state] if step.state != "done" else []
     if step.same_as is None:  # else all of this was said of the other step
         cells = _cells(step.metrics)

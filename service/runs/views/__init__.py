@@ -1,1 +1,1 @@
-"""What runs show: their state and cost, their history, and both in words. No Temporal and no web framework."""
+"""Views of runs: their state and cost, their history, and both as text. No Temporal and no web framework."""

@@ -62,7 +62,7 @@ class RunReader:
         self._store = store
 
     async def events(self, run_id: str, after: str | None, limit: int) -> EventPage:
-        """Events after a cursor, at most `limit`. Raises InvalidInput for what is no cursor."""
+        """Events after a cursor, at most `limit`. Raises InvalidInput if `after` is no cursor."""
         start = EventCursor.parse(after)
         found, cursor = await asyncio.to_thread(read_run_events, self._store, run_id, start, limit)
         return EventPage(events=tuple(found), next=str(cursor) if found else after)
@@ -104,7 +104,7 @@ class RunHistory:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def read(self, reader: RunReader, run_id: str) -> None:
-        """Read what has been added since."""
+        """Read new entries."""
         async with self._lock:
             while (page := await reader.events(run_id, self._cursor, _AT_ONCE)).events:
                 self.events += page.events

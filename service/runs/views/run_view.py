@@ -24,7 +24,7 @@ class Cost(Frozen):
 
 
 class RunView(RunStatus):
-    """A run in the API: its status, its request, when it was submitted, and its cost where GPU hours have a price."""
+    """A run in the API: its status, its request, when it was submitted, and its cost if GPU hours have a price."""
 
     created_at: float
     tenant: Tenant = FIRST_TENANT

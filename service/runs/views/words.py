@@ -1,4 +1,4 @@
-"""Events and metrics of runs in words, for people."""
+"""Formats events and metrics of runs as text for people."""
 
 import time
 from collections.abc import Iterable
@@ -87,7 +87,7 @@ def main_metrics(metrics: dict[str, float]) -> list[str]:
 
 
 def dropped(metrics: dict[str, float]) -> str | None:
-    """The number of a train step's dropped trajectories, and the rules that dropped them; None where none was."""
+    """The number of a train step's dropped trajectories, and the rules that dropped them; None if none was."""
     if not (num_broken := metrics.get("broken_trajectories")):
         return None
     of = {name.removeprefix("dropped_for_"): n for name, n in metrics.items() if name.startswith("dropped_for_")}

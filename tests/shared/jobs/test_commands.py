@@ -6,13 +6,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from safetensors.numpy import load, save
 
 from longshore.client import Session
-from longshore.commands import EFFECTS, Datum, Forward, ForwardBackward, OptimStep, SaveState
+from longshore.commands import EFFECTS, Asked, Datum, Forward, ForwardBackward, OptimStep, SaveState
 from longshore.losses import PPO
 from shared.errors import CorruptArtifact, InvalidInput
+from shared.field_rules import first_error
 from shared.jobs.commands import (
     Command,
     CommandHead,
@@ -61,6 +62,43 @@ def test_a_file_says_all_that_was_sent(asked: Command) -> None:
         assert json.loads(data) == asked.model_dump(mode="json")
 
 
+@pytest.mark.parametrize(
+    ("bad", "place", "rule"),
+    [
+        ({"kind": "forward_backward", "data": [{"tokens": [1]}]}, "data.0.tokens", "at least 2"),
+        ({"kind": "forward_backward", "data": [{"tokens": [1, 2], "weights": [1, 1]}]}, "data.0", "weights has 2"),
+        ({"kind": "forward_backward", "data": [{"tokens": [1, 2], "weights": ["NaN"]}]}, "weights", "finite"),
+        ({"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3], [4]]}]}, "data.0", "labels has 2"),
+        (
+            {"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3, 4]], "label_weights": [[1]]}]},
+            "data.0",
+            "one number for each label",
+        ),
+        (
+            {"kind": "forward", "data": [{"tokens": [1, 2], "labels": [[3]], "weights": [1]}]},
+            "data.0",
+            "label_weights alone",
+        ),
+        (
+            {"kind": "forward", "share_prefixes": True, "data": [{"tokens": [1, 2], "labels": [[3]]}]},
+            "share_prefixes",
+            "not computed as trees",
+        ),
+        ({"kind": "forward", "data": [{"tokens": [1] * 5000}], "top_k": 128}, "top_k", "1,000,000 at most"),
+        (
+            {"kind": "forward_backward", "data": [{"tokens": [1, 2]}], "loss": {"kind": "ppo"}},
+            "data[0].advantages",
+            "needs it",
+        ),
+    ],
+)
+def test_a_command_that_cannot_be_is_refused_where_it_arrives(bad: dict[str, object], place: str, rule: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter[object](Asked).validate_json(json.dumps(bad))
+    found, words = first_error(caught.value)
+    assert place in f"{found} {words}" and rule in words
+
+
 def test_what_is_no_command_has_no_head() -> None:
     for data in (
         b"",
@@ -97,17 +135,6 @@ def test_a_unit_is_a_datum() -> None:
     kept = found.of_targets(found.columns["weight"] != 0)
     assert [columns(kept, number)["label_N"] for number in (0, 1)] == [[8, 7, 6], [4, 6]]
     assert columns(kept, 1)["hidden_index_N"] == [0, 1]
-
-
-@pytest.mark.parametrize("asked", COMMANDS)
-def test_commands_of_the_release_before_are_read(asked: Command) -> None:
-    """Their data is in their JSON: in the store of a session that was begun then, and in archives."""
-    (one, of_one), (other, of_other) = read_command(asked.model_dump_json().encode()), read_command(stored_form(asked))
-    assert one == other and (of_one is None) == (of_other is None)
-    if of_one is not None and of_other is not None:
-        assert of_one.columns.keys() == of_other.columns.keys()
-        for name, values in of_one.columns.items():
-            np.testing.assert_array_equal(values, of_other.columns[name], err_msg=name)
 
 
 def test_wrong_tokens_are_named() -> None:

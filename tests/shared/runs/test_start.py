@@ -187,6 +187,6 @@ def test_a_run_on_more_machines_than_there_can_be_is_refused() -> None:
         check_startable(RLRun.model_validate(gang), Settings(max_hosts=1), "run.")
 
 
-def test_a_run_from_before_there_was_a_choice_is_of_float32() -> None:
+def test_a_run_that_no_service_has_accepted_is_of_float32() -> None:
     old = RLRun.model_validate({"kind": "rl", "model": "/model"})
     assert dtype_of(old) == "float32" and dtype_of(old.model_copy(update={"dtype": "bfloat16"})) == "bfloat16"

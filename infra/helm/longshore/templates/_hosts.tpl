@@ -38,10 +38,10 @@ spec:
   maxReplicaCount: {{ $host.max }}
   successfulJobsHistoryLimit: 3
   failedJobsHistoryLimit: 10
-  # A change of this file ends no job: hosts of before end when they have been idle.
+  # A change of this file ends no job: existing hosts exit when they have been idle.
   rollout: {strategy: gradual}
-  # A lease in progress is in no backlog: `accurate` starts a job for each task that waits, however many are at work,
-  # and takes off only jobs whose host has had no lease yet. `default` would take off every running one, and start none.
+  # A lease in progress is in no backlog: `accurate` starts a job for each waiting task, however many hosts are busy,
+  # and subtracts only jobs whose host has had no lease yet. `default` would subtract all running jobs, and start none.
   scalingStrategy:
     strategy: accurate
     pendingPodConditions: [Ready]
@@ -52,7 +52,7 @@ spec:
     template:
       metadata:
         labels: {app: {{ $label }}, shape: {{ $shape }}}
-        annotations:  # nodes are not emptied of a host at work: it leaves by itself
+        annotations:  # no node is drained of a busy host: it leaves by itself
           cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
           karpenter.sh/do-not-disrupt: "true"
       spec:

@@ -87,8 +87,8 @@ containers:
       {{- end }}
     {{- end }}
     {{- if eq .role "service" }}
-    # On a busy node it took 22 s until it answered, and up to 6 s for an answer: by default it would be ended after 30 s,
-    # and be taken out of its Service whenever three answers take more than 1 s.
+    # On a busy node it took 22 s to start, and up to 6 s to answer: by default it would be killed after 30 s,
+    # and removed from its Service whenever three answers take more than 1 s.
     startupProbe:
       httpGet: {path: /healthz, port: http}
       periodSeconds: 5
@@ -103,8 +103,8 @@ containers:
     {{- else }}
     {{- $told := "polls" }}
     {{- if and $leases $v.keda.enabled }}{{ $told = "leased" }}
-    # Ready: it has had a lease for 10 s. Until then KEDA takes its job for one on its way to a lease that waits, which
-    # Temporal's count of them, up to 5 s old, may hold longer than it does.
+    # Ready: it has had a lease for 10 s. Until then KEDA counts its job as on its way to a waiting lease, since
+    # Temporal's count of those, up to 5 s old, may still include this one.
     {{- end }}
     readinessProbe:
       exec: {command: [test, -e, /var/lib/longshore/{{ $told }}-{{ .role }}]}

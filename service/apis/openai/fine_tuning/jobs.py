@@ -1,4 +1,4 @@
-"""`/v1/fine_tuning/jobs`: fine-tuning jobs in OpenAI's form, each of which is a run.
+"""`/v1/fine_tuning/jobs`: fine-tuning jobs in OpenAI's form. Each is a run.
 
 A job is accepted by looking up its files and model, choosing its hyperparameters, and submitting its run.
 """
@@ -156,7 +156,7 @@ async def submit_job(
 
     Args:
         given_key: an Idempotency-Key.
-        retry_count: how often the client says that it has sent this before.
+        retry_count: how often the client has sent this before, by its own header.
 
     Raises:
         InvalidInput: names the field and the rule that it breaks.
@@ -222,6 +222,6 @@ def prune_sent_requests(store: ObjectStore) -> None:
             sent = _Sent.model_validate_json(store.get_bytes(item.key))
         except NotFound:  # another service process has deleted it
             continue
-        # If the same request has been sent anew meanwhile, its record is another one.
+        # If the same request was sent again in the meantime, its record has changed.
         if time.time() - sent.at >= WINDOW_S and store.head(item.key) == item:
             store.delete(item.key)

@@ -167,9 +167,9 @@ class JobRequest(Frozen):
     validation_file: str | None = Field(default=None, min_length=1, max_length=2048)
     method: Method | None = None
     hyperparameters: Hyperparameters | None = Field(
-        default=None, description="the older place of method.supervised.hyperparameters"
+        default=None, description="deprecated: use method.supervised.hyperparameters"
     )
-    suffix: str | None = Field(default=None, max_length=MAX_SUFFIX, description="what the result is published as")
+    suffix: str | None = Field(default=None, max_length=MAX_SUFFIX, description="the name to publish the result under")
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     metadata: dict[MetadataKey, MetadataValue] | None = Field(default=None, max_length=MAX_METADATA)
     integrations: tuple[WandbIntegration, ...] | None = Field(default=None, max_length=1)

@@ -1,4 +1,4 @@
-"""The result files of a job: its metrics as CSV, and what it published as a tar. They are made when they are read."""
+"""The result files of a job: its metrics as CSV, and its published model as a tar. They are made on download."""
 
 import asyncio
 import csv
@@ -30,7 +30,7 @@ class ResultFile:
 
 
 def result_ids(run_id: str) -> list[str]:
-    """The files of a job that succeeded: metrics, then what it published."""
+    """The files of a job that succeeded: metrics, then the published model."""
     return [f"{_METRICS}{run_id}", f"{_MODEL}{run_id}"]
 
 

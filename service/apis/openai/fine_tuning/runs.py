@@ -48,7 +48,7 @@ _FULL_RATE = 0.1
 
 @dataclass(frozen=True)
 class Examples:
-    """A dataset: where it is, and how many examples it has as far as that is known."""
+    """A dataset: its URI, and its number of examples if known."""
 
     uri: str
     count: int | None = None
@@ -120,7 +120,7 @@ def openai_source(request: JobRequest, hyperparameters: dict[str, JsonValue]) ->
 
 
 def _common(request: JobRequest, start: StartingPoint, extra: dict[str, Any]) -> dict[str, Any]:
-    """Fields that all runs have; what is left in `extra` belongs to some of them."""
+    """Fields that all runs have; the rest of `extra` belongs to some kinds of runs."""
     fields: dict[str, Any] = {
         "name": published_name(request.suffix),
         "model": start.model,

@@ -44,8 +44,8 @@ class JobError(BaseModel):
 class FineTuningProgress(BaseModel):
     """Our own fields: a job's progress. `step`: optimizer steps of `num_steps`; train steps of reinforcement jobs.
 
-    `estimated_tokens`: of the examples of all steps; `trained_tokens` is less where examples begin alike, as that is
-    trained once. None before they are validated, and of reinforcement jobs. `cost`: None where GPU hours have no price.
+    `estimated_tokens`: tokens of the examples of all steps; None until they are validated, and for reinforcement jobs.
+    `trained_tokens` is less if examples share prefixes, trained once. `cost`: None if GPU hours have no price.
     """
 
     phase: Phase

@@ -1,4 +1,4 @@
-"""The first tables: tenants, keys, files, runs, the outbox and the audit log."""
+"""The first tables."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -34,6 +34,7 @@ def upgrade() -> None:
         sa.Column("sha256", sa.String(length=64), nullable=False),
         sa.Column("uri", sa.Text(), nullable=False),
         sa.Column("created_at", sa.Float(precision=53), nullable=False),
+        sa.Column("deleted_at", sa.Float(precision=53), nullable=True),
         sa.PrimaryKeyConstraint("file_id", "tenant"),
     )
     op.create_index("files_by_time", "files", ["tenant", "created_at", "file_id"], unique=False)
@@ -66,6 +67,16 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_outbox_created_at"), "outbox", ["created_at"], unique=False)
     op.create_table(
+        "removed_runs",
+        sa.Column("run_id", sa.String(length=64), nullable=False),
+        sa.Column("tenant", sa.String(length=48), nullable=False),
+        sa.Column("created_at", sa.Float(precision=53), nullable=False),
+        sa.Column("ended_at", sa.Float(precision=53), nullable=False),
+        sa.Column("gpu_seconds", sa.Float(precision=53), nullable=False),
+        sa.PrimaryKeyConstraint("run_id"),
+    )
+    op.create_index("removed_by_end", "removed_runs", ["tenant", "ended_at"], unique=False)
+    op.create_table(
         "runs",
         sa.Column("run_id", sa.String(length=64), nullable=False),
         sa.Column("tenant", sa.String(length=48), nullable=False),
@@ -89,9 +100,20 @@ def upgrade() -> None:
         sa.Column("updated_at", sa.Float(precision=53), nullable=False),
         sa.PrimaryKeyConstraint("run_id"),
     )
+    op.create_index("runs_by_api", "runs", ["tenant", "api", "created_at", "run_id"], unique=False)
+    op.create_index("runs_by_end", "runs", ["tenant", "ended_at", "gpu_seconds"], unique=False)
     op.create_index("runs_by_state", "runs", ["tenant", "state", "created_at", "run_id"], unique=False)
     op.create_index("runs_by_time", "runs", ["tenant", "created_at", "run_id"], unique=False)
     op.create_index("runs_open", "runs", ["state", "run_id"], unique=False)
+    op.create_table(
+        "sessions",
+        sa.Column("sha256", sa.String(length=64), nullable=False),
+        sa.Column("key_sha256", sa.String(length=64), nullable=False),
+        sa.Column("created_at", sa.Float(precision=53), nullable=False),
+        sa.Column("expires_at", sa.Float(precision=53), nullable=False),
+        sa.PrimaryKeyConstraint("sha256"),
+    )
+    op.create_index(op.f("ix_sessions_expires_at"), "sessions", ["expires_at"], unique=False)
     op.create_table(
         "tenants",
         sa.Column("tenant", sa.String(length=48), nullable=False),

@@ -1,22 +1,16 @@
-"""What Temporal keeps of schedules: no word of a user's, by the key that seals, and nothing of the last release's."""
+"""What Temporal keeps of schedules: no word of a user's, by the key that seals."""
 
-import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 from pydantic import SecretStr
-from temporalio.client import Client, Schedule, ScheduleActionStartWorkflow
-from temporalio.service import RPCError
+from temporalio.client import ScheduleActionStartWorkflow
 
 from service.automation.schedules import Schedules
 from service.sealing.codec import key_of
 from service.sealing.keys import seal_keys
 from service.temporal import Temporal
-from shared.automation.schedules import ScheduledAction, ScheduleRecord, first_schedule_id
-from shared.storage.paths import schedule_record
 from tests.service.apis.native.schedule_stack import TENANT, Stack, started
-from tests.service.sealed_before import SealedBefore
 
 
 @pytest.fixture(scope="module")
@@ -41,33 +35,6 @@ async def test_temporal_is_told_no_word_of_a_users(stack: Stack) -> None:
     assert (await stack.schedules.show(TENANT, words[0])).note == "by an operator, in Temporal's page"
     assert (await stack.schedules.resume(TENANT, words[0])).note == "resumed"
     assert view.note == words[1]
-
-
-async def test_a_schedule_of_the_last_release_is_made_anew(stack: Stack) -> None:
-    """Its id was its name, and its input was not encrypted: none of that stays, and it acts once at each time."""
-    await stack.create("aged", overlap="skip")
-    first = first_schedule_id(TENANT, "aged")
-    record = ScheduleRecord.model_validate_json(stack.store.get_bytes(schedule_record(TENANT, "aged")))
-    async with stack.temporal.client() as client:
-        told = (await client.get_schedule_handle(record.temporal_id).describe()).schedule
-        await client.get_schedule_handle(record.temporal_id).delete()
-        action = ScheduledAction(tenant=TENANT, scheduled=record.scheduled)
-        start = ScheduleActionStartWorkflow(
-            "ScheduledRunWorkflow", action, id=f"schedule/{first}", task_queue=stack.settings.control_queue
-        )
-        sealed_before = SealedBefore(seal_keys(stack.settings)[0].secret)
-        config = client.config() | {"data_converter": replace(client.data_converter, payload_codec=sealed_before)}
-        await Client(**config).create_schedule(first, Schedule(action=start, spec=told.spec))
-        assert b"aged" in (await client.get_schedule_handle(first).describe()).raw_description.SerializeToString()
-    aged = record.model_dump(exclude={"salt"})
-    stack.store.put_bytes(schedule_record(TENANT, "aged"), json.dumps(aged).encode())
-
-    await stack.schedules.restore()
-    assert stack.temporal_id("aged") != record.temporal_id
-    async with stack.temporal.client() as client:
-        with pytest.raises(RPCError, match="not found"):
-            await client.get_schedule_handle(first).describe()
-    assert (await stack.trigger("aged", 1)).state == "started"
 
 
 async def test_a_schedule_is_sealed_anew_when_the_key_was_rotated(stack: Stack) -> None:

@@ -1,5 +1,5 @@
-"""Files of the store as the release before has written them are read: jobs, events, records, states, commands. And the
-release before reads what this one writes, as long as nobody asks for what is new.
+"""Files of the store as the last release writes them are read: jobs, events, records, states, commands. And the last
+release reads what this code writes, as long as nobody asks for what is new.
 
 `python -m tests.shared.releases` keeps what these tests compare with, when a release is made (CONTRIBUTING.md).
 """
@@ -35,8 +35,8 @@ from shared.storage.artifacts import Manifest
 from shared.storage.host_states import HostAddress
 from tests.shared.releases import exchanged
 
-FIELDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("fields_before.json").read_text())
-FILES: dict[str, str] = json.loads(Path(__file__).with_name("release_before.json").read_text())
+FIELDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("released_fields.json").read_text())
+FILES: dict[str, str] = json.loads(Path(__file__).with_name("released_files.json").read_text())
 Read = Callable[[bytes], object]
 
 
@@ -68,12 +68,10 @@ READERS: dict[str, Read] = {
     r"grouped/HASH/report\.json": GroupsMade.model_validate_json,
     r"prompts/HASH/report\.json": PromptsReport.model_validate_json,
 }
-# What others read by single fields, as it is passed on, or as users' rows.
-NOT_HERE = re.compile(r"index/|shapes/|tokenized/HASH/(report|prompts)|adapter_config|/(samples|groups|prompts)\.jsonl")
 
 
-@pytest.mark.parametrize("kind", [each for each in FILES if not NOT_HERE.search(each)])
-def test_what_the_release_before_wrote_is_read(kind: str) -> None:
+@pytest.mark.parametrize("kind", FILES)
+def test_what_the_last_release_writes_is_read(kind: str) -> None:
     [read] = [reader for pattern, reader in READERS.items() if re.search(f"{pattern}($| )", kind)]
     assert read(FILES[kind].encode("latin-1"))
 
@@ -85,7 +83,7 @@ def test_each_kind_of_file_is_there() -> None:
 
 
 def test_a_field_that_is_new_is_left_out_where_it_has_its_default() -> None:
-    """Else no host of the release before could go on with a run of this one, when an installation goes back."""
+    """Otherwise no host of the last release could continue a run of this one, when an installation goes back."""
     known = {name: models for name, models in exchanged().items() if name in FIELDS}
     assert len(known) > len(FIELDS) / 2, "models were renamed: keep their fields anew"
     for name, models in known.items():
@@ -96,7 +94,7 @@ def test_a_field_that_is_new_is_left_out_where_it_has_its_default() -> None:
                 assert field.exclude_if(field.get_default(call_default_factory=True)), told
 
 
-def test_the_release_before_reads_what_has_no_part_in_what_is_new() -> None:
+def test_the_last_release_reads_what_has_no_part_in_what_is_new() -> None:
     class Before(Frozen):
         steps: int
 
