@@ -51,8 +51,7 @@ def trained(trial: Trial, recompute: bool) -> dict[str, torch.Tensor]:
 
 
 def parameters(engine):
-    slots = engine._slots
-    owner = engine._model if slots.active is None else slots.adapters[slots.active]
+    owner = engine._model if engine.active is None else engine.adapters[engine.active]
     return [(name, p.to_local() if hasattr(p, "to_local") else p) for name, p in owner.parameters.items()]
 
 
