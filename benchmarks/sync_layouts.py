@@ -16,10 +16,10 @@ import torch.distributed as dist
 from benchmarks.timed_sync import Receiver, follow_sync, sampler, target_of, timed_sync
 from benchmarks.weight_sync import BUCKET_BYTES, LAYOUTS, NUM_SAMPLERS, check, step
 from longshore.training import Full
-from megatron_worker.engine import Engine
 from megatron_worker.fsdp.engine import FsdpEngine
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.process.process_group import start_group
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.weight_sync.gathering import LastSent
 
 WAYS = ("shared_memory", "delta by shared_memory")

@@ -13,8 +13,8 @@ from pathlib import Path
 from activities.sampling.client import Sampler
 from benchmarks.machine import PeakMemory
 from benchmarks.stack_processes import end
-from megatron_worker.engine import Engine
 from megatron_worker.tensors.safetensors_files import WrittenTensor, write_model
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.weight_sync.gathering import LastSent
 from megatron_worker.weight_sync.sender import Sending, send
 from shared.chat.sampler_control import SamplerReady

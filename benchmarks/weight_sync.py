@@ -48,9 +48,10 @@ from examples.tiny_model import make_tiny_model
 from longshore.layout import EngineName, Layout
 from longshore.losses import CrossEntropy
 from longshore.training import Adam, Full
-from megatron_worker.engine import Batch, Engine
+from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.weight_sync.gathering import LastSent
 from megatron_worker.weight_sync.transports.table import why_not
 from shared.jobs.weight_sync import EXPERIMENTAL, SyncTarget, Transport

@@ -29,7 +29,7 @@ from megatron_worker.process.faults import NotFinite
 from megatron_worker.sums import reported
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.gae import Estimates, Moves, estimate, moves_of
-from megatron_worker.training.scoring import Role
+from megatron_worker.training.scoring import Role, share_of_rank
 from shared.errors import CorruptArtifact
 from shared.jobs.job import JobCritic
 
@@ -159,7 +159,8 @@ class CriticSlot:
 
         Means are over the trained targets of all ranks: a unit that several of them score counts as one.
         """
-        share_U = self.dispatcher.scored_share(data, num_steps)
+        facts = self.dispatcher.facts
+        share_U = share_of_rank(data, num_steps, facts.dp_rank, facts.dp_size)
         share_N = np.repeat(share_U, np.diff(data.units.target_offsets))
         share_N *= data.column("weight_N") > 0
         columns = {

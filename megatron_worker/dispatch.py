@@ -12,16 +12,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from longshore.training import Full, Lora, Optimizer, Recompute
-from megatron_worker.engine import Batch, Engine, Facts, LossFunction, Norms, Outputs
+from megatron_worker.engine import Batch, Facts, LossFunction, Norms, Outputs
 from megatron_worker.memory.planner import Planner
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.training.batches import PackedBatches, Sums
 from megatron_worker.training.checkpoint import random_state, set_random_state
-from megatron_worker.training.scoring import Role, TargetScores, bins_to_score, share_of_rank
+from megatron_worker.training.scoring import Role, TargetScores, bins_to_score
 from megatron_worker.weight_sync.gathering import Giving, LastSent
 from megatron_worker.weight_sync.sender import Sending, send
 from shared.errors import InvalidInput
@@ -264,13 +263,9 @@ class Dispatcher:
             self.engine.set_adapter(slot)
             yield dataclasses.replace(batch, teacher=teacher)
 
-    def num_scoring_passes(self, data: PackedBatches, step: int = 0) -> int:
+    def num_scoring_passes(self, data: PackedBatches) -> int:
         """Return the passes of `evaluate` between which it yields."""
-        return math.ceil(len(data.bins(step)) / self.facts.dp_size / BINS_A_PASS)
-
-    def scored_share(self, data: PackedBatches, num_steps: int) -> NDArray[np.float64]:
-        """Return for each unit 1 / (number of data-parallel ranks that score it), or 0 if this rank does not."""
-        return share_of_rank(data, num_steps, self.facts.dp_rank, self.facts.dp_size)
+        return math.ceil(len(data.bins(0)) / self.facts.dp_size / BINS_A_PASS)
 
     def score(self, roles: Iterable[Role]) -> Iterator[None]:
         """Have each role score its data with its current weights. Yields between its passes, as `evaluate` does.

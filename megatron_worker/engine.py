@@ -9,17 +9,15 @@ Shape suffixes: T tokens of a bin, N targets of a bin, K ids kept of each, L sca
 experts, K experts.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal, Protocol, TypedDict, Unpack
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
 
 from longshore.layout import Layout
-from longshore.training import Dtype, Full, Lora, Optimizer
+from longshore.training import Dtype, Lora
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.sums import LossSums
 from megatron_worker.teachers import Divergence, LikeliestIds, TeacherStates
@@ -276,127 +274,3 @@ class Outgoing:
     held: Callable[[TensorBlock], Tensor | None]
     ranks: SideRanks
     members: Collection[int]
-
-
-class Engine(Protocol):
-    """See the module's docstring. An engine holds one base model and any number of named adapter slots beside it."""
-
-    facts: Facts
-    recompute: bool
-    """Layers keep their inputs alone of a pass, and compute again in its backward (Chen et al. 2016, arXiv:1604.06174).
-    Gradients are the same bits. A backward may leave the adapter of its forward active."""
-
-    # What to train: one of these is called before the first step of a job.
-    def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
-        """A fresh adapter, trainable and active: A Kaiming-uniform from the seed, equal under every layout; B zero."""
-        ...
-
-    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int = 0) -> None:
-        """Load a PEFT adapter from a folder and make it active. `seed`: of its dropout.
-
-        Raises InvalidInput if it is missing, damaged, or not of `lora`'s shape.
-        """
-        ...
-
-    def set_adapter(self, name: str | None) -> None:
-        """Use this slot in the following calls, or none."""
-        ...
-
-    def drop_slot(self, slot: str | None) -> None:
-        """Forget a slot, if it is there, with its gradients and moments. None is active if it was. Collective.
-
-        Slot None: end the training of the base, whose published weights are read again when they are next needed.
-        """
-        ...
-
-    def train_full(self, full: Full, seed: int = 0) -> None:
-        """Make every weight of the base trainable. `seed`: of its scalar head, if it has one."""
-        ...
-
-    # A step.
-    def forward(self, batch: Batch, outputs: Outputs) -> Scores:
-        """Score a bin's targets. Keeps the graph unless under `torch.no_grad`; under pp only there."""
-        ...
-
-    def teacher_states(self, batch: Batch) -> TeacherStates | None:
-        """Compute what a bin's `teacher` is, by the active slot; None on ranks that score nothing. Under no_grad."""
-
-    def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
-        """Add a bin's gradients (of sums) to what is accumulated. Returns detached sums of this rank's bin."""
-        ...
-
-    def forward_backward_all(
-        self, batches: Iterable[Batch], loss: LossFunction
-    ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
-        """Like `forward_backward` for all bins of a step, as a pipeline needs. Yields each bin with its sums.
-
-        The iterator must be exhausted.
-        """
-        ...
-
-    def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Combine the sums of all data-parallel ranks (sums.py). Every rank gets the same numbers."""
-        ...
-
-    def optim_step(self, adam: Optimizer, learning_rate: float, denominator: float) -> Norms:
-        """Divide the accumulated gradients by `denominator`, clip, step, zero. Non-finite norms change no weight."""
-        ...
-
-    def zero_grad(self) -> None: ...
-
-    def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        """Greedy continuations of token ids, the stop id left out; the same on every rank."""
-        ...
-
-    # State.
-    def save(self, folder: Path) -> None:
-        """Write `weights/` (PEFT adapter or Hugging Face model) and `optimizer/`; rank 0 writes. Not sealed."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote, under any layout, into what is being trained. Raises InvalidInput on mismatch."""
-        ...
-
-    def reset_moments(self) -> None:
-        """Set the optimizer's moments and step count to zero."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and full tensors of the base, one at a time, on every rank."""
-        ...
-
-    def outgoing(self, slot: str | None) -> Outgoing:
-        """Return a slot's weights (None: the base's) for a weight sync. Read all of them before they change."""
-        ...
-
-    # Residency: a part that is not on the device has storages of size 0 there.
-    def place(
-        self,
-        everything: Where | None = None,
-        *,
-        slots: Collection[str | None] | None = None,
-        **parts: Unpack[PartPlaces],
-    ) -> None:
-        """Move parts of some slots (None among them: the base), or of all, to the device or to the host, or drop them.
-
-        Bits are kept, except of dropped parts: the base is read again from its files, gradients are zero. Raises
-        ValueError if nothing else holds a part that is to be dropped.
-        """
-        ...
-
-    def training(self) -> AbstractContextManager[None]:
-        """Have the base and all of the active slot on the device in a `with` block, and afterwards all where it was."""
-        ...
-
-    def scoring(self) -> AbstractContextManager[None]:
-        """Have the base and the active slot's weights on the device in a `with` block, and no optimizer state."""
-        ...
-
-    def memory(self) -> Memory: ...
-
-    def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
-        """Count the bytes that a slot takes on this rank's device while it is trained, without making it.
-
-        Exact. `weights` of Full are 0: those of the base are there in any case.
-        """
-        ...

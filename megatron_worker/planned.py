@@ -154,7 +154,8 @@ class PlannedSteps(Program):
             while not self._is_done() and not self.slot.cancelled():
                 yield None
                 yield from self._step()
-                if self._is_save_due():
+                every = self.plan.checkpointing.every_steps
+                if self._is_done() or (every > 0 and self._done() % every == 0):
                     self.slot.save()
                 evaluated = yield from self._evaluate()
             with self.slot.sent() if self._is_done() else nullcontext():
@@ -172,10 +173,6 @@ class PlannedSteps(Program):
 
     def _is_done(self) -> bool:
         return self.slot.at == self.plan.last_step
-
-    def _is_save_due(self) -> bool:
-        every = self.plan.checkpointing.every_steps
-        return self._is_done() or (every > 0 and self._done() % every == 0)
 
     def _step(self) -> Generator[None, None, None]:
         """Do one update. A step without any trained token is skipped.

@@ -13,13 +13,12 @@ from longshore.layout import EngineName, Layout
 from longshore.training import Dtype, Full, Lora, OptimizerStates, Quantization
 from megatron_worker.critic import CriticSlot, Scale
 from megatron_worker.dispatch import Dispatcher, SlotName
-from megatron_worker.engine import Engine
-from megatron_worker.forwards.engine import ForwardEngine
 from megatron_worker.memory.slot_room import PASSES_SHARE, SlotNeed, SlotRoom
 from megatron_worker.process.faults import JobFailed, fault_of
 from megatron_worker.process.imports import slow_imports
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Folders
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.training.checkpoint import Written
 from shared.errors import InvalidInput
 from shared.jobs.job import Job, WorkerPlan
@@ -42,7 +41,7 @@ def new_engine(
     dtype: Dtype,
     quantize: Quantization | None = None,
     states: OptimizerStates = "float32",
-) -> ForwardEngine:
+) -> Engine:
     """Build an engine. Its module is imported here, as that is slow. The last two are megatron's alone."""
     match engine:
         case "megatron":

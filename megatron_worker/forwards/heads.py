@@ -40,7 +40,7 @@ def ranked(
     found = score_targets(hidden_NH, weight_VH, none_N, outputs, shard)
     assert found.logprob_N is not None
     top_id_NK = label_NK[:, :0] if found.top_id_NK is None else found.top_id_NK
-    logit_NK = logits_at(hidden_NH, weight_VH, torch.cat([label_NK, top_id_NK], dim=1), shard)
+    logit_NK: Tensor = _LogitsAt.apply(hidden_NH, weight_VH, torch.cat([label_NK, top_id_NK], dim=1), shard)
     logprob_NK = shard.logits(logit_NK) / temperature + found.logprob_N[:, None]
     label_logprob_NK, top_logprob_NK = logprob_NK.split([label_NK.shape[1], k], dim=1)
     if found.top_logprob_NK is not None:
@@ -49,18 +49,14 @@ def ranked(
     return label_logprob_NK, top_id_NK, top_logprob_NK
 
 
-def logits_at(hidden_NH: Tensor, weight_VH: Tensor, id_NK: Tensor, shard: VocabShard) -> Tensor:
-    """Products with some ids' rows, [N, K], float32 (float64 for float64); 0 of `NO_LABEL`."""
-    logits: Tensor = _LogitsAt.apply(hidden_NH, weight_VH, id_NK, shard)
-    return logits
-
-
 def logits_of(hidden_NH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
     """All logits of the whole vocabulary, [N, vocabulary], float32 (float64 for float64)."""
     return shard.logits(_Logits.apply(hidden_NH, weight_VH, shard))
 
 
 class _LogitsAt(torch.autograd.Function):
+    """Products with some ids' rows, [N, K], float32 (float64 for float64); 0 of `NO_LABEL`."""
+
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, id_NK: Tensor, shard: VocabShard) -> Tensor:
         logit_NK = hidden_NH.new_empty(id_NK.shape, dtype=_dtype(hidden_NH))

@@ -1,4 +1,4 @@
-"""FsdpEngine: the Engine Protocol with torch alone. Its parts are in the other modules of this package."""
+"""FsdpEngine: the Engine with torch alone. Its parts are in the other modules of this package."""
 
 import dataclasses
 import time
@@ -21,17 +21,16 @@ from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
 from megatron_worker.head.scalar import head_slices
 from megatron_worker.sums import over_ranks
 from megatron_worker.teachers import TeacherStates
-from megatron_worker.tensors.adapter_slots import Base, Slots
-from megatron_worker.tensors.greedy import greedy
-from megatron_worker.tensors.slot_engine import SlottedEngine
+from megatron_worker.tensors.adapter_slots import Base
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
 from shared.families import is_generic, read_architecture
 from shared.families.tensor_slices import TensorSlice
 
 
-class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
-    """See `megatron_worker.engine.Engine`.
+class FsdpEngine(Engine[FsdpAdapter, FsdpOptimizer]):
+    """See `megatron_worker.tensors.slot_engine.Engine`.
 
     Args:
         model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
@@ -55,15 +54,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         self._let_recompute(self._model.layers)
         shards = self._model.shards
         base = Base(model, self._model.architecture, self._model.slices, shards, list(shards.values()))
-        self._slots = Slots(
-            base,
-            self._ranks,
-            self._read_base,
-            self._model.set_adapter,
-            self._new_adapter,
-            FsdpAdapter.new_optimizer,
-            self._new_base_optimizer,
-        )
+        super().__init__(base, self._ranks)
         self._is_cut_short = False
         ranks, architecture = self._ranks, self._model.architecture
         began = time.perf_counter()
@@ -85,6 +76,12 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
     def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> FsdpAdapter:
         more = [*head_slices(lora.head, self._model.architecture.hidden_size), *own]
         return FsdpAdapter(lora, self._model.sizes, more, dataclasses.replace(self._ranks, device=device), self._dtype)
+
+    def _use(self, adapter: FsdpAdapter | None) -> None:
+        self._model.set_adapter(adapter)
+
+    def _new_optimizer(self, adapter: FsdpAdapter) -> FsdpOptimizer:
+        return adapter.new_optimizer()
 
     def _new_base_optimizer(self, device: torch.device) -> FsdpOptimizer:
         model = self._model
@@ -144,9 +141,9 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
         return dataclasses.replace(whole_vocabulary(self.facts.vocab_size), logit_divisor=divisor)
 
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
-        assert self._slots.is_training, "nothing is being trained"
+        assert self.is_training, "nothing is being trained"
         self._is_cut_short = True  # until it is done
-        with self._slots.dropping():
+        with self.dropping():
             scores = self.forward(batch, loss.outputs)
         sums = loss.sums(scores, batch)
         # A bin without targets has a backward, too, since other ranks wait for this one in their collectives.
@@ -165,7 +162,7 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
     def forward_backward_all(
         self, batches: Iterable[Batch], loss: LossFunction
     ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
-        return self._slots.training.weighed((batch, self.forward_backward(batch, loss)) for batch in batches)
+        return self.trained.weighed((batch, self.forward_backward(batch, loss)) for batch in batches)
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._ranks.device) for name, value in sums.items()}
@@ -174,9 +171,6 @@ class FsdpEngine(SlottedEngine[FsdpAdapter, FsdpOptimizer]):
     def zero_grad(self) -> None:
         self._forget()
         super().zero_grad()
-
-    def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        return greedy(self.forward, self._ranks.device, prompts, max_tokens, stop_ids)
 
     # State.
 

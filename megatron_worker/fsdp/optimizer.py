@@ -1,7 +1,6 @@
 """AdamW (adamw.py) and Muon (muon.py) for shards of weights whose gradients come reduced, and for adapters that every
 rank has whole."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,7 +9,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from longshore.training import Muon, Optimizer
-from megatron_worker.engine import Norms
 from megatron_worker.families.tensor_slices import local_of, read_slice, write_slice
 from megatron_worker.fsdp.ranks import Ranks, SplitByTp
 from megatron_worker.optimizers.adamw import sum_of_squares
@@ -19,11 +17,11 @@ from megatron_worker.optimizers.muon import step_of
 from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
-from megatron_worker.tensors.state_files import State
+from megatron_worker.tensors.state_files import SlotOptimizer, State
 from shared.families.tensor_slices import TensorSlice
 
 
-class FsdpOptimizer:
+class FsdpOptimizer(SlotOptimizer):
     """Trains parameters. Gradients are accumulated in float32, whatever the weights' dtype.
 
     `working`: by name, this rank's shard of each parameter; the model computes with it.
@@ -97,38 +95,19 @@ class FsdpOptimizer:
             tensor.copy_(values.views[name])
 
     def states(self) -> list[Flat]:
-        """Return all buffers that this optimizer owns but the gradients (the working weights are not its own)."""
         return [*([] if self._masters is None else [self._masters]), self.exp_avg, self.exp_avg_sq]
-
-    def detach(self) -> None:
-        """Freeze the parameters and release their gradients."""
-        for hook in self._hooks:
-            hook.remove()
-        for parameter in self._parameters.values():
-            parameter.grad = None
-            parameter.requires_grad_(False)
-
-    def zero_grad(self) -> None:
-        self.grad.buffer.zero_()
 
     @torch.no_grad()
     def reduce(self, denominator: float) -> float:
-        """Sum the gradients over all ranks and divide them. Returns their norm; `apply` or `zero_grad` comes next."""
         if not self._is_sharded:
             self._ranks.sum(self.grad.buffer)
         self.grad.buffer.div_(denominator)
         return self._norm()
 
-    @torch.no_grad()
-    def apply(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
-        """Clip what `reduce` left, update, zero. A norm that is not finite only zeroes the gradients."""
-        if not math.isfinite(norm):
-            self.zero_grad()
-            return Norms(norm, clipped=False)
-        clipped = 0 < adam.clip_norm < norm
-        if clipped:
-            self.grad.buffer.mul_(adam.clip_norm / (norm + 1e-6))
-        self.step_count += 1
+    def _reduced(self) -> list[Tensor]:
+        return [self.grad.buffer]
+
+    def _update(self, adam: Optimizer, learning_rate: float) -> None:
         for name, group in self._groups.items():
             grad, mean, square = (flat.views[name].view(-1) for flat in (self.grad, self.exp_avg, self.exp_avg_sq))
             rates = rates_of(group, adam, learning_rate)
@@ -137,9 +116,6 @@ class FsdpOptimizer:
             self._orthogonalise(adam)
             for name in {s.parameter: s for s in self._matrices}:
                 step_matrix(self.master[name], self.grad.views[name], rates_of(self._groups[name], adam, learning_rate))
-        self.refresh_working()
-        self.zero_grad()
-        return Norms(norm, clipped)
 
     def _orthogonalise(self, muon: Muon) -> None:
         """Put matrices' steps in the place of their directions, which `update` has left in the gradients.
@@ -158,7 +134,6 @@ class FsdpOptimizer:
             write_slice(s, parameter, local_of(s, step_of(whole, muon, dtype), place.rank, place.size))
 
     def refresh_working(self) -> None:
-        """Round the masters into the weights that the model computes with."""
         if self._masters is not None:
             for name, view in self._masters.views.items():
                 self._working[name].copy_(view)

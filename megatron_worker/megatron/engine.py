@@ -1,9 +1,8 @@
-"""MegatronEngine: the Engine Protocol on megatron-core. Its parts are in the other modules of this package."""
+"""MegatronEngine: the Engine on megatron-core. Its parts are in the other modules of this package."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,9 +23,8 @@ from megatron_worker.megatron.passes import PipelinePasses
 from megatron_worker.quantized.weights import WholeWeights
 from megatron_worker.sums import over_ranks
 from megatron_worker.teachers import TeacherStates
-from megatron_worker.tensors.adapter_slots import Base, Slots
-from megatron_worker.tensors.greedy import greedy
-from megatron_worker.tensors.slot_engine import SlottedEngine
+from megatron_worker.tensors.adapter_slots import Base
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.tensors.state_files import read_model
 from shared.families import architecture_of, read_config
 from shared.families.model_slices import constants_of, output_slice, slices_of
@@ -34,8 +32,8 @@ from shared.families.tensor_slices import TensorSlice, linears_of
 from shared.models.shape import check_layout, shape_of
 
 
-class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
-    """See `megatron_worker.engine.Engine`.
+class MegatronEngine(Engine[MegatronAdapter, MegatronOptimizer]):
+    """See `megatron_worker.tensors.slot_engine.Engine`.
 
     Args:
         model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
@@ -69,15 +67,7 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         self._slices_here = placed(slices_of(architecture, layout.tp, layout.etp), architecture, layout)
         weights = WholeWeights({**self._model.flat.views, **self._model.quantized})
         base = Base(model, architecture, self._slices_here, weights, self._model.storages)
-        self._slots = Slots(
-            base,
-            self._mesh,
-            self._read_base,
-            self._model.set_adapter,
-            self._new_adapter,
-            partial(MegatronAdapter.new_optimizer, states=optimizer_states),
-            self._new_base_optimizer,
-        )
+        super().__init__(base, self._mesh)
         mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
         ranks, windows = (mesh.rank, mesh.dp.rank, mesh.dp.size), self._model.architecture.windows
         began = time.perf_counter()
@@ -98,6 +88,12 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
         linears, dtype = linears_of([*self._slices_here, *tied]), self._model.flat.buffer.dtype
         more = [*head_slices(lora.head, architecture.hidden_size, layout.pp - 1), *own]
         return MegatronAdapter(lora, linears, more, mesh, dtype)
+
+    def _use(self, adapter: MegatronAdapter | None) -> None:
+        self._model.set_adapter(adapter)
+
+    def _new_optimizer(self, adapter: MegatronAdapter) -> MegatronOptimizer:
+        return adapter.new_optimizer(self._optimizer_states)
 
     def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
         assert not self._model.quantized, "quantized weights are frozen"
@@ -141,12 +137,9 @@ class MegatronEngine(SlottedEngine[MegatronAdapter, MegatronOptimizer]):
     def forward_backward_all(
         self, batches: Iterable[Batch], loss: LossFunction
     ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
-        assert self._slots.is_training, "nothing is being trained"
-        return self._slots.training.weighed(self._passes.forward_backward(batches, loss, self._slots.dropping))
+        assert self.is_training, "nothing is being trained"
+        return self.trained.weighed(self._passes.forward_backward(batches, loss, self.dropping))
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._mesh.device) for name, value in sums.items()}
         return over_ranks(here, self._mesh.dp.rank, self._mesh.dp.size, self._mesh.dp.sum)
-
-    def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        return greedy(self.forward, self._mesh.device, prompts, max_tokens, stop_ids)

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from longshore.training import Muon, Optimizer, OptimizerStates
-from megatron_worker.engine import Norms
 from megatron_worker.families.tensor_slices import local_of, read_slice, write_slice
 from megatron_worker.megatron.parallel.mesh import Mesh
 from megatron_worker.megatron.regions import Region
@@ -25,11 +24,11 @@ from megatron_worker.process.process_group import SideRanks
 from megatron_worker.quantized.moments import CodedMoment, update_coded
 from megatron_worker.tensors.blocks import Held, only_here
 from megatron_worker.tensors.flat_buffer import Flat
-from megatron_worker.tensors.state_files import State
+from megatron_worker.tensors.state_files import SlotOptimizer, State
 from shared.families.tensor_slices import TensorSlice
 
 
-class MegatronOptimizer:
+class MegatronOptimizer(SlotOptimizer):
     """Trains parameters that are views of one `Flat`, which `regions` cover.
 
     Gradients are accumulated in float32, whatever the weights' dtype. `master` is the working buffer itself if that
@@ -90,21 +89,9 @@ class MegatronOptimizer:
         return parameter.register_post_accumulate_grad_hook(accumulate)
 
     def states(self) -> list[Flat]:
-        """Return all buffers that this optimizer owns but the gradients (the working weights are not its own)."""
         masters = [] if self.is_exact else [self.master]
         moments = [(m,) if isinstance(m, Flat) else m.flats for m in (self.exp_avg, self.exp_avg_sq)]
         return [*masters, *chain.from_iterable(moments)]
-
-    def detach(self) -> None:
-        """Freeze the parameters and release their gradients."""
-        for hook in self._hooks:
-            hook.remove()
-        for parameter in self._parameters.values():
-            parameter.grad = None
-            parameter.requires_grad_(False)
-
-    def zero_grad(self) -> None:
-        self.grad.buffer.zero_()
 
     # State for all of this rank's parameters, gathered from the shares.
 
@@ -130,7 +117,6 @@ class MegatronOptimizer:
 
     @property
     def shares_masters(self) -> bool:
-        """True if ranks that hold the same parameter have a share each of its masters."""
         return not self.is_exact
 
     def masters_on(self, ranks: SideRanks) -> Held:
@@ -143,7 +129,6 @@ class MegatronOptimizer:
         return partial(Gathered(self._working, self._regions, self._shares("master")).collected, ranks)
 
     def refresh_working(self) -> None:
-        """Round the masters into the weights that the model computes with, on all ranks that hold them."""
         if not self.is_exact:
             for own, share in zip(self._owned(self._working.buffer), self._shares("master"), strict=True):
                 own.copy_(share)
@@ -185,21 +170,8 @@ class MegatronOptimizer:
             grad.div_(denominator)
         return self._norm()
 
-    @torch.no_grad()
-    def apply(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
-        """Clip what `reduce` left, update, zero. A norm that is not finite only zeroes the gradients."""
-        if not math.isfinite(norm):
-            self.zero_grad()
-            return Norms(norm, clipped=False)
-        clipped = 0 < adam.clip_norm < norm
-        if clipped:
-            for grad in self._owned(self.grad.buffer):
-                grad.mul_(adam.clip_norm / (norm + 1e-6))
-        self.step_count += 1
-        self._update(adam, learning_rate)
-        self.refresh_working()
-        self.zero_grad()
-        return Norms(norm, clipped)
+    def _reduced(self) -> list[Tensor]:
+        return self._owned(self.grad.buffer)
 
     def _norm(self) -> float:
         """Return the gradient's norm over all ranks. Shares do not overlap, so tensors on several ranks count once."""

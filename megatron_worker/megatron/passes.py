@@ -60,7 +60,7 @@ class PipelinePasses:
             yield batch, sums.detached()
 
     def teacher_states(self, batch: Batch) -> TeacherStates | None:
-        """See `megatron_worker.engine.Engine`."""
+        """See `megatron_worker.tensors.slot_engine.Engine`."""
         if batch.is_empty and self._mesh.experts.size == 1:
             return None
         part = self._localised(batch)

@@ -56,11 +56,8 @@ class PassCost:
 
     def size_within(self, budget_bytes: float, mask_bytes: float = 0.0) -> int:
         """Return the largest size whose forward stays within the budget. `mask_bytes`: for each token, besides."""
-
-        def too_large(size: int) -> bool:
-            return self.at(size).forward + size * mask_bytes > budget_bytes
-
-        return bisect_left(range(_MOST_TOKENS), True, lo=1, key=too_large) - 1
+        sizes = range(_MOST_TOKENS)
+        return bisect_left(sizes, True, 1, key=lambda n: self.at(n).forward + n * mask_bytes > budget_bytes) - 1
 
 
 def measure(probe: Probe, sizes: Sequence[int], device: torch.device, world_size: int, budget_bytes: float) -> PassCost:

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from longshore.training import Lora
-from megatron_worker.engine import Engine, Facts, LossFunction
-from megatron_worker.forwards.engine import ForwardEngine
+from megatron_worker.engine import Facts, LossFunction
 from megatron_worker.forwards.inputs import CheckedInput, HeadCall, Ints
 from megatron_worker.forwards.packing import PackSize
 from megatron_worker.memory.pass_costs import PassBytes, PassCost
 from megatron_worker.memory.probes import mask_bytes, measure_backbone, measure_head, measure_step
+from megatron_worker.tensors.slot_engine import Engine
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
 from shared.jobs.prefix_forest import tables
@@ -114,9 +114,7 @@ class Planner:
         cost = measure_step(engine, loss, len(trees) > 0, budget_bytes, most_tokens)
         return cost.size_within(budget_bytes / (1 + _STEP_MARGIN), most_masks)
 
-    def measure(
-        self, engine: ForwardEngine, slot: PlannedSlot, requests: Sequence[CheckedInput], budget_bytes: float
-    ) -> None:
+    def measure(self, engine: Engine, slot: PlannedSlot, requests: Sequence[CheckedInput], budget_bytes: float) -> None:
         """Measure the costs of these requests of the active slot that are not known yet. Collective."""
         load = _no_load(slot).with_requests(requests)
         for branches in (False, True)[: 1 + (load.size.num_shared > 0)]:

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Batch, Engine, Facts, LossFunction
+from megatron_worker.engine import Batch, Facts, LossFunction
 from megatron_worker.forwards.answers import answers
-from megatron_worker.forwards.engine import ForwardEngine
 from megatron_worker.forwards.inputs import CheckedInput, ForwardInput, HeadCall, Ints, TopK
 from megatron_worker.memory.pass_costs import PassBytes, PassCost, measure
 from megatron_worker.mixers.forest_calls import mask_elements
+from megatron_worker.tensors.slot_engine import Engine
 
 # Large enough that an allocator's rounding does not matter. The last two sizes of heads are larger than their chunks.
 _BACKBONE_TOKENS = {"cpu": (4, 16, 64, 256), "cuda": (128, 512, 1024)}
@@ -58,7 +58,7 @@ def measure_step(
     return cost
 
 
-def measure_backbone(engine: ForwardEngine, keeps_graph: bool, branches: bool, budget_bytes: float) -> PassCost:
+def measure_backbone(engine: Engine, keeps_graph: bool, branches: bool, budget_bytes: float) -> PassCost:
     """Measure the backbone with the slot that is active. Collective."""
     facts, device = engine.facts, engine.facts.device
 
@@ -81,7 +81,7 @@ def measure_backbone(engine: ForwardEngine, keeps_graph: bool, branches: bool, b
 
 
 def measure_head(
-    engine: ForwardEngine, question: HeadCall, num_labels: int, keeps_graph: bool, budget_bytes: float
+    engine: Engine, question: HeadCall, num_labels: int, keeps_graph: bool, budget_bytes: float
 ) -> PassCost:
     """Measure a head on hidden states of zeros, whose memory counts as the head's. Collective."""
     device = engine.facts.device

@@ -37,7 +37,7 @@ class JobQueue:
 
         `accepts`: whether the job may begin now; else it waits, and so do all later jobs.
         """
-        for path in sorted(self.paths.jobs.glob("[!.]*.json"), key=_age):
+        for path in sorted(self.paths.jobs.glob("[!.]*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name)):
             try:
                 job = Job.model_validate_json(path.read_bytes())
             except ValidationError as error:
@@ -88,8 +88,3 @@ class JobQueue:
         """Archive a file that is no job, or whose log is another attempt's: there is no log to report to."""
         print(f"{claimed.name} is set aside: {error}", file=sys.stderr, flush=True)
         claimed.rename(self.paths.archive / f"{claimed.name}.refused")
-
-
-def _age(path: Path) -> tuple[int, str]:
-    """Sort key: when the file was written, then its name."""
-    return path.stat().st_mtime_ns, path.name

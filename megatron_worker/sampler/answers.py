@@ -130,7 +130,9 @@ class Answers:
         self._limits = limits
         self._grammars: Grammars | None = None
         self._grammars_lock = threading.Lock()
-        self._token_text = lru_cache(maxsize=1 << 16)(self._decode_one)
+        self._token_text = lru_cache(maxsize=1 << 16)(
+            lambda token_id: str(tokenizer.decode([token_id], skip_special_tokens=False))
+        )
 
     def complete(
         self, body: bytes, is_gone: Callable[[], bool]
@@ -357,9 +359,6 @@ class Answers:
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
-
-    def _decode_one(self, token_id: int) -> str:
-        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
 
 def _versions(drawn_by: list[DrawnBy]) -> list[int | None] | None:

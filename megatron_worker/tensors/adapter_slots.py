@@ -1,6 +1,7 @@
 """The slots of an engine: adapters on one base model, their training state, and moving them to the host."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from longshore.training import Full, Lora, ScalarHead
 from megatron_worker.engine import Outgoing, Part
 from megatron_worker.families.tensor_slices import local_of, write_slice
 from megatron_worker.head import scalar
-from megatron_worker.process.process_group import SideRanks
 from megatron_worker.tensors.adapter_tensors import norms_of_rows
 from megatron_worker.tensors.blocks import Held, block_reader, blocks_of, only_here
 from megatron_worker.tensors.dropout import Masks
@@ -22,8 +22,8 @@ from megatron_worker.tensors.flat_buffer import Flat
 from megatron_worker.tensors.offload import HostCopy
 from megatron_worker.tensors.residency import Residency, Resident
 from megatron_worker.tensors.state_files import (
+    SlotOptimizer,
     SlotTraining,
-    StatefulOptimizer,
     StateRanks,
     read_adapter,
     read_model,
@@ -50,17 +50,6 @@ class SlotAdapter(Protocol):
     parameters: dict[str, Parameter]
 
     def initialise(self, seed: int) -> None: ...
-
-
-class SlotOptimizer(StatefulOptimizer, Protocol):
-    """The optimizer of a slot. `states`: its buffers but the gradients."""
-
-    @property
-    def shares_masters(self) -> bool: ...
-
-    def masters_on(self, ranks: SideRanks) -> Held: ...
-
-    def states(self) -> list[Flat]: ...
 
 
 AdapterT = TypeVar("AdapterT", bound=SlotAdapter)
@@ -90,33 +79,14 @@ class Base:
         return self.storages[0].dtype
 
 
-class Slots(Generic[AdapterT, OptimizerT]):
-    """Any number of adapters, trainable or not, at most one of them active; or a base that is trained itself.
+class Slots(ABC, Generic[AdapterT, OptimizerT]):
+    """Any number of adapters, trainable or not, at most one of them active; or a base that is trained itself."""
 
-    Args:
-        read_base: read the published weights into the base's parameters.
-        use: make the model compute with an adapter on the base, or with none.
-        new_adapter: an adapter of zeros, on the base's device or another one, with more tensors if they are given;
-            `new_optimizer`: begin to train one.
-        new_base_optimizer: begin to train the base; for a device other than the base's, only make the buffers.
-    """
-
-    def __init__(
-        self,
-        base: Base,
-        ranks: StateRanks,
-        read_base: Callable[[], None],
-        use: Callable[[AdapterT | None], None],
-        new_adapter: Callable[..., AdapterT],
-        new_optimizer: Callable[[AdapterT], OptimizerT],
-        new_base_optimizer: Callable[[torch.device], OptimizerT],
-    ) -> None:
-        self._base, self._ranks, self._read_base = base, ranks, read_base
+    def __init__(self, base: Base, ranks: StateRanks) -> None:
+        self._base, self._state_ranks = base, ranks
         published = Resident([HostCopy(base.storages)], is_frozen=True, refill=self._refill_base)
         self._device = base.storages[0].device
         self.residency = Residency(published, self._device)
-        self._use, self._new_adapter, self._new_optimizer = use, new_adapter, new_optimizer
-        self._new_base_optimizer = new_base_optimizer
         self._modules = modules_of(base.slices)
         self._slot_bytes: dict[Lora | Full, dict[Part, int]] = {}
         self.active: str | None = None
@@ -124,12 +94,32 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.adapters: dict[str, AdapterT] = {}
         self.trainings: dict[str | None, SlotTraining[OptimizerT]] = {}
 
+    @abstractmethod
+    def _read_base(self) -> None:
+        """Read the published weights into the base's parameters."""
+
+    @abstractmethod
+    def _use(self, adapter: AdapterT | None) -> None:
+        """Make the model compute with an adapter on the base, or with none."""
+
+    @abstractmethod
+    def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> AdapterT:
+        """Make an adapter of zeros, on the base's device or another one, with more tensors if they are given."""
+
+    @abstractmethod
+    def _new_optimizer(self, adapter: AdapterT) -> OptimizerT:
+        """Begin to train an adapter."""
+
+    @abstractmethod
+    def _new_base_optimizer(self, device: torch.device) -> OptimizerT:
+        """Begin to train the base; for a device other than the base's, only make the buffers."""
+
     @property
     def is_training(self) -> bool:
         return self.active in self.trainings
 
     @property
-    def training(self) -> SlotTraining[OptimizerT]:
+    def trained(self) -> SlotTraining[OptimizerT]:
         """The training state of the active slot; without one, that of the base."""
         assert self.is_training, "nothing is being trained"
         return self.trainings[self.active]
@@ -137,7 +127,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
     @contextmanager
     def dropping(self) -> Iterator[None]:
         """Let a bin's forward pass drop inputs of the adapter that is trained. Enter it once for each bin."""
-        training = self.training
+        training = self.trained
         moment = training.optimizer.step_count, training.num_bins
         training.num_bins += 1
         with self.masks.at(moment):
@@ -149,7 +139,10 @@ class Slots(Generic[AdapterT, OptimizerT]):
         return Masks(0.0, 0) if self.active is None else self.adapters[self.active].masks
 
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
-        """Install a fresh adapter, trainable and active. Raises InvalidInput if the model has none of its targets."""
+        """Install a fresh adapter, trainable and active. Raises InvalidInput if the model has none of its targets.
+
+        A is Kaiming-uniform from the seed, equal under every layout; B is zero.
+        """
         own = beside(lora, self._modules, is_new=True)
         self.residency.bring_base()
         adapter = self._new_adapter(own, self._device)
@@ -161,16 +154,19 @@ class Slots(Generic[AdapterT, OptimizerT]):
         """Let DoRA, if it is that, begin with the norms of the model's own rows. Collective."""
         weights = {peft_format.norms_of(s.name): s for s in self._base.slices if s.name.endswith(".weight")}
         for s in (s for s in adapter.slices if s.name.endswith(peft_format.NORMS)):
-            weight_OI = self._ranks.whole(weights[s.name], self._base.parameters, self._base.dtype)
+            weight_OI = self._state_ranks.whole(weights[s.name], self._base.parameters, self._base.dtype)
             if s.parameter in adapter.flat.views:
-                place = self._ranks.splitting(s)
+                place = self._state_ranks.splitting(s)
                 local = local_of(s, norms_of_rows(weight_OI), place.rank, place.size)
                 write_slice(s, adapter.flat.views[s.parameter], local)
 
-    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int) -> None:
-        """Install a PEFT adapter from a folder and make it active. Raises the same InvalidInput on every rank."""
+    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int = 0) -> None:
+        """Install a PEFT adapter from a folder and make it active. `seed`: of its dropout.
+
+        Raises the same InvalidInput on every rank if it is missing, damaged, or not of `lora`'s shape.
+        """
         self.residency.bring_base()
-        with self._ranks.agreement():
+        with self._state_ranks.agreement():
             found = beside(peft_format.read_config(folder, may_have_head=True), self._modules)
             if lora is not None:
                 peft_format.check_same(found, beside(lora, self._modules), str(folder))
@@ -179,11 +175,11 @@ class Slots(Generic[AdapterT, OptimizerT]):
             adapter = self._new_adapter(found, self._device)
             # Read in float32, whatever the slot computes in, so that a trained slot's masters lose nothing.
             exact = adapter.flat.like(torch.float32)
-            read_adapter(folder, adapter.slices, exact.views, self._ranks, self._base.folder)
+            read_adapter(folder, adapter.slices, exact.views, self._state_ranks, self._base.folder)
         adapter.flat.buffer.copy_(exact.buffer)
         self._install(name, adapter, trainable, seed)
         if trainable:
-            self.training.optimizer.put("master", exact)
+            self.trained.optimizer.put("master", exact)
 
     def _install(self, name: str, adapter: AdapterT, trainable: bool, seed: int) -> None:
         assert name not in self.adapters, f"slot {name!r} is taken"
@@ -193,10 +189,10 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.residency.add(name, _adapter_parts(adapter))
         if trainable:
             self._train(name, [(self._new_optimizer(adapter), adapter.slices)])
-        self.activate(name)
+        self.set_adapter(name)
 
-    def train_base(self, full: Full, seed: int) -> None:
-        """Train every weight of the base; a head replaces its output layer."""
+    def train_full(self, full: Full, seed: int = 0) -> None:
+        """Train every weight of the base; a head replaces its output layer. `seed`: of that."""
         assert not self.trainings, "drop_slot comes before training something else"
         head = self._base_head = None if full.head is None else self._new_head(full.head, self._device)
         heads = [head.flat.host] if head else []
@@ -207,18 +203,22 @@ class Slots(Generic[AdapterT, OptimizerT]):
             own = [replace(s, name=s.name.removeprefix(peft_format.PREFIX)) for s in head.slices]
             others = [s for s in self._base.slices if peft_format.module_of(s.name) != OUTPUT]
             parts = [(parts[0][0], others), (self._new_optimizer(head), own)]
-            self.activate(None)
+            self.set_adapter(None)
         self._train(None, parts)
 
     def _new_head(self, head: ScalarHead, device: torch.device) -> AdapterT:
         return self._new_adapter(Lora(target_pattern=_NO_LINEARS, head=head), device)
 
     def train_own(self, slot: str | None, parameters: Mapping[str, Parameter]) -> None:
-        """Train parameters of one's own code with a slot. They stay on the device."""
+        """Train parameters of the user's code with a slot: they step together, and `save` and `load` handle both.
+
+        They are whole and equal on every rank, and stay on the device. Ranks that share data must compute the same with
+        them.
+        """
         own = self._new_adapter(Lora(target_pattern=_NO_LINEARS), self._device, scalar.own_slices(parameters))
         for name, parameter in parameters.items():
             parameter.data = own.flat.views[scalar.OWN + name].copy_(parameter.data)
-            parameter.register_hook(lambda grad: grad / self._ranks.num_alike)
+            parameter.register_hook(lambda grad: grad / self._state_ranks.num_alike)
             own.parameters[scalar.OWN + name] = parameter
         self.trainings[slot].own = self._new_optimizer(own), own.slices
 
@@ -227,7 +227,10 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self.residency.add(slot, _training_parts([optimizer for optimizer, _ in parts]))
 
     def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
-        """See `megatron_worker.engine.Engine.slot_bytes`. The slot is made on torch's device without memory."""
+        """Count the bytes that a slot takes on this rank's device while it is trained: made on a device without memory.
+
+        Exact. `weights` of Full are 0: those of the base are there in any case.
+        """
         if trainable not in self._slot_bytes:
             nowhere = torch.device("meta")
             if isinstance(trainable, Full):
@@ -241,16 +244,21 @@ class Slots(Generic[AdapterT, OptimizerT]):
             self._slot_bytes[trainable] = nothing | {part: held.bytes.device for part, held in parts.items()}
         return self._slot_bytes[trainable]
 
-    def activate(self, name: str | None) -> None:
+    def set_adapter(self, name: str | None) -> None:
+        """Use this slot in the following calls, or none."""
         self.active = name
         self._use(self._base_head if name is None else self.adapters[name])
 
-    def drop(self, slot: str | None) -> None:
-        """Forget a slot, also one that an error has left incomplete. A base is brought again when it is needed."""
+    def drop_slot(self, slot: str | None) -> None:
+        """Forget a slot, if it is there, with its gradients and moments, even one that an error has left incomplete.
+
+        None is active if it was. Slot None: end the training of the base, whose published weights are read again when
+        they are next needed. Collective.
+        """
         if slot is None:
             self._base_head = None
         if slot == self.active:
-            self.activate(None)
+            self.set_adapter(None)
         if (training := self.trainings.pop(slot, None)) is not None:
             training.detach()
         self.residency.drop(slot)
@@ -265,8 +273,8 @@ class Slots(Generic[AdapterT, OptimizerT]):
     # Files.
 
     def save(self, folder: Path) -> None:
-        """Write `weights/` and `optimizer/` of the active slot; rank 0 writes. Collective."""
-        training, ranks = self.training, self._ranks
+        """Write `weights/` (PEFT adapter or Hugging Face model) and `optimizer/` of the active slot; rank 0 writes."""
+        training, ranks = self.trained, self._state_ranks
         weights, optimizer = (folder / "weights", folder / "optimizer") if ranks.rank == 0 else (None, None)
         if training.slot is None:
             self.write_base(folder / "weights")
@@ -279,7 +287,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     def write_base(self, folder: Path) -> None:
         """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
-        base, ranks, head = self._base, self._ranks, self._base_head
+        base, ranks, head = self._base, self._state_ranks, self._base_head
         slices = base.slices if head is None else self.trainings[None].slices
         with ranks.agreement():
             own, named = folder if ranks.rank == 0 else None, None if head is None else head.lora.head
@@ -287,7 +295,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, under any layout, into what is being trained. Raises InvalidInput on mismatch."""
-        training, ranks = self.training, self._ranks
+        training, ranks = self.trained, self._state_ranks
         with ranks.agreement():
             if training.slot is None:
                 self._load_base(folder / "weights")
@@ -302,7 +310,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
 
     def reset_moments(self) -> None:
         """Set moments and step count to zero, as at the beginning of training."""
-        for optimizer, _ in self.training.parts:
+        for optimizer, _ in self.trained.parts:
             zeros = optimizer.grad.like(torch.float32)
             optimizer.put("exp_avg", zeros)
             optimizer.put("exp_avg_sq", zeros)
@@ -312,7 +320,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
         if read_architecture(folder) != self._base.architecture:
             raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))
         slices, carried = self.trainings[None].slices, self._base.architecture.carried
-        read_model(folder, slices, self._written, self._ranks, carried)
+        read_model(folder, slices, self._written, self._state_ranks, carried)
 
     @property
     def _written(self) -> Mapping[str, Tensor]:
@@ -323,7 +331,7 @@ class Slots(Generic[AdapterT, OptimizerT]):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors of the base, one at a time, on every rank."""
         parameters, dtype = self._base.parameters, self._base.dtype
-        return ((p.name, self._ranks.whole(p, parameters, dtype)) for p in self._base.slices)
+        return ((p.name, self._state_ranks.whole(p, parameters, dtype)) for p in self._base.slices)
 
     def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
@@ -332,11 +340,11 @@ class Slots(Generic[AdapterT, OptimizerT]):
         dtype = adapter.flat.buffer.dtype
         if training is not None:
             weights, dtype = training.optimizer.gathered("master"), torch.float32
-        return ((p.name, self._ranks.whole(p, weights, dtype).float()) for p in adapter.slices)
+        return ((p.name, self._state_ranks.whole(p, weights, dtype).float()) for p in adapter.slices)
 
     def outgoing(self, slot: str | None) -> Outgoing:
         """Return a slot's weights (None: the base's), to be read before they change."""
-        base, side = self._base, self._ranks.side
+        base, side = self._base, self._state_ranks.side
         if slot is None:
             return self._outgoing(None, base.dtype, base.slices, only_here(base.parameters, side.rank))
         adapter, training = self.adapters[slot], self.trainings.get(slot)
@@ -349,7 +357,8 @@ class Slots(Generic[AdapterT, OptimizerT]):
         self, lora: Lora | None, dtype: torch.dtype, slices: list[TensorSlice], held: Held, is_shared: bool = False
     ) -> Outgoing:
         """`is_shared`: ranks have shares of other ranks' blocks."""
-        blocks, read = blocks_of(slices, self._ranks), block_reader(slices, held)
+        blocks = [block for s in slices for block in blocks_of(s, self._state_ranks)]
+        read = block_reader(slices, held)
         return Outgoing(
             lora=lora,
             dtype=dtype,
@@ -357,8 +366,8 @@ class Slots(Generic[AdapterT, OptimizerT]):
             shapes={s.name: s.shape for s in slices},
             blocks=blocks,
             held=lambda block: None if (found := read(block)) is None else found.to(dtype),
-            ranks=self._ranks.side,
-            members=range(self._ranks.side.size) if is_shared else sorted({0} | {block.rank for block in blocks}),
+            ranks=self._state_ranks.side,
+            members=range(self._state_ranks.side.size) if is_shared else sorted({0} | {block.rank for block in blocks}),
         )
 
     @property

@@ -17,12 +17,8 @@ def only_here(parameters: Mapping[str, Tensor], own_rank: int) -> Held:
     return lambda name, rank: parameters[name] if rank == own_rank else None
 
 
-def blocks_of(slices: Sequence[TensorSlice], ranks: StateRanks) -> list[TensorBlock]:
-    """Return the blocks of all tensors, in their order. They are the same on every rank."""
-    return [block for s in slices for block in _blocks(s, ranks)]
-
-
-def _blocks(s: TensorSlice, ranks: StateRanks) -> Iterator[TensorBlock]:
+def blocks_of(s: TensorSlice, ranks: StateRanks) -> Iterator[TensorBlock]:
+    """Yield the blocks of a tensor, in their order. They are the same on every rank."""
     num_rows = s.shape[0] if s.shape else 1
     if s.split is None:
         yield TensorBlock(s.name, ranks.first_holder(s, 0), 0, num_rows)

@@ -111,7 +111,7 @@ class Residency:
         slots: Collection[str | None] | None = None,
         **parts: Unpack[PartPlaces],
     ) -> None:
-        """Move parts of some slots, or of all. See `megatron_worker.engine.Engine.place`."""
+        """Move parts of some slots, or of all. See `megatron_worker.tensors.slot_engine.Engine.place`."""
         wanted = {
             key: where
             for key in self._held
@@ -157,16 +157,12 @@ class Residency:
 
     def memory(self) -> Memory:
         """Count bytes by part; on CUDA the device's are all that torch has allocated there."""
-        parts: dict[Part, PartBytes] = {"weights": self._hidden_copy()}
+        is_hidden = self._held["weights", None] is not self._published  # the base is trained in their place
+        hidden_bytes = self._published.bytes.host if is_hidden else 0
+        parts: dict[Part, PartBytes] = {"weights": PartBytes(host=hidden_bytes)}
         for (part, _), resident in self._held.items():
             parts[part] = parts.get(part, PartBytes()) + resident.bytes
         device = sum(part.device for part in parts.values())
         if self._device.type == "cuda":
             device = torch.cuda.memory_allocated(self._device)
         return Memory(device, sum(part.host for part in parts.values()), parts)
-
-    def _hidden_copy(self) -> PartBytes:
-        """Return the bytes of the published weights' host copy while the base is trained in their place."""
-        if self._held["weights", None] is self._published:
-            return PartBytes()
-        return PartBytes(device=0, host=self._published.bytes.host)

@@ -1,28 +1,43 @@
-"""The parts of an engine that depend only on its slots, the same for all engines."""
+"""The base class of engines, with all that depends only on an engine's slots."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Generic, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from longshore.training import Full, Lora, Optimizer
-from megatron_worker.engine import Memory, Norms, Outgoing, Part, PartPlaces, Where
+from longshore.training import Optimizer
+from megatron_worker.engine import (
+    Batch,
+    Facts,
+    LossFunction,
+    Memory,
+    Norms,
+    Outputs,
+    PartPlaces,
+    Scores,
+    Where,
+)
+from megatron_worker.head.logprobs import VocabShard
+from megatron_worker.teachers import TeacherStates
 from megatron_worker.tensors.adapter_slots import AdapterT, OptimizerT, Slots
+from megatron_worker.tensors.greedy import greedy
 
 
-class SlottedEngine(Generic[AdapterT, OptimizerT]):
-    """The part of `megatron_worker.engine.Engine` that only the slots do. A subclass sets `_slots`."""
+class Engine(Slots[AdapterT, OptimizerT]):
+    """See the docstring of megatron_worker/engine.py. An engine holds one base model and any number of named adapter
+    slots beside it, which may all be trained. Forwards, backwards and steps use the active one."""
 
-    _slots: Slots[AdapterT, OptimizerT]
+    facts: Facts
     recompute = False
+    """Layers keep their inputs alone of a pass, and compute again in its backward (Chen et al. 2016, arXiv:1604.06174).
+    Gradients are the same bits. A backward may leave the adapter of its forward active."""
 
     def _let_recompute(self, layers: Iterable[torch.nn.Module]) -> None:
         for layer in layers:
@@ -37,11 +52,11 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
         """
         if not (self.recompute and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        masks, name = self._slots.masks, self._slots.active
+        masks, name = self.masks, self.active
         moment = masks.moment
 
         def beside_its_adapter(*args: Any, **kwargs: Any) -> Any:
-            if self._slots.active != name:
+            if self.active != name:
                 self.set_adapter(name)
             return forward(*args, **kwargs)
 
@@ -49,30 +64,54 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
         how: Any = {"context_fn": lambda: (nullcontext(), masks.at(moment)), "preserve_rng_state": False}
         return checkpoint(again, *args, use_reentrant=False, **how, **kwargs)
 
-    # What is trained.
-
-    def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
-        self._slots.add_adapter(name, lora, seed)
-
-    def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int = 0) -> None:
-        self._slots.load_adapter(name, folder, lora, trainable, seed)
-
-    def drop_slot(self, slot: str | None) -> None:
-        self._slots.drop(slot)
-
-    def set_adapter(self, name: str | None) -> None:
-        self._slots.activate(name)
-
-    def train_full(self, full: Full, seed: int = 0) -> None:
-        self._slots.train_base(full, seed)
-
-    def train_own(self, slot: str | None, parameters: Mapping[str, Parameter]) -> None:
-        self._slots.train_own(slot, parameters)
-
     # A step.
 
+    @property
+    @abstractmethod
+    def needs_lockstep(self) -> bool:
+        """True if all ranks must do the same forwards and backwards in the same order, if need be of empty batches."""
+
+    @property
+    @abstractmethod
+    def vocab_shard(self) -> VocabShard:
+        """The rows of the output embedding that this rank's heads have."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, outputs: Outputs) -> Scores:
+        """Score a bin's targets. Keeps the graph unless under `torch.no_grad`; under pp only there."""
+
+    @abstractmethod
+    def teacher_states(self, batch: Batch) -> TeacherStates | None:
+        """Compute what a bin's `teacher` is, by the active slot; None on ranks that score nothing. Under no_grad."""
+
+    @abstractmethod
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the targets' hidden states after the final norm, [N, H], and the output embedding for their heads.
+
+        The embedding has only this rank's rows, [V, H]. Hidden states are equal on all ranks that share a
+        vocabulary, and heads must give them the complete gradient on each.
+        """
+
+    @abstractmethod
+    def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
+        """Add a bin's gradients (of sums) to what is accumulated. Returns detached sums of this rank's bin."""
+
+    @abstractmethod
+    def forward_backward_all(
+        self, batches: Iterable[Batch], loss: LossFunction
+    ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
+        """Like `forward_backward` for all bins of a step, as a pipeline needs. Yields each bin with its sums.
+
+        The iterator must be exhausted.
+        """
+
+    @abstractmethod
+    def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Combine the sums of all data-parallel ranks (sums.py). Every rank gets the same numbers."""
+
     def optim_step(self, adam: Optimizer, learning_rate: float, denominator: float) -> Norms:
-        training = self._slots.training
+        """Divide the accumulated gradients by `denominator`, clip, step, zero. Non-finite norms change no weight."""
+        training = self.trained
         sums = self._noise_sums(training.square_of_own_gradient(), training.weight) if adam.noise_scale else None
         norms = training.apply(adam, learning_rate, training.reduce(denominator))
         return norms if sums is None else replace(norms, noise=gradient_noise(sums, norms.grad_norm * denominator))
@@ -84,43 +123,23 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
         square = square / torch.where(has_bins, weight, 1.0)
         return self.reduce({"square": square, "weight": weight, "ranks": has_bins.double()})
 
-    def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        raise NotImplementedError
-
     def reduce_gradients(self, denominator: float) -> float:
-        return self._slots.training.reduce(denominator)
+        """Add the active slot's gradients up over all ranks, and divide them. Returns their norm over all ranks."""
+        return self.trained.reduce(denominator)
 
     def apply_gradients(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
-        return self._slots.training.apply(adam, learning_rate, norm)
+        """Clip what `reduce_gradients` left, step, zero. A norm that is not finite changes no weight."""
+        return self.trained.apply(adam, learning_rate, norm)
 
     def zero_grad(self) -> None:
-        if self._slots.is_training:
-            self._slots.training.zero_grad()
+        if self.is_training:
+            self.trained.zero_grad()
 
-    # State.
+    def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
+        """Greedy continuations of token ids, the stop id left out; the same on every rank."""
+        return greedy(self.forward, self.facts.device, prompts, max_tokens, stop_ids)
 
-    def save(self, folder: Path) -> None:
-        self._slots.save(folder)
-
-    def write_base(self, folder: Path) -> None:
-        """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
-        self._slots.write_base(folder)
-
-    def load(self, folder: Path) -> None:
-        self._slots.load(folder)
-
-    def reset_moments(self) -> None:
-        self._slots.reset_moments()
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._slots.named_weights()
-
-    def outgoing(self, slot: str | None) -> Outgoing:
-        return self._slots.outgoing(slot)
-
-    def adapter_weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield PEFT's names and whole float32 tensors of a slot, one at a time, on every rank."""
-        return self._slots.adapter_weights(name)
+    # Residency: a part that is not on the device has storages of size 0 there.
 
     def place(
         self,
@@ -129,19 +148,23 @@ class SlottedEngine(Generic[AdapterT, OptimizerT]):
         slots: Collection[str | None] | None = None,
         **parts: Unpack[PartPlaces],
     ) -> None:
-        self._slots.residency.place(everything, slots=slots, **parts)
+        """Move parts of some slots (None among them: the base), or of all, to the device or to the host, or drop them.
+
+        Bits are kept, except of dropped parts: the base is read again from its files, gradients are zero. Raises
+        ValueError if nothing else holds a part that is to be dropped.
+        """
+        self.residency.place(everything, slots=slots, **parts)
 
     def training(self) -> AbstractContextManager[None]:
-        return self._slots.residency.training(self._slots.active)
+        """Have the base and all of the active slot on the device in a `with` block, and afterwards all where it was."""
+        return self.residency.training(self.active)
 
     def scoring(self) -> AbstractContextManager[None]:
-        return self._slots.residency.scoring(self._slots.active)
+        """Have the base and the active slot's weights on the device in a `with` block, and no optimizer state."""
+        return self.residency.scoring(self.active)
 
     def memory(self) -> Memory:
-        return self._slots.residency.memory()
-
-    def slot_bytes(self, trainable: Lora | Full) -> Mapping[Part, int]:
-        return self._slots.slot_bytes(trainable)
+        return self.residency.memory()
 
 
 def gradient_noise(sums: Mapping[str, float], norm: float) -> dict[str, float]:

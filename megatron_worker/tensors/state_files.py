@@ -7,7 +7,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -17,6 +18,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from longshore.training import Lora, Optimizer, ScalarHead
 from megatron_worker.engine import Batch, Norms
@@ -88,33 +90,80 @@ class StateRanks(Protocol):
     def agreement(self) -> AbstractContextManager[None]: ...
 
 
-class StatefulOptimizer(Protocol):
-    """An optimizer whose state is saved. `gathered` is collective if ranks split the state.
+class SlotOptimizer(ABC):
+    """The optimizer of a slot. `gathered` is collective if ranks split the state.
 
-    `is_exact`: the model's own weights are float32 and are updated in place, so there are no masters. `detach`: freeze
-    parameters, drop gradients.
+    `is_exact`: the model's own weights are float32 and are updated in place, so there are no masters.
     """
 
     step_count: int
     grad: Flat
     is_exact: bool
+    _parameters: Mapping[str, Parameter]
+    _hooks: Sequence[torch.utils.hooks.RemovableHandle]
 
+    @abstractmethod
     def gathered(self, state: State) -> Mapping[str, Tensor]: ...
 
+    @abstractmethod
     def put(self, state: State, values: Flat) -> None: ...
 
-    def detach(self) -> None: ...
+    @abstractmethod
+    def states(self) -> list[Flat]:
+        """Return all buffers that this optimizer owns but the gradients (the working weights are not its own)."""
 
-    def refresh_working(self) -> None: ...
+    @property
+    @abstractmethod
+    def shares_masters(self) -> bool:
+        """True if ranks that hold the same parameter have a share each of its masters."""
 
-    def zero_grad(self) -> None: ...
+    @abstractmethod
+    def masters_on(self, ranks: SideRanks) -> Callable[[str, int], Tensor | None]: ...
 
-    def reduce(self, denominator: float) -> float: ...
+    @abstractmethod
+    def refresh_working(self) -> None:
+        """Round the masters into the weights that the model computes with, on all ranks that hold them."""
 
-    def apply(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms: ...
+    @abstractmethod
+    def reduce(self, denominator: float) -> float:
+        """Sum the gradients over all ranks and divide them. Returns their norm; `apply` or `zero_grad` comes next."""
+
+    @torch.no_grad()
+    def apply(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
+        """Clip what `reduce` left, update, zero. A norm that is not finite only zeroes the gradients."""
+        if not math.isfinite(norm):
+            self.zero_grad()
+            return Norms(norm, clipped=False)
+        clipped = 0 < adam.clip_norm < norm
+        if clipped:
+            for grad in self._reduced():
+                grad.mul_(adam.clip_norm / (norm + 1e-6))
+        self.step_count += 1
+        self._update(adam, learning_rate)
+        self.refresh_working()
+        self.zero_grad()
+        return Norms(norm, clipped)
+
+    @abstractmethod
+    def _reduced(self) -> Sequence[Tensor]:
+        """Return the gradients that `reduce` leaves on this rank."""
+
+    @abstractmethod
+    def _update(self, adam: Optimizer, learning_rate: float) -> None: ...
+
+    def zero_grad(self) -> None:
+        self.grad.buffer.zero_()
+
+    def detach(self) -> None:
+        """Freeze the parameters and release their gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+            parameter.requires_grad_(False)
 
 
-OptimizerT = TypeVar("OptimizerT", bound=StatefulOptimizer)
+OptimizerT = TypeVar("OptimizerT", bound=SlotOptimizer)
 
 
 @dataclass

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from megatron_worker.engine import Batch
 from megatron_worker.forwards.answers import answers
-from megatron_worker.forwards.engine import ForwardEngine
 from megatron_worker.forwards.inputs import CheckedInput, ForwardOutput, HeadCall, Ints
 from megatron_worker.forwards.packing import Pack, pack
+from megatron_worker.tensors.slot_engine import Engine
 
 Watch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def forward_slot(
-    engine: ForwardEngine, requests: Sequence[CheckedInput], least_saved_tokens: int, watch: Watch
+    engine: Engine, requests: Sequence[CheckedInput], least_saved_tokens: int, watch: Watch
 ) -> list[ForwardOutput]:
     """Answer requests with the active slot. `watch` gets what the backbone made, and returns it for the heads.
 

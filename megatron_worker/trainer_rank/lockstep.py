@@ -68,7 +68,8 @@ class Lockstep:
                 for leaf in backbone.leaves:
                     leaf.grad = None
             raise
-        for number in sorted(self._of_any_rank(self._with_gradient()), reverse=True):
+        graded = {number for number, backbone in self._backbones.items() if backbone.leaves[0].grad is not None}
+        for number in sorted(self._of_any_rank(graded), reverse=True):
             backbone = self._backbones.pop(number)
             gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in backbone.leaves]
             for leaf in backbone.leaves:
@@ -80,9 +81,6 @@ class Lockstep:
         if self._backbones:
             alive = self._of_any_rank({number for number in self._backbones if self._graphs.is_alive(str(number))})
             self._backbones = {number: backbone for number, backbone in self._backbones.items() if number in alive}
-
-    def _with_gradient(self) -> set[int]:
-        return {number for number, backbone in self._backbones.items() if backbone.leaves[0].grad is not None}
 
     def _of_any_rank(self, numbers: set[int]) -> set[int]:
         return set().union(*everyone(self._world_size, list(numbers)))

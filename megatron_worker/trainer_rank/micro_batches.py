@@ -12,11 +12,11 @@ import torch
 from longshore.training import Recompute
 from megatron_worker.dispatch import WAYS, Dispatcher, SlotName
 from megatron_worker.engine import Facts
-from megatron_worker.forwards.engine import ForwardEngine
 from megatron_worker.forwards.inputs import CheckedInput, Inputs
 from megatron_worker.memory.live_bytes import default_budget, new_meter
 from megatron_worker.memory.planner import PlannedSlot, Planner, RankShare
 from megatron_worker.process.agreement import everyone
+from megatron_worker.tensors.slot_engine import Engine
 from shared.errors import InvalidInput
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Forwards(Protocol):
     """The methods of a TrainerRank that this module uses."""
 
     dispatcher: Dispatcher
-    engine: ForwardEngine
+    engine: Engine
     recompute: Recompute
     recomputes: bool
 

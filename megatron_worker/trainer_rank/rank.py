@@ -22,7 +22,6 @@ from torch import Tensor
 from longshore.training import Full, Lora, Optimizer, Recompute
 from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.engine import Facts, Norms
-from megatron_worker.forwards.engine import ForwardEngine
 from megatron_worker.forwards.inputs import (
     CheckedInput,
     ForwardInput,
@@ -36,6 +35,7 @@ from megatron_worker.forwards.inputs import (
 from megatron_worker.forwards.packing import LEAST_SAVED
 from megatron_worker.memory.planner import PlannedSlot
 from megatron_worker.process.agreement import agreement
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.trainer_rank.forward import forward_slot
 from megatron_worker.trainer_rank.graphs import Graphs
 from megatron_worker.trainer_rank.lockstep import Lockstep
@@ -74,7 +74,7 @@ class TrainerRank:
 
     def __init__(
         self,
-        engine: ForwardEngine,
+        engine: Engine,
         memory_budget_bytes: int | None = None,
         least_saved_tokens: int = LEAST_SAVED,
         recompute: Recompute = "auto",

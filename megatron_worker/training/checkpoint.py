@@ -49,10 +49,6 @@ class CheckpointState(Frozen):
     recompute: bool = Field(default=False, exclude_if=lambda value: not value)
 
 
-def checkpoint_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 @dataclass(frozen=True)
 class Written:
     """A checkpoint that was just written; the same on every rank. `sha256`: of its manifest."""
@@ -79,7 +75,7 @@ def save_checkpoint(
     Raises:
         JobFailed: such as a full disk; nothing of the checkpoint is left.
     """
-    final = Path(job.checkpoint_dir) / checkpoint_name(step)
+    final = Path(job.checkpoint_dir) / f"step-{step:08d}"
     temporary = Path(job.scratch_dir) / final.name
     state, drawn = _state(job.plan, model_sha256, step, micro_batch_tokens, recompute), random_state()
 

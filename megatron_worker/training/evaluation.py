@@ -138,7 +138,12 @@ _prompts: TypeAdapter[list[HeldOutPrompt]] = TypeAdapter(list[HeldOutPrompt])
 def read_prompts(units: Path) -> list[HeldOutPrompt]:
     """Read `prompts.json`, next to the units. Data that was tokenized elsewhere has none."""
     path = units / "prompts.json"
-    return _parse(_prompts, path) if path.exists() else []
+    try:
+        return _prompts.validate_python(json.loads(path.read_bytes())) if path.exists() else []
+    except json.JSONDecodeError as error:
+        raise CorruptArtifact(f"no JSON: {error}", str(path)) from error
+    except ValidationError as error:
+        raise CorruptArtifact(first_rule(error), str(path)) from error
 
 
 def _decode(model: Path, ids: list[list[int]]) -> list[str]:
@@ -148,15 +153,6 @@ def _decode(model: Path, ids: list[list[int]]) -> list[str]:
     if not path.exists():
         raise CorruptArtifact("the model has no tokenizer.json to decode samples with", str(model))
     return Tokenizer.from_file(str(path)).decode_batch(ids, skip_special_tokens=True)
-
-
-def _parse(adapter: TypeAdapter[T], path: Path) -> T:
-    try:
-        return adapter.validate_python(json.loads(path.read_bytes()))
-    except json.JSONDecodeError as error:
-        raise CorruptArtifact(f"no JSON: {error}", str(path)) from error
-    except ValidationError as error:
-        raise CorruptArtifact(first_rule(error), str(path)) from error
 
 
 def with_progress(

@@ -93,7 +93,10 @@ class SyncConnection:
         if not hmac.compare_digest(seal, self._seal(self._names[1], self._num_read, data)):
             raise SyncBroken("a message is not the other end's: its seal is wrong")
         self._num_read += 1
-        return parse_message(kind, data)
+        try:
+            return kind.model_validate_json(data)
+        except ValidationError as error:
+            raise SyncBroken(f"no message of this schema: {first_rule(error)}") from error
 
     def _seal(self, writer: bytes, number: int, data: bytes) -> bytes:
         if self.key is None:
@@ -280,11 +283,3 @@ def exactly(own: socket.socket, num_bytes: int, until: float | None = None) -> b
             raise SyncBroken("the other end is gone")
         data += chunk
     return bytes(data)
-
-
-def parse_message(kind: type[M], data: bytes) -> M:
-    """Raises SyncBroken naming the field and the rule."""
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        raise SyncBroken(f"no message of this schema: {first_rule(error)}") from error

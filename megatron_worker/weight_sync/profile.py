@@ -4,23 +4,12 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron_worker.weight_sync.messages import Announcement
 
 _MAX_BYTES = 64 << 20
-
-
-class Phases(Protocol):
-    def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Enter a phase: prepare, connect; for each bucket settle, fill and send; settle, commit, finalize."""
-        ...
-
-    def end(self, announcement: Announcement) -> str | None:
-        """End a sync. Returns why its trace could not be written."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -49,6 +38,7 @@ class SyncProfile:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Enter a phase: prepare, connect; for each bucket settle, fill and send; settle, commit, finalize."""
         began = time.time()
         try:
             yield
@@ -57,6 +47,7 @@ class SyncProfile:
                 self._phases.append(_Phase(name, began, time.time() - began))
 
     def end(self, announcement: Announcement) -> str | None:
+        """End a sync. Returns why its trace could not be written."""
         if self._path is None:
             return None
         whose = {"run": announcement.run_id, "version": announcement.version, "transport": announcement.transport}

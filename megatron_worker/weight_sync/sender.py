@@ -10,7 +10,7 @@ from megatron_worker.process.background import BackgroundCall
 from megatron_worker.weight_sync.buckets import Bucket, Digest, all_bytes, check_divisible, cut_buckets, shapes_sha256
 from megatron_worker.weight_sync.gathering import Gathering, Giving, LastSent
 from megatron_worker.weight_sync.messages import Announcement, Commit, SyncMessage
-from megatron_worker.weight_sync.profile import Phases, SyncProfile
+from megatron_worker.weight_sync.profile import SyncProfile
 from megatron_worker.weight_sync.sampler_connections import Receivers
 from megatron_worker.weight_sync.transports.protocol import Outbound
 from megatron_worker.weight_sync.transports.table import choose, ends_of, why_not
@@ -23,7 +23,7 @@ def send(
     run_id: str,
     sent: LastSent | None = None,
     host: SyncAccess | None = None,
-    phases: Phases | None = None,
+    phases: SyncProfile | None = None,
 ) -> "Sending | Giving | None":
     """Begin to send a slot's weights: rank 0 sends, the other ranks give it their parts. Every rank calls this.
 
@@ -76,7 +76,7 @@ class Sending:
         outgoing: Outgoing,
         places: tuple[SyncPlace, ...],
         host: SyncAccess,
-        phases: Phases,
+        phases: SyncProfile,
         sent: LastSent | None = None,
     ) -> None:
         self._announcement = announcement

@@ -6,8 +6,8 @@ import torch
 
 from longshore.losses import CrossEntropy
 from longshore.training import Adam
-from megatron_worker.engine import Engine
 from megatron_worker.losses import loss_function
+from megatron_worker.tensors.slot_engine import Engine
 from tests.megatron_worker.rows import Row, bin_of, empty_bin, total_weight
 
 LOSS = loss_function(CrossEntropy())

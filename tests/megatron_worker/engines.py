@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from longshore.layout import EngineName, Layout
 from longshore.training import Adam, Full, Lora
-from megatron_worker.engine import Engine
 from megatron_worker.fsdp.engine import FsdpEngine
 from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.tensors.slot_engine import Engine
 
 ENGINES: dict[EngineName, Callable[..., Engine]] = {
     "megatron": MegatronEngine,

@@ -121,7 +121,7 @@ def train(engine: MegatronEngine, kind: str, first: int, end: int) -> list[tuple
 def gradients(engine: MegatronEngine, bins: Bins, loss: LossFunction) -> dict[str, torch.Tensor]:
     """Whole tensors by their Hugging Face or PEFT names, summed over all bins. Nothing is left accumulated."""
     accumulate(engine, bins, loss)
-    training = engine._slots.training
+    training = engine.trained
     optimizer = training.optimizer
     optimizer.reduce(1.0)
     whole = optimizer.grad.like(torch.float32)

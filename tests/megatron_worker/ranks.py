@@ -97,4 +97,4 @@ def some_loss(outputs: Sequence[ForwardOutput]) -> Tensor:
 
 def gradient(rank: AnyRank, name: str | None) -> Tensor:
     """What an adapter (None: the base) has accumulated on this rank."""
-    return rank.engine._slots.trainings[rank.slot(name)].optimizer.grad.buffer.clone()
+    return rank.engine.trainings[rank.slot(name)].optimizer.grad.buffer.clone()

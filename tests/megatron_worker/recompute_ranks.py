@@ -35,7 +35,7 @@ def trained(trial: Trial, recompute: bool) -> dict[str, torch.Tensor]:
     else:
         engine.train_full(trial.trainable)
     engine.recompute = recompute
-    optimizer, found = engine._slots.training.optimizer, {}
+    optimizer, found = engine.trained.optimizer, {}
     for step in range(3):
         rows = [random_rows([19 + step, 7, 12], seed=3 * step + number) for number in range(3)]
         bins = [*map(bin_of, rows), as_tree(random_sequences(step, num_groups=1))]
@@ -51,8 +51,7 @@ def trained(trial: Trial, recompute: bool) -> dict[str, torch.Tensor]:
 
 
 def parameters(engine):
-    slots = engine._slots
-    owner = engine._model if slots.active is None else slots.adapters[slots.active]
+    owner = engine._model if engine.active is None else engine.adapters[engine.active]
     return [(name, p.to_local() if hasattr(p, "to_local") else p) for name, p in owner.parameters.items()]
 
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from longshore.layout import EngineName, Layout
 from longshore.training import Full, Lora
-from megatron_worker.engine import Engine
+from megatron_worker.tensors.slot_engine import Engine
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.scored_rows import bins_of_steps, scored_bin, step, values
 from tests.megatron_worker.trials import given_trials

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from longshore.losses import SquaredError
 from longshore.training import Adam, Lora, ScalarHead
-from megatron_worker.engine import Batch, Engine, Outputs
+from megatron_worker.engine import Batch, Outputs
 from megatron_worker.losses import loss_function
+from megatron_worker.tensors.slot_engine import Engine
 from tests.megatron_worker.rows import Row, bin_of, empty_bin, random_rows
 
 HEADS = {"token": ScalarHead(), "sequence": ScalarHead(names=("helpful", "true", "short"), per="sequence")}

@@ -7,10 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Batch, Engine, Outputs
+from megatron_worker.engine import Batch, Outputs
 from megatron_worker.sampler.decoders.interface import AnyDecoder
 from megatron_worker.sampler.generation import forward
 from megatron_worker.sampler.layers.linears import LoraFactors
+from megatron_worker.tensors.slot_engine import Engine
 from tests.megatron_worker.rows import Row
 
 

@@ -35,11 +35,12 @@ from torch import Tensor
 from longshore.commands import CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState
 from longshore.fields import Artifact
 from longshore.training import Adam, Lora
-from megatron_worker.engine import Engine, Facts, Norms
+from megatron_worker.engine import Facts, Norms
 from megatron_worker.forwards.inputs import CheckedInput, check
 from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.process.staging import Staging
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, Snapshot, TopK, TrainerRank
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 
 from longshore.layout import EngineName, Layout
 from longshore.training import Full, Lora
-from megatron_worker.engine import Engine, Outputs
+from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
+from megatron_worker.tensors.slot_engine import Engine
 from shared.models.config import Family
 from shared.models.peft import read_config
 from tests.depth import drawn

@@ -200,7 +200,7 @@ def gradient_of(dispatcher, data, loss):
     dispatcher.zero_grad("one")
     for _ in dispatcher.forward_backward("one", data, 0, loss):
         pass
-    return dispatcher.engine._slots.trainings["one"].optimizer.grad.buffer.clone()
+    return dispatcher.engine.trainings["one"].optimizer.grad.buffer.clone()
 
 
 def peak_of(engine, batch, loss):

@@ -51,7 +51,7 @@ def fresh(model: Path, dtype: str = "float32") -> MegatronEngine:
     engine = MegatronEngine(model, Layout(), dtype)
     engine.add_adapter("run", LORA, seed=0)
     generator = torch.Generator().manual_seed(1)
-    optimizer = engine._slots.training.optimizer
+    optimizer = engine.trained.optimizer
     noise = torch.randn(optimizer.master.buffer.shape, generator=generator) * 0.02
     optimizer.master.buffer.add_(noise)
     optimizer.refresh_working()
@@ -99,7 +99,7 @@ def gradient(engine: MegatronEngine, loss: LossFunction, bins: list[Batch]) -> t
     sums = [engine.forward_backward(batch, loss) for batch in bins]
     weight = sum(s["weight"].double() for s in sums)
     total = sum(s["loss"].double() for s in sums)
-    return float(total / weight), engine._slots.training.optimizer.grad.buffer.double().clone() / weight
+    return float(total / weight), engine.trained.optimizer.grad.buffer.double().clone() / weight
 
 
 def cuts(batches: list[Batch]) -> list[list[Batch]]:

@@ -235,7 +235,7 @@ def test_the_gradient_of_a_bin_of_trees_is_the_runners_to_the_bit(model, folders
     engine = MegatronEngine(model, Layout(), "float32")
     engine.load_adapter("one", folders["one"], None, trainable=True)
     sums = engine.forward_backward(batch, loss)
-    expected = engine._slots.training.optimizer.grad.buffer
+    expected = engine.trained.optimizer.grad.buffer
     if is_session:
         rank = SessionRank(model, tmp_path)
     else:

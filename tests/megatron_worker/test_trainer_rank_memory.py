@@ -51,7 +51,7 @@ def folders(engine, tmp_path_factory):
 
 
 def new_rank(engine, folders, budget_bytes):
-    for slot in list(engine._slots.adapters):
+    for slot in list(engine.adapters):
         engine.drop_slot(slot)
     rank = TrainerRank(engine, memory_budget_bytes=budget_bytes)
     load_adapters(rank, folders)

@@ -323,7 +323,7 @@ def engine_of(model, kind, dtype="float32"):
     engine.train_full(Full()) if kind == "full" else engine.add_adapter("run", Lora(rank=3, alpha=6), seed=5)
     if kind == "lora":
         generator = torch.Generator().manual_seed(0)
-        flat = engine._slots.adapters["run"].flat
+        flat = engine.adapters["run"].flat
         for name, view in flat.views.items():
             if ".B" in name:
                 view.copy_(0.05 * torch.randn(view.shape, generator=generator))
@@ -338,7 +338,7 @@ def scored(engine, batches):
         with torch.no_grad():
             logprobs.append(engine.forward(batch, Outputs()).logprob_N)
         engine.forward_backward(batch, LOSS)
-    return torch.cat(logprobs), engine._slots.training.optimizer.grad.buffer.clone()
+    return torch.cat(logprobs), engine.trained.optimizer.grad.buffer.clone()
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longshore.training import Lora
-from megatron_worker.engine import Engine
+from megatron_worker.tensors.slot_engine import Engine
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import Row, bin_of, reference_steps

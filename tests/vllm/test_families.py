@@ -16,7 +16,7 @@ from typing import Any, get_args
 import pytest
 
 from longshore.training import LINEARS, Lora, Target
-from megatron_worker.engine import Engine
+from megatron_worker.tensors.slot_engine import Engine
 from shared.models.config import Family
 from tests.activities.sampling.injected import transformers_logprobs
 from tests.megatron_worker.driving import train

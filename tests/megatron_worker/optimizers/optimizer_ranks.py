@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from longshore.layout import EngineName, Layout
 from longshore.training import Adam, Optimizer
-from megatron_worker.engine import Engine
+from megatron_worker.tensors.slot_engine import Engine
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import ENGINES, LORA, start
 from tests.megatron_worker.parallel_ranks import SFT_LOSS, accumulate

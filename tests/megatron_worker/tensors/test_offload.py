@@ -143,7 +143,7 @@ def test_only_declared_host_buffers_live(model, dtype, kind):
     for parameter in engine._model.parameters.values():
         assert parameter.untyped_storage().nbytes() == 0
         assert parameter.grad is None or parameter.grad.untyped_storage().nbytes() == 0
-    for adapter in engine._slots.adapters.values():
+    for adapter in engine.adapters.values():
         assert all(p.untyped_storage().nbytes() == 0 for p in adapter.parameters.values())
 
 
@@ -151,12 +151,12 @@ def test_the_base_is_copied_to_the_host_once_and_comes_back_to_the_bit(model):
     engine = start(model, "float32", "base")
     before = engine._model.flat.buffer.clone()
     engine.place("host")
-    chunks = [chunk.data_ptr() for chunk in engine._slots.residency._published.copies[0]._host]
+    chunks = [chunk.data_ptr() for chunk in engine.residency._published.copies[0]._host]
     engine.place("host")
     engine.place("device")
     assert torch.equal(engine._model.flat.buffer, before)
     engine._model.flat.buffer.zero_()  # a second offload must not copy: frozen weights do not change
     engine.place("host")
     engine.place("device")
-    assert [chunk.data_ptr() for chunk in engine._slots.residency._published.copies[0]._host] == chunks
+    assert [chunk.data_ptr() for chunk in engine.residency._published.copies[0]._host] == chunks
     assert torch.equal(engine._model.flat.buffer, before)

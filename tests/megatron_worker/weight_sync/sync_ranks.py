@@ -25,7 +25,7 @@ from megatron_worker.process.event_log import EventLog
 from megatron_worker.process.process_group import start_group
 from megatron_worker.process.ranks import WorkerRanks
 from megatron_worker.sampler.adapters import adapter_of
-from megatron_worker.tensors.slot_engine import SlottedEngine
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.training.sending import sent_meanwhile
 from megatron_worker.weight_sync.gathering import LastSent
 from megatron_worker.weight_sync.sender import Sending, send
@@ -64,7 +64,7 @@ WAYS = ("shared_memory", "delta by shared_memory", "collective", "delta by colle
 
 
 def sync_all(
-    engine: SlottedEngine, kind: str, samplers: list[Listening], run_id: str, memory: SyncMemory
+    engine: Engine, kind: str, samplers: list[Listening], run_id: str, memory: SyncMemory
 ) -> Iterator[dict[str, object]]:
     """Train and send in every way, while passes go on. The first delta, alone, has nothing to go on from.
 
@@ -113,7 +113,7 @@ def check_copies(outgoing: Outgoing, sent: LastSent) -> None:
     assert sum(copy.numel() for copy in sent._copies.values()) == elements
 
 
-def break_and_mend(engine: SlottedEngine, samplers: list[Listening], run_id: str) -> None:
+def break_and_mend(engine: Engine, samplers: list[Listening], run_id: str) -> None:
     """What breaks on one rank ends the sync on all of them; the next one brings every tensor to the bit."""
     sent, elsewhere = LastSent(), [block for block in engine.outgoing(None).blocks if block.rank]
     breaks = ["", "only changes", "rank 0 dies", "", "a sampler is lost", ""]
@@ -159,9 +159,9 @@ def _held_unless(
     return held(block)
 
 
-def _largest_master(engine: SlottedEngine, slot: str) -> int:
+def _largest_master(engine: Engine, slot: str) -> int:
     """Bytes of a slot's largest parameter, in float32."""
-    return 4 * max(view.numel() for view in engine._slots.adapters[slot].flat.views.values())
+    return 4 * max(view.numel() for view in engine.adapters[slot].flat.views.values())
 
 
 def check(
@@ -181,9 +181,7 @@ def check(
     return sizes
 
 
-def save_meanwhile(
-    engine: SlottedEngine, samplers: list[Listening], run_id: str, folder: Path, ranks: WorkerRanks
-) -> None:
+def save_meanwhile(engine: Engine, samplers: list[Listening], run_id: str, folder: Path, ranks: WorkerRanks) -> None:
     """As a job's last step: the checkpoint, for which ranks gather what travels, is written while the adapter does."""
     dispatcher, log = Dispatcher(engine), folder / run_id / "events.jsonl"
     report = EventLog(log if ranks.rank == 0 else None)
@@ -216,7 +214,7 @@ def main() -> None:
                     # An adapter is sent in float32, whatever the trainer computes in.
                     dtype = "float32" if kind == "full" else "bfloat16"
                     driven = start(engine, Path(models[name]), kind, dtype, layout)
-                    assert isinstance(driven, SlottedEngine)
+                    assert isinstance(driven, Engine)
                     label = f"{name}-{engine}-{layout.label}"
                     for found in sync_all(driven, kind, samplers, label, memory):
                         taken.write(json.dumps({"layout": label, "kind": kind, "rank": rank, **found}) + "\n")
