@@ -23,7 +23,7 @@ from shared.settings import Settings
 from shared.storage.artifacts import find_artifact, manifest_of, stage, upload_files
 from shared.storage.paths import HostPaths
 from shared.storage.store import ObjectStore, disk_errors, open_store
-from shared.storage.uses import BeingDeleted, unit_of, use
+from shared.storage.stored_bytes import BeingDeleted, unit_of, use
 
 _NEW_S = 10.0  # a younger folder is not considered abandoned, as its owner may not have locked it yet
 BEAT_EVERY_S = 1.0

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from activities.formats.examples import Chat
+from activities.formats.messages import Chat
 from activities.host_context import HostContext
 from activities.models.files import HUB_PATTERNS, Weights, check_chat_template, check_tokenizer, gguf_file, read_config
 from activities.models.gguf_file import convert_gguf
@@ -24,9 +24,8 @@ from longshore.fields import Frozen
 from longshore.layout import Layout
 from longshore.training import Linear, Lora
 from shared.errors import InvalidInput
-from shared.models.dense import DenseConfig
-from shared.models.memory import ITEM_BYTES, Laid, LayoutBytes, layout_bytes
-from shared.models.shape import ModelShape, shape_of
+from shared.models.families import DenseConfig
+from shared.models.shape import ITEM_BYTES, Laid, LayoutBytes, ModelShape, layout_bytes, shape_of
 from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import manifest_of
 from shared.storage.store import LocalStore

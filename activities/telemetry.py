@@ -12,7 +12,6 @@ from opentelemetry.context import Context
 from prometheus_client import Counter, Gauge, Histogram
 
 from shared.errors import SamplerMismatch
-from shared.fence import Fence
 from shared.jobs.events import (
     Applied,
     Cancelled,
@@ -28,6 +27,7 @@ from shared.jobs.events import (
     Synced,
 )
 from shared.jobs.job import AnyPlan
+from shared.storage.paths import Fence
 
 _LONG_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
 LEASES = Gauge("longshore_leases", "Leases that this host has in hand", ["role"])

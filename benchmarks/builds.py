@@ -18,8 +18,7 @@ from temporalio.client import Client
 from benchmarks.stack_processes import end
 from service.accounts.keys import hash_key, new_key
 from service.cli.client import CliClient
-from service.dev.ports import Ports
-from service.dev.supervisor import QUEUE_OPTIONS, listens, temporal_binary
+from service.dev.supervisor import QUEUE_OPTIONS, Ports, listens, temporal_binary
 from shared.child_environment import Kind, child_environment
 
 _START_S = 120.0

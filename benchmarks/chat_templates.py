@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from activities.tokenizing.chat_template import ChatTemplate
-from activities.tokenizing.template_environment import Unrendered
+from activities.tokenizing.chat_template import ChatTemplate, Unrendered
 from activities.tokenizing.tokenizer import ModelTokenizer
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "longshore-tests"

@@ -31,7 +31,7 @@ from benchmarks.random_model import Sizes, write_config
 from benchmarks.weight_sync import step
 from longshore.layout import EngineName, Layout
 from longshore.training import Full
-from megatron_worker.process.process_group import start_group
+from megatron_worker.process.ranks import start_group
 from megatron_worker.warm_engine import new_engine
 
 LAYOUTS: dict[str, tuple[EngineName, Layout]] = {

@@ -44,8 +44,7 @@ from examples.tiny_model import make_tiny_model
 from longshore.training import Lora
 from service.cli.client import CliClient
 from service.dev.supervisor import QUEUE_OPTIONS, temporal_binary
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource, SFTRun
 
 LauncherName = Literal["local", "again", "slurm"]
 ROOT = Path(__file__).parents[1]

@@ -23,8 +23,7 @@ from examples.tiny_model import make_tiny_model
 from longshore.training import Lora
 from service.cli.client import CliClient
 from service.dev.connection import Connection
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource, SFTRun
 from shared.storage.paths import HostPaths
 
 LONGSHORE = str(Path(sys.executable).parent / "longshore")

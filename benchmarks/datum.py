@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.machine import provenance
 from longshore.commands import CommandResult
-from megatron_worker.training.command_data import CommandData, pack_data
+from megatron_worker.training.batches import CommandData, pack_data
 from service.apis.tinker import translation
 from service.apis.tinker.wire import MESSAGES
 from shared.jobs.commands import check_data, read_command

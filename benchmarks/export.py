@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from activities.publishing.export_files import ExportSource, write_export
+from activities.publishing.export import ExportSource, write_export
 from examples.tiny_model import make_tiny_model
-from shared.runs.models import LABELS, Export
+from shared.runs.start import LABELS, Export
 
 CORPUS = ["the quay at low tide", "a crate of rope and tar"]
 

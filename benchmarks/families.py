@@ -22,7 +22,7 @@ from benchmarks.published_layouts import section
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.decoders.interface import open_decoder
+from megatron_worker.sampler.decoders import open_decoder
 from megatron_worker.tensors.slot_engine import Engine
 from shared.errors import InvalidInput
 from shared.families import read_architecture, read_config

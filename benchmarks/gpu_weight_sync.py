@@ -35,7 +35,7 @@ from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync
 from examples.tiny_model import make_tiny_model
 from longshore.layout import Layout
 from megatron_worker.weight_sync.transports.table import why_not
-from shared.jobs.weight_sync import Transport
+from shared.jobs.job import Transport
 
 Figures = dict[str, object]
 BUCKET_BYTES = 512 << 20

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from benchmarks.machine import accelerator, provenance
 from megatron_worker.engine import Outputs
-from megatron_worker.head.kernel_choice import policy
-from megatron_worker.head.logprobs import score_targets, whole_vocabulary
+from megatron_worker.head.logprobs import policy, score_targets, whole_vocabulary
 from shared.settings import KernelPolicy
 
 CASES = ("score", "frozen", "trained")

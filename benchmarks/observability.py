@@ -38,9 +38,8 @@ from examples.tiny_model import make_tiny_model
 from longshore.training import Full, Lora
 from service.cli.client import CliClient
 from service.dev.connection import Connection
-from shared.runs.dataset_runs import SFTRun
+from shared.runs.dataset_runs import DatasetSource, SFTRun
 from shared.runs.previews import PreviewRequest
-from shared.runs.sources import DatasetSource
 
 WARM = {"LONGSHORE_WORKER_IDLE_S": "600"}
 PORTS = 21_700
@@ -230,16 +229,16 @@ def direct_costs() -> dict[str, float]:
     from opentelemetry import trace
 
     from activities.telemetry import JobSeen
-    from service.telemetry import traces
-    from shared.fence import Fence
+    from service import telemetry
     from shared.jobs.events import Step
+    from shared.storage.paths import Fence
 
     class Plan:
         run_id, job_id = "sft-0", "000001"
 
     with receiver() as received:
         os.environ |= _traced(received)
-        traces.start_tracing("benchmark")
+        telemetry.start_tracing("benchmark")
         seen, number = JobSeen(Plan(), Fence(epoch=1, attempt=1), time.time()), 20_000  # type: ignore[arg-type]
         metrics = {"loss": 1.0, "tokens": 4096.0, "num_bins": 2.0, "step_s": 0.5}
         events = [Step(seq=n, time=time.time(), step=n, metrics=metrics) for n in range(1, number + 1)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 from pydantic import ValidationError
 
-from shared.chat.sampler_control import SamplerMemory, SamplerReady
+from shared.chat.completions import SamplerMemory, SamplerReady
 from shared.jobs.events import Event, Offloaded, Step
 from shared.storage.paths import HostPaths
 

@@ -19,8 +19,7 @@ from temporalio.api.common.v1 import Payload
 from temporalio.converter import ActivitySerializationContext
 
 from benchmarks.machine import provenance, tell
-from service.sealing.codec import Sealing
-from service.sealing.keys import SealKeys
+from service.sealing import Sealing, SealKeys
 from shared.settings import Settings
 
 SIZES = {"signal": 200, "request of an activity": 2_000, "request of a run": 20_000}

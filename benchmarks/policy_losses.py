@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from activities.trajectories.advantages import advantages_of
+from activities.trajectories.pack_trajectories import advantages_of
 from benchmarks.machine import provenance
 from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, Kl, PolicyLoss, Reinforce
 from megatron_worker.engine import Batch, Scores

@@ -27,7 +27,8 @@ rotation, activation, recurrences, residuals, copies, optimizer, Python).
 
 `--short` compares forward and backward of prefixes of 1 to 32 tokens with 2 to 16 branches of 16 and of 64, in one bin
 with sharing and without: CPU seconds without / with. TrainerRank shares a prefix if that saves
-LEAST_SAVED tokens (`forwards/packing.py`), which is about where this ratio passes 1, for any number of branches.
+LEAST_SAVED tokens (`megatron_worker/forwards.py`), which is about where this ratio passes 1, for any number of
+branches.
 """
 
 import argparse

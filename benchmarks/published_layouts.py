@@ -24,16 +24,16 @@ from transformers import conversion_mapping
 from activities.host_context import HostContext
 from activities.model_look import look_at
 from activities.models.resolve import Resolve
-from activities.publishing.card import REGISTERING
-from activities.publishing.export_files import ExportSource, write_export
+from activities.publishing.export import ExportSource, write_export
+from activities.publishing.publish import REGISTERING
 from benchmarks.machine import provenance
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.decoders.interface import open_decoder
+from megatron_worker.sampler.decoders import open_decoder
 from shared.errors import InvalidInput
 from shared.models.merging import FP8_SCALES, read_header
-from shared.runs.models import Export, ModelRequest
+from shared.runs.start import Export, ModelRequest
 from shared.settings import DownloadSettings, Settings
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.published import LAYOUTS, VARIANTS, Published, build

@@ -21,8 +21,7 @@ from examples.tiny_model import make_tiny_model
 from longshore.layout import Layout
 from longshore.training import Lora
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.memory.live_bytes import new_meter
-from megatron_worker.memory.probes import measure_step
+from megatron_worker.memory import measure_step, new_meter
 from shared.models.config import Family
 from tests.megatron_worker.driving import LOSS
 from tests.megatron_worker.rows import bin_of, random_rows

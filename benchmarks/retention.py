@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from activities.retention.collect import collect
+from activities.retention import collect
 from benchmarks.machine import provenance, tell
-from shared.automation.garbage import GarbageReport
+from shared.automation import GarbageReport
 from shared.limits import RetentionSettings
 from shared.settings import S3Settings
 from shared.storage.store import LocalStore, ObjectInfo, ObjectStore, S3Store

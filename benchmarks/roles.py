@@ -31,18 +31,17 @@ from longshore.losses import PPO, Kl
 from longshore.training import Lora, ScalarHead
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.process.ranks import WorkerRanks
-from megatron_worker.process.staging import Staging
-from megatron_worker.tensors.residency import Residency
-from megatron_worker.training.scoring import Role
+from megatron_worker.process.ranks import Staging, WorkerRanks
+from megatron_worker.tensors.offload import Residency
+from megatron_worker.training.batches import Role
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
-from shared.fence import Fence
 from shared.jobs.job import Job, JobCritic, JobPlan, PackedData, Schedule
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanWriter, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, split_tree
 from shared.settings import S3Settings
 from shared.storage.artifacts import seal
+from shared.storage.paths import Fence
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS, BIN_TOKENS = 8, 4, 48, 48, 1024
 

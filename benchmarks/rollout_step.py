@@ -39,13 +39,12 @@ from longshore.losses import PPO, Kl
 from longshore.training import Full, Lora, Trainable
 from service.cli.client import CliClient
 from service.dev.connection import Connection
-from shared.grading.graders import PythonGrader
+from shared.grading import PythonGrader
 from shared.jobs.events import Event, Started, Step, Succeeded, Synced
+from shared.jobs.job import WeightSync
 from shared.jobs.losses import Critic
-from shared.jobs.weight_sync import WeightSync
-from shared.runs.requests import RLRun
-from shared.runs.rollouts import Rollouts
-from shared.runs.sources import PromptsSource
+from shared.runs.dataset_runs import PromptsSource
+from shared.runs.requests import RLRun, Rollouts
 from shared.runs.status import StepStatus
 
 WARMING, HIDDEN = 2, 256

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from activities.sampling.routes import ROUTES, RoutesFile
+from activities.sampling.completions import ROUTES, RoutesFile
 from activities.trajectories.group_samples import GROUPS
 from activities.trajectories.read_groups import Rules, parse_groups, read_groups
 from benchmarks.machine import provenance, tell

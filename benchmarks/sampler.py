@@ -29,8 +29,7 @@ import psutil
 from activities.sampling.client import Sampler
 from benchmarks.stack_processes import end
 from examples.tiny_model import make_tiny_model
-from shared.chat.completions import Sampling
-from shared.chat.sampler_control import SamplerReady
+from shared.chat.completions import SamplerReady, Sampling
 from shared.models.config import Family
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 128

@@ -207,9 +207,8 @@ def _in_process(model: Path, num_commands: int) -> dict[str, float]:
     from megatron_worker.dispatch import Dispatcher
     from megatron_worker.engine import Outputs
     from megatron_worker.megatron.engine import MegatronEngine
-    from megatron_worker.process.process_group import backend, start_group
-    from megatron_worker.training.command_data import pack_data
-    from megatron_worker.training.scoring import Role
+    from megatron_worker.process.ranks import backend, start_group
+    from megatron_worker.training.batches import Role, pack_data
 
     start_group(backend())
     dispatcher = Dispatcher(MegatronEngine(model, Layout(), "float32"))

@@ -31,10 +31,9 @@ from examples.tiny_model import make_tiny_model
 from longshore.losses import PPO
 from longshore.training import Lora
 from service.cli.client import CliClient
-from service.runs.views.run_view import RunView
-from shared.runs.dataset_runs import DPORun, SFTRun
+from service.runs.views import RunView
+from shared.runs.dataset_runs import DatasetSource, DPORun, SFTRun
 from shared.runs.requests import RLRun
-from shared.runs.sources import DatasetSource
 
 RANKS = (4, 8, 16, 32, 64, 4, 8, 16)
 KINDS = ("sft", "dpo", "rl", "sft", "dpo", "sft", "rl", "sft")

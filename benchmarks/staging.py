@@ -5,7 +5,7 @@
 `rclone serve s3` serves each request at `--mb-a-second`, like the connection limits of real stores, or without a limit
 (0). Each way of fetching runs in a separate process:
 
-    ranges n     what hosts do (shared/storage/ranges.py): n ranges at a time, hashed as they arrive
+    ranges n     what hosts do (shared/storage/artifacts.py): n ranges at a time, hashed as they arrive
     boto3        its `download_file` of the same file, and two readings of it for its hash: what hosts did before
 
 `memory` is the growth of peak private memory (RssAnon) in MB; it excludes pages of files, which the kernel may drop.
@@ -89,8 +89,7 @@ def _measured(way: str, model: Path, endpoint: str) -> dict[str, float]:
 def _prepared(way: str, model: Path, weights: Path, endpoint: str, copy: Path) -> Callable[[], object]:
     """Return a way of fetching, with all that it needs imported and connected."""
     from shared.settings import S3Settings
-    from shared.storage.artifacts import go_on, open_store, sha256_file
-    from shared.storage.ranges import Fetched, fetch
+    from shared.storage.artifacts import Fetched, fetch, go_on, open_store, sha256_file
 
     if way == "read":
         import torch

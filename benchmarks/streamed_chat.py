@@ -26,7 +26,7 @@ import httpx
 from benchmarks.control_plane import stack
 from benchmarks.machine import provenance, tell
 from benchmarks.sampler import make_model
-from shared.chat.sampler_control import SamplerReady
+from shared.chat.completions import SamplerReady
 from shared.storage.files import reachable
 
 _MODEL = "random/model"

@@ -23,10 +23,9 @@ from examples.tiny_model import make_tiny_model
 from longshore.training import Lora
 from service.automation.sweep_views import SweepView
 from service.cli.client import CliClient
-from service.runs.views.run_view import RunView
-from shared.automation.sweeps import Space, Sweep, grid_values, with_values
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.sources import DatasetSource
+from service.runs.views import RunView
+from shared.automation import Space, Sweep, grid_values, with_values
+from shared.runs.dataset_runs import DatasetSource, SFTRun
 
 RANKS = (4, 8)
 

@@ -18,9 +18,9 @@ from benchmarks.weight_sync import BUCKET_BYTES, LAYOUTS, NUM_SAMPLERS, check, s
 from longshore.training import Full
 from megatron_worker.fsdp.engine import FsdpEngine
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.process.process_group import start_group
+from megatron_worker.process.ranks import start_group
 from megatron_worker.tensors.slot_engine import Engine
-from megatron_worker.weight_sync.gathering import LastSent
+from megatron_worker.weight_sync.sender import LastSent
 
 WAYS = ("shared_memory", "delta by shared_memory")
 

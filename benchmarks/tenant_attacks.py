@@ -34,8 +34,7 @@ from fastapi.routing import APIRoute, iter_route_contexts
 from benchmarks.control_plane import stack
 from benchmarks.machine import PeakMemory, provenance, tell
 from examples.tiny_model import make_tiny_model
-from service.apis.tinker.addresses import TINKER
-from service.apis.tinker.wire import MESSAGES, PROTOBUF
+from service.apis.tinker.wire import MESSAGES, PROTOBUF, TINKER
 from service.app import MAX_BODY_BYTES, create_app
 from service.decoding import SMALL_BYTES
 from service.dev.connection import Connection

@@ -15,10 +15,9 @@ from benchmarks.machine import PeakMemory
 from benchmarks.stack_processes import end
 from megatron_worker.tensors.safetensors_files import WrittenTensor, write_model
 from megatron_worker.tensors.slot_engine import Engine
-from megatron_worker.weight_sync.gathering import LastSent
-from megatron_worker.weight_sync.sender import Sending, send
-from shared.chat.sampler_control import SamplerReady
-from shared.jobs.weight_sync import SyncAccess, SyncOutcome, SyncTarget, secret_of_run
+from megatron_worker.weight_sync.sender import LastSent, Sending, send
+from shared.chat.completions import SamplerReady
+from shared.jobs.job import SyncAccess, SyncOutcome, SyncTarget, secret_of_run
 
 TEXT = tuple(range(3, 67))
 _RUN = "benchmark"

@@ -39,7 +39,7 @@ from longshore.commands import Datum
 from longshore.losses import PPO
 from longshore.training import Lora, SessionRun
 from service.cli.client import CliClient
-from service.runs.views.run_view import RunView
+from service.runs.views import RunView
 from shared.child_environment import Kind
 from shared.runs.dataset_runs import DPORun, SFTRun
 from shared.runs.requests import RLRun, Run

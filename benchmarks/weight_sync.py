@@ -52,9 +52,9 @@ from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.slot_engine import Engine
-from megatron_worker.weight_sync.gathering import LastSent
+from megatron_worker.weight_sync.sender import LastSent
 from megatron_worker.weight_sync.transports.table import why_not
-from shared.jobs.weight_sync import EXPERIMENTAL, SyncTarget, Transport
+from shared.jobs.job import EXPERIMENTAL, SyncTarget, Transport
 from shared.models.config import Family
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import LocalStore

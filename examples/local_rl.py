@@ -18,34 +18,29 @@ from typing import Literal
 from activities.grading.grade import Grade, Graded, GradeRequest
 from activities.host_context import HostContext
 from activities.hosts.progress import job_metrics
-from activities.hosts.uploader import LogReader
-from activities.hosts.worker_pool import WorkerPool
-from activities.hosts.worker_process import WorkerProcess, ranks_command
+from activities.hosts.run_job import LogReader
+from activities.hosts.workers import WorkerPool, WorkerProcess, ranks_command
 from activities.models.resolve import AdapterRequest, Resolve
 from activities.publishing.publish import Publish, PublishRequest
-from activities.sampling.lease_sampler import SamplerCommand
 from activities.sampling.sample import PolicySampleRequest, Sampled, SamplerActivities
-from activities.sampling.samplers import Samplers
+from activities.sampling.samplers import SamplerCommand, Samplers
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.render_prompts import Prompts, RenderPrompts
 from activities.trajectories.group_samples import Drawn, GroupSamples
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
 from longshore.fields import Artifact
 from shared.errors import InvalidInput, WorkerLost
-from shared.fence import Fence
 from shared.jobs.events import Event, Probed, Saved, Step, Succeeded, Terminal
-from shared.jobs.job import Job, JobPlan
-from shared.jobs.leases import LeaseMark, ProcessKey, WorkerKey
+from shared.jobs.job import Job, JobPlan, LeaseMark, ProcessKey, WorkerKey
 from shared.jobs.losses import reference_uri
-from shared.runs.models import ModelRequest
+from shared.runs.dataset_runs import DatasetSource
 from shared.runs.requests import RLRun, dtype_of
-from shared.runs.sources import DatasetSource
-from shared.runs.start import RLStart
+from shared.runs.start import ModelRequest, RLStart
 from shared.runs.status import CheckpointRef, Policy, RLState, RunStatus, StepStatus
 from shared.serving import LeasedSampler
 from shared.settings import DownloadSettings, Settings
 from shared.storage.files import write_atomically
-from shared.storage.paths import HostPaths
+from shared.storage.paths import Fence, HostPaths
 from workflows.rollouts import requests as rollout_requests
 from workflows.training.job_plan import replayed_routes, rl_job
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from megatron_worker.process.imports import slow_imports
-from megatron_worker.process.watchdog import start_watchdog
+from megatron_worker.process.startup import slow_imports, start_watchdog
 from shared.errors import InvalidInput
 from shared.jobs.job import Job
 from shared.log_lines import escape_output
@@ -46,9 +45,8 @@ def _work(paths: WorkerPaths | None, job: Job | None, settings: Settings, build:
     """Join the group, then serve a folder or do one job."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read when CUDA starts
     with slow_imports():
-        from megatron_worker.head.kernel_choice import set_policy
-        from megatron_worker.process.ranks import connect_ranks
-        from megatron_worker.process.staging import Staging
+        from megatron_worker.head.logprobs import set_policy
+        from megatron_worker.process.ranks import Staging, connect_ranks
         from megatron_worker.warm_engine import build_engine
         from megatron_worker.worker import Worker
 

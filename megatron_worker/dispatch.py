@@ -16,15 +16,13 @@ import torch
 
 from longshore.training import Full, Lora, Optimizer, Recompute
 from megatron_worker.engine import Batch, Facts, LossFunction, Norms, Outputs
-from megatron_worker.memory.planner import Planner
+from megatron_worker.memory import Planner
 from megatron_worker.tensors.slot_engine import Engine
-from megatron_worker.training.batches import PackedBatches, Sums
+from megatron_worker.training.batches import PackedBatches, Role, Sums, TargetScores, bins_to_score
 from megatron_worker.training.checkpoint import random_state, set_random_state
-from megatron_worker.training.scoring import Role, TargetScores, bins_to_score
-from megatron_worker.weight_sync.gathering import Giving, LastSent
-from megatron_worker.weight_sync.sender import Sending, send
+from megatron_worker.weight_sync.sender import Giving, LastSent, Sending, send
 from shared.errors import InvalidInput
-from shared.jobs.weight_sync import SyncAccess, SyncTarget
+from shared.jobs.job import SyncAccess, SyncTarget
 from shared.models.peft import read_config
 
 T = TypeVar("T")
@@ -193,7 +191,7 @@ class Dispatcher:
             scores: takes the log-probabilities of this rank's share.
 
         Returns:
-            the loss's sums over all of them, and `tokens`, `target_tokens` and `num_bins` (sums.py), on every rank.
+            the loss's sums over all of them, and `tokens`, `target_tokens` and `num_bins` (engine.py), on every rank.
         """
         facts = self.facts
         loss = (yield from self._with_baseline(slot, data, loss, lambda: False, step)) or loss

@@ -1,5 +1,6 @@
 """The program of a job whose plan has its steps: train on packed data, evaluate, save, send, probe."""
 
+import math
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -11,20 +12,40 @@ from longshore.fields import Artifact
 from longshore.losses import Distillation
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import check_columns, loss_function
-from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed, NotFinite
-from megatron_worker.process.staging import Folders
+from megatron_worker.process.ranks import CancelledEarly, Fault, Folders, JobFailed, NotFinite
 from megatron_worker.trained_slot import Outcome, Passes, Program, TrainedSlot
-from megatron_worker.training.batches import Flags, PackedBatches
+from megatron_worker.training.batches import Flags, PackedBatches, Role, likeliest_role, logprobs_role
 from megatron_worker.training.checkpoint import CheckpointState
 from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts, with_progress
-from megatron_worker.training.schedule import learning_rate
-from megatron_worker.training.scoring import Role, likeliest_role, logprobs_role
 from megatron_worker.warm_engine import WarmState, slots_of
 from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Evaluating, Probed
-from shared.jobs.job import JobPlan, PackedData
+from shared.jobs.job import JobPlan, PackedData, Schedule
 from shared.jobs.losses import has_several_teachers, is_policy_loss, reference_of, scores_old
 from shared.jobs.packed import RouteShape
+
+# --- The learning rate as a function of the step ---
+
+
+def learning_rate(schedule: Schedule, step: int, num_steps: int) -> float:
+    """The rate of step `step` (from 0) of `num_steps`, or of the schedule's own number.
+
+    Warm-up rises by equal parts and reaches the full rate at step `warmup_steps`; no step has rate 0. Decay then falls
+    to 0 at `num_steps`, one step after the last.
+    """
+    if schedule.rates:
+        return schedule.rates[step]
+    warmup, num_steps = schedule.warmup_steps, schedule.num_steps or num_steps
+    if step < warmup:
+        return schedule.learning_rate * (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, num_steps - warmup)
+    match schedule.kind:
+        case "constant":
+            return schedule.learning_rate
+        case "linear":
+            return schedule.learning_rate * (1 - done)
+        case "cosine":
+            return schedule.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
 @dataclass(frozen=True)

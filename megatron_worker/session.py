@@ -25,16 +25,12 @@ from longshore.commands import (
 )
 from longshore.losses import Distillation
 from longshore.training import check_optimizer
-from megatron_worker.engine import Outputs, Where
+from megatron_worker.engine import Outputs, Where, reported
 from megatron_worker.losses import loss_function
-from megatron_worker.process.background import Awaited
-from megatron_worker.process.faults import CancelledEarly, Fault, JobFailed
-from megatron_worker.process.staging import Folders, Staging
-from megatron_worker.sums import reported
+from megatron_worker.process.ranks import Awaited, CancelledEarly, Fault, Folders, JobFailed, Staging
 from megatron_worker.trained_slot import Outcome, Passes, Program, TrainedSlot
+from megatron_worker.training.batches import CommandData, Role, TargetScores, pack_data
 from megatron_worker.training.checkpoint import check_fits
-from megatron_worker.training.command_data import CommandData, pack_data
-from megatron_worker.training.scoring import Role, TargetScores
 from megatron_worker.warm_engine import WarmEngine
 from shared.errors import InvalidInput
 from shared.jobs import events

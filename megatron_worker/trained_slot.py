@@ -1,32 +1,146 @@
-"""A job's trained slot, and the commands on it. The job's program decides which are done (runner.py)."""
+"""A job's trained slot, and the commands on it. The job's program decides which are done (worker.py)."""
 
 import math
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from types import TracebackType
+from typing import ClassVar, Literal, Self, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from longshore.training import Optimizer
 from megatron_worker.critic import CriticSlot
 from megatron_worker.dispatch import Dispatcher
-from megatron_worker.engine import LossFunction
-from megatron_worker.process.background import Awaited
-from megatron_worker.process.event_log import EventLog
-from megatron_worker.process.faults import Fault, NotFinite
-from megatron_worker.process.ranks import WorkerRanks
-from megatron_worker.sums import MAX, reported
-from megatron_worker.training.batches import PackedBatches
+from megatron_worker.engine import MAX, LossFunction, reported
+from megatron_worker.process.job_queue import EventLog
+from megatron_worker.process.ranks import Awaited, Fault, NotFinite, WorkerRanks
+from megatron_worker.training.batches import PackedBatches, TargetScores
 from megatron_worker.training.checkpoint import CheckpointState, Written, save_checkpoint
-from megatron_worker.training.profiling import StepProfiler
-from megatron_worker.training.scoring import TargetScores
-from megatron_worker.training.sending import sent_meanwhile
 from megatron_worker.warm_engine import WarmState
-from shared.jobs.events import Saved, Step
-from shared.jobs.job import Job
+from megatron_worker.weight_sync.sender import Giving, Sending
+from shared.jobs.events import Saved, Step, Synced
+from shared.jobs.job import Job, SyncAccess, SyncTarget
+from shared.storage.files import ProfileRequest
+
+# --- Traces the next optimizer steps of a job with torch's profiler, if its host asks for a trace ---
+
+
+class StepProfiler:
+    """Looks for a request at each step's end, and traces this rank's steps from there on.
+
+    Used as a context of a job: what was traced until its end is written then. Other jobs of the worker have their turns
+    between two steps, and their operations are in the trace, too. It has names and times, and no data.
+
+    `log`: the job's, on rank 0; other ranks have None, and do nothing.
+    """
+
+    _is_busy: ClassVar[bool] = False  # torch has one profiler a process
+
+    def __init__(self, log: str | None) -> None:
+        self._log = log
+        self._request: ProfileRequest | None = None
+        self._profile: profile | None = None
+        self._left = 0
+        self._step: record_function
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if self._profile is not None:
+            self._step.__exit__(None, None, None)
+            self._write()
+
+    def at_boundary(self) -> None:
+        """To be called before the first step, and after each."""
+        if self._log is None:
+            return
+        if self._profile is not None:
+            self._step.__exit__(None, None, None)
+            self._left -= 1
+            if self._left == 0:
+                self._write()
+            else:
+                self._step = _marked_step()
+        elif not StepProfiler._is_busy and (path := ProfileRequest.path(self._log)).exists():
+            self._begin(path)
+
+    def _begin(self, path: Path) -> None:
+        self._request = ProfileRequest.model_validate_json(path.read_bytes())
+        path.unlink()
+        devices = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profile, self._left = profile(activities=[ProfilerActivity.CPU, *devices]), self._request.steps
+        StepProfiler._is_busy = True
+        self._profile.start()
+        self._step = _marked_step()
+
+    def _write(self) -> None:
+        """Write the trace, if there is one. A disk without room for it is no fault of the job."""
+        if self._profile is None or self._request is None or self._log is None:
+            return
+        taken, self._profile = self._profile, None
+        taken.stop()
+        StepProfiler._is_busy = False
+        path = self._request.trace(self._log)
+        temporary = path.with_name(f".{path.name}")
+        try:
+            taken.export_chrome_trace(str(temporary))
+            temporary.rename(path)
+        except OSError as error:
+            print(f"the trace of profile {self._request.profile_id} cannot be written: {error}", file=sys.stderr)
+            with suppress(OSError):
+                temporary.unlink()
+
+
+def _marked_step() -> record_function:
+    """Begin a span in the trace that covers a step."""
+    mark = record_function("optimizer step")
+    mark.__enter__()
+    return mark
+
+
+# --- Weights that travel to samplers while they are saved ---
+
+Send = Callable[[SyncTarget, SyncAccess], Sending | Giving | None]
+
+
+@contextmanager
+def sent_meanwhile(
+    send: Send, job: Job, step: int, report: EventLog, ranks: WorkerRanks, named: SyncTarget | None = None
+) -> Iterator[None]:
+    """Send weights during a `with` block that does not change them, and report `synced`. Collective.
+
+    Args:
+        send: begins to send, as `Dispatcher.send_weights` does.
+        step: what the weights are after.
+        named: the samplers that the plan names. Without any the weights go to the one that the host has found, if it
+            has found one.
+
+    Raises:
+        InvalidInput: as `send` does.
+    """
+    access = SyncAccess.read(job.log_path) if ranks.rank == 0 else SyncAccess()
+    target = named or _of_rank_0(access, ranks)
+    sending = send(target if named else target.model_copy(update={"version": step}), access) if target else None
+    try:
+        yield
+    finally:
+        if sending is not None and (outcome := sending.wait()) is not None:
+            report.emit(Synced, step=step, outcome=outcome)
+
+
+def _of_rank_0(access: SyncAccess, ranks: WorkerRanks) -> SyncTarget | None:
+    """Return the target that rank 0 has read: the host may write it while ranks look."""
+    data = ranks.broadcast(access.target.model_dump_json().encode() if access.target is not None else b"")
+    return SyncTarget.model_validate_json(data) if data else None
+
 
 T = TypeVar("T")
 

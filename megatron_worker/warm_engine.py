@@ -13,16 +13,13 @@ from longshore.layout import EngineName, Layout
 from longshore.training import Dtype, Full, Lora, OptimizerStates, Quantization
 from megatron_worker.critic import CriticSlot, Scale
 from megatron_worker.dispatch import Dispatcher, SlotName
-from megatron_worker.memory.slot_room import PASSES_SHARE, SlotNeed, SlotRoom
-from megatron_worker.process.faults import JobFailed, fault_of
-from megatron_worker.process.imports import slow_imports
-from megatron_worker.process.ranks import WorkerRanks
-from megatron_worker.process.staging import Folders
+from megatron_worker.memory import PASSES_SHARE, SlotNeed, SlotRoom
+from megatron_worker.process.ranks import Folders, JobFailed, WorkerRanks, fault_of
+from megatron_worker.process.startup import slow_imports
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.training.checkpoint import Written
 from shared.errors import InvalidInput
-from shared.jobs.job import Job, WorkerPlan
-from shared.jobs.leases import WorkerKey
+from shared.jobs.job import Job, WorkerKey, WorkerPlan
 from shared.jobs.losses import adapters_of, has_several_teachers, reference_of
 
 BuildEngine = Callable[[WorkerPlan, Path], Engine]

@@ -20,44 +20,31 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from service import decoding
+from service.accounts.keys import BEARER
 from service.accounts.limits import RateLimit
-from service.accounts.principals import BEARER
 from service.apis import errors as problems
-from service.apis.art import models as art_models
-from service.apis.art import training_jobs as art_jobs
+from service.apis.art import training_jobs as art_models
 from service.apis.art import wandb_artifacts
 from service.apis.edge import LOOPBACK_NAMES, Edge, HeadRequests
 from service.apis.native import automation as automation_api
 from service.apis.native import codec as codec_api
-from service.apis.native import data as data_api
-from service.apis.native import exports as exports_api
-from service.apis.native import models as models_api
-from service.apis.native import run_files as run_files_api
-from service.apis.native import runs as native_api
-from service.apis.native import sessions as sessions_api
+from service.apis.native import models as exports_api
+from service.apis.native import runs as data_api
 from service.apis.native import tenants as tenant_api
 from service.apis.openai import chat as openai_chat
 from service.apis.openai import files as openai_files
-from service.apis.openai import graders as openai_graders
-from service.apis.openai import responses as openai_responses
-from service.apis.openai.fine_tuning import jobs as openai_jobs
+from service.apis.openai.fine_tuning import jobs as openai_graders
 from service.apis.openai.fine_tuning.jobs import prune_sent_requests
 from service.apis.page import pages
-from service.apis.tinker import downloads as tinker_downloads
-from service.apis.tinker import rest as tinker_rest
-from service.apis.tinker import results as tinker_results
-from service.apis.tinker import samples as tinker_samples
-from service.apis.tinker import sessions as tinker_sessions
-from service.apis.tinker import training as tinker_training
+from service.apis.tinker import routes as tinker_downloads
+from service.apis.tinker import samples as tinker_results
 from service.backend import Backend
-from service.database import migrate
+from service.database import engine
 from service.database.engine import open_database
-from service.files.incoming import uploads_folder
-from service.host_http.listening import BoundedListener, config
-from service.host_http.metrics import observed
+from service.files import uploads_folder
+from service.host_http.server import BoundedListener, config, observed
 from service.rebuild import rebuild
-from service.telemetry.requests import SeenRequests, request_ids
-from service.telemetry.traces import stop_tracing
+from service.telemetry import SeenRequests, request_ids, stop_tracing
 from shared.errors import LongshoreError
 from shared.log_lines import escape_output
 from shared.settings import Settings
@@ -76,30 +63,30 @@ _LONGEST_PAUSE_S = 10.0
 _LAST_ANSWERS_S = 2.0
 _THREADS = 64
 
-ROUTERS = (native_api.open_router, native_api.router, tenant_api.router, codec_api.router)
+ROUTERS = (data_api.open_router, data_api.router, tenant_api.router, codec_api.router)
 OPENAI_ROUTERS = (
     openai_files.router,
     openai_files.uploads,
-    openai_jobs.router,
     openai_graders.router,
+    openai_graders.graders_router,
     openai_chat.router,
-    openai_responses.router,
+    openai_chat.responses_router,
 )
-ART_ROUTERS = (art_models.router, art_jobs.router)
+ART_ROUTERS = (art_models.models_router, art_models.router)
 TINKER_ROUTERS = (
-    tinker_sessions.router,
-    tinker_training.router,
+    tinker_downloads.sessions_router,
+    tinker_downloads.training_router,
+    tinker_results.results_router,
     tinker_results.router,
-    tinker_samples.router,
-    tinker_rest.router,
-    tinker_downloads.router,
+    tinker_downloads.rest_router,
+    tinker_downloads.downloads_router,
 )
 NATIVE_ROUTERS = (
-    data_api.router,
-    models_api.router,
+    data_api.data_router,
     exports_api.router,
-    sessions_api.router,
-    run_files_api.router,
+    exports_api.exports_router,
+    data_api.sessions_router,
+    data_api.files_router,
     automation_api.router,
 )
 """Parts of the native API without a prefix of their own."""
@@ -161,7 +148,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # service/telemetry/requests.py sees to it
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # service/telemetry.py sees to it
         lifespan=_lifespan,
         middleware=[
             Middleware(SeenRequests),
@@ -171,20 +158,20 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         ],
     )
     app.state.backend, app.state.decoding, app.state.in_hand = backend, backend.decoding, in_hand
-    app.state.tinker_samples = tinker_samples.Samples(backend)
+    app.state.tinker_samples = tinker_results.Samples(backend)
     for router in (*ROUTERS, *TINKER_ROUTERS, wandb_artifacts.router, wandb_artifacts.open_router):
         app.include_router(router)
     for router in (*OPENAI_ROUTERS, *ART_ROUTERS):
         app.include_router(router, dependencies=BEARER, responses=problems.FOREIGN_RESPONSES)
     for router in NATIVE_ROUTERS:
         app.include_router(
-            router, prefix=native_api.PREFIX, dependencies=native_api.DEPENDENCIES, responses=problems.RESPONSES
+            router, prefix=data_api.PREFIX, dependencies=data_api.DEPENDENCIES, responses=problems.RESPONSES
         )
     app.include_router(pages.router)
     app.mount(pages.STATIC, pages.static_files)
     for path in ("/health", "/readyz"):
-        app.add_api_route(path, native_api.health, include_in_schema=False)
-    app.add_api_route("/healthz", native_api.alive, include_in_schema=False)
+        app.add_api_route(path, data_api.health, include_in_schema=False)
+    app.add_api_route("/healthz", data_api.alive, include_in_schema=False)
     problems.install(app)
     app.add_exception_handler(404, pages.unknown_address)
     return app
@@ -197,7 +184,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "service"))
     # What a killed service was receiving.
     await asyncio.to_thread(shutil.rmtree, uploads_folder(backend.settings.root_path), ignore_errors=True)
-    was_empty = await asyncio.to_thread(migrate.upgrade, backend.database)
+    was_empty = await asyncio.to_thread(engine.upgrade, backend.database)
     chores = _chores(backend, app.state.tinker_samples, was_empty)
     if backend.settings.metrics.port is not None:
         chores += (("gauges are not refreshed", _GAUGES_EVERY_S, backend.gauges.refresh),)
@@ -216,7 +203,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _chores(
-    backend: Backend, samples: tinker_samples.Samples, was_empty: bool
+    backend: Backend, samples: tinker_results.Samples, was_empty: bool
 ) -> tuple[tuple[str, float, Callable[[], Awaitable[object]]], ...]:
     """Return the repeated work: the log's message while it fails, seconds between two times, and a function."""
     return (

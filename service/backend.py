@@ -4,42 +4,29 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Request
 
-from service.accounts.access import Access
 from service.accounts.audit import Audit
 from service.accounts.keys import Keys, SignInLinks, SignIns
 from service.accounts.limits import FairShare, SignInLimit
-from service.accounts.tenants import Quotas, Tenants
-from service.automation.garbage import Garbage
-from service.automation.removals import Removals
-from service.automation.scheduled_runs import ScheduledRuns
-from service.automation.schedules import Schedules
-from service.automation.spending import SpendingLimits
+from service.accounts.tenants import Access, Quotas, Tenants
+from service.automation.schedules import ScheduledRuns, Schedules
 from service.automation.sweeps import Sweeps
+from service.automation.upkeep import Garbage, Removals, SpendingLimits
 from service.automation.webhooks import Webhooks
 from service.database.engine import Database
 from service.decoding import Decoding
-from service.files.files import Files
-from service.files.incoming import uploads_folder
-from service.files.uploads import Uploads
-from service.host_http.clients import HostClients
-from service.host_http.session_bells import SessionBells
+from service.files import Files, Uploads, uploads_folder
+from service.host_http.clients import HostClients, SessionBells
 from service.inference.art_models import ArtModels, UntrainedModels
-from service.inference.eviction import IdleEviction
 from service.inference.exports import Exports
-from service.inference.named_models import NamedModels
-from service.inference.published_models import PublishedModels
-from service.inference.questions import Inference
-from service.runs.checks import Checks
-from service.runs.estimates import Estimates
+from service.inference.published_models import NamedModels, PublishedModels
+from service.inference.questions import IdleEviction, Inference
+from service.runs.estimates import Checks, Estimates
 from service.runs.files import RunFiles
-from service.runs.gauges import InstallationGauges
-from service.runs.overview import Overviews
+from service.runs.history import Histories, RunReader
+from service.runs.overview import InstallationGauges, Overviews
 from service.runs.rows import RunRows
-from service.runs.runs import Runs
-from service.runs.sessions import Sessions
-from service.runs.states import RunStates, Watch
-from service.runs.train_steps import TrainSteps
-from service.runs.views.history import Histories, RunReader
+from service.runs.runs import Runs, RunStates, Watch
+from service.runs.sessions import Sessions, TrainSteps
 from service.temporal import Temporal
 from shared.settings import Settings
 from shared.storage.store import ObjectStore

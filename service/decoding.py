@@ -14,11 +14,10 @@ from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from activities.confined.calls import machine_bytes
-from activities.confined.children import Child, ForkServer
+from activities.confined.calls import Child, ForkServer, machine_bytes
 from activities.confined.fork_server import types_of
 from service.accounts.limits import FairShare
-from service.files.incoming import Incoming, Received, uploads_folder
+from service.files import Incoming, Received, uploads_folder
 from shared.settings import ConfinedSettings, Settings
 
 AnswerT = TypeVar("AnswerT")

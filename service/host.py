@@ -28,33 +28,36 @@ from typing import Literal, get_args
 
 from temporalio.client import Client
 
-from activities.bells import Bells
 from activities.confined import calls as confined
 from activities.host_context import HostContext
-from activities.hosts.fitness import Check
-from activities.hosts.standing import standing_of
-from activities.hosts.worker_pool import Sharing, WorkerPool, worker_environment
-from activities.hosts.worker_process import WorkerCommand, ranks_command, room_for_ranks
-from activities.sampling.lease_sampler import SamplerCommand
+from activities.hosts.session import Bells
+from activities.hosts.standing import Check, standing_of
+from activities.hosts.workers import (
+    Sharing,
+    WorkerCommand,
+    WorkerPool,
+    ranks_command,
+    room_for_ranks,
+    worker_environment,
+)
 from activities.sampling.questions import Questions
-from activities.sampling.samplers import Samplers
+from activities.sampling.samplers import SamplerCommand, Samplers
 from activities.telemetry import HOST_START
-from service import builds
-from service.host_http.answers import announced, answering
-from service.host_http.bells import bell_routes
-from service.host_http.metrics import observed
-from service.host_http.server import serving
-from service.host_record import HostRecord
+from service import temporal
+from service.host_http.answers import announced, answering, bell_routes
+from service.host_http.server import observed, serving
 from service.host_workers import (
     SAMPLING_THREADS,
+    HostRecord,
+    IdleExit,
     control_activities,
     control_workers,
     control_workflows,
     gpu_workers,
+    polling,
     sampler_workers,
 )
-from service.lease_polling import IdleExit, polling
-from service.sealing.keys import sync_key
+from service.sealing import sync_key
 from service.temporal import connect_temporal
 from shared.log_lines import escape_output
 from shared.programs import BUILD_VARIABLE
@@ -132,10 +135,10 @@ async def _poll_as_control(stack: AsyncExitStack, host: HostContext, client: Cli
         routes = stack.enter_context(answering(Questions(host, Samplers(settings))))
         at = stack.enter_context(serving(settings, record.queue, routes))
         await stack.enter_async_context(announced(host.store, record.queue, at))
-    build = builds.deployment(settings)
+    build = temporal.deployment(settings)
     control = control_workers(client, settings.control_queue, activities, control_workflows(), build=build)
     await stack.enter_async_context(control)
-    await builds.begin_with(client, settings)
+    await temporal.begin_with(client, settings)
     told_file(settings.root_path, "polls", "control").touch()
 
 

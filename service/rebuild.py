@@ -15,18 +15,16 @@ from sqlalchemy.orm import Session
 
 from service.accounts.keys import KeyRecord
 from service.accounts.tenants import TenantRecord, ensure_first
-from service.database.engine import Database
-from service.database.tables import FileRow, KeyRow, RemovedRow, RunRow, Table, TenantRow
-from service.files.files import FileRecord
+from service.database.engine import Database, FileRow, KeyRow, RemovedRow, RunRow, Table, TenantRow
+from service.files import FileRecord
 from service.runs.rows import removed_row, run_row
-from service.runs.states import queued
+from service.runs.runs import queued
 from shared.errors import NotFound
 from shared.runs.requests import FIRST_TENANT, RunRecord
 from shared.runs.status import RunStatus
 from shared.storage import paths
-from shared.storage.removal import RemovedRun
 from shared.storage.store import ObjectStore
-from shared.storage.uses import removed_run
+from shared.storage.stored_bytes import RemovedRun, removed_run
 
 _AT_ONCE = 20  # rows in a transaction: few, as other writers wait for it
 _SETTLED_S = 60.0  # the record of a younger row may still be on its way into the store
@@ -49,7 +47,7 @@ class Differences:
 
 
 def rebuild(store: ObjectStore, database: Database, *, only_look: bool = False) -> Differences:
-    """Make every row equal to its record. Rows of running runs are only added: `Watch` (runs/states.py) updates them.
+    """Make every row equal to its record. Rows of running runs are only added: `Watch` (runs/runs.py) updates them.
 
     May be done repeatedly, and while services work. Webhooks get no notice of changes. Blocking.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from longshore.server import with_import_path
-from shared.jobs.leases import WORKER_ID_VARIABLE
+from shared.jobs.job import WORKER_ID_VARIABLE
 from shared.settings import FROM_FILE, Settings
 
 Kind = Literal[

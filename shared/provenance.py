@@ -20,11 +20,10 @@ from pydantic import ConfigDict, Field
 
 from longshore.fields import Artifact, Frozen, Sha256
 from shared.errors import NotFound
-from shared.fence import Fence
 from shared.jobs.events import Started, parse_event
 from shared.jobs.job import Job, artifacts_of
 from shared.storage.artifacts import FileEntry
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from shared.storage.store import ObjectStore
 
 NAME = "provenance.json"

@@ -8,12 +8,11 @@ from longshore.fields import Artifact, Frozen, Reason
 from longshore.training import Dtype
 from shared.chat.completions import CompletionRequest
 from shared.chat.messages import ChatRequest
-from shared.fence import Fence
-from shared.jobs.leases import SamplerKey, SamplerKind
+from shared.jobs.job import SamplerKey, SamplerKind
 from shared.runs.requests import FIRST_TENANT, RunId, Tenant
 from shared.runs.start import RunTiming
 from shared.settings import Settings
-from shared.storage.paths import content_key
+from shared.storage.paths import Fence, content_key
 
 
 class LeasedSampler(Frozen):

@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 from temporalio.api.common.v1 import Payload
 
-from service.sealing.codec import unseal
-from service.sealing.keys import SealKey, seal_keys
+from service.sealing import SealKey, seal_keys, unseal
 from shared.settings import Settings
 
 M = TypeVar("M", bound=Message)

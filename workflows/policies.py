@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from temporalio.common import Priority, RetryPolicy, VersioningBehavior
 
-from shared.jobs.leases import SamplerKey, WorkerKey
+from shared.jobs.job import SamplerKey, WorkerKey
 from shared.programs import is_of_a_build
 from shared.runs.start import RunTiming
 
-# How Temporal versions long-lived workflows: they move to the current build (service/builds.py). A worker that was
+# How Temporal versions long-lived workflows: they move to the current build (service/temporal.py). A worker that was
 # started without a build id may not set a behavior.
 MOVES = VersioningBehavior.AUTO_UPGRADE if is_of_a_build() else VersioningBehavior.UNSPECIFIED
 # Types of errors, by the names that Temporal carries, that are never retried: they would only fail again.

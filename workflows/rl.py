@@ -7,7 +7,7 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.records.run_records import Recovered, RecoverRequest, RunRecords, StepRecordRequest
-    from shared.jobs.leases import LeaseGrant
+    from shared.jobs.job import LeaseGrant
     from shared.jobs.losses import reference_uri
     from shared.runs.start import RLStart
     from shared.runs.status import STEP_COUNTS, Policy, Problem, RLState, RunStatus, StepRequest, StepStatus
@@ -17,12 +17,10 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts.requests import is_at_target
     from workflows.rollouts.rollouts import RolloutSource
     from workflows.rollouts.sampling import LeasedSamplers
-    from workflows.training import models
+    from workflows.training import job_plan
     from workflows.training.job_plan import replayed_routes
-    from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
-    from workflows.training.steps import StepQueue
-    from workflows.training.train_step import publish_policy, state_after, train_and_publish, unchanged
-    from workflows.training.training import StepEta
+    from workflows.training.run import ActiveRun, ClientDrivenHandlers, StepEta, changed
+    from workflows.training.train_step import StepQueue, publish_policy, state_after, train_and_publish, unchanged
 
 # A history should stay under 10,000 events. A step of a client's groups takes about 40, one of own rollouts about 80.
 _STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60
@@ -84,10 +82,10 @@ class RLWorkflow(ClientDrivenHandlers):
             request = RecoverRequest(run_id=start.run_id, num_policies=RolloutSource.num_policies(start))
             recovered = await control.do(RunRecords.recover_steps, request)
             self._steps.next = recovered.last_step + 1
-        resolved = await models.resolve_model(start)
-        adapter = await models.resolve_initial_adapter(start, resolved)
+        resolved = await job_plan.resolve_model(start)
+        adapter = await job_plan.resolve_initial_adapter(start, resolved)
         uri = reference_uri(run.loss)
-        reference = await models.resolve_reference(start, uri, resolved) if uri is not None else None
+        reference = await job_plan.resolve_reference(start, uri, resolved) if uri is not None else None
         data = None
         if run.rollouts is not None:
             self._run.show(phase="tokenizing")

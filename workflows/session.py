@@ -11,20 +11,18 @@ from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest
-    from activities.records.commands import CommandRecordRequest, CommandRecords, FillGapRequest, FindCommandsRequest
+    from activities.records.run_records import CommandRecordRequest, CommandRecords, FillGapRequest, FindCommandsRequest
     from longshore.commands import CommandResult
     from longshore.fields import Artifact
     from shared.errors import HostLeft
-    from shared.jobs.job import ONLY_JOB, SessionPlan
-    from shared.jobs.leases import LeaseGrant
+    from shared.jobs.job import ONLY_JOB, LeaseGrant, SessionPlan
     from shared.runs.requests import dtype_of
-    from shared.runs.sessions import CommandArrived, SessionState
-    from shared.runs.start import SessionStart
+    from shared.runs.start import CommandArrived, SessionStart, SessionState
     from shared.runs.status import CheckpointRef, RunStatus
     from workflows import control, policies
-    from workflows.leases.leasing import on_leased_host
+    from workflows.leases import on_leased_host
     from workflows.outcomes import RunCancelled, RunFailed, is_final, problem_of_error, was_cancelled
-    from workflows.training import models
+    from workflows.training import job_plan
     from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
 
 # For `apply_commands`: repeating it during the same job of the session does no command twice.
@@ -92,8 +90,8 @@ class SessionWorkflow(ClientDrivenHandlers):
     async def _prepare(self) -> SessionState:
         """Check model and adapter; a resumed session finds its commands in the store."""
         self._run.show(phase="checking")
-        resolved = await models.resolve_model(self._start)
-        adapter = await models.resolve_initial_adapter(self._start, resolved)
+        resolved = await job_plan.resolve_model(self._start)
+        adapter = await job_plan.resolve_initial_adapter(self._start, resolved)
         if self._start.resumed:
             found = await control.do(CommandRecords.find_commands, FindCommandsRequest(run_id=self._start.run_id))
             self._next, self._is_closing = found.next, found.closing
@@ -262,7 +260,7 @@ class SessionWorkflow(ClientDrivenHandlers):
     async def _publish(self, number: int, checkpoint: CheckpointRef) -> None:
         """Publish the state that a command saved, and record the command's result."""
         assert self._state is not None
-        published = await models.publish_weights(
+        published = await job_plan.publish_weights(
             self._start, self._state.model, checkpoint, None, self._training.metrics, number
         )
         self._run.show(

@@ -6,20 +6,18 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities.grading.ask_teacher import AskTeacher, TeacherRequest
-    from activities.packing.pack import PackDataset, Packed, PackRequest
+    from activities.packing import PackDataset, Packed, PackRequest
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.tokenize import Tokenize, Tokenized, TokenizeRequest
     from longshore.fields import Artifact
     from longshore.losses import Reference
     from shared.jobs.job import PackedData
-    from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun
-    from shared.runs.models import ResolvedModel
-    from shared.runs.sources import DatasetSource
-    from shared.runs.start import RunStart
+    from shared.runs.dataset_runs import DatasetSource, DistillRun, DPORun, RewardRun
+    from shared.runs.start import ResolvedModel, RunStart
     from shared.runs.status import RunStatus
     from workflows import control
     from workflows.outcomes import with_counts
-    from workflows.training import models
+    from workflows.training import job_plan
     from workflows.training.job_plan import dataset_job
     from workflows.training.run import ActiveRun, RunHandlers, changed
 
@@ -40,9 +38,9 @@ class SFTWorkflow(RunHandlers):
     async def _train_and_publish(self) -> None:
         start, run = self._start, self._start.run
         self._run.show(phase="checking")
-        resolved = await models.resolve_model(start)
+        resolved = await job_plan.resolve_model(start)
         model = resolved.model
-        adapter = await models.resolve_initial_adapter(start, resolved)
+        adapter = await job_plan.resolve_initial_adapter(start, resolved)
         reference = await self._resolve_reference(resolved, adapter)
 
         units, packed = await self._prepare("train", run.dataset, model)
@@ -73,7 +71,7 @@ class SFTWorkflow(RunHandlers):
         result = await self._run.training.do(plan)
 
         self._run.show(phase="publishing")
-        published = await models.publish_weights(start, model, result.checkpoint, units.report_uri, result.metrics)
+        published = await job_plan.publish_weights(start, model, result.checkpoint, units.report_uri, result.metrics)
         self._run.show(
             state="succeeded",
             phase="done",
@@ -89,14 +87,14 @@ class SFTWorkflow(RunHandlers):
             case DistillRun(teacher_url=str()):
                 return "base"
             case DPORun(reference=str(named)) | DistillRun(teacher=named):
-                return "base" if named == "base" else await models.resolve_reference(self._start, named, model)
+                return "base" if named == "base" else await job_plan.resolve_reference(self._start, named, model)
             case _:
                 return initial or "base"
 
     async def _more_teachers(self, model: ResolvedModel) -> list[Reference]:
         """Return the teachers that rows may name."""
         named = [uri for _, uri in self._start.run.teachers] if isinstance(self._start.run, DistillRun) else []
-        return ["base" if uri == "base" else await models.resolve_reference(self._start, uri, model) for uri in named]
+        return ["base" if uri == "base" else await job_plan.resolve_reference(self._start, uri, model) for uri in named]
 
     async def _taught(self, units: Artifact, student: ResolvedModel) -> Artifact | None:
         """Return the scores of a teacher behind a URL; None if there is no teacher, or it is on the worker."""

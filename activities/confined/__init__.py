@@ -1,1 +1,0 @@
-"""Functions on strangers' data, each call in a child process under limits."""

@@ -30,8 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from activities.isolation.frames import read_frame, write_frame
-from activities.isolation.namespaces import die_with_parent
+from activities.isolation import die_with_parent, read_frame, write_frame
 from shared.programs import ROOM_OF_COMMAND, become, show
 from shared.settings import ConfinedSettings
 

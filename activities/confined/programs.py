@@ -20,9 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from activities.confined.children import ForkServer
-from activities.isolation.frames import read_frame, write_frame
-from activities.isolation.namespaces import die_with_parent
+from activities.confined.calls import ForkServer
+from activities.isolation import die_with_parent, read_frame, write_frame
 from shared.programs import ROOM_OF_COMMAND, ROOM_OF_ENVIRONMENT, SAMPLER_MODULES, TRAINER_MODULES
 
 _STACK_MODULES = ("service.app", "service.host")

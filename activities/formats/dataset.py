@@ -12,14 +12,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from activities.formats.columns import GUARDED, Unread, refuse_unread
-from activities.formats.examples import Chat, Example, PromptCompletion, Question
-from activities.formats.labels import LABELLED, with_label
+from activities.formats.messages import Chat, Example, PromptCompletion, Question
 from activities.formats.rows import Row, is_given, listed, refuse_missing, rows_of
-from activities.formats.scores import TEACHER, Numbers, number_of_teacher, read_numbers
-from activities.formats.specs import FORMATS, FormatSpec, prompt_completion
+from activities.formats.specs import (
+    FORMATS,
+    GUARDED,
+    LABELLED,
+    TEACHER,
+    FormatSpec,
+    Numbers,
+    Unread,
+    number_of_teacher,
+    prompt_completion,
+    read_numbers,
+    refuse_unread,
+    with_label,
+)
 from shared.errors import InvalidInput
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource
 from shared.storage.paths import LEFT, MANIFEST
 
 _DETECTION_ROWS = 32
@@ -59,7 +69,7 @@ def open_dataset(
 
     Args:
         pairs: accept only preference pairs (True), anything except pairs (False), or both (None).
-        labels: accept answers with a label, or pairs (labels.py).
+        labels: accept answers with a label, or pairs (specs.py).
         fields: the fields with numbers that a reward model learns (scores.py).
         teachers: names that the field `teacher` may have (scores.py).
 

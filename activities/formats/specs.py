@@ -6,20 +6,430 @@ was trained in. Graders get the whole row as the item.
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from activities.formats.columns import GUARDED, MASKS, PROMPT, SHAREGPT_KEYS, with_context
-from activities.formats.examples import MASKED_LABEL, Chat, Example, PromptCompletion, Question, Text, TokenIds
-from activities.formats.messages import MEDIA, message_of, messages_of, refuse_media, tools_of, turn_weight
-from activities.formats.preferences import openai_preference, preference
-from activities.formats.rows import JSON, Row, is_given, list_of_objects, refuse_missing, text_of, type_name, weight_of
+from activities.formats import THOUGHTS
+from activities.formats.messages import (
+    KEYS,
+    MASKED_LABEL,
+    MEDIA,
+    Chat,
+    Example,
+    Message,
+    PreferencePair,
+    PromptCompletion,
+    Question,
+    Text,
+    TokenIds,
+    has_weighed_parts,
+    message_of,
+    messages_of,
+    refuse_media,
+    tools_of,
+    turn_weight,
+)
+from activities.formats.rows import (
+    JSON,
+    Row,
+    is_given,
+    list_of_objects,
+    listed,
+    refuse_missing,
+    text_of,
+    type_name,
+    weight_of,
+)
 from shared.errors import InvalidInput
-from shared.runs.sources import PAIR_FORMATS, Format
+from shared.runs.dataset_runs import PAIR_FORMATS, Format
+from shared.storage.paths import LEFT
+
+# --- Columns other than a format's own ---
+# parts of the prompt, masks and labels are read or refused, never ignored.
+#
+# The names of unread columns are reported.
+
+PROMPT = ("system", "history")
+"""Columns that conversations of every format may have."""
+MASKS = ("completion_mask", "loss_mask", "attention_mask")
+GUARDED = (*PROMPT, "input", "functions", "tools", *MASKS, "label")
+"""Columns that change what is trained: a row with one that its format does not read is refused."""
+
+
+SHAREGPT_KEYS = ("from", "value")
+_MOST_KEYS = 1000
+
+
+@dataclass
+class Unread:
+    """Unread parts: columns, message keys with their numbers of rows, a description of files; and empty answers."""
+
+    columns: set[str] = dataclass_field(default_factory=set)
+    keys: Counter[str] = dataclass_field(default_factory=Counter)
+    num_empty: int = 0
+    first_empty: str = ""
+    files: str = ""
+
+    @classmethod
+    def beside(cls, folder: Path) -> Self:
+        """Begin with the files that were left of a dataset's source."""
+        return cls(files=(folder / LEFT).read_text() if (folder / LEFT).is_file() else "")
+
+    def note_keys(self, row: Row, columns: Collection[str]) -> None:
+        """Count the unknown keys of a row's messages, which are in these columns."""
+        turns = (turn for column in columns for turn in _listed(row.fields.get(column)))
+        found = {key for turn in turns for key in turn.keys() - _READ_KEYS if turn[key] is not None}
+        for name, value in ((name, row.fields.get(name)) for name in columns):
+            if isinstance(value, dict) and "messages" in value:  # OpenAI's `input`
+                self.columns.update(f"{name}.{key}" for key in value.keys() - {"messages", "tools", "functions"})
+        self.keys.update(key for key in found if key in self.keys or len(self.keys) < _MOST_KEYS)
+
+    def note_empty(self, example: Example) -> None:
+        """Note a row if one of its trained answers is empty: it has no text, no thoughts and no calls."""
+        answers = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
+        if any(map(_is_empty, answers)):
+            self.num_empty, self.first_empty = self.num_empty + 1, self.first_empty or example.place
+
+    def warnings(self, template: str) -> Iterator[str]:
+        """`template`: the source of the chat template. Message keys that it names count as read."""
+        if self.files:
+            yield self.files
+        if self.num_empty:
+            rows = f"{self.num_empty} row{'s' * (self.num_empty != 1)}"
+            yield f"an answer of {rows} is empty, and the model learns to say nothing; first: {self.first_empty}"
+        if self.columns:
+            yield f"nobody reads the columns {listed(sorted(self.columns))}"
+        template = " ".join((template, *THOUGHTS))
+        keys = sorted(key for key in self.keys if not re.search(rf"\b{re.escape(key)}\b", template))
+        if keys:
+            rows = ", ".join(str(self.keys[key]) for key in keys[:12])
+            yield f"nobody reads the keys {listed(keys)} of messages (in rows: {rows})"
+
+
+_READ_KEYS = frozenset((*KEYS, *SHAREGPT_KEYS))
+
+
+def _is_empty(answer: Example) -> bool:
+    if isinstance(answer, Chat):
+        learned = (m for m, weight in zip(answer.messages, answer.weights, strict=True) if weight)
+        return any(not any(m.get(key) for key in ("content", "tool_calls", *THOUGHTS)) for m in learned)
+    return isinstance(answer, PromptCompletion) and not answer.completion
+
+
+def _listed(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a column: several, one, or those of OpenAI's `input`."""
+    match value:
+        case [dict(), *_] | {"messages": list()}:
+            turns = value if isinstance(value, list) else value["messages"]
+            yield from (turn for turn in turns if isinstance(turn, dict))
+        case dict():
+            yield value
+
+
+def refuse_unread(row: Row, read: Collection[str], format: str) -> None:
+    """Raise InvalidInput for a column of `GUARDED` that is not read, or KTO's label of an answer that is not good."""
+    refuse_media(row)
+    for column in GUARDED:
+        if column not in read and is_given(row, column) and column != "label":
+            rule = f"{column} says what the prompt or the mask is, and the format {format} does not read it"
+            raise InvalidInput(f"{rule}: drop or rename the column", row.place)
+    if row.fields.get("label") is False or ("label" in read and row.fields.get("label") == 0):
+        raise InvalidInput("label is false: the answer is not to be learned: drop the row, or train by kto", row.place)
+
+
+def with_context(row: Row, messages: list[Message], weights: list[float]) -> tuple[list[Message], list[float]]:
+    """Put a row's `system` text and `history` (pairs of question and answer) before its messages.
+
+    The history's answers are trained like the messages' answers.
+
+    Raises InvalidInput: they are no text or pairs of texts, or the messages have another system turn.
+    """
+    told = _system(row)
+    has_system = messages[0]["role"] in ("system", "developer")
+    if told and has_system and messages[0]["content"] != told[0]["content"]:
+        raise InvalidInput("system is another text than the first message's, which is a system turn too", row.place)
+    head, rest = (messages[:1], messages[1:]) if has_system else (told, messages)
+    history = _history(row)
+    inserted = [float(message["role"] == "assistant") for message in history]
+    return [*head, *history, *rest], [0.0] * len(head) + inserted + weights[len(messages) - len(rest) :]
+
+
+def _system(row: Row) -> list[Message]:
+    return [{"role": "system", "content": text_of(row, "system")}] if is_given(row, "system") else []
+
+
+def _history(row: Row) -> list[Message]:
+    if not is_given(row, "history"):
+        return []
+    match row.fields["history"]:
+        case list() as pairs if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            turns = [(f"history[{i}]", role, text) for i, pair in enumerate(pairs) for role, text in _turns(pair)]
+            return [message_of(row, place, {"role": role, "content": text}) for place, role, text in turns]
+        case other:
+            rule = f"history must be a list of pairs of question and answer, not {type_name(other)}"
+            raise InvalidInput(rule, row.place)
+
+
+def _turns(pair: list[Any]) -> list[tuple[str, Any]]:
+    return list(zip(("user", "assistant"), pair, strict=True))
+
+
+# --- Single answers that are good or bad, as KTO learns from them ---
+# The weights of a bad answer are -1 in place of 1.
+
+LABELLED = "answers with a label, true or false"
+
+
+def with_label(example: Example, row: Row) -> Example:
+    """Return a row's example with its `label`: the answer is everything after the last question.
+
+    In a pair, the chosen answer is good and the rejected one bad.
+
+    Raises InvalidInput: there is no label, or no answer after the last question; or the row or a message has a weight.
+    """
+    match example:
+        case PreferencePair():
+            return replace(example, rejected=_bad(example.rejected))
+        case Chat(messages=messages, weights=weights):
+            if messages[-1]["role"] != "assistant":
+                rule = f"the last message is the {messages[-1]['role']}'s: a label is of the answer that ends the row"
+                raise InvalidInput(rule, row.place)
+            first = max((i + 1 for i, m in enumerate(messages) if m["role"] not in ("assistant", "tool")), default=0)
+            answer: Chat | PromptCompletion = replace(example, weights=[0.0] * first + weights[first:])
+            is_weighed = weights[first:] != [float(m["role"] == "assistant") for m in messages[first:]]
+            is_weighed = is_weighed or any(map(has_weighed_parts, messages))
+        case PromptCompletion():
+            answer, is_weighed = example, example.weight != 1
+        case _:
+            raise InvalidInput(f"kto learns from {LABELLED}: this row has no answer", row.place)
+    refuse_missing(row, "label")
+    if isinstance(label := row.fields["label"], str | list | dict) or label not in (0, 1):
+        raise InvalidInput(f"label must be true or false, not {type_name(label)}", row.place)
+    if is_weighed:
+        raise InvalidInput("weight must be 1 or absent: kto weighs all good answers alike, and all bad ones", row.place)
+    return answer if label else _bad(answer)
+
+
+def _bad(answer: Chat | PromptCompletion) -> Chat | PromptCompletion:
+    match answer:
+        case Chat():
+            return replace(answer, weights=[-weight for weight in answer.weights])
+        case PromptCompletion():
+            return replace(answer, weight=-answer.weight)
+
+
+# --- Numbers beside answers, as reward models learn them ---
+# a pair's margin, an answer's scores, or labels of turns.
+
+MARGIN = "margin"
+LABELS = "labels"
+TEACHER = "teacher"
+_LARGEST = 1e30  # of float32, with room
+Numbers = dict[str, tuple[float, ...]]
+"""What was read of rows, by their places, until their tokens are made into units."""
+
+
+def read_numbers(example: Example, row: Row, fields: tuple[str, ...], numbers: Numbers) -> Example:
+    """Note a row's numbers and return its example. A pair has its `margin` (default 0), other rows `fields`.
+
+    The field `labels` is a list with one number for each of the assistant's turns, except those of a prompt.
+
+    Raises InvalidInput: a field is missing or not a finite number; the row has a weight, or ends without an answer.
+    """
+    match example:
+        case PreferencePair():
+            numbers[row.place] = (0.0 if row.fields.get(MARGIN) is None else _number(row, MARGIN),)
+            return example
+        case Chat(messages=messages, weights=weights):
+            if messages[-1]["role"] != "assistant":
+                rule = f"the last message is the {messages[-1]['role']}'s: a score is of the answer that ends the row"
+                raise InvalidInput(rule, row.place)
+            num_turns, is_weighed = sum(weights), weights[-1] != 1 or not {*weights} <= {0.0, 1.0}
+            is_weighed = is_weighed or any(map(has_weighed_parts, messages))
+        case PromptCompletion():
+            num_turns, is_weighed = 1, example.weight != 1
+        case _:
+            raise InvalidInput("a score belongs to an answer, and this row has no answer", row.place)
+    if is_weighed:
+        raise InvalidInput("weight must be 1 or absent: a reward model weighs all answers alike", row.place)
+    if fields != (LABELS,):
+        numbers[row.place] = tuple(_number(row, field) for field in fields)
+        return example
+    refuse_missing(row, LABELS)
+    labels = row.fields[LABELS]
+    if not isinstance(labels, list | np.ndarray) or len(labels) != num_turns:
+        rule = f"labels must be a list of a number for each of the {num_turns:.0f} turns of the assistant"
+        raise InvalidInput(rule, row.place)
+    numbers[row.place] = tuple(_number(row, LABELS, i) for i in range(len(labels)))
+    return example
+
+
+def number_of_teacher(row: Row, teachers: tuple[str, ...]) -> float:
+    """Return the number, from 1, of the teacher that a row names; 0 if it names none. Raises InvalidInput."""
+    named = row.fields.get(TEACHER)
+    if named is not None and named not in teachers:
+        raise InvalidInput(f"teacher must be one of {', '.join(teachers)}, or absent, not {named!r:.40}", row.place)
+    return 0.0 if named is None else 1.0 + teachers.index(named)
+
+
+def _number(row: Row, field: str, *index: int) -> float:
+    """Return the number of a field, or one of its list; true and false are 1 and 0."""
+    refuse_missing(row, field)
+    value: Any = row.fields[field]
+    for place in index:
+        value, field = value[place], f"{field}[{place}]"
+    if not isinstance(value, int | float | np.integer):
+        raise InvalidInput(f"{field} must be a number, not {type_name(value)}", row.place)
+    if not abs(float(value)) <= _LARGEST:  # nor is NaN
+        raise InvalidInput(f"{field} must be a finite number, not {value!r:.40}", row.place)
+    return float(value)
+
+
+# --- Rows of preference pairs: one prompt, its preferred and its rejected answer ---
+#
+# Each answer becomes a separate example, so that it is rendered and encoded as it would be alone.
+
+Messages = list[dict[str, Any]]
+
+
+def preference(row: Row) -> PreferencePair:
+    """Parse `chosen` and `rejected`, with a `prompt` or none, as TRL has them: texts or messages.
+
+    Without `prompt`, the messages that both conversations begin with are the prompt. Some datasets repeat it as a text
+    in `prompt`; this text must be one of those messages.
+
+    Raises InvalidInput: an answer is missing, or equals the other one; the prompts differ, or there is none.
+    """
+    _refuse_weight(row)
+    if isinstance(row.fields.get("chosen"), str) and not isinstance(row.fields.get("prompt"), list):
+        return _of_texts(row)
+    answers = {name: _answer(row, name) for name in ("chosen", "rejected")}
+    match row.fields.get("prompt"):
+        case list():
+            return _pair(row, "prompt", messages_of(row, "prompt"), answers, tools_of(row))
+        case str() as text if answers["chosen"][0]["role"] == answers["rejected"][0]["role"] == "assistant":
+            return _pair(row, "prompt", [{"role": "user", "content": text}], answers, tools_of(row))
+        case str() | None as text:
+            return _with_shared_prompt(row, answers, text)
+        case other:
+            raise InvalidInput(f"prompt must be text or a list, not {type_name(other)}", row.place)
+
+
+def openai_preference(row: Row) -> PreferencePair:
+    """Parse `input.messages`, `preferred_output`, `non_preferred_output`, as OpenAI names them. Raises as above."""
+    _refuse_weight(row)
+    given = row.fields.get("input")
+    if not isinstance(given, dict):
+        raise InvalidInput(f"input must be an object, not {type_name(given)}", row.place)
+    inner = Row(row.place, {f"input.{name}": value for name, value in given.items()}, row.has_schema)
+    answers = {name: _answer(row, name) for name in ("preferred_output", "non_preferred_output")}
+    return _pair(row, "input.messages", messages_of(inner, "input.messages"), answers, tools_of(inner, "input.tools"))
+
+
+def _refuse_weight(row: Row) -> None:
+    if row.fields.get("weight") not in (None, 1):
+        raise InvalidInput("weight must be 1 or absent: dpo weighs all pairs alike", row.place)
+
+
+def _of_texts(row: Row) -> PreferencePair:
+    if row.fields.get("prompt") is None:
+        raise InvalidInput("chosen is text, and there is no prompt: add it, or give messages that share one", row.place)
+    prompt, chosen, rejected = (text_of(row, name) for name in ("prompt", "chosen", "rejected"))
+    if chosen == rejected:
+        raise _same(row, "rejected", "chosen")
+    if tools_of(row) or any(is_given(row, column) for column in PROMPT):
+        answers = {"chosen": _spoken(chosen), "rejected": _spoken(rejected)}
+        return _pair(row, "prompt", [{"role": "user", "content": prompt}], answers, tools_of(row))
+    return PreferencePair(
+        row.place, PromptCompletion(row.place, prompt, chosen), PromptCompletion(row.place, prompt, rejected)
+    )
+
+
+def _spoken(text: str) -> Messages:
+    return [{"role": "assistant", "content": text}]
+
+
+def _answer(row: Row, field: str) -> Messages:
+    """Return the messages of an answer, which may be one message, or a text behind a prompt of messages.
+
+    Weights other than 1 are refused, because the whole answer is trained.
+    """
+    match row.fields.get(field):
+        case str() as text if isinstance(row.fields.get("prompt"), list):
+            return _spoken(text)
+        case dict() as message:
+            row = replace(row, fields=row.fields | {field: [message]})
+    for i, turn in enumerate(list_of_objects(row, field)):
+        if turn.get("role") == "assistant" and turn_weight(row, f"{field}[{i}]", turn) != 1:
+            raise InvalidInput(f"{field}[{i}].weight must be 1 or absent: dpo weighs all answers alike", row.place)
+    return messages_of(row, field)
+
+
+def _with_shared_prompt(row: Row, whole: dict[str, Messages], text: str | None) -> PreferencePair:
+    chosen, rejected = whole.values()
+    if chosen == rejected:
+        raise _same(row, *reversed(whole))
+    both = zip(chosen, rejected, strict=False)
+    shared = next((i for i, (one, other) in enumerate(both) if one != other), min(len(chosen), len(rejected)))
+    prompt = chosen[:shared]
+    if not prompt:
+        raise InvalidInput("chosen and rejected differ from their first message on: they share no prompt", row.place)
+    for field, messages in whole.items():
+        for i, turn in enumerate(messages[shared:], shared):
+            if turn["role"] not in ("assistant", "tool"):
+                rule = "behind what both conversations begin with: the prompts of a pair must be the same"
+                raise InvalidInput(f"{field}[{i}] is the {turn['role']}'s, {rule}", row.place)
+    if text is not None and not any(message.get("content") == text for message in prompt):
+        raise InvalidInput("prompt is not one of the messages with which chosen and rejected begin", row.place)
+    return _pair(row, None, prompt, {name: messages[shared:] for name, messages in whole.items()}, tools_of(row))
+
+
+def _pair(
+    row: Row, asked_in: str | None, prompt: Messages, answers: dict[str, Messages], tools: list[dict[str, Any]] | None
+) -> PreferencePair:
+    """Make a pair of one prompt and two answers to it.
+
+    Args:
+        asked_in: the prompt's field; None if the prompt is the common beginning of both conversations.
+        answers: by their fields, the preferred one first.
+    """
+    prompt, _ = with_context(row, prompt, [0.0] * len(prompt))
+    if asked_in is not None and prompt[-1]["role"] == "assistant":
+        fields = " and ".join(answers)
+        raise InvalidInput(f"{asked_in} ends with an assistant's turn: answers go into {fields}", row.place)
+    chosen, rejected = answers.values()
+    if chosen == rejected:
+        raise _same(row, *reversed(answers))
+    for field, answer in answers.items():
+        _check_answer(row, field, answer)
+    return PreferencePair(row.place, _example(row, prompt, chosen, tools), _example(row, prompt, rejected, tools))
+
+
+def _check_answer(row: Row, field: str, answer: Messages) -> None:
+    """Raise InvalidInput unless an answer consists of an assistant's turns, with tools' turns between them."""
+    for turn in answer:
+        if turn["role"] not in ("assistant", "tool"):
+            raise InvalidInput(f"{field} has a turn of the {turn['role']}: answers are an assistant's", row.place)
+    if not answer or answer[-1]["role"] != "assistant":
+        raise InvalidInput(f"{field} does not end with an assistant's turn, so there is no answer", row.place)
+
+
+def _example(row: Row, prompt: Messages, answer: Messages, tools: list[dict[str, Any]] | None) -> Chat:
+    weights = [0.0] * len(prompt) + [float(turn["role"] == "assistant") for turn in answer]
+    return Chat(row.place, [*prompt, *answer], tools, weights)
+
+
+def _same(row: Row, rejected: str, chosen: str) -> InvalidInput:
+    return InvalidInput(f"{rejected} is the same as {chosen}: nothing to prefer", row.place)
+
 
 _ASKING = ("user", "tool")
 _PADDING = -(2**62)  # a padding token's temporary label; `_int_array` does not accept this number
@@ -37,7 +447,7 @@ _SHAREGPT_ROLES = {
 
 @dataclass(frozen=True, eq=False)
 class FormatSpec:
-    """One format. A new one needs an entry in `FORMATS`, and its name in `Format` (shared/runs/sources.py).
+    """One format. A new one needs an entry in `FORMATS`, and its name in `Format` (shared/runs/dataset_runs.py).
 
     Attributes:
         fields: a row that has all of them has this format. The first field is the prompt.

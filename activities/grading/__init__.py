@@ -1,1 +1,0 @@
-"""Grading: one file a kind of grader, and the one place that chooses among them."""

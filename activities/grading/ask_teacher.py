@@ -18,9 +18,8 @@ from temporalio import activity
 
 from activities.confined import calls as confined
 from activities.confined.fork_server import sign
-from activities.grading.open_grader import GraderMeans
-from activities.grading.outcome import NotGraded
-from activities.grading.score_model import ModelServer
+from activities.grading.open_grader import GraderMeans, ModelServer
+from activities.grading.python_sandbox import NotGraded
 from activities.host_context import HostContext
 from activities.sources.http import shown_uri
 from longshore.fields import Artifact, Frozen

@@ -19,15 +19,7 @@ from activities.host_context import HostContext, Parts
 from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
-from shared.grading.graders import (
-    GradeOneRequest,
-    Grader,
-    OneGrade,
-    SampledItem,
-    SampleGrade,
-    SampleRewards,
-    reward_graders,
-)
+from shared.grading import GradeOneRequest, Grader, OneGrade, SampledItem, SampleGrade, SampleRewards, reward_graders
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, graded, graded_part
 

@@ -1,19 +1,26 @@
 """Opens a grader of any kind as a function that grades rows. No other module chooses among the kinds of graders."""
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Self
+from typing import Any, Literal, Self
 
-from activities.grading.outcome import NotGraded, attempt
-from activities.grading.python_sandbox import PythonSandbox
-from activities.grading.score_model import ScoreModel
-from activities.grading.text_similarity import string_check, text_similarity
+from activities.grading.python_sandbox import NotGraded, PythonSandbox, attempt
+from activities.sources.http import parse_http_uri, requested, shown_uri
 from longshore.fields import Frozen
-from shared.errors import InvalidInput
-from shared.grading.expressions import Expression, ExpressionError, parse_expression
-from shared.grading.graders import (
+from shared.errors import InvalidInput, StoreUnavailable
+from shared.grading import (
+    Expression,
+    ExpressionError,
     Grader,
+    Metric,
     MultiGrader,
     PythonGrader,
     RewardModelGrader,
@@ -22,11 +29,291 @@ from shared.grading.graders import (
     SampleRewards,
     ScoreModelGrader,
     StringCheckGrader,
+    TemplateError,
     TextSimilarityGrader,
     chosen_scalar,
+    parse_expression,
+    render,
 )
-from shared.grading.templates import TemplateError, render
-from shared.settings import GradingSettings, Settings
+from shared.settings import DownloadSettings, GradingSettings, Settings
+
+# --- String checks and text similarity, from 0 to 1 ---
+# pure functions, float64, case-sensitive except for ROUGE and `ilike`.
+#
+# Words are runs of letters, digits and _; every other character that is not white space is a separate word.
+#
+# BLEU, GLEU and ROUGE-N are written here: sacrebleu and rouge-score would bring ten packages (lxml and nltk among
+# them) for forty lines, and rouge-score's words have ASCII letters only.
+
+_MAX_CHARS = 100_000  # the comparison's time grows with the product of both lengths
+_WORD = re.compile(r"\w+|[^\w\s]")
+_ROUGE_WORD = re.compile(r"\w+")
+_MAX_ORDER = 4  # of BLEU's and GLEU's n-grams
+
+
+def string_check(operation: Literal["eq", "ne", "like", "ilike"], text: str, reference: str) -> float:
+    """1.0 if the operation holds, else 0.0. `ilike` compares case-folded texts."""
+    match operation:
+        case "eq":
+            holds = text == reference
+        case "ne":
+            holds = text != reference
+        case "like":
+            holds = reference in text
+        case "ilike":
+            holds = reference.casefold() in text.casefold()
+    return float(holds)
+
+
+def text_similarity(metric: Metric, text: str, reference: str) -> float:
+    """The metric of a text against a reference. Two empty texts are equal; one empty text has similarity 0.
+
+    Raises:
+        NotGraded: a text of more than 100,000 characters.
+    """
+    if (longest := max(len(text), len(reference))) > _MAX_CHARS:
+        raise NotGraded(f"text_similarity compares up to {_MAX_CHARS:,} characters; a text here has {longest:,}")
+    match metric:
+        case "fuzzy_match":
+            return share_in_common(text, reference)
+        case "bleu":
+            return bleu(_WORD.findall(text), _WORD.findall(reference))
+        case "gleu":
+            return gleu(_WORD.findall(text), _WORD.findall(reference))
+        case "rouge_l":
+            return share_in_common(_rouge_words(text), _rouge_words(reference))
+        case "rouge_1" | "rouge_2" | "rouge_3" | "rouge_4" | "rouge_5":
+            return rouge_n(_rouge_words(text), _rouge_words(reference), int(metric[-1]))
+
+
+def _rouge_words(text: str) -> list[str]:
+    return _ROUGE_WORD.findall(text.lower())
+
+
+def bleu(words: Sequence[str], reference: Sequence[str]) -> float:
+    """Sentence BLEU (Papineni et al. 2002, eq. 1-3), n-grams up to 4, or up to the text's length if it is shorter.
+
+    An n-gram order without a match is smoothed by halves: 1/2, 1/4, ... of a match (Chen & Cherry 2014, smoothing 3),
+    but a text that shares no word with its reference scores 0.
+    """
+    if not words or not reference:
+        return float(not words and not reference)
+    log_precisions = []
+    doubling = 1
+    for order in range(1, min(_MAX_ORDER, len(words)) + 1):
+        matches, total = _matches(words, reference, order), len(words) - order + 1
+        if not matches and order == 1:
+            return 0.0
+        if not matches:
+            doubling *= 2
+        log_precisions.append(math.log((matches or 1 / doubling) / total))
+    brevity = min(0.0, 1 - len(reference) / len(words))
+    return math.exp(brevity + sum(log_precisions) / len(log_precisions))
+
+
+def gleu(words: Sequence[str], reference: Sequence[str]) -> float:
+    """GLEU (Wu et al. 2016, arXiv:1609.08144, section 5.2): the lesser of precision and recall, n-grams up to 4."""
+    if not words or not reference:
+        return float(not words and not reference)
+    matches = sum(_matches(words, reference, order) for order in range(1, _MAX_ORDER + 1))
+    return matches / max(_num_ngrams(len(words)), _num_ngrams(len(reference)))
+
+
+def rouge_n(words: Sequence[str], reference: Sequence[str], order: int) -> float:
+    """ROUGE-N (Lin 2004, section 2) as the F1 of its precision and recall. Texts too short for an n-gram score 0."""
+    if not words and not reference:
+        return 1.0
+    num_words, num_reference = len(words) - order + 1, len(reference) - order + 1
+    if num_words < 1 or num_reference < 1:
+        return 0.0
+    return 2 * _matches(words, reference, order) / (num_words + num_reference)
+
+
+def share_in_common(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:
+    """2 LCS / (m + n): ROUGE-L of words (Lin 2004, section 3.1, with beta 1), rapidfuzz's `ratio` / 100 of characters.
+
+    To the last bit: rapidfuzz computes its ratio as 1 - distance / (m + n), which may differ in it.
+    """
+    from rapidfuzz.distance import LCSseq
+
+    if not first and not second:
+        return 1.0
+    return 2 * LCSseq.similarity(first, second) / (len(first) + len(second))
+
+
+def _matches(words: Sequence[str], reference: Sequence[str], order: int) -> int:
+    """Return the number of n-grams in common, each counted as often as it occurs in both."""
+    return (_ngrams(words, order) & _ngrams(reference, order)).total()
+
+
+def _ngrams(words: Sequence[str], order: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(words[start : start + order]) for start in range(len(words) - order + 1))
+
+
+def _num_ngrams(num_words: int) -> int:
+    return sum(max(0, num_words - order + 1) for order in range(1, _MAX_ORDER + 1))
+
+
+# --- Grading by a model: for each sample one chat completion of an OpenAI-compatible server ---
+
+_PAUSES_S = (1.0, 4.0)  # before the second and the third try
+_LONGEST_PAUSE_S = 20.0
+_MAX_ANSWER_BYTES = 4 << 20
+_WORTH_RETRYING = (408, 409, 425, 429)
+_FENCE = "```"
+
+
+class ScoreModel:
+    """Grades samples by asking a model, on an OpenAI-compatible server, for a score of each."""
+
+    def __init__(self, grader: ScoreModelGrader, settings: GradingSettings, allow_private_addresses: bool) -> None:
+        """Raises InvalidInput if no server is named, or its URL is not allowed."""
+        self._grader = grader
+        self._server = ModelServer(grader.base_url, settings, allow_private_addresses, "grader.base_url")
+        self._concurrency = settings.score_model_concurrency
+
+    def grade_all(self, rows: Sequence[SampledItem]) -> list[SampleGrade]:
+        """Grade rows, several at a time. Returns for each row, in order, a grade or the reason why there is none.
+
+        Raises:
+            InvalidInput: the server refuses the request (4xx), or may not be asked.
+            StoreUnavailable: it cannot be reached, or is too busy.
+        """
+        with ThreadPoolExecutor(self._concurrency) as threads:
+            return list(threads.map(lambda row: attempt(lambda: self._grade(row)), rows))
+
+    def _grade(self, row: SampledItem) -> float:
+        try:
+            messages = [{"role": m.role, "content": render(m.template, row.namespaces)} for m in self._grader.input]
+        except TemplateError as error:
+            raise NotGraded(str(error)) from error
+        answer = self._server.ask("/chat/completions", request_body(self._grader, messages))
+        return score_in(answer, self._grader.range)
+
+
+class ModelServer:
+    """An OpenAI-compatible server that a user names, or the operator, whose key no other server gets."""
+
+    def __init__(self, url: str | None, settings: GradingSettings, allow_private_addresses: bool, place: str) -> None:
+        """Raises InvalidInput if no server is named (at `place` of the request), or its URL is not allowed."""
+        url = url or settings.score_model_url
+        if url is None:
+            raise InvalidInput("name the server as base_url, or set grading.score_model_url", place)
+        is_own = settings.score_model_url is not None and url.rstrip("/") == settings.score_model_url.rstrip("/")
+        parse_http_uri(url)
+        self._url = url.rstrip("/")
+        self._key = settings.score_model_key if is_own else None
+        # A server that the operator named may be on a private network.
+        self._connect = DownloadSettings(
+            allow_private_addresses=is_own or allow_private_addresses, timeout_s=settings.score_model_timeout_s
+        )
+
+    def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """Post a request; retry if the server is busy. Returns the answer's JSON.
+
+        Raises:
+            NotGraded: the answer is too long, or no JSON.
+            InvalidInput, StoreUnavailable: as `ScoreModel.grade_all`.
+        """
+        data = json.dumps(body).encode()
+        for pause_s in _PAUSES_S:
+            try:
+                return self._ask_once(path, data)
+            except _Busy as busy:
+                time.sleep(min(_LONGEST_PAUSE_S, pause_s if busy.wait_s is None else busy.wait_s))
+        try:
+            return self._ask_once(path, data)
+        except _Busy as busy:
+            raise StoreUnavailable(f"{shown_uri(self._url)}: {busy}") from busy
+
+    def _ask_once(self, path: str, body: bytes) -> Any:
+        headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "longshore"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        try:
+            with requested("POST", self._url + path, self._connect, headers, body) as response:
+                return self._answer(response, _body(response, self._connect.timeout_s))
+        except (OSError, HTTPException) as error:
+            raise _Busy(f"the connection failed ({error or type(error).__name__})") from error
+
+    def _answer(self, response: HTTPResponse, data: bytes) -> Any:
+        said = f"the server answered {response.status} {response.reason}".rstrip()
+        if response.status >= 500 or response.status in _WORTH_RETRYING:
+            text = response.getheader("Retry-After", "")
+            raise _Busy(said, float(text) if text.isascii() and text.isdigit() else None)
+        if response.status != 200:
+            text = data[:300].decode(errors="replace")
+            text = text.replace(self._key, "…") if self._key else text  # some servers echo the request
+            raise InvalidInput(f"{said}: {text}", shown_uri(self._url))
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise NotGraded("the scoring server's answer is not JSON") from error
+
+
+class _Busy(Exception):
+    """The server is too busy; the request may be repeated, after `wait_s` seconds if the server said so."""
+
+    def __init__(self, message: str, wait_s: float | None = None) -> None:
+        self.wait_s = wait_s
+        super().__init__(message)
+
+
+def _body(response: HTTPResponse, limit_s: float) -> bytes:
+    """Read the whole answer, in bounded time and space however slowly it drips."""
+    deadline = time.monotonic() + limit_s
+    found = bytearray()
+    while piece := response.read1(1 << 16):
+        found += piece
+        if len(found) > _MAX_ANSWER_BYTES:
+            raise NotGraded(f"the scoring server answered with more than {_MAX_ANSWER_BYTES:,} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError("the answer does not end")
+    return bytes(found)
+
+
+def request_body(grader: ScoreModelGrader, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
+    """Return the request of a chat completion: a system message on the form of the answer, then the user's messages."""
+    low, high = grader.range
+    shape = (
+        "You grade. Judge as the messages that follow say, and answer with one JSON object and nothing else: "
+        f'{{"reasoning": "<in short>", "result": <a number from {low:g} to {high:g}>}}'
+    )
+    body: dict[str, Any] = {"model": grader.model, "messages": [{"role": "system", "content": shape}, *messages]}
+    if grader.sampling_params:
+        body |= grader.sampling_params.model_dump(exclude_none=True)
+    if "max_completions_tokens" in body:
+        body["max_completion_tokens"] = body.pop("max_completions_tokens")
+    return body
+
+
+def score_in(answer: Any, bounds: tuple[float, float]) -> float:
+    """The score in a chat completion: a JSON object's `result`, or a number alone. Raises NotGraded."""
+    match answer:
+        case {"choices": [{"message": {"content": str(text)}}, *_]}:
+            pass
+        case _:
+            raise NotGraded("the scoring server's answer has no choices[0].message.content")
+    said = _unfenced(text.strip())
+    try:
+        parsed = json.loads(said)
+        score = parsed["result"] if isinstance(parsed, dict) else parsed
+        if isinstance(score, bool) or not isinstance(score, int | float):
+            raise ValueError("not a number")
+        value = float(score)
+    except (ValueError, KeyError, OverflowError, RecursionError) as error:
+        raise NotGraded(f"the scoring model gave no score but {said[:200]!r}") from error
+    low, high = bounds
+    if not (math.isfinite(value) and low <= value <= high):
+        raise NotGraded(f"the scoring model gave {value:g}, outside its range {low:g} to {high:g}")
+    return value
+
+
+def _unfenced(text: str) -> str:
+    """Strip a Markdown fence that encloses a whole text."""
+    if len(text) < 2 * len(_FENCE) or not (text.startswith(_FENCE) and text.endswith(_FENCE)):
+        return text
+    return text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
 
 
 class RewardedItem(SampledItem):

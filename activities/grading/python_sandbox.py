@@ -11,18 +11,35 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from activities.grading.outcome import NotGraded
+from activities import isolation
+from activities.confined.fork_server import sign
 from activities.grading.sandbox_process import MAX_ANSWER_BYTES, MAX_FRAME_BYTES, SandboxLimits
-from activities.isolation import bubblewrap
-from activities.isolation.frames import FramedProcess
+from activities.isolation import FramedProcess
 from shared.errors import InvalidInput
+from shared.grading import SampleGrade
 from shared.settings import GradingSettings
+
+# --- The outcome of grading one sample: a grade, or the reason why there is none ---
+
+
+class NotGraded(Exception):
+    """A sample gets no grade; the message is the reason."""
+
+
+def attempt(grade: Callable[[], float]) -> SampleGrade:
+    """Call `grade`, and return its grade, or the reason of its NotGraded. The caller fills in the sample's place."""
+    sign()
+    try:
+        return SampleGrade(place="", grade=grade())
+    except NotGraded as error:
+        return SampleGrade(place="", grade=None, error=str(error))
+
 
 _PROGRAM = ("-m", "activities.grading.sandbox_process")
 _PACKAGES = Path(__file__).parents[1]  # Longshore's own package that the program imports
@@ -48,7 +65,7 @@ class PythonSandbox:
     """
 
     def __init__(
-        self, source: str, settings: GradingSettings, folder: Path, bwrap: str | None = bubblewrap.INSTALLED
+        self, source: str, settings: GradingSettings, folder: Path, bwrap: str | None = isolation.INSTALLED
     ) -> None:
         """`folder`: an empty one, of the sandbox's own. `bwrap`: the path of bubblewrap, which is preferred."""
         self._source = source
@@ -105,14 +122,14 @@ class PythonSandbox:
 
     def _is_started_by(self, bwrap: str) -> bool:
         """Start the sandbox in bubblewrap. False if the system refuses it, or it is older than 0.8."""
-        for namespaces in bubblewrap.namespace_options():
+        for namespaces in isolation.namespace_options():
             told, tells = os.pipe()
             options = ("--as-pid-1", "--info-fd", str(tells))
-            start = bubblewrap.BubblewrapStart([_PACKAGES], _ENVIRONMENT, ["CAP_SYS_ADMIN"], options)
+            start = isolation.BubblewrapStart([_PACKAGES], _ENVIRONMENT, ["CAP_SYS_ADMIN"], options)
             program = (*_PROGRAM, self._limits(in_bubblewrap=True))
             try:
                 try:
-                    self._launch(bubblewrap.isolated_command(bwrap, program, start, namespaces), {}, [tells])
+                    self._launch(isolation.isolated_command(bwrap, program, start, namespaces), {}, [tells])
                 finally:
                     os.close(tells)
                 if "ready" in self._receive(_START_S):

@@ -1,8 +1,8 @@
 """The program in a python grader's sandbox: a supervisor, the first process of its namespaces, forks a child a sample.
 
 It runs with the standard library alone: `python -S -P -s -m activities.grading.sandbox_process LIMITS`, where LIMITS is
-JSON. It reads frames (isolation/frames.py) of JSON from stdin and answers each with one on stdout. Untrusted source and
-samples are opened only in the children, which have given up all rights before that.
+JSON. It reads frames (activities/isolation.py) of JSON from stdin and answers each with one on stdout. Untrusted
+source and samples are opened only in the children, which have given up all rights before that.
 
     launcher            bubblewrap, or our own: makes the namespaces, waits
     └─ supervisor       pid 1 in an empty root: forks, keeps the time
@@ -22,19 +22,24 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from activities.isolation.bubblewrap import enter_bubblewrap, forget_start
-from activities.isolation.confine import lift_processor_limit, lose_rights
-from activities.isolation.frames import frames_of, write_frame
-from activities.isolation.namespaces import (
+from activities.isolation import (
+    DENIED,
     PR_SET_DUMPABLE,
     IsolationRefused,
     die_with_parent,
+    enter_bubblewrap,
     enter_namespaces,
+    filter_calls,
+    filter_program,
+    forget_start,
+    frames_of,
     libc,
+    lift_processor_limit,
+    lose_rights,
     mount_tmp,
     unmount_tmp,
+    write_frame,
 )
-from activities.isolation.syscall_filter import DENIED, filter_calls, filter_program
 
 MAX_FRAME_BYTES = 32 << 20
 MAX_ANSWER_BYTES = 64 << 10

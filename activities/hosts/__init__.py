@@ -1,1 +1,0 @@
-"""A GPU host's work: leases of worker processes, jobs on them, and their reports."""

@@ -1,30 +1,228 @@
 """The lease: one run's right to one worker process, held by a long activity on the queue of a shape of hosts."""
 
+import functools
+import json
+import logging
+import shutil
 import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from temporalio import activity
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.progress import Signals
-from activities.hosts.stager import NodeStaging, Stager
 from activities.hosts.standing import Standing
-from activities.hosts.transports import check_backend
-from activities.hosts.worker_pool import WorkerPool
-from activities.hosts.worker_process import Meeting, WorkerProcess, last_words, log_tail
+from activities.hosts.workers import Meeting, WorkerPool, WorkerProcess, last_words, log_tail
 from activities.telemetry import LEASES, phase
-from longshore.fields import Frozen
-from shared.errors import DiskFull, HostLeft, InvalidInput, LeaseLost, LongshoreError, WorkerLost
-from shared.fence import Fence
-from shared.jobs.leases import GangLeader, LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey
-from shared.jobs.weight_sync import SyncBackend
+from longshore.fields import Artifact, Frozen
+from shared.child_environment import child_environment
+from shared.errors import (
+    DiskFull,
+    HostLeft,
+    InvalidInput,
+    LeaseLost,
+    LongshoreError,
+    NotFound,
+    StoreUnavailable,
+    WorkerLost,
+)
+from shared.jobs.commands import CommandHead
+from shared.jobs.job import (
+    EXPERIMENTAL,
+    GangLeader,
+    Job,
+    LeaseGrant,
+    LeaseMark,
+    ProcessKey,
+    SamplerKey,
+    SyncBackend,
+    WorkerKey,
+    artifacts_of,
+)
 from shared.runs.requests import RunId
-from shared.storage.paths import RunKeys, WorkerPaths
+from shared.settings import S3Settings
+from shared.storage.artifacts import stage
+from shared.storage.files import StageAnswer, StageRequest, write_atomically
+from shared.storage.paths import Fence, RunKeys, WorkerPaths
 from shared.storage.store import ObjectStore
+
+# --- Transports ---
+# The weight-sync transports of a host, checked before it starts a worker or sampler for a run that names one.
+
+_TIMEOUT_S = 120.0
+_NOT_ALLOWED = "it is experimental, and its operator has not allowed it (LONGSHORE_EXPERIMENTAL_TRANSPORTS)"
+_log = logging.getLogger(__name__)
+
+
+def check_backend(
+    backend: SyncBackend, host: str, allowed: Sequence[str] = (), problems: Mapping[str, str] | None = None
+) -> None:
+    """Refuse a weight sync that this host does not support. `auto`, `store` and `delta` are never refused.
+
+    Args:
+        host: what kind of host this is, for the message.
+        allowed: experimental transports that its operator allows.
+        problems: by transport, another reason why it does not work here.
+
+    Raises:
+        InvalidInput: it names what is possible here, and why the rest is not.
+    """
+    if backend in ("auto", "store", "delta"):
+        return
+    here = reasons_here(tuple(allowed))
+    found = {name: why for name, why in here.items() if why is not None} | dict(problems or {})
+    if backend in EXPERIMENTAL and backend not in allowed:
+        found[backend] = _NOT_ALLOWED
+    if backend not in found:
+        return
+    possible = ", ".join(["auto", "store", "delta", *(name for name in here if name not in found)])
+    others = "".join(f"; {name} is not: {why}" for name, why in found.items() if name != backend and name in here)
+    message = f"{backend} is not possible on this {host} host: {found[backend]}; possible are {possible}{others}"
+    raise InvalidInput(message, "rollouts.weight_sync.backend")
+
+
+@functools.cache
+def reasons_here(experimental: tuple[str, ...] = ()) -> dict[str, str | None]:
+    """Return every transport with the reason why it does not work here, or None. A child process finds out, once.
+
+    `experimental`: the experimental transports to include. Empty if that process fails: a worker would fail too, with a
+    clearer message.
+    """
+    command = [sys.executable, "-P", "-m", "megatron_worker.weight_sync", *experimental]
+    try:
+        done = subprocess.run(
+            command, env=child_environment("worker"), capture_output=True, timeout=_TIMEOUT_S, check=True
+        )
+        return dict(json.loads(done.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        _log.warning("what weights can travel by is not known: %s", error)
+        return {}
+
+
+# --- Stager ---
+# Stages artifacts for this host's workers, which have no credentials of a store (shared/storage/files.py).
+
+
+class _JobHasEnded(Exception): ...
+
+
+class Stager:
+    """Stages artifacts in the cache that this host shares with its workers. Safe to use from several threads."""
+
+    def __init__(self, cache: Path, s3: S3Settings) -> None:
+        self._cache, self._s3 = cache, s3
+        self._locks: WeakValueDictionary[Artifact, threading.Lock] = WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def stage(self, artifact: Artifact, check: Callable[[], None]) -> None:
+        """Stage an artifact. Waits for other jobs that are staging the same one, so that it is fetched once.
+
+        Calls `check` now and then. Raises as `stage` of shared/storage/artifacts.py does, and what `check` raises.
+        """
+        with self._lock:
+            lock = self._locks.setdefault(artifact, threading.Lock())
+        while not lock.acquire(timeout=0.05):
+            check()
+        try:
+            stage(artifact, self._cache, self._s3, check=check)
+        finally:
+            lock.release()
+
+
+class JobStaging:
+    """Stages artifacts that a job's worker asks for, in a thread, if the job or a command of its session names them."""
+
+    def __init__(self, stager: Stager, job: Job, store: ObjectStore) -> None:
+        self._stager, self._job, self._store = stager, job, store
+        self._request, self._answer = StageRequest.path(job.log_path), StageAnswer.path(job.log_path)
+        self._answering: Future[StageAnswer] | None = None
+        self._is_over = threading.Event()
+
+    def look(self) -> None:
+        """Start a new request, or answer it once the artifact is staged. Does not block."""
+        if self._answering is not None and self._answering.done():
+            write_atomically(self._answer, self._answering.result().model_dump_json().encode(), is_durable=False)
+            self._answering = None
+        if self._answering is None and self._request.exists():
+            data, self._answering = self._request.read_bytes(), Future()
+            self._request.unlink()
+            threading.Thread(target=self._work, args=(data, self._answering), name="staging", daemon=True).start()
+
+    def end(self) -> None:
+        """Stop staging soon, because nobody waits for it any more."""
+        self._is_over.set()
+
+    def _work(self, data: bytes, answering: "Future[StageAnswer]") -> None:
+        try:
+            request = StageRequest.model_validate_json(data)
+            for artifact in request.artifacts:
+                self._check_is_named(artifact, request.command)
+                self._stager.stage(artifact, self._check)
+            answering.set_result(StageAnswer())
+        except Exception as error:
+            if not self._is_over.is_set():
+                _log.warning("inputs of job %s of %s: %r", self._job.plan.job_id, self._job.plan.run_id, error)
+            answering.set_result(StageAnswer.of(error))
+
+    def _check_is_named(self, artifact: Artifact, command: int | None) -> None:
+        """Refuse artifacts that the job does not name: a worker may run untrusted code, and its host can read more."""
+        if command is None:
+            is_named = artifact in artifacts_of(self._job)
+        else:
+            data = self._store.get_bytes(RunKeys(self._job.plan.run_id).command(command))
+            is_named = CommandHead.model_validate_json(data).checkpoint == artifact
+        if not is_named:
+            raise InvalidInput("the job does not name this artifact", artifact.uri)
+
+    def _check(self) -> None:
+        if self._is_over.is_set():
+            raise _JobHasEnded
+
+
+class NodeStaging:
+    """Stages inputs of this machine's ranks for jobs of another machine's host, by the job files in the store.
+
+    A run's jobs on one worker are sequential, so an earlier job's files can be deleted when the next one asks.
+    """
+
+    def __init__(self, stager: Stager, paths: WorkerPaths, mark: LeaseMark, store: ObjectStore) -> None:
+        self._stager, self._paths, self._mark, self._store = stager, paths, mark, store
+        self._jobs = paths.outputs(mark.run_id, "*", mark.fence).parent.parent
+        self._current: tuple[Path, JobStaging] | None = None
+
+    def look(self) -> None:
+        """Start a new request, or answer it. A request waits until its job is in the store."""
+        for wanted in self._jobs.glob(f"*/{self._mark.fence.label}/wanted.json"):
+            with suppress(NotFound, StoreUnavailable):
+                self._turn_to(wanted.parent.parent)
+        if self._current is not None:
+            self._current[1].look()
+
+    def _turn_to(self, folder: Path) -> None:
+        if self._current is not None and self._current[0] == folder:
+            return
+        fence = self._mark.fence
+        job = Job.model_validate_json(self._store.get_bytes(RunKeys(self._mark.run_id).job(folder.name, fence)))
+        job = job.model_copy(update=Job.places(self._paths, job.plan, fence))
+        if self._current is not None:
+            self.end()
+            shutil.rmtree(self._current[0], ignore_errors=True)
+        self._current = folder, JobStaging(self._stager, job, self._store)
+
+    def end(self) -> None:
+        if self._current is not None:
+            self._current[1].end()
+
 
 _POLL_S = 0.05
 _LOOK_EVERY_S = 60.0  # between checks for a stopped (SIGSTOP) process, whose users would wait forever

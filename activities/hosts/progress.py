@@ -16,11 +16,11 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.service import RPCError
 
 from longshore.fields import Frozen
-from shared.fence import Fence
 from shared.jobs.events import Evaluated, Evaluating, Event, Started, Step
 from shared.jobs.job import AnyPlan
 from shared.jobs.losses import Loss, is_policy_loss
 from shared.runs.status import CheckpointRef
+from shared.storage.paths import Fence
 
 Metrics = Mapping[str, float]
 

@@ -1,30 +1,37 @@
 """Runs a job on a leased worker: writes the job file, follows the log, and uploads the results into the store."""
 
+import asyncio
+import os
 import shutil
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from temporalio import activity
+from temporalio.client import Client, WorkflowQueryFailedError
+from temporalio.service import RPCError
 
 from activities.host_context import HOST_LEAVES, beating, host_is_leaving
+from activities.hosts.lease import JobStaging, Stager
 from activities.hosts.progress import Metrics, Progress, Signals
-from activities.hosts.stager import JobStaging, Stager
+from activities.hosts.session import carry_results
 from activities.hosts.standing import Standing
-from activities.hosts.trainer_syncs import TrainerSyncs
-from activities.hosts.uploader import LogLine, LogReader, Uploader
-from activities.hosts.worker_pool import WorkerPool
-from activities.hosts.worker_process import WorkerProcess
-from activities.records.checkpoints import damage, find_newest, saved_by_job
+from activities.hosts.workers import WorkerPool, WorkerProcess, log_tail
+from activities.records.run_records import damage, find_newest, prune_checkpoints, saved_by_job
 from activities.telemetry import JobSeen
 from longshore.fields import Frozen
-from shared.errors import HostLeft, WorkerLost
-from shared.fence import Fence
+from longshore.training import Lora
+from shared.errors import CorruptArtifact, DiskFull, HostLeft, StoreUnavailable, WorkerLost
 from shared.jobs.events import (
     Applied,
     Cancelled,
+    Event,
     Failed,
     Kept,
     Offloaded,
@@ -34,15 +41,348 @@ from shared.jobs.events import (
     Succeeded,
     Synced,
     Terminal,
+    parse_event,
 )
-from shared.jobs.job import AnyPlan, Job
-from shared.jobs.leases import LeaseMark
+from shared.jobs.job import (
+    AnyPlan,
+    Job,
+    LeaseGrant,
+    LeaseMark,
+    SyncAccess,
+    SyncOutcome,
+    SyncTarget,
+    WeightSync,
+    secret_of_run,
+)
 from shared.jobs.losses import is_policy_loss
-from shared.jobs.weight_sync import SyncOutcome
-from shared.runs.events import EventCursor, read_run_events
+from shared.runs.events import EventCursor, SessionResults, read_run_events
+from shared.runs.requests import FIRST_TENANT
 from shared.runs.status import CheckpointRef, Problem
-from shared.storage.files import write_atomically
+from shared.serving import sampler_of_questions, serving_id
+from shared.settings import Settings
+from shared.storage.artifacts import upload_artifact
+from shared.storage.files import ProfileRequest, write_atomically, write_privately
+from shared.storage.paths import Fence, HostPaths, RunKeys
 from shared.storage.store import ObjectStore
+
+# --- A host's part in its jobs' weight syncs: it gives workers their sync key and the addresses of samplers ---
+
+_PAUSE_S = 1.0
+_PATIENCE = timedelta(seconds=5)
+
+Find = Callable[[AnyPlan], "Future[LeaseGrant | None]"]
+
+
+class QuestionSamplers:
+    """Finds the samplers that answer users' questions, by their serving workflows. Callers do not block."""
+
+    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
+        self._client, self._loop, self._settings = client, loop, settings
+
+    def __call__(self, plan: AnyPlan) -> "Future[LeaseGrant | None]":
+        key = sampler_of_questions(self._settings, plan.model, plan.dtype)
+        return asyncio.run_coroutine_threadsafe(self._find(serving_id(self._settings, key)), self._loop)
+
+    async def _find(self, workflow_id: str) -> LeaseGrant | None:
+        if not self._settings.serving.weight_sync:
+            return None
+        handle = self._client.get_workflow_handle(workflow_id)
+        try:
+            up = await handle.query("samplers", result_type=list[LeaseGrant], rpc_timeout=_PATIENCE)
+        except (RPCError, WorkflowQueryFailedError):  # nobody has asked this model, or nobody answers now
+            return None
+        return up[0] if up else None
+
+
+@dataclass(frozen=True)
+class TrainerSyncs:
+    """This host's settings for its jobs' weight syncs.
+
+    `key`: authenticates the installation's trainers to samplers. `root`: this host's folder. `find`: looks for the
+    sampler that answers questions to the model that a plan trains.
+    """
+
+    key: bytes
+    root: Path
+    find: Find
+
+    def of_job(self, plan: AnyPlan, log_path: str) -> "JobSyncs":
+        return JobSyncs(self, plan, SyncAccess.path(log_path))
+
+
+class JobSyncs:
+    """Writes a worker's access to samplers beside its job's log."""
+
+    def __init__(self, host: TrainerSyncs, plan: AnyPlan, path: Path) -> None:
+        self._host, self._plan, self._path = host, plan, path
+        self._looking: Future[LeaseGrant | None] | None = None
+        self._looked_at = 0.0
+        self._is_told = self._is_over = False
+
+    def begin(self) -> None:
+        """Write the worker's access to samplers if the plan names any."""
+        if (target := self._plan.sync_target) is not None:
+            self._write(target, target.profile_path)
+        self.look()
+
+    def end(self) -> None:
+        """Write no more: the job's folder is about to go."""
+        self._is_over = True
+
+    def look(self) -> None:
+        """Look, without blocking, for the sampler that answers questions to the model of a session.
+
+        The session's client usually samples from it. The worker sends it the next weights that it saves; if that
+        fails, the sampler loads them from the store.
+        """
+        now = time.monotonic()
+        is_looking = self._looking is not None and not self._looking.done()
+        is_wanted = self._plan.client_samples and isinstance(self._plan.trainable, Lora)
+        if is_wanted and not is_looking and now > self._looked_at + _PAUSE_S:
+            self._looked_at, self._looking = now, self._host.find(self._plan)
+            self._looking.add_done_callback(self._found)
+
+    def _found(self, looking: "Future[LeaseGrant | None]") -> None:
+        grant = None if looking.cancelled() else looking.result()
+        target = None if grant is None else _target(grant)
+        if (target is not None or self._is_told) and not self._is_over:
+            self._is_told = True
+            self._write(target)
+
+    def _write(self, target: SyncTarget | None, profile_path: str | None = None) -> None:
+        run_id, profile = self._plan.run_id, None
+        if profile_path is not None:
+            profile = HostPaths(self._host.root).profiles / run_id / profile_path
+            with suppress(OSError):  # the sync says that its profile cannot be written
+                profile.parent.mkdir(parents=True, exist_ok=True)
+        has_address = target is not None and any(place.address is not None for place in target.places)
+        access = SyncAccess(
+            secret=secret_of_run(self._host.key, run_id).hex() if has_address else None,
+            profile=str(profile) if profile is not None else None,
+            target=target,
+        )
+        write_privately(self._path, access.model_dump_json().encode())
+
+
+def _target(grant: LeaseGrant) -> SyncTarget | None:
+    """Return where to send weights; None for a sampler that takes none, or that this machine cannot reach."""
+    socket, address = grant.weights_socket, grant.weights_address
+    if socket is None or (address is None and not os.access(socket, os.W_OK)):
+        return None
+    return SyncTarget(
+        sockets=(socket,), addresses=(address,), version=0, backend="auto", bucket_bytes=WeightSync().bucket_bytes
+    )
+
+
+# --- Uploads of a job's results from the worker's disk into the store ---
+# its log, read line by line, and checkpoints.
+
+_PATIENCE_S = 300.0
+_UPLOAD_PAUSE_S = 2.0
+_PROFILE_LOOK_S = 5.0
+_PART_SHARE = 0.02
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One event, and the bytes of its line (newline included)."""
+
+    data: bytes
+    event: Event
+
+
+class LogReader:
+    """Follows one job's log. `offset` counts the bytes read so far; a line without its newline waits for the rest."""
+
+    def __init__(self, path: Path, offset: int = 0, seq: int = 0) -> None:
+        self.path = path
+        self.offset = offset
+        self.seq = seq
+
+    def read(self) -> list[LogLine]:
+        """The whole lines that were appended since the last call.
+
+        Raises ValueError: a line is not an event, or `seq` has a gap.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        return [self._line(line) for line in whole.splitlines(keepends=True)]
+
+    def _line(self, data: bytes) -> LogLine:
+        event = parse_event(data)
+        if event.seq != self.seq + 1:
+            raise ValueError(f"{self.path}: event {event.seq} follows event {self.seq}")
+        self.seq = event.seq
+        self.offset += len(data)
+        return LogLine(data, event)
+
+
+class Uploader:
+    """Uploads a job's results in order, on its own thread, so that a slow store delays neither log nor cancellation.
+
+    While the store is away for some minutes, the worker trains on. Leaving the `with` block waits for the call in
+    progress, and drops uploads that `finish` did not wait for. `durable` is the newest checkpoint in the store.
+    """
+
+    def __init__(self, store: ObjectStore, job: Job, durable: CheckpointRef | None) -> None:
+        self.durable = durable
+        self._store = store
+        self._job = job
+        self._keys = RunKeys(job.plan.run_id)
+        self._keep = job.plan.checkpointing.keep
+        self._keep_states = job.plan.num_kept_states
+        self._kept: set[int] = set()
+        self._begun_at = time.monotonic()
+        self._uploaded_at = 0.0
+        self._lines: list[LogLine] = []
+        self._parts: list[str] = []
+        self._num_saved = 0
+        self._away_since: float | None = None
+        self._looked_at = 0.0
+        self._asked: ProfileRequest | None = None
+        self._pending: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def job(self) -> None:
+        """Upload the job file, so that the job can be run again later, however it ends."""
+        key = self._keys.job(self._job.plan.job_id, self._job.fence)
+        self._begin(lambda: self._store.put_bytes(key, self._job.model_dump_json(indent=1).encode()))
+
+    def checkpoint(self, saved: Saved) -> None:
+        """Upload a checkpoint, after the log of the steps before it: a job that resumes from it needs their metrics."""
+        self._part()
+        self._num_saved += 1
+        number = self._num_saved
+        self._begin(lambda: self._checkpoint(saved, number))
+
+    def keep(self, kept: Kept) -> None:
+        """Mark the state of a step, which a session's client has asked for, before it is uploaded."""
+        self._kept.add(kept.step)
+        self._begin(lambda: self._store.put_bytes(f"{self._keys.kept_states}{kept.step:08d}", b""))
+
+    def line(self, line: LogLine, at_once: bool) -> None:
+        """Take a line of the log, to be uploaded at once or with the next piece."""
+        self._lines.append(line)
+        if at_once:
+            self._part()
+
+    def tick(self) -> None:
+        """Upload a piece of the log if it is time, every second at first and every 30 s in a long job.
+
+        Raises StoreUnavailable: something could not be uploaded, and waiting did not help.
+        """
+        for future in [future for future in self._pending if future.done()]:
+            self._pending.remove(future)
+            future.result()
+        if time.monotonic() - self._looked_at > _PROFILE_LOOK_S:
+            self._looked_at = time.monotonic()
+            self._begin(self._profile)
+        age_s = time.monotonic() - self._begun_at
+        if time.monotonic() - self._uploaded_at > min(30.0, max(1.0, _PART_SHARE * age_s)):
+            self._part()
+
+    def finish(self, output: Path | None) -> None:
+        """Upload the whole log, which replaces its pieces, and the end of `output`, if given; wait for all uploads."""
+        if self._asked is not None:
+            self._begin(self._profile)
+        self._begin(lambda: self._whole_log(output))
+        for future in self._pending:
+            future.result()
+        self._pending.clear()
+
+    def _begin(self, step: Callable[[], bool | None]) -> None:
+        self._pending.append(self._thread.submit(self._with_retries, step))
+
+    def _part(self) -> None:
+        self._uploaded_at = time.monotonic()
+        if not self._lines:
+            return
+        key = self._keys.log_part(self._job.plan.job_id, self._job.fence, self._lines[0].event.seq)
+        data = b"".join(line.data for line in self._lines)
+        self._lines.clear()
+        self._parts.append(key)
+        self._begin(lambda: self._store.put_bytes(key, data))
+
+    def _checkpoint(self, saved: Saved, number: int) -> bool:
+        """Upload a checkpoint, its manifest last; then delete the local copy, and prune older ones in the store.
+
+        If `keep` newer ones are waiting already, delete it without uploading, unless a client asked for it: a slow
+        store must not fill the disk.
+        """
+        folder = Path(saved.path)
+        if self._num_saved - number >= self._keep and saved.step not in self._kept:
+            shutil.rmtree(folder, ignore_errors=True)
+            return False
+        if self._job.commands_dir is not None:
+            results = SessionResults(self._store, self._job.tenant or FIRST_TENANT, self._job.plan.run_id)
+            carry_results(results, Path(self._job.commands_dir), saved.step)
+        artifact = upload_artifact(self._store, self._keys.checkpoint(self._job.fence, saved.step), folder)
+        if artifact.sha256 != saved.manifest_sha256:
+            raise CorruptArtifact("the checkpoint's manifest is not the one that the worker announced", artifact.uri)
+        self.durable = CheckpointRef(step=saved.step, fence=self._job.fence, artifact=artifact)
+        shutil.rmtree(folder, ignore_errors=True)
+        prune_checkpoints(self._store, self._job.plan.run_id, self._keep, self._job.fence, self._keep_states)
+        return True
+
+    def _profile(self) -> bool:
+        """Pass a request for a trace of steps to the worker, and its trace to the store. False: nothing was written.
+
+        A job that ends before the worker has begun leaves the request to the run's next job.
+        """
+        log = self._job.log_path
+        if self._asked is None:
+            if self._store.head(self._keys.profile_request) is not None:
+                self._asked = ProfileRequest.model_validate_json(self._store.get_bytes(self._keys.profile_request))
+                write_atomically(ProfileRequest.path(log), self._asked.model_dump_json().encode())
+        elif (trace := self._asked.trace(log)).exists():
+            key = self._keys.profile(self._job.plan.job_id, self._job.fence, self._asked.profile_id)
+            self._store.put_file(key, trace)
+            self._store.delete(self._keys.profile_request)
+            trace.unlink()
+            self._asked = None
+            return True
+        return False
+
+    def _whole_log(self, output: Path | None) -> None:
+        job_id, fence = self._job.plan.job_id, self._job.fence
+        log = Path(self._job.log_path)
+        if log.exists():
+            data = log.read_bytes()
+            self._store.put_bytes(self._keys.log(job_id, fence), data[: data.rfind(b"\n") + 1])
+            for key in self._parts:
+                self._store.delete(key)
+        if output is not None:
+            self._store.put_bytes(self._keys.output(job_id, fence), log_tail(output).encode())
+
+    def _with_retries(self, step: Callable[[], bool | None]) -> None:
+        """Repeat a step until it is done, or the store has been away for `_PATIENCE_S`, counted over all steps.
+
+        A step that returns False has put nothing there, so it does not count as a sign that the store is back.
+        """
+        while True:
+            try:
+                if step() is not False:
+                    self._away_since = None
+                return
+            except DiskFull:
+                raise
+            except StoreUnavailable:
+                self._away_since = self._away_since or time.monotonic()
+                if time.monotonic() - self._away_since > _PATIENCE_S:
+                    raise
+            time.sleep(_UPLOAD_PAUSE_S)
+
 
 _POLL_S = 0.01
 # After so long without an event the worker is checked for SIGSTOP. (A collective that hangs ends by torch's timeouts.)

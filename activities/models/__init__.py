@@ -1,1 +1,0 @@
-"""Models and adapters: checked before any GPU is asked for, and published afterwards."""

@@ -11,12 +11,10 @@ from activities.host_context import HostContext
 from activities.sources.models import Location, json_object
 from shared.errors import InvalidInput
 from shared.families import architecture_of
-from shared.families.contents import Stored, contents_of, unpacked
-from shared.families.model_slices import constants_of, slices_of
+from shared.families.model_slices import Stored, constants_of, contents_of, slices_of, unpacked
 from shared.families.tensor_slices import TensorSlice
-from shared.models.config import named_as_in, read_model_config
-from shared.models.dense import DenseConfig, Fp8
-from shared.models.generic import GenericConfig
+from shared.models.config import GenericConfig, named_as_in, read_model_config
+from shared.models.families import DenseConfig, Fp8
 from shared.models.merging import FLOATS, Entry, parse_header
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty

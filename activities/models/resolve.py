@@ -11,10 +11,10 @@ from functools import partial
 from itertools import pairwise
 from typing import Literal, cast
 
+import numpy as np
 from temporalio import activity
 
 from activities.host_context import HostContext, beating
-from activities.models.contents import check_finite
 from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,
@@ -27,6 +27,7 @@ from activities.models.files import (
     read_config,
     read_metadata,
     read_tensors,
+    tensor_bytes,
     weight_files,
 )
 from activities.models.gguf_file import convert_gguf
@@ -35,24 +36,27 @@ from longshore.fields import Artifact, Frozen
 from longshore.training import LINEARS, Lora, Target
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.families.tensor_slices import modules_of
-from shared.models.dense import DenseConfig
-from shared.models.lora_modules import OUTPUT, AdaptedModules, beside, check_order, with_own_targets
-from shared.models.memory import ITEM_BYTES, layout_bytes
-from shared.models.merging import Entry
+from shared.models.families import DenseConfig
+from shared.models.merging import FLOATS, Entry, floats_of
 from shared.models.peft import (
     CONFIG,
     COPIES,
     EMBEDDING,
     HEAD_TENSORS,
+    OUTPUT,
     PREFIX,
     WEIGHTS,
+    AdaptedModules,
+    beside,
+    check_order,
     check_same,
     lora_of,
     scalar_names,
+    with_own_targets,
 )
-from shared.models.shape import ModelShape, Of, check_layout, check_max_tokens, shape_of
-from shared.runs.models import ModelRequest, ResolvedModel
+from shared.models.shape import ITEM_BYTES, ModelShape, Of, check_layout, check_max_tokens, layout_bytes, shape_of
 from shared.runs.requests import RunId, Tenant
+from shared.runs.start import ModelRequest, ResolvedModel
 from shared.storage.artifacts import (
     FileEntry,
     Manifest,
@@ -70,6 +74,25 @@ from shared.storage.paths import RunKeys, checkpoint_adapter_run, content_key, i
 from shared.storage.places import OpenPlaces
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Room
+
+# --- Checks that a model's weights are finite numbers ---
+
+_ROUTER = re.compile(r"\.(?:gate|router)\.(?:weight|bias|e_score_correction_bias)$")
+
+
+def check_finite(weights: Weights, location: Location, *, all_of_them: bool) -> None:
+    """Read all tensors, a few megabytes at a time, or those of a mixture's routers alone.
+
+    Raises InvalidInput: one holds a number that is not finite; names it.
+    """
+    for name, tensor in weights.tensors.items():
+        if tensor.dtype not in FLOATS or not (all_of_them or _ROUTER.search(name)):
+            continue
+        file = weights.file_of[name]
+        for block in tensor_bytes(location, file, tensor):
+            if not np.isfinite(floats_of(block, tensor.dtype, name)).all():
+                raise InvalidInput(f"tensor {name} holds a number that is not finite", location.place(file))
+
 
 _MOST_NAMES = 4
 _OF_BASE = (".safetensors", "tokenizer.json")  # suffixes of the files that identify a base model

@@ -1,1 +1,0 @@
-"""Records of runs in the store: results, train steps, checkpoints, deliveries of webhooks."""

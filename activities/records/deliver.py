@@ -16,7 +16,7 @@ from temporalio.exceptions import ApplicationError
 from activities.host_context import HostContext, beating
 from activities.sources.http import requested
 from longshore.fields import Frozen
-from shared.automation.webhooks import Attempt, Delivery, Notice, Webhook, WebhookId
+from shared.automation import Attempt, Delivery, Notice, Webhook, WebhookId
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.settings import DownloadSettings
 from shared.storage.artifacts import read_record

@@ -1,1 +1,0 @@
-"""A sampler host's work, and every request to a sampler."""

@@ -3,12 +3,20 @@
 Pure functions; the requests to samplers are made in activities/sampling/sample.py.
 """
 
+import base64
+import binascii
 import hashlib
-from collections.abc import Iterator
+import io
+import mmap
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, model_validator
 
 from activities.sampling.client import Completion
@@ -16,8 +24,9 @@ from activities.tokenizing.render_prompts import PromptRow
 from longshore.fields import Frozen
 from shared.chat.completions import DrawnBy
 from shared.errors import InvalidInput
-from shared.grading.graders import SampledItem
+from shared.grading import SampledItem
 from shared.jobs import bins as packing
+from shared.jobs.packed import RouteShape
 
 COMPLETIONS, SAMPLES = "completions.jsonl", "samples.jsonl"
 _BYTES = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
@@ -46,7 +55,7 @@ class Sample(Frozen):
     """One answer. `logprobs`: the sampler's, in nats, one for each of `token_ids`. `length`: it was cut off.
 
     `policy_versions`: each token's, if not all are the group's. `routes`: the bytes of its tokens' experts, without the
-    last token's (activities/sampling/routes.py), or `block`, their place in the file beside.
+    last token's (activities/sampling/completions.py), or `block`, their place in the file beside.
     """
 
     model_config = _BYTES
@@ -137,3 +146,152 @@ def read_sampled_groups(folder: Path) -> Iterator[SampledGroup]:
     with (folder / COMPLETIONS).open("rb") as file:
         for line in file:
             yield SampledGroup.model_validate_json(line)
+
+
+# --- Routes of samples, the experts that a sampler chose ---
+# read from its answers, checked, and kept beside the samples.
+#
+# `routes.bin` consists of blocks: a digest, then the routes of some tokens of a sequence. The digest is of these
+# routes and of the sequence's ids up to their last token, so that no sequence is trained with another's routes. A
+# prompt's block serves all of its samples. The last token of a sequence has no route: it is not computed, and nothing
+# is scored from it.
+#
+# Shape suffixes: T tokens, L layers with experts, K experts of a token.
+
+ROUTES = "routes.bin"
+_DIGEST_BYTES = 8
+_ASK = "vLLM sends them with --enable-return-routed-experts; rollouts.routing_replay: off does without"
+
+
+def sent_bytes(shape: RouteShape) -> int:
+    """Return the most bytes of a token's routes in an answer: vLLM's have an entry for each layer."""
+    return shape.dtype.itemsize * max(shape.num_layers, len(shape.has_experts)) // shape.num_layers
+
+
+def read_answer(text: str | None, num_tokens: int, shape: RouteShape, place: str) -> bytes:
+    """Return the routes of a sample as they are stored: [T, L, K] in the bytes of `shape.dtype`.
+
+    `text`: a base64-encoded `.npy` file, as vLLM writes `routed_experts`.
+
+    Raises InvalidInput: there are none, or for another number of tokens, or with experts that no token can have.
+    """
+    if text is None:
+        raise InvalidInput(f"the sampler sends no routed_experts, which the trainer is to take ({_ASK})", place)
+    try:
+        file = io.BytesIO(base64.b64decode(text, validate=True))
+        if npy.read_magic(file) != (1, 0):
+            raise ValueError("not a .npy file of version 1.0")
+        found, is_transposed, dtype = npy.read_array_header_1_0(file)
+        if is_transposed or dtype.kind not in "iu":
+            raise ValueError(f"{dtype} in Fortran's order")
+        route_TLK = np.frombuffer(file.getbuffer()[file.tell() :], dtype).reshape(found)
+    except (ValueError, binascii.Error) as error:
+        raise InvalidInput(f"the sampler's routed_experts cannot be read: {error}", place) from error
+    if route_TLK.shape[1:2] == (len(shape.has_experts),):
+        route_TLK = route_TLK[:, list(shape.has_experts)]
+    if route_TLK.shape != (expected := (num_tokens, shape.num_layers, shape.per_token)):
+        what = "tokens, layers with experts, and experts of a token"
+        raise InvalidInput(f"the sampler's routed_experts are {route_TLK.shape}: {what} are {expected}", place)
+    if (problem := impossible(route_TLK, shape)) is not None:
+        raise InvalidInput(f"the sampler's routed_experts are impossible: {problem}", place)
+    return route_TLK.astype(shape.dtype.base).tobytes()
+
+
+def impossible(route_TLK: NDArray[np.integer], shape: RouteShape) -> str | None:
+    """Return the first choice that a model cannot have made; None without one."""
+    sorted_TLK = np.sort(route_TLK, axis=-1)
+    unknown_TL = (sorted_TLK[..., 0] < 0) | (sorted_TLK[..., -1] >= shape.num_experts)
+    twice_TL = (sorted_TLK[..., 1:] == sorted_TLK[..., :-1]).any(-1)
+    bad = np.argwhere(unknown_TL | twice_TL)
+    if not len(bad):
+        return None
+    token, layer = bad[0].tolist()
+    rule = f"the model has {shape.num_experts}" if unknown_TL[token, layer] else "one of them is there twice"
+    return f"token {token} has the experts {route_TLK[token, layer].tolist()} in layer {layer}, and {rule}"
+
+
+class RoutesWriter:
+    """Writes the file of a folder; none before there is a block to write. Leave its `with` block to close it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ROUTES
+        self._file: BinaryIO | None = None
+
+    def without_bytes(self, group: SampledGroup) -> SampledGroup:
+        """Write the routes of a group's samples. Returns the group with their places in the file instead."""
+        if not group.prompt_routes:
+            return group
+        ids = group.prompt_ids
+        return group.model_copy(
+            update={
+                "prompt_routes": b"",
+                "prompt_block": self._append(ids, group.prompt_routes),
+                "samples": tuple(self._sample(ids, sample) for sample in group.samples),
+            }
+        )
+
+    def _sample(self, prompt_ids: tuple[int, ...], sample: Sample) -> Sample:
+        block = self._append((*prompt_ids, *sample.token_ids[:-1]), sample.routes)
+        return sample.model_copy(update={"routes": b"", "block": block})
+
+    def _append(self, ids: Sequence[int], routes: bytes) -> int:
+        if self._file is None:
+            self._file = self._path.open("wb")
+        place = self._file.tell()
+        self._file.write(_digest(ids, routes) + routes)
+        return place
+
+    def __enter__(self) -> "RoutesWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def routes_starts(folders: Sequence[Path]) -> list[int]:
+    """Return where each folder's blocks begin when the files are concatenated."""
+    sizes = [path.stat().st_size if (path := folder / ROUTES).exists() else 0 for folder in folders]
+    return [sum(sizes[:number]) for number in range(len(sizes))]
+
+
+class RoutesFile:
+    """The blocks of folders' files, concatenated."""
+
+    def __init__(self, folders: Sequence[Path], shape: RouteShape) -> None:
+        self._shape, self._starts = shape, routes_starts(folders)
+        self._files: list[bytes | mmap.mmap] = [_mapped(folder / ROUTES) for folder in folders]
+
+    def of_sequence(self, token_ids: Sequence[int], num_prompt: int, blocks: tuple[int, int]) -> NDArray[np.integer]:
+        """Return the routes of a sequence, [T, L, K]. Its last token gets those of the token before it.
+
+        `blocks`: the places of the prompt's block, and of that of the other tokens.
+
+        Raises InvalidInput: a block is of another sequence.
+        """
+        prompt_TLK = self._block(token_ids[:num_prompt], num_prompt, blocks[0])
+        drawn_TLK = self._block(token_ids[:-1], len(token_ids) - 1 - num_prompt, blocks[1])
+        computed_TLK = np.concatenate([prompt_TLK, drawn_TLK])
+        return np.concatenate([computed_TLK, computed_TLK[-1:]])
+
+    def _block(self, ids: Sequence[int], num_tokens: int, place: int) -> NDArray[np.integer]:
+        number = bisect_right(self._starts, place) - 1
+        file, first = self._files[number], place - self._starts[number]
+        start, dtype = first + _DIGEST_BYTES, self._shape.dtype
+        routes = file[start : start + num_tokens * dtype.itemsize]
+        if file[first:start] != _digest(ids, routes):
+            raise InvalidInput("its routes are those of another sequence", ROUTES)
+        return np.frombuffer(routes, dtype)
+
+
+def _mapped(path: Path) -> bytes | mmap.mmap:
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _digest(ids: Sequence[int], routes: bytes) -> bytes:
+    digest = hashlib.blake2b(np.asarray(ids, dtype="<u4").tobytes(), digest_size=_DIGEST_BYTES)
+    digest.update(routes)
+    return digest.digest()

@@ -1,25 +1,340 @@
 """Has a sampler answer a user's question to a published adapter or model, in a thread of a host's."""
 
 import hashlib
+import json
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from activities.confined import calls as confined
+from activities.formats.messages import Question, messages_of, tools_of
+from activities.formats.rows import Row
 from activities.host_context import HostContext
-from activities.sampling.chat import ChatPrompts, chat_completion, record_of, sampler_request
+from activities.sampling.client import Tell
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters, refusal
-from activities.sampling.streamed import Tell
-from activities.tokenizing.tokenizer import stopping_at, stops_of
-from activities.tokenizing.tool_calls import text_before_calls
-from shared.chat.answer_records import AnswerRecord, new_answer_id, remember
-from shared.chat.completions import CompletionRequest, CompletionResponse
-from shared.chat.messages import ChatCompletion, ChatRequest
+from activities.tokenizing.render_prompts import ids_before_answers
+from activities.tokenizing.template_process import TemplateProcess
+from activities.tokenizing.tokenizer import (
+    ModelTokenizer,
+    check_characters,
+    check_loading,
+    stopping_at,
+    stops_of,
+    tokenizer_files,
+)
+from longshore.fields import Artifact
+from shared.chat.completions import (
+    Choice,
+    CompletionRequest,
+    CompletionResponse,
+    ResponseFormat,
+    StructuralTag,
+    StructuredOutputs,
+    Tag,
+    TagContent,
+    Tags,
+)
+from shared.chat.messages import (
+    CalledFunction,
+    ChatAnswer,
+    ChatChoice,
+    ChatCompletion,
+    ChatRequest,
+    ChoiceLogprobs,
+    TokenLogprob,
+    ToolCall,
+    TopLogprob,
+    name_of,
+    parameters_of,
+)
+from shared.chat.trajectories import AnswerRecord, DrawnChoice, new_answer_id, remember
 from shared.errors import DiskFull, InvalidInput, SamplerUnavailable, StoreUnavailable
 from shared.serving import CompleteRequest, ServedSampler
+
+# --- Converts tool calls between two forms: of chat completions, and in the text of an answer ---
+#
+# In texts the form of Qwen's and Hermes' templates is recognised: for each call `<tool_call>`, a JSON object with a
+# name and arguments, `</tool_call>`. Other forms stay text.
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+NO_CALLS: tuple[ToolCall, ...] = ()
+
+
+def forced_calls(asked: ChatRequest) -> StructuredOutputs | None:
+    """Return the form of an answer that calls one of the forced tools, or several; None if none is forced."""
+    tags = [
+        Tag(
+            begin=f'{_BEGIN}\n{{"name": {json.dumps(name_of(tool), ensure_ascii=False)}, "arguments": ',
+            content=TagContent(json_schema=parameters_of(tool)),
+            end=f"}}\n{_END}",
+        )
+        for tool in asked.forced_tools
+    ]
+    if not tags:
+        return None
+    tag = StructuralTag(format=Tags(tags=tags, stop_after_first=asked.may_call_once))
+    return StructuredOutputs(structural_tag=tag.model_dump_json())
+
+
+def told_calls(text: str, answer_id: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """Split an answer into text and tool calls. If one call is broken, the whole answer is text.
+
+    `answer_id`: unique to this answer; the calls' ids contain it.
+    """
+    blocks, rest = _taken_out(text)
+    functions = [_function(block) for block in blocks]
+    calls = [function for function in functions if function is not None]
+    if not calls or len(calls) < len(functions) or _BEGIN in rest or _END in rest:
+        return text, NO_CALLS
+    numbered = (ToolCall(id=f"call_{answer_id}_{i}", function=function) for i, function in enumerate(calls))
+    return rest.strip(), tuple(numbered)
+
+
+def text_before_calls(text: str) -> str:
+    """Return an unfinished answer's text before its first tool call, without a tail that may be the start of a call."""
+    begin = text.find(_BEGIN)
+    if begin < 0:
+        begin = next((n for n in range(max(0, len(text) - len(_BEGIN)), len(text)) if _BEGIN.startswith(text[n:])), -1)
+    return (text if begin < 0 else text[:begin]).rstrip()
+
+
+def _taken_out(text: str) -> tuple[list[str], str]:
+    """Split a text into the blocks between tags and the rest, in linear time even if many tags are not closed."""
+    blocks, around, at = [], [], 0
+    while (begin := text.find(_BEGIN, at)) >= 0 and (end := text.find(_END, begin)) >= 0:
+        around.append(text[at:begin])
+        blocks.append(text[begin + len(_BEGIN) : end])
+        at = end + len(_END)
+    return blocks, "".join((*around, text[at:]))
+
+
+def _function(block: str) -> CalledFunction | None:
+    try:
+        said = json.loads(block)
+    except (ValueError, RecursionError):
+        return None
+    match said:
+        case {"name": str(name), "arguments": dict(arguments)} if name:
+            return CalledFunction(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+        case _:
+            return None
+
+
+# --- Chat requests as a sampler's requests, in token ids, and its answers as chat completions ---
+
+_MAX_OPEN = 4  # models whose tokenizers stay loaded
+_MAX_MEMORY_BYTES = 2 << 30  # a tokenizer that takes more memory to load is refused
+_RENDER_LIMIT_S = 5.0
+_PLACE = "messages"
+_NO_CHARACTER = "\ufffd"  # the text of a token that is only a part of a character
+_TEXT = ResponseFormat(type="text")
+_IMPOSSIBLE = -9999.0  # JSON has no infinity
+
+
+class ChatPrompts:
+    """Renders conversations to token ids: the same ids that precede the answer in training.
+
+    Safe to use from several threads, which render one at a time.
+    """
+
+    def __init__(self, host: HostContext) -> None:
+        confinement = host.settings.confined
+        limit = min(confinement.memory_bytes, _MAX_MEMORY_BYTES)
+        self._limits = confinement.model_copy(update={"memory_bytes": limit})
+        self._host = host
+        self._lock = threading.Lock()
+        self._tokenizers: OrderedDict[str, ModelTokenizer] = OrderedDict()
+        self._templates: dict[str, TemplateProcess] = {}
+
+    def tokenizer(self, model: Artifact) -> ModelTokenizer:
+        """Return a model's tokenizer. Raises InvalidInput if it has none, CorruptArtifact if its files have changed."""
+        with self._lock:
+            return self._tokenizer(model)
+
+    def ids(
+        self, model: Artifact, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[int, ...]:
+        """Return a prompt's ids. Raises InvalidInput for malformed messages, or a template that is missing or fails."""
+        check_characters(json.dumps([messages, tools], ensure_ascii=False), _PLACE)
+        row = Row(_PLACE, {"messages": list(messages), "tools": list(tools)})
+        question = Question(_PLACE, messages_of(row, "messages"), tools_of(row), {})
+        with self._lock:
+            tokenizer = self._tokenizer(model)
+            text = self._rendered(model, tokenizer, question)
+        check_characters(text, _PLACE)  # a template may make a long text of short messages
+        return tuple(next(ids_before_answers([text], tokenizer)))
+
+    def close(self) -> None:
+        with self._lock:
+            for sha256 in list(self._templates):
+                self._forget(sha256)
+
+    def _tokenizer(self, model: Artifact) -> ModelTokenizer:
+        if model.sha256 not in self._tokenizers:
+            files = tokenizer_files(self._host, model)
+            confined.call(self._limits, check_loading, files)  # tried in a child, as it may abort the process
+            self._tokenizers[model.sha256] = files.load()
+            if len(self._tokenizers) > _MAX_OPEN:
+                self._forget(self._tokenizers.popitem(last=False)[0])
+        self._tokenizers.move_to_end(model.sha256)
+        return self._tokenizers[model.sha256]
+
+    def _rendered(self, model: Artifact, tokenizer: ModelTokenizer, question: Question) -> str:
+        if tokenizer.template is None:
+            raise InvalidInput("the model has no chat template: ask it for completions of a text", "model")
+        try:
+            if model.sha256 not in self._templates:
+                process = TemplateProcess(tokenizer.template, tokenizer.place, _RENDER_LIMIT_S)
+                self._templates[model.sha256] = process
+            return self._templates[model.sha256].asked([question])[0].text
+        except BaseException:  # also after a cancellation, as the process may still send its answer
+            self._forget(model.sha256)
+            raise
+
+    def _forget(self, sha256: str) -> None:
+        if (process := self._templates.pop(sha256, None)) is not None:
+            with suppress(OSError):
+                process.close()
+
+
+def sampler_request(asked: ChatRequest, model: str, prompt_ids: Sequence[int], max_model_len: int) -> CompletionRequest:
+    """Translate a chat request into a completion request in tokens.
+
+    Raises InvalidInput: prompt and answer are longer than `max_model_len` together.
+    """
+    room = max_model_len - len(prompt_ids)
+    max_tokens = asked.most_tokens or room
+    if max_tokens > room or room < 1:
+        wanted = f"max_tokens={max_tokens}" if asked.most_tokens else "an answer"
+        raise InvalidInput(
+            f"{len(prompt_ids)} tokens of messages and {wanted} do not fit into {max_model_len} tokens",
+            "max_tokens" if asked.most_tokens and room > 0 else "messages",
+        )
+    return CompletionRequest(
+        model=model,
+        prompt=list(prompt_ids),
+        n=asked.n or 1,
+        max_tokens=max_tokens,
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        stop=asked.stop or None,
+        stop_token_ids=asked.stop_token_ids,
+        ignore_eos=bool(asked.ignore_eos),
+        seed=asked.seed,
+        logprobs=asked.top_logprobs or 0,  # 0 still returns the sampled tokens' logprobs, which training may need
+        return_token_ids=True,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        logit_bias=asked.logit_bias,
+        structured_outputs=forced_calls(asked) or (asked.response_format or _TEXT).wanted,
+    )
+
+
+def chat_completion(
+    asked: ChatRequest,
+    drawn: CompletionResponse,
+    bytes_of: Callable[[int], bytes],
+    answer_id: str,
+    prompt_ids: Sequence[int],
+) -> ChatCompletion:
+    """Convert a sampler's answer into a chat completion.
+
+    Args:
+        bytes_of: returns the bytes of a token.
+        answer_id: the id of the completion.
+        prompt_ids: the ids of the prompt.
+
+    Raises:
+        SamplerUnavailable: the sampler has given up one of the choices.
+    """
+    choices = sorted(drawn.choices, key=lambda choice: choice.index)
+    return ChatCompletion(
+        id=answer_id,
+        created=drawn.created,
+        model=asked.model,
+        choices=[_choice(choice, asked, drawn.id, bytes_of) for choice in choices],
+        usage=drawn.usage,
+        prompt_token_ids=list(prompt_ids) if asked.return_token_ids else None,
+    )
+
+
+def record_of(
+    answer: ChatCompletion, drawn: CompletionResponse, prompt_ids: Sequence[int], model_sha256: str
+) -> AnswerRecord | None:
+    """Return the record of an answer; None if the sampler did not send all ids and logprobs."""
+    drawn_of = {choice.index: choice for choice in drawn.choices}
+    choices = [_drawn_choice(choice, drawn_of[choice.index]) for choice in answer.choices]
+    whole = [choice for choice in choices if choice is not None]
+    if len(whole) < len(choices):
+        return None
+    return AnswerRecord(
+        answer_id=answer.id, model_sha256=model_sha256, prompt_ids=tuple(prompt_ids), choices=tuple(whole)
+    )
+
+
+def _drawn_choice(told: ChatChoice, drawn: Choice) -> DrawnChoice | None:
+    logprobs = [value for value in (drawn.logprobs.token_logprobs if drawn.logprobs else ()) if value is not None]
+    if not drawn.token_ids or len(logprobs) != len(drawn.token_ids) or not all(map(math.isfinite, logprobs)):
+        return None
+    return DrawnChoice(
+        content=told.message.content,
+        tool_calls=told.message.tool_calls or (),
+        token_ids=tuple(drawn.token_ids),
+        logprobs=tuple(logprobs),
+    )
+
+
+def _choice(choice: Choice, asked: ChatRequest, answer_id: str, bytes_of: Callable[[int], bytes]) -> ChatChoice:
+    if choice.finish_reason not in ("stop", "length"):
+        raise SamplerUnavailable(f"the sampler gave a choice up: {choice.finish_reason}")
+    text, calls = choice.text, NO_CALLS
+    if asked.offered_tools and choice.finish_reason == "stop":
+        text, calls = told_calls(choice.text, f"{answer_id}_{choice.index}")
+    return ChatChoice(
+        index=choice.index,
+        message=ChatAnswer(content=None if calls and not text else text, tool_calls=calls or None),
+        logprobs=_logprobs(choice, asked, bytes_of) if asked.logprobs else None,
+        finish_reason="tool_calls" if calls else choice.finish_reason,
+        token_ids=choice.token_ids if asked.return_token_ids else None,
+    )
+
+
+def _logprobs(choice: Choice, asked: ChatRequest, bytes_of: Callable[[int], bytes]) -> ChoiceLogprobs:
+    told = choice.logprobs
+    if told is None or choice.token_ids is None or len(told.token_logprobs) != len(choice.token_ids):
+        raise SamplerUnavailable("the sampler did not send a logprob a token")
+    top = told.top_logprobs or [None] * len(told.tokens)
+    rows = zip(told.tokens, told.token_logprobs, choice.token_ids, top, strict=True)
+    return ChoiceLogprobs(
+        content=[
+            TokenLogprob(
+                token=f"token_id:{token_id}" if asked.return_tokens_as_token_ids else text,
+                logprob=_IMPOSSIBLE if logprob is None else logprob,
+                bytes=list(bytes_of(token_id)),
+                top_logprobs=_likeliest(likely or {}, asked.top_logprobs or 0),
+            )
+            for text, logprob, token_id, likely in rows
+        ]
+    )
+
+
+def _likeliest(logprobs: dict[str, float], num_top: int) -> list[TopLogprob]:
+    """Return the likeliest tokens in order, without the sampled token if the sampler only added it to the list."""
+    ordered = sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:num_top]
+    return [
+        TopLogprob(token=text, logprob=value, bytes=None if _NO_CHARACTER in text else list(text.encode()))
+        for text, value in ordered
+    ]
+
 
 logger = logging.getLogger("longshore.questions")
 

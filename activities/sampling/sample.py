@@ -2,9 +2,12 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import Field, model_validator
 from temporalio import activity
@@ -14,23 +17,23 @@ from activities.sampling.client import Completion, Sampler
 from activities.sampling.completions import (
     COMPLETIONS,
     SAMPLES,
+    RoutesWriter,
     Rows,
     SampledGroup,
     items_of,
     numbers_of,
+    read_answer,
     sample_of,
     sample_seed,
+    sent_bytes,
 )
-from activities.sampling.parallel_calls import in_parallel
-from activities.sampling.routes import RoutesWriter, read_answer, sent_bytes
 from activities.sampling.samplers import PolicyWeights, Samplers, Served, refusal
 from activities.telemetry import proof_counted
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
 from activities.tokenizing.tokenizer import stopping_at, stops_of
 from longshore.fields import Artifact, Frozen
 from longshore.training import Dtype
-from shared.chat.completions import MAX_SAMPLES, DrawnBy, Sampling
-from shared.chat.sampler_control import SamplerMemory
+from shared.chat.completions import MAX_SAMPLES, DrawnBy, SamplerMemory, Sampling
 from shared.errors import InvalidInput, SamplerMismatch
 from shared.jobs.packed import RouteShape
 from shared.runs.requests import RunId
@@ -38,6 +41,32 @@ from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.storage.artifacts import find_artifact, read_record
 from shared.storage.paths import completions, content_key, sampled_part, samples
 from shared.storage.store import ObjectStore
+
+# --- Blocking calls on a few threads ---
+
+A = TypeVar("A")
+R = TypeVar("R")
+_LISTEN_S = 0.2  # waits are cut into such slices, as a cancellation is raised in a thread only between two waits
+
+
+def in_parallel(call: Callable[[A], R], arguments: Iterable[A], num_threads: int) -> Iterator[R]:
+    """The results of all calls, in order of completion.
+
+    Arguments are taken as threads come free, one at a time. The first error of a call, or of `arguments`, is raised.
+    When the caller stops early, no new call begins; results of running calls are discarded.
+    """
+    threads, left, pending = ThreadPoolExecutor(num_threads, "call"), iter(arguments), set[Future[R]]()
+    try:
+        while True:
+            pending |= {threads.submit(call, argument) for argument in islice(left, num_threads - len(pending))}
+            if not pending:
+                return
+            ended, pending = wait(pending, _LISTEN_S, FIRST_COMPLETED)
+            for each in ended:
+                yield each.result()
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
 
 _VERSION = "sample-1"  # raise it when the same request would give other samples
 _SAMPLES_UNDER_WAY = 256  # vLLM's own default of sequences at a time; ours has fewer slots, and lets the rest wait

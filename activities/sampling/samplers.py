@@ -1,34 +1,48 @@
-"""Connects sampling activities to a sampler, one that this host leases out or a server behind a URL; loads adapters.
-
-Addresses and keys stay on the hosts: a leased sampler's in its ready file, a server's in the settings. Requests through
-Temporal only say which sampler is meant.
-"""
+"""A host's samplers: started, leased, and switched to the weights that a request wants."""
 
 import re
+import shlex
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import Field
+from temporalio import activity
+from temporalio.exceptions import CancelledError
 
-from activities.host_context import HostContext
-from activities.hosts.worker_pool import WorkerPool
-from activities.hosts.worker_process import WorkerProcess
+from activities.host_context import HOST_LEAVES, HostContext, beating, host_is_leaving
+from activities.hosts.lease import ProcessLease, check_backend, mark_of
+from activities.hosts.progress import Signals
+from activities.hosts.standing import Standing
+from activities.hosts.workers import WorkerPool, WorkerProcess
 from activities.sampling.client import ATTEMPTS, TIMEOUT_S, Sampler
 from activities.sources.http import parse_http_uri, resolve, shown_uri
+from activities.tokenizing.tokenizer import end_ids_of
 from longshore.fields import Artifact, Frozen, Sha256
-from shared.chat.sampler_control import SamplerMemory, SamplerReady
-from shared.errors import InvalidInput, SamplerUnavailable, WorkerLost
-from shared.jobs.leases import LeaseMark
-from shared.jobs.weight_sync import newest_name
+from shared.chat.completions import SamplerMemory, SamplerReady
+from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
+from shared.jobs.job import OVER_TCP, LeaseMark, ProcessKey, SamplerKey, SyncBackend, newest_name
 from shared.models import peft
+from shared.runs.requests import RunId
 from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import open_artifact
+from shared.storage.files import write_privately
+from shared.storage.host_states import HostAddress
+from shared.storage.paths import WorkerPaths
+
+# --- Samplers ---
+# Connects sampling activities to a sampler, one that this host leases out or a server behind a URL; loads adapters.
+#
+# Addresses and keys stay on the hosts: a leased sampler's in its ready file, a server's in the settings. Requests
+# through Temporal only say which sampler is meant.
 
 _DIGITS = 16
 _WEIGHTS = "weights"  # the folder of a checkpoint that an adapter, or a whole model's weights, lie in
@@ -49,7 +63,7 @@ class PolicyWeights(Frozen):
     """A run's policy on its model: an adapter, or weights in place of the model's; neither: the unchanged model.
 
     `keep`: adapters of this run that must stay loaded. `synced`: the digest of the same weights, if the trainer has
-    sent them to the sampler (shared/jobs/weight_sync.py); otherwise, or if they have not arrived, they are loaded.
+    sent them to the sampler (shared/jobs/job.py); otherwise, or if they have not arrived, they are loaded.
     `is_checkpoint`: adapter or weights are part of a checkpoint. `in_place`: the sampler keeps the
     newest version of the policy under one name, and one that is not older than this will do.
     """
@@ -387,3 +401,169 @@ class ServingAdapters:
         for old in oldest_first[: max(0, len(present) + 1 - self._max_adapters)]:
             opened.client.unload_adapter(old)  # samples that are being drawn from it continue
             self._asked_at.pop(old, None)
+
+
+# --- The lease of a sampler ---
+# the model brought here, its process started or adopted, and held while its run samples.
+
+# A timeout for requests that an idle sampler answers at once. It is short, as a lease cannot end during this wait.
+_ANSWER_S = 20.0
+
+
+class SamplerLeaseRequest(Frozen):
+    """A run's request for a sampler. Answered by the signal `sampler_leased`, with a LeaseGrant.
+
+    `sync_backend`: the transport of a trainer's weights to it. `avoid`: as in LeaseRequest.
+    """
+
+    run_id: RunId
+    epoch: int
+    key: SamplerKey
+    ready_timeout_s: float
+    sync_backend: SyncBackend = "auto"
+    avoid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SamplerCommand:
+    """Makes the command line of a sampler. The model's files are staged on this machine first.
+
+    `sync_key`: authenticates the installation's trainers to samplers (shared/jobs/job.py).
+    """
+
+    host: HostContext
+    sync_key: bytes | None = None
+
+    def __call__(self, folder: Path, key: ProcessKey) -> list[str]:
+        """Raises InvalidInput if this host has no such sampler."""
+        assert isinstance(key, SamplerKey)
+        vllm = self._vllm() if key.sampler == "vllm" else []
+        model = self.host.stage(key.model)  # fast: the lease activity has fetched it already
+        paths = WorkerPaths(folder)
+        common = [
+            *("--model", str(model), "--ready-file", str(paths.ready), "--host-record", str(paths.record)),
+            *("--dtype", key.dtype, "--threads", str(key.threads), "--slots", str(key.slots)),
+            *("--max-model-len", str(key.max_model_len)),
+            *("--end-ids", *map(str, end_ids_of(self.host, key.model))),
+        ]
+        program = [sys.executable, "-P", "-m", "megatron_worker.sampler"]
+        if key.sampler == "vllm":
+            program[-1] += ".vllm"
+            routes = ["--tell-routes"] if key.tells_routes else []
+            return [*program, *common, *routes, "--max-lora-rank", str(key.max_lora_rank), "--", *vllm]
+        sockets = ["--socket", str(paths.sampler_socket), "--weights-socket", str(paths.weights_socket)]
+        own = [*sockets, "--logprobs-mode", "processed_logprobs"]
+        return [*program, *common, *own, *self._for_other_machines(paths)]
+
+    def _for_other_machines(self, paths: WorkerPaths) -> list[str]:
+        address = self.host.settings.sampling.weights_address
+        if address is None or self.sync_key is None:
+            return []
+        key_file = paths.root / "weights.key"
+        write_privately(key_file, self.sync_key.hex().encode())
+        return ["--weights-address", str(address), "--weights-key-file", str(key_file)]
+
+    def _vllm(self) -> list[str]:
+        command = shlex.split(self.host.settings.sampling.vllm_command or "")
+        if not command or shutil.which(command[0]) is None:
+            what = f"finds no {command[0]}" if command else "has no vLLM"
+            message = f"the sampler host {what}: set LONGSHORE_SAMPLING__VLLM_COMMAND there, or sample with own"
+            raise InvalidInput(message, "rollouts.sampler")
+        return command
+
+
+class LeaseSampler:
+    """Leases of this host's sampler. They are not recorded in the store, and need no fence.
+
+    Samples are seeded and stored by content, so an old lease cannot spoil them.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        host: HostContext,
+        signals: Signals,
+        host_queue: str,
+        answers_at: HostAddress,
+        standing: Standing | None = None,
+    ) -> None:
+        self._answers_at = answers_at
+        self._lease = ProcessLease(pool, signals, host_queue, "sampler_leased", standing)
+        self._host = host
+        self._standing = standing
+
+    @activity.defn(name="lease_sampler")
+    def lease_sampler(self, request: SamplerLeaseRequest) -> None:
+        """Hold a sampler until this activity is cancelled, which is the release.
+
+        Raises:
+            WorkerLost: the process ended or did not come up, or this host leaves.
+            InvalidInput: the model cannot be used, or its files have changed; or the host has no vLLM, or does not
+                support the transport.
+            StoreUnavailable: the model's files cannot be reached.
+            ApplicationError: this host leaves it to others (`Standing.offered`).
+        """
+        try:
+            with beating(), self._lease.offered(request.run_id, request.avoid):
+                allowed = self._host.settings.experimental_transports
+                check_backend(request.sync_backend, "sampler", allowed, self._problems())
+                self._host.stage(request.key.model)  # many gigabytes: a cancellation ends it anywhere
+                with activity.shield_thread_cancel_exception():
+                    self._hold(request)
+        except CancelledError as error:
+            if host_is_leaving():
+                raise HostLeft(HOST_LEAVES) from error
+
+    def _problems(self) -> dict[str, str]:
+        if self._host.settings.sampling.weights_address is not None:
+            return {}
+        message = "it has no address for weights (LONGSHORE_SAMPLING__WEIGHTS_ADDRESS)"
+        return dict.fromkeys(OVER_TCP, message)
+
+    def _hold(self, request: SamplerLeaseRequest) -> None:
+        mark = mark_of(request.run_id, request.epoch)
+        with self._lease.begin(request.key, mark, request.ready_timeout_s) as worker:
+            if worker is not None:
+                _forget(worker, self._host.stage(request.key.model))
+                worker.has_worked = True
+                if self._standing is not None:
+                    self._standing.worked()
+                takes_weights = request.key.sampler == "own"
+                reached = {
+                    "weights_socket": str(worker.paths.weights_socket) if takes_weights else None,
+                    "weights_address": _address_of(worker),
+                    "host_socket": self._answers_at.socket,
+                    "host_address": self._answers_at.address,
+                }
+                if self._lease.tell(worker, mark, reached=reached):
+                    self._lease.hold(worker)
+
+
+def _address_of(worker: WorkerProcess) -> str | None:
+    """Return the address at which a sampler takes weights from other machines. The sampler has just answered."""
+    try:
+        return SamplerReady.model_validate_json(worker.paths.ready.read_bytes()).weights_address
+    except OSError as error:
+        raise WorkerLost(f"the sampler is gone: {error}") from error
+
+
+def _forget(worker: WorkerProcess, model: Path) -> None:
+    """Unload all adapters of a sampler, and load the model's own weights if others have replaced them.
+
+    An adopted process may still hold those of runs that it served before, or sleep.
+    """
+    try:
+        if worker.is_asleep:
+            with connected(worker) as (client, _):
+                client.wake()
+            worker.is_asleep = False
+        with connected(worker, _ANSWER_S, attempts=2) as (client, name):
+            served = client.models()
+            for adapter in [name for name, card in served.items() if card.parent is not None]:
+                client.unload_adapter(adapter)
+        if name not in served:
+            with connected(worker) as (client, name):
+                client.load_weights(name, str(model))
+    except SamplerUnavailable as error:
+        worker.end()
+        raise WorkerLost(f"the sampler does not answer: {error}") from error

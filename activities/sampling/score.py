@@ -10,7 +10,7 @@ from temporalio import activity
 
 from activities.confined import calls as confined
 from activities.formats.dataset import question_of
-from activities.formats.examples import Chat, PromptCompletion, Question
+from activities.formats.messages import Chat, PromptCompletion, Question
 from activities.formats.rows import Row
 from activities.grading.grade import REWARDS, sampled_items
 from activities.host_context import HostContext
@@ -22,9 +22,9 @@ from activities.tokenizing.tokenizer import TokenizerFiles, tokenizer_files
 from longshore.fields import Artifact, Frozen
 from longshore.training import Dtype
 from shared.errors import InvalidInput
-from shared.grading.graders import SampleRewards
+from shared.grading import SampleRewards
+from shared.runs.dataset_runs import DatasetSource
 from shared.runs.requests import RunId
-from shared.runs.sources import DatasetSource
 from shared.runs.status import RewardModel
 from shared.serving import SamplerPlace
 from shared.storage.paths import content_key, rewarded

@@ -23,17 +23,16 @@ from temporalio.exceptions import CancelledError
 
 from activities.formats.rows import listed
 from activities.host_context import HostContext, beating, host_is_leaving, locked, remove_abandoned
-from activities.sources.http import HttpSource, parse_http_uri
-from activities.sources.transfer import Allowance, Broken, Piece, compression_of, fetch, unpack
+from activities.sources.http import Allowance, Broken, HttpSource, Piece, compression_of, fetch, parse_http_uri, unpack
 from longshore.fields import Artifact, Frozen, Reason
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
+from shared.runs.dataset_runs import DatasetSource
 from shared.runs.requests import RunId, Tenant
-from shared.runs.sources import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact, open_artifact
 from shared.storage.files import open_regular
 from shared.storage.paths import LEFT, MANIFEST, RunKeys, content_key, tenant_folder
-from shared.storage.places import OpenPlaces, path_of
+from shared.storage.places import OpenPlaces, path_of, with_query
 from shared.storage.store import (
     LocalStore,
     ObjectInfo,
@@ -45,7 +44,6 @@ from shared.storage.store import (
     uri_of,
 )
 from shared.storage.stored_bytes import Room
-from shared.uri_queries import with_query
 
 _MAX_FILES = 10_000
 _RANGE_BYTES = 8 << 20

@@ -17,17 +17,16 @@ from pydantic import Field
 from temporalio import activity
 
 from activities.formats.dataset import Dataset, open_prompts
-from activities.formats.examples import Question
+from activities.formats.messages import Question
 from activities.host_context import HostContext
-from activities.tokenizing.chat_template import Rendered, WeightedSpan
+from activities.tokenizing.chat_template import HiddenThoughts, Rendered, WeightedSpan
 from activities.tokenizing.encoding import batches_of, sign_longest
-from activities.tokenizing.shown import HiddenThoughts
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, tokenizer_files
 from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
+from shared.runs.dataset_runs import DatasetSource, Format
 from shared.runs.previews import LostRow
-from shared.runs.sources import DatasetSource, Format
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, rendered_prompts
 

@@ -20,15 +20,28 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import jinja2
 import markupsafe
 
-from activities.isolation import bubblewrap
-from activities.isolation.confine import confine, confine_in_bubblewrap, lift_processor_limit
-from activities.isolation.frames import FramedProcess, frames_of, write_frame
-from activities.tokenizing.chat_template import ChatTemplate, Rendered, WeightedSpan, one_of
-from activities.tokenizing.template_environment import Raised, Unrendered, load_everything
+from activities import isolation
+from activities.isolation import (
+    FramedProcess,
+    confine,
+    confine_in_bubblewrap,
+    frames_of,
+    lift_processor_limit,
+    write_frame,
+)
+from activities.tokenizing.chat_template import (
+    ChatTemplate,
+    Raised,
+    Rendered,
+    Unrendered,
+    WeightedSpan,
+    load_everything,
+    one_of,
+)
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:  # the child starts sooner without
-    from activities.formats.examples import Chat, Question
+    from activities.formats.messages import Chat, Question
 
 _MEMORY_BYTES = 1 << 30
 _MAX_FRAME_BYTES = 256 << 20
@@ -69,7 +82,7 @@ class TemplateProcess:
     """Renders conversations in a child process, which ends with the `with` block, or if a batch exceeds its limits."""
 
     def __init__(
-        self, template: TemplateSource, place: str, row_limit_s: float = 10.0, bwrap: str | None = bubblewrap.INSTALLED
+        self, template: TemplateSource, place: str, row_limit_s: float = 10.0, bwrap: str | None = isolation.INSTALLED
     ) -> None:
         """`place` names the template in errors. `bwrap`: the path of bubblewrap, which is preferred."""
         self._place = place
@@ -89,9 +102,9 @@ class TemplateProcess:
         from shared.child_environment import child_environment  # imported here, so that the child need not load it
 
         environment = child_environment("template")
-        for namespaces in bubblewrap.namespace_options() if bwrap is not None else ():
+        for namespaces in isolation.namespace_options() if bwrap is not None else ():
             assert bwrap is not None
-            command = bubblewrap.isolated_command(bwrap, _PROGRAM, _start_in_bubblewrap(environment), namespaces)
+            command = isolation.isolated_command(bwrap, _PROGRAM, _start_in_bubblewrap(environment), namespaces)
             child = FramedProcess(command, {}, _SOURCES)
             with suppress(EOFError, TimeoutError):
                 child.receive(_START_S, len(_READY))
@@ -185,10 +198,10 @@ def _without_spans(answer: list[Any]) -> Rendered:
     return Rendered(text, [], hidden_thoughts=hidden_thoughts)
 
 
-def _start_in_bubblewrap(environment: dict[str, str]) -> bubblewrap.BubblewrapStart:
+def _start_in_bubblewrap(environment: dict[str, str]) -> isolation.BubblewrapStart:
     ours = [_SOURCES / name for name in ("activities", "shared")]
     others = [Path(file).parent for file in (jinja2.__file__, markupsafe.__file__)]
-    return bubblewrap.BubblewrapStart(
+    return isolation.BubblewrapStart(
         [*ours, *others], environment, ["CAP_SYS_CHROOT"], ("--ro-bind-try", _ZONES, _ZONES)
     )
 
@@ -258,7 +271,7 @@ def _serve() -> None:
     if sys.argv[1:]:
         confine(sys.argv[1], _MEMORY_BYTES)
     else:
-        bubblewrap.forget_start()
+        isolation.forget_start()
         confine_in_bubblewrap(_MEMORY_BYTES)
         write_frame(1, _READY)
     signal.signal(signal.SIGALRM, _alarm)

@@ -1,20 +1,28 @@
-"""Tokenizes a downloaded dataset into units of tokens and targets, with a report on its rows."""
+"""A dataset's examples as token ids: all of them for a run, or some for a preview."""
 
 import json
+import time
+from array import array
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Literal, Self
+from typing import Generic, Literal, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from temporalio import activity
 
-from activities.formats.dataset import open_dataset
-from activities.formats.scores import LABELS, Numbers
-from activities.host_context import HostContext
+from activities.confined.calls import Kind
+from activities.formats.dataset import open_dataset, open_prompts
+from activities.formats.specs import LABELS, MARGIN, Numbers
+from activities.host_context import HostContext, beating
+from activities.models.resolve import Resolve
+from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.encoding import NUM_PROMPTS, Prompt, encoded
+from activities.tokenizing.render_prompts import PromptTally, rendered
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
 from activities.tokenizing.units import (
     PAIR_COLUMNS,
@@ -28,12 +36,18 @@ from activities.tokenizing.units import (
     keep_rows,
 )
 from longshore.fields import Artifact, Frozen
+from shared.errors import InvalidInput
+from shared.jobs.bins import Cut, RunLength, check_epochs, length_of, length_of_draws
 from shared.jobs.packed import REQUIRED_COLUMNS, UnitsHeader, UnitsWriter
 from shared.jobs.prefix_tree import ScoredRow, scored_pair, scored_unit
-from shared.runs.previews import Report
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource
+from shared.runs.previews import Preview, PreviewRequest, PreviewRow, PreviewStart, Report, Span
+from shared.runs.start import ModelRequest
 from shared.storage.artifacts import read_record
-from shared.storage.paths import content_key, tokenized
+from shared.storage.paths import RunKeys, content_key, tokenized
+from shared.storage.stored_bytes import Ledger
+
+# --- Tokenizes a downloaded dataset into units of tokens and targets, with a report on its rows ---
 
 _VERSION = "tokenize-4"  # raise it when the same input gives other units
 
@@ -194,3 +208,234 @@ def keep_scored(
             unit = scored_unit([ScoredRow(row, [len(row) - 1] * len(values), range(len(values)), values)])
         kept.append(Pair(place, unit, unit.num_tokens <= max_tokens))
     return KeptPairs(kept)
+
+
+# --- Preview a dataset before training ---
+# how its first rows are tokenized, and the report that tokenizing would give.
+
+R = TypeVar("R")
+_FEW_ROWS = 100_000  # counting more leaves places to others
+_MAX_CHARACTERS = 30_000  # of all rows together, since a preview is a Temporal payload
+
+
+class PreviewDataset:
+    """The activity `preview`."""
+
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
+
+    @activity.defn(name="preview")
+    def preview(self, start: PreviewStart) -> Preview:
+        """Make a preview. Raises InvalidInput for a dataset or a model that cannot be read."""
+        host, request, tenant = self._host, start.request, start.tenant
+        run_id = f"preview-{content_key(activity.info().workflow_id or '')}"  # a new run, for the download
+        try:
+            asked = ModelRequest(uri=request.model_uri, tenant=tenant, any_family=True)
+            model = Resolve(host).resolve_model(asked).model
+            download = DownloadRequest(run_id=run_id, tenant=tenant, split="train", source=request.source)
+            dataset = Download(host, keeps_parts=False).download(download).dataset
+            kind: Kind = "short" if request.max_rows <= _FEW_ROWS else "dataset"
+            with beating():
+                files = tokenizer_files(host, model)
+                return host.confined(preview_with, host.stage(dataset), files, request, start.cut, kind=kind)
+        finally:
+            for item in list(host.store.list(f"{RunKeys(run_id).prefix}/")):
+                host.store.delete(item.key)
+            Ledger(host.store, tenant).forget(run_id)
+
+
+def preview_with(dataset: Path, tokenizer: TokenizerFiles, request: PreviewRequest, cut: Cut | None) -> Preview:
+    """Call `preview_of` in a confined process. Raises InvalidInput as it does."""
+    return preview_of(dataset, tokenizer.load(), request, cut)
+
+
+def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest, cut: Cut | None = None) -> Preview:
+    """Tokenize a dataset's first rows, and show some of them; with a cut, tell how long a run on them is."""
+    if request.are_prompts:
+        return _preview_of_prompts(dataset, tokenizer, request, cut)
+    pairs = request.numbers == (MARGIN,) if request.numbers else None
+    opened = open_dataset(dataset, request.source, pairs, labels=request.labels, fields=request.numbers)
+    examples = _Counted(iter(opened), request)
+    tally = Tally(opened.format.name, request.max_tokens, opened.unread, tokenizer.template)
+    shown, tokens_U = list[PreviewRow](), array("q")
+    answers = LabelledAnswers(request.max_tokens, opened.format.has_pairs)
+    with closing(encoded(examples.first(), tokenizer)) as batches:
+        for batch in batches:
+            tally.add_refused(batch.refused)
+            tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts, batch.unlike_prompts)
+            num_left = request.num_rows - len(shown)
+            if request.labels:
+                kept: KeptRows | KeptPairs = answers.keep(batch.block)
+            elif request.numbers:
+                are_pairs, per_turn = opened.format.has_pairs, request.numbers == (LABELS,)
+                kept = keep_scored(batch.block, opened.numbers, request.max_tokens, are_pairs, per_turn)
+            elif opened.format.has_pairs:
+                both = keep_pairs(batch.block, request.max_tokens)
+                for number in range(min(len(both.pairs), num_left)):
+                    shown.append(_pair_row(batch.block, both.pairs[number], number, tokenizer, _budget(shown)))
+                kept = both
+            else:
+                rows = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
+                for row in range(min(len(batch.block.places), num_left)):
+                    shown.append(_row(rows, row, tokenizer, _budget(shown)))
+                kept = rows
+            kept.count(tally)
+            tokens_U.extend(kept.num_tokens_U.tolist())
+    rest = answers.rest()
+    rest.count(tally)
+    tokens_U.extend(rest.num_tokens_U.tolist())
+    problem = _problem(tally.refuse_losses, request.max_lost_fraction, request.source.uri)
+    return Preview(
+        report=tally.report(),
+        is_complete=examples.is_at_end,
+        problem=problem or (cut and _problem(check_epochs, np.array(tokens_U, dtype=np.int64), cut)),
+        rows=tuple(shown),
+        length=_length(tokens_U, cut, are_prompts=False),
+    )
+
+
+def _preview_of_prompts(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest, cut: Cut | None) -> Preview:
+    """Render the first prompts as rollouts do, and count their tokens. None of them is trained."""
+    opened = open_prompts(dataset, request.source)
+    questions = _Counted(iter(opened), request)
+    tally = PromptTally(opened, request.max_tokens, tokenizer.template)
+    shown, tokens_U = list[PreviewRow](), array("q")
+    for question, token_ids in rendered(questions.first(), tokenizer, tally.add_refused):
+        if is_kept := tally.count(question, token_ids):
+            tokens_U.append(len(token_ids))
+        if len(shown) < request.num_rows:
+            shown.append(_prompt_row(question.place, token_ids, is_kept, tokenizer, _budget(shown)))
+    counted = tally.report()
+    report = Report(
+        format=counted.format,
+        num_rows=counted.num_rows,
+        num_kept=counted.num_prompts,
+        num_tokens=tally.num_tokens,
+        num_targets=0,
+        trained_fraction=0.0,
+        max_tokens=request.max_tokens,
+        longest_tokens=counted.longest_tokens,
+        num_truncated=0,
+        num_too_long=counted.num_too_long,
+        num_fully_masked=0,
+        num_refused=counted.num_refused,
+        lengths=(),
+        lost=counted.lost,
+        warnings=counted.warnings,
+    )
+    return Preview(
+        report=report,
+        is_complete=questions.is_at_end,
+        problem=_problem(tally.refuse_losses, request.max_lost_fraction, request.source.uri),
+        rows=tuple(shown),
+        length=_length(tokens_U, cut, are_prompts=True),
+    )
+
+
+def _length(tokens_U: "array[int]", cut: Cut | None, are_prompts: bool) -> RunLength | None:
+    if cut is None:
+        return None
+    return (length_of_draws if are_prompts else length_of)(np.array(tokens_U, dtype=np.int64), cut)
+
+
+def _problem(check: Callable[..., None], *arguments: object) -> str | None:
+    """Return a check's refusals."""
+    try:
+        check(*arguments)
+    except InvalidInput as error:
+        return str(error)
+    return None
+
+
+def _prompt_row(place: str, token_ids: list[int], is_kept: bool, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
+    text = tokenizer.decode(token_ids[: max(0, budget)])[: max(0, budget)]
+    return PreviewRow(
+        place=place,
+        fate="kept" if is_kept else "too_long",
+        num_tokens=len(token_ids),
+        num_targets=0,
+        spans=(Span(text=text, trained=False),) if text else (),
+        is_cut=len(text) < len(tokenizer.decode(token_ids)),
+    )
+
+
+@dataclass
+class _Counted(Generic[R]):
+    """The rows of a stream that a preview counts. `is_at_end`: there were no more."""
+
+    examples: Iterator[R]
+    request: PreviewRequest
+    is_at_end: bool = field(default=False, init=False)
+
+    def first(self) -> Iterator[R]:
+        end = time.monotonic() + self.request.max_seconds
+        for row in islice(self.examples, self.request.max_rows):
+            yield row
+            if time.monotonic() > end:
+                break
+        self.is_at_end = next(self.examples, None) is None
+
+
+def _budget(shown: list[PreviewRow]) -> int:
+    """Return the most characters of the next row: half of the remaining ones."""
+    return (_MAX_CHARACTERS - sum(len(s.text) for row in shown for s in (*row.spans, *row.rejected))) // 2
+
+
+def _row(kept: KeptRows, row: int, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
+    block = kept.block
+    start, num_tokens = int(block.start_R[row]), int(block.num_tokens_R[row])
+    here = slice(start, start + num_tokens)
+    target_T = kept.target_T[here]
+    spans, is_cut = _spans(block.id_T[here], target_T, tokenizer, budget)
+    return PreviewRow(
+        place=block.places[row],
+        fate=_fate(kept, row),
+        num_tokens=num_tokens,
+        num_targets=int(target_T.sum()),
+        spans=spans,
+        is_cut=is_cut,
+    )
+
+
+def _pair_row(block: TokenBlock, pair: Pair, number: int, tokenizer: ModelTokenizer, budget: int) -> PreviewRow:
+    """Show both answers of a pair. Their common prompt is shown once, before the chosen one."""
+    ends = np.cumsum(block.num_tokens_R).tolist()
+    chosen, rejected = (slice(ends[r] - int(block.num_tokens_R[r]), ends[r]) for r in (2 * number, 2 * number + 1))
+    trained_T = (block.weight_T > 0) & (block.position_T > 0)
+    answer = slice(rejected.start + int(np.argmax(trained_T[rejected])), rejected.stop)
+    target_T = trained_T & pair.is_kept
+    spans, is_cut = _spans(block.id_T[chosen], target_T[chosen], tokenizer, budget // 2)
+    others, other_is_cut = _spans(block.id_T[answer], target_T[answer], tokenizer, budget // 2)
+    return PreviewRow(
+        place=pair.place,
+        fate="kept" if pair.is_kept else "fully_masked" if pair.unit is None else "too_long",
+        num_tokens=pair.unit.num_tokens if pair.unit else 0,
+        num_targets=pair.unit.num_targets if pair.unit and pair.is_kept else 0,
+        spans=spans,
+        is_cut=is_cut or other_is_cut,
+        rejected=others,
+    )
+
+
+def _spans(
+    id_T: NDArray[np.int64], target_T: NDArray[np.bool_], tokenizer: ModelTokenizer, budget: int
+) -> tuple[tuple[Span, ...], bool]:
+    """Return the text as spans of tokens that are or are not targets, and True if it was cut to `budget` characters."""
+    spans, is_cut = list[Span](), False
+    for trained, run in groupby(range(len(id_T)), key=lambda t: bool(target_T[t])):
+        tokens = np.fromiter(run, dtype=np.int64)
+        if is_cut := budget <= 0 or len(tokens) > budget:
+            tokens = tokens[: max(0, budget)]
+        if len(tokens):
+            text = tokenizer.decode(id_T[tokens].tolist())
+            budget -= len(text)
+            spans.append(Span(text=text, trained=trained))
+        if is_cut:
+            break
+    return tuple(spans), is_cut
+
+
+def _fate(kept: KeptRows, row: int) -> Literal["kept", "truncated", "too_long", "fully_masked"]:
+    if kept.kept_R[row]:
+        return "truncated" if kept.too_long_R[row] else "kept"
+    return "too_long" if kept.too_long_R[row] and not kept.truncate else "fully_masked"

@@ -21,8 +21,7 @@ from activities.tokenizing.template_process import TemplateProcess, TemplateSour
 from longshore.fields import Artifact, Frozen
 from shared.chat.completions import CompletionRequest, Sampling
 from shared.errors import InvalidInput
-from shared.models.config import with_decoder
-from shared.models.end_tokens import GENERATION, end_ids_in, read_end_ids
+from shared.models.config import GENERATION, end_ids_in, read_end_ids, with_decoder
 from shared.serving import SamplerPlace, ServedSampler
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from activities.formats.columns import Unread
-from activities.tokenizing.shown import HiddenThoughts
+from activities.formats.specs import Unread
+from activities.tokenizing.chat_template import HiddenThoughts
 from activities.tokenizing.template_process import TemplateSource
 from shared.errors import InvalidInput
 from shared.jobs.packed import UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
+from shared.runs.dataset_runs import Format
 from shared.runs.previews import LengthCount, LostRow, Report
-from shared.runs.sources import Format
 
 _MAX_LISTED = 20
 PAIR_COLUMNS = ("token_id", "position", "parent", "hidden_index", "label", "weight", "advantage", "sequence")

@@ -1,1 +1,0 @@
-"""Runs in W&B: one process of a host writes all of them."""

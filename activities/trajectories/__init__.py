@@ -1,1 +1,0 @@
-"""Trajectory groups: read, checked, packed into units with advantages."""

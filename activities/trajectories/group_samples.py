@@ -9,12 +9,11 @@ from temporalio import activity
 
 from activities.grading.grade import GRADES, SUMMARY, GradeSummary
 from activities.host_context import HostContext
-from activities.sampling.completions import Sample, SampledGroup, read_sampled_groups
-from activities.sampling.routes import routes_starts
+from activities.sampling.completions import Sample, SampledGroup, read_sampled_groups, routes_starts
 from longshore.fields import Artifact, Frozen
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
 from shared.errors import InvalidInput
-from shared.grading.graders import SampleGrade
+from shared.grading import SampleGrade
 from shared.jobs import bins as packing
 from shared.storage.artifacts import find_artifact, read_record
 from shared.storage.paths import content_key, grouped, grouped_report, is_grouped

@@ -15,16 +15,17 @@ from temporalio import activity
 from activities.confined.fork_server import ask
 from activities.host_context import HostContext, beating
 from activities.records.run_records import find_key
-from activities.sampling.routes import RoutesFile
+from activities.sampling.completions import RoutesFile
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.tokenizer import TokenizerFiles, tokenizer_files
-from activities.trajectories.advantages import advantages_of
-from activities.trajectories.chat_trajectories import Conversations
 from activities.trajectories.group_samples import completions_of, find_groups
 from activities.trajectories.read_groups import (
+    Conversations,
     Group,
     GroupsRead,
     GroupsReport,
+    PublishedPolicy,
+    RememberedAnswers,
     Rules,
     Scored,
     parse_groups,
@@ -32,21 +33,90 @@ from activities.trajectories.read_groups import (
     routes_of,
     sequences_of,
 )
-from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers
 from longshore.fields import Artifact, Frozen
-from shared.chat.answer_records import AnswerLookup, look_up
-from shared.chat.trajectories import Trajectory
+from shared.chat.trajectories import AnswerLookup, Trajectory, look_up
 from shared.jobs import bins as packing
 from shared.jobs.job import PackedData
+from shared.jobs.losses import AdvantageKind
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, RouteShape, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, split_tree
+from shared.runs.dataset_runs import DatasetSource
 from shared.runs.requests import RLRun, RunId, Tenant
-from shared.runs.sources import DatasetSource
 from shared.runs.status import StepStatus
 from shared.storage.artifacts import find_artifact, open_artifact, read_record
 from shared.storage.files import write_atomically
 from shared.storage.paths import content_key, packed, tokenized
 from shared.storage.store import ObjectStore, uri_of
+
+# --- Advantages: how much better each trajectory of a group was than could be expected. Pure functions ---
+#
+# Legend: G trajectories of a group. All in float64. Rewards are finite.
+
+Rewards = NDArray[np.float64]
+_EPSILON = 1e-6  # keeps a group of equal rewards at 0, and changes no other by more than it
+
+
+def group_mean(reward_G: Rewards) -> Rewards:
+    """r_i - mean(r): Dr. GRPO (Liu et al. 2025, arXiv:2503.20783, section 3.2). A bias-free scale, unlike GRPO's."""
+    return reward_G - reward_G.mean()
+
+
+def group_normalized(reward_G: Rewards) -> Rewards:
+    """(r_i - mean(r)) / std(r): GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2), std over the whole group."""
+    return (reward_G - reward_G.mean()) / (reward_G.std() + _EPSILON)
+
+
+def leave_one_out(reward_G: Rewards) -> Rewards:
+    """r_i - mean of the others: RLOO (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740, equation 8)."""
+    num = len(reward_G)
+    return reward_G - (reward_G.sum() - reward_G) / (num - 1)
+
+
+def batch_normalized(rewards: Sequence[Rewards]) -> list[Rewards]:
+    """(r_i - mean(r)) / std(r) over all groups of the batch: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262, section 3).
+
+    The paper takes the sum of a token's and later tokens' KL off the reward before this. Here a KL is taken off each
+    token's own advantage after it (docs/losses.md).
+    """
+    mean, std = _of_batch(rewards)
+    return [(reward_G - mean) / (std + _EPSILON) for reward_G in rewards]
+
+
+def batch_scaled(rewards: Sequence[Rewards]) -> list[Rewards]:
+    """(r_i - mean of its group) / std(r) over all groups of the batch (Liu et al. 2025, arXiv:2508.08221)."""
+    _, std = _of_batch(rewards)
+    return [group_mean(reward_G) / (std + _EPSILON) for reward_G in rewards]
+
+
+def _of_batch(rewards: Sequence[Rewards]) -> tuple[float, float]:
+    """Mean and standard deviation of all rewards; 0 of none."""
+    whole = np.concatenate([np.zeros(0), *rewards])
+    return (float(whole.mean()), float(whole.std())) if len(whole) else (0.0, 0.0)
+
+
+def advantages_of(kind: AdvantageKind, rewards: Sequence[Rewards], given: Sequence[Rewards]) -> list[Rewards]:
+    """The advantages of every group of a step. `given` is read for that kind alone.
+
+    `leave_one_out` needs groups of two or more.
+    """
+    match kind:
+        case "group_mean":
+            return [group_mean(reward_G) for reward_G in rewards]
+        case "group_normalized":
+            return [group_normalized(reward_G) for reward_G in rewards]
+        case "leave_one_out":
+            return [leave_one_out(reward_G) for reward_G in rewards]
+        case "batch_scaled":
+            return batch_scaled(rewards)
+        case "group_mean_normalized":  # REINFORCE++'s baseline: the batch's deviation is that from the groups' means
+            return batch_normalized([group_mean(reward_G) for reward_G in rewards])
+        case "batch_normalized":
+            return batch_normalized(rewards)
+        case "given":
+            return list(given)
+        case "none" | "gae":  # a critic's are computed in its training (megatron_worker/critic.py)
+            return [np.zeros_like(reward_G) for reward_G in rewards]
+
 
 _VERSION = "trajectories-5"  # raise it when the same groups give other units or another plan
 _REPORT = "report.json"
@@ -223,7 +293,7 @@ def _for_critic(row: SequenceRow, reward: float, one: Trajectory, goes_on: bool)
     """Return a sequence with rewards instead of advantages: the trajectory's reward is at the last trained token.
 
     `one.token_rewards` of tokens that were not sampled count for the previous sampled one. With `goes_on`, the last of
-    several sampled tokens is not trained: its state's value replaces the rewards after the cut (gae.py).
+    several sampled tokens is not trained: its state's value replaces the rewards after the cut (critic.py).
     """
     sampled = np.flatnonzero(row.target_mask)
     last, weight, rewards = sampled[-1], row.weight.copy(), np.zeros_like(row.advantage)

@@ -10,19 +10,14 @@ from torch import Tensor
 
 from longshore.layout import Layout, broken_rule
 from longshore.training import Dtype, Lora
-from megatron_worker.engine import Batch, Facts, LossFunction, Outputs, Scores
+from megatron_worker.engine import Batch, Facts, LossFunction, Outputs, Scores, TeacherStates, over_ranks
 from megatron_worker.fsdp.adapter import FsdpAdapter
-from megatron_worker.fsdp.model import FsdpModel
-from megatron_worker.fsdp.optimizer import FsdpOptimizer
-from megatron_worker.fsdp.probe import probe, refusing
-from megatron_worker.fsdp.ranks import join_ranks
+from megatron_worker.fsdp.model import FsdpModel, probe, refusing
+from megatron_worker.fsdp.optimizer import FsdpOptimizer, join_ranks
 from megatron_worker.head.distributions import score_beside_teacher
 from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
 from megatron_worker.head.scalar import head_slices
-from megatron_worker.sums import over_ranks
-from megatron_worker.teachers import TeacherStates
-from megatron_worker.tensors.adapter_slots import Base
-from megatron_worker.tensors.slot_engine import Engine
+from megatron_worker.tensors.slot_engine import Base, Engine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
 from shared.families import is_generic, read_architecture

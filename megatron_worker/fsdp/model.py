@@ -4,32 +4,124 @@ Shape suffixes: T tokens of a bin, N targets, H hidden size, V vocabulary.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from longshore.layout import Layout
 from longshore.training import LINEARS
 from megatron_worker.engine import Batch
-from megatron_worker.families.rope import check_lengths
-from megatron_worker.fsdp.adapter import FsdpAdapter, add_adapter, add_to_tokens
-from megatron_worker.fsdp.attention import ASKING, ATTENTION, FORESTS, Forests, windows_of
-from megatron_worker.fsdp.experts import linears_of_experts, on_rank, put_adapters_beside, stacked_slices
-from megatron_worker.fsdp.ranks import Ranks
-from megatron_worker.fsdp.tensor_parallel import add_split_adapter, slice_of, split_by_plan, split_dimension
-from megatron_worker.head.beside import BesideHead
-from megatron_worker.mixers.tree_attention import plan_forest
+from megatron_worker.families import check_lengths
+from megatron_worker.fsdp.adapter import (
+    FsdpAdapter,
+    add_adapter,
+    add_split_adapter,
+    add_to_tokens,
+    linears_of_experts,
+    on_rank,
+    put_adapters_beside,
+    slice_of,
+    split_by_plan,
+    split_dimension,
+    stacked_slices,
+)
+from megatron_worker.fsdp.optimizer import Ranks
+from megatron_worker.head.scalar import BesideHead
+from megatron_worker.mixers.tree_attention import Forest, attend_forest, plan_forest
 from shared.errors import InvalidInput
 from shared.families import architecture_of, is_generic, read_config
 from shared.families.tensor_slices import TensorSlice
-from shared.models.lora_modules import OUTPUT
-from shared.models.peft import EMBEDDING, module_of
+from shared.models.peft import EMBEDDING, OUTPUT, module_of
 from shared.models.shape import check_layout, shape_of
+
+# --- Our attention in transformers' models, by their attention interface ---
+# over the forest of a bin, within windows.
+#
+# The model's mask determines the tokens that a layer attends to. It is read once, when the model is loaded: a mask
+# function then returns the window in place of a mask, and each attention module remembers it.
+#
+# Shape suffixes: T tokens of a bin; H query heads, G key/value heads, D size of a head.
+
+ATTENTION = "longshore"
+ASKING = "longshore asks for windows"
+_WITHOUT_EFFECT = frozenset(
+    {"dropout", "is_causal", "output_attentions", "position_ids", "sliding_window", "use_cache"}  # of a whole sequence
+)
+Forests = Mapping[int | None, Forest]
+FORESTS: ContextVar[Forests] = ContextVar("the forest of the bin that is computed, for each window of the layers")
+
+
+def windows_of(model: nn.Module) -> frozenset[int | None]:
+    """Return the windows of a model's layers of attention, once they were asked for."""
+    return frozenset(vars(module)["window_asked"] for module in model.modules() if "window_asked" in vars(module))
+
+
+def _attend(
+    module: Any,
+    query_1HTD: Tensor,
+    key_1GTD: Tensor,
+    value_1GTD: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend from each token to itself and its ancestors: [1, T, H, D], and no weights."""
+    factor = 1.0 if scaling is None else scaling * query_1HTD.shape[-1] ** 0.5
+    if abs(factor - 1) > 1e-6:
+        query_1HTD = query_1HTD * factor
+    query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
+    return attend_forest(query_THD, key_TGD, value_TGD, FORESTS.get()[module.window_asked])[None], None
+
+
+def _ask(
+    module: Any,
+    query_1HTD: Tensor,
+    key_1GTD: Tensor,
+    value_1GTD: Tensor,
+    attention_mask: object,
+    *,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Remember the window, and attend to nothing. Raises InvalidInput if `_attend` would compute something else."""
+    unknown = [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]
+    if unknown:
+        raise InvalidInput(f"its attention takes {unknown[0]}, which is not computed", "engine")
+    if attention_mask is not None and not isinstance(attention_mask, int):
+        raise InvalidInput("it makes a mask of its own", "engine")
+    if value_1GTD.shape[-1] != query_1HTD.shape[-1]:
+        raise InvalidInput("its values are of another size than its keys", "engine")
+    module.window_asked = attention_mask
+    return query_1HTD.transpose(1, 2), None
+
+
+def _window_of(
+    *, mask_function: Callable[..., Tensor], local_size: int | None = None, use_vmap: bool = False, **_: Any
+) -> int | None:
+    """Return a mask's window; None: all tokens before. Raises InvalidInput if the mask is anything else."""
+    size = local_size or 4096
+    zero_1, key_K = torch.zeros(1, dtype=torch.int64), torch.arange(3 * size)
+    query_Q1 = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size + 1, 3 * size - 2])[:, None]
+    is_near = key_K > query_Q1 - (local_size or 3 * size)
+    is_seen = None if use_vmap else mask_function(zero_1, zero_1, query_Q1, key_K)
+    if is_seen is None or not torch.equal(is_seen, (key_K <= query_Q1) & is_near):
+        raise InvalidInput("its layers attend to other tokens than those before, or than a window of them", "engine")
+    return local_size
+
+
+AttentionInterface.register(ATTENTION, _attend)  # without a mask function of the same name transformers makes no mask
+AttentionInterface.register(ASKING, _ask)
+AttentionMaskInterface.register(ASKING, _window_of)
+
 
 Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
 Computed = Callable[[Any], dict[str, Tensor]]
@@ -290,3 +382,87 @@ def _linears(causal_lm: nn.Module) -> dict[str, nn.Linear]:
         for name, module in causal_lm.named_modules()
         if isinstance(module, nn.Linear) and name.split(".")[-1] in LINEARS
     }
+
+
+# --- The probe of a model of an unknown family ---
+# our forward of a bin against transformers' forward of each sequence.
+#
+# Shape suffixes: T tokens, N targets, V vocabulary.
+
+_FLOAT32_BOUND = 1e-5
+"""Of the largest difference, by the largest log-probability (by 1 where that is smaller)."""
+_BFLOAT16_BOUND = 0.05
+"""Of the differences' root mean square, by the log-probabilities' standard deviation."""
+_OF_ITS_CODE = (AttributeError, LookupError, NotImplementedError, StrictDataclassError, TypeError, ValueError)
+
+
+@contextmanager
+def refusing(family: str) -> Iterator[None]:
+    """Name the family in every refusal of the block, and refuse if transformers' code does not take our calls."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(f"{family} cannot be trained by the engine fsdp: {error.message}", "model") from error
+    except _OF_ITS_CODE as error:
+        rule = f"transformers' model does not take what is needed: {error!r:.200}"
+        raise InvalidInput(f"{family} cannot be trained by the engine fsdp: {rule}", "model") from error
+
+
+@torch.no_grad()
+def probe(model: FsdpModel) -> float:
+    """Compare log-probabilities of a bin of ours with those of each of its sequences alone. Collective.
+
+    Returns:
+        The difference in nats: the largest in float32, the root mean square in bfloat16.
+
+    Raises:
+        InvalidInput: they differ by more than the bounds above.
+    """
+    batch, sequences = _bin(model.architecture.vocab_size, model.device)
+
+    def head(hidden_NH: Tensor, weight_VH: Tensor) -> dict[str, Tensor]:
+        return {"logprob": _picked(hidden_NH @ weight_VH.t() / model.logit_divisor, batch.label_N)}
+
+    ours_N = model.forward(batch, head)["logprob"]
+    theirs_N = torch.cat([_alone(model, token_id_T) for token_id_T in sequences])
+    error_N = ours_N - theirs_N
+    if model.dtype == torch.float32:
+        found, bound = float(error_N.abs().max()), _FLOAT32_BOUND * max(1.0, float(theirs_N.abs().max()))
+    else:
+        found, bound = float(error_N.square().mean().sqrt()), _BFLOAT16_BOUND * float(theirs_N.std())
+    if not found <= bound:
+        what = "log-probabilities of packed sequences differ from those of transformers' model of each alone"
+        raise InvalidInput(f"{what} by {found:.1e} nats, and {bound:.1e} is allowed", "model")
+    return found
+
+
+def _picked(logit_NV: Tensor, label_N: Tensor) -> Tensor:
+    return logit_NV.float().log_softmax(-1).gather(1, label_N[:, None])[:, 0]
+
+
+def _bin(vocab_size: int, device: torch.device) -> tuple[Batch, list[Tensor]]:
+    """Return a bin of a sequence, and of two that share their beginning; and the three, each whole."""
+    first, shared, one, other = (list(range(*edges)) for edges in ((0, 20), (20, 44), (44, 60), (60, 69)))
+    token_id_T = torch.arange(1, 70, device=device) * 7919 % vocab_size
+    sequences = first, shared + one, shared + other
+    parent, position = [-1] * 69, [0] * 69
+    for places in sequences:
+        for number, (before, place) in enumerate(zip([-1, *places], places, strict=False)):
+            parent[place], position[place] = before, number
+    index_N = torch.tensor([place for places in sequences for place in places[:-1]], device=device)
+    label_N = token_id_T[torch.tensor([place for places in sequences for place in places[1:]], device=device)]
+    position_T, parent_T = (torch.tensor(column, device=device) for column in (position, parent))
+    batch = Batch.to_score(token_id_T, position_T, parent_T, index_N, label_N)
+    return batch, [token_id_T[places] for places in sequences]
+
+
+def _alone(model: FsdpModel, token_id_T: Tensor) -> Tensor:
+    """Return the log-probabilities of a sequence's tokens but the first as transformers computes them."""
+
+    def compute(causal_lm: Any) -> dict[str, Tensor]:
+        causal_lm.config._attn_implementation = "eager"
+        logit_TV = causal_lm(input_ids=token_id_T[None], use_cache=False).logits[0, :-1]
+        causal_lm.config._attn_implementation = ATTENTION
+        return {"logprob": _picked(logit_TV, token_id_T[1:])}
+
+    return model.run(compute)["logprob"]

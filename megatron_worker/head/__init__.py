@@ -1,1 +1,0 @@
-"""The log-probability head: torch and Triton, without ever holding [targets, vocabulary]."""

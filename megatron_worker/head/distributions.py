@@ -34,12 +34,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_worker.engine import Batch, Outputs, Scores
-from megatron_worker.head import top_k
-from megatron_worker.head.beside import BesideHead
+from megatron_worker.engine import Batch, Divergence, LikeliestIds, Outputs, Scores, TeacherStates
+from megatron_worker.head import torch_tiles
 from megatron_worker.head.logprobs import VocabShard, score_targets
+from megatron_worker.head.scalar import BesideHead
 from megatron_worker.head.torch_tiles import capped_slope, rows_of_labels
-from megatron_worker.teachers import Divergence, LikeliestIds, TeacherStates
 
 _WORKSPACE_BYTES = 256 << 20
 _LOGITS_HELD = 8  # of a chunk, in tensors as wide as the shard
@@ -129,8 +128,8 @@ class _Softmax:
         shard, own_CV = self.shard, self.logprobs(logit_CV)
         id_CK = label_C[:, None]
         if num:
-            keys_CK = top_k.shifted(top_k.of_logits(logit_CV, num), shard.first)
-            _, id_CK = top_k.unpack_keys(top_k.over_shards(keys_CK, shard.group))
+            keys_CK = torch_tiles.shifted(torch_tiles.of_logits(logit_CV, num), shard.first)
+            _, id_CK = torch_tiles.unpack_keys(torch_tiles.over_shards(keys_CK, shard.group))
         row_CK, owned_CK = rows_of_labels(id_CK, shard.first, shard.num_real)
         padded_CV = torch.nn.functional.pad(own_CV, (0, 1))
         logprob_CK = self.summed(padded_CV.gather(1, row_CK).where(owned_CK, 0.0))

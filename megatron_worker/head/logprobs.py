@@ -25,9 +25,13 @@ choose.
 Shape suffixes: N targets, H hidden size, V rows of this rank's shard, K greatest logits kept.
 """
 
-from collections.abc import Iterator
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -35,10 +39,88 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_worker.engine import Outputs, Scores
-from megatron_worker.head import top_k, torch_tiles
-from megatron_worker.head.beside import BesideHead
-from megatron_worker.head.kernel_choice import use_kernel
+from megatron_worker.head import torch_tiles
+from megatron_worker.head.scalar import BesideHead
 from megatron_worker.head.torch_tiles import LocalSums, TileSize, capped_slope, finite, rows_of_labels, tile_size
+from shared.errors import InvalidInput
+from shared.settings import KernelPolicy
+
+# --- The choice between kernels and torch ---
+# on CUDA kernels; if they cannot be used, that is a warning or an error.
+#
+# The policy holds for a whole process, like torch's switches: `auto` takes kernels on CUDA and warns once of each
+# reason not to; `strict` raises an error without them, on the CPU too, where only Triton's interpreter runs them
+# (TRITON_INTERPRET=1, for tests); `torch` never takes one.
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LEAST_CAPABILITY = (8, 0)
+
+_policy: KernelPolicy = "auto"
+
+
+def set_policy(policy: KernelPolicy) -> None:
+    global _policy
+    assert policy in get_args(KernelPolicy), policy
+    _policy = policy
+
+
+@contextmanager
+def policy(policy: KernelPolicy) -> Iterator[None]:
+    """Set another policy within the block."""
+    before = _policy
+    set_policy(policy)
+    try:
+        yield
+    finally:
+        set_policy(before)
+
+
+def use_kernel(name: str, tensor: Tensor, probe: Callable[[Tensor], None]) -> bool:
+    """Return True if the kernel called `name` is to be used on tensors of this one's device and dtype.
+
+    Args:
+        probe: runs the kernel on a small tensor of that device and dtype, and may raise anything. Called once.
+
+    Raises InvalidInput under `strict` if the kernel cannot be used.
+    """
+    if _policy == "torch" or (_policy == "auto" and not tensor.is_cuda):
+        return False
+    reason = _reason_against(tensor.device, tensor.dtype, probe)
+    if reason is None:
+        return True
+    if _policy == "strict":
+        raise InvalidInput(f"the kernel {name!r} cannot be used, and kernels are strict: {reason}", "LONGSHORE_KERNELS")
+    _warn(f"the kernel {name!r} is not used, torch does its work: {reason}")
+    return False
+
+
+@functools.cache
+def _reason_against(device: torch.device, dtype: torch.dtype, probe: Callable[[Tensor], None]) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type != "cuda" and not _is_interpreted():
+        return f"it needs CUDA, and the tensors are on {device.type}"
+    if dtype not in _DTYPES:
+        return f"it knows no {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+        return f"it needs compute capability {_LEAST_CAPABILITY}, and {torch.cuda.get_device_name(device)} has {found}"
+    try:
+        probe(torch.ones(1, 1, device=device, dtype=dtype))
+    except Exception as error:  # a compiler, a driver or a chip may refuse in many ways, and torch can do the work
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _is_interpreted() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
 
 NO_LABEL = -1
 
@@ -141,7 +223,7 @@ class _Head(torch.autograd.Function):
             ctx.mark_non_differentiable(entropy_N)
         ctx.save_for_backward(hidden_NH, weight_VH, last_VR, lse_N, mean_logit_N, rows_NH, entropy_rows_NH)
         ctx.task = task
-        top_logit_NK, top_id_NK = top_k.unpack_keys(top_k.over_shards(local.top_NK, group))
+        top_logit_NK, top_id_NK = torch_tiles.unpack_keys(torch_tiles.over_shards(local.top_NK, group))
         top_logprob_NK = (top_logit_NK - lse_N[:, None]).to(lse_N.dtype)
         ctx.mark_non_differentiable(top_logprob_NK, top_id_NK)
         return target_N - lse_N, entropy_N, top_logprob_NK, top_id_NK
@@ -187,7 +269,10 @@ def _scan(hidden_NH: Tensor, weight_VH: Tensor, last_VR: Tensor | None, task: _T
     def nothing() -> LocalSums:
         rows_NH = hidden_NH.new_zeros(hidden_NH.shape, dtype=dtype) if keep_rows else None
         logit_rows_NH = torch.zeros_like(rows_NH) if rows_NH is not None and outputs.entropy_gradient else None
-        max_N, top_NK = torch.full_like(zeros_N, -torch.inf), label_N.new_full((num_targets, outputs.top_k), top_k.NONE)
+        max_N, top_NK = (
+            torch.full_like(zeros_N, -torch.inf),
+            label_N.new_full((num_targets, outputs.top_k), torch_tiles.NONE),
+        )
         sum_N, target_N, weighted_N = (zeros_N.clone() for _ in range(3))
         return LocalSums(max_N, sum_N, target_N, weighted_N, rows_NH, None, logit_rows_NH, top_NK)
 
@@ -212,7 +297,7 @@ def _scan(hidden_NH: Tensor, weight_VH: Tensor, last_VR: Tensor | None, task: _T
 def _scan_by_kernels(
     local: LocalSums, hidden_NH: Tensor, real_VH: Tensor, label_N: Tensor, outputs: Outputs, shard: VocabShard
 ) -> None:
-    from megatron_worker.head import kernels as kernels
+    from megatron_worker.head import kernels
 
     found = kernels.scan(
         hidden_NH.detach().contiguous(),
@@ -227,7 +312,7 @@ def _scan_by_kernels(
     local.max_N, local.sum_exp_N, local.target_N = found.max_N, found.sum_exp_N, found.target_N
     local.weighted_logit_N = found.weighted_logit_N
     if found.top_NK is not None:
-        local.top_NK = top_k.shifted(top_k.greatest(found.top_NK, outputs.top_k), shard.first)
+        local.top_NK = torch_tiles.shifted(torch_tiles.greatest(found.top_NK, outputs.top_k), shard.first)
 
 
 def _merge(
@@ -274,7 +359,7 @@ def _weight_gradient(
     for part, real_VH in _parts(weight_VH, last_VR, shard, task.tile.joined):
         grad_PH = grad_VH[part.first - shard.first :][: part.num_real]
         if len(hidden_NH) and part.num_real and kernels_do(hidden_NH, shard.logit_cap):
-            from megatron_worker.head import kernels as kernels
+            from megatron_worker.head import kernels
 
             kernels.add_weight_gradient(
                 grad_PH,
@@ -307,7 +392,7 @@ def _probe_cap(_one_NH: Tensor) -> None:
 
 
 def _probe_kernels(one_NH: Tensor) -> None:
-    from megatron_worker.head import kernels as kernels
+    from megatron_worker.head import kernels
 
     one_NH = one_NH.expand(1, 256).contiguous()  # some steps, so that it wants the memory that a real one wants
     exact_NH, row_N = one_NH.float(), torch.zeros(1, dtype=torch.int64, device=one_NH.device)

@@ -2,14 +2,18 @@
 
 from longshore.losses import CrossEntropy, Distillation, SquaredError
 from megatron_worker.engine import LossFunction
-from megatron_worker.losses import cross_entropy
-from megatron_worker.losses.bradley_terry import bradley_terry_loss, check_scored_pairs
-from megatron_worker.losses.columns import check_finite, check_teachers
-from megatron_worker.losses.distillation import distillation_loss
-from megatron_worker.losses.dpo import check_pairs, dpo_loss
-from megatron_worker.losses.kto import check_answers, kto_loss
+from megatron_worker.losses import supervised
 from megatron_worker.losses.policy import check_policy_columns, policy_loss
-from megatron_worker.losses.squared_error import squared_error_loss
+from megatron_worker.losses.preferences import (
+    bradley_terry_loss,
+    check_answers,
+    check_pairs,
+    check_scored_pairs,
+    dpo_loss,
+    kto_loss,
+)
+from megatron_worker.losses.supervised import distillation_loss, squared_error_loss
+from megatron_worker.losses.targets import check_finite, check_teachers
 from shared.jobs.losses import DPO, KTO, BradleyTerry, Loss
 from shared.jobs.packed import Units
 
@@ -21,7 +25,7 @@ def loss_function(loss: Loss, temperature: float = 1.0, has_critic: bool = False
     """
     match loss:
         case CrossEntropy():
-            return cross_entropy.cross_entropy_loss(temperature)
+            return supervised.cross_entropy_loss(temperature)
         case DPO():
             return dpo_loss(loss)
         case SquaredError():

@@ -4,13 +4,82 @@ Shape suffixes: N live targets of a bin, S its sequences.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from longshore.losses import PolicyLoss
 from megatron_worker.engine import Batch, Scores
-from megatron_worker.losses.divergence import bounded, divergence
+from shared.errors import InvalidInput
+from shared.jobs.packed import Floats, Ints, Units
+
+# --- Divergence ---
+# Estimates of a Kullback-Leibler divergence from single samples (Schulman 2020,
+# http://joschu.net/blog/kl-approx.html).
+#
+# With x drawn from p and d = log p(x) - log q(x), KL(p, q) = E[d] is estimated by
+#
+#     k1 = d                   unbiased, of either sign
+#     k2 = d^2 / 2             biased, never negative
+#     k3 = exp(-d) - 1 + d     unbiased, never negative
+#
+# Beyond -d = 20, k3 follows its tangent: it stays finite, and its gradient still pulls towards q. With a clamped
+# exponential the gradient would be that of d alone, away from q; with a clamped k3 (TRL, verl) it is 0.
+
+Estimator = Literal["k1", "k2", "k3"]
+
+# exp(20) is beyond any ratio of use, and finite: a zero gradient times infinity would be no number.
+LARGEST_LOG_RATIO = 20.0
+
+
+def bounded(log_ratio_N: Tensor) -> Tensor:
+    """Clamp a logarithm so that its exponential is finite."""
+    return log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+def divergence(logprob_N: Tensor, other_N: Tensor, estimator: Estimator) -> Tensor:
+    """Estimate KL(p, q) at samples of p, in nats. `logprob_N`: log p; `other_N`: log q."""
+    difference_N = logprob_N - other_N
+    match estimator:
+        case "k1":
+            return difference_N
+        case "k2":
+            return difference_N.square() / 2
+        case "k3":
+            exponent_N = (-difference_N).clamp(max=LARGEST_LOG_RATIO)
+            return exponent_N.exp() * (1 - difference_N - exponent_N) - 1 + difference_N
+
+
+# --- Columns of the data that a loss needs, checked before any step ---
+# a column that is missing is never taken for zeros.
+#
+# Shape suffixes: N targets of all units.
+
+
+def check_finite(units: Units, name: str, reason: str) -> None:
+    """Raise InvalidInput, which names the column, the unit and the reason, if a trained token has no number."""
+    values_N, weight_N = read_column(units, name, reason), read_column(units, "weight", reason)
+    broken_N = ~np.isfinite(values_N) & (weight_N > 0)
+    if broken_N.any():
+        unit = int(np.searchsorted(units.target_offsets, int(broken_N.argmax()), side="right")) - 1
+        raise InvalidInput(f"{name} is no number for {int(broken_N.sum())} trained tokens; {reason}", f"unit {unit}")
+
+
+def check_teachers(units: Units, num_teachers: int) -> None:
+    """Raise InvalidInput if a target's advantage is not the number of a teacher, from 0."""
+    number_N = read_column(units, "advantage", "several teachers: it is the number of a target's own")
+    if not np.isin(number_N, np.arange(num_teachers)).all():
+        raise InvalidInput(f"advantage is a teacher's number, from 0 to {num_teachers - 1}", "data")
+
+
+def read_column(units: Units, name: str, reason: str) -> Floats | Ints:
+    """Return a column of all units, [N]. Raises InvalidInput, which names the reason, if they have none."""
+    values = units.columns.get(name)
+    if values is None:
+        raise InvalidInput(f"the units have no column {name}; {reason}", "data")
+    return values
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_worker.families import routing
-from megatron_worker.families.activations import activate, clamped_gate
+from megatron_worker import families
+from megatron_worker.families import activate, clamped_gate
 from megatron_worker.megatron.lora import ExpertLinear
-from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
-from megatron_worker.megatron.parallel.mesh import Mesh
-from megatron_worker.quantized.weights import quantized_product
+from megatron_worker.megatron.parallel import Mesh, added, copied, dispatch
+from megatron_worker.quantized import quantized_product
 from shared.families.architecture import Mixture
 
 
@@ -47,9 +46,9 @@ class Router(torch.nn.Module):
 
         `route_sK`: the experts to take in place of those that the scores choose, as any kind of integers.
         """
-        score_sE = routing.scores(hidden_sH, self.weight, self._mixture, self.bias)
-        expert_sK = routing.choose(score_sE, self._mixture, self.correction) if route_sK is None else route_sK.long()
-        return routing.weights(score_sE, expert_sK, self._mixture).to(hidden_sH.dtype), expert_sK
+        score_sE = families.scores(hidden_sH, self.weight, self._mixture, self.bias)
+        expert_sK = families.choose(score_sE, self._mixture, self.correction) if route_sK is None else route_sK.long()
+        return families.weights(score_sE, expert_sK, self._mixture).to(hidden_sH.dtype), expert_sK
 
 
 class Expert(torch.nn.Module):

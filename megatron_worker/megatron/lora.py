@@ -26,21 +26,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from longshore.training import Lora, OptimizerStates
-from megatron_worker.families.tensor_slices import local_of, write_slice
+from megatron_worker.families import local_of, write_slice
 from megatron_worker.head import scalar
-from megatron_worker.head.beside import BesideHead
-from megatron_worker.megatron.optimizer import MegatronOptimizer
-from megatron_worker.megatron.parallel.collectives import gather_rows, sum_rows
-from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
-from megatron_worker.megatron.parallel.stages import holds
-from megatron_worker.megatron.regions import arrange
-from megatron_worker.quantized.tensors import QuantizedTensor
-from megatron_worker.quantized.weights import quantized_linear, whole
-from megatron_worker.tensors.adapter_tensors import initial, norms_of_rows, scale_of, targeted
-from megatron_worker.tensors.dropout import Masks, dropped
+from megatron_worker.head.scalar import BesideHead
+from megatron_worker.megatron.optimizer import MegatronOptimizer, arrange
+from megatron_worker.megatron.parallel import Group, Mesh, Placement, gather_rows, holds, sum_rows
+from megatron_worker.quantized import QuantizedTensor, quantized_linear, whole
+from megatron_worker.tensors.adapter_tensors import Masks, dropped, initial, norms_of_rows, scale_of, targeted
 from shared.families.tensor_slices import Linear, TensorSlice
-from shared.models.lora_modules import AdaptedModules, LoraSize
-from shared.models.peft import factor_of, norms_of
+from shared.models.peft import AdaptedModules, LoraSize, factor_of, norms_of
 
 _OF_HEADS = ("output_layer.", scalar.MODULE, scalar.OWN)
 

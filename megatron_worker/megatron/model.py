@@ -26,25 +26,33 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from longshore.training import Quantization
-from megatron_worker.families.activations import activate
-from megatron_worker.families.rope import frequencies_of
-from megatron_worker.head.beside import BesideHead
+from megatron_worker.families import activate, frequencies_of
 from megatron_worker.head.logprobs import VocabShard
-from megatron_worker.head.scalar import HeadWeights
-from megatron_worker.megatron.attention import CoreAttention, PackedSelfAttention
+from megatron_worker.head.scalar import BesideHead, HeadWeights
+from megatron_worker.megatron.attention import CoreAttention, LocalBin, PackedSelfAttention
 from megatron_worker.megatron.experts import MegatronExperts, StackedExperts
-from megatron_worker.megatron.layers.delta_net import GatedDeltaNet
-from megatron_worker.megatron.layers.gemma import LayerInputs, NormedLayer, PerLayerEmbedding, TakenAttention
-from megatron_worker.megatron.layers.latent_attention import LatentSelfAttention
-from megatron_worker.megatron.layers.mamba import Mamba2Mixer
-from megatron_worker.megatron.local_bins import LocalBin
+from megatron_worker.megatron.layers import (
+    GatedDeltaNet,
+    LatentSelfAttention,
+    LayerInputs,
+    Mamba2Mixer,
+    NormedLayer,
+    PerLayerEmbedding,
+    TakenAttention,
+)
 from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
-from megatron_worker.megatron.parallel.collectives import gather_alike, gather_rows, own_rows
-from megatron_worker.megatron.parallel.mesh import Group, Mesh, Placement
-from megatron_worker.megatron.parallel.stages import LAYERS, layers_of
-from megatron_worker.megatron.regions import arrange
-from megatron_worker.quantized.block_codes import CODES
-from megatron_worker.quantized.tensors import QuantizedTensor, QuantizedTensors
+from megatron_worker.megatron.optimizer import arrange
+from megatron_worker.megatron.parallel import (
+    LAYERS,
+    Group,
+    Mesh,
+    Placement,
+    gather_alike,
+    gather_rows,
+    layers_of,
+    own_rows,
+)
+from megatron_worker.quantized import CODES, QuantizedTensor, QuantizedTensors
 from shared.families.architecture import (
     Architecture,
     Attention,

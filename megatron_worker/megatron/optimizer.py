@@ -1,4 +1,5 @@
-"""AdamW (adamw.py) and Muon (muon.py) on float32 masters: flat buffers for weights, gradients and both moments.
+"""AdamW (optimizers.py) and Muon (optimizers.py) on float32 masters: flat buffers for weights, gradients and both
+moments.
 
 If several ranks hold a tensor, each rank updates a share of it, and keeps masters and moments of that share only
 (Rajbhandari et al. 2020, arXiv:1910.02054, stage 1): gradients are summed into shares, and weights gathered from them.
@@ -6,6 +7,7 @@ If several ranks hold a tensor, each rank updates a share of it, and keeps maste
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 
@@ -14,18 +16,60 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from longshore.training import Muon, Optimizer, OptimizerStates
-from megatron_worker.families.tensor_slices import local_of, read_slice, write_slice
-from megatron_worker.megatron.parallel.mesh import Mesh
-from megatron_worker.megatron.regions import Region
-from megatron_worker.optimizers.adamw import Rates, sum_of_squares
-from megatron_worker.optimizers.groups import Group, groups_of, rates_of, step_matrix, update
-from megatron_worker.optimizers.muon import step_of
-from megatron_worker.process.process_group import SideRanks
-from megatron_worker.quantized.moments import CodedMoment, update_coded
-from megatron_worker.tensors.blocks import Held, only_here
-from megatron_worker.tensors.flat_buffer import Flat
-from megatron_worker.tensors.state_files import SlotOptimizer, State
+from megatron_worker.families import local_of, read_slice, write_slice
+from megatron_worker.megatron.parallel import Group as RankGroup
+from megatron_worker.megatron.parallel import Mesh, Placement
+from megatron_worker.optimizers import Group, Rates, groups_of, rates_of, step_matrix, step_of, sum_of_squares, update
+from megatron_worker.process.ranks import SideRanks
+from megatron_worker.quantized import CodedMoment, update_coded
+from megatron_worker.tensors.offload import Flat
+from megatron_worker.tensors.state_files import Held, SlotOptimizer, State, only_here
 from shared.families.tensor_slices import TensorSlice
+
+# --- Regions of a flat buffer ---
+# tensors that the same ranks hold. Those ranks sum the gradients; each updates a share.
+
+_SHARE_ALIGNMENT = 64  # elements
+
+
+@dataclass(frozen=True)
+class Region:
+    """Elements `start` to `stop`, which all ranks of `copies` hold. `counts`: this rank's share counts in a norm."""
+
+    start: int
+    stop: int
+    copies: RankGroup
+    counts: bool
+
+    @property
+    def all(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def own(self) -> slice:
+        """This rank's share."""
+        return self.share_of(self.copies.rank)
+
+    def share_of(self, rank: int) -> slice:
+        """Return the share of a rank of `copies`."""
+        size = (self.stop - self.start) // self.copies.size
+        return slice(self.start + rank * size, self.start + (rank + 1) * size)
+
+
+def arrange(
+    shapes: Mapping[str, tuple[int, ...]], placements: Mapping[str, Placement], mesh: Mesh, dtype: torch.dtype
+) -> tuple[Flat, list[Region]]:
+    """Make a flat buffer of zeros for these tensors, and the regions that cover it."""
+    sections: dict[tuple[RankGroup, bool], list[str]] = {}
+    for name in shapes:
+        key = mesh.copies[placements[name]], mesh.counts(placements[name])
+        sections.setdefault(key, []).append(name)
+    names = [name for section in sections.values() for name in section]
+    multiples = {section[0]: _SHARE_ALIGNMENT * copies.size for (copies, _), section in sections.items()}
+    flat = Flat({name: shapes[name] for name in names}, dtype, mesh.device, multiples)
+    starts = [flat.offsets[section[0]] for section in sections.values()]
+    stops = [*starts[1:], flat.num_elements][: len(starts)]  # a stage may hold nothing
+    return flat, [Region(a, b, *key) for a, b, key in zip(starts, stops, sections, strict=True)]
 
 
 class MegatronOptimizer(SlotOptimizer):

@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import get_args
 
 from longshore.training import Dtype
-from megatron_worker.process.imports import slow_imports
-from megatron_worker.process.watchdog import on_signals, start_watchdog
-from shared.chat.completions import LogprobsMode
-from shared.chat.sampler_control import SamplerReady
+from megatron_worker.process.startup import on_signals, slow_imports, start_watchdog
+from shared.chat.completions import LogprobsMode, SamplerReady
 from shared.errors import InvalidInput
 from shared.log_lines import escape_output
-from shared.models.end_tokens import read_end_ids
+from shared.models.config import read_end_ids
 from shared.storage.files import reachable, write_atomically
 
 
@@ -48,11 +46,10 @@ def serve(options: argparse.Namespace) -> None:
         from tokenizers import Tokenizer
 
         from megatron_worker.sampler.answers import AnswerLimits, Answers
-        from megatron_worker.sampler.decoders.interface import open_decoder
+        from megatron_worker.sampler.decoders import open_decoder
         from megatron_worker.sampler.generation import Generator
-        from megatron_worker.sampler.models import Models
+        from megatron_worker.sampler.models import Models, Sleep
         from megatron_worker.sampler.server import Server, listening
-        from megatron_worker.sampler.sleep import Sleep
         from megatron_worker.weight_sync.connections import accept_locally, accept_remotely
 
     torch.set_num_threads(options.threads)

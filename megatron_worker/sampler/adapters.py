@@ -10,8 +10,8 @@ from torch import Tensor
 from longshore.fields import Sha256
 from longshore.training import Lora
 from megatron_worker.head.scalar import HeadWeights, head_slices
-from megatron_worker.sampler.decoders.interface import AnyDecoder
-from megatron_worker.sampler.layers.linears import FusedLinear, LoraFactors
+from megatron_worker.sampler.decoders import AnyDecoder
+from megatron_worker.sampler.layers import FusedLinear, LoraFactors
 from megatron_worker.tensors.adapter_tensors import norms_of_rows, scale_of, targeted
 from megatron_worker.tensors.safetensors_files import single_file
 from megatron_worker.tensors.state_files import check_adapter_names
@@ -19,7 +19,7 @@ from megatron_worker.weight_sync.buckets import weights_sha256
 from shared.chat.completions import DrawnBy
 from shared.families.tensor_slices import TensorSlice
 from shared.models import peft as peft_format
-from shared.models.lora_modules import AdaptedModules, LoraSize
+from shared.models.peft import AdaptedModules, LoraSize
 
 
 @dataclass(eq=False)

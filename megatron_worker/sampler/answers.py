@@ -16,10 +16,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler import generation
-from megatron_worker.sampler.decoders.interface import AnyDecoder
+from megatron_worker.sampler.decoders import AnyDecoder
 from megatron_worker.sampler.drawing import Penalties
+from megatron_worker.sampler.generation import End, Ending, Sequence, Ticket
 from megatron_worker.sampler.models import Models, RequestRefused, parsed
-from megatron_worker.sampler.sequence import End, Ending, Sequence, Ticket
 from shared.chat.completions import (
     MAX_SAMPLES,
     TOKEN_ID,
@@ -35,11 +35,12 @@ from shared.chat.completions import (
     RoutedRequest,
     SamplerRequest,
     Sampling,
+    ScoreAnswer,
+    ScoreRequest,
+    StructuredOutputs,
     TokenLogprobs,
     Usage,
 )
-from shared.chat.sampler_control import ScoreAnswer, ScoreRequest
-from shared.chat.structured_outputs import StructuredOutputs
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:

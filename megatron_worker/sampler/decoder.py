@@ -18,25 +18,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_worker.families.rope import frequencies_of, rope_tables
+from megatron_worker.families import frequencies_of, rope_tables
 from megatron_worker.sampler.drawing import PromptScores, score_prompt
-from megatron_worker.sampler.layers.attention import BLOCK, SamplerAttention, fuse_attention, masks_of
-from megatron_worker.sampler.layers.experts import SamplerExperts, fuse_experts
-from megatron_worker.sampler.layers.linears import (
+from megatron_worker.sampler.layers import (
+    BLOCK,
     FusedLinear,
     LoraFactors,
     Mlp,
     Norm,
+    SamplerAttention,
+    SamplerExperts,
+    fuse_attention,
+    fuse_experts,
     fuse_mlp,
+    masks_of,
     token_table,
     with_tokens,
 )
 from megatron_worker.tensors.safetensors_files import model_files
 from shared.errors import InvalidInput
 from shared.families import architecture, read_architecture
-from shared.families.architecture import Architecture, Attention, Mixer, Mixture
+from shared.families.architecture import Architecture, Attention, Mixer, Mixture, Rope
 from shared.families.model_slices import output_slice, slices_of
-from shared.families.rope import Rope
 from shared.families.tensor_slices import TensorSlice
 
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from megatron_worker.sampler.answers import Answers
-from megatron_worker.sampler.models import RequestRefused
-from megatron_worker.sampler.sleep import Sleep
+from megatron_worker.sampler.models import RequestRefused, Sleep
 from shared.chat.completions import ErrorDetail, ErrorResponse
 from shared.storage.files import listen_privately
 

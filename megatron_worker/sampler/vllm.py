@@ -26,13 +26,11 @@ import psutil
 from pydantic import ValidationError
 
 from longshore.training import Dtype
-from megatron_worker.process.watchdog import PERIOD_S, host_is_gone
-from shared.chat.completions import ErrorResponse
-from shared.chat.sampler_control import SamplerReady
+from megatron_worker.process.startup import PERIOD_S, host_is_gone
+from shared.chat.completions import ErrorResponse, SamplerReady
 from shared.child_environment import child_environment
 from shared.log_lines import escape_output
-from shared.models.config import read_model_config
-from shared.models.end_tokens import GENERATION
+from shared.models.config import GENERATION, read_model_config
 from shared.models.shape import shape_of
 from shared.storage.files import reachable, write_atomically
 

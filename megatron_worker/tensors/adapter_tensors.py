@@ -1,7 +1,9 @@
 """An adapter's tensors: the linears that have some, their initial values, and their scales."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from megatron_worker.head import scalar
 from shared.families.tensor_slices import TensorSlice
 from shared.models import peft as peft_format
-from shared.models.lora_modules import AdaptedModules, LoraSize
+from shared.models.peft import AdaptedModules, LoraSize
 
 
 def targeted(parts: Sequence[TensorSlice], adapted: AdaptedModules) -> dict[TensorSlice, LoraSize]:
@@ -49,3 +51,45 @@ def initial(s: TensorSlice, seed: int) -> Tensor | None:
     if s.name.endswith("_B"):
         return drawn.normal_(generator=generator)
     return drawn.uniform_(-(s.shape[1] ** -0.5), s.shape[1] ** -0.5, generator=generator)
+
+
+# --- Dropout of adapters' inputs (Srivastava et al. 2014, JMLR 15:1929), from masks that are never stored ---
+#
+# A mask follows from the run's seed, the step, the bin in it and the linear: a run that was killed draws the same
+# again.
+
+
+@dataclass
+class Masks:
+    """An adapter's dropout masks follow from this. `moment`: the step and the bin in it; None: nothing is dropped."""
+
+    rate: float
+    seed: int
+    moment: tuple[int, int] | None = None
+
+    @contextmanager
+    def at(self, moment: tuple[int, int] | None) -> Iterator[None]:
+        before, self.moment = self.moment, moment
+        try:
+            yield
+        finally:
+            self.moment = before
+
+    def seed_of(self, linear: str, place: int) -> int | None:
+        """Return the seed of a linear's mask on ranks of this place; None if nothing is dropped."""
+        if self.moment is None or not self.rate:
+            return None
+        digest = hashlib.sha256(f"{self.seed}:{self.moment}:{linear}:{place}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+
+def dropped(x: Tensor, rate: float, seed: int | None) -> Tensor:
+    """Return x with a share `rate` of its numbers zero and the others larger, so that the mean stays; None: x itself.
+
+    The gradient of a sum of products with the result, by x, is the same function of the gradient by the result.
+    """
+    if seed is None:
+        return x
+    generator = torch.Generator(x.device).manual_seed(seed)
+    kept = torch.rand(x.shape, generator=generator, device=x.device) >= rate
+    return x * kept.to(x.dtype).div_(1 - rate)

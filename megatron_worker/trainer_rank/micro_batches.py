@@ -12,10 +12,9 @@ import torch
 from longshore.training import Recompute
 from megatron_worker.dispatch import WAYS, Dispatcher, SlotName
 from megatron_worker.engine import Facts
-from megatron_worker.forwards.inputs import CheckedInput, Inputs
-from megatron_worker.memory.live_bytes import default_budget, new_meter
-from megatron_worker.memory.planner import PlannedSlot, Planner, RankShare
-from megatron_worker.process.agreement import everyone
+from megatron_worker.forwards import CheckedInput, Inputs
+from megatron_worker.memory import PlannedSlot, Planner, RankShare, default_budget, new_meter
+from megatron_worker.process.ranks import everyone
 from megatron_worker.tensors.slot_engine import Engine
 from shared.errors import InvalidInput
 

@@ -3,46 +3,268 @@
 It trains adapters by their names, or every weight of the base, whose name is None.
 
 Everything except `forward`, `backward` and `zero_grad` is collective: all ranks call it, in the same order. Ranks of
-one tensor-parallel group make the same calls, with equal arguments. If ranks run in lockstep (lockstep.py), those three
+one tensor-parallel group make the same calls, with equal arguments. If ranks run in lockstep (rank.py), those three
 are collective as well; each rank has different inputs and another loss, or none.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
-from longshore.training import Full, Lora, Optimizer, Recompute
+from longshore.layout import EngineName, Layout
+from longshore.training import Dtype, Full, Lora, Optimizer, OptimizerStates, Quantization, Recompute, held_otherwise
 from megatron_worker.dispatch import Dispatcher, SlotName
-from megatron_worker.engine import Facts, Norms
-from megatron_worker.forwards.inputs import (
+from megatron_worker.engine import Batch, Facts, Norms
+from megatron_worker.forwards import (
+    LEAST_SAVED,
     CheckedInput,
     ForwardInput,
     ForwardOutput,
+    HeadCall,
     Inputs,
+    Ints,
+    Pack,
+    answers,
     check,
     empty_output,
     leaves,
     nested_alike,
+    pack,
 )
-from megatron_worker.forwards.packing import LEAST_SAVED
-from megatron_worker.memory.planner import PlannedSlot
-from megatron_worker.process.agreement import agreement
+from megatron_worker.memory import PlannedSlot
+from megatron_worker.process.ranks import agreement, backend, everyone, start_group
+from megatron_worker.tensors.safetensors_files import WrittenTensor, write_safetensors
 from megatron_worker.tensors.slot_engine import Engine
-from megatron_worker.trainer_rank.forward import forward_slot
-from megatron_worker.trainer_rank.graphs import Graphs
-from megatron_worker.trainer_rank.lockstep import Lockstep
 from megatron_worker.trainer_rank.micro_batches import MicroBatch, base_first, micro_batches, resident
-from megatron_worker.trainer_rank.snapshot import Snapshot, refuse_beyond_passes, refuse_beyond_steps
+from megatron_worker.warm_engine import new_engine
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
+from shared.models.peft import OUTPUT, AdaptedModules
+
+# --- Graphs ---
+# Tracks which slots have a live autograd graph, by objects that autograd saves for the backward and frees with it.
+
+
+class _Alive:
+    """An object that only a graph holds, so that it lives as long as the graph."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Graphs:
+    """The live graphs of slots. A graph lives until a backward frees it, or its outputs are no longer referenced."""
+
+    def __init__(self) -> None:
+        self._alive: defaultdict[str | None, weakref.WeakSet[_Alive]] = defaultdict(weakref.WeakSet)
+
+    def watch(self, tensor: Tensor, slot: str | None) -> Tensor:
+        """Return the tensor with its graph counted as the slot's; a tensor without a graph is returned unchanged."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+
+        def keep(saved: Tensor) -> _Alive:
+            token = _Alive(saved.detach())
+            self._alive[slot].add(token)
+            return token
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda token: token.tensor):
+            watched: Tensor = _Identity.apply(tensor)
+        return watched
+
+    def is_alive(self, slot: str | None) -> bool:
+        return len(self._alive[slot]) > 0
+
+    @property
+    def any_alive(self) -> bool:
+        return any(map(len, self._alive.values()))
+
+
+# --- Keeps ranks in step whose weights or experts are spread over ranks with other data ---
+#
+# All ranks must take part in each forward and backward of the backbone, in the same order. A rank without inputs for
+# a slot sends an empty pack. The graph is cut between backbone and heads: after the backward of the heads, ranks agree
+# which backbones have gradients, and do the backwards of those together, the newest first.
+
+
+@dataclass(frozen=True, eq=False)
+class _Backbone:
+    """The outputs of one forward for heads: hidden states, and a trained embedding if it is not the parameter itself.
+
+    `made` has the backbone's graph; `leaves` are the same as leaves of the heads' graphs.
+    """
+
+    made: list[Tensor]
+    leaves: list[Tensor]
+
+
+class Lockstep:
+    """Keeps backbones until their backward, or until no rank holds their outputs. Only `cut` is not collective."""
+
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self._world_size, self._device = world_size, device
+        self._backbones: dict[int, _Backbone] = {}  # by numbers that are the same on all ranks
+        self._graphs = Graphs()
+        self._num_cut = 0
+
+    def slots(self, own: Iterable[str | None]) -> set[str | None]:
+        """Return the slots that any rank uses. Raises InvalidInput if some ranks keep graphs and others do not."""
+        self.release()
+        found = everyone(self._world_size, (list(set(own)), torch.is_grad_enabled()))
+        if len({keeps_graph for _, keeps_graph in found}) > 1:
+            raise InvalidInput("some ranks keep a graph and others are under no_grad; here they go in step", "forward")
+        return {name for names, _ in found for name in names}
+
+    def cut(self, hidden_NH: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states and embedding for the heads, detached from the backbone's graph, which is kept here."""
+        if not hidden_NH.requires_grad:
+            return hidden_NH, weight_VH
+        number, self._num_cut = self._num_cut, self._num_cut + 1
+        made = [hidden_NH, weight_VH] if weight_VH.grad_fn is not None else [hidden_NH]
+        leaves = [tensor.detach().requires_grad_() for tensor in made]
+        leaves[0].register_hook(lambda _: self._refuse_done(number))
+        self._backbones[number] = _Backbone(made, leaves)
+        return self._graphs.watch(leaves[0], str(number)), leaves[1] if len(leaves) > 1 else weight_VH
+
+    def backward(self, heads: Callable[[], None]) -> None:
+        """Do the backward of all ranks' losses. `heads` does this rank's as far as the hidden states.
+
+        If `heads` raises on one rank, all ranks raise.
+        """
+        try:
+            with agreement(self._world_size, self._device):
+                heads()
+        except Exception:
+            for backbone in self._backbones.values():
+                for leaf in backbone.leaves:
+                    leaf.grad = None
+            raise
+        graded = {number for number, backbone in self._backbones.items() if backbone.leaves[0].grad is not None}
+        for number in sorted(self._of_any_rank(graded), reverse=True):
+            backbone = self._backbones.pop(number)
+            gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in backbone.leaves]
+            for leaf in backbone.leaves:
+                leaf.grad = None
+            torch.autograd.backward(backbone.made, gradients)
+
+    def release(self) -> None:
+        """Drop backbones whose outputs no rank holds any more."""
+        if self._backbones:
+            alive = self._of_any_rank({number for number in self._backbones if self._graphs.is_alive(str(number))})
+            self._backbones = {number: backbone for number, backbone in self._backbones.items() if number in alive}
+
+    def _of_any_rank(self, numbers: set[int]) -> set[int]:
+        return set().union(*everyone(self._world_size, list(numbers)))
+
+    def _refuse_done(self, number: int) -> None:
+        if number not in self._backbones:
+            message = "the backbone of these outputs has gone backward with a loss before: one backward a forward"
+            raise InvalidInput(message, "loss")
+
+
+# --- Forward ---
+# One packed forward of the inputs of one slot, then a light head for each kind of output that is asked for.
+#
+# The rows of hidden states that heads read are selected once; rows of one kind and temperature are adjacent. Inputs
+# that only ask for log-probabilities are computed exactly as in a job's bin.
+#
+# Shape suffixes: T tokens of the pack, N rows, H hidden size, P positions of an input, K labels a position.
+
+Watch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def forward_slot(
+    engine: Engine, requests: Sequence[CheckedInput], least_saved_tokens: int, watch: Watch
+) -> list[ForwardOutput]:
+    """Answer requests with the active slot. `watch` gets what the backbone made, and returns it for the heads.
+
+    Without requests an empty pack goes through the backbone, as other ranks may need this one's part (rank.py).
+    """
+    packed = pack([request.token_L for request in requests], least_saved_tokens)
+    asked = _by_question(requests, packed.order)
+    rows = [[packed.index_of[n][requests[n].position_P] for n in numbers] for numbers in asked.values()]
+    batch = _batch(packed, [index_P for of_question in rows for index_P in of_question], engine.facts.device)
+    hidden_NH, weight_VH = watch(*engine.hidden_states(batch))
+    outputs = [ForwardOutput() for _ in requests]
+    parts = [hidden_NH] if len(asked) == 1 else hidden_NH.split([sum(map(len, of_question)) for of_question in rows])
+    for (question, numbers), rows_NH in zip(asked.items(), parts, strict=True):
+        found = answers(question, rows_NH, [requests[n] for n in numbers], weight_VH, engine.vocab_shard)
+        for number, answer in zip(numbers, found, strict=True):
+            outputs[number].found.update(answer)
+    return outputs
+
+
+def _by_question(requests: Sequence[CheckedInput], order: Sequence[int]) -> dict[HeadCall, list[int]]:
+    """Return the requests of each question, in the planner's order: heads with a high peak before whole logits."""
+    found: dict[HeadCall, list[int]] = {}
+    for number in order:
+        for question in requests[number].questions:
+            found.setdefault(question, []).append(number)
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _batch(packed: Pack, rows: Sequence[Ints], device: torch.device) -> Batch:
+    """The pack, and a target for each row. Labels, which heads have from the requests, are 0."""
+    index_N = np.concatenate([np.zeros(0, dtype=np.int64), *rows])
+    arrays = packed.token_id_T, packed.position_T, packed.parent_T, index_N, np.zeros_like(index_N)
+    return Batch.to_score(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+# --- A copy of an adapter's weights, apart from the engine: to write while training continues, or to look at ---
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Whole float32 tensors on the host, by PEFT's names."""
+
+    lora: Lora
+    tensors: dict[str, Tensor]
+
+    def write(self, folder: Path) -> None:
+        """Write the weights as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`."""
+        entries = [WrittenTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+        peft_format.write_config(folder, self.lora, self.tensors)
+        metadata = peft_format.metadata_of(self.lora)
+        write_safetensors(folder / peft_format.WEIGHTS, entries, iter(self.tensors.values()), metadata)
+
+
+def refuse_beyond_passes(lora: Lora) -> None:
+    """Raises InvalidInput for settings that user code's passes through the backbone do not support."""
+    if lora.dropout or lora.head is not None or AdaptedModules(lora).of(OUTPUT) is not None:
+        raise InvalidInput("dropout, heads and adapters of lm_head are of a run's own passes alone", "trainable")
+
+
+def refuse_beyond_steps(optimizer: Optimizer, lora: Lora | None) -> None:
+    """Raises InvalidInput for a setting that would do nothing in a step of user code. `lora`: None for the base."""
+    if optimizer.noise_scale:
+        raise InvalidInput("it needs the weights of your losses, which only a run's or a session's have", "noise_scale")
+    if optimizer.lora_plus_ratio != 1 and lora is None:
+        raise InvalidInput("the base has no B matrices", "lora_plus_ratio")
 
 
 @dataclass(frozen=True)
@@ -396,3 +618,62 @@ class TrainerRank:
 
 def _place(name: str | None) -> str:
     return "the base" if name is None else f"adapter {name!r}"
+
+
+# --- A head of one's own on hidden states, trained with a slot of a TrainerRank ---
+
+
+class Head(Protocol):
+    """A module, such as a torch.nn.Module, that computes named numbers from hidden states, [N, H], a row for each."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]: ...
+
+    def scores(self, hidden_NH: Tensor) -> dict[str, Tensor]: ...
+
+
+def train_head(rank: TrainerRank, name: str | None, head: Head) -> None:
+    """Train a head with an adapter, or (None) with the base, once that was made. Heads are equal on all ranks.
+
+    `optim_step` steps both, by the norm of both; `save` and `load` have both. Parameters take the engine's dtype, and
+    lie in a buffer of the slot from then on. Raises InvalidInput if the slot is not trained. Collective.
+    """
+    with rank.agreement():
+        if not (rank.trains_base if name is None else rank.adapters.get(name)):
+            raise InvalidInput("what it is to be trained with is not trained", "head")
+    rank.engine.train_own(rank.slot(name), dict(head.named_parameters()))
+
+
+# --- Starts a TrainerRank in a process that a launcher started as a rank, or in a single process ---
+
+
+def start(
+    model: Path,
+    layout: Layout | None = None,
+    dtype: Dtype = "float32",
+    memory_budget_bytes: int | None = None,
+    engine: EngineName = "megatron",
+    quantize_base: Quantization | None = None,
+    optimizer_states: OptimizerStates = "float32",
+    recompute: Recompute = "auto",
+) -> TrainerRank:
+    """A TrainerRank around a fresh engine. Collective.
+
+    Args:
+        model: a Hugging Face folder.
+        layout: by default all ranks are data-parallel.
+        quantize_base: hold the base's linears so; then adapters alone are trained.
+        optimizer_states: how both moments of AdamW are held.
+        recompute: see TrainerRank.
+
+    Raises:
+        InvalidInput: the folder or the layout cannot be used, or the engine does not hold weights or moments so.
+    """
+    if rule := held_otherwise(engine, quantize_base, optimizer_states):
+        raise InvalidInput(rule, "start")
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if num_ranks > 1 and not dist.is_initialized():
+        start_group(backend())
+    made = new_engine(engine, model, layout or Layout(dp=num_ranks), dtype, quantize_base, optimizer_states)
+    return TrainerRank(made, memory_budget_bytes, recompute=recompute)

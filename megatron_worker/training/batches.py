@@ -1,11 +1,10 @@
-"""Packed data as batches on a device: the bins of each data-parallel rank, and their tensors.
-
-Shape suffixes: T tokens of a bin, N targets of a bin.
-"""
+"""Batches of planned bins and of commands' data, and the scores of roles over them."""
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -15,12 +14,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longshore.training import MAX_SCALARS
-from megatron_worker.engine import Batch, LossFunction, Scores
-from megatron_worker.sums import combine
-from megatron_worker.teachers import LikeliestIds
+from longshore.commands import TokenScores
+from longshore.training import MAX_SCALARS, ScalarHead
+from megatron_worker.engine import Batch, LikeliestIds, LossFunction, LossSums, Outputs, Scores, combine
 from shared.errors import CorruptArtifact, InvalidInput
+from shared.jobs import bins as packing
+from shared.jobs.commands import joined, units_of
 from shared.jobs.packed import LIKELIEST_IDS, LIKELIEST_LOGPROBS, Ints, PackedBin, Plan, Units
+from shared.jobs.prefix_tree import SequenceRow, TreeUnit, split_tree
+
+# --- Packed data as batches on a device: the bins of each data-parallel rank, and their tensors ---
+#
+# Shape suffixes: T tokens of a bin, N targets of a bin.
 
 Flags = NDArray[np.bool_]
 Scored = Literal["old_logprob_N", "ref_logprob_N", "advantage_N", "weight_N"]
@@ -211,3 +216,223 @@ class Sums:
         for name, value in {**sums, **counts}.items():
             value_64 = torch.as_tensor(value, dtype=torch.float64, device=self._device)
             self.totals[name] = combine(name, self.totals[name], value_64) if name in self.totals else value_64
+
+
+# --- Makes batches of a command's data: the sequences that a client sent, packed as in a job, but in memory ---
+#
+# Shape suffixes: L tokens of a sequence, N targets of all units.
+
+
+@dataclass(frozen=True)
+class CommandData:
+    """A command's data as the batches of one step; for each datum the indices of its tokens among all targets."""
+
+    batches: PackedBatches
+    targets_of: Sequence[Ints]
+
+    def scores(self, found: dict[str, NDArray]) -> tuple[TokenScores, ...]:
+        """Return the scores of each datum, from columns over all targets, [N] or [N, K]."""
+        return tuple(
+            TokenScores.model_validate({name: values[places].tolist() for name, values in found.items()})
+            for places in self.targets_of
+        )
+
+
+def pack_data(data: Units, max_tokens: int, share_prefixes: bool, score_all: bool = False) -> CommandData:
+    """Pack a command's data into bins: a unit is a sequence or, with `share_prefixes`, a tree of them.
+
+    `score_all`: what has a weight of 0 is scored, too.
+    """
+    units = data if score_all else data.of_targets(data.columns["weight"] != 0)
+    ends = units.target_offsets
+    targets_of = [np.arange(*each) for each in itertools.pairwise(ends)]
+    if share_prefixes:
+        trees = split_tree([_row(units, number) for number in range(len(targets_of))], max_tokens)
+        units, targets_of = units_of(joined([tree.columns() for tree in trees])), _places(trees, len(targets_of))
+    sizes = np.diff(units.token_offsets).tolist()
+    bins = [np.array(each, dtype=np.int64) for each in packing.pack_bins(sizes, max_tokens)]
+    return CommandData(PackedBatches(units, OneStep(bins)), targets_of)
+
+
+def _row(units: Units, number: int) -> SequenceRow:
+    """Return a unit whose targets are its own tokens as a sequence, which gives each target's columns to its token."""
+    packed = units.read_bin(np.array([number]))
+    target_N = packed.hidden_index_N + 1
+
+    def column(values_N: NDArray) -> NDArray:
+        values_L = np.zeros(packed.num_tokens, dtype=values_N.dtype)
+        values_L[target_N] = values_N
+        return values_L
+
+    return SequenceRow(
+        token_ids=packed.token_id_T,
+        target_mask=column(np.ones(len(target_N), dtype=bool)),
+        weight=column(packed.weight_N),
+        advantage=column(packed.advantage_N),
+        old_logprob=column(packed.old_logprob_N),
+        ref_logprob=column(packed.ref_logprob_N),
+    )
+
+
+def _places(trees: Sequence[TreeUnit], num_data: int) -> list[Ints]:
+    """Return for each datum the indices of its targets among those of all units."""
+    places: list[Ints] = [np.zeros(0, dtype=np.int64)] * num_data
+    first = 0
+    for tree in trees:
+        for sequence, number in enumerate(tree.members):
+            places[number] = first + np.flatnonzero(tree.sequence_N == sequence)
+        first += tree.num_targets
+    return places
+
+
+# --- Scores data before steps with weights that do not change ---
+# the policy's, a reference's, a teacher's or a critic's.
+#
+# A unit is scored once, in the first bin of this rank that holds it, however often it is trained on. A job that
+# resumes from a checkpoint is scored by its initial weights in the same bins, so that the scores are equal to the bit.
+
+
+@dataclass(frozen=True)
+class Role:
+    """A slot that scores data, and the destination of its scores.
+
+    Attributes:
+        slot: its name; None: the base.
+        steps: those whose examples are scored. They end with the last step that is computed at all.
+        take: is given what `TargetScores.found` has of this rank's share.
+        head: that of the slot, if `outputs` asks for its values.
+    """
+
+    slot: str | None
+    data: PackedBatches
+    steps: range
+    outputs: Outputs
+    take: Callable[[dict[str, NDArray]], object]
+    head: ScalarHead | None = None
+
+
+def logprobs_role(
+    slot: str | None,
+    data: PackedBatches,
+    steps: range,
+    temperature: float = 1.0,
+    *,
+    column: Scored,
+    at_N: Flags | None = None,
+) -> Role:
+    """Return a role whose log-probabilities, in nats, fill a column of the data.
+
+    Args:
+        temperature: what logits are divided by.
+        at_N: the targets whose column is filled, bool; None: all.
+    """
+    outputs = Outputs(temperature=temperature)
+    return Role(slot, data, steps, outputs, lambda found: data.put(column, found["logprobs"], at_N))
+
+
+def likeliest_role(
+    slot: str | None,
+    data: PackedBatches,
+    steps: range,
+    temperature: float = 1.0,
+    *,
+    top_k: int,
+    at_N: Flags | None = None,
+) -> Role:
+    """Return a role whose `top_k` likeliest ids and their log-probabilities become the data's; see `logprobs_role`.
+
+    `top_k`: 0 for the row's own token. The last column has the log-probability of all other ids (`Outputs.rest`).
+    """
+
+    def take(found: dict[str, NDArray]) -> None:
+        data.put_likeliest(found["top_ids"].astype(np.int32), found["top_logprobs"], at_N)
+
+    return Role(slot, data, steps, Outputs(logprob=False, temperature=temperature, top_k=top_k, rest=True), take)
+
+
+class TargetScores:
+    """Collects scores of a data set's targets, a bin at a time. Targets of other ranks' bins have NaN (ids: -1).
+
+    Attributes:
+        found: `logprobs` [N] float32 in nats, and if they were requested `entropies` [N], `top_ids` [N, K] int64,
+            `top_logprobs` [N, K]; or the `values` [N, L] of the slot's head.
+    """
+
+    def __init__(self, data: PackedBatches, outputs: Outputs, head: ScalarHead | None = None) -> None:
+        """Columns are made here, for all outputs: a rank that has no bin must have them, too.
+
+        `head`: that of the slot, if its values are asked for.
+        """
+        self._data = data
+        shape_N, shape_NK = (data.units.header.num_targets,), (data.units.header.num_targets, outputs.num_named)
+        self.found: dict[str, NDArray] = {}
+        if outputs.logprob:
+            self.found["logprobs"] = np.full(shape_N, np.nan, dtype=np.float32)
+        if outputs.values and head is not None:
+            self.found["values"] = np.full((*shape_N, len(head.names)), np.nan, dtype=np.float32)
+        if outputs.entropy:
+            self.found["entropies"] = np.full(shape_N, np.nan, dtype=np.float32)
+        if outputs.num_named:
+            self.found["top_ids"] = np.full(shape_NK, -1, dtype=np.int64)
+            self.found["top_logprobs"] = np.full(shape_NK, np.nan, dtype=np.float32)
+
+    def put(self, units: Ints, scores: Scores) -> None:
+        """Store the scores of a bin's targets."""
+        columns = {
+            "logprobs": scores.logprob_N,
+            "entropies": scores.entropy_N,
+            "top_ids": scores.top_id_NK,
+            "top_logprobs": scores.top_logprob_NK,
+            "values": scores.value_NL,
+        }
+        places = self._data.units.target_indices(units)
+        for name, column in self.found.items():
+            tensor = columns[name]
+            assert tensor is not None, name
+            column[places] = (tensor if name == "top_ids" else tensor.detach().float()).cpu().numpy()
+
+    def recorded(self, loss: LossFunction, bins: list[Ints]) -> LossFunction:
+        """Return a loss that also stores the scores of each bin here, given in the order of `bins`."""
+        left = iter(bins)
+
+        def sums(scores: Scores, batch: Batch) -> LossSums:
+            if not batch.is_empty:
+                self.put(next(left), scores)
+            return loss.sums(scores, batch)
+
+        return LossFunction(loss.outputs, sums)
+
+
+def bins_to_score(data: PackedBatches, first_step: int, num_steps: int, dp_rank: int, dp_size: int) -> list[Ints]:
+    """Return the units that this rank scores, a bin at a time: each unit in the first bin that holds it.
+
+    Bins are left out if no step from `first_step` on trains on their units; the others are not changed. Every rank gets
+    the same number of bins; the last one may be empty.
+    """
+    everyone = [_turns_of_rank(data, first_step, num_steps, rank, dp_size) for rank in range(dp_size)]
+    longest = max(len(own) for own in everyone)
+    return everyone[dp_rank] + [NO_UNITS] * (longest - len(everyone[dp_rank]))
+
+
+def share_of_rank(data: PackedBatches, num_steps: int, dp_rank: int, dp_size: int) -> NDArray[np.float64]:
+    """Return for each unit 1 / (number of ranks that score it), or 0 if this rank does not: [U]."""
+    held_RU = np.zeros((dp_size, data.units.header.num_units))
+    for rank in range(dp_size):
+        for units in _bins(data, range(num_steps), rank, dp_size):
+            held_RU[rank, units] = 1
+    share_U: NDArray[np.float64] = held_RU[dp_rank] / np.maximum(held_RU.sum(axis=0), 1)
+    return share_U
+
+
+def _turns_of_rank(data: PackedBatches, first_step: int, num_steps: int, dp_rank: int, dp_size: int) -> list[Ints]:
+    met: set[int] = set()
+    fresh: list[Ints] = []
+    for units in _bins(data, range(num_steps), dp_rank, dp_size):
+        fresh.append(np.array([unit for unit in units if int(unit) not in met], dtype=np.int64))
+        met.update(units.tolist())
+    ahead = {int(unit) for units in _bins(data, range(first_step, num_steps), dp_rank, dp_size) for unit in units}
+    return [units for units in fresh if any(int(unit) in ahead for unit in units)]
+
+
+def _bins(data: PackedBatches, steps: range, dp_rank: int, dp_size: int) -> Iterator[Ints]:
+    return (units for step in steps for units in data.bins_of_rank(step, dp_rank, dp_size))

@@ -15,16 +15,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from longshore.fields import Frozen
 from longshore.losses import CrossEntropy
-from megatron_worker.engine import LossFunction
+from megatron_worker.engine import PART, SUM, LossFunction, reported
 from megatron_worker.losses import loss_function
-from megatron_worker.sums import PART, SUM, reported
 from megatron_worker.training.batches import PackedBatches
 from shared.errors import CorruptArtifact
 from shared.field_rules import first_rule
 from shared.jobs.events import EvaluationSample
 from shared.jobs.job import Evaluation
 from shared.jobs.losses import Loss, is_policy_loss, reference_of
-from shared.models.end_tokens import read_end_ids
+from shared.models.config import read_end_ids
 
 T = TypeVar("T")
 Greedy = Callable[[list[list[int]], int, frozenset[int]], list[list[int]]]

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_worker.process.imports import slow_imports
+from megatron_worker.process.startup import slow_imports
 from shared.programs import SAMPLER_MODULES, TRAINER_MODULES
 
 if TYPE_CHECKING:

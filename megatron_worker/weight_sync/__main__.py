@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from shared.jobs.weight_sync import EXPERIMENTAL, Transport
+from shared.jobs.job import EXPERIMENTAL, Transport
 
 
 def reasons(experimental: Sequence[str]) -> dict[str, str | None]:

@@ -1,28 +1,114 @@
-"""Buckets: named tensors as buffers of bytes of a bounded size, each with a description and a checksum.
-
-A tensor travels in the blocks that ranks hold of it. A block that does not fit into the rest of a bucket is divided by
-rows (slices of its first dimension).
-"""
+"""Buckets of weights, which of their elements have changed, and the messages that say so."""
 
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from longshore.fields import Frozen, Sha256
+from longshore.training import Lora
 from megatron_worker.engine import Outgoing, TensorBlock
-from megatron_worker.weight_sync import changes
 from shared.errors import InvalidInput
+from shared.jobs.job import Transport
+
+# --- Changes: the elements of a tensor that differ from an earlier version, exactly, in three bytes each ---
+#
+# One step of Adam changes about 2 % of bfloat16 weights. A change is the number of unchanged 2-byte words before it
+# (uint8) and the exclusive or of the word's old and new bits (uint16). If more than 255 words lie between two changes,
+# changes by 0 are inserted between them.
+
+_BYTES = 3  # of a change
+_CHUNK = 1 << 16  # words, or changes, at a time: on the way they take some 80 bytes each
+
+
+def num_bytes(num_changes: int) -> int:
+    """Return the bytes that the changes take: gaps first, then values, which begin at an even byte."""
+    return num_changes + num_changes % 2 + 2 * num_changes
+
+
+def find_changes(new: Tensor, old: Tensor, out: Tensor) -> int | None:
+    """Write the changes from `old` to `new` into `out`, uint8. None if they take more bytes than `out` has.
+
+    Args:
+        new, old: contiguous, of one shape and of a dtype of 2 or 4 bytes.
+
+    Returns:
+        The number of changes.
+    """
+    most = len(out) // _BYTES
+    if not most:
+        return 0 if torch.equal(_words(new), _words(old)) else None
+    gap_M, value_M = _split(out, most)  # values have their place when it is known how many there are
+    total, unchanged = 0, 0  # words since the last change, at the end of the last chunk
+    for new_W, old_W in zip(_words(new).split(_CHUNK), _words(old).split(_CHUNK), strict=True):
+        bits_W = new_W ^ old_W
+        place_C = bits_W.nonzero().flatten()
+        if total + len(place_C) > most:
+            return None
+        if not len(place_C):
+            unchanged += len(bits_W)
+            continue
+        gap_C = place_C.diff(prepend=place_C.new_full((1,), -1 - unchanged)) - 1
+        last_C = (gap_C // 256 + 1).cumsum(0) - 1
+        end = total + int(last_C[-1]) + 1
+        if end > most:
+            return None
+        gap_M[total:end], value_M[total:end] = 255, 0
+        gap_M[total:end][last_C] = (gap_C % 256).to(torch.uint8)
+        value_M[total:end][last_C] = bits_W[place_C]
+        total, unchanged = end, len(bits_W) - 1 - int(place_C[-1])
+    _move(value_M[:total], _split(out, total)[1])
+    return total
+
+
+def _move(source: Tensor, target: Tensor) -> None:
+    """Copy to a place that does not lie behind the source; both may overlap."""
+    for first in range(0, len(source), _CHUNK):
+        target[first : first + _CHUNK].copy_(source[first : first + _CHUNK].clone())
+
+
+def apply(changes: Tensor, num_changes: int, target: Tensor) -> None:
+    """Make changes, uint8 as `find_changes` wrote them, to a contiguous tensor in place.
+
+    Raises ValueError: a change lies behind the tensor's end. Nothing has been changed then.
+    """
+    if not num_changes:
+        return
+    gap_X, value_X = _split(changes, num_changes)
+    words = _words(target)
+    place = sum(int(gap_Y.sum()) + len(gap_Y) for gap_Y in gap_X.split(_CHUNK)) - 1
+    if place >= len(words):
+        raise ValueError(f"a change of word {place} of {len(words)}")
+    place = -1
+    for gap_Y, value_Y in zip(gap_X.split(_CHUNK), value_X.split(_CHUNK), strict=True):
+        place_Y = (gap_Y.long() + 1).cumsum(0).add_(place)
+        words[place_Y.to(words.device)] ^= value_Y.to(words.device)
+        place = int(place_Y[-1])
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.int16)
+
+
+def _split(buffer: Tensor, num_changes: int) -> tuple[Tensor, Tensor]:
+    start = num_changes + num_changes % 2
+    return buffer[:num_changes], buffer[start : start + 2 * num_changes].view(torch.int16)
+
+
+# --- Buckets: named tensors as buffers of bytes of a bounded size, each with a description and a checksum ---
+#
+# A tensor travels in the blocks that ranks hold of it. A block that does not fit into the rest of a bucket is divided
+# by rows (slices of its first dimension).
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64  # bytes
-_CHUNK = 1 << 21  # bytes that the checksum takes at a time
+_BUCKET_CHUNK = 1 << 21  # bytes that the checksum takes at a time
 _PRIME = 1099511628211
 MAX_PARTS = 1 << 20
 MAX_BUCKET_BYTES = 16 << 30
@@ -34,7 +120,7 @@ class BucketPart(Frozen):
     """Some rows of a tensor in a bucket, at byte `start`; a tensor without a dimension is one row.
 
     With `num_columns` only this many columns of the rows, from `first_column` on. With `num_changes` the bucket holds
-    this many changes of the rows (changes.py) instead of the rows.
+    this many changes of the rows (buckets.py) instead of the rows.
     """
 
     name: str = Field(max_length=512)
@@ -191,7 +277,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     """
     found = 0
     for tensor in tensors:
-        for chunk in tensor.detach().view(-1).view(torch.uint8).split(_CHUNK):
+        for chunk in tensor.detach().view(-1).view(torch.uint8).split(_BUCKET_CHUNK):
             whole = len(chunk) // 8 * 8
             aligned = chunk[:whole] if chunk.data_ptr() % 8 == 0 else chunk[:whole].clone()
             words = aligned.view(torch.int64)
@@ -287,7 +373,7 @@ def _change(buffer: Tensor, part: BucketPart, rows: Tensor) -> None:
     # A copy only if the part has some of the columns, or the model keeps the tensor in a wider dtype.
     whole = rows.to(DTYPES[part.dtype]).contiguous()
     try:
-        changes.apply(buffer[part.start :], part.num_changes, whole)
+        apply(buffer[part.start :], part.num_changes, whole)
     except ValueError as error:
         raise InvalidInput(str(error), part.name) from error
     if whole.data_ptr() != rows.data_ptr():
@@ -296,3 +382,125 @@ def _change(buffer: Tensor, part: BucketPart, rows: Tensor) -> None:
 
 def aligned(number: int) -> int:
     return -(-number // ALIGNMENT) * ALIGNMENT
+
+
+# --- Messages between a trainer and a sampler, each a JSON object of one of these schemas ---
+# The trainer begins.
+#
+#     trainer: Announcement     sampler: Reply
+#     trainer: connect          sampler: Reply, when it has the buffers; or calls, until it is in the group
+#     trainer: bucket           sampler: Reply, when it has read it
+#     trainer: commit           sampler: Reply, when samples are drawn from the version
+#
+# The trainer sends `bucket` messages before earlier ones are answered, as far as there are buffers. It sends `connect`
+# again when a group is formed anew.
+
+NUM_BUFFERS = 2
+HANDLE = r"^([0-9a-f]{2}){0,512}$"
+VALUE = r"^([0-9a-f]{2}){0,8192}$"
+ENDPOINT = r"^([0-9a-f]{2}){1,32768}$|^[0-9a-f.:\[\]]{3,64}:[0-9]{1,5}$"
+
+
+class SyncBroken(Exception):
+    """The other end is gone, is silent for too long, or refuses. The message says which."""
+
+
+class Announcement(Frozen):
+    """A sync's first message: the version that will be sent. `shapes_sha256`: of all names and shapes (buckets.py).
+
+    `lora`: the weights are an adapter's; absent: they are the model's own. `base_digest`: changes are to this version.
+    `name`: the version replaces the one served under this name, and running samples continue with it. `waits`: without
+    a name, whether the sampler waits until nobody uses the version before; otherwise it refuses the sync in that case.
+    """
+
+    schema_version: Literal[2] = 2
+    run_id: str = Field(max_length=256)
+    version: int = Field(ge=0)
+    transport: Transport = "shared_memory"
+    shapes_sha256: Sha256
+    lora: Lora | None = None
+    base_digest: Sha256 | None = None
+    name: str | None = Field(default=None, min_length=1, max_length=512)
+    waits: bool = True
+    buffer_bytes: int = Field(gt=0, le=MAX_BUCKET_BYTES)
+
+
+class GroupPlace(Frozen):
+    """A member's place in a group whose rank 0 is the trainer. `name` is drawn anew for each group."""
+
+    rank: int = Field(ge=1, le=64)
+    size: int = Field(ge=2, le=65)
+    name: Sha256
+
+
+class CudaHandle(Frozen):
+    """A buffer on a CUDA device of this machine, as CUDA's inter-process handles describe it; bytes in hexadecimal."""
+
+    device: int = Field(ge=0, le=63)
+    handle: str = Field(pattern=HANDLE)
+    storage_bytes: int = Field(ge=0, le=2 * MAX_BUCKET_BYTES)
+    storage_offset_bytes: int = Field(ge=0, le=1 << 48)
+    counter_handle: str = Field(pattern=HANDLE)
+    counter_offset: int = Field(ge=0, le=1 << 48)
+    event_handle: str = Field(pattern=HANDLE)
+    needs_event: bool
+
+
+class RemoteBuffers(Frozen):
+    """The trainer's buffers, for an engine that reads another process's memory.
+
+    `endpoint`: how that engine reaches the trainer's: of NIXL its metadata in hexadecimal, of Mooncake `host:port`.
+    """
+
+    endpoint: str = Field(pattern=ENDPOINT)
+    addresses: tuple[Annotated[int, Field(ge=1, lt=1 << 64)], ...] = Field(
+        min_length=NUM_BUFFERS, max_length=NUM_BUFFERS
+    )
+
+
+class Connect(Frozen):
+    """What a sampler needs besides the announcement. For shared_memory, file descriptors follow with a zero byte."""
+
+    group: GroupPlace | None = None
+    handles: tuple[CudaHandle, ...] = Field(default=(), max_length=NUM_BUFFERS)
+    remote: RemoteBuffers | None = None
+
+
+class Commit(Frozen):
+    digest: Sha256
+
+
+class SyncMessage(Frozen):
+    """A message of the trainer after its first: exactly one of these fields is set."""
+
+    connect: Connect | None = None
+    bucket: Bucket | None = None
+    commit: Commit | None = None
+
+
+class SyncCall(Frozen):
+    """A sampler's call while it joins a group (transports/collective.py); the last is `joined` or `failed`."""
+
+    do: Literal["set", "get", "check", "joined", "failed"]
+    key: str = Field(default="", max_length=512)
+    value: str = Field(default="", pattern=VALUE)
+
+
+class SyncAnswer(Frozen):
+    """`value`: the result of a get, absent if nobody has set it in time. A check gives it if the key is set."""
+
+    value: str | None = Field(default=None, pattern=VALUE)
+
+
+class SyncReply(Frozen):
+    """`refused`: why the sampler takes no more. `needs_all`: it does not have the version that the changes apply to.
+
+    `waits`: the reply will follow, as samples are still drawn from the version before. `interrupted`: the group broke
+    before this message's work was done. `call`: this is no reply but a call, which the trainer answers.
+    """
+
+    refused: str | None = None
+    needs_all: bool = False
+    waits: bool = False
+    interrupted: bool = False
+    call: SyncCall | None = None

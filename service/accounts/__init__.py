@@ -1,1 +1,0 @@
-"""Tenants, keys, sessions, quotas, limits and the audit log."""

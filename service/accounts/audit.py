@@ -9,8 +9,7 @@ from sqlalchemy import delete, select
 
 from longshore.fields import Frozen
 from service.accounts.limits import RateLimit
-from service.database.engine import Database
-from service.database.tables import AuditRow
+from service.database.engine import AuditRow, Database
 from service.errors import DatabaseUnavailable
 
 logger = logging.getLogger("longshore.service")

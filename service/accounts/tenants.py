@@ -6,28 +6,77 @@ Quotas of a tenant: runs at once, GPU hours of thirty days, bytes in the store.
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
+from pydantic import BaseModel, JsonValue
 from sqlalchemy import ColumnElement, and_, func, select
 from sqlalchemy.orm import Session
 
 from longshore.fields import Frozen
 from service.accounts import audit
-from service.database.engine import Database
-from service.database.locks import KeyedLocks
-from service.database.tables import RemovedRow, RunRow, TenantRow
+from service.database.engine import Database, KeyedLocks, RemovedRow, RunRow, TenantRow
 from service.errors import Conflict, QuotaExceeded
 from shared.errors import InvalidInput, NotFound
 from shared.limits import ClientSettings, PriceSettings, QuotaSettings
 from shared.runs.requests import FIRST_TENANT, Tenant
+from shared.settings import Settings
 from shared.storage import paths
+from shared.storage.places import OpenPlaces, without_queries
 from shared.storage.store import ObjectStore
 from shared.storage.stored_bytes import Ledger, Measured, Reservation, StoredCount, measured, no_room
-from shared.uri_queries import without_queries
+
+# --- Check a tenant's URIs: those into our own store must lead into the tenant's own folder ---
+
+_MODEL_FIELDS = ("model", "model_uri", "initial_adapter", "reference")
+
+
+class Access:
+    """Checks every string of a request for URIs and paths, whatever its field, so that no new field is forgotten."""
+
+    def __init__(self, settings: Settings, store: ObjectStore) -> None:
+        self._places = OpenPlaces(settings, store)
+
+    def check(self, tenant: str, request: BaseModel) -> None:
+        """Check every string of a request. Blocking: paths are resolved.
+
+        Raises InvalidInput: a URI or a path leads to files of the installation or of another tenant, whether they exist
+        or not, or has a scheme that is not supported.
+        """
+        self.check_value(tenant, request.model_dump(mode="json"))
+
+    def check_value(self, tenant: str, value: JsonValue, place: str = "") -> None:
+        """Check every string of a field's value, as `check` does. `place`: the field."""
+        for at, text in _strings(value, place):
+            _check_scheme(text, at)
+            self._places.check_named(tenant, text, at)
+
+
+def _check_scheme(text: str, place: str) -> None:
+    """Refuse a scheme that no host reads, before a run waits for a host."""
+    scheme = text.partition("://")[0].lower() if "://" in text else ""
+    field = place.rpartition(".")[2]
+    if field == "uri" and scheme not in ("file", "http", "https", "s3"):
+        raise InvalidInput("a dataset's URI starts with file://, http://, https:// or s3://", place)
+    if field in _MODEL_FIELDS and scheme not in ("", "file", "s3"):
+        raise InvalidInput("give an absolute path, a file:// or s3:// URI, or a hub id such as org/name", place)
+
+
+def _strings(value: JsonValue, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every string of a document, with its place."""
+    match value:
+        case str():
+            yield place, value
+        case list():
+            for number, item in enumerate(value):
+                yield from _strings(item, f"{place}.{number}" if place else str(number))
+        case dict():
+            for name, item in value.items():
+                yield from _strings(item, f"{place}.{name}" if place else name)
+
 
 WINDOW_S = 30 * 86_400
 _BYTES_TRUSTED_S = 60.0

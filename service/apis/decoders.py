@@ -1,13 +1,12 @@
 """Imports the decoders of request bodies in the process that forks children for large ones."""
 
-from service.apis.art import models, sent_groups, training_jobs, wandb_artifacts
-from service.apis.native import automation, codec, data, exports, run_files, runs, sessions, tenants
-from service.apis.openai import chat, files, graders, responses
+from service.apis.art import sent_groups, training_jobs, wandb_artifacts
+from service.apis.native import automation, codec, models, runs, tenants
+from service.apis.openai import chat, files
 from service.apis.openai.fine_tuning import jobs
-from service.apis.tinker import rest, results, samples, training, translation
-from service.apis.tinker import sessions as tinker_sessions
+from service.apis.tinker import routes, samples, translation
 
 LOADED = (
-    *(automation, chat, codec, data, exports, files, graders, jobs, models, responses, rest, results, run_files, runs),
-    *(samples, sent_groups, sessions, tenants, tinker_sessions, training, training_jobs, translation, wandb_artifacts),
+    *(automation, chat, codec, files, jobs, models, routes, runs, samples, sent_groups, tenants),
+    *(training_jobs, translation, wandb_artifacts),
 )

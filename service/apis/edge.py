@@ -18,14 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.accounts import audit
 from service.accounts.audit import Audit
-from service.accounts.keys import COOKIE, CSRF_HEADER, Keys, SignIns, is_from_page, sent_key
+from service.accounts.keys import COOKIE, CSRF_HEADER, Keys, Principal, SignIns, is_from_page, sent_key
 from service.accounts.limits import RateLimit
-from service.accounts.principals import Principal
 from service.apis import errors as problems
 from service.apis.art.wandb_artifacts import TELEMETRY, WANDB, wandb_key
 from service.apis.native import codec
 from service.apis.page import pages
-from service.apis.tinker.addresses import BATCH_PATHS, TINKER, TINKER_FILES, tinker_key
+from service.apis.tinker.wire import BATCH_PATHS, TINKER, TINKER_FILES, tinker_key
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES as MAX_BATCH_BYTES
 from service.errors import DatabaseUnavailable
 

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import compile_path
 
 from longshore.fields import Frozen
-from service.apis.tinker.addresses import error_body, is_tinker
+from service.apis.tinker.wire import error_body, is_tinker
 from service.errors import Busy, Conflict, DatabaseUnavailable, Forbidden, QueueFull, QuotaExceeded, TemporalUnavailable
 from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, SamplerUnavailable, StoreUnavailable
 from shared.field_rules import location_of, rule_in_words

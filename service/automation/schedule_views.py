@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from longshore.fields import Frozen
-from shared.automation.schedules import Action, Overlap, ScheduledRun
+from shared.automation import Action, Overlap, ScheduledRun
 from shared.errors import InvalidInput
 
 _MOST_BACKFILLED_S = 31 * 86_400

@@ -8,9 +8,9 @@ from typing import Literal
 from pydantic import Field
 
 from longshore.fields import Frozen
+from service.runs.history import RunHistory
 from service.runs.rows import IndexedRun
-from service.runs.views.history import RunHistory
-from shared.automation.sweeps import Report, Sweep, SweepEnd, SweepRecord, Values
+from shared.automation import Report, Sweep, SweepEnd, SweepRecord, Values
 from shared.runs.requests import RunId
 from shared.runs.status import State
 

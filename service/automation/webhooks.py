@@ -18,13 +18,11 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.tenants import Quotas
-from service.database.engine import Database
-from service.database.locks import KeyedLocks
-from service.database.tables import OutboxRow
+from service.database.engine import Database, KeyedLocks, OutboxRow
 from service.errors import Conflict
 from service.temporal import Temporal
 from shared.addresses import is_plainly_private, private_host
-from shared.automation.webhooks import (
+from shared.automation import (
     Delivery,
     Notice,
     NoticeId,

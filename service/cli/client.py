@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import httpx
 from pydantic import TypeAdapter
 
-from service.cli.exits import FAILED, NOT_FOUND, ServiceRefused, Stop, Unreachable
-from service.runs.views.run_view import EventPage, RunPage, RunView, StepPage
+from service.cli.render import FAILED, NOT_FOUND, ServiceRefused, Stop, Unreachable
+from service.runs.views import EventPage, RunPage, RunView, StepPage
 from shared.runs.events import RunEvent
 from shared.runs.requests import Run
 from shared.runs.status import StepStatus
 
 if TYPE_CHECKING:
     from service.runs.estimates import Estimate
-    from shared.grading.graders import Grader
+    from shared.grading import Grader
     from shared.runs.previews import Preview, PreviewRequest
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from service.cli.connection import Globals, Json, cli_client
-from service.cli.output.render import print_json
+from service.cli.render import print_json
 
 Command = Callable[..., "CommandAnswer | None"]
 LONGEST_HELP = 200

@@ -75,8 +75,7 @@ def address(given: Globals) -> Address:
 
 
 def _places(given: Globals, settings: "Settings") -> Iterator[_Place]:
-    from service.cli.profiles import Profiles
-    from service.cli.setting_origins import layers
+    from service.cli.profiles import Profiles, layers
     from service.dev.connection import Connection
 
     yield _Place(given.api_url, given.api_key, "--api-url", "--api-key")
@@ -99,7 +98,7 @@ def read_settings() -> "Settings":
     """Read the settings. Raises Stop, which names the setting that is wrong."""
     from pydantic import ValidationError
 
-    from service.cli.exits import USAGE, Stop
+    from service.cli.render import USAGE, Stop
     from shared.settings import Settings
 
     try:
@@ -118,7 +117,7 @@ def read_settings() -> "Settings":
 def run_ids(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Return the ids of the newest runs, each with its state and name. (Typer keeps those that match.)"""
     from service.cli.client import CliClient
-    from service.cli.exits import Stop
+    from service.cli.render import Stop
 
     # Nothing was called yet, the callback of the options before the command neither.
     given = context.find_root().params
@@ -132,8 +131,8 @@ def run_ids(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 def profile_names() -> list[str]:
-    from service.cli.exits import Stop
     from service.cli.profiles import Profiles
+    from service.cli.render import Stop
 
     try:
         return list(Profiles.read().profiles)

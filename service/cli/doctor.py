@@ -85,7 +85,7 @@ def _temporal_program() -> Check:
 
 def _service(api_url: str, api_key: str | None) -> Check:
     from service.cli.client import CliClient
-    from service.cli.exits import Stop
+    from service.cli.render import Stop
 
     try:
         with CliClient(api_url, api_key) as client:
@@ -102,7 +102,7 @@ def _service(api_url: str, api_key: str | None) -> Check:
 
 def _hosts(api_url: str, api_key: str | None) -> Check:
     from service.cli.client import CliClient
-    from service.cli.exits import Stop
+    from service.cli.render import Stop
 
     try:
         with CliClient(api_url, api_key) as client:
@@ -138,7 +138,7 @@ def _store(settings: Settings) -> Check:
 
 def _seal_key(settings: Settings) -> Check:
     """Compare this machine's key with the keys that the store lists, and make none."""
-    from service.sealing.keys import SealKeys, has_seal_key
+    from service.sealing import SealKeys, has_seal_key
 
     if not has_seal_key(settings):
         return Check("seal key", "ok", "none here; a service or a host needs one")
@@ -177,7 +177,7 @@ def _isolation() -> Check:
 
 def _tiny_pass() -> Check:
     """Check this machine as a GPU host does before it takes runs."""
-    command = [sys.executable, "-P", "-m", "activities.hosts.fitness", "--role", "gpu"]
+    command = [sys.executable, "-P", "-m", "activities.hosts.standing", "--role", "gpu"]
     done = subprocess.run(command, env=with_import_path(), capture_output=True, text=True, timeout=600)
     lacks = done.stdout.splitlines() or done.stderr.splitlines()[-1:]
     if lacks:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, BinaryIO, Self, TypeVar
 import httpx
 from pydantic import BaseModel, Field, JsonValue, ValidationError
 
-from service.cli.exits import NOT_FOUND, USAGE, Stop
+from service.cli.render import NOT_FOUND, USAGE, Stop
 from shared.field_rules import first_rule
 
 _MAX_JOBS, _MAX_CHECKPOINTS = 10_000, 1000

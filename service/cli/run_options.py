@@ -1,8 +1,6 @@
-"""Make the options of `longshore submit` from the fields of the run models (shared/runs/requests.py).
+"""Options of runs, made from the models of runs; and the page of docs that lists them.
 
-A field's option has the field's name; nested fields have their own names without those of the models around them.
-Type, default, choices, bounds and help are the field's. The tables below hold the few names that differ.
-"""
+`python -m service.cli.run_options > docs/runs.md` after a change of shared/runs/requests.py; a test compares them."""
 
 import inspect
 import json
@@ -16,11 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import typer
 from typer.core import TyperCommand
 
-from service.cli.exits import USAGE, Stop
+from service.cli.render import USAGE, Stop
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
+
+
+# --- Make the options of `longshore submit` from the fields of the run models (shared/runs/requests.py) ---
+#
+# A field's option has the field's name; nested fields have their own names without those of the models around them.
+# Type, default, choices, bounds and help are the field's. The tables below hold the few names that differ.
 
 # Options that are not named as their fields are.
 NAMES = {
@@ -254,7 +258,7 @@ def _walk(model: "type[BaseModel]", path: tuple[str, ...], prefix: str, is_requi
 
 def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required: bool) -> Iterator[RunOption]:
     from longshore.layout import Layout
-    from shared.runs.sources import DatasetSource
+    from shared.runs.dataset_runs import DatasetSource
 
     type_ = _plain_type(field.annotation)
     option = _option(field, path, prefix, is_required)
@@ -328,7 +332,7 @@ def _option(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required:
 
 
 def _reading(kind: str) -> Iterator[RunOption]:
-    from shared.runs.sources import DatasetSource
+    from shared.runs.dataset_runs import DatasetSource
 
     for name, field in DatasetSource.model_fields.items():
         if name != "uri" and name not in _NOT_READ.get(kind, ()):
@@ -413,9 +417,87 @@ def _read(option: RunOption, value: Any, reading: Mapping[str, Any], uri_of: Cal
 
 def _layout(label: str) -> dict[str, Any]:
     from shared.errors import InvalidInput
-    from shared.jobs.layout import layout_of
+    from shared.jobs.job import layout_of
 
     try:
         return layout_of(label).model_dump()
     except InvalidInput as error:
         raise Stop(f"--{error}", USAGE) from None
+
+
+# --- Print docs/runs.md: the fields of a run, its options and its defaults, from the run models ---
+#
+# `python -m service.cli.run_options > docs/runs.md` after a change of shared/runs/requests.py; a test compares them.
+
+_HEAD = """# The fields of a run
+
+A run is a JSON object: the body of `POST /api/v1/runs/sft`, `/dpo`, `/distill`, `/reward` or `/rl` ([api.md](api.md)),
+and the options of `longshore submit` ([cli.md](cli.md)). A dot leads into an object: `layout.tp` means
+`{"layout": {"tp": 2}}`. On the command line a dataset is a URI. In JSON it is an object with `uri`, `format`,
+`prompt_field`, `completion_field`, `assistant_turns` and `assistant_pattern`. `trainable` has a `kind`, `lora` or
+`full`. `python -m service.cli.run_options` prints this page.
+
+`dtype` is chosen once, when a run is accepted, and kept on every host that trains it. `auto` is `bfloat16` if the GPU
+hosts compute it fast, else `float32` ([how](hosts.md#precision)). The field `precision` of a run and of an estimate has
+the choice and the reason. A run that sets `dtype` gets that dtype. If the other one would be faster on these hosts, the
+run carries a notice saying so.
+
+| field | option | runs | type | default | meaning |
+|---|---|---|---|---|---|
+"""
+
+
+def table() -> str:
+    """The whole page. A field that is the same in several kinds of runs is one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for kind in ("sft", "dpo", "distill", "reward", "rl"):
+        for option in options_of(run_model(kind)):
+            rows.setdefault(_cells(option), []).append(kind)
+    lines = []
+    for (field, flag, *cells), kinds in rows.items():
+        lines.append("| " + " | ".join([field, flag, ", ".join(kinds), *cells]) + " |\n")
+    return _HEAD + "".join(lines)
+
+
+def _cells(option: RunOption) -> tuple[str, ...]:
+    field = f"{option.field}.kind" if option.form == "variant" else option.field
+    meaning = option.help.replace("|", "\\|")
+    return f"`{field}`", f"`--{option.flag}`", _type(option), _default(option), meaning
+
+
+def _type(option: RunOption) -> str:
+    match option.form:
+        case "value" | "reading" if get_origin(option.parsed_as) is Literal:
+            words = " \\| ".join(f"`{choice}`" for choice in get_args(option.parsed_as))
+        case "names" | "value" | "reading":
+            names: dict[Any, str] = {
+                str: "text",
+                int: "integer",
+                float: "number",
+                bool: "boolean",
+                list[int]: "list of integers",
+                list[float]: "list of numbers",
+            }
+            words = "list of text" if option.form == "names" else names.get(option.parsed_as, "list of text")
+        case "variant":
+            words = f"`{option.kind}`"
+        case "source":
+            words = "dataset"
+        case _:
+            words = "object"
+    return f"{words}, {option.bounds}" if option.bounds else words
+
+
+def _default(option: RunOption) -> str:
+    if option.is_required:
+        return "required"
+    if option.field in UNLESS and option.default is None:
+        value, other = UNLESS[option.field]
+        return f"{value:g} on the command line, without `{other}`"
+    if option.form in ("layout", "variant") or option.default is None:
+        return ""
+    return f"`{option.default}`" if option.parsed_as is not bool else str(option.default).lower()
+
+
+if __name__ == "__main__":
+    print(table(), end="")

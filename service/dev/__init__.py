@@ -1,1 +1,0 @@
-"""The stack on one machine, under one supervisor."""

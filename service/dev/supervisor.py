@@ -18,25 +18,190 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 import psutil
 
+from activities.confined import programs
 from longshore.server import with_import_path
 from service.accounts.keys import hash_key, new_key
-from service.dev import opened
-from service.dev.children import StackProcess, end_leftovers
+from service.dev import connection as opened
 from service.dev.connection import Connection
-from service.dev.ports import Ports
 from service.errors import DevError
 from shared.child_environment import STACK_MARK, Kind, child_environment
 from shared.log_lines import escape_output
 from shared.settings import Settings
 from shared.storage.files import private_folder, write_atomically
+
+# --- Ports of stacks: each of several on one machine keeps its own, even while a server restarts ---
+
+# How many ports after the wanted one are tried. (With the default ports, none is one that the kernel assigns itself.)
+_NEXT = 100
+
+
+class Ports:
+    """The ports of one supervisor, until it leaves the block or dies.
+
+    A port without a listener may still belong to another stack, whose server was killed and is being restarted. So a
+    supervisor also locks its ports: each is a byte of a file that all stacks of a user share. The kernel frees these
+    locks when the process ends.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder`: of the file of locks; the system's folder for temporary files if none is named."""
+        path = (folder or Path(tempfile.gettempdir())) / f"longshore-ports-{os.getuid()}"
+        self._mine: set[int] = set()
+        self._file: int | None = None
+        with suppress(OSError):  # another user's file: then only listeners are noticed
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unlock all ports."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+        self._mine.clear()
+
+    def take(self, wanted: int) -> int:
+        """Lock and return a port of 127.0.0.1: the wanted one, or else the next free one; any free one for 0.
+
+        Raises DevError: every port that was tried is taken.
+        """
+        nearby = range(wanted, min(wanted + _NEXT, 65536)) if wanted else ()
+        for port in (*nearby, *[0] * _NEXT):
+            free = _free(port)
+            if free is not None and free not in self._mine and self._locked(free):
+                self._mine.add(free)
+                return free
+        raise DevError("no port is free on 127.0.0.1")
+
+    def _locked(self, port: int) -> bool:
+        if self._file is None:
+            return True
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        except OSError:
+            return False
+        return True
+
+
+def _free(port: int) -> int | None:
+    """Return the port if nobody listens on it, else None; for 0 return any free port."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return None
+        return int(listener.getsockname()[1])
+
+
+# --- Children ---
+# Processes that one supervisor starts, restarts and ends, and the leftovers of a supervisor that was killed.
+
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
+_STEADY_S = 30.0
+_LOG_BYTES = 16 << 20
+
+
+@dataclass
+class StackProcess:
+    """One process of the stack. If it dies it is restarted, after a pause."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    log: Path
+    grace_s: float = 8.0
+    role: Kind = "temporal"
+    process: programs.RunningProgram | None = None
+    started_at: float = 0.0
+    wait_s: float = _SHORTEST_WAIT_S
+    start_at: float = 0.0
+    num_ends: int = 0
+
+    def start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.log.exists() and self.log.stat().st_size > _LOG_BYTES:
+            self.log.rename(self.log.with_suffix(".log.1"))
+        with self.log.open("ab") as log:
+            self.process = programs.start(
+                self.command, self.environment, log.fileno(), log.fileno(), dies_by=signal.SIGTERM
+            )
+        self.started_at = time.monotonic()
+
+    def revive(self) -> str | None:
+        """Start the process if it is down and its wait is over. Returns a message for the user."""
+        now = time.monotonic()
+        if self.process is None:
+            if now >= self.start_at:
+                self.start()
+            return None
+        code = self.process.poll()
+        if code is None:
+            return None
+        self.process = None
+        self.num_ends += 1
+        if now - self.started_at > _STEADY_S:
+            self.wait_s = _SHORTEST_WAIT_S
+        self.start_at = now + self.wait_s
+        message = f"{self.name} ended with code {code}; starting it again in {self.wait_s:.1f} s (log: {self.log})"
+        self.wait_s = min(self.wait_s * 2, _LONGEST_WAIT_S)
+        return message
+
+    def cpu_s(self) -> float:
+        """Return the seconds of processor time that the process has used; 0 while there is none."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return sum(psutil.Process(self.process.pid).cpu_times()[:2]) if self.process else 0.0
+        return 0.0
+
+    def ask_to_leave(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Wait for the process to leave, then end its process group."""
+        if self.process is None:
+            return
+        try:
+            self.process.wait(self.grace_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def end_leftovers(root: Path) -> int:
+    """End processes that an earlier stack of this root left behind, found by their mark. Returns their number."""
+    left = [process for process in psutil.process_iter() if _carries(process, str(root))]
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, stubborn = psutil.wait_procs(left, timeout=5)
+    for process in stubborn:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(stubborn, timeout=5)
+    return len(left)
+
+
+def _carries(process: psutil.Process, root: str) -> bool:
+    try:
+        is_me = process.pid == os.getpid()
+        return not is_me and process.status() != psutil.STATUS_ZOMBIE and process.environ().get(STACK_MARK) == root
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
 
 TEMPORAL_PORT, API_PORT = 7233, 8484
 _HOSTS: tuple[Kind, ...] = ("control", "gpu", "sampler")

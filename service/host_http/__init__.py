@@ -1,1 +1,0 @@
-"""HTTP between the web service and hosts."""

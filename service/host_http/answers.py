@@ -1,9 +1,4 @@
-"""Answers questions of the web service with the samplers that a host reaches.
-
-    POST /answers, a CompleteRequest ──► AnswerLines while text is drawn, then the answer's JSON
-
-An empty line is a sign of life. A client that hangs up stops its question at the sampler.
-"""
+"""What a host answers to the web service: questions to its sampler, news of sessions' commands."""
 
 import asyncio
 import logging
@@ -17,11 +12,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from activities.hosts.session import Bells
 from activities.sampling.questions import OpenQuestion
 from shared.errors import InvalidInput, LongshoreError, SamplerUnavailable, StoreUnavailable, WorkerLost
 from shared.serving import AnswerLine, CompleteRequest, QuestionFailure
 from shared.storage.host_states import BEAT_S, HostAddress, announce
 from shared.storage.store import ObjectStore
+
+# --- Answers questions of the web service with the samplers that a host reaches ---
+#
+#     POST /answers, a CompleteRequest ──► AnswerLines while text is drawn, then the answer's JSON
+#
+# An empty line is a sign of life. A client that hangs up stops its question at the sampler.
 
 
 class Answerer(Protocol):
@@ -153,3 +155,52 @@ def _forget(answering: "asyncio.Future[bytes]") -> None:
     """Take the error of an answer that nobody waits for."""
     if not answering.cancelled():
         answering.exception()
+
+
+# --- A host's endpoints for session notices ---
+# commands from the web service, results to it (activities/hosts/session.py).
+#
+# POST /sessions/RUN/bell?number=N ──► 204, or 404 if the session is not active here. Its body: command N, or empty
+# GET /sessions/RUN/results ──► a line whenever results are stored: the number of the next command without a result,
+# then the JSON of the result before that, if it is small
+
+SIGN_OF_LIFE_S = 1.0
+
+
+def bell_routes(bells: Bells) -> list[Route]:
+    async def ring(request: Request) -> Response:
+        if (session := bells.find(request.path_params["run_id"])) is None:
+            return Response(status_code=404)
+        if "number" in request.query_params and (command := await request.body()):
+            session.bring(int(request.query_params["number"]), command)
+        session.rung.set()
+        return Response(status_code=204)
+
+    async def results(request: Request) -> Response:
+        if (session := bells.find(request.path_params["run_id"])) is None:
+            return Response(status_code=404)
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int | None, bytes | None]]()
+        end = session.listen(lambda *told: loop.call_soon_threadsafe(news.put_nowait, told))
+        return StreamingResponse(_lines(news, end), media_type="text/plain")
+
+    return [
+        Route("/sessions/{run_id}/bell", ring, methods=["POST"]),
+        Route("/sessions/{run_id}/results", results, methods=["GET"]),
+    ]
+
+
+async def _lines(
+    news: "asyncio.Queue[tuple[int | None, bytes | None]]", end: Callable[[], None]
+) -> AsyncIterator[bytes]:
+    try:
+        while True:
+            try:
+                next, result = await asyncio.wait_for(news.get(), SIGN_OF_LIFE_S)
+            except TimeoutError:
+                yield b"\n"
+                continue
+            if next is None:
+                return
+            yield b"%d %b\n" % (next, result or b"")
+    finally:
+        end()

@@ -24,10 +24,9 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from longshore.fields import Frozen
-from service.host_http.listening import BoundedListener, listen_at, place_of
-from service.host_http.trust import Trust
-from service.sealing.keys import sync_key
-from shared.jobs.leases import GangLeader
+from service.host_http.server import BoundedListener, Trust, listen_at, place_of
+from service.sealing import sync_key
+from shared.jobs.job import GangLeader
 from shared.settings import Settings
 from shared.storage.files import listen_privately, private_folder, reachable, write_atomically
 from shared.storage.host_states import HostAddress

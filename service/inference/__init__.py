@@ -1,1 +1,0 @@
-"""Questions to published models, and the samplers that answer them."""

@@ -23,17 +23,16 @@ from longshore.layout import EngineName
 from longshore.training import Dtype
 from service.accounts import audit
 from service.accounts.tenants import Quotas
-from service.database.locks import KeyedLocks
+from service.database.engine import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
-from service.inference.named_models import one_form
-from service.inference.published_models import PublishedModel, PublishedModels, Target
+from service.inference.published_models import PublishedModel, PublishedModels, Target, one_form
 from service.runs.own_settings import OwnSettings
 from service.temporal import Temporal
 from shared.chat.messages import ServedModel
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.runs.acceptance import precision_of
-from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import Tenant
+from shared.runs.start import ModelRequest, ResolvedModel
 from shared.runs.status import RunStatus, StepStatus
 from shared.settings import Settings
 from shared.storage import paths

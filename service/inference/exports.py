@@ -12,7 +12,7 @@ from service.errors import Conflict
 from service.inference.published_models import PublishedModels
 from service.temporal import PATIENCE, Temporal, cause_of, unless_unknown
 from shared.errors import InvalidInput, NotFound
-from shared.runs.models import LABELS, Export, ExportRequest
+from shared.runs.start import LABELS, Export, ExportRequest
 from shared.settings import Settings
 from shared.storage.artifacts import Manifest, find_artifact, read_manifest
 from shared.storage.paths import content_key, published_version

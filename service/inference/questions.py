@@ -8,31 +8,39 @@ import asyncio
 import logging
 import secrets
 import time
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from temporalio.client import Client, WorkflowUpdateFailedError
+import httpx
+from pydantic import BaseModel
+from temporalio.api.enums.v1 import PendingActivityState
+from temporalio.client import Client, WorkflowExecution, WorkflowUpdateFailedError
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
 from service.accounts.limits import FairShare
-from service.host_http.clients import HostClients
+from service.host_http.clients import HostClients, HostUnreachable
 from service.inference.art_models import ArtModels, ArtName, UntrainedModels
-from service.inference.asking import AnsweringHosts, PartialAnswer, QuestionLost, Reply
 from service.inference.published_models import PublishedModels, Target
-from service.temporal import LOST_UPDATES, PATIENCE, Temporal, causes_of
-from shared.chat import answer_records
+from service.runs.rows import RunRows
+from service.temporal import LIST_PATIENCE, LOST_UPDATES, PATIENCE, Temporal, causes_of, memo_of, unless_unknown
+from shared.chat import trajectories
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
+from shared.chat.trajectories import new_answer_id
 from shared.errors import InvalidInput, NotFound, SamplerUnavailable
-from shared.jobs.leases import LeaseGrant, SamplerKey
-from shared.runs.start import timing_of
+from shared.jobs.job import LeaseGrant, SamplerKey
+from shared.runs.start import RL_WORKFLOW, SESSION_WORKFLOW, timing_of
+from shared.runs.status import STATUS_MEMO, RunStatus
 from shared.serving import (
+    AnswerLine,
     CompleteRequest,
     LeasedSampler,
+    QuestionFailure,
     SamplerPlace,
     ServedSampler,
     ServeRequest,
@@ -43,6 +51,115 @@ from shared.serving import (
 from shared.settings import Settings
 from shared.storage.host_states import HostAddress, announced
 from shared.storage.store import ObjectStore
+
+# --- Sends questions to hosts, whose samplers answer, and reads the replies (the host's end ---
+# host_http/answers.py).
+
+T = TypeVar("T", bound=BaseModel)
+_LARGE_BYTES = 1 << 20  # of an answer; of larger ones each tenant has one at a time in this process
+_MAX_BYTES = 256 << 20
+_READ_BYTES = 8 << 20  # reading more takes so long that others would notice
+
+
+class QuestionLost(Exception):
+    """The sampler, or its host, was lost during a question. Another one may answer."""
+
+
+@dataclass(frozen=True)
+class Reply(Generic[T]):
+    """An answer, as the JSON that the host sent."""
+
+    kind: type[T]
+    content: bytes
+
+    def read(self) -> T:
+        """Raises InvalidInput if it is too large to be read here."""
+        if len(self.content) > _READ_BYTES:
+            rule = f"the answer has {len(self.content):,} bytes, and {_READ_BYTES:,} may be streamed or translated"
+            raise InvalidInput(f"{rule}: ask without `stream`, or for less", "n")
+        return self.kind.model_validate_json(self.content)
+
+
+class PartialAnswer:
+    """The texts of an answer's choices, which only grow.
+
+    Attributes:
+        answer_id: the id that the answer will have.
+        created: when it was asked for, in seconds since 1970.
+        changed: is set when the texts have grown.
+    """
+
+    def __init__(self) -> None:
+        self.created = int(time.time())
+        self.answer_id = new_answer_id(self.created)
+        self.texts: tuple[str, ...] = ()
+        self.changed = asyncio.Event()
+
+    def put(self, texts: tuple[str, ...]) -> None:
+        """Take texts that are longer. A sampler that takes the place of a lost one begins with shorter ones."""
+        if sum(map(len, texts)) > sum(map(len, self.texts)):
+            self.texts = texts
+            self.changed.set()
+
+
+class AnsweringHosts:
+    """Hosts that answer questions."""
+
+    def __init__(self, clients: HostClients) -> None:
+        self._clients = clients
+        self._large = FairShare("large answers", 1, 600.0)
+
+    async def ask(self, at: HostAddress, request: CompleteRequest, draft: PartialAnswer | None = None) -> bytes:
+        """Return an answer's JSON. A caller that is cancelled hangs up.
+
+        Raises:
+            QuestionLost: host or sampler was lost, or cannot be reached. InvalidInput: the question cannot be answered.
+            RuntimeError: the host failed. Busy: the tenant's large answers are awaited already.
+        """
+        content = request.model_dump_json().encode()
+        try:
+            client = await self._clients.to(at)
+            async with client.stream("POST", "/answers", content=content) as response:
+                if response.status_code != httpx.codes.OK:
+                    raise QuestionLost(f"the sampler's host refuses: {response.status_code}")
+                return await self._read(response.aiter_raw(), request.tenant, draft)
+        except HostUnreachable as error:
+            raise QuestionLost(f"the sampler's host cannot be asked: {error}") from error
+        except (httpx.TransportError, OSError) as error:
+            raise QuestionLost(f"the sampler's host does not answer: {error!r}") from error
+
+    async def _read(self, chunks: AsyncIterator[bytes], tenant: str, draft: PartialAnswer | None) -> bytes:
+        found, texts, has_ended, is_large = bytearray(), list[str](), False, False
+        async with AsyncExitStack() as held:
+            async for chunk in chunks:
+                found += chunk
+                while not has_ended and (end := found.find(b"\n")) >= 0:
+                    line = AnswerLine.model_validate_json(bytes(found[:end]) or b"{}")
+                    del found[: end + 1]
+                    has_ended = line.ends
+                    if line.failure is not None:
+                        _refuse(line.failure)
+                    if line.grown and draft is not None:
+                        texts += [""] * (len(line.grown) - len(texts))
+                        texts = [text + new for text, new in zip(texts, line.grown, strict=True)]
+                        draft.put(tuple(texts))
+                if len(found) > _MAX_BYTES:
+                    raise InvalidInput(f"the answer has more than {_MAX_BYTES:,} bytes: ask for less", "n")
+                if len(found) > _LARGE_BYTES and not is_large:
+                    is_large = True
+                    await held.enter_async_context(self._large.place(tenant))
+            return bytes(found)
+
+
+def _refuse(failure: QuestionFailure) -> None:
+    match failure.kind:
+        case "refused":
+            raise InvalidInput(failure.message, failure.place)
+        case "lost":
+            raise QuestionLost(failure.message)
+        case "failed":
+            raise RuntimeError(failure.message)
+
 
 logger = logging.getLogger("longshore.service")
 
@@ -139,7 +256,7 @@ class SamplerLeases:
                 return None
             raise
         except WorkflowUpdateFailedError as error:
-            _refuse(error)
+            _refuse_question(error)
             return None
         return grant
 
@@ -219,7 +336,7 @@ class Inference:
     async def prune(self) -> None:
         """Delete records of answers that are too old, or too many."""
         serving = self._settings.serving
-        prune = partial(answer_records.prune_answers, self._store, time.time(), serving.answers_kept_s)
+        prune = partial(trajectories.prune_answers, self._store, time.time(), serving.answers_kept_s)
         await asyncio.to_thread(prune, serving.answers_max_bytes)
 
     async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest, draft: PartialAnswer | None) -> bytes:
@@ -339,7 +456,7 @@ def _num_characters(value: Any) -> int:
             return 0
 
 
-def _refuse(error: WorkflowUpdateFailedError) -> None:
+def _refuse_question(error: WorkflowUpdateFailedError) -> None:
     """Raise the refusal of a question. Returns if its update was lost, so that it can be sent again."""
     for cause in causes_of(error):
         match cause:
@@ -350,3 +467,99 @@ def _refuse(error: WorkflowUpdateFailedError) -> None:
             case ApplicationError():
                 raise SamplerUnavailable(cause.message) from None
     raise error
+
+
+# --- Evicts idle samplers and workers that other runs or users wait for ---
+#
+# A sampler that answers users is given back soon if there are no questions, and otherwise when its share of time is
+# over. The worker of an RL run or session whose client sends nothing is given back at once, as the client may have
+# crashed.
+
+_AGAIN_S = 60.0
+_GIVEN_BACK_IN_S = 15.0  # for this long a worker that was requested counts as on its way
+_UNTAKEN = PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED
+
+_Lease = tuple[str, int]
+"""A lease: the id of the execution of a run's workflow, and the lease's epoch."""
+
+
+class IdleEviction:
+    """Signals workflows that hold an idle worker while others wait for one. (Hosts do not know who waits.)"""
+
+    def __init__(
+        self, settings: Settings, rows: RunRows, temporal: Temporal, waiting: Callable[[], frozenset[str]]
+    ) -> None:
+        """`waiting`: the serving workflows whose own users wait for a sampler."""
+        here = f'TaskQueue = "{settings.control_queue}" AND ExecutionStatus = "Running"'
+        self._servings = f'WorkflowType = "{SERVING_WORKFLOW}" AND {here}'
+        self._driven_by_clients = f'WorkflowType IN ("{RL_WORKFLOW}", "{SESSION_WORKFLOW}") AND {here}'
+        self._rows = rows
+        self._temporal = temporal
+        self._waiting = waiting
+        self._asked: dict[str, float] = {}
+        self._asked_runs: dict[_Lease, float] = {}
+
+    async def evict(self) -> None:
+        """Signal the workflows. Raises TemporalUnavailable, DatabaseUnavailable: not all were signalled."""
+        phases = await self._rows.open()
+        if (waiting := self._waiting()) or "waiting_for_sampler" in phases.values():
+            await self._evict_samplers(waiting)
+        if for_worker := [run_id for run_id, phase in phases.items() if phase == "waiting_for_worker"]:
+            await self._evict_workers(for_worker, list(phases))
+
+    async def _evict_samplers(self, waiting: frozenset[str]) -> None:
+        now = time.monotonic()
+        self._asked = {run: since for run, since in self._asked.items() if now - since < _AGAIN_S}
+        async with self._temporal.client() as client:
+            async for execution in client.list_workflows(self._servings, rpc_timeout=PATIENCE):
+                if execution.run_id in self._asked or execution.id in waiting:
+                    continue
+                await _ask_to_make_room(client, execution, "a sampler")
+                self._asked[execution.run_id] = now
+
+    async def _evict_workers(self, waiting: Sequence[str], oldest_first: Sequence[str]) -> None:
+        """Ask idle runs for their workers, as many as are missing, the longest idle ones first; each once a lease.
+
+        `waiting`: runs in the phase of waiting for a worker. Only those whose lease no host has taken count.
+        """
+        async with self._temporal.client() as client:
+            listed = client.list_workflows(self._driven_by_clients, rpc_timeout=LIST_PATIENCE)
+            idle = {lease: e async for e in listed if (lease := await _idle_lease(e)) and e.id in oldest_first}
+            now = time.monotonic()
+            self._asked_runs = {lease: since for lease, since in self._asked_runs.items() if lease in idle}
+            on_their_way = sum(now - since < _GIVEN_BACK_IN_S for since in self._asked_runs.values())
+            asked = sorted(idle.keys() - self._asked_runs, key=lambda lease: oldest_first.index(idle[lease].id))
+            if not asked:
+                return
+            num_missing = await _num_untaken(client, waiting, len(asked) + on_their_way) - on_their_way
+            for lease in asked[: max(0, num_missing)]:
+                await _ask_to_make_room(client, idle[lease], "a worker")
+                self._asked_runs[lease] = now
+
+
+async def _idle_lease(execution: WorkflowExecution) -> _Lease | None:
+    """Return the last lease of a run that waits for its client, and may still hold the lease; None for other runs."""
+    status = await memo_of(execution, STATUS_MEMO, RunStatus)
+    if status is None or status.phase not in ("waiting_for_groups", "waiting_for_commands") or not status.epoch:
+        return None
+    return execution.run_id, status.epoch
+
+
+async def _num_untaken(client: Client, run_ids: Sequence[str], at_most: int) -> int:
+    """Count the runs, up to `at_most`, whose lease activity no host has taken."""
+    found = 0
+    for run_id in run_ids:
+        if found == at_most:
+            break
+        with unless_unknown():  # it may have ended
+            description = await client.get_workflow_handle(run_id).describe(rpc_timeout=PATIENCE)
+            pending = description.raw_description.pending_activities
+            found += any(a.activity_type.name == "lease" and a.state == _UNTAKEN for a in pending)
+    return found
+
+
+async def _ask_to_make_room(client: Client, execution: WorkflowExecution, what: str) -> None:
+    with unless_unknown():  # it may have ended
+        handle = client.get_workflow_handle(execution.id, run_id=execution.run_id)
+        await handle.signal("make_room", rpc_timeout=PATIENCE)
+        logger.info("%s: others wait for %s", execution.id, what)

@@ -18,8 +18,7 @@ from shared.errors import InvalidInput, NotFound
 from shared.jobs.events import Failed, Saved, Started, parse_event
 from shared.jobs.job import Job, JobPlan, artifacts_of
 from shared.provenance import started_of
-from shared.storage.artifacts import find_artifact
-from shared.storage.checkpoints import StoredCheckpoint, is_job, stored_checkpoints
+from shared.storage.artifacts import StoredCheckpoint, find_artifact, is_job, stored_checkpoints
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 

@@ -1,1 +1,0 @@
-"""Runs for the APIs: accept, follow, show."""

@@ -14,17 +14,16 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from longshore.fields import Artifact, Frozen
 from service.accounts.tenants import Quotas
 from service.errors import Conflict
-from service.files.files import PublishedFiles
+from service.files import PublishedFiles
 from shared.chat.trajectories import ChatTrajectory, SentGroup, Trajectory
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
-from shared.fence import Fence
 from shared.jobs.job import Job
 from shared.jobs.packed import PlanHeader
 from shared.runs.status import RunStatus, StepStatus
 from shared.settings import S3Settings
 from shared.storage import artifacts
-from shared.storage.paths import MANIFEST, RunKeys
-from shared.storage.staging import ProfileRequest
+from shared.storage.files import ProfileRequest
+from shared.storage.paths import MANIFEST, Fence, RunKeys
 from shared.storage.store import ObjectStore, open_uri
 
 if TYPE_CHECKING:

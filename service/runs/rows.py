@@ -10,15 +10,14 @@ from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, t
 from sqlalchemy.orm import Session
 
 from service.accounts.tenants import Quotas, waits_for_client
-from service.database.engine import Database
-from service.database.tables import OutboxRow, RemovedRow, RunRow
+from service.database.engine import Database, OutboxRow, RemovedRow, RunRow
 from service.errors import QuotaExceeded
-from service.runs.views.run_view import RunView
-from shared.automation.webhooks import NOTICE_TYPES, Notice, NoticeType, new_notice_id
+from service.runs.views import RunView
+from shared.automation import NOTICE_TYPES, Notice, NoticeType, new_notice_id
 from shared.limits import QuotaSettings
 from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus, State
-from shared.storage.removal import RemovedRun
+from shared.storage.stored_bytes import RemovedRun
 
 _KEPT = 1024
 _BY_LIMIT = '"paused_by":"'  # within a text of JSON the quotes would be escaped

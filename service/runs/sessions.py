@@ -1,32 +1,174 @@
-"""Sessions behind the API: stores commands before they are acknowledged, and reads their results."""
+"""What is sent to a run as it goes: updates, training steps, a session's commands."""
 
 import asyncio
 import time
 from contextlib import suppress
+from datetime import timedelta
+from typing import Any
 
 from pydantic import Field, ValidationError
+from temporalio.client import WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
+from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError, RPCStatusCode
 
 from longshore.commands import Asked, CommandResult, LoadState
 from longshore.fields import Artifact, Frozen
 from longshore.training import Full, Lora
+from service.accounts import audit
 from service.accounts.tenants import Quotas
-from service.errors import Conflict, QueueFull
-from service.host_http.session_bells import SessionBells
+from service.errors import Conflict, QueueFull, TemporalUnavailable
+from service.host_http.clients import SessionBells
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
-from service.runs.updates import update_run
-from service.runs.views.run_view import RunView
-from service.temporal import Temporal
+from service.runs.views import RunView
+from service.temporal import LOST_UPDATES, Temporal, causes_of, query, unless_unknown
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import CommandHead, LoadStored, Skip, stored_form
 from shared.models.peft import check_same
+from shared.runs.events import SessionResults
 from shared.runs.requests import RunRecord
-from shared.runs.session_results import SessionResults
-from shared.runs.sessions import MAX_WAITING, CommandArrived
-from shared.storage.checkpoints import CheckpointName, checkpoint_of_step
+from shared.runs.start import MAX_WAITING, CommandArrived
+from shared.runs.status import StepRequest, StepStatus
+from shared.storage import paths
+from shared.storage.artifacts import CheckpointName, checkpoint_of_step
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
-from shared.storage.uses import use
+from shared.storage.stored_bytes import use
+
+# --- Sends updates to runs' workflows. An update may be sent repeatedly, and takes effect once ---
+
+_PATIENCE = timedelta(seconds=20)
+_TRIES, _PAUSE_S = 4, 0.2
+
+
+async def update_run(
+    runs: Runs, temporal: Temporal, record: RunRecord, name: str, *messages: Frozen, place: str = "", sure: bool = False
+) -> Any:
+    """Update a run's workflow. A lost update is sent again: the run may just have moved on to a new execution, or
+    Temporal may have been killed. A run that was paused while its client was away is resumed for new work.
+
+    Args:
+        place: the field that a refusal is about.
+        sure: the caller assumes that Temporal knows the run, so this is not checked first.
+
+    Raises:
+        InvalidInput, Conflict: the run refuses it, or has ended.
+        TemporalUnavailable: no host takes it.
+        QuotaExceeded: the run has to be resumed, and has no place.
+    """
+    run_id = record.run_id
+
+    async def is_resumed() -> bool:
+        return name != "finish" and await runs.resume_for_client(record.tenant, run_id)
+
+    audit.touched(run_id)
+    if not sure:
+        await runs.make_sure(record)
+    async with temporal.client() as client:
+        for attempt in range(_TRIES):
+            await asyncio.sleep(attempt * _PAUSE_S)
+            try:
+                return await client.get_workflow_handle(run_id).execute_update(
+                    name, args=messages, rpc_timeout=_PATIENCE
+                )
+            except WorkflowUpdateRPCTimeoutOrCancelledError:
+                break
+            except WorkflowUpdateFailedError as error:
+                refusal = _refusal(error, place)
+                if refusal and not (isinstance(refusal, Conflict) and await is_resumed()):
+                    raise refusal from None
+            except RPCError as error:
+                if error.status == RPCStatusCode.FAILED_PRECONDITION:  # its workflow task failed
+                    continue
+                if error.status != RPCStatusCode.NOT_FOUND:
+                    raise
+                if (await runs.view(record.tenant, run_id)).state != "running" and not await is_resumed():
+                    raise Conflict(f"{run_id} has ended") from None
+                await runs.make_sure(record)
+    raise TemporalUnavailable(f"{run_id} does not answer: is a control host up?")
+
+
+def _refusal(error: WorkflowUpdateFailedError, place: str) -> Exception | None:
+    """Return a refused update's reason as an error of the service; None if the update was lost."""
+    for cause in causes_of(error):
+        match cause:
+            case ApplicationError(type="InvalidInput"):
+                return InvalidInput(cause.message, place)
+            case ApplicationError(type="Conflict"):
+                return Conflict(cause.message)
+            case ApplicationError(type=kind) if kind in LOST_UPDATES:
+                return None
+    return error
+
+
+# --- Train steps of RL runs behind the API: sent, shown, and waited for ---
+
+# Pauses between checks of a step that is waited for; they grow, so that long steps are checked less often.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
+
+
+class TrainSteps:
+    """Hands train steps to RL runs, and reads their status."""
+
+    def __init__(self, runs: Runs, store: ObjectStore, temporal: Temporal) -> None:
+        self._runs = runs
+        self._store = store
+        self._temporal = temporal
+
+    async def train(self, tenant: str, run_id: str, request: StepRequest, wait_s: float = 0) -> StepStatus:
+        """Hand a step to its run. A repeated key gives the same step.
+
+        Args:
+            wait_s: how long to wait for the step's end; the answer is its status then.
+
+        Raises:
+            InvalidInput: the key was used for other groups, or their URI points to a forbidden place.
+            Conflict: the run takes no more steps, or too many wait.
+        """
+        await self._runs.check_access(tenant, request)
+        request = await self._runs.sealed(tenant, request)
+        record = await self.record(tenant, run_id)
+        taken = await update_run(self._runs, self._temporal, record, "train_step", request, place="key")
+        step = StepStatus.model_validate(taken)
+        return await self.show(tenant, run_id, step.step, wait_s)
+
+    async def finish(self, tenant: str, run_id: str) -> RunView:
+        """Finish an RL run: no more steps come. Raises Conflict when it has ended."""
+        await update_run(self._runs, self._temporal, await self.record(tenant, run_id), "finish")
+        return await self._runs.view(tenant, run_id)
+
+    async def show(self, tenant: str, run_id: str, number: int, wait_s: float = 0) -> StepStatus:
+        """Return a step's current status, or its end if that comes within `wait_s`. Raises NotFound."""
+        record = await self.record(tenant, run_id)
+        end, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
+        while True:
+            step = await self._step(record, number)
+            if step.is_final or time.monotonic() > end:
+                return step
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 1.2 * pause_s)
+
+    async def _step(self, record: RunRecord, number: int) -> StepStatus:
+        with suppress(NotFound):
+            data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(record.run_id).step(number))
+            return StepStatus.model_validate_json(data)
+        async with self._temporal.client() as client:
+            handle = client.get_workflow_handle(record.run_id)
+            with unless_unknown():
+                answer: Any = await query(handle, "step", number)
+                if answer:
+                    return StepStatus.model_validate(answer)
+        raise NotFound(f"{record.run_id} has no step {number}")
+
+    async def record(self, tenant: str, run_id: str) -> RunRecord:
+        """The record of a run that has train steps. Raises NotFound, or Conflict for a run of another kind."""
+        record = await self._runs.record(tenant, run_id)
+        if record.run.kind != "rl":
+            raise Conflict(f"{run_id} is no RL run: it trains from its dataset alone")
+        return record
+
+
+# --- Sessions behind the API: stores commands before they are acknowledged, and reads their results ---
 
 # Intervals of polling the store for a result that no host has announced, and of checking that the session is active.
 _LOOK_EACH_S, _ASK_EACH_S = 3.0, 3.0

@@ -1,1 +1,0 @@
-"""Chat and completion requests, and the trajectories made from them."""

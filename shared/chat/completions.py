@@ -4,13 +4,147 @@ Requests are strict: a field that a sampler would ignore is refused, unless its 
 Answers may have unknown fields, because other servers send more than we need.
 """
 
+import json
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from longshore.fields import Frozen, Sha256
-from shared.chat.structured_outputs import StructuredOutputs
-from shared.field_rules import only
+from shared.field_rules import first_rule, only
+
+# --- Structured outputs: an answer must be JSON, JSON of a schema, or tool calls ---
+#
+# Chat clients use OpenAI's fields (`response_format`, `tool_choice`); samplers get vLLM's (`structured_outputs`).
+# Schemas are untrusted: their length and depth are bounded here, the resources to compile them by the sampler
+# (megatron_worker/sampler/grammars).
+
+MAX_SCHEMA_CHARACTERS = 64 << 10
+MAX_SCHEMA_DEPTH = 64
+MAX_TAGS = 128
+
+
+class _Told(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, serialize_by_alias=True)
+
+
+def _bounded(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    level: list[JsonValue] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [item for part in level if isinstance(part, dict | list) for item in _items(part)]
+    if level:
+        raise ValueError(f"a schema may be nested {MAX_SCHEMA_DEPTH} deep")
+    if (size := len(json.dumps(schema))) > MAX_SCHEMA_CHARACTERS:
+        raise ValueError(f"a schema may have {MAX_SCHEMA_CHARACTERS:,} characters, and this has {size:,}")
+    return schema
+
+
+def _items(part: dict[str, JsonValue] | list[JsonValue]) -> Iterable[JsonValue]:
+    return part.values() if isinstance(part, dict) else part
+
+
+Schema = Annotated[dict[str, JsonValue], AfterValidator(_bounded)]
+"""A JSON Schema of bounded size and depth."""
+
+
+class NamedSchema(_Told):
+    """`strict` has no effect: an answer always follows the schema."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: Schema = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Told):
+    """OpenAI's `response_format` for chats: `text`, a JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is required with the type json_schema, and allowed with no other")
+        return self
+
+    @property
+    def wanted(self) -> "StructuredOutputs | None":
+        """The sampler's form of this; None for text."""
+        match self.type, self.json_schema:
+            case "json_schema", NamedSchema() as named:
+                return StructuredOutputs(json=named.schema_)
+            case "json_object", _:
+                return StructuredOutputs(json_object=True)
+        return None
+
+
+class TagContent(_Told):
+    type: Literal["json_schema"] = "json_schema"
+    json_schema: Schema
+
+
+class Tag(_Told):
+    """JSON that follows a schema, between two texts."""
+
+    type: Literal["tag"] = "tag"
+    begin: str = Field(min_length=1, max_length=256)
+    content: TagContent
+    end: str = Field(min_length=1, max_length=256)
+
+
+class Tags(_Told):
+    """One of these tags, or one or more of them with the separator in between."""
+
+    type: Literal["tags_with_separator"] = "tags_with_separator"
+    tags: list[Tag] = Field(min_length=1, max_length=MAX_TAGS)
+    separator: str = Field(default="\n", min_length=1, max_length=16)
+    at_least_one: Literal[True] = True
+    stop_after_first: bool = False
+
+
+class StructuralTag(_Told):
+    """The supported structural tags: an answer only consists of tags, like forced tool calls."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    format: Tags
+
+
+class StructuredOutputs(_Told):
+    """vLLM's field of this name; exactly one of these is set. Its other kinds (regex, choice, grammar) are refused.
+
+    `structural_tag` is a StructuralTag as JSON text.
+    """
+
+    json_: Schema | None = Field(default=None, alias="json")
+    json_object: Literal[True] | None = None
+    structural_tag: str | None = Field(default=None, max_length=MAX_SCHEMA_CHARACTERS)
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "StructuredOutputs":
+        if sum(each is not None for each in (self.json_, self.json_object, self.structural_tag)) != 1:
+            raise ValueError("give one of json, json_object and structural_tag")
+        if self.structural_tag is not None:
+            try:
+                self.tags()
+            except ValidationError as error:
+                raise ValueError(f"structural_tag: {first_rule(error)}") from None
+        return self
+
+    def tags(self) -> Tags:
+        assert self.structural_tag is not None
+        return StructuralTag.model_validate_json(self.structural_tag).format
+
 
 MAX_SAMPLES = 1024
 MAX_TOP_LOGPROBS = 20
@@ -233,3 +367,139 @@ class ErrorDetail(SamplerAnswer):
 
 class ErrorResponse(SamplerAnswer):
     error: ErrorDetail
+
+
+# --- Requests to a sampler other than completions ---
+# vLLM's `GET /v1/models`, `POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, and those that only
+# Longshore has: weights, sleep, memory, the ready file.
+
+
+class LoadAdapterRequest(SamplerRequest):
+    """A PEFT folder on the sampler's machine, and the name that requests use as `model`."""
+
+    lora_name: str = Field(min_length=1, max_length=512)
+    lora_path: str = Field(min_length=1)
+
+
+class UnloadAdapterRequest(SamplerRequest):
+    lora_name: str = Field(min_length=1)
+
+
+class LoadWeightsRequest(SamplerRequest):
+    """A Hugging Face folder on the sampler's machine, whose weights replace the model's, and their name.
+
+    `again`: they are read even if they are served already. Only our own sampler and a leased vLLM accept this request;
+    the latter always reads them.
+    """
+
+    name: str = Field(min_length=1, max_length=512)
+    path: str = Field(min_length=1)
+    again: bool = False
+
+
+class NameWeightsRequest(SamplerRequest):
+    """Names weights or an adapter that arrived by a weight sync; requests then use that name.
+
+    `digest`: of the sync, or of the adapter's content (shared/models/peft.py).
+    """
+
+    name: str = Field(min_length=1, max_length=512)
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class ScoreRequest(SamplerRequest):
+    """`POST /v1/score`: conversations as token ids; a reward model returns its scalars at the last token of each.
+
+    Only our own sampler takes it.
+    """
+
+    model: str
+    prompts: list[list[int]] = Field(min_length=1, max_length=MAX_SAMPLES)
+
+
+class UpdateWeightsRequest(SamplerRequest):
+    """Replaces the policy version served as `name`; samples in progress continue with the new one.
+
+    `path`: an adapter's folder (`lora`; null: the model without one) or a whole model's. A version that is not newer
+    than the one served changes nothing. Only our own sampler takes it.
+    """
+
+    name: str = Field(min_length=1, max_length=512)
+    version: int = Field(ge=0)
+    lora: bool
+    path: str | None = Field(default=None, min_length=1)
+
+
+class SleepRequest(SamplerRequest):
+    """`POST /v1/sleep`. Level 1 keeps the weights in the host's memory, unless that is the device; 2 drops them."""
+
+    level: Literal[1, 2] = 1
+
+
+class ModelCard(SamplerAnswer):
+    """A model or adapter that a server lists. `root`: the path of its files; `parent`: an adapter's base model.
+
+    Our own sampler adds the policy's version, if it is known, and the hash of the weights in memory.
+    """
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "longshore"
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+    policy_version: int | None = None
+    weights_sha256: Sha256 | None = None
+
+
+class ScoreAnswer(SamplerAnswer):
+    """The scalars of each conversation, in the order of the head's names; None for a scalar that is not finite.
+
+    None for a conversation that is longer than the model's context.
+    """
+
+    scores: list[list[float | None] | None]
+
+
+class ModelList(SamplerAnswer):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class PartMemory(SamplerAnswer):
+    """Bytes of a part of a sampler, on its device and, separately, in the host's memory."""
+
+    device: int = 0
+    host: int = 0
+
+
+class SamplerMemory(SamplerAnswer):
+    """`GET /v1/memory` of our own sampler: its sleep level (0: awake), and the bytes of its parts.
+
+    `caches`: keys and values of the sequences in progress.
+    """
+
+    asleep: Literal[0, 1, 2]
+    weights: PartMemory
+    adapters: PartMemory
+    caches: PartMemory
+
+    @property
+    def device_bytes(self) -> int:
+        return self.weights.device + self.adapters.device + self.caches.device
+
+
+class SamplerReady(Frozen):
+    """The ready file, written when the sampler accepts requests. Only its owner can read it.
+
+    `socket`: the path of the Unix socket that it listens on, if it does not listen at the address of `url`.
+    `weights_address`: `host:port` for weights from trainers on other machines, if it takes any.
+    """
+
+    url: str
+    socket: str | None = None
+    api_key: str
+    pid: int
+    model: str
+    weights_address: str | None = None

@@ -10,18 +10,19 @@ from pydantic import BeforeValidator, Field, JsonValue, ValidationInfo, field_va
 
 from longshore.fields import Frozen
 from shared.chat.completions import (
+    MAX_SCHEMA_CHARACTERS,
     MAX_TOP_LOGPROBS,
     LogitBias,
     MinP,
     Only1,
     Penalty,
+    ResponseFormat,
     SamplerAnswer,
     SamplerRequest,
     StreamOptions,
     TopK,
     Usage,
 )
-from shared.chat.structured_outputs import MAX_SCHEMA_CHARACTERS, ResponseFormat
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

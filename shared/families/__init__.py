@@ -11,11 +11,10 @@ from safetensors import SafetensorError, safe_open
 
 from shared.errors import InvalidInput
 from shared.families import deepseek_v3, gemma, gpt_oss, nemotron_h, qwen3_5
-from shared.families.architecture import Architecture, Attention, Mixture, Mlp, NormedBlock
-from shared.families.rope import Rope, read_rope
-from shared.models.config import Family, named_as_in, read_model_config
-from shared.models.dense import DenseConfig
+from shared.families.architecture import Architecture, Attention, Mixture, Mlp, NormedBlock, Rope, read_rope
+from shared.models.config import Family, GenericConfig, named_as_in, read_model_config
 from shared.models.families import (
+    DenseConfig,
     GptOssConfig,
     GraniteConfig,
     HybridConfig,
@@ -27,7 +26,6 @@ from shared.models.families import (
     SmolLM3Config,
 )
 from shared.models.gemma import GemmaConfig
-from shared.models.generic import GenericConfig
 
 
 def read_architecture(folder: Path) -> Architecture:

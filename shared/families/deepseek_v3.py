@@ -7,8 +7,7 @@ and the routers' corrections, which are used in float32 and not trained.
 import dataclasses
 import math
 
-from shared.families.architecture import Architecture, LatentAttention, Mixture
-from shared.families.rope import yarn_magnitude
+from shared.families.architecture import Architecture, LatentAttention, Mixture, yarn_magnitude
 from shared.families.tensor_slices import TensorSlice
 from shared.models.families import LatentConfig
 

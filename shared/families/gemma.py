@@ -9,8 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.families.architecture import Architecture, Attention, Mixture, Mlp, NormedBlock
-from shared.families.rope import Rope
+from shared.families.architecture import Architecture, Attention, Mixture, Mlp, NormedBlock, Rope
 from shared.families.tensor_slices import TensorSlice
 from shared.models.gemma import Gemma3Config, Gemma4Config, GemmaConfig
 

@@ -1,7 +1,7 @@
 """gpt-oss: attention with sinks, in windows every other layer, and experts whose tensors are stored together.
 
 Projections, router and experts have biases. Published checkpoints hold the experts in MXFP4
-(tensors/published_codes.py); trained weights are written in the run's dtype.
+(tensors/safetensors_files.py); trained weights are written in the run's dtype.
 """
 
 import dataclasses

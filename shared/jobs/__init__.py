@@ -1,1 +1,0 @@
-"""The protocol between control plane and worker: the job, its packed data, its events, its layout."""

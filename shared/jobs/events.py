@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from longshore.fields import Frozen, Reason, Sha256
-from shared.fence import Fence
-from shared.jobs.weight_sync import SyncOutcome
+from shared.jobs.job import SyncOutcome
+from shared.storage.paths import Fence
 
 Device = Literal["released", "held"]
 

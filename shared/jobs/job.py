@@ -1,13 +1,15 @@
-"""The job: everything one worker needs to do one piece of training, as one JSON file.
+"""The job as the worker gets it, its layout and weight sync, and the leases of the hosts that do it."""
 
-Schema version 1. A new field needs a default and keeps the version; any other change increments it.
-"""
+import hmac
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, get_args
 
-from typing import Annotated, Any, Literal, Self
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
-from pydantic import Discriminator, Field, Tag, model_validator
-
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Frozen, Sha256, pattern
 from longshore.layout import EngineName, Layout, engine_takes_the_layout
 from longshore.losses import CrossEntropy
 from longshore.training import (
@@ -22,8 +24,8 @@ from longshore.training import (
     check_optimizer,
     fields_fit_engine,
 )
-from shared.fence import Fence
-from shared.jobs.layout import pipelines_have_bins
+from shared.errors import InvalidInput
+from shared.field_rules import first_error, only
 from shared.jobs.losses import (
     Critic,
     Distillation,
@@ -35,8 +37,212 @@ from shared.jobs.losses import (
     scores_old,
     teacher_stays,
 )
-from shared.jobs.weight_sync import SyncTarget
-from shared.storage.paths import WorkerPaths
+from shared.settings import ExperimentalTransport
+from shared.storage.host_states import HostAddress
+from shared.storage.paths import Fence, WorkerPaths
+
+# --- Layouts (longshore/layout.py) from their labels, and their limits ---
+
+
+def layout_of(label: str) -> Layout:
+    """Parse a layout's label. Raises InvalidInput for any other text."""
+    degrees: dict[str, int] = {}
+    for part in () if label == "single" else label.split("-"):
+        found = re.fullmatch(r"(sp)|(tp|pp|cp|ep|etp|dp|nodes)([1-9][0-9]{0,3})", part)
+        name = (found[1] or found[2]) if found else None
+        if found is None or name is None or name in degrees:
+            raise InvalidInput(f"'{part}' is no degree: a layout is written like tp2-sp-pp2-dp4", "layout")
+        degrees[name] = int(found[3] or 1)
+    try:
+        return Layout.model_validate(degrees)
+    except ValidationError as error:
+        field, rule = first_error(error)
+        raise InvalidInput(rule, f"layout.{field}".rstrip(".")) from None
+
+
+def check_ranks(layout: Layout, max_ranks: int, below: str = "", why: str = "(setting max_ranks)") -> None:
+    """Refuse a layout with more ranks per machine than a host takes, whatever the model.
+
+    `why`: the source of that limit, for the message.
+
+    Raises InvalidInput: names the dimension if one alone exceeds the limit.
+    """
+    if layout.ranks_per_node > max_ranks:
+        split = [name for name in ("tp", "pp", "cp", "dp") if getattr(layout, name) > 1]
+        place = f"{below}layout.{split[0]}" if len(split) == 1 else f"{below}layout"
+        each = " on each of its machines" if layout.nodes > 1 else ""
+        rule = f"{layout.ranks_per_node:,} ranks{each} ({layout.label})"
+        raise InvalidInput(f"{rule}; a host of this installation takes up to {max_ranks} {why}", place)
+
+
+def check_nodes(layout: Layout, max_hosts: int | None, below: str = "") -> None:
+    """Refuse a layout of more machines than there can be hosts. None: that is unknown. Raises InvalidInput."""
+    if max_hosts is not None and layout.nodes > max_hosts:
+        rule = f"{layout.nodes:,} machines ({layout.label}); this installation has up to {max_hosts} GPU host"
+        raise InvalidInput(f"{rule}{'s' * (max_hosts > 1)} at a time (setting max_hosts)", f"{below}layout.nodes")
+
+
+class _HasBudget(Protocol):
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def memory_budget_bytes(self) -> int | None: ...
+
+
+HasBudgetT = TypeVar("HasBudgetT", bound=_HasBudget)
+
+
+def pipelines_have_bins(budgeted: HasBudgetT) -> HasBudgetT:
+    """Validate a model with a layout and a memory budget. Raises ValueError if a pipeline has a memory budget."""
+    if budgeted.memory_budget_bytes is not None and budgeted.layout.pp > 1:
+        raise ValueError("memory_budget_bytes: a pipeline holds all micro-batches of a step at once; use pp 1")
+    return budgeted
+
+
+# --- Weight sync in runs and jobs: sends a trainer's weights to the samplers of its run ---
+
+Transport = Literal["shared_memory", "collective", "cuda_ipc", ExperimentalTransport]
+EXPERIMENTAL: tuple[ExperimentalTransport, ...] = get_args(ExperimentalTransport)
+"""Transports that a host takes part in only where its operator has allowed them (`experimental_transports`)."""
+OVER_TCP: tuple[Transport, ...] = ("collective", *EXPERIMENTAL)
+"""Transports whose samplers are reached at an address: both ends then listen where the other one reaches them."""
+_Backend = Literal["auto", "store", "delta", Transport]
+_OTHERS = {"hccl": "torch_npu"}
+"""Engines of transport that other trainers have, and the packages that bring them."""
+
+
+def _possible(value: object) -> object:
+    """Refuse an unknown backend, and name the known ones."""
+    names = get_args(_Backend)
+    if value in names:
+        return value
+    why = "no such backend"
+    if isinstance(value, str) and value in _OTHERS:
+        is_here = find_spec(_OTHERS[value]) is not None
+        why = f"{value} is not supported" + ("" if is_here else f" (No module named '{_OTHERS[value]}')")
+    raise PydanticCustomError("not_possible", "{why}: possible are {names}", {"why": why, "names": ", ".join(names)})
+
+
+SyncBackend = Annotated[_Backend, BeforeValidator(_possible)]
+PROFILE_PATH = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}){0,3}$"
+
+
+class WeightSync(Frozen):
+    """How a run's samplers get the weights of each step.
+
+    `store`: samplers load the published weights; every other backend falls back to this. `shared_memory`: the trainer's
+    process hands the weights over on one machine. `collective`: it broadcasts them to samplers on other machines whose
+    hosts have an address for it; gloo on the CPU, NCCL on CUDA. `cuda_ipc`: from one CUDA device's memory, on one
+    machine. `nixl`, `mooncake`: samplers read the trainer's memory through these engines; experimental, tried only on
+    CPUs, and only if the operators of both hosts allow them. `delta`: like auto, but only changed elements are sent;
+    each trainer rank keeps a copy of its weights for that. `auto`: shared_memory if trainer and samplers are on one
+    machine, else collective if there is an address, else store.
+    """
+
+    backend: SyncBackend = Field(default="auto", description="how samplers get a step's weights")
+    bucket_bytes: int = Field(
+        default=512 << 20, ge=1 << 10, le=4 << 30, description="bytes sent at a time; two such buffers are allocated"
+    )
+    in_flight: Literal["finish", "continue"] = Field(
+        default="finish",
+        description="samples in progress when weights change: finish with the old ones, or continue with the new ones",
+    )
+
+    profile_path: str | None = pattern(
+        PROFILE_PATH,
+        "a relative path of letters, digits and ._-, of at most four parts, none of which begins with a dot or a dash",
+        default=None,
+        description="a trace of each sync's phases, in `profiles/<run>/` below the root of the trainer's host",
+    )
+
+
+def newest_name(run_id: str) -> str:
+    """Return the name under which a sampler serves the newest version of a run's policy."""
+    return f"{run_id}-newest"
+
+
+class SyncPlace(Frozen):
+    """A sampler's address for a trainer: a socket's path on its own machine, and `host:port` for other machines."""
+
+    socket: str
+    address: str | None = None
+
+
+class SyncTarget(Frozen):
+    """The samplers that a job sends its weights to at its end. `sockets`: paths of their sockets on their machines.
+
+    `addresses`: the same samplers' addresses for other machines, if they have one. `version`: the policy's, which only
+    grows. `name`: the samplers' name for the run's newest version, if samples in progress continue with it. `waits`:
+    without a name, full weights wait for samples in progress to end; if false, they are not sent while there are any.
+    """
+
+    sockets: tuple[str, ...] = Field(min_length=1, max_length=64)
+    addresses: tuple[str | None, ...] = Field(default=(), max_length=64)
+    version: int = Field(ge=0)
+    backend: Literal["auto", "delta", Transport]
+    bucket_bytes: int = Field(ge=1 << 10, le=4 << 30)
+    name: str | None = Field(default=None, max_length=512)
+    waits: bool = True
+    profile_path: str | None = Field(default=None, pattern=PROFILE_PATH)
+
+    @property
+    def places(self) -> tuple[SyncPlace, ...]:
+        addresses = self.addresses or (None,) * len(self.sockets)
+        return tuple(SyncPlace(socket=s, address=a) for s, a in zip(self.sockets, addresses, strict=True))
+
+
+class SyncAccess(Frozen):
+    """A file next to a job's log that the trainer's host writes for its worker only: the run's secret, in hexadecimal,
+    and the file that traces are appended to.
+
+    `target`: where weights are sent if the plan names no target: the sampler that answers users' questions. The host
+    rewrites the file when that changes.
+    """
+
+    secret: Sha256 | None = None
+    profile: str | None = None
+    target: SyncTarget | None = None
+
+    @staticmethod
+    def path(log: str) -> Path:
+        return Path(log).with_name("sync_access.json")
+
+    @classmethod
+    def read(cls, log: str) -> "SyncAccess":
+        """Read the file next to a log. It is absent if a worker is started by hand: then all fields are empty."""
+        path = cls.path(log)
+        return cls.model_validate_json(path.read_bytes()) if path.exists() else cls()
+
+
+class SyncOutcome(Frozen):
+    """The result of a sync. `digest`: of the weights that were sent, absent if no sampler took them. `problems`: the
+    errors of samplers that did not get them, by socket. `transport`: the one used. `profile_problem`: why there is no
+    trace.
+
+    `num_bytes` were sent to each sampler, of `weight_bytes`. `blocked_s`: seconds that the trainer waited;
+    `duration_s`: until the last sampler had the weights.
+    """
+
+    version: int
+    digest: Sha256 | None
+    num_bytes: int
+    weight_bytes: int
+    blocked_s: float
+    duration_s: float
+    problems: dict[str, str] = Field(default_factory=dict)
+    transport: Transport | None = None
+    profile_problem: str | None = None
+
+
+def secret_of_run(key: bytes, run_id: str) -> bytes:
+    """Return the secret that a run's trainer uses to authenticate to a sampler that knows `key`."""
+    return hmac.digest(key, b"run " + run_id.encode(), "sha256")
+
+
+# --- The job: everything one worker needs to do one piece of training, as one JSON file ---
+#
+# Schema version 1. A new field needs a default and keeps the version; any other change increments it.
 
 ONLY_JOB = "000001"
 """The job of a run that has one. A run of several numbers them by its steps."""
@@ -345,3 +551,103 @@ def artifacts_of(job: Job) -> list[Artifact]:
     files = [artifact for data in plan.packed for artifact in (data.units, data.plan, data.likeliest)]
     own = [*files, *adapters_of(job.plan.step_loss)]
     return [plan.model, *(a for a in (*own, plan.initial_adapter, before, job.start) if a is not None)]
+
+
+# --- Files between a host and its worker or sampler other than jobs: the process's identity, and its leases ---
+
+
+class WorkerKey(Frozen):
+    """Properties that a worker process has for life. A released worker may serve another run with an equal key."""
+
+    model: Artifact
+    layout: Layout
+    dtype: Dtype
+    quantize_base: Quantization | None = None
+    optimizer_states: OptimizerStates = "float32"
+    engine: EngineName = "megatron"
+    threads_per_rank: int = 1
+
+    @classmethod
+    def of(cls, plan: WorkerPlan) -> Self:
+        """Return the key of the worker that a plan needs."""
+        return cls.model_validate(plan, from_attributes=True)
+
+
+SamplerKind = Annotated[
+    Literal["own", "vllm"],
+    only("own", "vllm", words="a sampler is own or vllm; sglang, which needs a GPU here, was never tried"),
+]
+"""The program of a sampler that a host starts: Longshore's own, or a vLLM server."""
+
+
+class SamplerKey(Frozen):
+    """Properties that a sampler process has for life.
+
+    On one machine, equal keys of Longshore's own sampler give bit-identical samples.
+    """
+
+    model: Artifact
+    sampler: SamplerKind = "own"
+    dtype: Dtype = "float32"
+    threads: int = Field(default=1, ge=1, description="CPU threads")
+    slots: int = Field(default=32, ge=1, description="sequences a step")
+    max_model_len: int = Field(default=4096, ge=2, description="prompt and completion together, in tokens")
+    max_lora_rank: int = Field(default=0, ge=0, description="of vLLM: the highest rank of its adapters")
+    tells_routes: bool = Field(default=False, description="of vLLM: it returns the experts of each token")
+
+
+ProcessKey = WorkerKey | SamplerKey
+
+
+class WorkerRecord(Frozen):
+    """`worker.json`, written by the host at launch. If a host is killed, the next one finds and ends its worker by it.
+
+    A process is identified by pid and start time (seconds since 1970), since pids are reused. Every rank has the
+    environment variable `LONGSHORE_WORKER_ID=<worker_id>`. `pid` is 0 until the worker has been started.
+    """
+
+    worker_id: str
+    pid: int
+    started_at: float
+    host_pid: int
+    host_started_at: float
+    key: ProcessKey
+
+
+class LeaseMark(Frozen):
+    """`leases/<run>.json`: a lease that the worker serves. A job of this run with an older fence is refused."""
+
+    run_id: str
+    fence: Fence
+
+
+WORKER_ID_VARIABLE = "LONGSHORE_WORKER_ID"
+
+
+class GangLeader(Frozen):
+    """Signal to the workflow: the first of several machines has started its ranks, which wait for the others'.
+
+    `worker_id`: of the first machine's worker. `at`: its address for the other hosts.
+    """
+
+    fence: Fence
+    worker_id: str
+    at: HostAddress
+
+
+class LeaseGrant(Frozen):
+    """Signal to the workflow: the worker is up, and jobs for it go to the host's own queue.
+
+    `joined`: the worker already trained other runs. A sampler also has addresses for weights: `weights_socket`, a
+    path for trainers on its machine, and `weights_address`, `host:port` for trainers on other machines. `host_socket`
+    and `host_address`: the addresses of the sampler's host for the web service; the latter uses mutual TLS.
+    """
+
+    fence: Fence
+    host_queue: str
+    worker_id: str
+    joined: bool = False
+    weights_socket: str | None = None
+    weights_address: str | None = None
+    host_socket: str | None = None
+    host_address: str | None = None

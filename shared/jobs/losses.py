@@ -273,7 +273,7 @@ PRESETS: tuple[Preset, ...] = get_args(Preset)
 class Algorithm(NamedTuple):
     """A paper's loss and advantages, and whether groups of equal rewards count in its means.
 
-    Formulas: docs/losses.md and activities/trajectories/advantages.py.
+    Formulas: docs/losses.md and activities/trajectories/pack_trajectories.py.
     """
 
     loss: RLLoss

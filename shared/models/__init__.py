@@ -1,1 +1,0 @@
-"""Model folders and adapter folders: which configurations we support, and which we refuse."""

@@ -3,17 +3,23 @@
 If a file omits a setting, transformers' default applies.
 """
 
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from pydantic import AliasChoices, BaseModel, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, TypeAdapter, ValidationError
 
-from shared.errors import InvalidInput
-from shared.field_rules import refused_value
+from longshore.fields import Frozen
+from shared.errors import CorruptArtifact, InvalidInput
+from shared.field_rules import first_rule, refused_value
 from shared.models import gemma
-from shared.models.dense import SLIDING, WINDOWED, DenseConfig, rope_problem
 from shared.models.families import (
     BLOCKS,
+    SLIDING,
+    WINDOWED,
+    DenseConfig,
     GptOssConfig,
     GraniteConfig,
     HybridConfig,
@@ -25,9 +31,85 @@ from shared.models.families import (
     Olmo3Config,
     Phi3Config,
     SmolLM3Config,
+    rope_problem,
 )
-from shared.models.generic import GenericConfig, generic_settings
-from shared.models.switches import refuse_unknown_switches
+
+# --- Refuses features of a `config.json` that we do not read, since the model would be computed without them ---
+#
+# Such files also have many fields that change nothing (names, dates, settings of training or of serving), so only
+# fields that are switched on are checked, and numbers whose names say that they scale or cap something.
+
+# These do not change the computation, or every model of their families has them on.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("use_cache", "return_dict", "return_dict_in_generate", "use_return_dict", "is_decoder", "torchscript"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "do_sample"),
+        *("early_stopping", "gradient_checkpointing", "use_flash_attn", "use_flash_attention", "use_kernels"),
+        *("is_llama_config", "unsloth_fixed", "_attn_implementation_autoset", "_flash_attn_2_enabled"),
+        *("_from_model_config", "trust_remote_code", "add_bos_token", "add_eos_token", "rescale_prenorm_residual"),
+        *("moe_shared_expert_overlap", "use_mamba_kernels", "attn_output_gate"),
+        *("seq_aux", "use_aux_loss"),  # for losses that balance experts, which we do not compute
+    }
+)
+# These families always do what the switch asks for.
+_ALWAYS = {
+    "use_qk_norm": ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "olmo3", "gemma3", "gemma4"),
+    "qkv_bias": ("qwen2",),
+}
+_SCALES = re.compile(
+    r"soft_?cap|scale_(emb|depth)|clip_qkv|alibi|qk_norm"
+    r"|(embeddings?|residual|attention|logits?)_(multiplier|scal(e|ing))(_factor)?$"
+)
+
+
+def refuse_unknown_switches(settings: Mapping[str, Any], known: Container[str], family: str, place: str) -> None:
+    """Check the settings of a model's decoder.
+
+    `known`: the settings that are read, for this family.
+
+    Raises InvalidInput: another setting is switched on; names it.
+    """
+    for name, value in settings.items():
+        if name in known or name in _WITHOUT_EFFECT or (value is True and family in _ALWAYS.get(name, ())):
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is True or (_SCALES.search(name) and (value not in (0, 1) if is_number else value)):
+            rule = f"it is not known in models of the family {family}, and what it asks for would be left out"
+            raise InvalidInput(f"{name} = {value!r:.60} is not supported: {rule}", place)
+
+
+# --- Models of transformers outside our families: the engine fsdp trains them with transformers' own code ---
+#
+# Only the sizes of a `config.json` are read, by their common names. The rest is found when the model is loaded
+# (megatron_worker/fsdp/model.py).
+
+_READ = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "tie_word_embeddings", "quantization_config"),
+)
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+class GenericConfig(DenseConfig):
+    """The sizes of a dense decoder."""
+
+    intermediate_size: int = Field(default=0, ge=0)
+
+
+def generic_settings(values: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return the sizes in a `config.json`. Raises InvalidInput if the model is no dense decoder."""
+    reason = None
+    if any(values.get(name) for name in _NUM_EXPERTS):
+        reason = "it has experts; the nearest is qwen3_moe"
+    elif isinstance(values.get("text_config"), dict) or values.get("is_encoder_decoder"):
+        reason = "it has other parts: take a folder of its decoder"
+    elif missing := [name for name in _READ[:6] if name != "intermediate_size" and values.get(name) is None]:
+        reason = f"its config.json has no {missing[0]}"
+    if reason is not None:
+        rule = "of families that are not known the engine fsdp takes dense decoders alone"
+        raise InvalidInput(f"model_type {values['model_type']!r}: {rule}, and {reason}", place)
+    return {name: values[name] for name in _READ if values.get(name) is not None}
+
 
 ConfigT = TypeVar("ConfigT", bound=DenseConfig)
 Family = Literal[
@@ -231,3 +313,57 @@ def _windows_not_computed(config: DenseConfig) -> str | None:
     if kinds and len(kinds) != config.num_hidden_layers:
         return f"layer_types names {len(kinds)} layers, num_hidden_layers is {config.num_hidden_layers}"
     return None
+
+
+# --- End tokens as a model's folder names them: `eos_token_id` of `generation_config.json` and `config.json` ---
+
+GENERATION = "generation_config.json"
+_CONFIG = "config.json"
+_KEPT = ("bos_token_id", "pad_token_id")  # libraries read these from config.json if there is no generation_config.json
+
+
+class _Ends(Frozen, extra="ignore"):
+    eos_token_id: int | list[int] | None = None
+
+
+_ends: TypeAdapter[_Ends] = TypeAdapter(_Ends)
+
+
+def read_end_ids(model: Path) -> tuple[int, ...]:
+    """Return every end token that the files of a model's folder name. Raises CorruptArtifact for a damaged file."""
+    found = [*_end_ids(model / GENERATION), *_end_ids(model / _CONFIG)]
+    return tuple(dict.fromkeys(found))
+
+
+def with_end_ids(model: Path, end_ids: Iterable[int]) -> dict[str, Any] | None:
+    """Return the content of a `generation_config.json` that makes libraries end answers with these ids.
+
+    Returns None if the file names them all already. Their order in the file is kept: some libraries take the first.
+    """
+    named, wanted = _end_ids(model / GENERATION), dict.fromkeys([*read_end_ids(model), *end_ids])
+    if set(wanted) <= set(named):
+        return None
+    config = _object(model / _CONFIG)
+    began = _object(model / GENERATION) or {name: config[name] for name in _KEPT if config.get(name) is not None}
+    return began | {"eos_token_id": list(wanted)}
+
+
+def end_ids_in(values: dict[str, Any], place: str) -> list[int]:
+    """Return the end tokens that a file of this content names. Raises CorruptArtifact for a damaged one."""
+    try:
+        found = _ends.validate_python(values).eos_token_id
+    except ValidationError as error:
+        raise CorruptArtifact(first_rule(error), place) from error
+    return [found] if isinstance(found, int) else found or []
+
+
+def _end_ids(path: Path) -> list[int]:
+    return end_ids_in(_object(path), str(path))
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+    except ValueError as error:
+        raise CorruptArtifact(f"no JSON: {error}", str(path)) from error
+    return with_decoder(value)

@@ -5,8 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from longshore.training import Linear
-from shared.models.dense import SCALINGS, DenseConfig, RopeConfig
-from shared.models.families import LayerRopesConfig
+from shared.models.families import SCALINGS, DenseConfig, LayerRopesConfig, RopeConfig
 
 _SIZES = {"hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4}
 _SIZES |= {"head_dim": 256, "tie_word_embeddings": True}

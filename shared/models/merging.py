@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from longshore.training import Lora
 from shared.errors import InvalidInput
-from shared.models.lora_modules import AdaptedModules
-from shared.models.peft import CONFIG, EMBEDDING, PREFIX, module_of
+from shared.models.peft import CONFIG, EMBEDDING, PREFIX, AdaptedModules, module_of
 
 _BLOCK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit

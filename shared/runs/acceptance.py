@@ -3,12 +3,11 @@
 from longshore.losses import Distillation
 from longshore.training import DtypeChoice, Lora
 from shared.errors import InvalidInput
-from shared.grading.graders import reward_graders
-from shared.jobs.layout import check_nodes, check_ranks
+from shared.grading import reward_graders
+from shared.jobs.job import check_nodes, check_ranks
 from shared.jobs.losses import reference_uri
 from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
-from shared.runs.requests import Precision, RLRun, Run
-from shared.runs.rollouts import Rollouts
+from shared.runs.requests import Precision, RLRun, Rollouts, Run
 from shared.settings import Settings
 from shared.storage.host_states import read_fast_bf16, read_offer
 from shared.storage.store import ObjectStore

@@ -7,9 +7,9 @@ from pydantic import Field
 from longshore.fields import Frozen, Reason
 from longshore.training import MAX_SCALARS
 from shared.field_rules import Remark
-from shared.jobs.steps import Cut, RunLength
+from shared.jobs.bins import Cut, RunLength
+from shared.runs.dataset_runs import Format, RowsSource
 from shared.runs.requests import Tenant
-from shared.runs.sources import Format, RowsSource
 
 
 class LengthCount(Frozen):

@@ -6,9 +6,9 @@ from pydantic import Field
 
 from longshore.fields import Artifact, Frozen, Reason, Sha256
 from longshore.training import ScalarHead
-from shared.fence import Fence
 from shared.models.shape import ModelShape
 from shared.runs.requests import Kind, RunId
+from shared.storage.paths import Fence
 
 Phase = Literal[
     "queued",

@@ -1,11 +1,14 @@
-"""Artifacts: folders in a store, committed by a manifest that is written last and names every file's hash."""
+"""Artifacts: folders of files with a manifest, published whole; and the checkpoints among them."""
 
 import hashlib
 import os
+import re
 import shutil
+import time
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from stat import S_ISREG
@@ -13,14 +16,100 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
+from longshore.commands import CHECKPOINT_NAME
 from longshore.fields import Artifact, Frozen, Sha256
-from shared.errors import CorruptArtifact, NotFound
+from shared.errors import CorruptArtifact, NotFound, StoreUnavailable
 from shared.field_rules import first_rule
 from shared.settings import S3Settings
 from shared.storage.files import fsync_folder, write_atomically
-from shared.storage.paths import MANIFEST, content_key
-from shared.storage.ranges import Fetched, fetch
+from shared.storage.paths import MANIFEST, RunKeys, content_key
 from shared.storage.store import LocalStore, ObjectStore, disk_errors, open_store, open_uri, uri_of
+
+# --- Downloads objects of a store into files: in ranges, several at a time, hashed as they arrive ---
+#
+# A range is written to its place in the file and hashed from there, in order, while later ones are being downloaded.
+# Memory holds only the ranges that are fetched at once, whatever the files' size.
+
+RANGE_BYTES = 8 << 20
+_PAUSES_S = (0.1, 0.4, 1.0)  # a connection that breaks within a range; the store's client repeats requests by itself
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """An object of a known size, and the file that is to hold it."""
+
+    key: str
+    size: int
+    path: Path
+
+
+def fetch(store: ObjectStore, wanted: Sequence[Fetched], at_once: int, check: Callable[[], None]) -> Iterator[str]:
+    """Download objects into new files. Yields the SHA-256 of each, in order.
+
+    `at_once`: ranges downloaded at a time. `check`: called before and after each, from any thread; its errors
+    propagate.
+
+    Raises:
+        CorruptArtifact: an object is missing, or of another size.
+        DiskFull, StoreUnavailable
+    """
+    threads = ThreadPoolExecutor(at_once, thread_name_prefix="range")
+    try:
+        begun = [(file, _begin(store, file, threads, check)) for file in wanted]
+        buffer = memoryview(bytearray(RANGE_BYTES))
+        for file, ranges in begun:
+            digest = hashlib.sha256()
+            with file.path.open("rb", buffering=0) as made:
+                for start, arrived in zip(_starts(file), ranges, strict=True):
+                    arrived.result()
+                    digest.update(buffer[: made.readinto(buffer[: file.size - start])])
+            yield digest.hexdigest()
+    finally:
+        threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin(
+    store: ObjectStore, file: Fetched, threads: ThreadPoolExecutor, check: Callable[[], None]
+) -> list["Future[None]"]:
+    with disk_errors(file.path):
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        file.path.touch(exist_ok=False)
+
+    def bring(start: int) -> None:
+        check()
+        # The last range asks for one byte too many, to detect an object that is too long.
+        end = min(start + RANGE_BYTES, file.size)
+        data = _read(store, file.key, start, end - start + (end == file.size))
+        check()
+        if len(data) != end - start:
+            found = store.head(file.key)
+            told = f"the file has {found.size if found else 0} bytes, the manifest says {file.size}"
+            raise CorruptArtifact(told, uri_of(store, file.key))
+        with disk_errors(file.path), file.path.open("r+b") as made:
+            made.seek(start)
+            made.write(data)
+
+    return [threads.submit(bring, start) for start in _starts(file)]
+
+
+def _starts(file: Fetched) -> range:
+    return range(0, max(1, file.size), RANGE_BYTES)
+
+
+def _read(store: ObjectStore, key: str, start: int, length: int) -> bytes:
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            return store.read_range(key, start, length)
+        except NotFound as error:
+            raise CorruptArtifact("the file is missing", uri_of(store, key)) from error
+        except StoreUnavailable:
+            if pause_s is None:
+                raise
+            time.sleep(pause_s)
+    raise AssertionError("unreachable")
+
+
+# --- Artifacts: folders in a store, committed by a manifest that is written last and names every file's hash ---
 
 _CHUNK_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 20
@@ -337,3 +426,68 @@ def _stamp(folder: Path, manifest: Manifest) -> bytes:
     """Return the files' inodes, sizes and times, to detect changes. Raises CorruptArtifact if a size is wrong."""
     checked = ((entry.sha256, _check_size(folder, entry)) for entry in manifest.files)
     return "\n".join(f"{h} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}" for h, s in checked).encode()
+
+
+# --- Names of runs' results ---
+# `<name>` and `<name>:v<n>` of published weights, `<run>:step-<n>` of checkpoints.
+#
+# A checkpoint is the state of a run after step n, or of a session after command n.
+
+PUBLISHED_NAME = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,62})(:v(?P<version>[1-9][0-9]{0,5}))?")
+
+
+def is_name(text: str) -> bool:
+    """True if a text can only name a checkpoint or something published: hub ids, paths and URIs have a /."""
+    return PUBLISHED_NAME.fullmatch(text) is not None or CheckpointName.parse(text) is not None
+
+
+@dataclass(frozen=True)
+class CheckpointName:
+    run_id: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.run_id}:step-{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> "CheckpointName | None":
+        if not re.fullmatch(CHECKPOINT_NAME, text):
+            return None
+        run_id, _, step = text.partition(":step-")
+        return cls(run_id, int(step))
+
+
+@dataclass(frozen=True, order=True)
+class StoredCheckpoint:
+    """A checkpoint that has a manifest. Ordered by step, then by fence: a later lease's replaces an earlier one's."""
+
+    step: int
+    fence_label: str
+    key: str
+
+
+def is_job(key: str) -> bool:
+    """True for the key of a job's file below a run's logs."""
+    return key.endswith("/job.json")
+
+
+def stored_checkpoints(store: ObjectStore, run_id: str) -> list[StoredCheckpoint]:
+    """List a run's checkpoints that have a manifest, the newest last."""
+    return checkpoints_among(run_id, (info.key for info in store.list(f"{RunKeys(run_id).checkpoints}/")))
+
+
+def checkpoints_among(run_id: str, keys: Iterable[str]) -> list[StoredCheckpoint]:
+    """Return the checkpoints whose manifests are among a run's keys, the newest last."""
+    found = []
+    for key in keys:
+        if (place := RunKeys(run_id).checkpoint_of(key)) is not None:
+            fence, step = place
+            found.append(StoredCheckpoint(step, fence.label, key.removesuffix(f"/{MANIFEST}")))
+    return sorted(found)
+
+
+def checkpoint_of_step(store: ObjectStore, name: CheckpointName) -> tuple[str, Artifact] | None:
+    """Return the key and the artifact of a checkpoint, of the newest lease that saved it; None if there is none."""
+    found = [each.key for each in stored_checkpoints(store, name.run_id) if each.step == name.step]
+    artifact = find_artifact(store, found[-1]) if found else None
+    return None if artifact is None else (found[-1], artifact)

@@ -1,12 +1,44 @@
-"""The keys of the store (with uses.py), and the folders that a host and its worker share. They are made only here."""
+"""The keys of the store (with stored_bytes.py), and the folders that a host and its worker share. They are made only
+here."""
 
 import hashlib
 import json
 import re
 from pathlib import Path
 
+from pydantic import Field
+
 from longshore.fields import Frozen
-from shared.fence import Fence
+
+# --- The fence: identifies one scheduling of a run's work, so that a worker can refuse an older one ---
+
+
+class Fence(Frozen):
+    """Identifies one scheduling of a run's work. A worker refuses work with an older fence than its lease's.
+
+    The workflow increments `epoch` at every new lease; `attempt` is Temporal's attempt within an epoch.
+    """
+
+    epoch: int = Field(ge=1)
+    attempt: int = Field(default=1, ge=1)
+
+    @property
+    def label(self) -> str:
+        """A path segment that sorts like the fences: `e000003-a01`."""
+        return f"e{self.epoch:06d}-a{self.attempt:02d}"
+
+    @classmethod
+    def from_label(cls, label: str) -> "Fence":
+        """Parse a fence from a path segment. Raises ValueError for any other segment."""
+        epoch, attempt = label.split("-")
+        fence = cls(epoch=int(epoch.removeprefix("e")), attempt=int(attempt.removeprefix("a")))
+        if fence.label != label:
+            raise ValueError(f"not a fence: {label}")
+        return fence
+
+    def is_older_than(self, other: "Fence") -> bool:
+        return (self.epoch, self.attempt) < (other.epoch, other.attempt)
+
 
 MANIFEST = "manifest.json"
 LEFT = "_left.txt"
@@ -159,7 +191,7 @@ def key_record(key_id: str = "") -> str:
 
 
 def query_record(query_id: str) -> str:
-    """The object that holds a user's URI with its query (uri_queries.py). Ids are hashed: users send them."""
+    """The object that holds a user's URI with its query (places.py). Ids are hashed: users send them."""
     return f"records/queries/{hashlib.sha256(query_id.encode()).hexdigest()}"
 
 

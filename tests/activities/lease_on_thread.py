@@ -10,13 +10,10 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.hosts.lease import Lease, LeaseRequest
-from activities.hosts.worker_pool import WorkerPool
-from activities.hosts.worker_process import WorkerCommand, processes_of
-from activities.sampling.lease_sampler import LeaseSampler, SamplerLeaseRequest
+from activities.hosts.workers import WorkerCommand, WorkerPool, processes_of
+from activities.sampling.samplers import LeaseSampler, SamplerLeaseRequest
 from longshore.fields import Frozen
-from shared.jobs.job import JobPlan
-from shared.jobs.leases import LeaseGrant, SamplerKey, WorkerKey
-from shared.jobs.weight_sync import SyncBackend
+from shared.jobs.job import JobPlan, LeaseGrant, SamplerKey, SyncBackend, WorkerKey
 from shared.settings import Settings
 from shared.storage.host_states import HostAddress
 from shared.storage.paths import HostPaths

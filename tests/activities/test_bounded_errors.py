@@ -12,15 +12,13 @@ from activities.formats.dataset import open_dataset
 from activities.grading.grade import grade_sample
 from activities.grading.open_grader import GraderMeans
 from activities.sources.download import find_sources
-from activities.tokenizing.preview import preview_of
 from activities.tokenizing.render_prompts import PromptsRequest, write_prompts
-from activities.tokenizing.tokenize import TokenizeRequest, write_units
+from activities.tokenizing.tokenize import TokenizeRequest, preview_of, write_units
 from longshore.fields import Artifact
 from shared.errors import InvalidInput, LongshoreError, StoreUnavailable
-from shared.grading.expressions import parse_expression
-from shared.grading.graders import Grader, SampledItem
+from shared.grading import Grader, SampledItem, parse_expression
+from shared.runs.dataset_runs import DatasetSource
 from shared.runs.previews import LostRow, PreviewRequest
-from shared.runs.sources import DatasetSource
 from shared.runs.status import Problem
 from shared.settings import Settings
 from tests.activities.templates import CHATML, open_model, write_model

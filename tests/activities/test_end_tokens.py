@@ -8,7 +8,7 @@ import pytest
 
 from activities.host_context import HostContext
 from activities.publishing.publish import Publish
-from activities.sampling.lease_sampler import SamplerCommand
+from activities.sampling.samplers import SamplerCommand
 from activities.tokenizing.tokenize import PROMPTS, TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import TokenizerFiles, end_ids_of, stopping_at, stops_of
 from longshore.fields import Artifact
@@ -17,14 +17,13 @@ from longshore.training import Full
 from megatron_worker.training.evaluation import Evaluator, read_prompts
 from shared.chat.completions import CompletionRequest, Sampling
 from shared.errors import CorruptArtifact
-from shared.fence import Fence
-from shared.jobs.job import Evaluation
-from shared.jobs.leases import SamplerKey
-from shared.models.end_tokens import GENERATION, read_end_ids, with_end_ids
-from shared.runs.sources import DatasetSource
+from shared.jobs.job import Evaluation, SamplerKey
+from shared.models.config import GENERATION, read_end_ids, with_end_ids
+from shared.runs.dataset_runs import DatasetSource
 from shared.serving import LeasedSampler, ServedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
+from shared.storage.paths import Fence
 from tests.activities.publishing.test_publish import request_for
 
 TEXT_END, TURN_END = 0, 2  # <|endoftext|> and <|im_end|> of the tiny tokenizer

@@ -9,8 +9,7 @@ import pytest
 from pyarrow import parquet
 from pydantic import ValidationError
 
-from activities.tokenizing.preview import preview_of
-from activities.tokenizing.tokenize import write_units
+from activities.tokenizing.tokenize import preview_of, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer
 from megatron_worker.losses import check_columns
 from shared.errors import InvalidInput

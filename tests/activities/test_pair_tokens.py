@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from activities.packing.pack import PackRequest, write_plan
-from activities.tokenizing.preview import preview_of
-from activities.tokenizing.tokenize import PROMPTS, write_units
+from activities.packing import PackRequest, write_plan
+from activities.tokenizing.tokenize import PROMPTS, preview_of, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer
 from shared.errors import InvalidInput
 from shared.jobs.packed import Plan, Units
+from shared.runs.dataset_runs import DatasetSource
 from shared.runs.previews import PreviewRequest, Report
-from shared.runs.sources import DatasetSource
 from tests.activities.templates import TEMPLATES, open_model, tokenizer_json, write_model
 from tests.activities.tokenizing.test_tokenize import ARTIFACT, request_of, rows_in, units_in
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from activities.grading.outcome import NotGraded
-from activities.grading.score_model import ScoreModel, score_in
+from activities.grading.open_grader import ScoreModel, score_in
+from activities.grading.python_sandbox import NotGraded
 from shared.errors import InvalidInput, StoreUnavailable
-from shared.grading.graders import SampledItem, ScoreModelGrader
+from shared.grading import SampledItem, ScoreModelGrader
 from shared.settings import GradingSettings
 from tests.activities.scoring_server import Judge, completion, scoring_server
 

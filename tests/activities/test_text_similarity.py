@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activities.grading.outcome import NotGraded
-from activities.grading.text_similarity import (
-    bleu,
-    gleu,
-    rouge_n,
-    share_in_common,
-    string_check,
-    text_similarity,
-)
+from activities.grading.open_grader import bleu, gleu, rouge_n, share_in_common, string_check, text_similarity
+from activities.grading.python_sandbox import NotGraded
 
 CAT, MAT = "the cat sat on the mat".split(), "the cat is on the mat".split()
 

@@ -12,12 +12,11 @@ from longshore.layout import Layout
 from longshore.losses import PPO
 from longshore.training import Full, Lora
 from service.cli.client import CliClient
-from service.cli.exits import Stop, Unreachable
+from service.cli.render import Stop, Unreachable
 from service.dev.connection import Connection
-from service.runs.views.run_view import RunView
-from shared.runs.dataset_runs import DPORun, SFTRun
+from service.runs.views import RunView
+from shared.runs.dataset_runs import DatasetSource, DPORun, SFTRun
 from shared.runs.requests import RLRun, Run
-from shared.runs.sources import DatasetSource
 from tests.activities.groups import random_groups
 from tests.end_to_end.conftest import LETTERS
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from examples.tiny_model import make_tiny_model
-from service.runs.views.run_view import RunView
+from service.runs.views import RunView
 from shared.runs.requests import Run
 from tests.chaos.disturbances import Disturber
 from tests.chaos.runs import CLIENT_DRIVEN, drive, ended, seven_kinds, submit, weights_sha256

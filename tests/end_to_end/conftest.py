@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.spans import Receiver, receiver
-from shared.jobs.weight_sync import EXPERIMENTAL
+from shared.jobs.job import EXPERIMENTAL
 from tests.activities.groups import random_groups
 from tests.end_to_end.runs import Groups, jsonl
 from tests.end_to_end.stack import Answer, Stack, metrics_port, started

@@ -22,7 +22,7 @@ from temporalio.client import Client, WorkflowHistory
 from service.accounts.keys import new_key
 from service.cli.main import main
 from service.dev.connection import Connection
-from service.dev.ports import Ports
+from service.dev.supervisor import Ports
 from shared.child_environment import STACK_MARK, child_environment
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import HostPaths

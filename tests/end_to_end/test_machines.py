@@ -21,19 +21,17 @@ import psutil
 import pytest
 from temporalio.client import WorkflowHandle
 
-from activities.hosts.worker_process import processes_of
+from activities.hosts.workers import processes_of
 from longshore.layout import Layout
 from longshore.training import Lora
 from service.host import serve_host
 from service.host_http.gangs import join_streams
-from service.sealing.keys import seal_keys
+from service.sealing import seal_keys
 from service.temporal import connect_temporal
 from shared.child_environment import child_environment
-from shared.jobs.weight_sync import WeightSync
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.requests import RLRun
-from shared.runs.rollouts import Rollouts
-from shared.runs.sources import DatasetSource, PromptsSource
+from shared.jobs.job import WeightSync
+from shared.runs.dataset_runs import DatasetSource, PromptsSource, SFTRun
+from shared.runs.requests import RLRun, Rollouts
 from shared.runs.start import RLStart, RunStart, RunTiming
 from shared.runs.status import RunStatus, StepStatus
 from shared.settings import Settings

@@ -14,13 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from activities.records.checkpoints import find_newest
+from activities.records.run_records import find_newest
 from activities.sampling.client import Sampler
 from activities.sampling.samplers import adapter_name
 from service.cli.client import CliClient
 from service.dev.connection import Connection
-from shared.chat.sampler_control import SamplerReady
-from shared.jobs.weight_sync import newest_name
+from shared.chat.completions import SamplerReady
+from shared.jobs.job import newest_name
 from shared.runs.requests import RLRun
 from shared.storage.store import LocalStore
 from tests.activities.sampling.injected import write_weights

@@ -13,14 +13,13 @@ from longshore.commands import Datum
 from longshore.layout import Layout
 from longshore.training import Lora, SessionRun
 from service.dev.connection import Connection
-from shared.fence import Fence
 from shared.jobs.events import Step
 from shared.jobs.job import Job
 from shared.runs.events import read_run_events
 from shared.storage.artifacts import sha256_file
-from shared.storage.paths import RunKeys, counted_records, tenant_folder
+from shared.storage.paths import Fence, RunKeys, counted_records, tenant_folder
 from shared.storage.store import ObjectStore, open_store
-from shared.storage.uses import SHARED
+from shared.storage.stored_bytes import SHARED
 from tests.conftest import S3Server, free_port
 from tests.end_to_end.conftest import QUICK
 from tests.end_to_end.runs import Groups, jsonl, pair, train

@@ -10,7 +10,7 @@ import pytest
 
 from service.dev.connection import Connection
 from service.inference.retraining import choose, stretches
-from service.sealing.signing import Signer
+from service.sealing import Signer
 from shared.settings import Settings
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import MANIFEST, published_version, version_claim

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.jobs.leases import WorkerKey, WorkerRecord
+from shared.jobs.job import WorkerKey, WorkerRecord
 from tests.end_to_end.runs import Groups, jsonl, pair, train, weights
 from tests.end_to_end.stack import Answer, Stack, wait_until
 

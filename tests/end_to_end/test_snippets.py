@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from service.dev.connection import Connection
-from service.dev.ports import Ports
+from service.dev.supervisor import Ports
 from tests.art_clients import VERSIONS, run_with_art
 from tests.end_to_end.stack import Stack
 from tests.end_to_end.test_art import wandb

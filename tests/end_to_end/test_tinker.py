@@ -20,7 +20,7 @@ import pytest
 from pyarrow import parquet
 
 from longshore.training import LINEARS
-from service.apis.tinker.addresses import TINKER
+from service.apis.tinker.wire import TINKER
 from service.dev.connection import Connection
 from shared.jobs.bins import epoch_order, steps_by_count
 from tests.depth import SEED, drawn

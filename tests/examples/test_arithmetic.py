@@ -11,7 +11,7 @@ from activities.grading.open_grader import GraderMeans, open_grader
 from examples import arithmetic
 from examples.tiny_model import train_tokenizer
 from service.cli.main import app
-from shared.grading.graders import SampledItem
+from shared.grading import SampledItem
 from shared.settings import Settings
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from megatron_worker.engine import Outputs
-from megatron_worker.head.kernel_choice import policy
-from megatron_worker.head.logprobs import score_targets, whole_vocabulary
-from megatron_worker.head.workspace import WORKSPACE_BYTES
+from megatron_worker.head.kernels import WORKSPACE_BYTES
+from megatron_worker.head.logprobs import policy, score_targets, whole_vocabulary
 from tests.gpu.cuda import NEEDS_CUDA
 from tests.megatron_worker.test_head import gradient_of_both, reference
 

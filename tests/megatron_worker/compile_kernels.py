@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_worker.head import triton_tiles as tiles
-from megatron_worker.head.workspace import blocks_for
+from megatron_worker.head.kernels import blocks_for
 
 CAPABILITY = 90
 POINTERS = {"label": "i64", "top_id": "i32"}

@@ -8,10 +8,15 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
-from megatron_worker.process.agreement import everyone
-from megatron_worker.process.background import Check, in_background
-from megatron_worker.process.faults import CancelledEarly, JobFailed
-from megatron_worker.process.ranks import WorkerRanks, connect_ranks
+from megatron_worker.process.ranks import (
+    CancelledEarly,
+    Check,
+    JobFailed,
+    WorkerRanks,
+    connect_ranks,
+    everyone,
+    in_background,
+)
 from shared.errors import InvalidInput
 
 T = TypeVar("T")

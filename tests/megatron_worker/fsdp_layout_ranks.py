@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from longshore.layout import Layout
 from longshore.training import Lora
-from megatron_worker.process.process_group import start_group
+from megatron_worker.process.ranks import start_group
 from shared.errors import InvalidInput
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start

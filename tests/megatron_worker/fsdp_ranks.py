@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from longshore.layout import Layout
 from megatron_worker.engine import Outputs
-from megatron_worker.fsdp.ranks import Ranks
-from megatron_worker.process.process_group import start_group
+from megatron_worker.fsdp.optimizer import Ranks
+from megatron_worker.process.ranks import start_group
 from shared.errors import InvalidInput
 from shared.families.tensor_slices import TensorSlice
 from tests.megatron_worker.driving import train

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron_worker.engine import Outputs
 from megatron_worker.head.logprobs import VocabShard, score_targets
 from megatron_worker.head.torch_tiles import TileSize
-from megatron_worker.process.process_group import start_group
+from megatron_worker.process.ranks import start_group
 from tests.megatron_worker.test_head import HIDDEN_SIZE, VOCAB_SIZE, gradient_of_both, inputs, reference
 
 

@@ -4,9 +4,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_worker.engine import Outputs
-from megatron_worker.head.kernel_choice import set_policy
-from megatron_worker.head.logprobs import VocabShard, score_targets
-from megatron_worker.process.process_group import start_group
+from megatron_worker.head.logprobs import VocabShard, score_targets, set_policy
+from megatron_worker.process.ranks import start_group
 from tests.megatron_worker.test_head import gradient_of_both, reference
 
 NUM_TARGETS, VOCAB_SIZE, HIDDEN_SIZE = 37, 301, 24

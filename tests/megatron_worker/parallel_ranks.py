@@ -21,13 +21,12 @@ from longshore.layout import Layout
 from longshore.losses import CrossEntropy
 from longshore.training import LINEARS, Adam, Dtype, Full, Linear, Lora
 from megatron_worker.engine import Batch, LossFunction, Outputs
-from megatron_worker.families.tensor_slices import join_parts, local_of, parts_of
+from megatron_worker.families import join_parts, local_of, parts_of
 from megatron_worker.losses import loss_function
-from megatron_worker.megatron import attention, lora
+from megatron_worker.megatron import attention, lora, parallel
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.model import MegatronModel
-from megatron_worker.megatron.parallel import collectives, dispatch
-from megatron_worker.megatron.parallel.mesh import Group, Mesh
+from megatron_worker.megatron.parallel import Group, Mesh
 from shared.errors import InvalidInput
 from shared.families.tensor_slices import TensorSlice
 from tests.megatron_worker.differences import GRADIENTS
@@ -301,7 +300,7 @@ def _kept(_: Any) -> Any:
             rows[group.rank] = grad.split(received)[group.rank]
             return torch.cat(rows)
 
-        return collectives.linear_map(x, lambda x: group.exchange(x, sent, received), back)
+        return parallel.linear_map(x, lambda x: group.exchange(x, sent, received), back)
 
     return exchange_rows
 
@@ -316,8 +315,8 @@ FAULTS: dict[str, tuple[Any, str, Change]] = {
     "forget-finalize": (MegatronModel, "_placement", _placement("partial", "whole")),
     "forget-tied": (MegatronModel, "_placement", _placement("tied", "split")),
     "forget-copies": (MegatronModel, "_placement", _placement("expert", "split")),
-    "own-context": (attention, "gather_rows", lambda _: collectives.gather_alike),
-    "own-tokens": (dispatch, "exchange_rows", _kept),
+    "own-context": (attention, "gather_rows", lambda _: parallel.gather_alike),
+    "own-tokens": (parallel, "exchange_rows", _kept),
 }
 
 

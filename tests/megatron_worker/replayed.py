@@ -19,10 +19,9 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.experts import Router
 from megatron_worker.sampler.adapters import LoadedAdapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.decoders.interface import AnyDecoder
-from megatron_worker.sampler.generation import Generator
-from megatron_worker.sampler.sequence import Ending, Ticket
-from megatron_worker.sampler.sequence import Sequence as Drawn
+from megatron_worker.sampler.decoders import AnyDecoder
+from megatron_worker.sampler.generation import Ending, Generator, Ticket
+from megatron_worker.sampler.generation import Sequence as Drawn
 from shared.chat.completions import Sampling
 from tests.megatron_worker.rows import Row
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from longshore.layout import EngineName, Layout
 from longshore.training import Full, Lora
 from megatron_worker.engine import PartBytes
-from megatron_worker.process.process_group import start_group
+from megatron_worker.process.ranks import start_group
 from megatron_worker.tensors.slot_engine import Engine
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, start

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from megatron_worker.sampler.__main__ import main
-from shared.chat.sampler_control import SamplerReady
+from shared.chat.completions import SamplerReady
 from tests import forks
 from tests.forks import Program
 

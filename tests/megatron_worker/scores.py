@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, Outputs
-from megatron_worker.sampler.decoders.interface import AnyDecoder
+from megatron_worker.sampler.decoders import AnyDecoder
 from megatron_worker.sampler.generation import forward
-from megatron_worker.sampler.layers.linears import LoraFactors
+from megatron_worker.sampler.layers import LoraFactors
 from megatron_worker.tensors.slot_engine import Engine
 from tests.megatron_worker.rows import Row
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from longshore.commands import CommandResult, Datum, ForwardBackward, OptimStep
 from longshore.fields import Artifact
 from longshore.training import Lora
-from megatron_worker.training.schedule import learning_rate
+from megatron_worker.planned import learning_rate
 from megatron_worker.worker import Worker
 from shared.jobs import bins as packing
 from shared.jobs.commands import Command, LoadStored, stored_form

@@ -36,10 +36,9 @@ from longshore.commands import CommandResult, Datum, Forward, ForwardBackward, O
 from longshore.fields import Artifact
 from longshore.training import Adam, Lora
 from megatron_worker.engine import Facts, Norms
-from megatron_worker.forwards.inputs import CheckedInput, check
-from megatron_worker.process.event_log import EventLog
-from megatron_worker.process.ranks import WorkerRanks
-from megatron_worker.process.staging import Staging
+from megatron_worker.forwards import CheckedInput, check
+from megatron_worker.process.job_queue import EventLog
+from megatron_worker.process.ranks import Staging, WorkerRanks
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, Snapshot, TopK, TrainerRank
 from megatron_worker.warm_engine import build_engine

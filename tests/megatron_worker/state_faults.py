@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from megatron_worker.megatron import attention
-from megatron_worker.mixers.delta_rule import RecurrentPlan, plan_recurrence
+from megatron_worker.mixers.linear_attention import RecurrentPlan, plan_recurrence
 from megatron_worker.tensors.slot_engine import Engine
 from tests.megatron_worker.scores import logprobs
 from tests.megatron_worker.trees import as_chains, as_one_sequence, as_tree, random_sequences

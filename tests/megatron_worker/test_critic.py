@@ -16,11 +16,10 @@ from longshore.layout import Layout
 from longshore.losses import PPO, CrossEntropy, Kl
 from longshore.training import Adam, Full, Lora, ScalarHead
 from megatron_worker.critic import Scale
-from megatron_worker.engine import LossFunction, Outputs
+from megatron_worker.engine import LossFunction, LossSums, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sums import LossSums
-from megatron_worker.tensors.residency import Residency
+from megatron_worker.tensors.offload import Residency
 from megatron_worker.training.batches import to_batch
 from shared.jobs.events import Failed, Saved, Step
 from shared.jobs.job import Checkpointing, Job, JobCritic, PackedData, Schedule

@@ -14,7 +14,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
 from shared.families import read_architecture, read_config
-from shared.models.lora_modules import layer_of
+from shared.models.peft import layer_of
 from shared.models.shape import check_layout, shape_of
 from tests.depth import drawn
 from tests.megatron_worker.driving import train

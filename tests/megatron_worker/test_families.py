@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longshore.layout import Layout
-from megatron_worker.families.tensor_slices import read_slice, write_slice
+from megatron_worker.families import read_slice, write_slice
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.safetensors_files import TensorFiles, WrittenTensor, all_drawn, shards_of, write_model
 from shared.errors import InvalidInput

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, conversion_mapping
 
-from activities.publishing.card import REGISTERING
+from activities.publishing.publish import REGISTERING
 from longshore.training import Lora
 from shared.errors import InvalidInput
 from shared.models.config import Family

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from longshore.training import Full
-from megatron_worker.sampler.decoders.interface import open_decoder
+from megatron_worker.sampler.decoders import open_decoder
 from megatron_worker.tensors.safetensors_files import single_file
 from shared.errors import InvalidInput
 from tests.megatron_worker.driving import train

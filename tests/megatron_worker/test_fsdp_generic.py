@@ -6,9 +6,9 @@ import torch
 from longshore.layout import Layout
 from megatron_worker.fsdp import model as fsdp_model
 from megatron_worker.fsdp.engine import FsdpEngine
-from megatron_worker.fsdp.probe import probe
+from megatron_worker.fsdp.model import probe
 from megatron_worker.mixers.tree_attention import plan_forest
-from megatron_worker.sampler.decoders.interface import open_decoder
+from megatron_worker.sampler.decoders import open_decoder
 from shared.errors import InvalidInput
 from tests.depth import drawn
 from tests.megatron_worker.driving import ADAM, train

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longshore.layout import Layout
-from megatron_worker.fsdp import experts
+from megatron_worker.fsdp import adapter
 from tests.depth import drawn
 from tests.megatron_worker import fsdp_layout_ranks, fsdp_ranks
 from tests.megatron_worker.driving import train
@@ -134,5 +134,5 @@ def test_a_mixture_is_trained_as_by_the_other_engine(mixture, tmp_path, kind, ra
 def test_experts_of_swapped_halves_show(mixture, monkeypatch):
     """The comparison above would fail."""
     expected = logprobs(start("megatron", mixture), bin_of(STEPS[0][1]))
-    monkeypatch.setitem(experts._PARTS, "gate_up_proj", ("up_proj", "gate_proj"))
+    monkeypatch.setitem(adapter._PARTS, "gate_up_proj", ("up_proj", "gate_proj"))
     assert (logprobs(start("fsdp", mixture), bin_of(STEPS[0][1])) - expected).abs().max() > 1e-3

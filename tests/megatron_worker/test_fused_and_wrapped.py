@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from longshore.layout import Layout
 from longshore.training import Lora
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.decoders.interface import open_decoder
+from megatron_worker.sampler.decoders import open_decoder
 from shared.errors import InvalidInput
 from shared.models.merging import Merger
 from shared.models.peft import WEIGHTS, read_config

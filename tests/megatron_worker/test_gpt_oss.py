@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from longshore.layout import Layout
 from longshore.training import Full
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.tensors.published_codes import dequantized
+from megatron_worker.tensors.safetensors_files import dequantized
 from shared.errors import InvalidInput
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 from tests.megatron_worker.scores import logprobs

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Outputs
-from megatron_worker.forwards.heads import logits_of, ranked
-from megatron_worker.head.beside import BesideHead
-from megatron_worker.head.kernel_choice import policy
-from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
+from megatron_worker.forwards import logits_of, ranked
+from megatron_worker.head.logprobs import VocabShard, policy, score_targets, whole_vocabulary
+from megatron_worker.head.scalar import BesideHead
 from megatron_worker.head.torch_tiles import TileSize
 from shared.errors import InvalidInput
 from tests.megatron_worker.launch import fork_ranks

@@ -11,12 +11,11 @@ from longshore.layout import Layout
 from longshore.losses import CrossEntropy
 from longshore.training import Lora
 from megatron_worker.dispatch import Dispatcher
-from megatron_worker.forwards.packing import pack
+from megatron_worker.forwards import pack
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.memory.probes import measure_step
-from megatron_worker.training.batches import PackedBatches, cut
-from megatron_worker.training.scoring import logprobs_role
+from megatron_worker.memory import measure_step
+from megatron_worker.training.batches import PackedBatches, cut, logprobs_role
 from shared.jobs.events import Failed, Step
 from shared.jobs.job import PackedData
 from shared.jobs.packed import Units, UnitsWriter

@@ -11,9 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_worker.engine import Outputs
-from megatron_worker.head.kernel_choice import policy
-from megatron_worker.head.logprobs import score_targets, whole_vocabulary
-from megatron_worker.head.workspace import blocks_for
+from megatron_worker.head.kernels import blocks_for
+from megatron_worker.head.logprobs import policy, score_targets, whole_vocabulary
 from shared.errors import InvalidInput
 from tests.megatron_worker.launch import REPOSITORY
 from tests.megatron_worker.test_kernels import inputs
@@ -53,7 +52,7 @@ def test_strict_without_cuda_and_without_the_interpreter_is_an_error():
 import torch
 from megatron_worker.engine import Outputs
 from megatron_worker.head.logprobs import score_targets, whole_vocabulary
-from megatron_worker.head.kernel_choice import set_policy
+from megatron_worker.head.logprobs import set_policy
 set_policy("strict")
 score_targets(torch.ones(2, 4), torch.ones(3, 4), torch.zeros(2, dtype=torch.int64), Outputs(), whole_vocabulary(3))
 """

@@ -11,21 +11,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_worker.engine import Outputs
-from megatron_worker.head import top_k
-from megatron_worker.head.beside import BesideHead
-from megatron_worker.head.kernel_choice import policy
-from megatron_worker.head.kernels import Scan, add_weight_gradient, scan
-from megatron_worker.head.logprobs import VocabShard, score_targets, whole_vocabulary
-from megatron_worker.head.torch_tiles import TileSize
-from megatron_worker.head.workspace import (
+from megatron_worker.head import torch_tiles
+from megatron_worker.head.kernels import (
     CANDIDATE_BYTES,
     WORKSPACE_BYTES,
     Blocks,
+    Scan,
+    add_weight_gradient,
     blocks_for,
     chunk_targets,
     padded,
+    scan,
     scan_target_bytes,
 )
+from megatron_worker.head.logprobs import VocabShard, policy, score_targets, whole_vocabulary
+from megatron_worker.head.scalar import BesideHead
+from megatron_worker.head.torch_tiles import TileSize
 from tests.depth import drawn
 from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.live_bytes import LiveBytes
@@ -105,7 +106,7 @@ def check_scan(size, dtype, temperature, blocks, workspace_bytes, seed):
     close(rows_NH, exp_NV @ weight, rounded, exp_NV @ weight.abs())
     below_NV = exp_NV * (logit_NV - max_N[:, None])
     close(logit_rows_NH, below_NV @ weight, rounded, below_NV.abs() @ weight.abs())
-    value_NK, id_NK = top_k.unpack_keys(found.top_NK)
+    value_NK, id_NK = torch_tiles.unpack_keys(found.top_NK)
     close(value_NK, logit_NV.topk(k).values, exact)
     assert (logit_NV.gather(1, id_NK) - value_NK).abs().max() < 1e-4
     assert all(len(set(row)) == k for row in id_NK.tolist())

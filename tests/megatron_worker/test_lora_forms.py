@@ -15,8 +15,8 @@ from longshore.training import LATENT, LINEARS, TARGETS, Adam, Lora, ScalarHead
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.decoders.interface import open_decoder
-from megatron_worker.tensors.dropout import Masks, dropped
+from megatron_worker.sampler.decoders import open_decoder
+from megatron_worker.tensors.adapter_tensors import Masks, dropped
 from megatron_worker.trainer_rank.rank import TrainerRank
 from shared.errors import InvalidInput
 from shared.families import read_architecture

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from longshore.fields import Artifact
 from longshore.training import Full, Lora
-from megatron_worker.process.ranks import WorkerRanks
-from megatron_worker.process.staging import Staging
+from megatron_worker.process.ranks import Staging, WorkerRanks
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
 from shared.jobs.events import Evaluated, Offloaded, Saved, Step, Succeeded

@@ -13,8 +13,7 @@ from longshore.fields import Artifact
 from longshore.losses import PPO, Kl, Reinforce
 from longshore.training import Full, Lora
 from megatron_worker.engine import Batch, Outputs, Scores
-from megatron_worker.training.batches import PackedBatches
-from megatron_worker.training.scoring import bins_to_score
+from megatron_worker.training.batches import PackedBatches, bins_to_score
 from shared.jobs.events import Saved, Step, Succeeded
 from shared.jobs.job import (
     Checkpointing,

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from longshore.fields import Artifact
 from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, Kl, PolicyLoss, Reinforce
+from megatron_worker.engine import reported
 from megatron_worker.losses import loss_function
-from megatron_worker.losses.divergence import divergence
-from megatron_worker.sums import reported
+from megatron_worker.losses.targets import divergence
 from megatron_worker.training.batches import Sums
 from shared.jobs.losses import PRESETS, preset
 from tests.megatron_worker.policy_reference import ROWS, as_batch, k, ours, reference, reference_gradient, rows

@@ -15,14 +15,12 @@ import pytest
 from activities.confined import programs
 from longshore.fields import Artifact
 from longshore.layout import Layout
-from megatron_worker.process.watchdog import is_alive
-from shared.fence import Fence
+from megatron_worker.process.startup import is_alive
 from shared.jobs.events import Cancelled, Failed, Saved, Started, Step, Succeeded
-from shared.jobs.job import Job
-from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
+from shared.jobs.job import WORKER_ID_VARIABLE, Job, LeaseMark, WorkerKey, WorkerRecord
 from shared.storage.artifacts import sha256_file
 from shared.storage.files import write_atomically
-from shared.storage.paths import WorkerPaths
+from shared.storage.paths import Fence, WorkerPaths
 from tests.depth import drawn
 from tests.megatron_worker.launch import REPOSITORY, environment, ranks_command, torchrun
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, submit

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from activities.model_look import look_at
 from benchmarks.published_layouts import MODELS, compare
 from longshore.training import Lora
-from megatron_worker.sampler.decoders.interface import open_decoder
+from megatron_worker.sampler.decoders import open_decoder
 from shared.errors import InvalidInput
 from shared.models.config import Family, read_model_config
 from shared.settings import DownloadSettings, Settings

@@ -11,7 +11,7 @@ from longshore.layout import Layout
 from longshore.training import DELTA_NET, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import load_adapter
-from megatron_worker.sampler.decoders.interface import open_decoder
+from megatron_worker.sampler.decoders import open_decoder
 from shared.errors import InvalidInput
 from shared.families import read_architecture, read_config
 from shared.families.model_slices import slices_of

@@ -10,7 +10,7 @@ import torch
 from longshore.layout import Layout
 from longshore.training import Adam, Full, Lora
 from megatron_worker.dispatch import Dispatcher
-from megatron_worker.memory.probes import measure_step
+from megatron_worker.memory import measure_step
 from megatron_worker.training.batches import PackedBatches
 from shared.jobs.events import Failed
 from tests.depth import drawn

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from activities.sampling.client import Sampler
-from activities.sampling.completions import SampledGroup
-from activities.sampling.routes import RoutesFile, RoutesWriter
+from activities.sampling.completions import RoutesFile, RoutesWriter, SampledGroup
 from activities.sampling.sample import Drawing, draw_group
 from activities.tokenizing.render_prompts import PromptRow
 from longshore.layout import Layout

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from longshore.losses import SquaredError
 from longshore.training import Lora, ScalarHead
-from megatron_worker.engine import Batch, Scores
+from megatron_worker.engine import Batch, Scores, reported
 from megatron_worker.losses import check_columns, loss_function
-from megatron_worker.sums import reported
 from megatron_worker.training.batches import Sums, to_batch
 from megatron_worker.training.evaluation import _held_out
 from shared.errors import InvalidInput

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from longshore.training import Full, Lora
-from megatron_worker.process.event_log import EventLog
+from megatron_worker.process.job_queue import EventLog
 from megatron_worker.training.evaluation import with_progress
 from megatron_worker.warm_engine import BuildEngine
 from shared.jobs.events import Cancelled, Evaluated, Offloaded, Probed, Saved, Started, Step, Succeeded

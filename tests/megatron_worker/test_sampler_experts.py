@@ -15,8 +15,7 @@ from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import LoadedAdapter, load_adapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.generation import Generator, reliable_width, shapes_of
-from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
+from megatron_worker.sampler.generation import Ending, Generator, Sequence, Ticket, reliable_width, shapes_of
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
 from tests.megatron_worker.ranks import LORAS, reference_logits, write_adapters

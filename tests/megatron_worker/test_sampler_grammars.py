@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 from activities.sampling.client import Sampler
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.grammars.grammar import Grammars
-from shared.chat.completions import CompletionRequest
-from shared.chat.structured_outputs import StructuralTag, StructuredOutputs, Tag, TagContent, Tags
+from shared.chat.completions import CompletionRequest, StructuralTag, StructuredOutputs, Tag, TagContent, Tags
 from shared.errors import InvalidInput
 from tests.megatron_worker.rows import VOCAB_SIZE, distinct_model
 from tests.megatron_worker.sampler_process import NAME, post, running

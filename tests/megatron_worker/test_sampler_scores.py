@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from activities.sampling.client import Sampler
-from shared.chat.sampler_control import SamplerReady
+from shared.chat.completions import SamplerReady
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import distinct_model
 from tests.megatron_worker.sampler_process import NAME, http, post, running, write_adapter

@@ -11,10 +11,8 @@ import pytest
 
 from activities.sampling.client import Sampler
 from examples.tiny_model import make_tiny_model
-from megatron_worker.sampler.models import RequestRefused
-from megatron_worker.sampler.sleep import Sleep
-from shared.chat.completions import Sampling
-from shared.chat.sampler_control import SamplerMemory, SamplerReady
+from megatron_worker.sampler.models import RequestRefused, Sleep
+from shared.chat.completions import SamplerMemory, SamplerReady, Sampling
 from shared.errors import InvalidInput, SamplerUnavailable
 from tests.conftest import CORPUS
 from tests.megatron_worker.engines import start as start_engine

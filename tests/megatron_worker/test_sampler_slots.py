@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 from longshore.training import LINEARS
 from megatron_worker.sampler.adapters import LoadedAdapter, load_adapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.generation import Generator, reliable_width, shapes_of
-from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
+from megatron_worker.sampler.generation import Ending, Generator, Sequence, Ticket, reliable_width, shapes_of
 from shared.chat.completions import Sampling
 from tests.megatron_worker.sampler_process import NAME, write_adapter
 

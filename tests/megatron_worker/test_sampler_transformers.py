@@ -17,14 +17,13 @@ from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter
+from megatron_worker.sampler.by_transformers import TransformersDecoder, bound_steps, find_views
 from megatron_worker.sampler.decoder import Decoder, computes
-from megatron_worker.sampler.decoders.by_transformers import TransformersDecoder, bound_steps
-from megatron_worker.sampler.decoders.checkpoint_views import find_views
-from megatron_worker.sampler.decoders.interface import AnyDecoder, open_decoder
+from megatron_worker.sampler.decoders import AnyDecoder, open_decoder
 from megatron_worker.sampler.generation import reliable_width
-from megatron_worker.sampler.sleep import Sleep
+from megatron_worker.sampler.models import Sleep
 from megatron_worker.weight_sync.buckets import weights_sha256
-from megatron_worker.weight_sync.gathering import LastSent
+from megatron_worker.weight_sync.sender import LastSent
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
 from shared.families import read_architecture

@@ -14,7 +14,7 @@ from longshore.commands import Datum, Forward, ForwardBackward, OptimStep, SaveS
 from longshore.losses import PPO, Kl
 from longshore.training import Full, Lora
 from megatron_worker.engine import Batch, LossFunction
-from megatron_worker.process.event_log import EventLog
+from megatron_worker.process.job_queue import EventLog
 from shared.jobs.commands import Command, Gap, Skip
 from shared.jobs.events import Applied, Cancelled, Failed, Saved, Started, Step, Succeeded
 from shared.jobs.job import PackedData, Schedule

@@ -16,9 +16,8 @@ from shared.jobs.events import Evaluated, Failed
 from shared.jobs.job import Evaluation, JobPlan, PackedData
 from shared.jobs.losses import preset
 from shared.jobs.packed import REQUIRED_COLUMNS, Units, UnitsWriter
-from shared.runs.dataset_runs import DistillRun
+from shared.runs.dataset_runs import DatasetSource, DistillRun
 from shared.runs.requests import RLRun
-from shared.runs.sources import DatasetSource
 from tests.megatron_worker.test_distillation_jobs import STUDENT, VOCAB_SIZE, losses
 from tests.megatron_worker.test_distillation_jobs import teacher as teacher  # a fixture
 from tests.megatron_worker.test_megatron_job import checkpoint, do, plan, weights_sha256

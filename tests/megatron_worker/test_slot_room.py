@@ -10,12 +10,11 @@ import pytest
 
 from longshore.training import Lora
 from megatron_worker.worker import Worker
-from shared.fence import Fence
 from shared.jobs.commands import stored_form
 from shared.jobs.events import Cancelled, Failed, Started, Succeeded
 from shared.jobs.job import Job, JobPlan
 from shared.storage.files import write_atomically
-from shared.storage.paths import WorkerPaths
+from shared.storage.paths import Fence, WorkerPaths
 from tests.megatron_worker.session_jobs import do_all, session_plan, sft_commands
 from tests.megatron_worker.test_protocol import Host
 from tests.megatron_worker.test_run_of_jobs import two_jobs

@@ -12,7 +12,7 @@ from longshore.layout import Layout
 from longshore.training import LINEARS, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder, computes
-from megatron_worker.sampler.decoders.interface import open_decoder
+from megatron_worker.sampler.decoders import open_decoder
 from tests.depth import drawn
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start

@@ -13,7 +13,7 @@ from examples.tiny_model import make_tiny_model
 from longshore.fields import Artifact
 from longshore.losses import Distillation
 from longshore.training import Lora
-from shared.chat.sampler_control import SamplerReady
+from shared.chat.completions import SamplerReady
 from shared.errors import InvalidInput
 from shared.jobs.events import Evaluated, Step
 from shared.jobs.job import Evaluation, PackedData

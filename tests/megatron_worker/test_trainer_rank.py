@@ -15,9 +15,10 @@ from examples.tiny_model import make_tiny_model
 from longshore.commands import MAX_TOP_K
 from longshore.layout import Layout
 from longshore.training import Adam
-from megatron_worker.head.kernel_choice import policy
+from megatron_worker.head.logprobs import policy
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
+from megatron_worker.trainer_rank import ForwardInput, TrainerRank
+from megatron_worker.trainer_rank import rank as start
 from shared.errors import InvalidInput
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import (

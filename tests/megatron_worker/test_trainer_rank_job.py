@@ -8,12 +8,12 @@ import torch
 
 from longshore.training import Full, Lora
 from megatron_worker.engine import Scores
-from megatron_worker.losses import cross_entropy
+from megatron_worker.losses import supervised
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.runner import make_deterministic
+from megatron_worker.planned import learning_rate
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from megatron_worker.training.batches import PackedBatches
-from megatron_worker.training.schedule import learning_rate
+from megatron_worker.worker import make_deterministic
 from shared.jobs.job import Checkpointing, Schedule
 from tests.megatron_worker.engines import checkpoint_bytes
 from tests.megatron_worker.test_megatron_job import NUM_STEPS, do, plan, worker, workshop  # noqa: F401 (fixtures)
@@ -46,7 +46,7 @@ def test_a_job_by_hand_gives_the_runners_bytes(worker, workshop, tmp_path, train
                 batch = data.batch(units, rank.facts.device)
                 outputs = rank.forward(inputs_of(batch))
                 scores = Scores(torch.cat([output.target_logprob_P for output in outputs]))
-                sums = cross_entropy.cross_entropy_sums(scores, batch)
+                sums = supervised.cross_entropy_sums(scores, batch)
                 rank.backward(sums.loss)
                 weight += sums.weight
             rate = learning_rate(what.schedule, step, what.num_steps)

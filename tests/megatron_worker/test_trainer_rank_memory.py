@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from longshore.layout import Layout
 from longshore.training import Adam
-from megatron_worker.forwards.packing import LEAST_SAVED, PackSize, pack
+from megatron_worker.forwards import LEAST_SAVED, PackSize, pack
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.mixers.tree_attention import plan_forest
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank

@@ -19,8 +19,7 @@ from megatron_worker.mixers import tree_attention
 from megatron_worker.mixers.forest_calls import depths, find_nodes, mask_elements, plan_calls, subtree_ends
 from megatron_worker.mixers.tree_attention import Forest, block_mask, plan_forest
 from shared.errors import InvalidInput
-from shared.families.architecture import Architecture, Attention
-from shared.families.rope import Rope
+from shared.families.architecture import Architecture, Attention, Rope
 from tests.megatron_worker.trees import LOSS, as_chain, as_tree, random_sequences
 
 D = 8

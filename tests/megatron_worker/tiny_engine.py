@@ -22,9 +22,8 @@ from torch import Tensor
 from longshore.layout import Layout
 from longshore.training import Adam, Full, Lora
 from megatron_worker.__main__ import main
-from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Part, Scores
+from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Part, Scores, over_ranks
 from megatron_worker.head.logprobs import score_targets, whole_vocabulary
-from megatron_worker.sums import over_ranks
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.job import JobPlan
 from shared.models import peft as peft_format

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from activities.hosts.stager import JobStaging, Stager
+from activities.hosts.lease import JobStaging, Stager
 from longshore.fields import Artifact
-from megatron_worker.process.ranks import WorkerRanks
-from megatron_worker.process.staging import Staging
+from megatron_worker.process.ranks import Staging, WorkerRanks
 from megatron_worker.warm_engine import BuildEngine
 from megatron_worker.worker import Worker
 from shared.jobs.events import Failed, Saved, Step, Terminal

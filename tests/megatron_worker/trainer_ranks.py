@@ -19,8 +19,7 @@ from torch import Tensor
 from longshore.fields import Frozen
 from longshore.layout import EngineName, Layout
 from longshore.training import Adam, Recompute
-from megatron_worker.process.agreement import everyone
-from megatron_worker.process.ranks import WorkerRanks
+from megatron_worker.process.ranks import WorkerRanks, everyone
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from megatron_worker.trainer_rank.micro_batches import measured_slots
 from shared.errors import InvalidInput

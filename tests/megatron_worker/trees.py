@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_worker.engine import Batch, LossFunction, Outputs, Scores
-from megatron_worker.sums import LossSums
+from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.training.batches import to_batch
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, RouteShape, Units, UnitsWriter

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from megatron_worker.process.process_group import start_group
+from megatron_worker.process.ranks import start_group
 from tests.megatron_worker.launch import fork_ranks
 
 Trial = TypeVar("Trial", bound=BaseModel)

@@ -8,7 +8,6 @@ import numpy as np
 
 from longshore.fields import Artifact
 from longshore.training import Lora
-from shared.fence import Fence
 from shared.jobs.events import Event, parse_event
 from shared.jobs.job import (
     Job,
@@ -19,7 +18,7 @@ from shared.jobs.job import (
 from shared.jobs.packed import PlanWriter, Units, UnitsWriter
 from shared.storage.artifacts import seal
 from shared.storage.files import write_atomically
-from shared.storage.paths import WorkerPaths
+from shared.storage.paths import Fence, WorkerPaths
 from tests.megatron_worker.tiny_engine import VOCAB_SIZE, write_tiny_weights
 
 FIRST = Fence(epoch=1)

@@ -9,7 +9,6 @@ from longshore.fields import Artifact
 from longshore.losses import CrossEntropy
 from longshore.training import Adam, Lora
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
-from shared.fence import Fence
 from shared.jobs.events import Evaluated, EvaluationSample, Saved, Started, Step, Succeeded
 from shared.jobs.job import (
     Job,
@@ -20,7 +19,7 @@ from shared.jobs.job import (
 from shared.jobs.packed import PlanHeader
 from shared.runs.status import CheckpointRef, PhaseSpan, RunStatus, StepStatus
 from shared.storage import artifacts
-from shared.storage.paths import RunKeys, grouped
+from shared.storage.paths import Fence, RunKeys, grouped
 from shared.storage.store import ObjectStore, uri_of
 
 XSS = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"

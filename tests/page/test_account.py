@@ -4,7 +4,7 @@ from pathlib import Path
 
 import httpx
 
-from service.accounts.principals import ALL_SCOPES
+from service.accounts.keys import ALL_SCOPES
 from tests.page import measured
 from tests.page.guest import Browser, Guest, expect
 from tests.service.conftest import Service, new_key

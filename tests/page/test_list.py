@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import delete
 
-from service.database.engine import open_database
-from service.database.tables import RunRow
+from service.database.engine import RunRow, open_database
 from service.runs.rows import run_row
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.requests import RunRecord

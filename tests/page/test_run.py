@@ -4,10 +4,9 @@ import re
 import shutil
 from pathlib import Path
 
-from shared.fence import Fence
 from shared.jobs.events import Evaluated, Evaluating, Step
 from shared.settings import Settings
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from tests.page import measured
 from tests.page.guest import Browser, Guest, expect
 from tests.service.conftest import Service, reaches, started

@@ -8,13 +8,11 @@ import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
 
-from service.accounts.keys import COOKIE, CSRF_HEADER, csrf_token
-from service.accounts.principals import Principal
+from service.accounts.keys import COOKIE, CSRF_HEADER, Principal, csrf_token
 from service.apis.art.wandb_artifacts import TELEMETRY
 from service.apis.page.pages import SIGN_IN
-from service.apis.tinker.downloads import signed
-from service.apis.tinker.gateway import Gateway
-from service.apis.tinker.records import CheckpointRecord, TinkerRecords
+from service.apis.tinker.records import CheckpointRecord, Gateway, TinkerRecords
+from service.apis.tinker.routes import signed
 from service.app import create_app
 from shared.storage.stored_bytes import Ledger
 from tests.security.belongings import NIGHTLY, TENANT, Belongings, Operation, acquire, wait_for_trials
@@ -26,7 +24,7 @@ from tests.waiting import wait_until
 NEEDS_NO_SCOPE = {SIGN_IN, "/login/link", "/logout", *TELEMETRY}
 OPEN = {"/api/v1/health"}
 ENDINGS = ("/cancel", "/close", "/finish", "/pause", "/complete")
-# Their records are bounded by bytes of their own, and kept for hours (shared/chat/answer_records.py).
+# Their records are bounded by bytes of their own, and kept for hours (shared/chat/trajectories.py).
 ANSWERS = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 # What hosts and workflows write, so many keys and deliveries a tenant or webhook, the accounts themselves, and the run
 # that a test's published version is of.

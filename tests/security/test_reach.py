@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.grading.score_model import ScoreModel
+from activities.grading.open_grader import ScoreModel
 from activities.host_context import HostContext
 from activities.records.deliver import Deliver, DeliverRequest, NotDelivered
 from activities.sampling.samplers import Samplers
 from service.automation.webhooks import WebhookChoice
-from shared.automation.webhooks import Notice
+from shared.automation import Notice
 from shared.errors import InvalidInput, SamplerUnavailable
-from shared.grading.graders import SampledItem, ScoreModelGrader
+from shared.grading import SampledItem, ScoreModelGrader
 from shared.serving import ServedSampler
 from shared.settings import GradingSettings, Settings, WebhookSettings
 from tests.service.apis.native.webhook_stack import webhooks_of

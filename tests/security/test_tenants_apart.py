@@ -6,9 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.fence import Fence
 from shared.storage.artifacts import Manifest
-from shared.storage.paths import MANIFEST, RunKeys
+from shared.storage.paths import MANIFEST, Fence, RunKeys
 from tests.security.belongings import (
     BODIES,
     NOBODYS,

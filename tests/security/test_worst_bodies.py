@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from longshore.module_patterns import _translated
+from longshore.training import _translated
 from service.app import create_app
 from service.decoding import SMALL_BYTES
 from shared.settings import Settings

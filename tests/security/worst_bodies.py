@@ -14,9 +14,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.routing import APIRoute, iter_route_contexts
 
-from longshore.module_patterns import _translated
-from service.apis import decoders, json_bodies
-from service.apis.json_bodies import Judged, _parsed, _Sent, judged
+from longshore.training import _translated
+from service.apis import bodies as json_bodies
+from service.apis import decoders
+from service.apis.bodies import Judged, _parsed, _Sent, judged
 from service.decoding import SMALL_BYTES
 from tests.security.belongings import BODIES
 

@@ -25,16 +25,16 @@ from activities.host_context import HostContext
 from activities.models.resolve import Resolve
 from activities.records.deliver import Deliver
 from activities.records.run_records import RunRecords
-from activities.retention.collect import CollectGarbage
+from activities.retention import CollectGarbage
 from activities.sources.download import Download
-from activities.tokenizing.preview import PreviewDataset
+from activities.tokenizing.tokenize import PreviewDataset
 from service.app import create_app
 from service.cli.main import main
 from service.database.engine import open_database
-from service.host_http.listening import config, listen_at, place_of
+from service.host_http.server import config, listen_at, place_of
 from service.host_workers import control_workers
 from service.rebuild import rebuild
-from service.runs.views.run_view import RunView
+from service.runs.views import RunView
 from service.temporal import connect_temporal
 from shared.limits import RateLimitSettings
 from shared.settings import DownloadSettings, Settings
@@ -45,10 +45,15 @@ from tests import forks
 from tests.service.postgres import new_database, postgres
 from tests.service.stand_in import RLStandIn, StandIn
 from tests.waiting import wait_until
-from workflows.services.scheduled import ScheduledRunWorkflow
-from workflows.services.single_activity import GarbageWorkflow, GraderWorkflow, PreviewWorkflow, UntrainedModelWorkflow
-from workflows.services.sweep import SweepWorkflow
-from workflows.services.webhook import WebhookWorkflow
+from workflows.services import (
+    GarbageWorkflow,
+    GraderWorkflow,
+    PreviewWorkflow,
+    ScheduledRunWorkflow,
+    SweepWorkflow,
+    UntrainedModelWorkflow,
+    WebhookWorkflow,
+)
 from workflows.session import SessionWorkflow
 
 KEY = "ls-test-key"

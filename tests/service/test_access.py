@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.accounts.access import Access
+from service.accounts.tenants import Access
 from shared.errors import InvalidInput
 from shared.runs.dataset_runs import SFTRun
 from shared.settings import S3Settings, Settings

@@ -17,9 +17,8 @@ from activities.sampling.questions import OpenQuestion
 from longshore.fields import Artifact
 from service.host_http.answers import answering
 from service.host_http.clients import HostClients
-from service.host_http.server import serving
-from service.host_http.trust import Trust
-from service.inference.asking import AnsweringHosts, PartialAnswer, QuestionLost
+from service.host_http.server import Trust, serving
+from service.inference.questions import AnsweringHosts, PartialAnswer, QuestionLost
 from shared.chat.completions import CompletionRequest
 from shared.errors import InvalidInput, WorkerLost
 from shared.serving import CompleteRequest, ServedSampler

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from service.apis.art.job_config import ExperimentalConfig, SftConfig
-from service.apis.art.job_request import RlRequest, rl_run, sft_run
+from service.apis.art.job_request import ExperimentalConfig, RlRequest, SftConfig, rl_run, sft_run
 from service.apis.art.sent_groups import split
 from shared.chat.trajectories import ChatTrajectory, SentGroup
 from shared.errors import InvalidInput

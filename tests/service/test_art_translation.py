@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from longshore.losses import CISPO, GSPO, PPO
-from service.apis.art.job_config import ExperimentalConfig, SftConfig
-from service.apis.art.job_events import JobStep
-from service.apis.art.job_request import rl_run, sft_run
+from service.apis.art.job_request import ExperimentalConfig, SftConfig, rl_run, sft_run
 from service.apis.art.sent_groups import split
+from service.apis.art.training_jobs import JobStep
 from service.inference.art_models import ArtName, ArtSettings, new_model
 from shared.chat.trajectories import ChatTrajectory, SentGroup
 from shared.errors import InvalidInput

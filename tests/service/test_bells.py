@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from activities.bells import Bells
-from service.host_http.bells import bell_routes
-from service.host_http.clients import HostClients
+from activities.hosts.session import Bells
+from service.host_http.answers import bell_routes
+from service.host_http.clients import HostClients, SessionBells
 from service.host_http.server import serving
-from service.host_http.session_bells import SessionBells
 from shared.errors import StoreUnavailable
-from shared.runs.sessions import MOST_TOLD_BYTES
+from shared.runs.start import MOST_TOLD_BYTES
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, ObjectStore

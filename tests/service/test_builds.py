@@ -13,7 +13,7 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowHandle
 
 from longshore.server import with_import_path
-from service import builds
+from service import temporal
 from service.host_workers import control_workers
 from service.temporal import connect_temporal
 from shared.errors import NotFound
@@ -44,10 +44,10 @@ class Installation:
 
         settings = self.settings.model_copy(update={"build_id": build_id})
         host = await self.hosts.enter_async_context(AsyncExitStack())
-        client, build = await connect_temporal(settings), builds.deployment(settings)
+        client, build = await connect_temporal(settings), temporal.deployment(settings)
         workers = control_workers(client, settings.control_queue, [which_build], [Run, Moving], build=build)
         await host.enter_async_context(workers)
-        await builds.begin_with(client, settings)
+        await temporal.begin_with(client, settings)
         return host
 
     async def begin(self, kind: type[Run] = Run) -> WorkflowHandle:
@@ -58,14 +58,14 @@ class Installation:
 
         async def is_done() -> bool:
             with suppress(NotFound):
-                await builds.make_current(self.client, self.settings, build_id)
+                await temporal.make_current(self.client, self.settings, build_id)
                 return True
             return False
 
         await eventually(is_done, f"{build_id} is current")
 
     async def states(self) -> dict[str, str]:
-        return {each.build_id: each.state for each in await builds.builds(self.client, self.settings)}
+        return {each.build_id: each.state for each in await temporal.builds(self.client, self.settings)}
 
 
 async def waits(handle: WorkflowHandle) -> bool:
@@ -112,7 +112,7 @@ async def test_back_to_the_build_before(installation: Installation) -> None:
 async def test_a_build_without_hosts_is_not_made_current(installation: Installation) -> None:
     await installation.host("one")
     with pytest.raises(NotFound, match="no host of build three polls"):
-        await builds.make_current(installation.client, installation.settings, "three")
+        await temporal.make_current(installation.client, installation.settings, "three")
     assert await installation.states() == {"one": "current"}
 
 

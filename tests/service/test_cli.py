@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from service.cli.output.render import waiting
-from shared.fence import Fence
+from service.cli.render import waiting
 from shared.jobs.events import Step
 from shared.runs.status import RunStatus
 from shared.storage import artifacts
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from tests.service.conftest import LONGSHORE, Service
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
 from tests.waiting import wait_until

@@ -13,16 +13,14 @@ import pytest
 import typer
 
 from longshore.training import SessionRun
-from service.cli.help_groups import HEADINGS
-from service.cli.main import app
+from service.cli.main import HEADINGS, app
 from service.database.engine import open_database
 from service.runs.rows import run_row
-from service.runs.states import queued
-from shared.fence import Fence
+from service.runs.runs import queued
 from shared.jobs.events import Cancelled, Evaluated, Event, Step
 from shared.runs.requests import RunRecord
 from shared.runs.status import StepStatus
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from tests.service.conftest import KEY, Cli, Service, reaches, started
 from tests.service.stand_in import FAILS, QUEUES, WAITS
 from tests.waiting import wait_until

@@ -6,16 +6,14 @@ import time
 import pytest
 from rich.console import Console
 
-from service.cli.exits import Stop
-from service.cli.output.follow import Bar, Lines
-from service.cli.output.render import seconds_of, span
-from service.cli.output.runs import phases, summary, took
-from service.runs.views.run_view import RunView, seconds_left
-from shared.fence import Fence
+from service.cli.render import Stop, seconds_of, span
+from service.cli.run_output import Bar, Lines, phases, summary, took
+from service.runs.views import RunView, seconds_left
 from shared.jobs.events import Saved, Step, Succeeded
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.events import RunEvent
-from workflows.training.training import StepEta
+from shared.storage.paths import Fence
+from workflows.training.run import StepEta
 
 
 def sft(**changes: object) -> SFTRun:

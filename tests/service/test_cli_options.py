@@ -19,10 +19,9 @@ from pydantic.fields import FieldInfo
 from longshore.fields import Artifact
 from longshore.training import Lora
 from service.cli.commands.submit import checked_run
-from service.cli.exits import Stop
 from service.cli.main import app
-from service.cli.run_options import NAMES, given, option_at, options_of, request_fields, run_command, run_model
-from service.cli.run_table import table
+from service.cli.render import Stop
+from service.cli.run_options import NAMES, given, option_at, options_of, request_fields, run_command, run_model, table
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.requests import RLRun
 
@@ -125,7 +124,7 @@ def test_an_error_in_a_part_names_the_option_of_the_part() -> None:
 
 
 def test_the_page_of_fields_is_printed_from_the_models() -> None:
-    assert (ROOT / "docs" / "runs.md").read_text() == table(), "python -m service.cli.run_table > docs/runs.md"
+    assert (ROOT / "docs" / "runs.md").read_text() == table(), "python -m service.cli.run_options > docs/runs.md"
 
 
 def test_the_version_is_printed() -> None:

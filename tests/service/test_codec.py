@@ -15,8 +15,7 @@ from temporalio.exceptions import ApplicationError
 
 from service.cli.doctor import _seal_key
 from service.errors import WrongSealKey
-from service.sealing.codec import UNSEALED, key_of, sealed_data_converter, unseal
-from service.sealing.keys import SealKeys, seal_keys
+from service.sealing import UNSEALED, SealKeys, key_of, seal_keys, sealed_data_converter, unseal
 from shared.errors import InvalidInput
 from shared.settings import Settings
 from shared.storage.paths import SEAL_KEYS

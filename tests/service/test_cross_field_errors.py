@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from service.apis.errors import validation_problem
 from service.cli.commands.submit import validated_request
-from service.cli.exits import Stop
+from service.cli.render import Stop
 from service.cli.run_options import option_at, options_of
 from shared.field_rules import location_of
 from shared.runs.requests import Run

@@ -18,12 +18,11 @@ from longshore.commands import CommandResult, TokenScores
 from longshore.training import SessionRun
 from service.accounts.tenants import Quotas
 from service.backend import Backend
-from service.database import migrate
-from service.database.engine import Database
-from service.database.tables import OutboxRow, RunRow, Table, TenantRow
+from service.database import engine
+from service.database.engine import Database, OutboxRow, RunRow, Table, TenantRow
 from service.errors import DatabaseUnavailable, QuotaExceeded
 from service.runs.rows import RunRows, run_row
-from service.runs.states import queued
+from service.runs.runs import queued
 from shared.errors import InvalidInput
 from shared.limits import QuotaSettings
 from shared.runs.dataset_runs import SFTRun
@@ -41,7 +40,7 @@ def migrated(database_url: str) -> Iterator[Database]:
     """A database that several processes found empty at once."""
     databases = [Database(database_url) for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
-        assert sorted(threads.map(migrate.upgrade, databases)) == [False, False, False, True]
+        assert sorted(threads.map(engine.upgrade, databases)) == [False, False, False, True]
     yield databases[0]
     for database in databases:
         database.close()
@@ -88,18 +87,18 @@ def record(number: int, tenant: str = "acme", created_at: float | None = None, *
 
 def test_migrations_make_the_tables_that_the_code_has(migrated: Database) -> None:
     with migrated.connection() as connection:
-        assert migrate.revision(connection) == migrate.newest()
+        assert engine.revision(connection) == engine.newest()
         assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
 
 
 def test_a_service_that_goes_back_serves_on_what_a_newer_one_has_migrated(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/newer.db")
-    assert migrate.upgrade(database), "it was empty"
+    assert engine.upgrade(database), "it was empty"
     newer = "UPDATE alembic_version SET version_num = 'newer'"
     database.write(lambda session: session.execute(text(newer)))
-    assert not migrate.upgrade(database)
+    assert not engine.upgrade(database)
     with database.connection() as connection:
-        assert migrate.revision(connection) == "newer"
+        assert engine.revision(connection) == "newer"
     database.close()
 
 

@@ -11,10 +11,10 @@ import pytest
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from service.accounts.principals import Principal
+from service.accounts.keys import Principal
 from service.decoding import Decoding
 from service.errors import Busy
-from service.files.incoming import Incoming
+from service.files import Incoming
 from shared.limits import TenantLimits
 from shared.settings import Settings
 from tests.activities import confined_work as work

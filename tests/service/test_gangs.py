@@ -11,11 +11,10 @@ from pydantic import SecretStr
 
 from service.host_http import gangs
 from service.host_http.gangs import GangMeeting, Gangs
-from service.host_http.trust import Trust
-from shared.fence import Fence
-from shared.jobs.leases import GangLeader
+from service.host_http.server import Trust
+from shared.jobs.job import GangLeader
 from shared.settings import Settings
-from shared.storage.paths import HostPaths, WorkerPaths
+from shared.storage.paths import Fence, HostPaths, WorkerPaths
 from tests.waiting import wait_until
 
 KEY, OTHER_KEY = "k" * 64, "o" * 64

@@ -26,13 +26,12 @@ from activities.sources.download import Downloaded, DownloadRequest
 from activities.tracking.track import Track
 from longshore.layout import Layout
 from service.host import serve_host
-from service.host_record import HostRecord
-from service.host_workers import control_activities
-from service.sealing.keys import SealKey, seal_keys
+from service.host_workers import HostRecord, control_activities
+from service.sealing import SealKey, seal_keys
 from service.temporal import connect_temporal
-from shared.grading.graders import UNGRADED, GradeOneRequest, OneGrade
-from shared.jobs.leases import ProcessKey, WorkerKey, WorkerRecord
-from shared.runs.sources import DatasetSource
+from shared.grading import UNGRADED, GradeOneRequest, OneGrade
+from shared.jobs.job import ProcessKey, WorkerKey, WorkerRecord
+from shared.runs.dataset_runs import DatasetSource
 from shared.settings import Settings
 from shared.storage.files import write_atomically
 from shared.storage.paths import HostPaths

@@ -16,7 +16,7 @@ from activities.hosts.lease import LeaseRequest
 from longshore.layout import Layout
 from service.launching import CommandHosts, Launching, LocalHosts, main, waiting
 from service.temporal import connect_temporal
-from shared.jobs.leases import WorkerKey
+from shared.jobs.job import WorkerKey
 from shared.settings import Settings
 from shared.storage.host_states import HostState, told_file, write_state
 from shared.storage.store import open_store

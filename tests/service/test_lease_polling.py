@@ -16,7 +16,7 @@ from temporalio.common import RetryPolicy
 from temporalio.worker import Worker
 
 from activities.hosts.standing import Standing
-from service.lease_polling import IdleExit, LeasePolling
+from service.host_workers import IdleExit, LeasePolling
 from service.temporal import described
 from shared.storage.host_states import HostState
 from shared.storage.store import LocalStore

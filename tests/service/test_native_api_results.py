@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.fence import Fence
 from shared.jobs.events import Evaluated, Saved, Started, Step, Succeeded
 from shared.runs.status import RunStatus
 from shared.storage import artifacts
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from tests.service.conftest import Service, ended, submitted
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
 

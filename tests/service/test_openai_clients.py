@@ -17,7 +17,7 @@ import pytest
 
 from service.backend import Backend
 from service.database.engine import open_database
-from service.files.uploads import UploadRecord
+from service.files import UploadRecord
 from shared.runs.requests import RunRecord
 from shared.storage import paths
 from shared.storage.paths import RunKeys

@@ -3,17 +3,15 @@
 import asyncio
 from typing import Any
 
-from service.apis.openai.fine_tuning.results import metrics_csv
-from service.apis.openai.fine_tuning.views import JobEvent, job_events, job_of, status_of
-from service.runs.views.history import EvaluationMetrics, Histories, Metrics, RunReader, StepMetrics
-from service.runs.views.run_view import RunView
-from shared.fence import Fence
+from service.apis.openai.fine_tuning.views import JobEvent, job_events, job_of, metrics_csv, status_of
+from service.runs.history import EvaluationMetrics, Histories, Metrics, RunReader, StepMetrics
+from service.runs.views import RunView
 from shared.jobs.events import Evaluated, Saved, Started, Step, Succeeded
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.requests import RLRun
 from shared.runs.status import PhaseSpan, StepStatus
 from shared.settings import S3Settings
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from shared.storage.store import ObjectStore, open_store
 from tests.service.test_openai_translation import CHECK
 

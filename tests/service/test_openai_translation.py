@@ -16,17 +16,14 @@ from pydantic import ValidationError
 
 from longshore.fields import Artifact
 from longshore.training import Lora
-from service.accounts.principals import Principal
+from service.accounts.keys import Principal
 from service.accounts.tenants import Quotas
-from service.apis.openai.files import MAX_NAME, plain_name
-from service.apis.openai.fine_tuning import automatic, jobs
-from service.apis.openai.fine_tuning.automatic import count_examples
-from service.apis.openai.fine_tuning.request import JobRequest
-from service.apis.openai.fine_tuning.runs import Examples, published_name, run_of_job
-from service.apis.openai.forms import FileForm
-from service.database import migrate
+from service.apis.openai.files import MAX_NAME, FileForm, plain_name
+from service.apis.openai.fine_tuning import jobs, runs
+from service.apis.openai.fine_tuning.runs import Examples, JobRequest, count_examples, published_name, run_of_job
+from service.database import engine
 from service.database.engine import Database
-from service.inference.named_models import StartingPoint
+from service.inference.published_models import StartingPoint
 from service.runs.own_settings import LORA_FIELDS, OwnSettings
 from shared.errors import InvalidInput
 from shared.limits import QuotaSettings
@@ -75,12 +72,12 @@ def test_what_auto_means_for_examples(count: int | None, batch: int, epochs: int
 
 @given(st.integers(1, 10**9))
 def test_auto_is_sane_for_every_size(count: int) -> None:
-    batch = automatic.batch_size(count)
+    batch = runs.batch_size(count)
     assert 1 <= batch <= 64 and math.log2(batch).is_integer()
-    assert automatic.batch_size(count + 1) >= batch and automatic.num_epochs(count + 1) <= automatic.num_epochs(count)
-    prompts = automatic.prompts_per_step(count)
+    assert runs.batch_size(count + 1) >= batch and runs.num_epochs(count + 1) <= runs.num_epochs(count)
+    prompts = runs.prompts_per_step(count)
     assert 1 <= prompts <= min(32, count)
-    assert 1 <= automatic.rollout_epochs(count, prompts) <= 25
+    assert 1 <= runs.rollout_epochs(count, prompts) <= 25
 
 
 def test_a_supervised_job_in_full() -> None:
@@ -312,7 +309,7 @@ def test_sent_requests_are_forgotten_when_nobody_sends_them_again(
 ) -> None:
     store = open_store(tmp_path.as_uri(), S3Settings())
     database = Database(f"sqlite:///{tmp_path}/index.db")
-    migrate.upgrade(database)
+    engine.upgrade(database)
     quotas = Quotas(QuotaSettings(), store, database)
     asking = Principal(tenant="default", key_id="key-1", scopes=frozenset({"write"}))
     request = Artifact(uri="file:///a", sha256="0" * 64)

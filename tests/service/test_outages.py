@@ -22,10 +22,10 @@ from temporalio.client import Client
 from temporalio.service import RPCError
 
 from service.backend import Backend
-from service.database import migrate
+from service.database import engine
 from service.database.engine import open_database
-from service.files.incoming import uploads_folder
-from service.runs.views.run_view import RunView
+from service.files import uploads_folder
+from service.runs.views import RunView
 from shared.errors import StoreUnavailable
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.requests import RunRecord, Source
@@ -276,7 +276,7 @@ async def test_a_run_is_accepted_exactly_if_its_record_stands_whatever_the_store
         root = tmp_path / str(writes)
         settings = Settings(root=root)
         backend = Backend(settings, LosesAnswers(root / "store", writes), open_database(settings))
-        migrate.upgrade(backend.database)
+        engine.upgrade(backend.database)
         accepting = backend.runs.accept("sft-1", run, "default", None, Source())
         if writes:
             record, _ = await accepting

@@ -13,18 +13,14 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from longshore.fields import Frozen, Name
-from service.accounts.access import Access
 from service.accounts.keys import Keys, SignIns
-from service.accounts.tenants import Quotas
+from service.accounts.tenants import Access, Quotas
 from service.apis.openai.files import plain_name
-from service.database.engine import Database, open_database
-from service.database.migrate import upgrade
-from service.files.files import FilePage, Files
+from service.database.engine import Database, open_database, upgrade
+from service.files import FilePage, Files
 from service.runs.rows import RunRows
-from shared.automation.schedules import ScheduledRun
-from shared.automation.webhooks import NoticeId, Webhook, WebhookId, WebhookUrl, new_secret
+from shared.automation import NoticeId, ScheduledRun, Webhook, WebhookId, WebhookUrl, new_secret
 from shared.errors import InvalidInput, NotFound
-from shared.fence import Fence
 from shared.jobs.events import Step
 from shared.limits import QuotaSettings
 from shared.runs.dataset_runs import SFTRun
@@ -32,8 +28,8 @@ from shared.runs.events import EventCursor, read_run_events
 from shared.runs.requests import MetadataKey, MetadataValue, RunId, RunRecord, Source, Tenant
 from shared.runs.status import RunStatus
 from shared.settings import Settings
-from shared.storage.checkpoints import CheckpointName
-from shared.storage.paths import RunKeys
+from shared.storage.artifacts import CheckpointName
+from shared.storage.paths import Fence, RunKeys
 from shared.storage.store import LocalStore, open_store
 
 # Letters that mean something to somebody: to paths, to SQL, to JSON, to headers, to terminals.

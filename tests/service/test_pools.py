@@ -21,9 +21,8 @@ from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 from temporalio.common import RetryPolicy
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from activities.records.checkpoints import FindCheckpointRequest
 from activities.records.deliver import DeliverRequest
-from activities.records.run_records import StepRecordRequest
+from activities.records.run_records import FindCheckpointRequest, StepRecordRequest
 from activities.sources.download import DownloadRequest
 from activities.tracking.track import TrackRequest
 from activities.trajectories.pack_trajectories import GroupsRequest
@@ -32,11 +31,10 @@ from longshore.training import Lora
 from service.host import serve_host
 from service.host_workers import _AT_ONCE
 from service.temporal import connect_temporal
-from shared.automation.webhooks import Notice, Webhook
-from shared.runs.dataset_runs import SFTRun
+from shared.automation import Notice, Webhook
+from shared.runs.dataset_runs import DatasetSource, SFTRun
 from shared.runs.previews import PreviewRequest, PreviewStart
 from shared.runs.requests import RLRun
-from shared.runs.sources import DatasetSource
 from shared.runs.start import RunStart
 from shared.runs.status import RunStatus, StepStatus
 from shared.settings import DownloadSettings, Settings, WebhookSettings

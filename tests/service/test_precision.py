@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.apis.tinker.addresses import TINKER
+from service.apis.tinker.wire import TINKER
 from service.inference.art_models import UntrainedModels
 from service.temporal import Temporal
 from shared.storage.host_states import write_fast_bf16

@@ -11,10 +11,9 @@ import pytest
 
 from service.accounts.keys import Keys
 from service.accounts.tenants import Quotas, Tenants
-from service.database import migrate
+from service.database import engine
 from service.database.engine import Database
-from service.files.files import FileRecord, Files
-from service.files.uploads import UploadRecord, Uploads
+from service.files import FileRecord, Files, UploadRecord, Uploads
 from service.rebuild import rebuild
 from shared.errors import NotFound
 from shared.limits import QuotaSettings
@@ -28,7 +27,7 @@ CONTENT = b'{"text": "a"}\n'
 @pytest.fixture(scope="module")
 def database(database_url: str) -> Iterator[Database]:
     database = Database(database_url)
-    migrate.upgrade(database)
+    engine.upgrade(database)
     yield database
     database.close()
 

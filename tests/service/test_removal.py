@@ -9,7 +9,7 @@ from shared.limits import RetentionSettings
 from shared.settings import Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import RunKeys, published_version, version_claim
-from shared.storage.uses import expired, use
+from shared.storage.stored_bytes import expired, use
 from tests.service.conftest import Service, ended, polling, serving, settings_below, sft, submitted
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
 from tests.waiting import wait_until

@@ -9,10 +9,9 @@ from longshore.fields import Artifact
 from longshore.training import Lora
 from service.inference.retraining import stretches
 from shared.errors import InvalidInput
-from shared.fence import Fence
 from shared.jobs.job import Job, JobPlan, PackedData, Schedule
 from shared.storage.artifacts import seal, upload_artifact
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from shared.storage.store import LocalStore
 
 KEYS, FENCE = RunKeys("rl-1"), Fence(epoch=1)

@@ -19,11 +19,11 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError
 from temporalio.worker import Worker
 
-from activities.hosts.worker_process import processes_of
-from activities.sampling.lease_sampler import SamplerLeaseRequest
+from activities.hosts.workers import processes_of
+from activities.sampling.samplers import SamplerLeaseRequest
 from service.temporal import connect_temporal
-from shared.chat.sampler_control import SamplerReady
-from shared.jobs.leases import LeaseGrant, SamplerKey, WorkerRecord
+from shared.chat.completions import SamplerReady
+from shared.jobs.job import LeaseGrant, SamplerKey, WorkerRecord
 from shared.settings import Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import HostPaths

@@ -6,13 +6,13 @@ import httpx
 import pytest
 
 from longshore.commands import Datum, Forward, ForwardBackward, SaveState
-from service.apis.json_bodies import judged
-from service.apis.native import sessions
+from service.apis.bodies import judged
+from service.apis.native import runs
 from shared.jobs.commands import stored_form
 from shared.storage.paths import RunKeys
 from tests.service.conftest import Service
 
-SEND = f"{sessions.__name__}:{sessions.send_command.__name__}"
+SEND = f"{runs.__name__}:{runs.send_command.__name__}"
 SMALL = Forward(data=(Datum(tokens=(5, 6, 7), weights=(0.1, 0.2)),))
 LARGE = ForwardBackward(data=tuple(Datum(tokens=tuple(range(n, n + 500)), weights=(0.5,) * 499) for n in range(1, 20)))
 

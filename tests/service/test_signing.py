@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from service.sealing.signing import Signer, checked, read_key
+from service.sealing import Signer, checked, read_key
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.provenance import Envelope, Signature, Statement, statement_of
 from shared.settings import Settings

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.slurm_cluster import cluster, missing
 from service.launching import Launching, slurm_hosts
-from service.sealing.keys import seal_keys
+from service.sealing import seal_keys
 from tests.waiting import eventually
 from tests.workflows.leases.test_come_and_go import is_at, steps
 from tests.workflows.stack import started

@@ -11,11 +11,10 @@ import pytest
 
 from activities.host_context import HostContext
 from activities.records.run_records import RunRecords, StepRecordRequest
-from service.cli.output.step_table import step_line
-from shared.fence import Fence
+from service.cli.run_output import step_line
 from shared.jobs.events import Event, Started, Step, Succeeded
 from shared.runs.status import Problem, StepStatus
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from tests.service.conftest import LONGSHORE, Service, sft
 from tests.waiting import wait_until
 

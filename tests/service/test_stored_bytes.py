@@ -11,11 +11,10 @@ from sqlalchemy import update
 
 from service.accounts.tenants import Quotas
 from service.automation.schedule_views import Backfill
-from service.database import migrate
-from service.database.engine import Database
-from service.database.tables import TenantRow
+from service.database import engine
+from service.database.engine import Database, TenantRow
 from service.errors import QuotaExceeded
-from shared.automation.schedules import ScheduledRun
+from shared.automation import ScheduledRun
 from shared.errors import InvalidInput
 from shared.limits import QuotaSettings
 from shared.storage import paths, stored_bytes
@@ -30,7 +29,7 @@ QUOTAS = QuotaSettings(stored_bytes=100)
 def databases(database_url: str) -> Iterator[list[Database]]:
     """One database, as four services see it."""
     found = [Database(database_url) for _ in range(4)]
-    migrate.upgrade(found[0])
+    engine.upgrade(found[0])
     found[0].write(lambda session: session.merge(TenantRow(tenant="acme", title="", quotas={}, created_at=1.0)))
     yield found
     for database in found:

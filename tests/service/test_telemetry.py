@@ -25,21 +25,20 @@ from temporalio.client import Client
 from temporalio.worker import Worker
 
 from activities.telemetry import MAX_SPANS, HostStart, JobSeen
-from service.database import migrate
+from service import telemetry
+from service.database import engine
 from service.database.engine import open_database
-from service.runs.gauges import InstallationGauges
+from service.runs.overview import InstallationGauges
 from service.runs.rows import run_row
-from service.runs.states import queued
-from service.telemetry import traces
-from service.telemetry.requests import SeenRequests
+from service.runs.runs import queued
+from service.telemetry import SeenRequests
 from service.temporal import Temporal, connect_temporal, share_of
-from shared.fence import Fence
 from shared.jobs.events import Started, Step
 from shared.log_lines import JsonFormatter
-from shared.runs.dataset_runs import SFTRun
+from shared.runs.dataset_runs import DatasetSource, SFTRun
 from shared.runs.requests import RunRecord
-from shared.runs.sources import DatasetSource
 from shared.settings import Settings
+from shared.storage.paths import Fence
 
 
 async def test_what_is_asked_makes_no_label_of_its_own() -> None:
@@ -61,10 +60,10 @@ async def test_what_is_asked_makes_no_label_of_its_own() -> None:
 
 def test_of_a_request_its_traceparent_is_taken_and_no_text() -> None:
     parent = f"00-{'a' * 32}-{'b' * 16}-01"
-    found = trace.get_current_span(traces.context_of(parent)).get_span_context()
+    found = trace.get_current_span(telemetry.context_of(parent)).get_span_context()
     assert trace.format_trace_id(found.trace_id) == "a" * 32
     for broken in (None, "", "secret", f"00-{'0' * 32}-{'b' * 16}-01"):
-        assert not trace.get_current_span(traces.context_of(broken)).get_span_context().is_valid
+        assert not trace.get_current_span(telemetry.context_of(broken)).get_span_context().is_valid
 
 
 def test_a_host_s_start_and_a_job_s_loading_are_spans_that_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +126,7 @@ def test_a_span_is_sent_without_what_is_not_listed() -> None:
         raise ValueError("secret of a user")
     (whole,) = kept.get_finished_spans()
     assert "secret" in whole.to_json()
-    sent = traces.scrubbed(whole)
+    sent = telemetry.scrubbed(whole)
     assert "secret" not in sent.to_json()
     assert dict(sent.attributes) == {"longshore.run": "sft-1", "error.type": "ValueError"}
     assert (sent.name, sent.context, sent.start_time, sent.end_time) == (
@@ -173,7 +172,7 @@ async def spans_of(
 
     Nothing is kept of it between its tasks, as if each ran on another host. `is_traced`: its caller names a trace.
     """
-    queue, interceptors = uuid.uuid4().hex, [traces.temporal_interceptor(tracer)]
+    queue, interceptors = uuid.uuid4().hex, [telemetry.temporal_interceptor(tracer)]
     client = await Client.connect(address)
     caller = await Client.connect(address, interceptors=interceptors) if is_traced else client
     async with Worker(
@@ -228,13 +227,13 @@ async def test_what_a_schedule_starts_is_one_trace(
 
 def test_without_an_endpoint_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-    traces.start_tracing("test")
-    assert traces.tracing_interceptors() == ()
+    telemetry.start_tracing("test")
+    assert telemetry.tracing_interceptors() == ()
 
 
 async def test_a_line_of_the_log_has_the_ids_of_its_activity(temporal_address: str, tmp_path: Path) -> None:
     lines: list[dict] = []
-    formatter = JsonFormatter(traces.current_ids)
+    formatter = JsonFormatter(telemetry.current_ids)
 
     @activity.defn
     def told() -> None:
@@ -262,7 +261,7 @@ async def test_a_line_of_the_log_has_the_ids_of_its_activity(temporal_address: s
 async def test_of_many_tenants_those_that_used_most_have_a_series(temporal_address: str, tmp_path: Path) -> None:
     settings = Settings(root=tmp_path, temporal_address=temporal_address, shape=f"s{uuid.uuid4().hex[:8]}")
     database = open_database(settings)
-    migrate.upgrade(database)
+    engine.upgrade(database)
     run = SFTRun(model="file:///m", dataset=DatasetSource(uri="file:///d"), epochs=1, batch_size=1)
 
     def add(session: Session) -> None:

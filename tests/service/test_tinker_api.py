@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.apis.tinker.addresses import TINKER
-from service.apis.tinker.wire import MAX_MESSAGE_BYTES, MESSAGES, PROTOBUF
+from service.apis.tinker.wire import MAX_MESSAGE_BYTES, MESSAGES, PROTOBUF, TINKER
 from shared.jobs.commands import CommandHead
 from shared.limits import RateLimitSettings
 from shared.storage.paths import RunKeys

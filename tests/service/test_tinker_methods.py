@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fastapi.routing import APIRoute
 
-from service.apis.tinker.addresses import TINKER
+from service.apis.tinker.wire import TINKER
 from service.app import TINKER_ROUTERS
 
 ROOT = Path(__file__).parents[2]

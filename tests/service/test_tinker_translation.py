@@ -20,11 +20,15 @@ from longshore.commands import (
 from longshore.losses import CISPO, DRO, GSPO, PPO, Reinforce
 from service.accounts.tenants import Quotas
 from service.apis.tinker import samples
-from service.apis.tinker.addresses import error_body, tinker_key
-from service.apis.tinker.gateway import TrainingFuture, loss_detail, loss_of_detail
-from service.apis.tinker.records import CheckpointRecord, TinkerRecords
-from service.apis.tinker.requests import SampleRequest
-from service.apis.tinker.sessions import about_session
+from service.apis.tinker.records import (
+    CheckpointRecord,
+    SampleRequest,
+    TinkerRecords,
+    TrainingFuture,
+    loss_detail,
+    loss_of_detail,
+)
+from service.apis.tinker.routes import about_session
 from service.apis.tinker.translation import (
     command_of,
     head_of_body,
@@ -33,8 +37,8 @@ from service.apis.tinker.translation import (
     with_substitute,
     write_scores,
 )
-from service.apis.tinker.wire import MAX_MESSAGE_BYTES, SentRequest, plain_body
-from service.database import migrate
+from service.apis.tinker.wire import MAX_MESSAGE_BYTES, SentRequest, error_body, plain_body, tinker_key
+from service.database import engine
 from service.database.engine import Database
 from service.errors import Conflict
 from service.inference.questions import check_length
@@ -282,7 +286,7 @@ def test_errors_and_keys_have_tinker_s_shape() -> None:
 
 async def test_a_name_is_one_checkpoint_s(tmp_path) -> None:
     store, database = LocalStore(tmp_path), Database(f"sqlite:///{tmp_path}/index.db")
-    migrate.upgrade(database)
+    engine.upgrade(database)
     quotas = Quotas(QuotaSettings(), store, database)
     records = TinkerRecords(store, quotas, "acme")
     model = "tinker-" + "0" * 21 + ":train:0"

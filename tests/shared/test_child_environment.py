@@ -3,7 +3,7 @@ from typing import get_args
 
 from pydantic import BaseModel, SecretStr
 
-from activities.hosts.worker_pool import worker_environment
+from activities.hosts.workers import worker_environment
 from shared.child_environment import SECRET_SETTINGS, Kind, child_environment
 from shared.settings import S3Settings, Settings
 

@@ -11,7 +11,6 @@ from longshore.losses import PPO, CrossEntropy
 from longshore.training import Lora
 from shared.chat.messages import ChatRequest
 from shared.errors import InvalidInput
-from shared.fence import Fence
 from shared.field_rules import rule_in_words
 from shared.jobs.events import Probed, Started, Step, Succeeded, parse_event
 from shared.jobs.job import (
@@ -19,15 +18,16 @@ from shared.jobs.job import (
     JobPlan,
     PackedData,
     Schedule,
+    check_nodes,
+    check_ranks,
+    layout_of,
 )
-from shared.jobs.layout import check_nodes, check_ranks, layout_of
 from shared.jobs.losses import DPO
 from shared.models.peft import CONFIG
 from shared.models.shape import ModelShape, check_layout
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource, SFTRun
 from shared.storage.files import write_atomically
-from shared.storage.paths import RunKeys, content_key
+from shared.storage.paths import Fence, RunKeys, content_key
 
 ARTIFACT = Artifact(uri="file:///data", sha256="0" * 64)
 SHAPE = ModelShape(

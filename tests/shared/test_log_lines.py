@@ -27,13 +27,13 @@ ANSWERS_ALONE = {
     "activities/confined/fork_server.py",
     "activities/grading/python_sandbox.py",
     "activities/grading/sandbox_process.py",
-    "activities/hosts/fitness.py",
+    "activities/hosts/standing.py",
     "activities/tokenizing/template_process.py",
     "megatron_worker/sampler/grammars/trial.py",
     "megatron_worker/training/trial.py",
     "megatron_worker/weight_sync/__main__.py",
     "service/cli/main.py",
-    "service/cli/run_table.py",
+    "service/cli/run_options.py",
 }
 
 

@@ -23,8 +23,8 @@ from activities.trajectories.group_samples import GroupsMade
 from longshore.commands import CommandResult
 from longshore.fields import Frozen, added
 from megatron_worker.training.checkpoint import CheckpointState
-from shared.chat.answer_records import AnswerRecord
-from shared.grading.graders import SampleGrade
+from shared.chat.trajectories import AnswerRecord
+from shared.grading import SampleGrade
 from shared.jobs.commands import read_command
 from shared.jobs.events import parse_event
 from shared.jobs.job import Job

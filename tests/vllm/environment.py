@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.chat.sampler_control import SamplerReady
+from shared.chat.completions import SamplerReady
 
 _EXECUTABLE = os.environ.get("LONGSHORE_TEST_VLLM", str(Path(__file__).parents[2] / ".venv-vllm/bin/vllm"))
 IS_THERE = Path(_EXECUTABLE).exists()

@@ -16,15 +16,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from activities.host_context import HostContext
-from activities.hosts.worker_process import processes_of
-from activities.sampling.lease_sampler import SamplerCommand
+from activities.hosts.workers import processes_of
 from activities.sampling.sample import compare
-from activities.sampling.samplers import PolicyWeights, Samplers, adapter_name
+from activities.sampling.samplers import PolicyWeights, SamplerCommand, Samplers, adapter_name
 from longshore.fields import Artifact
-from shared.chat.completions import Sampling
-from shared.chat.sampler_control import SamplerReady
+from shared.chat.completions import SamplerReady, Sampling
 from shared.errors import InvalidInput, SamplerMismatch, SamplerUnavailable, WorkerLost
-from shared.jobs.leases import LeaseGrant, SamplerKey
+from shared.jobs.job import LeaseGrant, SamplerKey
 from shared.serving import LeasedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import seal, upload_artifact

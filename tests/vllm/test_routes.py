@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from activities.host_context import HostContext
-from activities.sampling.lease_sampler import SamplerCommand
+from activities.sampling.samplers import SamplerCommand
 from longshore.fields import Artifact
-from shared.jobs.leases import SamplerKey
+from shared.jobs.job import SamplerKey
 from shared.settings import Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import open_store

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from examples.tiny_model import make_tiny_model
 from longshore.losses import Distillation
 from longshore.training import Lora
-from shared.chat.sampler_control import SamplerReady
+from shared.chat.completions import SamplerReady
 from shared.jobs.job import Evaluation, PackedData
 from shared.jobs.packed import LIKELIEST_LOGPROBS
 from tests.megatron_worker.sampler_process import NAME, write_adapter

@@ -23,7 +23,7 @@ from typing import Any
 
 from temporalio.client import Client
 
-from activities.hosts.worker_process import processes_of
+from activities.hosts.workers import processes_of
 from activities.tracking.track import TrackRequest
 from examples.tiny_model import make_tiny_model
 from longshore.client import Client as SessionClient
@@ -34,13 +34,12 @@ from longshore.training import Lora, SessionRun
 from service.automation.webhooks import WebhookChoice
 from service.dev.connection import Connection
 from service.host import serve_host
-from service.sealing.codec import Sealing
+from service.sealing import Sealing
 from service.temporal import connect_temporal
-from shared.grading.graders import GradeOneRequest, SampledItem, StringCheckGrader
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.models import Export, ExportRequest, ModelRequest, ResolvedModel
+from shared.grading import GradeOneRequest, SampledItem, StringCheckGrader
+from shared.runs.dataset_runs import DatasetSource, SFTRun
 from shared.runs.previews import PreviewRequest, PreviewStart
-from shared.runs.sources import DatasetSource
+from shared.runs.start import Export, ExportRequest, ModelRequest, ResolvedModel
 from shared.settings import DownloadSettings, Settings
 from tests.conftest import CORPUS
 from tests.end_to_end.conftest import LETTERS, QUICK

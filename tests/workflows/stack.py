@@ -20,24 +20,19 @@ from temporalio.client import (
     WorkflowHandle,
 )
 
-from activities.bells import Bells
 from activities.host_context import HostContext
-from activities.hosts.fitness import Check
-from activities.hosts.standing import standing_of
-from activities.hosts.worker_pool import Sharing, WorkerPool
-from activities.hosts.worker_process import WorkerCommand
+from activities.hosts.session import Bells
+from activities.hosts.standing import Check, standing_of
+from activities.hosts.workers import Sharing, WorkerCommand, WorkerPool
 from activities.publishing.publish import Publish
-from activities.records.checkpoints import FindCheckpoint
-from activities.records.run_records import RunRecords
+from activities.records.run_records import FindCheckpoint, RunRecords
 from service.host import _end_idle_workers
-from service.host_http.bells import bell_routes
+from service.host_http.answers import bell_routes
 from service.host_http.server import serving
-from service.host_workers import control_workers, gpu_workers
-from service.lease_polling import polling
-from service.sealing.keys import seal_keys
+from service.host_workers import control_workers, gpu_workers, polling
+from service.sealing import seal_keys
 from service.temporal import connect_temporal
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource, SFTRun
 from shared.runs.start import RunStart, RunTiming, result_sha256
 from shared.runs.status import RunStatus
 from shared.settings import Settings
@@ -48,8 +43,8 @@ from tests.forks import Program
 from tests.workflows import stand_in_host
 from tests.workflows.stand_in import REPOSITORY, StandInCommand
 from tests.workflows.stand_in_activities import StandInData
-from workflows.leases.gang_turns import GangTurnsWorkflow
-from workflows.services.single_activity import TrackWorkflow
+from workflows.leases import GangTurnsWorkflow
+from workflows.services import TrackWorkflow
 from workflows.sft import SFTWorkflow
 
 forks.IMPORTED.append(stand_in_host.__name__)

@@ -14,8 +14,8 @@ from shared.jobs.job import (
     JobPlan,
     PackedData,
     Schedule,
+    WorkerKey,
 )
-from shared.jobs.leases import WorkerKey
 from shared.runs.events import BEGINNING, EventCursor, read_run_events
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import ObjectStore

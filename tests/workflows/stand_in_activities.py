@@ -7,14 +7,14 @@ from pathlib import Path
 
 from temporalio import activity
 
-from activities.packing.pack import Packed, PackRequest
+from activities.packing import Packed, PackRequest
 from activities.sources.download import Downloaded, DownloadRequest
 from activities.tokenizing.tokenize import Tokenized, TokenizeRequest
 from activities.tracking.track import Tracked, TrackRequest
 from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.models.shape import ModelShape
-from shared.runs.models import ModelRequest, ResolvedModel
+from shared.runs.start import ModelRequest, ResolvedModel
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore, uri_of
 from tests.workflows.stand_in import artifact

@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 
 from shared.jobs.events import Cancelled, Evaluated, Failed, Offloaded, Probed, Saved, Started, Step, Succeeded
-from shared.jobs.job import Job
-from shared.jobs.leases import LeaseMark, WorkerRecord
+from shared.jobs.job import Job, LeaseMark, WorkerRecord
 from shared.settings import S3Settings
 from shared.storage.artifacts import seal, stage
 from shared.storage.files import write_atomically

@@ -9,8 +9,7 @@ import pytest
 from pydantic import SecretStr
 from temporalio.client import Client, WorkflowHandle
 
-from service.sealing.codec import ENCRYPTED, key_of
-from service.sealing.keys import seal_keys
+from service.sealing import ENCRYPTED, key_of, seal_keys
 from service.temporal import connect_temporal
 from tests import forks
 from tests.waiting import eventually

@@ -13,19 +13,19 @@ from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.converter import PayloadConverter
 from temporalio.worker import Replayer
 
-from service.telemetry.traces import temporal_interceptor
-from workflows.leases.serving import ServingWorkflow
+from service.telemetry import temporal_interceptor
+from workflows.leases import ServingWorkflow
 from workflows.rl import RLWorkflow
-from workflows.services.scheduled import ScheduledRunWorkflow
-from workflows.services.single_activity import (
+from workflows.services import (
     ExportWorkflow,
     GraderWorkflow,
     PreviewWorkflow,
+    ScheduledRunWorkflow,
+    SweepWorkflow,
     TrackWorkflow,
     UntrainedModelWorkflow,
+    WebhookWorkflow,
 )
-from workflows.services.sweep import SweepWorkflow
-from workflows.services.webhook import WebhookWorkflow
 from workflows.session import SessionWorkflow
 from workflows.sft import SFTWorkflow
 

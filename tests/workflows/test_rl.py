@@ -15,18 +15,17 @@ from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner
 
 from activities.host_context import HostContext
-from activities.hosts.worker_process import processes_of
+from activities.hosts.workers import processes_of
 from activities.publishing.publish import Publish
-from activities.records.checkpoints import FindCheckpoint
-from activities.records.run_records import RunRecords
+from activities.records.run_records import FindCheckpoint, RunRecords
 from activities.trajectories.pack_trajectories import PackTrajectories
 from service.accounts.tenants import Quotas
-from service.database import migrate
+from service.database import engine
 from service.database.engine import Database
 from service.host_workers import control_workers
-from service.inference.eviction import IdleEviction
+from service.inference.questions import IdleEviction
 from service.runs.rows import RunRows, run_row
-from service.runs.states import queued
+from service.runs.runs import queued
 from service.temporal import Temporal, connect_temporal
 from shared.jobs.events import Started, Step
 from shared.limits import QuotaSettings
@@ -48,7 +47,7 @@ from tests.workflows.stand_in_worker import SEEDS
 from workflows import rl
 from workflows.rl import RLWorkflow
 from workflows.rollouts.sampling import LeasedSamplers
-from workflows.services.single_activity import TrackWorkflow
+from workflows.services import TrackWorkflow
 
 
 class RLStack(Stack):
@@ -301,7 +300,7 @@ async def test_an_idle_run_gives_the_only_worker_to_one_that_waits(
     assert stack.adapter(await stack.train(idle, 1)) == undisturbed[0]
     waiting = await stack.start_rl(idle_s=3600)
     database = Database(f"sqlite:///{tmp_path}/longshore.db")
-    migrate.upgrade(database)
+    engine.upgrade(database)
     rows = RunRows(database, Quotas(QuotaSettings(), stack.store, database))
     eviction = IdleEviction(stack.settings, rows, Temporal(stack.settings), frozenset)
     for handle, phase in ((idle, "waiting_for_groups"), (waiting, "waiting_for_worker")):

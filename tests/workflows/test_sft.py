@@ -20,16 +20,14 @@ from temporalio.exceptions import ApplicationError, CancelledError
 from activities.hosts.lease import LeaseRecord
 from activities.hosts.progress import ProgressReport
 from activities.hosts.run_job import RunJobRequest
-from activities.hosts.worker_process import processes_of
+from activities.hosts.workers import processes_of
 from longshore.layout import Layout
 from longshore.training import Lora
-from shared.fence import Fence
 from shared.jobs.events import Step
-from shared.runs.models import ModelRequest
-from shared.runs.sources import DatasetSource
-from shared.runs.start import RunTiming
+from shared.runs.dataset_runs import DatasetSource
+from shared.runs.start import ModelRequest, RunTiming
 from shared.runs.status import STATUS_MEMO, RunStatus
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from tests.depth import drawn, one_of
 from tests.waiting import eventually
 from tests.workflows.stack import Stack, failure_of, has_checkpoint, num_events, num_failed_activities, started

@@ -1,1 +1,0 @@
-"""An RL run's own rollouts: sampling, grading, evaluation."""

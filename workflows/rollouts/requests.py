@@ -12,14 +12,12 @@ from activities.trajectories.group_samples import Drawn, GroupSamplesRequest
 from longshore.fields import Artifact
 from longshore.training import Dtype, Full, Lora
 from shared.chat.completions import Sampling
-from shared.jobs.leases import LeaseGrant, SamplerKey
+from shared.jobs.job import LeaseGrant, SamplerKey, SyncTarget, newest_name
 from shared.jobs.losses import COMPARE_GROUPS
 from shared.jobs.packed import RouteShape
-from shared.jobs.weight_sync import SyncTarget, newest_name
 from shared.models.shape import ModelShape
-from shared.runs.requests import RLRun, dtype_of
-from shared.runs.rollouts import Rollouts
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource
+from shared.runs.requests import RLRun, Rollouts, dtype_of
 from shared.runs.start import RLStart
 from shared.runs.status import Policy, RolloutData, StepStatus
 from shared.serving import SamplerPlace

@@ -15,12 +15,12 @@ with workflow.unsafe.imports_passed_through():
     from activities.sampling.sample import Proved, SamplerActivities
     from longshore.fields import Artifact
     from shared.errors import AVOIDED
-    from shared.jobs.leases import LeaseGrant
+    from shared.jobs.job import LeaseGrant
     from shared.runs.start import RLStart
     from shared.runs.status import Problem
     from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
     from workflows import control, policies
-    from workflows.leases.leasing import Leasing, Lost, lost
+    from workflows.leases import Leasing, Lost, lost
     from workflows.outcomes import RunFailed, is_mismatch, problem_of_error
     from workflows.rollouts.requests import rollouts_of, sampler_key
 

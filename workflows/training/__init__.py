@@ -1,1 +1,0 @@
-"""A run's jobs on leased workers."""

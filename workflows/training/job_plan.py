@@ -1,20 +1,38 @@
-"""Job plans for a worker, made from a run's request: pure functions."""
+"""Which models a run trains and publishes, and the jobs that it plans for them."""
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from longshore.fields import Artifact
-from longshore.losses import CrossEntropy, Distillation, DistillationSettings, Reference, SquaredError
-from longshore.training import Lora
-from shared.jobs.job import ONLY_JOB, Checkpointing, Evaluation, JobCritic, JobPlan, PackedData, Schedule
-from shared.jobs.losses import BradleyTerry, Loss, with_reference
-from shared.jobs.packed import RouteShape
-from shared.jobs.weight_sync import SyncTarget
-from shared.models.shape import ModelShape
-from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
-from shared.runs.requests import RLRun, dtype_of
-from shared.runs.start import RLStart, RunStart
-from shared.runs.status import RLState, StepStatus
+from temporalio import workflow
+
+with workflow.unsafe.imports_passed_through():
+    from activities.models.resolve import AdapterRequest, Resolve
+    from activities.publishing.publish import Publish, Published, PublishRequest
+    from longshore.fields import Artifact
+    from longshore.losses import CrossEntropy, Distillation, DistillationSettings, Reference, SquaredError
+    from longshore.training import Lora
+    from shared.jobs.job import (
+        ONLY_JOB,
+        Checkpointing,
+        Evaluation,
+        JobCritic,
+        JobPlan,
+        PackedData,
+        Schedule,
+        SyncTarget,
+    )
+    from shared.jobs.losses import BradleyTerry, Loss, with_reference
+    from shared.jobs.packed import RouteShape
+    from shared.models.shape import ModelShape
+    from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
+    from shared.runs.requests import RLRun, dtype_of
+    from shared.runs.start import AnyStart, ModelRequest, ResolvedModel, RLStart, RunStart
+    from shared.runs.status import CheckpointRef, RLState, StepStatus
+    from workflows import control, policies
+
+
+# --- Job plans for a worker, made from a run's request: pure functions ---
 
 # Checkpoints kept: the newest, the one of the job before, and one for a copy of either by a host of an earlier lease.
 _KEPT_BETWEEN_JOBS = 3
@@ -146,3 +164,67 @@ def rl_job(
         probe=state.rollouts.probe if state.rollouts else (),
         sync=sync,
     )
+
+
+# --- The model and adapters that a run begins with, and what it publishes ---
+
+
+async def resolve_model(start: AnyStart) -> ResolvedModel:
+    """Check the run's model against its engine and layout."""
+    run = start.run
+    request = ModelRequest(
+        run_id=start.run_id,
+        tenant=start.tenant,
+        uri=run.model,
+        layout=run.layout,
+        engine=run.engine,
+        trainable=run.trainable,
+        max_tokens=run.max_tokens,
+        dtype=dtype_of(run) if run.quantize_base is None else None,
+    )
+    return await control.do(Resolve.resolve_model, request)
+
+
+async def resolve_initial_adapter(start: AnyStart, model: ResolvedModel) -> Artifact | None:
+    """Check the adapter that the run begins with, if it names one."""
+    run = start.run
+    if run.initial_adapter is None:
+        return None
+    assert isinstance(run.trainable, Lora)  # the request's validation has checked this
+    request = adapter_request(start, run.initial_adapter, model, lora=run.trainable)
+    return (await control.do(Resolve.resolve_adapter, request)).adapter
+
+
+def adapter_request(start: AnyStart, uri: str, model: ResolvedModel, **more: Any) -> AdapterRequest:
+    """Return the request for an adapter that a run puts on a model: its own, unless `more` names another."""
+    who = {"run_id": start.run_id, "tenant": start.tenant, "allow_other_base": start.run.allow_other_base}
+    on = {"shape": model.shape, "base": model.model, "model": start.run.model}
+    return AdapterRequest(uri=uri, **{**who, **on, **more})
+
+
+async def resolve_reference(start: AnyStart, uri: str, model: ResolvedModel) -> Artifact:
+    """Check the adapter that the run's loss has as its reference."""
+    return (await control.do(Resolve.resolve_adapter, adapter_request(start, uri, model, role="reference"))).adapter
+
+
+async def publish_weights(
+    start: AnyStart,
+    model: Artifact,
+    checkpoint: CheckpointRef | None,
+    report_uri: str | None,
+    metrics: dict[str, float],
+    step: int | None = None,
+) -> Published:
+    """Publish the checkpoint that a job left. `step`: which one, for a run that publishes several versions."""
+    assert checkpoint is not None
+    request = PublishRequest(
+        run_id=start.run_id,
+        tenant=start.tenant,
+        run=start.run,
+        step=step,
+        model=model,
+        checkpoint=checkpoint,
+        report_uri=report_uri,
+        metrics=metrics,
+    )
+    return await control.do(Publish.publish, request, policies.PATIENT)

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from megatron_worker.sampler.grammars import trial
-from shared.chat.structured_outputs import StructuredOutputs, Tag, Tags
+from shared.chat.completions import StructuredOutputs, Tag, Tags
 from shared.errors import InvalidInput
 
 PLACE = "structured_outputs"

@@ -6,10 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_worker.weight_sync.buckets import Bucket
-from megatron_worker.weight_sync.connections import SyncConnection
-from megatron_worker.weight_sync.messages import NUM_BUFFERS, Connect, SyncMessage
-from megatron_worker.weight_sync.sampler_connections import Receiver, Receivers
+from megatron_worker.weight_sync.buckets import NUM_BUFFERS, Bucket, Connect, SyncMessage
+from megatron_worker.weight_sync.connections import Receiver, Receivers, SyncConnection
 
 
 class Outbound(Protocol):

@@ -1,6 +1,6 @@
 """Every transport by its name: its two ends, the devices that it works on, and the choice of one for a sync.
 
-`store` is no transport: samplers load what is published. `delta` is none either: changes.py makes the contents of
+`store` is no transport: samplers load what is published. `delta` is none either: buckets.py makes the contents of
 buckets smaller, whatever they travel by.
 """
 
@@ -12,13 +12,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron_worker.weight_sync.transports import mooncake, nixl
+from megatron_worker.weight_sync.transports import pulled
 from megatron_worker.weight_sync.transports.collective import CollectiveInbound, CollectiveOutbound
-from megatron_worker.weight_sync.transports.cuda_ipc import CudaInbound, CudaOutbound
 from megatron_worker.weight_sync.transports.protocol import Inbound, Outbound
 from megatron_worker.weight_sync.transports.pulled import MakeEngine, PulledInbound, PulledOutbound
-from megatron_worker.weight_sync.transports.shared_memory import SharedMemoryInbound, SharedMemoryOutbound
-from shared.jobs.weight_sync import SyncTarget, Transport
+from megatron_worker.weight_sync.transports.same_machine import (
+    CudaInbound,
+    CudaOutbound,
+    SharedMemoryInbound,
+    SharedMemoryOutbound,
+)
+from shared.jobs.job import SyncTarget, Transport
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,9 @@ def ends_of(name: Transport) -> Ends:
         case "collective":
             return Ends(CollectiveOutbound, CollectiveInbound, ("cpu", "cuda"))
         case "nixl":
-            return _pulled(nixl.NixlEngine, nixl.api_module)
+            return _pulled(pulled.NixlEngine, pulled.nixl_api)
         case "mooncake":
-            return _pulled(mooncake.MooncakeEngine, mooncake.api_module)
+            return _pulled(pulled.MooncakeEngine, pulled.mooncake_api)
 
 
 def choose(target: SyncTarget) -> Transport:

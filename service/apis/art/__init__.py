@@ -1,1 +1,0 @@
-"""OpenPipe ART's API."""

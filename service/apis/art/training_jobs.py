@@ -1,9 +1,4 @@
-"""`/v1/preview/training-jobs` and `/v1/preview/sft-training-jobs`: train steps and runs under ART's names.
-
-A model is trained by a sequence of runs; each starts from the model's newest version. Train steps with the same
-settings go to one run, which keeps the optimizer's state. A change of settings, or a supervised job in between, ends
-that run, and the next job starts another.
-"""
+"""ART's API: its models, their training jobs, and the events of these."""
 
 import asyncio
 import json
@@ -12,36 +7,216 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
-from pydantic import BaseModel, JsonValue, ValidationError
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel, Field, JsonValue, StrictBool, ValidationError
 
-from service.accounts.principals import Asking, Principal, reads_or_writes
+from longshore.fields import Frozen
+from service.accounts.keys import Asking, Principal, reads_or_writes
 from service.apis.art import sent_groups, wandb_artifacts
-from service.apis.art.job_config import ExperimentalConfig, SftConfig
-from service.apis.art.job_events import (
-    JobStatus,
-    JobStep,
-    TrainingEvent,
-    failure_message,
-    read_step,
-    sft_events,
-    sft_status,
+from service.apis.art.job_request import (
+    MODEL_LABEL,
+    ExperimentalConfig,
+    RlRequest,
+    SentModel,
+    SftConfig,
+    SftRequest,
+    art_source,
+    rl_run,
+    sft_run,
 )
-from service.apis.art.job_request import MODEL_LABEL, RlRequest, SftRequest, art_source, rl_run, sft_run
 from service.apis.art.sent_groups import GROUPS
+from service.apis.bodies import JsonBody, JsonRoute, ListAnswer, RecordView, Seconds, page_after, page_of
 from service.apis.errors import validation_problem
-from service.apis.json_bodies import JsonBody, JsonRoute
-from service.apis.lists import ListAnswer
 from service.backend import Backed, Backend
 from service.decoding import SMALL_BYTES
 from service.errors import Conflict
-from service.inference.art_models import ArtModel
-from service.runs.views.run_view import RunView
+from service.inference.art_models import ArtModel, ArtSettings, ArtWord, finite_metrics, new_model
+from service.runs.views import RunView, dropped, last_lines
 from shared.errors import InvalidInput, NotFound
+from shared.jobs.events import Step
+from shared.runs.acceptance import precision_of
 from shared.runs.status import StepRequest, StepStatus
+
+# --- A job's events in the form of ART's client ---
+# its beginning, a `gradient_step` for every optimizer step, its end.
+#
+# The client converts every value of a gradient step to a number, and fails if one comes before the beginning's event.
+
+EventType = Literal["training_started", "gradient_step", "training_ended", "training_failed"]
+JobStatus = Literal["queued", "running", "succeeded", "failed"]
+_STARTED, _ENDED = "training_started", "training_ended"
+_ALL_BROKEN = (
+    "no trajectory can be trained: each is broken (docs/trajectories.md): an answer that nobody remembers and that has "
+    "no logprobs, one that the model's tokenizer and template do not give again, or more than max_tokens"
+)
+# ART's trainer's names of our metrics; the client renames these again.
+_ART_NAMES = {
+    "reward_mean": "reward",
+    "reward_spread_mean": "reward_std_dev",
+    "loss": "policy_loss",
+    "kl_old_new": "kl_div",
+    "kl_reference": "kl_policy_ref",
+    "groups": "num_groups_submitted",
+    "trajectories": "num_trajectories",
+    "target_tokens": "num_trainable_tokens",
+}
+
+
+class TrainingEvent(BaseModel):
+    """Something that happened. `data`: numbers; of the beginning `num_sequences`, of a failure `error_message`."""
+
+    id: str
+    object: Literal["training_job.event"] = "training_job.event"
+    type: EventType
+    data: dict[str, JsonValue] = {}
+
+
+@dataclass(frozen=True)
+class JobStep:
+    """A train step of a model's run, as a job. `problem`: why it will not be done, if its run has ended before."""
+
+    job_id: str
+    step: StepStatus | None
+    problem: str | None = None
+
+    @property
+    def status(self) -> JobStatus:
+        match self.step.state if self.step is not None and self.error is None else "failed":
+            case "done" | "skipped":
+                return "succeeded"
+            case state:
+                return state
+
+    @property
+    def error(self) -> str | None:
+        """Why the job failed. A skipped step without a single whole trajectory is an error; others are not."""
+        if self.problem is not None or self.step is None:
+            return self.problem
+        metrics = self.step.metrics
+        is_broken = not metrics or metrics.get("broken_trajectories", 0) == metrics.get("trajectories")
+        if self.step.state == "skipped" and is_broken:
+            return ": ".join(filter(None, (_ALL_BROKEN, dropped(metrics))))
+        return self.step.problem.message if self.step.problem is not None else None
+
+    def events(self) -> list[TrainingEvent]:
+        """List the events, oldest first. A step that had nothing to learn from has no gradient step."""
+        if self.status == "queued":
+            return []
+        events = [_event(self.job_id, "training_started", {"num_sequences": 1})]
+        if self.step is not None and self.step.state == "done":
+            events.append(_event(self.job_id, "gradient_step", _numbers(self.step.metrics)))
+        match self.status:
+            case "succeeded":
+                events.append(_event(self.job_id, "training_ended"))
+            case "failed":
+                events.append(_event(self.job_id, "training_failed", {"error_message": self.error}))
+        return events
+
+    def page(self, after: str | None, limit: int) -> ListAnswer[TrainingEvent]:
+        return page_after(self.events(), after, limit)
+
+
+async def read_step(backend: Backend, view: RunView, number: int) -> JobStep:
+    """Return a train step as a job. Raises NotFound for one that does not exist."""
+    job_id = f"{view.run_id}.{number}"
+    try:
+        step = await backend.steps.show(view.tenant, view.run_id, number)
+    except NotFound:
+        if view.state == "running":
+            raise NotFound(f"there is no training job {job_id}") from None
+        return JobStep(job_id, None, last_lines(view)[0])
+    if step.is_final:
+        return JobStep(job_id, step)
+    view = await backend.runs.view(view.tenant, view.run_id)
+    if view.state == "running":
+        return JobStep(job_id, step)
+    step = await backend.steps.show(view.tenant, view.run_id, number)  # the step may have ended just before the run
+    return JobStep(job_id, step, None if step.is_final else last_lines(view)[0])
+
+
+def sft_status(view: RunView) -> JobStatus:
+    """The status of a supervised job. ART knows no cancelled or paused jobs: they are failed."""
+    match view.state:
+        case "running":
+            return "queued" if view.num_steps is None else "running"
+        case "succeeded":
+            return "succeeded"
+        case _:
+            return "failed"
+
+
+async def sft_events(backend: Backend, view: RunView, after: str | None, limit: int) -> ListAnswer[TrainingEvent]:
+    """Return a page of a supervised job's events behind the event `after`.
+
+    Steps that were done again, after a worker was lost, come again.
+
+    Raises InvalidInput: `after` is no id of its events.
+    """
+    place = _place(view.run_id, after)
+    if place == _ENDED or (view.num_steps is None and view.state == "running"):
+        return page_of(list[TrainingEvent](), has_more=False)
+    history = await backend.histories.of(view.run_id)
+    steps = [(item.cursor, item.event) for item in history.events if isinstance(item.event, Step)]
+    if place not in (None, _STARTED):
+        cursors = [cursor for cursor, _ in steps]
+        if place not in cursors:
+            raise InvalidInput("there is no item of this id", "after")
+        steps = steps[cursors.index(place) + 1 :]
+    events: list[TrainingEvent] = []
+    if place is None and view.num_steps is not None:
+        events.append(_event(view.run_id, "training_started", {"num_sequences": view.num_steps}))
+    events += [
+        TrainingEvent(id=f"{view.run_id}:{cursor}", type="gradient_step", data=_numbers(step.metrics))
+        for cursor, step in steps[:limit]
+    ]
+    if len(steps) <= limit and view.state != "running":
+        events.append(_end(view))
+    return page_of(events[:limit], len(steps) > limit or len(events) > limit)
+
+
+def _place(job_id: str, after: str | None) -> str | None:
+    """Return the part of an event's id after the job's id: the event's type, or a cursor."""
+    if after is None:
+        return None
+    if not after.startswith(f"{job_id}:"):
+        raise InvalidInput("there is no item of this id", "after")
+    return after.removeprefix(f"{job_id}:")
+
+
+def _end(view: RunView) -> TrainingEvent:
+    """Return the last event of a run. Its id ends with `training_ended`, whatever its type."""
+    if view.state == "succeeded":
+        return _event(view.run_id, "training_ended")
+    failed = _event(view.run_id, "training_failed", {"error_message": failure_message(view)})
+    return failed.model_copy(update={"id": f"{view.run_id}:training_ended"})
+
+
+def failure_message(view: RunView) -> str | None:
+    """Return the reason why a run ended without success."""
+    if view.state in ("running", "succeeded"):
+        return None
+    return view.problem.message if view.problem is not None else last_lines(view)[0]
+
+
+def _numbers(metrics: dict[str, float]) -> dict[str, JsonValue]:
+    """Return metrics under our names and under ART's."""
+    found = finite_metrics(metrics)
+    return {**found, **{theirs: found[ours] for ours, theirs in _ART_NAMES.items() if ours in found}}
+
+
+def _event(job_id: str, kind: EventType, data: dict[str, JsonValue] | None = None) -> TrainingEvent:
+    return TrainingEvent(id=f"{job_id}:{kind}", type=kind, data=data or {})
+
+
+# --- `/v1/preview/training-jobs` and `/v1/preview/sft-training-jobs`: train steps and runs under ART's names ---
+#
+# A model is trained by a sequence of runs; each starts from the model's newest version. Train steps with the same
+# settings go to one run, which keeps the optimizer's state. A change of settings, or a supervised job in between, ends
+# that run, and the next job starts another.
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/preview", tags=["art"], dependencies=[Depends(reads_or_writes)])
 
@@ -202,7 +377,7 @@ async def submit_step(
             if last.run == wanted.model_copy(update={"initial_adapter": last.run.initial_adapter}):
                 run_id = last.run_id
             else:
-                await _end(backend, last)
+                await _job_end(backend, last)
         if run_id is None:
             run = wanted.model_copy(update={"initial_adapter": await backend.art_models.newest(model)})
             source = art_source(model, config.model_dump(mode="json", exclude_none=True))
@@ -217,7 +392,7 @@ async def submit_sft(backend: Backend, asking: Principal, model: ArtModel, url: 
     await backend.runs.check_run(asking.tenant, run, "longshore.")
     async with backend.art_models.lock(model.model_id):
         if (last := await _open_run(backend, asking.tenant, model)) is not None:
-            await _end(backend, last)
+            await _job_end(backend, last)
         run = run.model_copy(update={"initial_adapter": await backend.art_models.newest(model)})
         source = art_source(model, {"training_data_url": url, **config.model_dump(mode="json", exclude_none=True)})
         return await backend.runs.submit(asking, run, source=source)
@@ -239,7 +414,7 @@ async def _open_run(backend: Backend, tenant: str, model: ArtModel) -> RunView |
     return view if view.state == "running" or view.client_away else None
 
 
-async def _end(backend: Backend, view: RunView) -> None:
+async def _job_end(backend: Backend, view: RunView) -> None:
     """Finish an RL run after the steps that it has. Raises Conflict for another kind of run, or if that takes long."""
     if view.kind == "rl":
         with suppress(Conflict):  # it has just ended
@@ -250,3 +425,135 @@ async def _end(backend: Backend, view: RunView) -> None:
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
     raise Conflict(f"the model is busy with {view.run_id}, a job of another kind or other settings: wait for its end")
+
+
+# --- `/v1/preview/models`: models to be trained, and their checkpoints ---
+
+models_router = APIRouter(
+    route_class=JsonRoute, prefix="/v1/preview/models", tags=["art"], dependencies=[Depends(reads_or_writes)]
+)
+
+_PROJECT = "uncategorized"  # W&B's default project
+Order = Literal["asc", "desc"]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+After = Annotated[str | None, Query(max_length=256, description="the id of the last item of the page before")]
+
+
+class NewModel(SentModel):
+    """A model to be registered. `entity`: the tenant, if absent."""
+
+    entity: ArtWord | None = None
+    project: ArtWord | None = None
+    name: ArtWord | None = None
+    base_model: str = Field(min_length=1, max_length=2048, description="a folder, file:// or s3:// URI, or a hub id")
+    return_existing: StrictBool = Field(default=False, description="false: refuse a name that is taken")
+    longshore: ArtSettings = Field(
+        default=ArtSettings(), description="Longshore's settings for all of the model's jobs"
+    )
+
+
+class ModelObject(RecordView):
+    """A model as clients see it. `published_as`: the name of its adapters among all that is published."""
+
+    id: str = Field(validation_alias="model_id")
+    object: Literal["model"] = "model"
+    entity: str
+    project: str
+    name: str
+    base_model: str
+    run_id: None = Field(default=None, description="of W&B: there is none")
+    created_at: Seconds
+    published_as: str
+    longshore: ArtSettings = Field(validation_alias="settings")
+
+
+class CheckpointObject(BaseModel):
+    """A model after a job that changed it. `model`: its name in requests for completions."""
+
+    id: str
+    object: Literal["checkpoint"] = "checkpoint"
+    step: int
+    metrics: dict[str, float]
+    model: str
+
+
+class Steps(Frozen):
+    """Checkpoints to be deleted."""
+
+    steps: tuple[Annotated[int, Field(ge=0, le=10**6)], ...] = Field(max_length=10_000)
+
+
+class DeletedCheckpoints(BaseModel):
+    deleted_count: int
+    not_found_steps: list[int]
+
+
+@models_router.post("")
+async def register(body: JsonBody[NewModel], asking: Asking, backend: Backed) -> ModelObject:
+    """Register a model, or find the one of this name. 409 when the name is another model's."""
+    entity, project = body.entity or asking.tenant, body.project or _PROJECT
+    precision = await asyncio.to_thread(precision_of, "auto", backend.settings, backend.store)
+    model = new_model(asking.tenant, entity, project, body.name, body.base_model, body.longshore, precision.dtype)
+    run = rl_run(model, ExperimentalConfig(), None)  # its settings apply to every job: a wrong one is refused here
+    try:
+        await backend.runs.check_run(asking.tenant, run, "longshore.")
+    except InvalidInput as error:
+        raise InvalidInput(error.message, "base_model" if error.place == "model" else error.place) from error
+    return ModelObject.of(await backend.art_models.register(model, return_existing=body.return_existing))
+
+
+@models_router.get("")
+async def list_models(
+    asking: Asking, backend: Backed, after: After = None, limit: Limit = 100
+) -> ListAnswer[ModelObject]:
+    """Models in order of registration."""
+    found = [ModelObject.of(model) for model in await asyncio.to_thread(backend.art_models.all, asking.tenant)]
+    return page_after(found, after, limit)
+
+
+@models_router.get("/{model_id}")
+async def get_model(model_id: str, asking: Asking, backend: Backed) -> ModelObject:
+    """Show a model."""
+    return ModelObject.of(await backend.art_models.show(asking.tenant, model_id))
+
+
+@models_router.delete("/{model_id}", status_code=204)
+async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Response:
+    """Delete a model and its checkpoints, and cancel its active job. Its runs stay on record."""
+    model = await backend.art_models.show(asking.tenant, model_id)
+    await cancel_open_run(backend, asking.tenant, model)
+    await asyncio.to_thread(backend.art_models.delete, model)
+    return Response(status_code=204)
+
+
+@models_router.get("/{model_id}/checkpoints")
+async def list_checkpoints(
+    model_id: str, asking: Asking, backend: Backed, after: After = None, limit: Limit = 100, order: Order = "asc"
+) -> ListAnswer[CheckpointObject]:
+    """Checkpoints of the model's jobs, by step. The base model, step 0, is none of them."""
+    model = await backend.art_models.show(asking.tenant, model_id)
+    steps = sorted(await asyncio.to_thread(backend.art_models.steps, model), reverse=order == "desc")
+    if after is not None:
+        ids = [_id(model, step) for step in steps]
+        if after not in ids:
+            raise InvalidInput("there is no item of this id", "after")
+        steps = steps[ids.index(after) + 1 :]
+    found = []
+    for step in steps[:limit]:
+        metrics, name = await asyncio.to_thread(backend.art_models.metrics, model, step), f"{model.title}:step{step}"
+        found.append(CheckpointObject(id=_id(model, step), step=step, metrics=metrics, model=name))
+    return page_of(found, has_more=len(steps) > limit)
+
+
+@models_router.delete("/{model_id}/checkpoints")
+async def delete_checkpoints(
+    model_id: str, body: JsonBody[Steps], asking: Asking, backend: Backed
+) -> DeletedCheckpoints:
+    """Delete checkpoints by step. The newest is refused: the next job starts from it."""
+    model = await backend.art_models.show(asking.tenant, model_id)
+    count, missing = await asyncio.to_thread(backend.art_models.delete_steps, model, body.steps)
+    return DeletedCheckpoints(deleted_count=count, not_found_steps=missing)
+
+
+def _id(model: ArtModel, step: int) -> str:
+    return f"{model.model_id}:step{step}"

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Self
 from fastapi import APIRouter, Depends, Header, HTTPException, Request, Response
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from service.accounts.principals import Asking, Principal, reads_or_writes
-from service.apis.json_bodies import JsonBody, JsonRoute
+from service.accounts.keys import Asking, Principal, reads_or_writes
+from service.apis.bodies import JsonBody, JsonRoute
 from service.backend import Backed, Backend
 from service.errors import QuotaExceeded
-from service.files.files import FileRecord
+from service.files import FileRecord
 from shared.errors import InvalidInput, LongshoreError, NotFound
 
 WANDB = "/wandb"

@@ -1,1 +1,0 @@
-"""The native API, `/api/v1`."""

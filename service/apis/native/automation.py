@@ -6,15 +6,13 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Request
 
 from longshore.fields import Name
-from service.accounts.principals import Asking, reads_or_writes
-from service.apis.json_bodies import JsonBody, JsonRoute
+from service.accounts.keys import Asking, reads_or_writes
+from service.apis.bodies import JsonBody, JsonRoute
 from service.automation.schedule_views import Backfill, ScheduleView
 from service.automation.sweep_views import SweepView
 from service.automation.webhooks import NewWebhook, Pinged, Rotation, WebhookChange, WebhookChoice, WebhookView
 from service.backend import Backed, IdempotencyKey
-from shared.automation.schedules import ScheduledRun
-from shared.automation.sweeps import Sweep, SweepId
-from shared.automation.webhooks import Delivery, WebhookId
+from shared.automation import Delivery, ScheduledRun, Sweep, SweepId, WebhookId
 
 router = APIRouter(route_class=JsonRoute, dependencies=[Depends(reads_or_writes)])
 

@@ -14,13 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from temporalio.api.common.v1 import Payload
 
 from longshore.fields import Frozen
-from service.accounts.principals import BEARER, require_operator
+from service.accounts.keys import BEARER, require_operator
+from service.apis.bodies import JsonBody, JsonRoute
 from service.apis.errors import RESPONSES
-from service.apis.json_bodies import JsonBody, JsonRoute
 from service.backend import Backed
 from service.errors import Forbidden
-from service.sealing.codec import unseal
-from service.sealing.keys import SealKey, seal_keys
+from service.sealing import SealKey, seal_keys, unseal
 from shared.errors import NotFound
 from shared.settings import Settings
 

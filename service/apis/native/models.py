@@ -1,26 +1,30 @@
-"""The native API's published models and their files, `/api/v1/models`; and the hosts that poll."""
+"""The native API's models: listed, downloaded, exported, verified."""
 
 import asyncio
 import time
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Depends, Path, Response
 from fastapi.responses import StreamingResponse
 
 from longshore.fields import Frozen
 from service.accounts import audit
-from service.accounts.principals import Asking
-from service.apis.file_answers import file_answer, tar_answer
+from service.accounts.keys import Asking, reads_or_writes
+from service.apis.bodies import JsonBody, JsonRoute, file_answer, tar_answer
 from service.backend import Backed, Backend
-from service.files.files import PublishedFiles
+from service.files import PublishedFiles
+from service.inference.exports import ExportView
 from service.inference.published_models import ModelView
-from service.sealing.signing import public_keys
+from service.sealing import public_keys
 from shared.errors import InvalidInput
 from shared.provenance import Envelope, PublicKey
 from shared.runs.acceptance import precision_of
 from shared.runs.requests import Precision
+from shared.runs.start import Export
 from shared.storage.artifacts import FileEntry
 from shared.storage.host_states import Devices, HostState, read_states
+
+# --- The native API's published models and their files, `/api/v1/models`; and the hosts that poll ---
 
 router = APIRouter()
 ModelId = Annotated[str, Path(max_length=128, description="`name`, its newest version; `name:v3`; `run:step-30`")]
@@ -181,3 +185,28 @@ def _base(backend: Backend, tenant: str, model_id: str) -> PublishedFiles:
     if target.adapter is None:
         raise InvalidInput("this is a whole model, and no adapter on one", "model_id")
     return PublishedFiles.of_artifact(target.model, backend.settings.s3)
+
+
+# --- The native API's exports, `/api/v1/models/{id}/exports`: whole models in other programs' formats ---
+
+exports_router = APIRouter(
+    route_class=JsonRoute, prefix="/models/{model_id}/exports", dependencies=[Depends(reads_or_writes)]
+)
+
+
+@exports_router.post("", status_code=202)
+async def start_export(model_id: ModelId, body: JsonBody[Export], backend: Backed, asking: Asking) -> ExportView:
+    """Write a whole model in another program's format. It is stored with the version, and deleted with it."""
+    return await backend.exports.start(asking.tenant, model_id, body)
+
+
+@exports_router.get("/{export}")
+async def get_export(model_id: ModelId, export: str, backend: Backed, asking: Asking) -> ExportView:
+    """The status of an export."""
+    return await backend.exports.view(asking.tenant, model_id, export)
+
+
+@exports_router.delete("/{export}")
+async def delete_export(model_id: ModelId, export: str, backend: Backed, asking: Asking) -> ExportView:
+    """Delete the files of an export. It can be asked for again."""
+    return await backend.exports.delete(asking.tenant, model_id, export)

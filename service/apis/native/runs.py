@@ -1,34 +1,44 @@
-"""The native API, `/api/v1`: runs, files and dataset checks. The CLI is one of its clients."""
+"""The native API's runs: submitted, followed, changed; their files, sessions, and data before a run."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import Field, RootModel
 
+from longshore.commands import Asked, Forward, ForwardBackward
 from longshore.fields import Frozen
-from service.accounts.principals import BEARER, Asking, reads_or_writes
+from longshore.training import SessionRun
+from service.accounts import audit
+from service.accounts.keys import BEARER, Asking, reads_or_writes
+from service.apis.bodies import JsonBody, JsonRoute, file_answer, tar_answer
 from service.apis.errors import RESPONSES
-from service.apis.file_answers import file_answer, tar_answer
-from service.apis.json_bodies import JsonBody, JsonRoute
-from service.automation.removals import RunRemoved
+from service.automation.upkeep import RunRemoved
 from service.backend import Backed, Backend, IdempotencyKey
-from service.errors import TemporalUnavailable
-from service.files.files import PublishedFiles
+from service.errors import Conflict, TemporalUnavailable
+from service.files import FILE_NAME, FilePage, FileRecord, PublishedFiles
 from service.runs.estimates import Estimate
-from service.runs.views.history import Metrics
-from service.runs.views.run_view import EventPage, RunPage, RunView, StepPage
-from service.runs.views.words import last_lines, log_line
+from service.runs.files import GroupTexts, JobFile, RunReport, Traces
+from service.runs.history import Metrics
+from service.runs.overview import Overview, Sparkline
+from service.runs.sessions import CommandView
+from service.runs.views import EventPage, RunPage, RunView, StepPage, last_lines, log_line
 from shared.errors import StoreUnavailable
+from shared.grading import Grader, OneGrade, SampledItem
+from shared.jobs.commands import stored_form
 from shared.runs.acceptance import precision_of
 from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
+from shared.runs.previews import Preview, PreviewRequest
 from shared.runs.requests import Kind, RLRun, Run, RunId, Source
 from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
 from shared.storage import paths
 from shared.storage.artifacts import FileEntry
+from shared.storage.files import MAX_PROFILED_STEPS, PROFILE_ID, ProfileRequest
+
+# --- The native API, `/api/v1`: runs, files and dataset checks. The CLI is one of its clients ---
 
 PREFIX = "/api/v1"
 DEPENDENCIES = [*BEARER, Depends(reads_or_writes)]
@@ -381,3 +391,258 @@ async def _published(backend: Backend, tenant: str, run_id: str) -> PublishedFil
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> JSONResponse:
     return JSONResponse(request.app.openapi())
+
+
+# --- More endpoints of runs in the native API: overview and sparklines, reports, job files, rollouts ---
+
+files_router = APIRouter(route_class=JsonRoute)
+JobId = Annotated[str, Path(pattern=r"^[0-9]{6}$")]
+ProfileId = Annotated[str, Path(pattern=PROFILE_ID)]
+FenceLabel = Annotated[str, Path(pattern=r"^e[0-9]{6}-a[0-9]{2}$")]
+
+
+class AskedProfile(Frozen):
+    """How many steps a trace is to have, at most: a job has only those that are left of it."""
+
+    steps: int = Field(default=3, ge=1, le=MAX_PROFILED_STEPS)
+
+
+@files_router.get("/overview")
+async def show_overview(backend: Backed, asking: Asking) -> Overview:
+    """Counts of runs by state, positions in the queue for workers, and the titles of keys."""
+    return await backend.overviews.show(asking.tenant)
+
+
+@files_router.get("/sparklines")
+async def list_sparklines(
+    backend: Backed, asking: Asking, run_id: Annotated[list[RunId], Query(max_length=200)]
+) -> dict[RunId, Sparkline]:
+    """The loss of runs, or the reward of RL runs, in a few dozen numbers each. Unknown runs are left out."""
+    runs = await backend.runs.of(asking.tenant, run_id)
+    lines = await asyncio.gather(*(backend.overviews.sparkline(run) for run in runs))
+    return {run.run_id: line for run, line in zip(runs, lines, strict=True)}
+
+
+@files_router.get("/runs/{run_id}/report")
+async def run_report(run_id: RunId, backend: Backed, asking: Asking) -> RunReport:
+    """Reports of tokenizing and packing, as far as they have come."""
+    status = await backend.runs.view(asking.tenant, run_id)
+    return await asyncio.to_thread(backend.run_files.report, status)
+
+
+@files_router.get("/runs/{run_id}/jobs")
+async def list_jobs(run_id: RunId, backend: Backed, asking: Asking) -> tuple[JobFile, ...]:
+    """Every attempt at every job of a run, in order."""
+    await backend.runs.record(asking.tenant, run_id)
+    return await asyncio.to_thread(backend.run_files.jobs, run_id)
+
+
+@files_router.get("/runs/{run_id}/jobs/{job_id}/{fence}", response_class=Response)
+async def show_job(run_id: RunId, job_id: JobId, fence: FenceLabel, backend: Backed, asking: Asking) -> Response:
+    """The job file as the worker was given it, to the byte."""
+    await backend.runs.record(asking.tenant, run_id)
+    data = await asyncio.to_thread(backend.run_files.job, run_id, job_id, fence)
+    return Response(data, media_type="application/json")
+
+
+@files_router.get("/runs/{run_id}/jobs/{job_id}/{fence}/output", response_class=Response, responses=TEXT)
+async def show_output(run_id: RunId, job_id: JobId, fence: FenceLabel, backend: Backed, asking: Asking) -> Response:
+    """The end of stdout and stderr of the worker of a failed attempt."""
+    await backend.runs.record(asking.tenant, run_id)
+    data = await asyncio.to_thread(backend.run_files.output, run_id, job_id, fence)
+    return PlainTextResponse(data)
+
+
+@files_router.post("/runs/{run_id}/profiles", status_code=202)
+async def ask_profile(run_id: RunId, body: JsonBody[AskedProfile], backend: Backed, asking: Asking) -> ProfileRequest:
+    """Trace a run's next optimizer steps with torch's profiler. 409 when it has ended, or one is waited for."""
+    if (await backend.runs.view(asking.tenant, run_id)).state != "running":
+        raise Conflict(f"{run_id} does not run: there are no steps to come")
+    audit.touched(run_id)
+    return await backend.run_files.ask_profile(asking.tenant, run_id, body.steps)
+
+
+@files_router.get("/runs/{run_id}/profiles")
+async def list_profiles(run_id: RunId, backend: Backed, asking: Asking) -> Traces:
+    """The traces of a run's steps, and the one that is waited for."""
+    await backend.runs.record(asking.tenant, run_id)
+    return await asyncio.to_thread(backend.run_files.traces, run_id)
+
+
+@files_router.get("/runs/{run_id}/jobs/{job_id}/{fence}/profiles/{profile_id}", response_class=Response)
+async def show_profile(
+    run_id: RunId, job_id: JobId, fence: FenceLabel, profile_id: ProfileId, backend: Backed, asking: Asking
+) -> StreamingResponse:
+    """One trace, as Perfetto opens it: Chrome's JSON, as gzip."""
+    await backend.runs.record(asking.tenant, run_id)
+    pieces = await asyncio.to_thread(backend.run_files.trace, run_id, job_id, fence, profile_id)
+    return StreamingResponse(pieces, media_type="application/gzip")
+
+
+@files_router.get("/runs/{run_id}/checkpoints/{fence}/{step}/download", response_class=Response)
+async def download_checkpoint(
+    run_id: RunId, fence: FenceLabel, step: StepNumber, backend: Backed, asking: Asking
+) -> StreamingResponse:
+    """A checkpoint as a tar, with its manifest."""
+    await backend.runs.record(asking.tenant, run_id)
+    files = await asyncio.to_thread(backend.run_files.checkpoint, run_id, fence, step)
+    folder = f"{run_id}-{fence}-step-{step}"
+    headers = {"content-disposition": f'attachment; filename="{folder}.tar"'}
+    return StreamingResponse(files.tar(folder), media_type="application/x-tar", headers=headers)
+
+
+@files_router.get("/runs/{run_id}/steps/{step}/rollouts")
+async def step_rollouts(
+    run_id: RunId, step: StepNumber, backend: Backed, asking: Asking, limit: Annotated[int, Query(ge=1, le=32)] = 4
+) -> tuple[GroupTexts, ...]:
+    """The first groups of a train step as text, with their rewards. 409 where they are not kept here."""
+    status = await backend.steps.show(asking.tenant, run_id, step, 0)
+    return await asyncio.to_thread(backend.run_files.rollouts, run_id, status, limit)
+
+
+# --- The native API's sessions: a client trains a slot command by command ---
+
+sessions_router = APIRouter(route_class=JsonRoute, dependencies=[Depends(reads_or_writes)])
+Number = Annotated[
+    int, Path(ge=1, le=99_999_999, description="commands are done in the order of their numbers, from 1")
+]
+Wait = Annotated[float, Query(ge=0, le=60, description="how long to wait for the result")]
+
+
+class SentCommand(RootModel[Asked]):
+    """A command, by its `kind`."""
+
+    def packed(self) -> bytes | None:
+        return stored_form(self.root) if isinstance(self.root, Forward | ForwardBackward) else None
+
+    @classmethod
+    def of_packed(cls, data: bytes) -> "SentCommand":
+        return cls.model_construct(data)  # type: ignore[arg-type]  # the command's file, which is not parsed here
+
+
+@sessions_router.post("/sessions", status_code=201)
+async def open_session(
+    session: JsonBody[SessionRun], backend: Backed, asking: Asking, idempotency_key: IdempotencyKey = None
+) -> RunView:
+    """Open a session. The same Idempotency-Key gives the same session. It is a run: /runs has its events and end."""
+    named = await asyncio.to_thread(backend.names.resolved, asking.tenant, session)
+    return await backend.runs.submit(asking, named, idempotency_key, asked=session)
+
+
+@sessions_router.get("/sessions")
+async def list_sessions(
+    backend: Backed,
+    asking: Asking,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    after: Annotated[RunId | None, Query(description="the `next` of the page before")] = None,
+    state: State | None = None,
+) -> RunPage:
+    """Sessions, newest first, as they stood a second ago at most."""
+    return await backend.runs.page(asking.tenant, limit=limit, after=after, state=state, kind="session")
+
+
+@sessions_router.put("/sessions/{run_id}/commands/{number}", status_code=202)
+async def send_command(
+    run_id: RunId, number: Number, command: JsonBody[SentCommand], backend: Backed, asking: Asking, wait_s: Wait = 0
+) -> CommandView:
+    """Send a command, which is durable when this answers, and done once however often it is sent."""
+    return await backend.sessions.send(asking.tenant, run_id, number, command.root, wait_s)
+
+
+@sessions_router.get("/sessions/{run_id}/commands/{number}")
+async def get_command(run_id: RunId, number: Number, backend: Backed, asking: Asking, wait_s: Wait = 0) -> CommandView:
+    """A command's state, or its result."""
+    return await backend.sessions.show(asking.tenant, run_id, number, wait_s)
+
+
+@sessions_router.post("/sessions/{run_id}/close", status_code=202)
+async def close_session(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+    """Take no more commands: the session ends after those that wait, and its state stays. 409 when it has ended."""
+    return await backend.sessions.close(asking.tenant, run_id)
+
+
+# --- The native API's data: uploaded files, checks of a dataset before a run, and graders tried on a sample ---
+
+data_router = APIRouter(route_class=JsonRoute, dependencies=[Depends(reads_or_writes)])
+_BYTES: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary", "minLength": 1}}},
+    }
+}
+
+
+class GraderTrial(Frozen):
+    """A grader and a sample to grade; without a sample the grader is only loaded."""
+
+    grader: Grader
+    sample: SampledItem | None = None
+
+
+@data_router.post("/files", status_code=201, openapi_extra=_BYTES, responses={200: {"model": FileRecord}})
+async def upload_file(
+    request: Request,
+    response: Response,
+    backend: Backed,
+    asking: Asking,
+    name: Annotated[str, Query(description="a plain file name", json_schema_extra={"pattern": FILE_NAME})],
+    content_length: Annotated[int, Header(ge=0, include_in_schema=False)] = 0,
+) -> FileRecord:
+    """Put the request's body into the store; its URI is a dataset's. The same file again has the same one, and 200."""
+    asked_at = time.time()
+    record = await backend.files.receive(asking.tenant, name, request.stream(), num_bytes=content_length)
+    if record.created_at < asked_at:
+        response.status_code = 200
+    return record
+
+
+@data_router.get("/files")
+async def list_files(
+    backend: Backed,
+    asking: Asking,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[str | None, Query(max_length=64, description="the `next` of the page before")] = None,
+) -> FilePage:
+    """Uploaded files, newest first."""
+    return await backend.files.page(asking.tenant, limit=limit, after=after)
+
+
+@data_router.get("/files/{file_id}")
+async def get_file(file_id: str, backend: Backed, asking: Asking) -> FileRecord:
+    """The record of an uploaded file."""
+    return await backend.files.show(asking.tenant, file_id)
+
+
+@data_router.get("/files/{file_id}/content", response_class=Response)
+async def file_content(file_id: str, backend: Backed, asking: Asking) -> StreamingResponse:
+    """An uploaded file's bytes."""
+    record = await backend.files.show(asking.tenant, file_id)
+    headers = {"content-length": str(record.size), "etag": f'"{record.sha256}"'}
+    return StreamingResponse(backend.files.content(record), media_type="application/octet-stream", headers=headers)
+
+
+@data_router.delete("/files/{file_id}")
+async def delete_file(file_id: str, backend: Backed, asking: Asking) -> FileRecord:
+    """Delete an uploaded file. A run that has not read it yet fails."""
+    return await backend.files.delete(asking.tenant, file_id)
+
+
+@data_router.post("/validate")
+async def validate(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
+    """Count a dataset's examples and tokens, and return the reason if a run would refuse it. Shows no rows."""
+    named = await asyncio.to_thread(backend.names.resolved, asking.tenant, request)
+    return await backend.checks.preview(asking.tenant, named.model_copy(update={"num_rows": 0}))
+
+
+@data_router.post("/preview")
+async def preview(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
+    """The first rows of a dataset as a model will see them: which tokens are trained, and a report."""
+    named = await asyncio.to_thread(backend.names.resolved, asking.tenant, request)
+    return await backend.checks.preview(asking.tenant, named)
+
+
+@data_router.post("/graders/run")
+async def try_grader(trial: JsonBody[GraderTrial], backend: Backed, asking: Asking) -> OneGrade:
+    """Grade one sample, or check that the grader can be loaded. Without a grade, `error` says why."""
+    await backend.runs.check_access(asking.tenant, trial)
+    return await backend.checks.grade(asking.tenant, trial.grader, trial.sample)

@@ -9,15 +9,24 @@ from pydantic import Field
 
 from longshore.fields import Frozen, pattern
 from service.accounts.audit import AuditPage
-from service.accounts.keys import KeyView, NewKey
-from service.accounts.principals import ALL_SCOPES, BEARER, Asking, Principal, Scope, require, require_operator
+from service.accounts.keys import (
+    ALL_SCOPES,
+    BEARER,
+    Asking,
+    KeyView,
+    NewKey,
+    Principal,
+    Scope,
+    require,
+    require_operator,
+)
 from service.accounts.tenants import TenantRecord, TenantUsage
+from service.apis.bodies import JsonBody, JsonRoute
 from service.apis.errors import RESPONSES
-from service.apis.json_bodies import JsonBody, JsonRoute
-from service.automation.garbage import GarbageView
+from service.automation.upkeep import GarbageView
 from service.backend import Backed, Backend
 from service.errors import Conflict, Forbidden
-from shared.automation.garbage import GarbageRequest
+from shared.automation import GarbageRequest
 from shared.field_rules import NO_NUL
 from shared.limits import QuotaSettings
 from shared.runs.requests import FIRST_TENANT, Tenant

@@ -1,1 +1,0 @@
-"""OpenAI's API, `/v1`: files, chat, graders."""

@@ -1,21 +1,34 @@
-"""`/v1/models` and completions in OpenAI's format, for the tenant's published models."""
+"""OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/responses`."""
 
 import asyncio
 from functools import partial
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError
 
 from longshore.fields import Frozen
 from service.accounts import audit
-from service.accounts.principals import Asking, require
-from service.apis.json_bodies import JsonBody, JsonRoute
-from service.apis.openai.answering import answered
-from service.apis.openai.streams import ChatChunks, TextChunks
+from service.accounts.keys import Asking, require
+from service.apis.bodies import JsonBody, JsonRoute
+from service.apis.openai.answering import (
+    ChatChunks,
+    ResponseEvents,
+    ResponseObject,
+    TextChunks,
+    answered,
+    completed,
+    response_id,
+)
 from service.backend import Backed
+from service.inference.questions import PartialAnswer, Reply
 from shared.chat.completions import CompletionRequest, CompletionResponse
-from shared.chat.messages import ChatCompletion, ChatRequest, ServedModel
-from shared.errors import NotFound
+from shared.chat.completions import SamplerRequest as ClientRequest
+from shared.chat.messages import MAX_TOOLS, ChatCompletion, ChatRequest, ServedModel
+from shared.errors import InvalidInput, NotFound
+from shared.field_rules import first_error, only
+
+# --- `/v1/models` and completions in OpenAI's format, for the tenant's published models ---
 
 router = APIRouter(
     route_class=JsonRoute, prefix="/v1", tags=["inference"], dependencies=[Depends(require("inference"))]
@@ -80,3 +93,227 @@ async def complete(body: JsonBody[CompletionRequest], request: Request, asking: 
 
 def _tells_usage(body: ChatRequest | CompletionRequest) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
+
+
+# --- `/v1/responses`: OpenAI's newer form of chats. A request is translated to a chat, and its answer back ---
+#
+# Nothing is stored: a client sends the whole conversation each time.
+
+responses_router = APIRouter(
+    route_class=JsonRoute, prefix="/v1", tags=["inference"], dependencies=[Depends(require("inference"))]
+)
+
+_MAX_ITEMS = 4096
+# A chat's fields by the names that they have here.
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+_STATELESS = "nothing is stored here: send the whole conversation as input"
+
+
+class FunctionTool(ClientRequest):
+    type: Literal["function"]
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+    @property
+    def of_chat(self) -> dict[str, JsonValue]:
+        function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+class ToolByName(ClientRequest):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(ClientRequest):
+    """The form of the answer. A schema is always followed, `strict` or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, JsonValue] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @property
+    def of_chat(self) -> dict[str, Any]:
+        named = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+        return {"type": self.type, **({"json_schema": named} if named else {})}
+
+
+class TextSettings(ClientRequest):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class NoReasoning(ClientRequest):
+    """Templates of open models have no such switches: only the values that change nothing."""
+
+    effort: Literal["none"] | None = None
+    summary: None = None
+
+
+class EventOptions(ClientRequest):
+    include_obfuscation: bool | None = None
+
+
+def _not_stored(given: object) -> object:
+    if given is True:
+        raise ValueError(f"{_STATELESS}, and store: false")
+    return given
+
+
+def _whole(given: str | list[dict[str, JsonValue]]) -> str | list[dict[str, JsonValue]]:
+    if not given:
+        raise ValueError("there is nothing to answer")
+    return given
+
+
+class ResponseRequest(ClientRequest):
+    """`POST /v1/responses`: text, function tools, and the form of the answer."""
+
+    model: str = Field(min_length=1, max_length=256)
+    input: Annotated[str | Annotated[list[dict[str, JsonValue]], Field(max_length=_MAX_ITEMS)], AfterValidator(_whole)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    stream: bool | None = None
+    stream_options: EventOptions | None = None
+    tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | ToolByName | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+
+    # Labels of the client's own: they change no answer.
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+
+    # Known to clients; only at the values that change nothing.
+    store: Annotated[Literal[False] | None, BeforeValidator(_not_stored)] = None
+    previous_response_id: Annotated[None, only(words=_STATELESS)] = None
+    conversation: Annotated[None, only(words=_STATELESS)] = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = Field(default=None, max_length=8)
+    reasoning: NoReasoning | None = None
+    top_logprobs: Literal[0] | None = None
+
+    def chat(self) -> ChatRequest:
+        """Return the chat that this asks for. Raises InvalidInput that names the field and the rule."""
+        match self.input:
+            case str(text):
+                given: list[dict[str, JsonValue]] = [{"role": "user", "content": text}]
+            case items:
+                given = items
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        choice: Any = self.tool_choice
+        if isinstance(choice, ToolByName):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        fields = {
+            "model": self.model,
+            "messages": [*messages, *messages_of_items(given)],
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "tools": [tool.of_chat for tool in self.tools] if self.tools else None,
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": self.text.format.of_chat if self.text and self.text.format else None,
+        }
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            place, rule = first_error(error)
+            raise InvalidInput(rule, _named(place)) from None
+
+    def asked(self, id: str, created: int) -> ResponseObject:
+        """Return the response as it begins: its settings."""
+        form = self.text.format if self.text and self.text.format else TextFormat(type="text")
+        choice = self.tool_choice or "auto"
+        return ResponseObject(
+            id=id,
+            created_at=created,
+            status="in_progress",
+            instructions=self.instructions,
+            max_output_tokens=self.max_output_tokens,
+            metadata=self.metadata or {},
+            model=self.model,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            text={"format": form.model_dump(exclude_none=True, by_alias=True)},
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+            tools=[tool.model_dump() for tool in self.tools or ()],
+            top_p=1.0 if self.top_p is None else self.top_p,
+        )
+
+
+def messages_of_items(items: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
+    """Return the items of a conversation as messages. Calls that follow each other, or a text, are one message's.
+
+    Raises InvalidInput: names the item.
+    """
+    messages: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        place = f"input.{number}"
+        match item:
+            case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case {"type": "function_call_output", "call_id": str(id), "output": output}:
+                messages.append({"role": "tool", "tool_call_id": id, "content": _text_of(output, f"{place}.output")})
+            case {"role": "user" | "assistant" | "system" | "developer" as role, "content": content} if (
+                item.get("type", "message") == "message"
+            ):
+                role = "system" if role == "developer" else role
+                messages.append({"role": role, "content": _text_of(content, f"{place}.content")})
+            case _:
+                rule = "a message with role and content, a function_call or a function_call_output: others are refused"
+                raise InvalidInput(rule, place)
+    return messages
+
+
+def _text_of(content: JsonValue, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, part in enumerate(content if isinstance(content, list) else [content]):
+        match part:
+            case {"type": "input_text" | "output_text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise InvalidInput("a text, or parts of the types input_text and output_text", f"{place}.{number}")
+    return "".join(texts)
+
+
+def _named(place: str) -> str:
+    field, dot, rest = place.partition(".")
+    return _NAMES.get(field, field) + dot + rest
+
+
+@responses_router.post("/responses", response_model=ResponseObject)
+async def respond(body: JsonBody[ResponseRequest], request: Request, asking: Asking, backend: Backed) -> Response:
+    """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
+    chat = body.chat()
+
+    async def ask(draft: PartialAnswer | None) -> Reply[ChatCompletion]:
+        try:
+            return await backend.inference.chat(asking.tenant, chat, draft)
+        except InvalidInput as error:
+            raise InvalidInput(error.message, error.place and _named(error.place)) from error
+
+    def events(draft: PartialAnswer) -> ResponseEvents:
+        return ResponseEvents(body.asked(response_id(draft.answer_id), draft.created))
+
+    def whole(answer: ChatCompletion) -> ResponseObject:
+        return completed(body.asked(response_id(answer.id), answer.created), answer)
+
+    return await answered(request, ask, events if body.stream else None, whole)

@@ -1,1 +1,0 @@
-"""The page that people see in a browser."""

@@ -14,12 +14,11 @@ from jinja2 import Environment, FileSystemLoader
 
 from longshore.training import Lora
 from service.accounts import audit
-from service.accounts.keys import COOKIE, LASTS_S, csrf_token, sent_key, shown_prefix
-from service.accounts.principals import ALL_SCOPES, Asking
+from service.accounts.keys import ALL_SCOPES, COOKIE, LASTS_S, Asking, csrf_token, sent_key, shown_prefix
 from service.apis import errors as problems
 from service.backend import Backed, Backend
 from service.errors import Forbidden
-from shared.automation.webhooks import NOTICE_TYPES
+from shared.automation import NOTICE_TYPES
 from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.runs.requests import RUN_ID, RLRun
 

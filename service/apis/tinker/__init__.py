@@ -1,1 +1,0 @@
-"""Tinker's API, below /tinker: requests of its SDK use sessions, published adapters and samplers."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from longshore.commands import MAX_ANSWER, MAX_DATA, MAX_TOP_K, CommandResult, ForwardBackwardOptions, ForwardOptions
 from longshore.fields import Frozen
 from longshore.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
-from service.apis.tinker.gateway import STABLE_REINFORCE, loss_detail, loss_of_detail
+from service.apis.tinker.records import STABLE_REINFORCE, loss_detail, loss_of_detail
 from service.apis.tinker.wire import (
     SentBatch,
     SentDatum,
@@ -32,7 +32,7 @@ from service.apis.tinker.wire import (
     plain_bytes,
 )
 from service.decoding import SMALL_BYTES
-from service.files.incoming import Received
+from service.files import Received
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import read_command, with_data
 from shared.jobs.packed import Units

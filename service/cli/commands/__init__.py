@@ -1,1 +1,0 @@
-"""The commands of `longshore`, a module for each group."""

@@ -1,28 +1,231 @@
-"""`validate`, `preview` and `estimate`: the tokens that a model gets from a dataset, and a run's size and cost."""
+"""What one does before a run: `longshore validate`, `preview`, `estimate`, `grader` and `files`."""
 
+import hashlib
+import json
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import CommandAnswer, answering, command
+from service.cli.command import CommandAnswer, answering, command, group
 from service.cli.commands.submit import model_uri, naming_options, run_of, uploaded, validated_request
-from service.cli.exits import DONE, FAILED, USAGE, Stop
-from service.cli.output.render import console, plain, print_table, say, span
-from service.cli.output.runs import precision_in_words
-from service.cli.run_options import given, options_of, request_fields, run_command, run_model
+from service.cli.render import DONE, FAILED, USAGE, Stop, ago, console, plain, print_table, say, span
+from service.cli.run_options import given, json_of, options_of, request_fields, run_command, run_model
+from service.cli.run_output import precision_in_words
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from service.cli.client import CliClient
     from service.runs.estimates import Estimate
+    from shared.grading import Grader
     from shared.runs.previews import Preview, PreviewRequest, Span
     from shared.runs.requests import Run
 
+
+# --- `longshore files`: datasets and other files in the store ---
+
+_FILES_EXAMPLES = """\b
+Examples:
+  longshore submit sft -m org/model -d $(longshore files upload train.jsonl)
+  longshore files download file-0123456789abcdef01234567 --into train.jsonl
+"""
+FileId = Annotated[str, typer.Argument(metavar="FILE", help="Its id, as `longshore files ls` shows it.")]
+files = group("files", help="Upload, list, download and delete files in the store.", epilog=_FILES_EXAMPLES)
+
+
+@command(files)
+def ls(client: "CliClient", limit: Annotated[int, typer.Option(min=1, max=1000)] = 50) -> CommandAnswer:
+    """List files, newest first."""
+    page = client.ask("GET", "/files", params={"limit": limit})
+
+    def show() -> None:
+        rows = ((f["file_id"], f["name"], f"{f['size']:,}", f["purpose"], ago(f["created_at"])) for f in page["files"])
+        print_table(("file", "name", "bytes", "purpose", "uploaded"), rows)
+        if page["has_more"]:
+            say(f"there are more: --limit shows up to 1000, {limit} now")
+
+    return CommandAnswer(page["files"], show)
+
+
+@command(files)
+def upload(
+    client: "CliClient", paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files of this machine.")]
+) -> CommandAnswer:
+    """Upload files into the store. Prints the URI of each, which --dataset takes; the same file has the same URI."""
+    for path in paths:
+        if not path.is_file():
+            raise Stop(f"there is no file {path}", USAGE)
+    sent = [client.upload_file(path) for path in paths]
+    return CommandAnswer(sent, partial(print, *(record["uri"] for record in sent), sep="\n"))
+
+
+@command(files)
+def rm(client: "CliClient", file_id: FileId) -> CommandAnswer:
+    """Delete a file. A run that has not read it yet fails."""
+    deleted = client.ask("DELETE", f"/files/{file_id}")
+    return CommandAnswer(deleted, partial(say, f"{file_id} ({deleted['name']}) is deleted"))
+
+
+@command(files)
+def download(
+    client: "CliClient",
+    file_id: FileId,
+    into: Annotated[Path | None, typer.Option(help="The file to make; ./NAME if absent.")] = None,
+) -> CommandAnswer:
+    """Download a file, and check its hash."""
+    record = client.ask("GET", f"/files/{file_id}")
+    target = into or Path(record["name"])
+    if target.exists():
+        raise Stop(f"{target} is there already", USAGE, "name another file with --into")
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        part = Path(folder) / "part"
+        client.save(f"/files/{file_id}/content", part)
+        with part.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
+                raise Stop(f"{file_id}: the SHA-256 is not the file's", advice="try the download again")
+        part.rename(target)
+    return CommandAnswer(record | {"path": str(target.resolve())}, partial(print, target))
+
+
+# --- `longshore grader`: try a grader on samples before a run ---
+
+_MOST = 100
+_GRADER_EXAMPLES = """\b
+Examples:
+  longshore grader run grader.json samples.jsonl
+  longshore grader run grader.json --text "12 sacks" --item '{"answer": "12"}'
+  longshore grader check grader.json
+"""
+GraderFile = Annotated[
+    str, typer.Argument(metavar="GRADER", help="In OpenAI's fields: a JSON file, or the JSON itself (docs/graders.md).")
+]
+grader = group("grader", help="Try a grader on samples, before a run.", epilog=_GRADER_EXAMPLES)
+
+
+@command(grader)
+def run(
+    client: "CliClient",
+    grader: GraderFile,
+    samples: Annotated[
+        str | None,
+        typer.Argument(metavar="SAMPLES", help='JSONL of {"sample": {"output_text": ...}, "item": {...}}; - is stdin.'),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="What the model wrote, instead of SAMPLES.")] = None,
+    item: Annotated[str | None, typer.Option(help="With --text: the dataset's row, as JSON.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=_MOST, help="Samples to grade, from the first.")] = 20,
+) -> CommandAnswer:
+    """Grade samples as a run would. Exit code 100 if one has no grade."""
+    checked = _checked(grader)
+    rows = list(_rows(samples, text, item, limit))
+    grades = [{"place": place, **client.grade(checked, sample)} for place, sample in rows]
+    code = FAILED if any(each["grade"] is None for each in grades) else DONE
+    return CommandAnswer(grades, partial(_print, grades), code)
+
+
+@command(grader)
+def check(client: "CliClient", grader: GraderFile) -> CommandAnswer:
+    """Check a grader: parse its fields, templates and formula, and load its source."""
+    checked = _checked(grader)
+    client.grade(checked, None)
+    return CommandAnswer(checked, partial(say, f"{checked.name} can be used"))
+
+
+def _checked(given: str) -> "Grader":
+    from shared.errors import InvalidInput
+    from shared.grading import parse_grader
+
+    try:
+        return parse_grader(json_of(given, "GRADER"))
+    except InvalidInput as error:
+        raise Stop(str(error), USAGE, "docs/graders.md has the fields of each kind") from None
+
+
+def _rows(samples: str | None, text: str | None, item: str | None, limit: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    if (samples is None) == (text is None):
+        raise Stop("give either SAMPLES or --text", USAGE, "longshore grader run --help has examples")
+    if text is not None:
+        yield "--text", {"sample": {"output_text": text}, "item": _object(item or "{}", "--item")}
+        return
+    if item is not None:
+        raise Stop("--item goes with --text: SAMPLES have items of their own", USAGE)
+    name = "stdin" if samples == "-" else str(samples)
+    with sys.stdin if samples == "-" else _opened(name) as lines:
+        number = graded = 0
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            if graded == limit:
+                say(f"only the first {limit} samples are graded: --limit takes up to {_MOST}")
+                return
+            graded += 1
+            yield f"{name}:{number}", _sample(_object(line, f"{name}:{number}"), f"{name}:{number}")
+    if not graded:
+        raise Stop(f"{name} has no samples", USAGE)
+
+
+def _opened(name: str) -> Any:
+    path = Path(name)
+    if not path.is_file():
+        raise Stop(f"SAMPLES: there is no file {name}", USAGE)
+    return path.open()
+
+
+def _object(text: str, place: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise Stop(f"{place}: no JSON: {error}", USAGE) from None
+    if not isinstance(found, dict):
+        raise Stop(f"{place}: expected a JSON object", USAGE)
+    return found
+
+
+def _sample(row: dict[str, Any], place: str) -> dict[str, Any]:
+    from pydantic import ValidationError
+
+    from shared.grading import SampledItem
+
+    try:
+        return SampledItem.model_validate(row).model_dump(mode="json")
+    except ValidationError as error:
+        rule = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise Stop(f"{place}: {rule}", USAGE, 'a sample is {"sample": {"output_text": ...}, "item": {...}}') from None
+
+
+def _print(grades: list[dict[str, Any]]) -> None:
+    parts = list(grades[0]["parts"]) if grades else []
+    rows = (
+        (
+            plain(each["place"]),
+            _number(each["grade"]),
+            *(_number(each["parts"].get(part)) for part in parts),
+            f"{each['duration_s']:.2f}",
+            plain(each["error"] or ""),
+        )
+        for each in grades
+    )
+    print_table(("sample", "grade", *parts, "seconds", ""), rows)
+    found = [each["grade"] for each in grades if each["grade"] is not None]
+    if len(grades) > 1 and found:
+        say(f"mean {sum(found) / len(found):.4g} of {len(found)} grades; {len(grades) - len(found)} without one")
+
+
+def _number(grade: float | None) -> str:
+    return "" if grade is None else f"{grade:.6g}"
+
+
+# --- `validate`, `preview` and `estimate` ---
+# the tokens that a model gets from a dataset, and a run's size and cost.
+
 app = typer.Typer(rich_markup_mode=None)
+app.add_typer(files, name="files")
+app.add_typer(grader, name="grader")
 _EXAMPLES = """\b
 Examples:
   longshore estimate sft -m org/model -d train.jsonl --epochs 3

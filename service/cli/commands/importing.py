@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from service.cli.command import CommandAnswer, command, group
-from service.cli.exits import FAILED, NOT_FOUND, USAGE, Stop, Unreachable
-from service.cli.output.render import plain, print_table, say
+from service.cli.render import FAILED, NOT_FOUND, USAGE, Stop, Unreachable, plain, print_table, say
 
 if TYPE_CHECKING:
     from service.cli.client import CliClient

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from service.cli.command import CommandAnswer, command, group
-from service.cli.exits import DONE, FAILED, NOT_FOUND, USAGE, Stop
-from service.cli.output.delivering import deliver, destination
-from service.cli.output.fetching import fetch_files, fetch_tar
-from service.cli.output.render import ago, plain, print_table, say, size, waiting
+from service.cli.downloads import deliver, destination, fetch_files, fetch_tar
+from service.cli.render import DONE, FAILED, NOT_FOUND, USAGE, Stop, ago, plain, print_table, say, size, waiting
 
 if TYPE_CHECKING:
     from activities.model_look import ModelLook
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from service.inference.exports import ExportView
     from service.inference.published_models import ModelView
     from service.inference.retraining import Retrained
-    from shared.models.memory import LayoutBytes
+    from shared.models.shape import LayoutBytes
     from shared.provenance import PublicKey, Statement
     from shared.storage.artifacts import FileEntry
 
@@ -314,7 +312,7 @@ def verify(
     --retrain opens the installation's store with this machine's settings, and trains with its worker: the bits are the
     same if the devices are of the same kind.
     """
-    from service.sealing.signing import checked, read_key
+    from service.sealing import checked, read_key
     from shared.errors import CorruptArtifact, InvalidInput
     from shared.provenance import Envelope, PublicKey
     from shared.storage.paths import published_version
@@ -345,7 +343,7 @@ def verify(
 
 
 def _keys_in(path: Path) -> "list[PublicKey]":
-    from service.sealing.signing import read_key
+    from service.sealing import read_key
 
     try:
         text = path.read_text()

@@ -12,15 +12,27 @@ import typer
 
 from service.cli.command import CommandAnswer, command, group
 from service.cli.connection import cli_client, run_ids
-from service.cli.exits import DONE, FAILED, INTERRUPTED, NOT_FINISHED, USAGE, Stop
-from service.cli.output.render import ago, coloured, plain, print_table, say, size, span
-from service.cli.output.runs import doing, outcome, print_details, summary
-from service.cli.output.step_table import print_step_metrics, print_steps, step_line
+from service.cli.render import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    NOT_FINISHED,
+    USAGE,
+    Stop,
+    ago,
+    coloured,
+    plain,
+    print_table,
+    say,
+    size,
+    span,
+)
+from service.cli.run_output import doing, outcome, print_details, print_step_metrics, print_steps, step_line, summary
 
 if TYPE_CHECKING:
     from service.cli.client import CliClient
-    from service.runs.views.history import Metrics
-    from service.runs.views.run_view import RunView
+    from service.runs.history import Metrics
+    from service.runs.views import RunView
     from shared.runs.status import StepStatus
 
 _LONGEST_REASON = 72
@@ -102,7 +114,7 @@ def watch(client: "CliClient", run_id: RunId, timeout: Timeout = None) -> Comman
 @app.command()
 def logs(context: typer.Context, run_id: RunId, follow: Follow = False) -> None:
     """Print what happened in a run, in readable lines."""
-    from service.runs.views.words import last_lines, log_line
+    from service.runs.views import last_lines, log_line
 
     with cli_client(context, patience_s=20 if follow else 2) as client:
         try:
@@ -167,14 +179,14 @@ def _follow_steps(client: "CliClient", run_id: str, as_json: bool) -> None:
 @command(app)
 def metrics(client: "CliClient", run_id: RunId) -> CommandAnswer:
     """Show the main metrics of every step and evaluation; with --json, all."""
-    from service.runs.views.history import Metrics
+    from service.runs.history import Metrics
 
     found = client.get(f"/runs/{run_id}/metrics", Metrics)
     return CommandAnswer(found, partial(_print_metrics, found))
 
 
 def _print_metrics(found: "Metrics") -> None:
-    from service.runs.views.words import brief, looked_for
+    from service.runs.views import brief, looked_for
 
     names = looked_for({name for row in found.steps for name in row.metrics})
     print_table(
@@ -241,7 +253,7 @@ def profile(
     Exit codes: 0 done, 2 usage, 100 the run ended without one, 101 not finished within --timeout.
     """
     from service.runs.files import Traces
-    from shared.storage.staging import ProfileRequest
+    from shared.storage.files import ProfileRequest
 
     end = None if timeout is None else time.monotonic() + timeout
     asked = client.post(f"/runs/{run_id}/profiles", ProfileRequest, json={"steps": steps})
@@ -305,7 +317,7 @@ def retry(client: "CliClient", run_id: RunId, wait: Wait = False, timeout: Timeo
 
 def _row(view: "RunView", place: int | None, now: float) -> tuple[str, ...]:
     """Return the cells of a run in the list. `place`: its position in the queue for workers."""
-    from service.runs.views.run_view import seconds_left
+    from service.runs.views import seconds_left
 
     why = shorten(view.problem.message, _LONGEST_REASON, placeholder=" …") if view.problem else ""
     return (
@@ -321,7 +333,7 @@ def _row(view: "RunView", place: int | None, now: float) -> tuple[str, ...]:
 
 
 def _waits(view: "RunView") -> bool:
-    from service.runs.views.run_view import IN_QUEUE
+    from service.runs.views import IN_QUEUE
 
     return view.state == "running" and view.phase in IN_QUEUE
 
@@ -380,7 +392,7 @@ def finish_run(client: "CliClient", run_id: RunId) -> CommandAnswer:
 
 
 def _words(step: "StepStatus") -> str:
-    from service.runs.views.words import dropped
+    from service.runs.views import dropped
 
     words = f"step {step.step}: {step.state}"
     if step.state == "done":

@@ -13,8 +13,7 @@ import typer
 
 from service.cli.command import CommandAnswer, command, group
 from service.cli.connection import address, read_settings
-from service.cli.exits import DONE, FAILED, USAGE, Stop
-from service.cli.output.render import print_table, say
+from service.cli.render import DONE, FAILED, USAGE, Stop, print_table, say
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -52,7 +51,7 @@ def dev(
     ui: Annotated[bool, typer.Option("--ui", help="Also serve Temporal's own pages, which need no key.")] = False,
 ) -> None:
     """Run the whole stack on this machine: Temporal, the web service, hosts."""
-    from service.dev import opened as opened_folders
+    from service.dev import connection as opened_folders
     from service.dev import supervisor as stack
     from service.errors import DevError
 
@@ -106,18 +105,18 @@ def doctor(context: typer.Context, as_json: bool) -> CommandAnswer:
 @db.command()
 def upgrade() -> None:
     """Migrate the tables to the newest revision. The service does so when it starts."""
-    from service.database import migrate
+    from service.database import engine
 
     with _opened() as (_, database):
-        migrate.upgrade(database)
+        engine.upgrade(database)
         with database.connection() as connection:
-            say(f"the database is at revision {migrate.revision(connection)}")
+            say(f"the database is at revision {engine.revision(connection)}")
 
 
 @command(builds)
 def ls() -> CommandAnswer:
     """List builds: which one new runs begin on, and whether other builds still have active runs."""
-    from service.builds import builds as found
+    from service.temporal import builds as found
 
     listed = _of_temporal(found)
     rows = tuple((each.build_id, each.state) for each in listed)
@@ -130,7 +129,7 @@ def use(
     build: Annotated[str, typer.Argument(metavar="BUILD", help="As LONGSHORE_BUILD_ID of its hosts.")],
 ) -> CommandAnswer:
     """Let new runs begin on a build whose hosts are up. Active runs stay on their build; sessions move to it."""
-    from service.builds import make_current
+    from service.temporal import make_current
 
     _of_temporal(partial(make_current, build_id=build))
     return CommandAnswer({"build_id": build, "state": "current"}, partial(say, f"new runs begin on {build}"))
@@ -162,11 +161,11 @@ def rebuild() -> CommandAnswer:
 
     The service may be running; it then updates active runs.
     """
-    from service.database import migrate
+    from service.database import engine
     from service.rebuild import rebuild
 
     with _opened() as (store, database):
-        migrate.upgrade(database)
+        engine.upgrade(database)
         differences = rebuild(store, database)
     return CommandAnswer(differences, partial(_print, differences))
 
@@ -174,12 +173,12 @@ def rebuild() -> CommandAnswer:
 @command(db)
 def check() -> CommandAnswer:
     """Compare the database with the store, and change nothing. Fails when they differ."""
-    from service.database import migrate
+    from service.database import engine
     from service.rebuild import rebuild
 
     with _opened() as (store, database):
         with database.connection() as connection:
-            found, wanted = migrate.revision(connection), migrate.newest()
+            found, wanted = engine.revision(connection), engine.newest()
         if found != wanted:
             message = f"the database is at revision {found}, this version needs {wanted}"
             raise Stop(message, advice="longshore db upgrade")

@@ -12,9 +12,7 @@ import typer
 
 from service.cli.command import CommandAnswer, answering, group
 from service.cli.connection import Globals
-from service.cli.exits import DONE, OF_STATE, USAGE, Stop
-from service.cli.output.render import say
-from service.cli.output.runs import outcome, summary
+from service.cli.render import DONE, OF_STATE, USAGE, Stop, say
 from service.cli.run_options import (
     UNLESS,
     RunOption,
@@ -25,12 +23,13 @@ from service.cli.run_options import (
     run_command,
     run_model,
 )
+from service.cli.run_output import outcome, summary
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
     from service.cli.client import CliClient
-    from service.runs.views.run_view import RunView
+    from service.runs.views import RunView
     from shared.runs.requests import Run
 
 _EXAMPLES = """\b
@@ -149,7 +148,7 @@ def _wrong(option: RunOption | None, rule: str) -> Stop:
 @contextmanager
 def naming_options(model: str, options: tuple[RunOption, ...] = ()) -> Iterator[None]:
     """Turn a refusal of the service into an error about an option. `model`: the model of the request."""
-    from service.cli.exits import ServiceRefused
+    from service.cli.render import ServiceRefused
 
     try:
         yield
@@ -176,7 +175,7 @@ def run_of(context: typer.Context, arguments: list[str], prog_name: str) -> "Run
 
 def finish(client: "CliClient", view: "RunView", *, wait: bool, timeout_s: float | None) -> CommandAnswer:
     """Follow a run if that was asked for. Returns its state, with the exit code of the state."""
-    from service.cli.output.follow import Detached, attach_again, follow
+    from service.cli.run_output import Detached, attach_again, follow
 
     def started() -> None:
         print(view.run_id)
@@ -198,7 +197,7 @@ def finish(client: "CliClient", view: "RunView", *, wait: bool, timeout_s: float
 
 def model_uri(model: str) -> str:
     """Return the file:// URI of a local folder; URIs, hub ids and published names as they are."""
-    from shared.storage.checkpoints import is_name
+    from shared.storage.artifacts import is_name
 
     path = Path(model).expanduser()
     if "://" in model:

@@ -1,8 +1,8 @@
-"""Alembic's entry: every migration runs in the one transaction that migrate.py has begun."""
+"""Alembic's entry: every migration runs in the one transaction that engine.py has begun."""
 
 from alembic import context
 
-from service.database.tables import Table
+from service.database.engine import Table
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=Table.metadata)
 context.run_migrations()

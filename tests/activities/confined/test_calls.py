@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from activities.confined import calls as confined
-from activities.confined.children import Child
+from activities.confined.calls import Child
 from activities.host_context import HostContext
-from activities.sampling.chat import ChatPrompts
+from activities.sampling.questions import ChatPrompts
 from shared.errors import CorruptArtifact, InvalidInput, StoreUnavailable
 from shared.settings import ConfinedSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact

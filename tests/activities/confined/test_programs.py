@@ -12,9 +12,9 @@ import pytest
 
 from activities.confined import programs
 from activities.confined.programs import Fork, RunningProgram, start
-from activities.hosts.worker_process import processes_of
+from activities.hosts.workers import processes_of
 from shared.child_environment import child_environment
-from shared.jobs.leases import WORKER_ID_VARIABLE
+from shared.jobs.job import WORKER_ID_VARIABLE
 from tests.depth import drawn
 from tests.waiting import wait_until
 

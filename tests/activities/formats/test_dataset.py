@@ -11,11 +11,10 @@ from pyarrow import parquet
 
 from activities.formats import rows
 from activities.formats.dataset import open_dataset
-from activities.formats.examples import Chat, Example, PromptCompletion, Text, TokenIds
-from activities.formats.messages import WeighedText
+from activities.formats.messages import Chat, Example, PromptCompletion, Text, TokenIds, WeighedText
 from activities.formats.specs import FORMATS
 from shared.errors import InvalidInput
-from shared.runs.sources import DatasetSource, Format
+from shared.runs.dataset_runs import DatasetSource, Format
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from activities.formats.dataset import open_dataset
-from activities.formats.examples import Chat, Example, PreferencePair, PromptCompletion
-from activities.formats.preferences import preference
+from activities.formats.messages import Chat, Example, PreferencePair, PromptCompletion
 from activities.formats.rows import Row
+from activities.formats.specs import preference
 from shared.errors import InvalidInput
-from shared.runs.sources import DatasetSource, Format
+from shared.runs.dataset_runs import DatasetSource, Format
 
 ASK = {"role": "user", "content": "q"}
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}

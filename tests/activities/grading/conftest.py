@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from activities.isolation import bubblewrap
+from activities import isolation
 from tests.activities.grading.sandboxes import Place, processes_of
 
 
@@ -14,9 +14,9 @@ def bwrap(request: pytest.FixtureRequest) -> str | None:
     """Both kinds of isolation: the path of bubblewrap, or None for namespaces of our own."""
     if request.param == "namespaces":
         return None
-    if bubblewrap.INSTALLED is None:
+    if isolation.INSTALLED is None:
         pytest.skip("bubblewrap (bwrap) is not installed")
-    return bubblewrap.INSTALLED
+    return isolation.INSTALLED
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from activities.grading.outcome import NotGraded
-from activities.grading.python_sandbox import PythonSandbox
+from activities.grading.python_sandbox import NotGraded, PythonSandbox
 from shared.errors import InvalidInput
 from shared.settings import GradingSettings
 

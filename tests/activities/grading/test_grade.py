@@ -18,8 +18,7 @@ from activities.grading.open_grader import combined
 from activities.host_context import HostContext
 from longshore.fields import Artifact
 from shared.errors import InvalidInput, StoreUnavailable
-from shared.grading.expressions import parse_expression
-from shared.grading.graders import Grader, SampleGrade, parse_grader
+from shared.grading import Grader, SampleGrade, parse_expression, parse_grader
 from shared.settings import GradingSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import LocalStore

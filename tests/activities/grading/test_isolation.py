@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from activities.formats.examples import Question
-from activities.isolation import bubblewrap
+from activities import isolation
+from activities.formats.messages import Question
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 from tests.activities.grading.sandboxes import CAPABILITIES, REFUSAL, REPOSITORY, Place, do
 
@@ -89,7 +89,7 @@ def test_chat_templates_render_in_the_same_sandbox(bwrap: str | None) -> None:
 TEMPLATE_WITHOUT = """
 import psutil, sys
 from pathlib import Path
-from activities.formats.examples import Question
+from activities.formats.messages import Question
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 with TemplateProcess(TemplateSource(source, {}, ["</s>"]), "model", 10, *sys.argv[2:] or [None]) as process:
@@ -124,8 +124,8 @@ os._exit(9)
 def test_what_renders_templates_opens_no_file_and_no_socket(tmp_path: Path, bwrap: str | None) -> None:
     command = [sys.executable, "-c", CONFINED, str(tmp_path)]
     if bwrap is not None:
-        start = bubblewrap.BubblewrapStart([REPOSITORY / "activities"], {}, ["CAP_SYS_CHROOT"])
-        command = bubblewrap.isolated_command(bwrap, ["-c", CONFINED], start, bubblewrap.namespace_options()[0])
+        start = isolation.BubblewrapStart([REPOSITORY / "activities"], {}, ["CAP_SYS_CHROOT"])
+        command = isolation.isolated_command(bwrap, ["-c", CONFINED], start, isolation.namespace_options()[0])
     done = subprocess.run(command, cwd=REPOSITORY, timeout=60, capture_output=True, text=True)
     assert done.returncode == 9, done.stderr
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic_core import _pydantic_core
 
-from activities.grading.outcome import NotGraded
+from activities.grading.python_sandbox import NotGraded
 from shared.settings import GradingSettings
 from tests.activities.grading.sandboxes import (
     CAPABILITIES,
@@ -180,7 +180,7 @@ def test_a_package_that_is_loaded_brings_no_folder_into_the_sandbox(tmp_path: Pa
     """Its shared library lies beside it, on the import path, and not among the installed packages."""
     library = shutil.copy(_pydantic_core.__file__, tmp_path / "own.so")
     code = (
-        "import ctypes, sys; from activities.isolation.namespaces import library_folders\n"
+        "import ctypes, sys; from activities.isolation import library_folders\n"
         f"sys.path.append({str(tmp_path)!r}); ctypes.CDLL({str(library)!r}); print(*library_folders())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from temporalio.testing import ActivityEnvironment
 
+from activities.hosts.lease import Stager
 from activities.hosts.run_job import JobResult, RunJob, RunJobRequest
-from activities.hosts.stager import Stager
 from shared.jobs.events import Step
 from shared.jobs.job import JobPlan
 from shared.runs.status import CheckpointRef

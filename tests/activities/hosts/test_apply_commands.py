@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.bells import Bells
-from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest
+from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest, Bells
 from longshore.commands import (
     Asked,
     CommandProblem,

@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from activities.hosts import fitness
-from activities.hosts.fitness import Fitness, disk_lacks, missing_packages, trial_lacks
+from activities.hosts import standing
+from activities.hosts.standing import Fitness, disk_lacks, missing_packages, trial_lacks
 
 
 def trial(program: str, timeout_s: float = 60.0) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ def test_a_trial_that_fails_dies_or_hangs_is_told() -> None:
 
 def test_devices_are_tried_where_packages_and_disk_allow_it(tmp_path: Path, monkeypatch) -> None:
     assert Fitness("gpu", tmp_path)() == (), "this machine can work"
-    monkeypatch.setattr(fitness, "WORKER_PACKAGES", ("no-such-package",))
+    monkeypatch.setattr(standing, "WORKER_PACKAGES", ("no-such-package",))
     assert len(Fitness("gpu", tmp_path)()) == 1
 
 
@@ -60,6 +60,6 @@ def test_a_check_that_was_passed_holds_for_an_hour_on_the_same_installation(tmp_
         assert not check.passed_lately(), "too long ago, or by a clock that went wrong"
     os.utime(mark)
     assert check.passed_lately()
-    monkeypatch.setattr(fitness, "WORKER_PACKAGES", ("no-such-package",))
+    monkeypatch.setattr(standing, "WORKER_PACKAGES", ("no-such-package",))
     assert not check.passed_lately(), "other packages"
     assert check() and not list(tmp_path.glob("passed-*")), "it lacks something: the next host checks first"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from activities.hosts.uploader import LogReader
+from activities.hosts.run_job import LogReader
 from shared.jobs.events import Step
 
 

@@ -13,16 +13,14 @@ import psutil
 import pytest
 
 import activities.hosts.lease
-from activities.hosts import worker_process
-from activities.hosts.worker_pool import WorkerPool
-from activities.hosts.worker_process import end_leftover_workers, end_processes, launch, processes_of
+from activities.hosts import workers
+from activities.hosts.workers import WorkerPool, end_leftover_workers, end_processes, launch, processes_of
 from longshore.layout import Layout
 from longshore.training import Lora
 from shared.errors import HostLeft, LeaseLost, WorkerLost
-from shared.fence import Fence
-from shared.jobs.leases import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
+from shared.jobs.job import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
 from shared.storage.files import write_atomically
-from shared.storage.paths import HostPaths, RunKeys, WorkerPaths
+from shared.storage.paths import Fence, HostPaths, RunKeys, WorkerPaths
 from shared.storage.store import LocalStore
 from tests.activities.lease_on_thread import HeldLease, Host
 from tests.waiting import wait_until
@@ -341,11 +339,11 @@ def test_a_process_that_outlives_its_kill_is_named_instead_of_waited_for(
     """As one that the kernel does not give back, of a device that has failed."""
     key = WorkerKey(model=plan.model, layout=plan.layout, dtype=plan.dtype)
     left = orphan(HostPaths(tmp_path / "host").worker("left"), 1, 0.0, key, with_pid=True)
-    monkeypatch.setattr(worker_process, "_signal", lambda process, kill: None)
-    monkeypatch.setattr(worker_process, "_KILL_PATIENCE_S", 0.5)
+    monkeypatch.setattr(workers, "_signal", lambda process, kill: None)
+    monkeypatch.setattr(workers, "_KILL_PATIENCE_S", 0.5)
     try:
         with pytest.raises(OSError, match=rf"live on, though they were killed: {left.pid} \(sleeping\)"):
-            worker_process.end_processes("left")
+            workers.end_processes("left")
     finally:
         left.kill()
         left.wait()

@@ -8,22 +8,15 @@ import pytest
 
 from activities.host_context import HostContext
 from activities.hosts.progress import ProgressReport
-from activities.hosts.worker_process import processes_of
-from activities.records.checkpoints import (
-    FindCheckpoint,
-    FindCheckpointRequest,
-    damage,
-    find_newest,
-    prune_checkpoints,
-)
+from activities.hosts.workers import processes_of
+from activities.records.run_records import FindCheckpoint, FindCheckpointRequest, damage, find_newest, prune_checkpoints
 from longshore.losses import Reinforce
 from shared.errors import CorruptArtifact, HostLeft, LeaseLost, WorkerLost
-from shared.fence import Fence
 from shared.jobs.events import Cancelled, Probed, Succeeded
 from shared.jobs.job import Job, JobPlan
 from shared.settings import Settings
-from shared.storage.artifacts import find_artifact, read_manifest
-from shared.storage.checkpoints import stored_checkpoints
+from shared.storage.artifacts import find_artifact, read_manifest, stored_checkpoints
+from shared.storage.paths import Fence
 from shared.storage.store import open_store
 from tests.activities.hosts.running_jobs import KEYS, Running, plan_for, steps, weights
 from tests.activities.lease_on_thread import HeldLease, Host

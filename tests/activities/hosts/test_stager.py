@@ -6,16 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from activities.hosts.stager import JobStaging, Stager
+from activities.hosts.lease import JobStaging, Stager
 from longshore.fields import Artifact
-from shared.fence import Fence
 from shared.jobs.commands import LoadStored
 from shared.jobs.job import Job, SessionPlan
 from shared.settings import S3Settings
 from shared.storage.artifacts import staged, upload_artifact
-from shared.storage.files import write_atomically
-from shared.storage.paths import RunKeys
-from shared.storage.staging import StageAnswer, StageRequest
+from shared.storage.files import StageAnswer, StageRequest, write_atomically
+from shared.storage.paths import Fence, RunKeys
 from shared.storage.store import ObjectStore, open_store
 from tests.conftest import S3Server
 from tests.workflows.stand_in import artifact, job_plan

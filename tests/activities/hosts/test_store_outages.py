@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from activities.records.checkpoints import (
-    find_newest,
-)
+from activities.records.run_records import find_newest
 from shared.errors import StoreUnavailable
-from shared.fence import Fence
+from shared.storage.paths import Fence
 from shared.storage.store import LocalStore
 from tests.activities.hosts.running_jobs import Running, plan_for, steps, weights
 from tests.activities.lease_on_thread import HeldLease, Host
@@ -44,7 +42,7 @@ class Leaky(LocalStore):
 
 @pytest.fixture
 def leaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Leaky]]:
-    monkeypatch.setattr("activities.hosts.uploader._PAUSE_S", 0.05)
+    monkeypatch.setattr("activities.hosts.run_job._UPLOAD_PAUSE_S", 0.05)
     with Host(tmp_path, step_s=0.02) as host:
         host.store = store = Leaky(tmp_path / "store")
         yield host, store
@@ -73,7 +71,7 @@ def test_a_store_that_comes_back_finds_the_job_further_on(leaky: tuple[Host, Lea
 def test_a_store_that_stays_away_ends_the_job_without_a_process_left(
     leaky: tuple[Host, Leaky], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("activities.hosts.uploader._PATIENCE_S", 0.5)
+    monkeypatch.setattr("activities.hosts.run_job._PATIENCE_S", 0.5)
     host, store = leaky
     plan = plan_for(host, tmp_path, num_steps=1000)
     lease = HeldLease(host, plan, epoch=1)

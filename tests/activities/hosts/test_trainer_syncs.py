@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from activities.hosts import trainer_syncs
-from activities.hosts.trainer_syncs import JobSyncs, TrainerSyncs
+from activities.hosts import run_job
+from activities.hosts.run_job import JobSyncs, TrainerSyncs
 from longshore.training import Full, Lora
-from shared.fence import Fence
-from shared.jobs.job import AnyPlan, SessionPlan
-from shared.jobs.leases import LeaseGrant
-from shared.jobs.weight_sync import SyncAccess
+from shared.jobs.job import AnyPlan, LeaseGrant, SessionPlan, SyncAccess
+from shared.storage.paths import Fence
 from shared.storage.store import LocalStore
 from tests.workflows.stand_in import artifact, job_plan
 
@@ -48,7 +46,7 @@ def session(tmp_path: Path) -> SessionPlan:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_syncs, "_PAUSE_S", -1.0)
+    monkeypatch.setattr(run_job, "_PAUSE_S", -1.0)
 
 
 def syncs_of(tmp_path: Path, plan: AnyPlan, find: Finder) -> tuple[JobSyncs, str]:

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from activities.hosts.transports import check_backend, reasons_here
+from activities.hosts.lease import check_backend, reasons_here
 from shared.errors import InvalidInput
-from shared.jobs.leases import SamplerKey
-from shared.jobs.weight_sync import EXPERIMENTAL
+from shared.jobs.job import EXPERIMENTAL, SamplerKey
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore

@@ -10,7 +10,7 @@ from activities.host_context import HostContext
 from activities.models.resolve import Resolve, ResolvedAdapter
 from longshore.layout import EngineName, Layout
 from shared.errors import InvalidInput
-from shared.runs.models import ModelRequest, ResolvedModel
+from shared.runs.start import ModelRequest, ResolvedModel
 from shared.settings import Settings
 from shared.storage import artifacts
 

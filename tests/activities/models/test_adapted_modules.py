@@ -18,10 +18,9 @@ from shared.families import read_config as read_model
 from shared.families.model_slices import slices_of
 from shared.families.tensor_slices import modules_of
 from shared.models.config import Family
-from shared.models.lora_modules import OUTPUT, layer_of
-from shared.models.peft import UNREAD, module_of
+from shared.models.peft import OUTPUT, UNREAD, layer_of, module_of
 from shared.models.shape import shape_of
-from shared.runs.models import ModelRequest
+from shared.runs.start import ModelRequest
 from tests.activities.models.resolving import edit
 from tests.megatron_worker.rows import distinct_model, model_with_tower
 

@@ -15,7 +15,7 @@ from gguf.gguf_reader import ReaderTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from activities.model_look import look_at
-from activities.publishing.export_files import write_export
+from activities.publishing.export import write_export
 from examples.tiny_model import make_tiny_model
 from longshore.training import Lora
 from shared.errors import InvalidInput

@@ -17,14 +17,13 @@ from shared.errors import CorruptArtifact, InvalidInput
 from shared.models.config import read_model_config
 from shared.models.shape import ModelShape, shape_of
 from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
-from shared.runs.models import ModelRequest, ResolvedModel
 from shared.runs.requests import RLRun
-from shared.runs.start import RLStart, RunStart, SessionStart
+from shared.runs.start import ModelRequest, ResolvedModel, RLStart, RunStart, SessionStart
 from shared.settings import Settings
 from shared.storage.artifacts import manifest_of, refer, upload_files
 from shared.storage.paths import RunKeys, checkpoint_adapter, published_version, version_claim
 from tests.activities.models.resolving import edit, stage
-from workflows.training.models import adapter_request
+from workflows.training.job_plan import adapter_request
 
 SIZES = {
     **{"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16},

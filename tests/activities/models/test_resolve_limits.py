@@ -9,7 +9,7 @@ from activities.models.resolve import Resolve
 from longshore.layout import Layout
 from longshore.training import Dtype
 from shared.errors import InvalidInput
-from shared.runs.models import ModelRequest
+from shared.runs.start import ModelRequest
 from shared.storage.host_states import Devices, write_offer
 from tests.activities.models.resolving import edit
 

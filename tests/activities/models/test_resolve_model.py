@@ -22,14 +22,13 @@ from activities.models.files import read_tensor_entries
 from longshore.layout import Layout
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.families import read_config
-from shared.models.config import FAMILIES
-from shared.models.end_tokens import read_end_ids
+from shared.models.config import FAMILIES, read_end_ids
 from shared.models.shape import ModelShape, shape_of
 from shared.settings import DownloadSettings
 from shared.storage import artifacts
 from shared.storage.artifacts import open_artifact
 from shared.storage.store import open_store
-from shared.storage.uses import MARKS
+from shared.storage.stored_bytes import MARKS
 from tests.activities.models.resolving import edit, names_of, refusal, resolve, stage
 from tests.megatron_worker.rows import distinct_model, model_with_tower
 

@@ -12,15 +12,13 @@ from temporalio.testing import ActivityEnvironment
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 from activities.host_context import HostContext
-from activities.publishing.encodings import Fp8, Mlx
-from activities.publishing.export import Exports
-from activities.publishing.export_files import ExportSource, write_export
+from activities.publishing.export import Exports, ExportSource, Fp8, Mlx, write_export
 from examples.tiny_model import make_tiny_model
 from longshore.fields import Artifact
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.limits import QuotaSettings
 from shared.models.merging import Merger
-from shared.runs.models import LABELS, Export, ExportRequest
+from shared.runs.start import LABELS, Export, ExportRequest
 from shared.settings import Settings
 from shared.storage.artifacts import manifest_of, seal, upload_artifact
 from tests.conftest import CORPUS

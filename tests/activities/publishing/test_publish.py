@@ -7,25 +7,22 @@ from pathlib import Path
 import pytest
 
 from activities.host_context import HostContext
-from activities.publishing.card import REGISTERING, model_card
-from activities.publishing.publish import Claim, Publish, PublishRequest, claim_version
+from activities.publishing.publish import REGISTERING, Claim, Publish, PublishRequest, claim_version, model_card
 from activities.records.run_records import BeginRequest, Begun, RunRecords
 from longshore.fields import Artifact
 from longshore.training import Full, Lora
 from service.inference.published_models import PublishedModels
-from service.sealing.signing import Signer, checked
+from service.sealing import Signer, checked
 from shared.errors import CorruptArtifact
-from shared.fence import Fence
 from shared.jobs.events import Started
 from shared.jobs.job import Job, JobPlan, PackedData, Schedule
 from shared.provenance import code_sha256
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource, SFTRun
 from shared.runs.start import result_sha256
 from shared.runs.status import CheckpointRef, RunStatus
 from shared.settings import Settings
 from shared.storage.artifacts import read_manifest, seal, sha256_file, stage, upload_artifact
-from shared.storage.paths import RunKeys, published_version
+from shared.storage.paths import Fence, RunKeys, published_version
 from shared.storage.store import LocalStore, ObjectStore, open_store
 from tests.workflows.stand_in import artifact
 from tests.workflows.stand_in_worker import adapter_bytes

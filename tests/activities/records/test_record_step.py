@@ -7,14 +7,12 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.records.checkpoints import find_newest, saved_by_job
-from activities.records.run_records import RecoverRequest, RunRecords, StepRecordRequest
+from activities.records.run_records import RecoverRequest, RunRecords, StepRecordRequest, find_newest, saved_by_job
 from longshore.training import Lora
-from shared.fence import Fence
 from shared.jobs.job import JobPlan, PackedData, Schedule
 from shared.runs.status import CheckpointRef, StepStatus
 from shared.settings import Settings
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from shared.storage.store import LocalStore, ObjectStore, open_store
 from tests.workflows.stand_in import artifact
 

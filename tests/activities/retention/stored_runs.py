@@ -6,15 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from longshore.fields import Artifact
-from shared.fence import Fence
-from shared.runs.dataset_runs import SFTRun
+from shared.runs.dataset_runs import ExamplesSource, SFTRun
 from shared.runs.requests import RunRecord
-from shared.runs.sources import ExamplesSource
 from shared.runs.status import RunStatus
 from shared.storage import paths
 from shared.storage.artifacts import FileEntry, Manifest
+from shared.storage.paths import Fence
 from shared.storage.store import LocalStore, ObjectStore, uri_of
-from shared.storage.uses import mark
+from shared.storage.stored_bytes import mark
 
 DAY_S = 86_400.0
 TENANTS = ("acme", "globex")

@@ -10,18 +10,16 @@ from pathlib import Path
 import pytest
 
 from activities.host_context import HostContext
-from activities.records.checkpoints import find_newest
-from activities.records.run_records import BeginRequest, RunRecords
-from activities.retention.collect import collect
-from shared.fence import Fence
+from activities.records.run_records import BeginRequest, RunRecords, find_newest
+from activities.retention import collect
 from shared.limits import RetentionSettings
 from shared.runs.start import result_sha256
 from shared.runs.status import RunStatus
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact
-from shared.storage.paths import RunKeys, model_import, tokenized
+from shared.storage.paths import Fence, RunKeys, model_import, tokenized
 from shared.storage.store import LocalStore, ObjectInfo, uri_of
-from shared.storage.uses import CLAIM_S, CLAIMS, BeingDeleted, claim, claiming, mark, use
+from shared.storage.stored_bytes import CLAIM_S, CLAIMS, BeingDeleted, claim, claiming, mark, use
 from tests.activities.retention.stored_runs import DAY_S, STEPS, Writer, damaged, fill, key_of, sizes
 from tests.depth import IS_DEEP, drawn
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from activities.records.checkpoints import find_newest
-from activities.retention.collect import collect
-from shared.automation.garbage import Freed
-from shared.fence import Fence
+from activities.records.run_records import find_newest
+from activities.retention import collect
+from shared.automation import Freed
 from shared.limits import RetentionSettings
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from shared.storage.store import LocalStore, ObjectStore, S3Store
 from shared.storage.stored_bytes import Ledger
 from tests.activities.retention.stored_runs import (

@@ -11,8 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import activities.sampling.client
-from activities.sampling.client import Sampler
-from activities.sampling.streamed import MAX_EVENT_BYTES
+from activities.sampling.client import MAX_EVENT_BYTES, Sampler
 from shared.chat.completions import CompletionRequest, Sampling
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.settings import ConfinedSettings

@@ -14,21 +14,18 @@ from safetensors.numpy import load_file, save_file
 from temporalio.activity import ActivityCancellationDetails
 
 from activities.host_context import HostContext
-from activities.hosts.worker_process import WorkerProcess, processes_of
-from activities.sampling import lease_sampler
-from activities.sampling.lease_sampler import SamplerCommand
-from activities.sampling.samplers import Samplers
+from activities.hosts.workers import WorkerProcess, processes_of
+from activities.sampling import samplers as lease_sampler
+from activities.sampling.samplers import SamplerCommand, Samplers
 from longshore.fields import Artifact
-from shared.chat.completions import CompletionRequest, Sampling
-from shared.chat.sampler_control import SamplerReady
+from shared.chat.completions import CompletionRequest, SamplerReady, Sampling
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
-from shared.fence import Fence
-from shared.jobs.leases import LeaseGrant, LeaseMark, SamplerKey
+from shared.jobs.job import LeaseGrant, LeaseMark, SamplerKey
 from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import FileEntry, Manifest, seal, upload_artifact
 from shared.storage.files import write_atomically
-from shared.storage.paths import MANIFEST
+from shared.storage.paths import MANIFEST, Fence
 from shared.storage.store import open_store
 from tests.activities.lease_on_thread import HeldSampler, Host
 from tests.activities.test_end_tokens import TURN_END, make_base

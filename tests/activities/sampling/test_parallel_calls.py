@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from activities.sampling.parallel_calls import in_parallel
+from activities.sampling.sample import in_parallel
 
 
 def test_every_call_is_made_once_by_several_threads() -> None:

@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 
 from activities.host_context import HostContext
-from activities.sampling.completions import Sample, SampledGroup, read_sampled_groups
-from activities.sampling.routes import ROUTES, RoutesFile, RoutesWriter, read_answer, sent_bytes
+from activities.sampling.completions import (
+    ROUTES,
+    RoutesFile,
+    RoutesWriter,
+    Sample,
+    SampledGroup,
+    read_answer,
+    read_sampled_groups,
+    sent_bytes,
+)
 from activities.trajectories.group_samples import GROUPS, GroupSamples, GroupSamplesRequest
 from activities.trajectories.pack_trajectories import GroupsRequest, PackedGroups, PackTrajectories
 from shared.errors import InvalidInput

@@ -32,15 +32,14 @@ from activities.tokenizing.render_prompts import PromptRow, Prompts, PromptsFile
 from activities.trajectories.group_samples import GroupSamples, GroupSamplesRequest
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
 from longshore.fields import Artifact
-from shared.chat.completions import Sampling
-from shared.chat.sampler_control import SamplerReady
+from shared.chat.completions import SamplerReady, Sampling
 from shared.errors import InvalidInput, SamplerMismatch, SamplerUnavailable
-from shared.fence import Fence
-from shared.grading.graders import parse_grader
+from shared.grading import parse_grader
 from shared.runs.status import StepStatus
 from shared.serving import LeasedSampler, ServedSampler
 from shared.settings import SamplingSettings, Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
+from shared.storage.paths import Fence
 from shared.storage.store import LocalStore
 from tests.activities.groups import rl_run
 from tests.activities.sampler_proxy import SamplerProxy, proxy_of

@@ -23,9 +23,9 @@ from activities.tokenizing.tokenizer import tokenizer_files
 from longshore.fields import Artifact
 from longshore.training import Lora, ScalarHead
 from shared.errors import InvalidInput
-from shared.grading.graders import GradeOneRequest, SampledItem, SampleGrade, SampleRewards, parse_grader
+from shared.grading import GradeOneRequest, SampledItem, SampleGrade, SampleRewards, parse_grader
 from shared.models.peft import HEAD_TENSORS, WEIGHTS
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource
 from shared.runs.status import RewardModel
 from shared.serving import ServedSampler
 from shared.settings import SamplingSettings, Settings

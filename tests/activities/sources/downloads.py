@@ -8,7 +8,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.host_context import HostContext
 from activities.sources.download import Download, Downloaded, DownloadRequest
 from shared.errors import InvalidInput
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import stage
 

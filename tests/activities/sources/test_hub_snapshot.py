@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 from activities.host_context import HostContext
 from activities.models.resolve import Resolve
-from shared.runs.models import ModelRequest
+from shared.runs.start import ModelRequest
 from shared.settings import DownloadSettings, Settings
 from temporalio.testing import ActivityEnvironment
 settings = Settings(root=Path(sys.argv[1]), download=DownloadSettings(max_bytes=int(sys.argv[2])))

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from activities.formats.examples import Chat
-from activities.tokenizing.chat_template import ChatTemplate, Rendered
-from activities.tokenizing.template_environment import Unrendered
+from activities.formats.messages import Chat
+from activities.tokenizing.chat_template import ChatTemplate, Rendered, Unrendered
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 from shared.errors import InvalidInput
 from tests.activities.templates import CHATML, HARMONY, SPECIAL, TEMPLATES, open_model, write_model
@@ -260,7 +259,7 @@ def test_a_template_process_has_no_limit_of_its_parents_on_processor_time() -> N
     code = """if True:
         import resource
         import psutil
-        from activities.formats.examples import Chat
+        from activities.formats.messages import Chat
         from activities.tokenizing.template_process import TemplateProcess, TemplateSource
         used = resource.getrusage(resource.RUSAGE_SELF)
         bound = int(used.ru_utime + used.ru_stime) + 2

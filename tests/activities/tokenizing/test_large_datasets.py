@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from activities.packing.pack import PackRequest, write_plan
+from activities.packing import PackRequest, write_plan
 from activities.tokenizing.tokenize import write_units
 from shared.jobs.packed import Units
 from tests.activities.templates import open_model

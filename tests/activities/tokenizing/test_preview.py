@@ -8,16 +8,15 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.packing.pack import PackRequest, write_plan
-from activities.tokenizing.preview import PreviewDataset, preview_of
+from activities.packing import PackRequest, write_plan
 from activities.tokenizing.render_prompts import PromptsRequest, write_prompts
-from activities.tokenizing.tokenize import TokenizeRequest, write_units
+from activities.tokenizing.tokenize import PreviewDataset, TokenizeRequest, preview_of, write_units
 from longshore.fields import Artifact
 from shared.errors import InvalidInput
+from shared.jobs.bins import Cut
 from shared.jobs.packed import Units
-from shared.jobs.steps import Cut
+from shared.runs.dataset_runs import DatasetSource
 from shared.runs.previews import Preview, PreviewRequest, PreviewStart
-from shared.runs.sources import DatasetSource
 from shared.settings import DownloadSettings, Settings
 from tests.activities.templates import open_model, write_model
 

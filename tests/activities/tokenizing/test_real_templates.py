@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from activities.tokenizing.chat_template import ChatTemplate
-from activities.tokenizing.template_environment import Unrendered
+from activities.tokenizing.chat_template import ChatTemplate, Unrendered
 from activities.tokenizing.tokenizer import ModelTokenizer
 from tests.activities.templates import HARMONY
 from tests.activities.tokenizing.test_what_rows_say import check_rule, conversations

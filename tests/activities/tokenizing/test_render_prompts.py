@@ -27,7 +27,7 @@ from examples.tiny_model import train_tokenizer
 from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
 from shared.storage.store import LocalStore

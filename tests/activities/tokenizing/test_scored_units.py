@@ -14,8 +14,8 @@ from activities.tokenizing.tokenize import keep_scored
 from activities.tokenizing.units import TokenBlock
 from longshore.training import Full, Lora, ScalarHead
 from shared.errors import InvalidInput
+from shared.runs.dataset_runs import DatasetSource
 from shared.runs.requests import RewardRun
-from shared.runs.sources import DatasetSource
 
 SOURCE = DatasetSource(uri="file:///rows")
 PAIR = {"prompt": "q", "chosen": "good", "rejected": "bad"}

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 
 from activities.formats.dataset import open_dataset, open_prompts
-from activities.tokenizing.chat_template import ChatTemplate
+from activities.tokenizing.chat_template import ChatTemplate, Unrendered, tracking_generation
 from activities.tokenizing.encoding import encoded
-from activities.tokenizing.preview import preview_of
 from activities.tokenizing.render_prompts import ids_before_answers, rendered
-from activities.tokenizing.template_environment import Unrendered, tracking_generation
+from activities.tokenizing.tokenize import preview_of
 from activities.tokenizing.tokenizer import ModelTokenizer
 from activities.tokenizing.units import Tally
 from benchmarks import chat_templates
 from benchmarks.chat_templates import FORMS, compiled, npm_files, template_of, trl_sources, weights_of, without_blocks
+from shared.runs.dataset_runs import DatasetSource
 from shared.runs.previews import PreviewRequest
-from shared.runs.sources import DatasetSource
 from tests.activities.templates import CHATML, HARMONY, QWEN, tokenizer_json
 from tests.activities.tokenizing.test_what_rows_say import folder_of
 

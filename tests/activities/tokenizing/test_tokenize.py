@@ -21,8 +21,8 @@ from activities.tokenizing.tokenizer import ModelTokenizer, tokenizer_files
 from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
+from shared.runs.dataset_runs import DatasetSource
 from shared.runs.previews import Report
-from shared.runs.sources import DatasetSource
 from shared.settings import S3Settings, Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
 from shared.storage.store import LocalStore
@@ -367,7 +367,7 @@ def test_tokenizers_are_read_without_the_weights(tmp_path: Path) -> None:
 
 def test_importing_the_activities_loads_no_heavy_library() -> None:
     heavy = ("torch", "transformers", "pyarrow", "boto3", "tokenizers", "wandb")
-    modules = "activities.tokenizing.tokenize, activities.packing.pack"
+    modules = "activities.tokenizing.tokenize, activities.packing"
     code = f"import {modules}, sys; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from activities.host_context import HostContext
-from activities.sampling.chat import ChatPrompts, chat_completion
-from activities.tokenizing.tool_calls import text_before_calls, told_calls
+from activities.sampling.questions import ChatPrompts, chat_completion, text_before_calls, told_calls
 from longshore.fields import Artifact
-from service.apis.openai.streams import ChatChunks
-from service.inference.asking import PartialAnswer
+from service.apis.openai.answering import ChatChunks
+from service.inference.questions import PartialAnswer
 from shared.chat.completions import CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.settings import Settings

@@ -16,21 +16,19 @@ from activities.formats.dataset import open_dataset, open_prompts
 from activities.formats.messages import messages_of, tools_of
 from activities.formats.rows import Row
 from activities.host_context import HostContext
-from activities.sampling.chat import ChatPrompts
-from activities.tokenizing.chat_template import ChatTemplate
+from activities.sampling.questions import ChatPrompts
+from activities.tokenizing.chat_template import ChatTemplate, Unrendered
 from activities.tokenizing.encoding import encoded
-from activities.tokenizing.preview import preview_of
 from activities.tokenizing.render_prompts import PromptsRequest, PromptTally, rendered, write_prompts
-from activities.tokenizing.template_environment import Unrendered
-from activities.tokenizing.tokenize import TokenizeRequest, write_units
+from activities.tokenizing.tokenize import TokenizeRequest, preview_of, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
 from activities.tokenizing.units import Tally
-from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
+from activities.trajectories.read_groups import BrokenTrajectory, Conversations
 from longshore.fields import Artifact
 from shared.chat.trajectories import ChatTrajectory
 from shared.errors import InvalidInput
+from shared.runs.dataset_runs import DatasetSource
 from shared.runs.previews import PreviewRequest
-from shared.runs.sources import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import seal
 from tests.activities.templates import CHATML, LLAMA, QWEN, SPECIAL, TEMPLATES, open_model, tokenizer_json

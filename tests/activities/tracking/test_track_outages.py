@@ -15,8 +15,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.tracking.track import Track, Tracked, TrackRequest, Tries
-from activities.tracking.wandb_process import Writer, WriterLost
+from activities.tracking.track import Track, Tracked, TrackRequest, Tries, Writer, WriterLost
 from activities.tracking.wandb_writer import STEP, Done, HistoryRow, WriterStart
 from shared.settings import Settings
 from shared.storage.store import ObjectStore

@@ -11,13 +11,11 @@ from temporalio.testing import ActivityEnvironment
 from activities.tracking.track import Track, Tracked, TrackRequest
 from activities.tracking.wandb_writer import STEP
 from longshore.training import Lora
-from shared.fence import Fence
 from shared.jobs.events import Evaluated, EvaluationSample, Event, Offloaded, Started, Step, Succeeded
-from shared.runs.dataset_runs import SFTRun
+from shared.runs.dataset_runs import DatasetSource, SFTRun
 from shared.runs.requests import RLRun
-from shared.runs.sources import DatasetSource
 from shared.runs.status import StepStatus
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from shared.storage.store import ObjectStore
 
 RUN = SFTRun(

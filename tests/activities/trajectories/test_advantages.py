@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activities.trajectories.advantages import advantages_of, group_mean, group_normalized, leave_one_out
+from activities.trajectories.pack_trajectories import advantages_of, group_mean, group_normalized, leave_one_out
 
 REWARDS = st.lists(st.integers(-1000, 1000).map(lambda n: n / 8), min_size=2, max_size=12)
 

@@ -12,9 +12,15 @@ import pytest
 
 from activities.host_context import HostContext
 from activities.tokenizing.tokenizer import TokenizerFiles
-from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
-from activities.trajectories.read_groups import Rules, parse_groups, read_groups, sequences_of
+from activities.trajectories.read_groups import (
+    BrokenTrajectory,
+    Conversations,
+    Rules,
+    parse_groups,
+    read_groups,
+    sequences_of,
+)
 from longshore.fields import Artifact
 from shared.chat.trajectories import ChatTrajectory, Trajectory
 from shared.errors import InvalidInput

@@ -10,8 +10,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.grading.grade import GRADES, SUMMARY, Grade, GradeRequest, GradeSummary
 from activities.host_context import HostContext
-from activities.sampling.completions import Sample, SampledGroup
-from activities.sampling.routes import RoutesFile
+from activities.sampling.completions import RoutesFile, Sample, SampledGroup
 from activities.sampling.sample import write_samples
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile, write_rows
 from activities.trajectories.group_samples import (
@@ -27,7 +26,7 @@ from activities.trajectories.pack_trajectories import rollout_metrics
 from activities.trajectories.read_groups import GroupsRead, Rules, parse_groups, read_groups, sequences_of
 from longshore.fields import Artifact
 from shared.errors import InvalidInput
-from shared.grading.graders import SampleGrade, parse_grader
+from shared.grading import SampleGrade, parse_grader
 from shared.jobs.packed import RouteShape
 from shared.settings import Settings
 from shared.storage.artifacts import seal, stage, upload_artifact

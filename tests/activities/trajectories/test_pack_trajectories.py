@@ -10,23 +10,23 @@ import pytest
 
 from activities.host_context import HostContext
 from activities.records.run_records import RecoverRequest, RunRecords, StepRecordRequest
-from activities.trajectories.advantages import advantages_of
 from activities.trajectories.pack_trajectories import (
     GroupsRequest,
     PackedGroups,
     PackTrajectories,
+    advantages_of,
     mini_batches,
     sequence_of,
 )
 from longshore.fields import Artifact
 from shared.chat.trajectories import Trajectory
 from shared.errors import InvalidInput
-from shared.fence import Fence
 from shared.jobs.packed import Plan, Units
 from shared.jobs.prefix_tree import SequenceRow, split_tree
 from shared.runs.status import CheckpointRef, StepStatus
 from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import stage
+from shared.storage.paths import Fence
 from tests.activities.groups import group, random_groups, rl_run, write_groups
 
 

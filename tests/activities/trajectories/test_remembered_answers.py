@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from activities.host_context import HostContext
-from activities.trajectories.chat_trajectories import BrokenTrajectory, Conversations
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories, StepReport
-from activities.trajectories.remembered_answers import PublishedPolicy, RememberedAnswers
-from shared.chat.answer_records import (
+from activities.trajectories.read_groups import BrokenTrajectory, Conversations, PublishedPolicy, RememberedAnswers
+from shared.chat.messages import CalledFunction, ToolCall
+from shared.chat.trajectories import (
     AnswerLookup,
     AnswerRecord,
+    ChatTrajectory,
     DrawnChoice,
+    Trajectory,
     look_up,
     new_answer_id,
     parse_record,
     prune_answers,
     remember,
 )
-from shared.chat.messages import CalledFunction, ToolCall
-from shared.chat.trajectories import ChatTrajectory, Trajectory
 from shared.runs.status import StepStatus
 from shared.settings import DownloadSettings, Settings
 from shared.storage.store import LocalStore, ObjectStore, open_store, open_uri

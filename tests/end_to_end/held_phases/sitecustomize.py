@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 
-_MODULE = "megatron_worker.weight_sync.profile"
+_MODULE = "megatron_worker.weight_sync.sender"
 _PATIENCE_S = 100.0  # less than samplers have
 
 

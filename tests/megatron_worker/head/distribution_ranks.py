@@ -6,11 +6,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megatron_worker.engine import Outputs
+from megatron_worker.engine import Divergence, Outputs
 from megatron_worker.head.distributions import score_beside_teacher
 from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
-from megatron_worker.process.process_group import start_group
-from megatron_worker.teachers import Divergence
+from megatron_worker.process.ranks import start_group
 from tests.megatron_worker.head.test_distributions import HIDDEN_SIZE, KINDS, SKEW, VOCAB_SIZE, Given, expected, score
 
 EXACT = {"rtol": 1e-6, "atol": 1e-6}  # top_k's log-probabilities are float32

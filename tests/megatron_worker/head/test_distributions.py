@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.losses import DivergenceKind
-from megatron_worker.engine import Batch, Outputs, Scores
-from megatron_worker.head.beside import BesideHead
+from megatron_worker.engine import Batch, Divergence, LikeliestIds, Outputs, Scores, TeacherStates
 from megatron_worker.head.distributions import score_beside_teacher
 from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
-from megatron_worker.teachers import Divergence, LikeliestIds, TeacherStates
+from megatron_worker.head.scalar import BesideHead
 from tests.megatron_worker.launch import fork_ranks
 
 NUM_TARGETS, HIDDEN_SIZE, VOCAB_SIZE, RANK = 7, 6, 23, 2

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_worker.engine import Outputs
-from megatron_worker.head import top_k
-from megatron_worker.head.kernel_choice import policy
-from megatron_worker.head.logprobs import score_targets, whole_vocabulary
+from megatron_worker.head import torch_tiles
+from megatron_worker.head.logprobs import policy, score_targets, whole_vocabulary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -20,9 +19,9 @@ ids = st.integers(0, (1 << 31) - 1)
 
 @given(st.tuples(logits, ids), st.tuples(logits, ids))
 def test_a_key_is_greater_when_the_logit_is_or_when_it_is_equal_and_the_id_lower(one, other):
-    keys = top_k.pack_keys(torch.tensor([one[0], other[0]]), torch.tensor([one[1], other[1]]))
+    keys = torch_tiles.pack_keys(torch.tensor([one[0], other[0]]), torch.tensor([one[1], other[1]]))
     assert (keys[0] > keys[1]).item() == ((one[0], -one[1]) > (other[0], -other[1]))
-    value, id = top_k.unpack_keys(keys)
+    value, id = torch_tiles.unpack_keys(keys)
     assert value.tolist() == [one[0], other[0]]
     assert id.tolist() == [one[1], other[1]]
 
@@ -38,11 +37,11 @@ def test_cutting_a_row_changes_nothing(row, cuts, k):
     logit_1V = torch.tensor([row])
     bounds = [0, *sorted(min(cut, len(row)) for cut in cuts), len(row)]
     parts = [
-        top_k.shifted(top_k.of_logits(logit_1V[:, begin:end], k), begin)
+        torch_tiles.shifted(torch_tiles.of_logits(logit_1V[:, begin:end], k), begin)
         for begin, end in itertools.pairwise(bounds)
         if end > begin
     ]
-    value_1K, id_1K = top_k.unpack_keys(top_k.greatest(torch.cat(parts, dim=1), k))
+    value_1K, id_1K = torch_tiles.unpack_keys(torch_tiles.greatest(torch.cat(parts, dim=1), k))
     expected = sorted((-logit, id) for id, logit in enumerate(row) if logit != -torch.inf)[:k]
     expected += [(torch.inf, -1)] * (k - len(expected))
     assert value_1K[0].tolist() == [-negated for negated, _ in expected]

@@ -5,9 +5,8 @@ import torch
 
 from longshore.layout import Layout
 from longshore.training import Adam
-from megatron_worker.megatron.optimizer import MegatronOptimizer
-from megatron_worker.megatron.parallel.mesh import join_mesh
-from megatron_worker.megatron.regions import arrange
+from megatron_worker.megatron.optimizer import MegatronOptimizer, arrange
+from megatron_worker.megatron.parallel import join_mesh
 
 SHAPES = {"w": (33, 20), "b": (7,), "big": (600, 500)}
 

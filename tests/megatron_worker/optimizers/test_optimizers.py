@@ -9,11 +9,9 @@ from safetensors.torch import load_file
 
 from longshore.layout import Layout
 from longshore.training import Adam, Muon
-from megatron_worker.megatron.optimizer import MegatronOptimizer
-from megatron_worker.megatron.parallel.mesh import join_mesh
-from megatron_worker.megatron.regions import arrange
-from megatron_worker.optimizers.groups import groups_of
-from megatron_worker.optimizers.muon import orthogonal
+from megatron_worker.megatron.optimizer import MegatronOptimizer, arrange
+from megatron_worker.megatron.parallel import join_mesh
+from megatron_worker.optimizers import groups_of, orthogonal
 from megatron_worker.tensors.slot_engine import gradient_noise
 from shared.families.tensor_slices import TensorSlice
 from tests.depth import drawn

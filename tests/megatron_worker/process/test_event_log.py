@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_worker.process.event_log import EventLog
+from megatron_worker.process.job_queue import EventLog
 from shared.errors import InvalidInput
 from shared.jobs.events import Cancelled, Evaluated, Failed, Step, Succeeded
 from tests.megatron_worker.workshop import read_log

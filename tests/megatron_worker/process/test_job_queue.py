@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron_worker.process.job_queue import JobQueue
-from shared.fence import Fence
-from shared.jobs.leases import LeaseMark
+from shared.jobs.job import LeaseMark
 from shared.storage.files import write_atomically
-from shared.storage.paths import WorkerPaths
+from shared.storage.paths import Fence, WorkerPaths
 from tests.megatron_worker.workshop import Workshop, make_workshop, submit
 
 

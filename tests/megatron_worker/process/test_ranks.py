@@ -5,8 +5,7 @@ import errno
 import pytest
 import torch.distributed as dist
 
-from megatron_worker.process.faults import Fault, JobFailed, fault_of
-from megatron_worker.process.ranks import WorkerRanks
+from megatron_worker.process.ranks import Fault, JobFailed, WorkerRanks, fault_of
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput, StoreUnavailable
 from tests.megatron_worker.launch import fork_ranks
 

@@ -5,7 +5,7 @@ import sys
 
 WAITS = """
 import queue, signal, sys, threading, time
-from megatron_worker.process.watchdog import on_signals
+from megatron_worker.process.startup import on_signals
 
 waiting = queue.SimpleQueue()
 on_signals(lambda: waiting.put(None))

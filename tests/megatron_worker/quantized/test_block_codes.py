@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_worker.memory.live_bytes import CpuMeter
-from megatron_worker.quantized import block_codes
-from megatron_worker.quantized.block_codes import CODES
-from megatron_worker.quantized.tensors import QuantizedTensors
-from megatron_worker.quantized.weights import quantized_linear, quantized_product
+from megatron_worker import quantized as block_codes
+from megatron_worker.memory import CpuMeter
+from megatron_worker.quantized import CODES, QuantizedTensors, quantized_linear, quantized_product
 
 # scipy.stats.norm.ppf at the paper's probabilities: 8 from 1/2 to its offset, 9 on the other side, over the last.
 _OFFSET = (1 - 1 / 30 + 1 - 1 / 32) / 2

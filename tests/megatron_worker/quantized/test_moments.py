@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from longshore.layout import Layout
 from longshore.training import Full
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.quantized.moments import CodedMoment
+from megatron_worker.quantized import CodedMoment
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, checkpoint_bytes
 from tests.megatron_worker.quantized.quantized_ranks import Trial

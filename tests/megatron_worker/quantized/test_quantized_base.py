@@ -10,7 +10,7 @@ from longshore.fields import Artifact
 from longshore.layout import Layout
 from longshore.training import Full, Lora
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.quantized.block_codes import CODES
+from megatron_worker.quantized import CODES
 from megatron_worker.warm_engine import build_engine
 from shared.jobs.job import SessionPlan
 from tests.depth import drawn

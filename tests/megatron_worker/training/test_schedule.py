@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
-from megatron_worker.training.schedule import learning_rate
+from megatron_worker.planned import learning_rate
 from shared.jobs.job import Schedule
 
 

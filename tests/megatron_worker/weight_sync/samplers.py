@@ -11,12 +11,12 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron_worker.sampler.decoders.interface import AnyDecoder, open_decoder
+from megatron_worker.sampler.decoders import AnyDecoder, open_decoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.sampler.models import Models
 from megatron_worker.weight_sync.connections import accept_locally, accept_remotely
 from megatron_worker.weight_sync.transports.table import ends_of, why_not
-from shared.jobs.weight_sync import EXPERIMENTAL, SyncAccess, SyncTarget, Transport, secret_of_run
+from shared.jobs.job import EXPERIMENTAL, SyncAccess, SyncTarget, Transport, secret_of_run
 
 PACKAGES = Path(__file__).parents[3] / ".venv" / "clients" / "transports"
 """NIXL and Mooncake, as requirements/clients.txt pins them."""

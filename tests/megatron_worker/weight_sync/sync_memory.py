@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_worker.memory.live_bytes import CpuMeter
-from megatron_worker.weight_sync.messages import Announcement
+from megatron_worker.memory import CpuMeter
+from megatron_worker.weight_sync.buckets import Announcement
 
 
 @dataclass

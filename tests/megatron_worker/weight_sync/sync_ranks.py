@@ -21,14 +21,12 @@ from safetensors.torch import load_file
 from longshore.layout import EngineName, Layout
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outgoing, TensorBlock
-from megatron_worker.process.event_log import EventLog
-from megatron_worker.process.process_group import start_group
-from megatron_worker.process.ranks import WorkerRanks
+from megatron_worker.process.job_queue import EventLog
+from megatron_worker.process.ranks import WorkerRanks, start_group
 from megatron_worker.sampler.adapters import adapter_of
 from megatron_worker.tensors.slot_engine import Engine
-from megatron_worker.training.sending import sent_meanwhile
-from megatron_worker.weight_sync.gathering import LastSent
-from megatron_worker.weight_sync.sender import Sending, send
+from megatron_worker.trained_slot import sent_meanwhile
+from megatron_worker.weight_sync.sender import LastSent, Sending, send
 from shared.jobs.events import Synced
 from shared.jobs.job import Job
 from shared.models.peft import WEIGHTS

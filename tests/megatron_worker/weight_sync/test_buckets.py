@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_worker.engine import Outgoing, TensorBlock
-from megatron_worker.process.process_group import SideRanks
-from megatron_worker.weight_sync import changes
+from megatron_worker.process.ranks import SideRanks
+from megatron_worker.weight_sync import buckets
 from megatron_worker.weight_sync.buckets import Assembly, Bucket, Digest, checksum, cut_buckets
-from megatron_worker.weight_sync.gathering import Gathering, LastSent
+from megatron_worker.weight_sync.sender import Gathering, LastSent
 from shared.errors import InvalidInput
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -154,26 +154,26 @@ def test_changes_lead_exactly_from_one_version_to_the_next(size, dtype, share, s
     changed = torch.rand(size, generator=generator) < share
     new = torch.where(changed, old * 1.01 + 1e-3, old)
     out = torch.zeros(old.numel() * old.element_size(), dtype=torch.uint8)
-    num = changes.find_changes(new, old, out)
+    num = buckets.find_changes(new, old, out)
     if num is None:
         words = (new.view(torch.int16) != old.view(torch.int16)).sum()
         assert 3 * words > 0.9 * len(out) - 3 * (2 * size // 256 + 1)
         return
-    assert changes.num_bytes(num) <= len(out)
+    assert buckets.num_bytes(num) <= len(out)
     found = old.clone()
-    changes.apply(out, num, found)
+    buckets.apply(out, num, found)
     assert torch.equal(found.view(torch.int16), new.view(torch.int16))
 
 
 def test_changes_far_apart_and_across_chunks(monkeypatch):
-    monkeypatch.setattr(changes, "_CHUNK", 1000)
+    monkeypatch.setattr(buckets, "_CHUNK", 1000)
     old = torch.zeros(10_000, dtype=torch.bfloat16)
     new = old.clone()
     new[[0, 255, 256, 999, 1000, 4321, 9999]] = 1
     out = torch.zeros(20_000, dtype=torch.uint8)
-    num = changes.find_changes(new, old, out)
+    num = buckets.find_changes(new, old, out)
     assert num is not None and num < 60
-    changes.apply(out, num, old)
+    buckets.apply(out, num, old)
     assert torch.equal(old, new)
     with pytest.raises(ValueError, match="of 100"):
-        changes.apply(out, num, torch.zeros(100, dtype=torch.bfloat16))
+        buckets.apply(out, num, torch.zeros(100, dtype=torch.bfloat16))

@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.generation import Ending, Sequence, Ticket
 from megatron_worker.sampler.models import RequestRefused
-from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
 from shared.chat.completions import Sampling
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from megatron_worker.sampler.models import RequestRefused
-from megatron_worker.weight_sync.transports.collective import SyncGroup
-from megatron_worker.weight_sync.transports.rendezvous import MemberStore, Values
-from shared.jobs.weight_sync import SyncTarget
+from megatron_worker.weight_sync.transports.collective import MemberStore, SyncGroup, Values
+from shared.jobs.job import SyncTarget
 from tests import forks
 from tests.depth import drawn
 from tests.forks import Program

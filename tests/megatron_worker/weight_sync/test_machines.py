@@ -10,7 +10,7 @@ import torch
 from megatron_worker.weight_sync import connections
 from megatron_worker.weight_sync.connections import accept_remotely
 from megatron_worker.weight_sync.transports import collective
-from shared.jobs.weight_sync import SyncAccess
+from shared.jobs.job import SyncAccess
 from tests.machines import made
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start

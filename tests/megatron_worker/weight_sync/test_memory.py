@@ -14,7 +14,7 @@ import pytest
 from benchmarks.machine import PeakMemory
 from examples.tiny_model import make_tiny_model
 from longshore.layout import EngineName
-from megatron_worker.weight_sync.gathering import LastSent
+from megatron_worker.weight_sync.sender import LastSent
 from tests import forks
 from tests.depth import drawn
 from tests.megatron_worker.driving import train

@@ -14,17 +14,15 @@ from tokenizers import Tokenizer
 
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.generation import Ending, Sequence, Ticket
 from megatron_worker.sampler.models import RequestRefused
-from megatron_worker.sampler.sequence import Ending, Sequence, Ticket
-from megatron_worker.weight_sync.buckets import shapes_sha256
+from megatron_worker.weight_sync.buckets import Announcement, Connect, SyncBroken, SyncMessage, SyncReply, shapes_sha256
 from megatron_worker.weight_sync.connections import connect_locally
-from megatron_worker.weight_sync.gathering import LastSent
-from megatron_worker.weight_sync.messages import Announcement, Connect, SyncBroken, SyncMessage, SyncReply
-from megatron_worker.weight_sync.sender import send
-from megatron_worker.weight_sync.transports.shared_memory import Buffers
+from megatron_worker.weight_sync.sender import LastSent, send
+from megatron_worker.weight_sync.transports.same_machine import Buffers
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
-from shared.jobs.weight_sync import SyncAccess, SyncTarget
+from shared.jobs.job import SyncAccess, SyncTarget
 from shared.models import peft
 from shared.storage.artifacts import sha256_file
 from shared.storage.files import reachable

@@ -12,14 +12,21 @@ import pytest
 import torch
 
 from megatron_worker.weight_sync.bucket_reader import TrainerMessages
-from megatron_worker.weight_sync.buckets import Bucket, BucketPart
+from megatron_worker.weight_sync.buckets import (
+    Bucket,
+    BucketPart,
+    Connect,
+    CudaHandle,
+    RemoteBuffers,
+    SyncBroken,
+    SyncMessage,
+    SyncReply,
+)
 from megatron_worker.weight_sync.connections import SyncConnection
-from megatron_worker.weight_sync.messages import Connect, CudaHandle, RemoteBuffers, SyncBroken, SyncMessage, SyncReply
-from megatron_worker.weight_sync.transports.cuda_ipc import CudaInbound
-from megatron_worker.weight_sync.transports.nixl import NixlEngine
 from megatron_worker.weight_sync.transports.protocol import make_buffers
-from megatron_worker.weight_sync.transports.pulled import PulledInbound
-from shared.jobs.weight_sync import Transport
+from megatron_worker.weight_sync.transports.pulled import NixlEngine, PulledInbound
+from megatron_worker.weight_sync.transports.same_machine import CudaInbound
+from shared.jobs.job import Transport
 from tests.megatron_worker.weight_sync.samplers import WAYS, needs
 from tests.megatron_worker.weight_sync.two_processes import apart, check_sleep, check_syncs
 

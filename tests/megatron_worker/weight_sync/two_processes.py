@@ -11,7 +11,7 @@ from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.weight_sync.buckets import weights_sha256
 from megatron_worker.weight_sync.sender import send
 from shared.chat.completions import Sampling
-from shared.jobs.weight_sync import SyncAccess, SyncOutcome, SyncTarget, Transport, secret_of_run
+from shared.jobs.job import SyncAccess, SyncOutcome, SyncTarget, Transport, secret_of_run
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import random_rows

@@ -23,10 +23,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from service.apis import edge
-from service.host_http import listening
-from service.host_http.server import served
-from service.host_http.trust import Trust
-from service.telemetry.requests import REQUESTS
+from service.host_http import server
+from service.host_http.server import Trust, served
+from service.telemetry import REQUESTS
 from shared.limits import RateLimitSettings
 from shared.settings import Settings
 from tests.security.belongings import Belongings, Operation
@@ -41,7 +40,7 @@ _PATIENCE_S = 20.0
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service's own deadlines, made short."""
-    monkeypatch.setattr(listening, "HEADERS_S", _SOON_S)
+    monkeypatch.setattr(server, "HEADERS_S", _SOON_S)
     monkeypatch.setattr(edge, "_BODY_S", _SOON_S)
 
 
@@ -176,7 +175,7 @@ def _hung_up(service: Service, before: bytes) -> bytes:
 def listened(most: int, trust: Trust | None = None) -> Iterator[int]:
     """Serve as hosts do, so many connections at most; yields the port."""
     app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("here"))])
-    listener = listening.listen_at(ip_address("127.0.0.1"), most=most)
+    listener = server.listen_at(ip_address("127.0.0.1"), most=most)
     port = listener.getsockname()[1]
     with served(app, listener, trust):
         yield port
@@ -198,7 +197,7 @@ def test_who_only_connects_takes_a_share_of_the_connections_for_a_while(
 ) -> None:
     """Neither a request nor, where TLS is spoken, a handshake: what a process has open stays bounded."""
     trust = Trust.of(Settings(root=tmp_path, seal_key=SecretStr("k" * 64))) if tls else None
-    monkeypatch.setattr(listening, "HEADERS_S", 3600)
+    monkeypatch.setattr(server, "HEADERS_S", 3600)
     with listened(3, trust) as port, ExitStack() as opened:
         connect = lambda: opened.enter_context(socket.create_connection(("127.0.0.1", port)))  # noqa: E731
         silent = [connect() for _ in range(3)]

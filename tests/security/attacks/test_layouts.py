@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from activities.hosts.worker_process import launch
+from activities.hosts.workers import launch
 from longshore.fields import Artifact
 from longshore.layout import Layout
 from shared.errors import InvalidInput
-from shared.jobs.leases import WorkerKey
+from shared.jobs.job import WorkerKey
 from shared.storage.paths import HostPaths
 from tests.security.belongings import DATA, ROLLOUTS
 from tests.service.conftest import Service, sft

@@ -12,8 +12,8 @@ from activities.sources.download import find_sources
 from service.temporal import Temporal
 from shared.errors import InvalidInput
 from shared.settings import Settings
+from shared.storage.places import with_query
 from shared.storage.store import open_store
-from shared.uri_queries import with_query
 from tests.files_below import files_below
 from tests.opened import opened
 from tests.security.belongings import TENANT, Belongings

@@ -17,9 +17,9 @@ from fastapi.routing import APIRoute, iter_route_contexts
 from pydantic import Field, model_validator
 
 from longshore.fields import Frozen
-from service.accounts.principals import Principal, is_demand
+from service.accounts.keys import Principal, is_demand
 from service.apis import decoders
-from service.apis.json_bodies import MAX_FIELDS, JsonBody, JsonRoute, judged
+from service.apis.bodies import MAX_FIELDS, JsonBody, JsonRoute, judged
 from service.app import create_app
 from service.decoding import SMALL_BYTES, Decoding
 from service.errors import Forbidden
@@ -72,18 +72,17 @@ def test_a_pattern_that_is_not_is_found(tmp_path: Path, pattern: str) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from shared.grading.expressions import *"
-        "\ntry: parse_expression('1' * 3990 + 'e1x')\nexcept ExpressionError: pass",
-        "from shared.grading.expressions import *\ntry: parse_expression('1+' * 1990 + '1' * 10 + 'e1.')"
+        "from shared.grading import *\ntry: parse_expression('1' * 3990 + 'e1x')\nexcept ExpressionError: pass",
+        "from shared.grading import *\ntry: parse_expression('1+' * 1990 + '1' * 10 + 'e1.')"
         "\nexcept ExpressionError: pass",
-        "from activities.grading.score_model import score_in\n"
+        "from activities.grading.open_grader import score_in\n"
         "openings = ('```' + ' ' * 500_000, '```' + ' \\n' * 200_000 + 'x', '```json' * 100_000)\n"
         "for said in (opening + end for opening in openings for end in ('x```', 'x')):\n"
         "  try: score_in({'choices': [{'message': {'content': said}}]}, (0, 1))\n"
         "  except Exception as error: assert type(error).__name__ == 'NotGraded'",
-        "from activities.tokenizing.tool_calls import told_calls\n"
+        "from activities.sampling.questions import told_calls\n"
         "for said in ('<tool_call>' * 200_000, '<tool_call></tool_call' * 100_000): told_calls(said, 'a')",
-        "from shared.grading.templates import *\n"
+        "from shared.grading import *\n"
         "for said in ('{{' * 30_000, '{{ ' + 'a.' * 30_000 + '}}', '{{' + ' ' * 60_000 + '}}'):\n"
         "  try: parse_template(said)\n"
         "  except TemplateError: pass",

@@ -37,8 +37,8 @@ from activities.hosts.lease import LeaseRequest
 from longshore.fields import Artifact
 from longshore.layout import Layout
 from service.dev.connection import Connection
-from service.sealing.codec import UNSEALED
-from shared.jobs.leases import WorkerKey
+from service.sealing import UNSEALED
+from shared.jobs.job import WorkerKey
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.start import RunStart
 from shared.runs.status import STATUS_MEMO, RunStatus, StepRequest

@@ -13,7 +13,7 @@ from service.accounts.keys import Keys, SignIns
 from service.accounts.limits import RateLimit
 from service.apis import errors as problems
 from service.apis.edge import Edge
-from service.database import migrate
+from service.database import engine
 from service.database.engine import Database
 from service.errors import Conflict, DatabaseUnavailable, Forbidden, QuotaExceeded, TemporalUnavailable
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput, NotFound, StoreUnavailable, WorkerLost
@@ -24,7 +24,7 @@ from shared.storage.store import LocalStore
 async def answer_to(error: Exception, tmp_path, path: str = "/") -> httpx.Response:
     """What a client gets when an endpoint raises this."""
     database = Database(f"sqlite:///{tmp_path}/service.db")
-    migrate.upgrade(database)
+    engine.upgrade(database)
     keys = Keys(Settings(root=tmp_path, api_key="key"), LocalStore(tmp_path), database)
     edge = Middleware(
         Edge,

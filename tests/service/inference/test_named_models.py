@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from activities.publishing.publish import Claim, claim_version
-from service.inference.named_models import NamedModels
-from service.inference.published_models import PublishedModels
+from service.inference.published_models import NamedModels, PublishedModels
 from shared.errors import InvalidInput
-from shared.grading.graders import parse_grader
+from shared.grading import parse_grader
 from shared.runs.acceptance import check_startable
 from shared.runs.dataset_runs import RewardRun, SFTRun
 from shared.runs.requests import RLRun, RunRecord

@@ -7,7 +7,7 @@ import optuna
 import pytest
 from pydantic import ValidationError
 
-from shared.automation.sweeps import Halving, Report, Reports, Sweep, candidates, grid_values, pruned, with_values
+from shared.automation import Halving, Report, Reports, Sweep, candidates, grid_values, pruned, with_values
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 

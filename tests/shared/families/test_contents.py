@@ -4,8 +4,7 @@ import pytest
 
 from shared.errors import InvalidInput
 from shared.families import architecture_of
-from shared.families.contents import Stored, contents_of
-from shared.families.model_slices import constants_of, slices_of
+from shared.families.model_slices import Stored, constants_of, contents_of, slices_of
 from shared.models.config import read_model_config
 
 MIXTURE = {

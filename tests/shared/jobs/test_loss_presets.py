@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from activities.trajectories.advantages import advantages_of
+from activities.trajectories.pack_trajectories import advantages_of
 from longshore.fields import Artifact
 from longshore.losses import PPO, Distillation, Kl
 from longshore.training import Lora, ScalarHead

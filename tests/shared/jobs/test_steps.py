@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from activities.packing.pack import PackRequest, write_plan
+from activities.packing import PackRequest, write_plan
 from activities.sampling.completions import Rows, numbers_of
 from longshore.fields import Artifact
-from shared.jobs import steps
-from shared.jobs.steps import Cut, length_of, length_of_draws
+from shared.jobs import bins
+from shared.jobs.bins import Cut, length_of, length_of_draws
 
 UNITS = Artifact(uri="file:///units", sha256="0" * 64)
 
@@ -71,7 +71,7 @@ def test_beyond_what_is_counted_one_by_one_steps_of_tokens_are_about(
     tokens_U = np.random.default_rng(0).integers(8, 64, 800)
     cut = Cut(seed=1, batch_tokens=1024, **length)
     exact = length_of(tokens_U, cut)
-    monkeypatch.setattr(steps, "_MOST_COUNTED", 300)
+    monkeypatch.setattr(bins, "_MOST_COUNTED", 300)
     found = length_of(tokens_U, cut)
     assert exact.is_exact and not found.is_exact
     assert found.steps == pytest.approx(exact.steps, rel=0.06) and found.tokens == pytest.approx(exact.tokens, rel=0.06)

@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from longshore.module_patterns import ModulePattern
-from longshore.training import DELTA_NET, LATENT, LINEARS, TARGETS, Lora
+from longshore.training import DELTA_NET, LATENT, LINEARS, TARGETS, Lora, ModulePattern
 from shared.errors import InvalidInput
-from shared.models.lora_modules import AdaptedModules
-from shared.models.peft import check_same
+from shared.models.peft import AdaptedModules, check_same
 
 CHARACTERS = st.sampled_from(
     ["a", "b", ".", "0", r"\.", r"\d", r"\w", r"\W", "[ab]", "[^a]", "[0-9_]", r"\b", "^", "$"]

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from shared.errors import InvalidInput
-from shared.fence import Fence
 from shared.jobs.events import Step
 from shared.runs.events import EventCursor, read_run_events
-from shared.storage.paths import RunKeys
+from shared.storage.paths import Fence, RunKeys
 from shared.storage.store import LocalStore, ObjectInfo
 from tests.workflows.stand_in import read_events
 

@@ -6,8 +6,7 @@ from pydantic import ValidationError
 from longshore.fields import Artifact
 from longshore.layout import Layout
 from longshore.training import Full, Lora, SessionRun
-from shared.jobs.job import JobPlan, PackedData, Schedule
-from shared.jobs.leases import WorkerKey
+from shared.jobs.job import JobPlan, PackedData, Schedule, WorkerKey
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.requests import RLRun
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from longshore.commands import MAX_ANSWER, CommandProblem, CommandResult, TokenScores
-from shared.runs.session_results import MOST_SCORED_BYTES, SessionResults
-from shared.runs.sessions import MAX_WAITING
+from shared.runs.events import MOST_SCORED_BYTES, SessionResults
+from shared.runs.start import MAX_WAITING
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import Ledger

@@ -17,8 +17,11 @@ from longshore.fields import Artifact
 from shared.errors import CorruptArtifact, StoreUnavailable
 from shared.settings import S3Settings
 from shared.storage.artifacts import (
+    RANGE_BYTES,
+    Fetched,
     FileEntry,
     Manifest,
+    fetch,
     find_artifact,
     manifest_of,
     open_artifact,
@@ -33,7 +36,6 @@ from shared.storage.artifacts import (
     upload_artifact,
 )
 from shared.storage.paths import MANIFEST
-from shared.storage.ranges import RANGE_BYTES, Fetched, fetch
 from shared.storage.store import LocalStore, ObjectStore, S3Store, open_store
 
 FILES = {"a.bin": b"a" * 5_000, "deep/ü b.json": b"{}", "empty": b"", "deep/manifest.json": b"not the manifest"}

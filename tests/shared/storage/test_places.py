@@ -6,12 +6,11 @@ from urllib.parse import unquote
 import pytest
 
 from shared.errors import InvalidInput
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource
 from shared.settings import DownloadSettings, S3Settings, Settings
 from shared.storage.paths import query_record
-from shared.storage.places import OpenPlaces
+from shared.storage.places import OpenPlaces, with_query, without_queries
 from shared.storage.store import LocalStore, S3Store
-from shared.uri_queries import with_query, without_queries
 
 
 @pytest.fixture

@@ -8,11 +8,10 @@ from temporalio.exceptions import ActivityError
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import LeaseRequest
     from longshore.fields import Frozen
-    from shared.jobs.leases import GangLeader, LeaseGrant, WorkerKey
+    from shared.jobs.job import GangLeader, LeaseGrant, WorkerKey
     from shared.runs.start import RunTiming
     from workflows import policies
-    from workflows.leases.gang_turns import Turn, Turns
-    from workflows.leases.leasing import Leasing, Lost
+    from workflows.leases import Leasing, Lost, Turn, Turns
 
 
 class Holding(Frozen):

@@ -21,8 +21,8 @@ from service.inference.art_models import ArtModels, UntrainedModels
 from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
 from service.temporal import Temporal, connect_temporal
+from shared.chat.completions import SamplerReady
 from shared.chat.messages import ChatCompletion, ChatRequest
-from shared.chat.sampler_control import SamplerReady
 from shared.settings import ServingSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import HostPaths

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from activities.hosts import standing
-from activities.hosts.fitness import Fitness
 from activities.hosts.lease import LeaseRecord
+from activities.hosts.standing import Fitness
 from shared.runs.start import RunTiming
 from shared.storage.host_states import MAX_LOST, is_bf16_fast, read_fast_bf16, read_states
 from shared.storage.paths import RunKeys
@@ -85,7 +85,7 @@ def python_without_torch(folder: Path) -> str:
 async def test_forty_runs_succeed_beside_three_broken_hosts(temporal_address: str, tmp_path: Path) -> None:
     """One lacks torch; the disk of one fills up, and the device of one breaks, once they have begun to poll."""
     is_broken = False
-    without_torch = [python_without_torch(tmp_path / "venv"), "-m", "activities.hosts.fitness"]
+    without_torch = [python_without_torch(tmp_path / "venv"), "-m", "activities.hosts.standing"]
     stand_in = StandInCommand()
 
     def lacks_torch() -> tuple[str, ...]:

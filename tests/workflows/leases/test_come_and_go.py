@@ -16,7 +16,7 @@ from activities.hosts.lease import LeaseRecord
 from service.launching import Launching, waiting
 from shared.jobs.events import Step
 from shared.runs.start import RunTiming
-from shared.storage.checkpoints import is_job
+from shared.storage.artifacts import is_job
 from shared.storage.host_states import read_states
 from shared.storage.paths import RunKeys
 from tests.depth import drawn

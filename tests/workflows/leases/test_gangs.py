@@ -13,11 +13,11 @@ from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowFailureError, WorkflowHandle
 from temporalio.service import RPCError
 
-from activities.hosts.worker_process import end_processes
+from activities.hosts.workers import end_processes
 from longshore.fields import Artifact
 from longshore.layout import Layout
 from service.host_workers import control_workers
-from shared.jobs.leases import WorkerKey
+from shared.jobs.job import WorkerKey
 from shared.runs.start import RunTiming
 from shared.storage.paths import HostPaths
 from tests.depth import IS_DEEP, SEED
@@ -26,9 +26,8 @@ from tests.workflows.leases.gang_holder import GangHolder, Holding
 from tests.workflows.stack import Stack, has_checkpoint, started
 from tests.workflows.stand_in import StandInCommand
 from tests.workflows.stand_in_worker import adapter_bytes
-from workflows import policies
-from workflows.leases import gang_turns
-from workflows.leases.gang_turns import GangTurnsWorkflow, Turn
+from workflows import leases, policies
+from workflows.leases import GangTurnsWorkflow, Turn
 
 TWO = Layout(dp=2, nodes=2)
 NUM_HOSTS, NUM_GANGS, NUM_TRIALS = 6, 20, 200 if IS_DEEP else 1
@@ -115,7 +114,7 @@ async def test_a_run_stands_in_line_again_when_the_line_is_lost(
     temporal_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody has terminated the workflow that gives turns, with all that stood in it."""
-    monkeypatch.setattr(gang_turns, "_ASK_AGAIN_S", 0.5)
+    monkeypatch.setattr(leases, "_ASK_AGAIN_S", 0.5)
     async with holders(temporal_address, tmp_path) as stack:
         first = await hold(stack)
         await eventually(lambda: has(first, "ACTIVITY_TASK_SCHEDULED"), "its turn")

@@ -10,15 +10,14 @@ import httpx
 import pytest
 
 from activities.host_context import HostContext
-from activities.sampling.chat import chat_completion
-from activities.sampling.questions import OpenQuestion, Questions
+from activities.sampling.questions import OpenQuestion, Questions, chat_completion
 from activities.sampling.samplers import Samplers
-from service.apis.openai.streams import ChatChunks
-from service.inference.asking import PartialAnswer
+from service.apis.openai.answering import ChatChunks
 from service.inference.published_models import PublishedModels
-from shared.chat.answer_records import AnswerLookup, AnswerRecord, look_up, parse_record
+from service.inference.questions import PartialAnswer
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion
+from shared.chat.trajectories import AnswerLookup, AnswerRecord, look_up, parse_record
 from shared.errors import InvalidInput, NotFound
 from shared.serving import CompleteRequest, ServedSampler
 from shared.settings import SamplingSettings

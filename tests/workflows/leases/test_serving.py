@@ -16,34 +16,31 @@ from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.host_context import HostContext
-from activities.hosts.worker_process import processes_of
+from activities.hosts.workers import processes_of
 from activities.sampling.client import Sampler
-from activities.sampling.lease_sampler import SamplerLeaseRequest
-from activities.sampling.samplers import OpenSampler, ServingAdapters
+from activities.sampling.samplers import OpenSampler, SamplerLeaseRequest, ServingAdapters
 from longshore.fields import Artifact
 from service.accounts.tenants import Quotas
-from service.database import migrate
+from service.database import engine
 from service.database.engine import Database
-from service.inference.asking import PartialAnswer
-from service.inference.eviction import IdleEviction
+from service.inference.questions import IdleEviction, PartialAnswer
 from service.runs.rows import RunRows, run_row
-from service.runs.states import queued
+from service.runs.runs import queued
 from service.temporal import Temporal
 from shared.errors import InvalidInput, SamplerUnavailable
-from shared.fence import Fence
-from shared.jobs.leases import LeaseGrant, SamplerKey
+from shared.jobs.job import LeaseGrant, SamplerKey
 from shared.limits import QuotaSettings
 from shared.runs.requests import RLRun, RunRecord
 from shared.runs.start import RunTiming
 from shared.serving import ServeRequest, ServingStart
 from shared.settings import ServingSettings
 from shared.storage.artifacts import find_artifact
-from shared.storage.paths import published_version
+from shared.storage.paths import Fence, published_version
 from tests.depth import drawn
 from tests.workflows.leases.harbour import IDLE_S, Harbour, greedy, said, there_is
 from tests.workflows.published import publish
 from workflows import policies
-from workflows.leases.serving import ServingWorkflow
+from workflows.leases import ServingWorkflow
 
 
 @pytest.mark.drawn
@@ -133,7 +130,7 @@ async def test_an_idle_sampler_makes_room_for_a_run_that_waits(harbour: Harbour,
     await harbour.inference(serving=serving).chat("default", greedy("north"))
     [sampler] = harbour.samplers()
     database = Database(f"sqlite:///{tmp_path}/longshore.db")
-    migrate.upgrade(database)
+    engine.upgrade(database)
     rows = RunRows(database, Quotas(QuotaSettings(), harbour.store, database))
     eviction = IdleEviction(harbour.settings, rows, Temporal(harbour.settings), frozenset)
     try:
@@ -162,7 +159,7 @@ async def test_a_sampler_that_is_asked_all_the_time_is_shared(
     serving = harbour.settings.serving.model_copy(update={"idle_s": 60.0, "share_s": 3.0})
     inference = harbour.inference(serving=serving)
     database = Database(f"sqlite:///{tmp_path}/longshore.db")
-    migrate.upgrade(database)
+    engine.upgrade(database)
     rows = RunRows(database, Quotas(QuotaSettings(), harbour.store, database))
     eviction = IdleEviction(harbour.settings, rows, Temporal(harbour.settings), inference.leases.waiting)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from temporalio.client import WorkflowHandle
 
-from activities.hosts.worker_process import processes_of
-from shared.fence import Fence
-from shared.jobs.leases import LeaseGrant
+from activities.hosts.workers import processes_of
+from shared.jobs.job import LeaseGrant
 from shared.runs.start import RunTiming
 from shared.runs.status import PhaseSpan, RunStatus
+from shared.storage.paths import Fence
 from tests.waiting import eventually
 from tests.workflows.stack import Stack, failure_of, has_checkpoint, started
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes

@@ -4,12 +4,12 @@ import pytest
 from pydantic import ValidationError
 
 from longshore.fields import Artifact
-from shared.fence import Fence
 from shared.models.shape import ModelShape
 from shared.runs.requests import RLRun
 from shared.runs.start import RLStart
 from shared.runs.status import Policy
 from shared.serving import LeasedSampler
+from shared.storage.paths import Fence
 from workflows.rollouts.requests import held_out_samples, step_samples, too_small_a_bucket
 
 SHAPE = ModelShape(

@@ -10,9 +10,8 @@ from longshore.training import Full
 from shared.jobs.job import JobPlan, PackedData
 from shared.jobs.losses import DPO, reference_of, reference_uri
 from shared.models.shape import ModelShape
-from shared.runs.dataset_runs import DPORun, SFTRun
+from shared.runs.dataset_runs import DatasetSource, DPORun, SFTRun
 from shared.runs.requests import RLRun
-from shared.runs.sources import DatasetSource
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState, RunStatus, StepStatus
 from workflows.training.job_plan import dataset_job, rl_job

@@ -1,1 +1,0 @@
-"""OpenAI's fine-tuning jobs: runs under other names."""

@@ -1,33 +1,40 @@
-"""`/v1/fine_tuning/jobs`: fine-tuning jobs in OpenAI's form. Each is a run.
-
-A job is accepted by looking up its files and model, choosing its hyperparameters, and submitting its run.
-"""
+"""OpenAI's fine-tuning API: jobs, their checkpoints and events, and graders tried before one."""
 
 import asyncio
 import hashlib
 import secrets
 import time
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
+from pydantic import BaseModel, Field, JsonValue
 
 from longshore.fields import Frozen
-from service.accounts.principals import Asking, Principal, reads_or_writes
+from service.accounts.keys import Asking, Principal, reads_or_writes, require
 from service.accounts.tenants import Quotas
-from service.apis.json_bodies import JsonBody, JsonRoute
-from service.apis.lists import ListAnswer, RetryCount, page_after, page_of
-from service.apis.openai.fine_tuning.automatic import count_examples
-from service.apis.openai.fine_tuning.request import JobRequest
-from service.apis.openai.fine_tuning.results import FILE_ID
-from service.apis.openai.fine_tuning.runs import Examples, openai_source, run_of_job
-from service.apis.openai.fine_tuning.views import JobCheckpoint, JobEvent, JobObject, checkpoints_of, job_events, job_of
+from service.apis.bodies import JsonBody, JsonRoute, ListAnswer, RetryCount, page_after, page_of
+from service.apis.openai.fine_tuning.runs import Examples, JobRequest, count_examples, openai_source, run_of_job
+from service.apis.openai.fine_tuning.views import (
+    FILE_ID,
+    JobCheckpoint,
+    JobEvent,
+    JobObject,
+    checkpoints_of,
+    job_events,
+    job_of,
+)
 from service.backend import Backed, Backend, IdempotencyKey
-from service.runs.views.run_view import RunView
+from service.runs.views import RunView
 from shared.errors import InvalidInput, NotFound
+from shared.grading import Grader, OneGrade, SampledItem
 from shared.runs.requests import MAX_METADATA, RLRun, RunId
 from shared.storage import paths
 from shared.storage.store import ObjectStore
+
+# --- `/v1/fine_tuning/jobs`: fine-tuning jobs in OpenAI's form. Each is a run ---
+#
+# A job is accepted by looking up its files and model, choosing its hyperparameters, and submitting its run.
 
 router = APIRouter(
     route_class=JsonRoute, prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], dependencies=[Depends(reads_or_writes)]
@@ -225,3 +232,112 @@ def prune_sent_requests(store: ObjectStore) -> None:
         # If the same request was sent again in the meantime, its record has changed.
         if time.time() - sent.at >= WINDOW_S and store.head(item.key) == item:
             store.delete(item.key)
+
+
+# --- `/v1/fine_tuning/alpha/graders`: graders tried before a job is started with them ---
+
+graders_router = APIRouter(
+    route_class=JsonRoute,
+    prefix="/v1/fine_tuning/alpha/graders",
+    tags=["graders"],
+    dependencies=[Depends(require("write"))],
+)
+
+MAX_SAMPLE_CHARS = 100_000
+
+
+class RunGrader(Frozen):
+    """A grader, what a model wrote, and the dataset's row that this answers."""
+
+    grader: Grader
+    model_sample: str = Field(max_length=MAX_SAMPLE_CHARS)
+    item: dict[str, JsonValue] | None = None
+
+
+class ValidateGrader(Frozen):
+    grader: Grader
+
+
+class GraderErrors(BaseModel):
+    """Kinds of errors: one is true where there is no grade. `details`, our own field, has the reason in words."""
+
+    formula_parse_error: bool = False
+    invalid_variable_error: bool = False
+    model_grader_parse_error: bool = False
+    model_grader_refusal_error: bool = False
+    model_grader_server_error: bool = False
+    model_grader_server_error_details: str | None = None
+    other_error: bool = False
+    python_grader_runtime_error: bool = False
+    python_grader_runtime_error_details: str | None = None
+    python_grader_server_error: bool = False
+    python_grader_server_error_type: str | None = None
+    sample_parse_error: bool = False
+    truncated_observation_error: bool = False
+    unresponsive_reward_error: bool = False
+    details: str | None = None
+
+
+class GraderMetadata(BaseModel):
+    name: str
+    type: str
+    errors: GraderErrors
+    execution_time: float
+    scores: dict[str, float | None]
+    sampled_model_name: str | None = None
+    token_usage: int | None = None
+
+
+class GraderAnswer(BaseModel):
+    """`reward` is 0 if there is no grade; then `metadata.errors` says why."""
+
+    object: Literal["grader.run"] = "grader.run"
+    reward: float
+    sub_rewards: dict[str, float | None]
+    metadata: GraderMetadata
+    model_grader_token_usage_per_model: dict[str, int] = {}
+
+
+@graders_router.post("/run")
+async def run_grader(body: JsonBody[RunGrader], asking: Asking, backend: Backed) -> GraderAnswer:
+    """Grade one sample."""
+    await backend.runs.check_access(asking.tenant, body)
+    sample = SampledItem(sample={"output_text": body.model_sample}, item=body.item or {})
+    return _answer(body.grader, await backend.checks.grade(asking.tenant, body.grader, sample))
+
+
+@graders_router.post("/validate")
+async def validate_grader(body: JsonBody[ValidateGrader], asking: Asking, backend: Backed) -> ValidateGrader:
+    """See whether a grader could be used here: its source is loaded, its templates and formula are read."""
+    await backend.runs.check_access(asking.tenant, body)
+    await backend.checks.grade(asking.tenant, body.grader, None)
+    return body
+
+
+def _answer(grader: Grader, found: OneGrade) -> GraderAnswer:
+    scores = found.parts or {grader.name: found.grade}
+    return GraderAnswer(
+        reward=found.grade if found.grade is not None else 0.0,
+        sub_rewards=found.parts,
+        metadata=GraderMetadata(
+            name=grader.name,
+            type=grader.type,
+            errors=_errors(grader, found.error),
+            execution_time=found.duration_s,
+            scores=scores,
+        ),
+    )
+
+
+def _errors(grader: Grader, reason: str | None) -> GraderErrors:
+    if reason is None:
+        return GraderErrors()
+    match grader.type:
+        case "python":
+            return GraderErrors(
+                python_grader_runtime_error=True, python_grader_runtime_error_details=reason, details=reason
+            )
+        case "string_check" | "text_similarity":
+            return GraderErrors(invalid_variable_error=True, details=reason)
+        case _:
+            return GraderErrors(other_error=True, details=reason)

@@ -1,28 +1,287 @@
 """Translate a fine-tuning job of OpenAI's clients into a run of ours. Pure: files and models were looked up before."""
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import JsonValue, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, WithJsonSchema, model_validator
 
+from longshore.fields import Frozen
 from service.apis.errors import validation_problem
-from service.apis.openai.fine_tuning import automatic
-from service.apis.openai.fine_tuning.request import (
-    Dpo,
-    Hyperparameters,
-    JobRequest,
-    Reinforcement,
-    ReinforcementHyperparameters,
-    Supervised,
-)
-from service.inference.named_models import StartingPoint
-from service.runs.own_settings import LORA_FIELDS
+from service.inference.published_models import StartingPoint
+from service.runs.own_settings import LORA_FIELDS, OwnSettings
 from shared.errors import InvalidInput
-from shared.runs.dataset_runs import DPORun, SFTRun
-from shared.runs.requests import RLRun, Run, Source
-from shared.runs.rollouts import Rollouts
+from shared.grading import Grader
+from shared.jobs.losses import AdvantageKind, Objective, Preset
+from shared.runs.dataset_runs import DPORun, Format, SFTRun
+from shared.runs.requests import MAX_METADATA, MetadataKey, MetadataValue, RLRun, Rollouts, Run, Source, WandbRun
+
+# --- The values of `auto` ---
+# hyperparameters from the number of examples (docs/openai_api.md); also counts examples.
+
+_UNKNOWN_BATCH, _UNKNOWN_EPOCHS, _UNKNOWN_INTERVAL = 8, 3, 10
+_LARGEST_BATCH, _MOST_PROMPTS = 64, 32
+_FEW, _MANY, _VERY_MANY = 100, 10_000, 50_000
+_SEEN, _RL_STEPS, _MOST_EPOCHS = 300, 50, 25
+_EVALUATIONS = 10
+_LOOKED_AT_BYTES = 32 << 20
+# gzip, zstd, zip and Parquet: examples in such files are not counted.
+_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"PAR1")
+
+
+def batch_size(num_examples: int | None) -> int:
+    """Return the power of two nearest to a quarter of the square root of the number, from 1 to 64; 8 if unknown."""
+    if num_examples is None:
+        return _UNKNOWN_BATCH
+    return min(_LARGEST_BATCH, 2 ** max(0, round(math.log2(max(1.0, math.sqrt(num_examples) / 4)))))
+
+
+def num_epochs(num_examples: int | None) -> int:
+    """Return 3; below 100 examples as many as make 300 in all, at most 25; 2 beyond 10,000; 1 beyond 50,000."""
+    match num_examples:
+        case None:
+            return _UNKNOWN_EPOCHS
+        case few if few < _FEW:
+            return min(_MOST_EPOCHS, math.ceil(_SEEN / max(1, few)))
+        case _:
+            return 3 if num_examples <= _MANY else 2 if num_examples <= _VERY_MANY else 1
+
+
+def prompts_per_step(num_prompts: int | None) -> int:
+    """Return the largest power of two that is at most the number of prompts, and at most 32; 8 if unknown."""
+    if num_prompts is None:
+        return _UNKNOWN_BATCH
+    return min(_MOST_PROMPTS, 2 ** int(math.log2(max(1, num_prompts))))
+
+
+def rollout_epochs(num_prompts: int | None, per_step: int) -> int:
+    """The number of passes that make 50 steps, at most 25; one for an unknown number of prompts."""
+    if num_prompts is None:
+        return 1
+    return max(1, min(_MOST_EPOCHS, math.ceil(_RL_STEPS * per_step / max(1, num_prompts))))
+
+
+def evaluation_interval(num_examples: int | None, epochs: float, per_step: int) -> int:
+    """Steps between evaluations: a tenth of all; 10 where their number is not known."""
+    if num_examples is None:
+        return _UNKNOWN_INTERVAL
+    return max(1, math.ceil(num_examples * epochs / per_step / _EVALUATIONS))
+
+
+def count_examples(pieces: Iterable[bytes], num_bytes: int) -> int | None:
+    """Count the lines of a JSONL file that are not blank; beyond 32 MiB the number is extrapolated.
+
+    Args:
+        pieces: the file from its beginning; only as many as needed are taken.
+        num_bytes: the file's size.
+
+    Returns:
+        None for a file that does not consist of lines.
+    """
+    seen, count, rest = 0, 0, b""
+    for piece in pieces:
+        if not seen and (piece.startswith(_PACKED) or piece.lstrip()[:1] == b"["):
+            return None
+        seen += len(piece)
+        *lines, rest = (rest + piece).split(b"\n")
+        count += sum(1 for line in lines if line.strip())
+        if seen >= _LOOKED_AT_BYTES:
+            break
+    if seen >= num_bytes:
+        return count + bool(rest.strip())
+    whole = seen - len(rest)
+    return round(count * num_bytes / whole) if whole else None
+
+
+# --- The request of a fine-tuning job ---
+# OpenAI's fields, and ours under `longshore`. `runs.py` makes a run of it.
+#
+# Unknown fields are refused, since ignoring one would train another model than was asked for.
+
+MAX_SUFFIX = 64
+
+
+def _automatic(given: Any) -> Any:
+    return None if given == "auto" else given
+
+
+def _auto(kind: str) -> Any:
+    return WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": kind}, {"type": "null"}]})
+
+
+# None: chosen here, by the rules of docs/openai_api.md.
+AutoInt = Annotated[int | None, BeforeValidator(_automatic), _auto("integer")]
+AutoFloat = Annotated[float | None, BeforeValidator(_automatic), _auto("number")]
+
+
+def _at_most(most: int, instead: str = "") -> AfterValidator:
+    """Return a validator by a bound of OpenAI's, which protects the installation. `instead`: our own setting."""
+
+    def check(given: float | None) -> float | None:
+        if given is not None and given > most:
+            more = f": for more, give {instead} in `longshore`" if instead else ""
+            raise ValueError(f"at most {most}, as at OpenAI{more}")
+        return given
+
+    return AfterValidator(check)
+
+
+class Hyperparameters(Frozen):
+    """Hyperparameters of every method."""
+
+    batch_size: Annotated[AutoInt, _at_most(256, "batch_tokens")] = None
+    learning_rate_multiplier: AutoFloat = None
+    n_epochs: Annotated[AutoInt, _at_most(50, "steps")] = None
+
+
+class DpoHyperparameters(Hyperparameters):
+    beta: Annotated[AutoFloat, _at_most(2)] = None
+
+
+class ReinforcementHyperparameters(Hyperparameters):
+    batch_size: Annotated[AutoInt, _at_most(256)] = None
+    compute_multiplier: Annotated[AutoFloat, _at_most(10, "group_size")] = None
+    eval_interval: AutoInt = None
+    eval_samples: AutoInt = None
+    reasoning_effort: Literal["default"] | None = Field(
+        default=None, description="templates of open models have no such switch: only `default`"
+    )
+
+
+class Supervised(Frozen):
+    hyperparameters: Hyperparameters = Hyperparameters()
+
+
+class Dpo(Frozen):
+    hyperparameters: DpoHyperparameters = DpoHyperparameters()
+
+
+class Reinforcement(Frozen):
+    grader: Grader
+    hyperparameters: ReinforcementHyperparameters = ReinforcementHyperparameters()
+
+
+class Method(Frozen):
+    """The training method. Settings of another method than `type` are refused."""
+
+    type: Literal["supervised", "dpo", "reinforcement"]
+    supervised: Supervised | None = None
+    dpo: Dpo | None = None
+    reinforcement: Reinforcement | None = None
+
+    @model_validator(mode="after")
+    def _of_its_type(self) -> Self:
+        for name in ("supervised", "dpo", "reinforcement"):
+            if name != self.type and getattr(self, name) is not None:
+                raise ValueError(f"{name} would be ignored: the type is {self.type}")
+        if self.type == "reinforcement" and self.reinforcement is None:
+            raise ValueError("reinforcement needs its settings: a grader, at least")
+        return self
+
+
+class WandbIntegration(Frozen):
+    """The W&B run that a job is written to."""
+
+    type: Literal["wandb"]
+    wandb: WandbRun
+
+
+class LongshoreSettings(OwnSettings):
+    """Our own settings, by their native names (docs/api.md); those that are absent have their native defaults.
+
+    Settings that the job's method does not have are refused.
+    """
+
+    full: bool | None = Field(default=None, description="train every weight, and not a LoRA adapter")
+    batch_tokens: int | None = Field(default=None, description="in the place of batch_size")
+    steps: int | None = Field(default=None, description="in the place of n_epochs")
+    learning_rate: float | None = Field(default=None, description="in the place of learning_rate_multiplier")
+    schedule: Literal["constant", "linear", "cosine"] | None = None
+    warmup_steps: int | None = None
+    max_lost_fraction: float | None = None
+    too_long: Literal["drop", "truncate"] | None = None
+    eval_every: int | None = None
+    num_samples: int | None = None
+    sample_tokens: int | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int | None = None
+    format: Format | None = None
+    prompt_field: str | None = None
+    completion_field: str | None = None
+    assistant_turns: Literal["all", "last"] | None = None
+    assistant_pattern: str | None = None
+    objective: Objective | None = None
+    label_smoothing: float | None = None
+    gamma: float | None = None
+    rpo_alpha: float | None = None
+    desirable_weight: float | None = None
+    undesirable_weight: float | None = None
+    reference: str | None = None
+    algorithm: Preset | None = None
+    advantages: AdvantageKind | None = None
+    mini_batches: int | None = None
+    group_size: int | None = Field(default=None, description="in the place of compute_multiplier")
+    max_completion_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    redraws: int | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    off_policy_steps: int | None = None
+    sampler_url: str | None = None
+    probe_bound: float | None = None
+    routing_replay: Literal["on", "off"] | None = None
+    max_ungraded_fraction: float | None = None
+    target: float | None = Field(default=None, description="mean grade of validation prompts that ends the job")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that were sent, by name; null counts as absent."""
+        return {name: value for name in self.model_fields_set if (value := getattr(self, name)) is not None}
+
+
+class JobRequest(Frozen):
+    """`POST /v1/fine_tuning/jobs`."""
+
+    model: str = Field(
+        min_length=1, max_length=2048, description="a hub id, folder or URI; or the name of what you have published"
+    )
+    training_file: str = Field(
+        min_length=1, max_length=2048, description="the id of a file of the purpose fine-tune; or a URI of a dataset"
+    )
+    validation_file: str | None = Field(default=None, min_length=1, max_length=2048)
+    method: Method | None = None
+    hyperparameters: Hyperparameters | None = Field(
+        default=None, description="deprecated: use method.supervised.hyperparameters"
+    )
+    suffix: str | None = Field(default=None, max_length=MAX_SUFFIX, description="the name to publish the result under")
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(default=None, max_length=MAX_METADATA)
+    integrations: tuple[WandbIntegration, ...] | None = Field(default=None, max_length=1)
+    longshore: LongshoreSettings = LongshoreSettings()
+
+    @model_validator(mode="after")
+    def _one_place_for_hyperparameters(self) -> Self:
+        if self.hyperparameters is None or self.method is None:
+            return self
+        if self.method.type != "supervised" or self.method.supervised is not None:
+            raise ValueError("hyperparameters stand in method: those beside it would be ignored")
+        return self
+
+    @property
+    def how(self) -> Supervised | Dpo | Reinforcement:
+        """The method with its settings, from `method` or from the older field for hyperparameters."""
+        match self.method:
+            case None:
+                return Supervised(hyperparameters=self.hyperparameters or Hyperparameters())
+            case Method(type="dpo", dpo=dpo):
+                return dpo or Dpo()
+            case Method(type="reinforcement", reinforcement=Reinforcement() as reinforcement):
+                return reinforcement
+            case Method(supervised=supervised):
+                return supervised or Supervised(hyperparameters=self.hyperparameters or Hyperparameters())
+
 
 _KEPT_CHECKPOINTS = 3
 _GROUP_SIZE = Rollouts.model_fields["group_size"].default
@@ -167,8 +426,8 @@ def _dataset(
     """Fill in a run on a dataset; returns the hyperparameters as they were chosen."""
     reading = {name: extra.pop(name) for name in _DATASET_FIELDS if name in extra}
     draft.set("dataset", {"uri": training.uri, **reading}, "training_file")
-    epochs = _given(chosen.n_epochs, automatic.num_epochs(training.count))
-    batch = _given(chosen.batch_size, automatic.batch_size(training.count))
+    epochs = _given(chosen.n_epochs, num_epochs(training.count))
+    batch = _given(chosen.batch_size, batch_size(training.count))
     shown: dict[str, JsonValue] = {**_rate(draft, chosen, extra, place, kind)}
     if "steps" not in extra:
         draft.set("epochs", epochs, f"{place}.n_epochs")
@@ -179,7 +438,7 @@ def _dataset(
     if validation is not None:
         draft.set("eval_dataset", {"uri": validation.uri, **reading}, "validation_file")
         if {"steps", "batch_tokens"}.isdisjoint(extra) and training.count is not None:
-            draft.fields["eval_every"] = automatic.evaluation_interval(training.count, epochs, max(1, batch))
+            draft.fields["eval_every"] = evaluation_interval(training.count, epochs, max(1, batch))
     draft.fields["keep_checkpoints"] = _KEPT_CHECKPOINTS
     draft.fields.update(extra)
     return shown
@@ -196,8 +455,8 @@ def _reinforcement(
     chosen = method.hyperparameters
     reading = {name: extra.pop(name) for name in _DATASET_FIELDS if name in extra}
     rollouts: dict[str, Any] = {name: extra.pop(name) for name in _ROLLOUT_FIELDS if name in extra}
-    batch = _given(chosen.batch_size, automatic.prompts_per_step(training.count))
-    epochs = _given(chosen.n_epochs, automatic.rollout_epochs(training.count, max(1, batch)))
+    batch = _given(chosen.batch_size, prompts_per_step(training.count))
+    epochs = _given(chosen.n_epochs, rollout_epochs(training.count, max(1, batch)))
     multiplier = _given(chosen.compute_multiplier, 1.0)
     shown: dict[str, JsonValue] = {
         **_rate(draft, chosen, extra, place, RLRun),
@@ -209,7 +468,7 @@ def _reinforcement(
     rollouts.setdefault("group_size", max(2, round(_GROUP_SIZE * multiplier)))
     rollouts |= {"prompts": {"uri": training.uri, **reading}, "grader": method.grader, "prompts_per_step": batch}
     if validation is not None:
-        interval = _given(chosen.eval_interval, automatic.evaluation_interval(training.count, epochs, max(1, batch)))
+        interval = _given(chosen.eval_interval, evaluation_interval(training.count, epochs, max(1, batch)))
         samples = _given(chosen.eval_samples, 1)
         shown |= {"eval_interval": interval, "eval_samples": samples}
         temperature = extra.get("temperature", 1.0) if samples > 1 else 0.0

@@ -6,8 +6,7 @@ import torch
 from torch.autograd import gradcheck
 
 from longshore.layout import Layout
-from megatron_worker.megatron.parallel.dispatch import added, copied, dispatch
-from megatron_worker.megatron.parallel.mesh import Group, join_mesh
+from megatron_worker.megatron.parallel import Group, added, copied, dispatch, join_mesh
 
 
 def test_a_token_goes_once_to_each_rank_that_has_experts_of_its_choice():

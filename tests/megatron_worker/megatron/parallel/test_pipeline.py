@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from longshore.layout import Layout
-from megatron_worker.megatron.parallel.mesh import Group, join_mesh
-from megatron_worker.megatron.parallel.pipeline import Link, one_forward_one_backward
-from megatron_worker.megatron.parallel.stages import layers_of
+from megatron_worker.megatron.parallel import Group, Link, join_mesh, layers_of, one_forward_one_backward
 
 
 @dataclass(frozen=True)

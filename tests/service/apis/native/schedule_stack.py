@@ -15,11 +15,11 @@ from activities.sources.download import Download
 from service.automation.schedule_views import ActionView, ScheduleView
 from service.automation.schedules import Schedules
 from service.backend import Backend
-from service.database import migrate
+from service.database import engine
 from service.database.engine import open_database
 from service.host_workers import control_workers
 from service.temporal import Temporal, connect_temporal
-from shared.automation.schedules import ScheduledRun, ScheduleRecord
+from shared.automation import ScheduledRun, ScheduleRecord
 from shared.runs.requests import RunRecord
 from shared.runs.status import RunStatus
 from shared.settings import DownloadSettings, Settings
@@ -27,7 +27,7 @@ from shared.storage.paths import RunKeys, schedule_record
 from shared.storage.store import ObjectStore, open_store
 from tests.service.stand_in import SUCCEEDS, StandIn
 from tests.waiting import eventually
-from workflows.services.scheduled import ScheduledRunWorkflow
+from workflows.services import ScheduledRunWorkflow
 
 TENANT = "schedulers"  # whose schedules no other test has on the Temporal server that they share
 
@@ -120,7 +120,7 @@ async def started(address: str, root: Path, serves: bool = True) -> AsyncIterato
     )
     store, temporal = open_store(settings.store, settings.s3), Temporal(settings)
     backend = Backend(settings, store, open_database(settings))
-    migrate.upgrade(backend.database)
+    engine.upgrade(backend.database)
     record = RunRecords(HostContext(settings))
     client = await connect_temporal(settings)
     activities = [Download(HostContext(settings)).download, record.record_result, record.begin]

@@ -18,25 +18,24 @@ with workflow.unsafe.imports_passed_through():
     from activities.publishing.publish import Publish
     from activities.records.run_records import RunRecords
     from longshore.fields import Artifact
-    from service.accounts.principals import Principal
+    from service.accounts.keys import Principal
     from service.automation.sweep_views import SweepView
     from service.automation.sweeps import Sweeps
     from service.backend import Backend
-    from service.database import migrate
+    from service.database import engine
     from service.database.engine import open_database
     from service.host_workers import control_workers
     from service.temporal import connect_temporal
-    from shared.automation.sweeps import Sweep
-    from shared.fence import Fence
+    from shared.automation import Sweep
     from shared.jobs.events import Evaluated
     from shared.runs.start import RunStart
     from shared.runs.status import RunStatus
     from shared.settings import Settings
     from shared.storage.artifacts import seal, upload_artifact
-    from shared.storage.paths import RunKeys
+    from shared.storage.paths import Fence, RunKeys
     from shared.storage.store import ObjectStore, open_store
     from workflows import control
-    from workflows.services.sweep import SweepWorkflow
+    from workflows.services import SweepWorkflow
     from workflows.training.run import uninterrupted
 
 TENANT = "sweepers"
@@ -157,7 +156,7 @@ async def started(address: str, root: Path) -> AsyncIterator[SweepStack]:
     settings = Settings(root=root, temporal_address=address, control_queue=f"control-{root.name}")
     store = open_store(settings.store, settings.s3)
     backend = Backend(settings, store, open_database(settings))
-    migrate.upgrade(backend.database)
+    engine.upgrade(backend.database)
     context = HostContext(settings)
     records = RunRecords(context)
 

@@ -13,7 +13,7 @@ from temporalio.client import Client
 
 from service.accounts.keys import COOKIE
 from service.apis.native.codec import PREFIX
-from service.sealing.codec import ENCRYPTED
+from service.sealing import ENCRYPTED
 from shared.settings import Settings
 from tests.opened import on_the_wire
 from tests.security.belongings import new_tenant

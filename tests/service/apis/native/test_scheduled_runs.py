@@ -10,11 +10,11 @@ from activities.host_context import HostContext
 from activities.sources.download import Download, DownloadRequest
 from service.automation.schedule_views import Backfill
 from service.backend import Backend
-from service.database import migrate
+from service.database import engine
 from service.database.engine import open_database
-from shared.automation.schedules import AcceptRequest, LastScheduled, ScheduledAction, ScheduledRun
+from shared.automation import AcceptRequest, LastScheduled, ScheduledAction, ScheduledRun
 from shared.errors import NotFound
-from shared.runs.sources import DatasetSource
+from shared.runs.dataset_runs import DatasetSource
 from shared.settings import DownloadSettings, Settings
 from shared.storage.paths import RunKeys, last_scheduled
 from shared.storage.store import LocalStore, ObjectStore
@@ -33,7 +33,7 @@ def accepting_alone(root: Path, store: ObjectStore) -> tuple[AcceptRequest, Back
     )
     action = ScheduledAction(tenant=TENANT, scheduled=scheduled)
     backend = Backend(settings, store, open_database(settings))
-    migrate.upgrade(backend.database)
+    engine.upgrade(backend.database)
     return AcceptRequest(action=action, run_id="sft-1", dataset=brought.dataset), backend
 
 

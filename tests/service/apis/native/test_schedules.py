@@ -17,16 +17,15 @@ from temporalio.worker import Worker
 from activities.host_context import HostContext
 from activities.records.run_records import RunRecords
 from activities.sources.download import Download
-from service.accounts.access import Access
-from service.accounts.principals import Principal
-from service.accounts.tenants import Quotas
+from service.accounts.keys import Principal
+from service.accounts.tenants import Access, Quotas
 from service.automation.schedule_views import ActionView, Backfill
 from service.automation.schedules import Schedules
-from service.database import migrate
+from service.database import engine
 from service.database.engine import open_database
 from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
 from service.host_workers import control_workers
-from shared.automation.schedules import AcceptRequest, Decision, ScheduledAction, ScheduledRun
+from shared.automation import AcceptRequest, Decision, ScheduledAction, ScheduledRun
 from shared.errors import InvalidInput, NotFound
 from shared.limits import QuotaSettings
 from shared.runs.dataset_runs import SFTRun
@@ -37,7 +36,7 @@ from tests.service.conftest import put_versions
 from tests.service.stand_in import FAILS, WAITS, StandIn
 from tests.waiting import eventually
 from workflows.policies import service_queue
-from workflows.services.scheduled import ScheduledRunWorkflow
+from workflows.services import ScheduledRunWorkflow
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +249,7 @@ async def test_a_schedule_that_is_deleted_at_that_moment_stays_deleted(stack: St
         stack.settings.root_path / "store",
         f"{'put' if what == 'resume' else 'get'} {schedule_record(TENANT, name)}",
     )
-    migrate.upgrade(database := open_database(stack.settings))
+    engine.upgrade(database := open_database(stack.settings))
     quotas = Quotas(stack.settings.quotas, store, database)
     schedules = Schedules(stack.settings, store, stack.temporal, Access(stack.settings, store), quotas)
     match what:

@@ -7,8 +7,7 @@ from pydantic import SecretStr
 from temporalio.client import ScheduleActionStartWorkflow
 
 from service.automation.schedules import Schedules
-from service.sealing.codec import key_of
-from service.sealing.keys import seal_keys
+from service.sealing import key_of, seal_keys
 from service.temporal import Temporal
 from tests.service.apis.native.schedule_stack import TENANT, Stack, started
 

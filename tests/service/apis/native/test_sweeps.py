@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from service.automation.sweep_views import SweepView, Trial
-from service.automation.trial_samplers import may_start, next_values
+from service.automation.sweeps import may_start, next_values
 from service.errors import Conflict
 from service.runs.rows import IndexedRun
-from shared.automation.sweeps import Report, Sweep
+from shared.automation import Report, Sweep
 from shared.errors import InvalidInput, NotFound
 from shared.runs.requests import RunRecord, Source, SweepTrial
 from shared.runs.status import RunStatus

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.database.engine import open_database
-from service.database.tables import AuditRow, KeyRow, RunRow, Table
+from service.database.engine import AuditRow, KeyRow, RunRow, Table, open_database
 from service.rebuild import rebuild
 from shared.settings import DownloadSettings, Settings
 from shared.storage.paths import RunKeys, key_record

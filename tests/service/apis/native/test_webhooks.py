@@ -16,12 +16,12 @@ from temporalio.testing import ActivityEnvironment
 from activities.host_context import HostContext
 from activities.records.deliver import Deliver, DeliverRequest, NotDelivered, retry_after_s
 from service.automation.webhooks import Rotation, WebhookChange, WebhookChoice
-from service.database.tables import OutboxRow
+from service.database.engine import OutboxRow
 from service.errors import Conflict
 from service.host_workers import control_workers
 from service.runs.rows import notice_of
 from service.temporal import connect_temporal
-from shared.automation.webhooks import Notice, Webhook
+from shared.automation import Notice, Webhook
 from shared.errors import InvalidInput, NotFound
 from shared.runs.status import Problem
 from shared.settings import Settings, WebhookSettings
@@ -43,7 +43,7 @@ from tests.service.apis.native.webhook_stack import (
 )
 from tests.waiting import eventually
 from workflows.policies import webhook_retry
-from workflows.services.webhook import WebhookWorkflow
+from workflows.services import WebhookWorkflow
 
 
 @pytest.fixture(scope="module")

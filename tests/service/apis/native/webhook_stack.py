@@ -16,20 +16,18 @@ from activities.host_context import HostContext
 from activities.records.deliver import Deliver
 from service.accounts.tenants import Quotas
 from service.automation.webhooks import Webhooks
-from service.database.engine import Database, open_database
-from service.database.migrate import upgrade
-from service.database.tables import OutboxRow
+from service.database.engine import Database, OutboxRow, open_database, upgrade
 from service.host_workers import control_workers
 from service.runs.rows import notice_of
 from service.temporal import Temporal, connect_temporal
-from shared.automation.webhooks import Delivery, Notice
+from shared.automation import Delivery, Notice
 from shared.runs.dataset_runs import SFTRun
 from shared.runs.requests import RunRecord, Source
 from shared.runs.status import RunStatus, State
 from shared.settings import Settings, WebhookSettings
 from shared.storage.store import LocalStore, ObjectStore, open_store
 from tests.waiting import eventually
-from workflows.services.webhook import WebhookWorkflow
+from workflows.services import WebhookWorkflow
 
 TENANT = "acme"
 

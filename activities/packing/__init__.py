@@ -1,1 +1,0 @@
-"""Plans of optimizer steps and bins for tokenized units; prefix trees."""

@@ -1,1 +1,0 @@
-"""Parts of model families that torch computes: rotary embeddings, activations, choice of experts, rows of slices."""

@@ -1,1 +1,0 @@
-"""Replacements for attention, or for a layer, in megatron's model, for some families."""

@@ -1,1 +1,0 @@
-"""The mesh of ranks, and collectives, pipeline and expert dispatch over it."""

@@ -1,1 +1,0 @@
-"""How much memory a micro-batch takes, and which micro-batches fit."""

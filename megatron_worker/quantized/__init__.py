@@ -1,1 +1,0 @@
-"""Frozen weights in 4 and 8 bits: how numbers become codes, and how is multiplied by them."""

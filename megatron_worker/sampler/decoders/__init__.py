@@ -1,1 +1,0 @@
-"""The decoder interface of the sampler, and the decoder that uses transformers' model."""

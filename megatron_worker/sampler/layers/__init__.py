@@ -1,1 +1,0 @@
-"""The parts of the decoder's layers: linears with adapters, attention, experts."""

@@ -1,0 +1,363 @@
+"""Bodies of requests and answers that several APIs share: JSON, pages of lists, published files."""
+
+import asyncio
+import importlib
+import json
+import math
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
+from urllib.parse import quote
+
+from fastapi import Header, HTTPException, Request, Response
+from fastapi.responses import StreamingResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from service.accounts.keys import is_demand, principal
+from service.decoding import SMALL_BYTES, Decoding
+from service.files import PublishedFiles
+from shared.errors import InvalidInput, LongshoreError
+from shared.field_rules import rule_in_words
+
+# --- Bodies of requests, validated with JSON's types ---
+# "5" is no number, 1 is no boolean, and 2.0 is an integer.
+#
+# Large bodies are parsed and validated in a child process (service/decoding.py); what it accepts is read here once
+# more, or comes packed. Fields, values, depth and errors of a body are limited.
+
+T = TypeVar("T")
+_TYPES = ("int_type", "float_type", "bool_type", "string_type")
+
+
+MAX_DEPTH = 100
+MAX_FIELDS = 1_000
+"""Fields of one object."""
+MAX_VALUES = 200_000
+"""Values of a whole body: about as many token ids of four digits and a comma as fit into 1 MiB."""
+MAX_ERRORS = 1_000
+
+
+_validators: dict[str, Callable[["_Sent"], None]] = {}
+"""What checks an endpoint's body, by the endpoint's module and name."""
+
+
+class JsonRoute(APIRoute):
+    """A route that demands its scope before it reads a body, and reads a large `JsonBody` in a child process."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle, body_field = super().get_route_handler(), self.body_field
+        endpoint = f"{self.endpoint.__module__}:{self.endpoint.__qualname__}"
+        demands = [each.call for each in self.dependant.dependencies if is_demand(each.call)]
+
+        def validate(sent: "_Sent") -> None:
+            if body_field is not None:
+                body_field.validate(sent, {}, loc=("body",))
+
+        _validators[endpoint] = validate
+
+        async def read_and_handle(request: Request) -> Response:
+            for demand in demands:
+                await demand(request)
+            return await handle(_Request(request.scope, request.receive, request._send, endpoint))
+
+        return read_and_handle
+
+
+class _Request(Request):
+    """A request whose JSON is a `_Sent`."""
+
+    def __init__(self, *scope_receive_send: Any) -> None:
+        *asgi, self._endpoint = scope_receive_send
+        super().__init__(*asgi)
+
+    async def json(self) -> Any:
+        """Parse the body. Raises json.JSONDecodeError, RecursionError, UnicodeDecodeError."""
+        body, validate = await self.body(), _validators[self._endpoint]
+        if len(body) <= SMALL_BYTES:
+            sent = _Sent(*_parsed(body))
+            validate(sent)
+            return sent
+        decoding: Decoding = self.app.state.decoding
+        try:
+            if (run_id := self.path_params.get("run_id")) is not None:  # first of all: it may be another tenant's
+                asking = await principal(self)
+                await self.app.state.backend.runs.record(asking.tenant, run_id)
+            found = await decoding.call(self, judged, self._endpoint, body.decode("latin-1"))
+        except LongshoreError as error:
+            raise HTTPException(422) from error  # FastAPI lets no other exception pass; its cause is answered
+        sent = found.sent()
+        await asyncio.to_thread(validate, sent)
+        return sent
+
+
+@dataclass
+class _Sent:
+    """A body and the cached result of its validation, which is done before FastAPI asks for it.
+
+    `text`: JSON that a child has validated, and whether in strict mode; its rules are not checked again.
+    `packed`: a child's binary form of it, for a model that `Packs`.
+    """
+
+    value: Any = None
+    problem: Exception | None = None
+    text: tuple[str, bool] | None = None
+    packed: bytes | None = None
+    found: Any = None
+    is_checked: bool = False
+
+    def checked(self, adapter: TypeAdapter[Any], model: Any) -> Any:
+        if self.packed is not None:
+            return model.of_packed(self.packed)
+        if not self.is_checked and self.problem is None:
+            try:
+                self.text = self.text or _accepted(adapter, self.value)
+                self.found = adapter.validate_json(self.text[0], strict=self.text[1])
+            except (ValidationError, PydanticCustomError) as error:
+                self.problem = error
+        self.is_checked = True
+        if self.problem is not None:
+            raise self.problem
+        return self.found
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """A body's model that a child process can return as bytes; None: as JSON, like other models."""
+
+    def packed(self) -> bytes | None: ...
+
+    @classmethod
+    def of_packed(cls, data: bytes) -> Any: ...
+
+
+class Judged(BaseModel):
+    """A child's result for a body: the text that its model accepts, or its errors.
+
+    `packed`: instead of the text, for a model that `Packs`. `no_json`: the error in the JSON syntax and its position.
+    `rules`: the place and the rule of each error.
+    """
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    packed: bytes | None = None
+    text: tuple[str, bool] | None = None
+    no_json: tuple[str, int] | None = None
+    is_unreadable: bool = False
+    rules: tuple[tuple[tuple[int | str, ...], str], ...] = ()
+
+    def sent(self) -> _Sent:
+        """Raises json.JSONDecodeError, RecursionError."""
+        if self.no_json is not None:
+            raise json.JSONDecodeError(self.no_json[0], "", self.no_json[1])
+        if self.is_unreadable:
+            raise RecursionError
+        if not self.rules:
+            return _Sent(text=self.text, packed=self.packed)
+        lines = [
+            InitErrorDetails(type=PydanticCustomError("in_words", "{rule}", {"rule": rule}), loc=loc, input=None)
+            for loc, rule in self.rules
+        ]
+        return _Sent(problem=ValidationError.from_exception_data("body", lines))
+
+
+def judged(endpoint: str, body: str) -> Judged:
+    """Parse and validate an endpoint's body, each of whose characters is one byte."""
+    try:
+        sent = _Sent(*_parsed(body.encode("latin-1")))
+    except json.JSONDecodeError as error:
+        return Judged(no_json=(error.msg, error.pos))
+    except (RecursionError, UnicodeDecodeError):
+        return Judged(is_unreadable=True)
+    module = endpoint.partition(":")[0]
+    importlib.import_module(module)
+    with suppress(ValidationError, PydanticCustomError):
+        _validators[endpoint](sent)
+    problem = sent.problem
+    if problem is None:
+        packed = sent.found.packed() if isinstance(sent.found, Packs) else None
+        return Judged(packed=packed, text=sent.text if packed is None else None)
+    if not isinstance(problem, ValidationError):
+        return Judged(rules=(((), str(problem)),))
+    return Judged(rules=tuple((each["loc"], rule_in_words(each)) for each in problem.errors(include_url=False)))
+
+
+class _AsJson:
+    """Validates a body as its model does, and then refuses values that were converted from another JSON type.
+
+    Models themselves convert values, as they are also made of settings, options and forms, where all are strings.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        adapter = TypeAdapter[Any](source)
+
+        def check_once(value: Any, _: core_schema.ValidatorFunctionWrapHandler) -> Any:
+            return (value if isinstance(value, _Sent) else _Sent(value)).checked(adapter, source)
+
+        return core_schema.no_info_wrap_validator_function(check_once, handler(source))
+
+
+def _accepted(adapter: TypeAdapter[Any], value: Any) -> tuple[str, bool]:
+    """Return the JSON that a model accepts, and whether strictly. Raises ValidationError, PydanticCustomError."""
+    text = _text(value)
+    try:
+        adapter.validate_json(text, strict=True)
+        return text, True
+    except ValidationError as error:
+        _check_errors(error, 10 * MAX_ERRORS)  # most of these are harmless: whole floats, lists for tuples
+        guessed = _guessed(error)
+    try:
+        adapter.validate_json(text)
+    except ValidationError as error:
+        _check_errors(error, MAX_ERRORS)
+        raise
+    if guessed:
+        raise ValidationError.from_exception_data("body", guessed[:MAX_ERRORS])
+    return text, False
+
+
+def _parsed(body: bytes) -> tuple[Any, PydanticCustomError | None]:
+    """Parse a body, and check its size in fields, values and depth. Raises json.JSONDecodeError, RecursionError."""
+    most_fields = 0
+
+    def count(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal most_fields
+        most_fields = max(most_fields, len(pairs))
+        return dict(pairs)
+
+    value = json.loads(body, object_pairs_hook=count)
+    if most_fields > MAX_FIELDS:
+        return value, PydanticCustomError("too_many_fields", f"an object has at most {MAX_FIELDS:,} fields here")
+    return value, _excess(value)
+
+
+def _excess(value: Any) -> PydanticCustomError | None:
+    """Check depth and number of values, level by level, since recursion could overflow the stack."""
+    level, num_values = [value], 0
+    for _ in range(MAX_DEPTH):
+        inner = [part for part in level if isinstance(part, dict | list)]
+        if not inner:
+            return None
+        level = [item for part in inner for item in (part.values() if isinstance(part, dict) else part)]
+        num_values += len(level)
+        if num_values > MAX_VALUES:
+            return PydanticCustomError("too_many_values", f"a body has at most {MAX_VALUES:,} values here")
+    return PydanticCustomError("too_deep", f"this is nested too deep: more than {MAX_DEPTH} objects and lists")
+
+
+def _check_errors(error: ValidationError, most: int) -> None:
+    """If there are too many errors, raise a single one in their place, since each is expensive."""
+    if (num_errors := error.error_count()) > most:
+        raise PydanticCustomError("too_many_errors", f"{num_errors:,} things are wrong with this: too many to name")
+
+
+def _text(value: Any) -> str:
+    """Return a body that FastAPI has parsed as JSON text again. Bytes are a body that was not sent as JSON."""
+    if isinstance(value, bytes):
+        raise PydanticCustomError("no_json", "send JSON, and say so: content-type application/json")
+    try:
+        return json.dumps(value, allow_nan=False)
+    except RecursionError:
+        raise PydanticCustomError("too_deep", "this is nested too deep") from None
+    except ValueError:
+        place = next(_no_numbers(value, ()), ())
+        error = PydanticCustomError("no_number", "NaN and Infinity are no numbers of JSON")
+        raise ValidationError.from_exception_data(
+            "body", [InitErrorDetails(type=error, loc=place, input=None)]
+        ) from None
+
+
+def _no_numbers(value: Any, place: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    """Return the places of floats that JSON cannot represent (NaN and infinities)."""
+    match value:
+        case float() if not math.isfinite(value):
+            yield place
+        case list():
+            for i, each in enumerate(value):
+                yield from _no_numbers(each, (*place, i))
+        case dict():
+            for name, each in value.items():
+                yield from _no_numbers(each, (*place, name))
+
+
+def _guessed(error: ValidationError) -> list[InitErrorDetails]:
+    """Return the errors of a strict validation that are about values of another type.
+
+    Its other errors are left out: lists for tuples in models with validators of the whole model, and whole floats.
+    """
+    return [
+        InitErrorDetails(type=found["type"], loc=found["loc"], input=found["input"])
+        for found in error.errors(include_url=False, include_context=False)
+        if found["type"] in _TYPES and isinstance(found["input"], str | bool | int)
+    ]
+
+
+JsonBody = Annotated[T, _AsJson()]
+"""`JsonBody[Model]`: the type of an endpoint's body. Its description is the model's."""
+
+
+# --- Lists in pages, in the shape that clients of OpenAI and of ART read ---
+
+ItemT = TypeVar("ItemT", bound=BaseModel)
+Seconds = Annotated[int, BeforeValidator(int)]
+"""Whole seconds since 1970, of a time with fractions."""
+
+
+RetryCount = Annotated[str | None, Header(alias="x-stainless-retry-count", include_in_schema=False)]
+"""The number of times that a client has sent this request before."""
+
+
+class RecordView(BaseModel):
+    """A record as clients see it: the fields are read from its attributes, by their validation aliases."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    @classmethod
+    def of(cls, record: object) -> Self:
+        return cls.model_validate(record)
+
+
+class ListAnswer(BaseModel, Generic[ItemT]):
+    """A page. The `id` of its last item is the `after` of the next one."""
+
+    object: Literal["list"] = "list"
+    data: list[ItemT]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+def page_of(items: Sequence[ItemT], has_more: bool) -> ListAnswer[ItemT]:
+    ids = [str(item.id) for item in items]  # type: ignore[attr-defined]
+    return ListAnswer(
+        data=list(items), has_more=has_more, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None
+    )
+
+
+def page_after(items: Sequence[ItemT], after: str | None, limit: int) -> ListAnswer[ItemT]:
+    """The page behind an id, of all items in order. Raises InvalidInput: none of them has the id."""
+    start = 0
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item.id == after]  # type: ignore[attr-defined]
+        if not places:
+            raise InvalidInput("there is no item of this id", "after")
+        start = places[0] + 1
+    return page_of(items[start : start + limit], has_more=start + limit < len(items))
+
+
+# --- Published files as answers: one of them, or all as a tar ---
+
+
+def file_answer(files: PublishedFiles, path: str) -> StreamingResponse:
+    """Send one file. Raises NotFound."""
+    entry = files.entry(path)
+    headers = {"content-length": str(entry.size), "etag": f'"{entry.sha256}"'}
+    return StreamingResponse(files.content(entry), media_type="application/octet-stream", headers=headers)
+
+
+def tar_answer(files: PublishedFiles, folder: str) -> StreamingResponse:
+    """Send all files as a tar of one folder, to be saved under its name."""
+    headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(folder)}.tar"}
+    return StreamingResponse(files.tar(folder), media_type="application/x-tar", headers=headers)

@@ -1,1 +1,0 @@
-"""Files in and out of the store."""

@@ -1,0 +1,201 @@
+"""Runs as users see them, and their events in words."""
+
+import time
+from collections.abc import Iterable
+
+from longshore.fields import Frozen
+from shared.jobs.events import (
+    Applied,
+    Evaluated,
+    Evaluating,
+    Event,
+    Failed,
+    Kept,
+    Offloaded,
+    Probed,
+    Saved,
+    Started,
+    Step,
+    Succeeded,
+)
+from shared.limits import PriceSettings
+from shared.runs.events import RunEvent
+from shared.runs.requests import FIRST_TENANT, Precision, Run, Source, Tenant
+from shared.runs.status import Phase, RunStatus, StepStatus
+
+# --- Views of runs: their state, request and cost; and pages of them ---
+
+IN_QUEUE: tuple[Phase, ...] = ("queued", "waiting_for_worker")
+"""Phases in which a running run has a place in the queue for workers."""
+
+
+class Cost(Frozen):
+    """What a run costs, by the price of a GPU hour.
+
+    `estimated`: at its end, at the pace of its steps so far; None while nobody can say.
+    """
+
+    currency: str
+    so_far: float
+    estimated: float | None = None
+
+
+class RunView(RunStatus):
+    """A run in the API: its status, its request, when it was submitted, and its cost if GPU hours have a price."""
+
+    created_at: float
+    tenant: Tenant = FIRST_TENANT
+    owner: str | None = None
+    source: Source = Source()
+    run: Run
+    precision: Precision | None = None
+    cost: Cost | None = None
+
+
+def with_cost(view: RunView, prices: PriceSettings) -> RunView:
+    """Return a view with the cost of the run so far, and at its end by its own estimate."""
+    if prices.gpu_hour is None:
+        return view
+    so_far, estimated = view.gpu_seconds, None
+    if view.state in ("succeeded", "failed", "cancelled"):
+        estimated = so_far
+    elif (left_s := seconds_left(view, time.time())) is not None:
+        estimated = so_far + left_s * devices_of(view.run)
+    price = prices.gpu_hour / 3600
+    total = None if estimated is None else estimated * price
+    return view.model_copy(update={"cost": Cost(currency=prices.currency, so_far=so_far * price, estimated=total)})
+
+
+def devices_of(run: Run) -> int:
+    """Return the devices that a run has while it works: a worker's ranks, and the samplers that it leases."""
+    samplers = 0
+    if run.kind == "rl" and run.rollouts is not None and run.rollouts.sampler_url is None:
+        samplers = 0 if run.rollouts.colocate else run.rollouts.samplers
+    return run.layout.world_size + samplers
+
+
+def seconds_left(view: RunStatus, now: float) -> float | None:
+    """Return the seconds to a run's last step, by its own estimate; None without an estimate, or after that time."""
+    if view.state != "running" or view.estimated_end is None or view.estimated_end <= now:
+        return None
+    return view.estimated_end - now
+
+
+class RunPage(Frozen):
+    """Runs, newest first. `next` is the `after` of the following page.
+
+    `num_hidden_sessions`: idle ones that no page has, as they were not asked for.
+    """
+
+    runs: tuple[RunView, ...]
+    has_more: bool
+    next: str | None = None
+    num_hidden_sessions: int = 0
+
+
+class EventPage(Frozen):
+    """Events after a cursor. `next` is the cursor to ask with again: the last event's, or the one that was given."""
+
+    events: tuple[RunEvent, ...]
+    next: str | None
+
+
+class StepPage(Frozen):
+    """Train steps of an RL run that are on record, in order.
+
+    `next` is the number to ask after, also for steps that are still to come: the last step's, or what was given.
+    """
+
+    steps: tuple[StepStatus, ...]
+    has_more: bool
+    next: int | None = None
+
+
+# --- Formats events and metrics of runs as text for people ---
+
+_MAIN_METRICS = ("reward_mean", "loss", "eval_loss", "preference_accuracy", "tokens_per_s")
+_LOOKED_FOR = ("loss", "eval_loss", "preference_accuracy", "grad_norm", "learning_rate", "tokens_per_s")
+SKIPPED = "skipped: no token of it is trained, and no weight changed"
+
+
+def log_line(item: RunEvent) -> str:
+    """An event as a line of a log, with its time."""
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(item.event.time))} {event_in_words(item.event)}"
+
+
+def last_lines(view: RunView) -> list[str]:
+    """The last lines of a log: the run's end, if it has ended."""
+    match view.state:
+        case "running":
+            return []
+        case "cancelled" | "paused":
+            return [f"the run was {view.state}" + (f": {view.paused_by}" if view.paused_by else "")]
+        case _:
+            return [f"the run {view.state}" + (f": {view.problem.message}" if view.problem else "")]
+
+
+def event_in_words(event: Event) -> str:
+    """An event in words, for people who read logs."""
+    match event:
+        case Started():
+            where = f"{event.world_size} rank{'s' if event.world_size > 1 else ''} on {event.device}"
+            return f"training starts at step {event.first_step} of {event.num_steps}, {where}"
+        case Step() if "skipped" in event.metrics:
+            return f"step {event.step} {SKIPPED}"
+        case Step():
+            return f"step {event.step}: {brief(event.metrics)}"
+        case Saved():
+            return f"checkpoint of step {event.step} saved"
+        case Kept():
+            return f"state of command {event.step} kept"
+        case Evaluating():
+            what = "samples" if event.part == "samples" else "held-out rows"
+            return f"evaluating after step {event.step}: {event.fraction:.0%} of the {what}"
+        case Evaluated():
+            samples = f", {len(event.samples)} samples" if event.samples else ""
+            return f"evaluated after step {event.step}: {brief(event.metrics)}{samples}"
+        case Probed():
+            return f"probe of {len(event.logprobs) + 1} tokens after step {event.step}"
+        case Applied():
+            return f"command {event.command}: {event.kind}{' failed' if event.failed else ''}"
+        case Offloaded():
+            mib = (event.device_bytes_before - event.device_bytes_after) / 2**20
+            return f"device memory released: {mib:.0f} MiB in {event.duration_s:.2f} s"
+        case Succeeded():
+            return f"training succeeded at step {event.step}"
+        case Failed():
+            return f"training failed after step {event.step}: {event.message}"
+        case _:
+            return f"training stopped after step {event.step}, as it was asked to"
+
+
+def brief(metrics: dict[str, float]) -> str:
+    """Format the most usual metrics; all, if there is none of those."""
+    return ", ".join(metric_in_words(name, metrics[name]) for name in looked_for(metrics))
+
+
+def main_metrics(metrics: dict[str, float]) -> list[str]:
+    """Format a few metrics, the most important first."""
+    return [metric_in_words(name, metrics[name]) for name in _MAIN_METRICS if name in metrics]
+
+
+def dropped(metrics: dict[str, float]) -> str | None:
+    """The number of a train step's dropped trajectories, and the rules that dropped them; None if none was."""
+    if not (num_broken := metrics.get("broken_trajectories")):
+        return None
+    of = {name.removeprefix("dropped_for_"): n for name, n in metrics.items() if name.startswith("dropped_for_")}
+    reasons = ", ".join(f"{rule} {n:.0f}" for rule, n in sorted(of.items(), key=lambda item: (-item[1], item[0])))
+    return f"{num_broken:.0f} of {metrics['trajectories']:.0f} trajectories could not be trained: {reasons}"
+
+
+def metric_in_words(name: str, value: float) -> str:
+    """Format a metric with its name, in as many digits as people read."""
+    if name == "tokens_per_s":
+        return f"{value:,.0f} tokens/s" if value >= 100 else f"{value:.3g} tokens/s"
+    return f"{'reward' if name == 'reward_mean' else name} {value:.4g}"
+
+
+def looked_for(names: Iterable[str]) -> list[str]:
+    """Return the usual metrics among these names; all, if there is none of those."""
+    found = sorted(names)
+    return [name for name in _LOOKED_FOR if name in found] or found

@@ -1,1 +1,0 @@
-"""The keys of an installation: they encrypt everything that goes through Temporal, and sign statements."""

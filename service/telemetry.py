@@ -1,0 +1,401 @@
+"""Traces of requests and workflows, metrics of Temporal's SDK, ids for the log."""
+
+import hashlib
+import os
+import re
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from prometheus_client import Counter, Histogram
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from temporalio import activity, workflow
+from temporalio.client import Interceptor
+from temporalio.runtime import (
+    BUFFERED_METRIC_KIND_COUNTER,
+    BUFFERED_METRIC_KIND_GAUGE,
+    MetricBuffer,
+    MetricBufferDurationFormat,
+    Runtime,
+    TelemetryConfig,
+)
+
+if TYPE_CHECKING:
+    from temporalio.contrib.opentelemetry import TracingInterceptor
+
+
+# --- Traces, sent by OTLP (HTTP, protobuf) if OTEL_EXPORTER_OTLP_ENDPOINT is set ---
+#
+# One trace leads from a request through workflow and activities to the optimizer steps, whose spans the GPU host makes
+# of the worker's events (activities/telemetry.py). Temporal's interceptor makes a workflow's spans outside of the
+# workflow and skips those of replays; ids travel in headers, which no workflow reads.
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_TRACE_PARENT = "traceparent"
+# Only ids, counts and names: an error's text, a path or a header may contain a user's text.
+_ATTRIBUTES = re.compile(
+    r"temporal\w+ID|temporalActivityType|longshore\.\w+|error\.type"
+    r"|http\.request\.method|http\.route|http\.response\.status_code"
+)
+# Users' pages and the service's own lists ask each second.
+_DROPPED = ("QueryWorkflow:", "HandleQuery:")
+_ERROR = re.compile(r"[A-Za-z_]\w{0,63}")
+_LAST_MS = 5000
+_interceptors: tuple[Interceptor, ...] = ()
+
+
+def traces_are_wanted() -> bool:
+    return any(os.environ.get(name) for name in _ENDPOINTS)
+
+
+def start_tracing(process: str) -> None:
+    """Send spans of this process from now on, if an endpoint is named. Called once, at a process's start."""
+    if not traces_are_wanted():
+        return
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    global _interceptors
+    resource = Resource.create({"service.name": f"longshore-{process}"})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(_exporter()))
+    trace.set_tracer_provider(provider)
+    _interceptors = (temporal_interceptor(trace.get_tracer("longshore.temporal")),)
+
+
+def stop_tracing() -> None:
+    """Send the last spans. Safe to repeat."""
+    if _interceptors:
+        trace.get_tracer_provider().force_flush(_LAST_MS)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def span_of_program(process: str, name: str, parent: str | None) -> Iterator[str | None]:
+    """Record a span of the whole program; yields the header that continues its trace elsewhere, None without one."""
+    start_tracing(process)
+    try:
+        with trace.get_tracer("longshore.program").start_as_current_span(name, context_of(parent)):
+            yield current_traceparent()
+    finally:
+        stop_tracing()
+
+
+def tracing_interceptors() -> Sequence[Interceptor]:
+    """Return the interceptors that a client of Temporal needs to propagate traces."""
+    return _interceptors
+
+
+def context_of(traceparent: str | None) -> Any:
+    """Return the context that a request's header names. Neither baggage nor `tracestate`, a client's text, is taken."""
+    return TraceContextTextMapPropagator().extract({_TRACE_PARENT: traceparent} if traceparent else {})
+
+
+def current_traceparent() -> str | None:
+    """Return the header that continues the current trace in another process; None without a trace."""
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier.get(_TRACE_PARENT)
+
+
+def current_ids() -> dict[str, str]:
+    """Return the ids of the current work, for log lines."""
+    found: dict[str, str] = {}
+    if workflow.in_workflow():
+        found["run_id"] = workflow.info().workflow_id
+    elif activity.in_activity():
+        info = activity.info()
+        found["run_id"], found["activity"] = info.workflow_id or "", info.activity_type
+        found["tenant"] = info.priority.fairness_key or ""  # service/temporal.py: each tenant's own
+    span = trace.get_current_span().get_span_context()
+    if span.is_valid:
+        found |= {"trace_id": trace.format_trace_id(span.trace_id), "span_id": trace.format_span_id(span.span_id)}
+    return {name: value for name, value in found.items() if value}
+
+
+def temporal_interceptor(tracer: trace.Tracer) -> "TracingInterceptor":
+    """Return the interceptor of clients and workers. It passes on ids alone: neither baggage nor `tracestate`."""
+    from temporalio.contrib.opentelemetry import TracingInterceptor, TracingWorkflowInboundInterceptor
+    from temporalio.worker import WorkflowInboundInterceptor, WorkflowInterceptorClassInput
+
+    class InWorkflow(TracingWorkflowInboundInterceptor):
+        def __init__(self, next: WorkflowInboundInterceptor) -> None:
+            super().__init__(next)
+            self.text_map_propagator = TraceContextTextMapPropagator()
+            self._before: Any = None
+
+        def _load_workflow_context_carrier(self) -> Any:
+            """Return the trace that the workflow was started in, or a new one.
+
+            A schedule starts it in none. A workflow that continues as new begins another, so that no trace grows
+            without bound; its first span links to the one before.
+            """
+            is_loaded = bool(self._workflow_context_carrier)
+            carrier, info = super()._load_workflow_context_carrier(), workflow.info()
+            if not is_loaded and (carrier is None or info.continued_run_id):
+                self._before = carrier
+                carrier = self._workflow_context_carrier = _own_trace(info.run_id)
+            return carrier
+
+        def _completed_span(self, span_name: str, **options: Any) -> None:
+            if span_name.startswith("RunWorkflow:"):
+                options["link_context_carrier"] = self._before
+            super()._completed_span(span_name, **options)
+
+    class WithoutBaggage(TracingInterceptor):
+        def __init__(self) -> None:
+            super().__init__(tracer)
+            self.text_map_propagator = TraceContextTextMapPropagator()
+
+        def workflow_interceptor_class(self, input: WorkflowInterceptorClassInput) -> type[InWorkflow]:
+            super().workflow_interceptor_class(input)
+            return InWorkflow
+
+        def _completed_workflow_span(self, params: Any) -> Any:
+            is_first = params.name.startswith("RunWorkflow:")
+            if not is_first or params.context != _own_trace(params.attributes["temporalRunID"]):
+                return super()._completed_workflow_span(params)
+            root = copy(self.tracer)
+            root.id_generator = _ids(context_of(params.context[_TRACE_PARENT]))  # type: ignore[attr-defined]
+            before = trace.get_current_span(context_of((params.link_context or {}).get(_TRACE_PARENT)))
+            links = [trace.Link(before.get_span_context())] if params.link_context else []
+            span = root.start_span(params.name, Context(), params.kind, params.attributes, links, params.time_ns)
+            span.end(params.time_ns)
+            return params.context
+
+    return WithoutBaggage()
+
+
+def _own_trace(execution: str) -> dict[str, Any]:
+    """Return the header of a workflow's own trace, the same in each replay, on any host."""
+    ids = hashlib.sha256(execution.encode()).hexdigest()
+    return {_TRACE_PARENT: f"00-{ids[:32]}-{ids[32:48]}-01"}
+
+
+def _ids(context: Context) -> Any:
+    """Return an id generator that gives a span the ids of a context, as if it were the header's span."""
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
+
+    named = trace.get_current_span(context).get_span_context()
+
+    class Named(IdGenerator):
+        def generate_span_id(self) -> int:
+            return named.span_id
+
+        def generate_trace_id(self) -> int:
+            return named.trace_id
+
+    return Named()
+
+
+def _exporter() -> Any:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class ScrubbingExporter(SpanExporter):
+        """Sends spans without anything that a user may have written: every span goes through here."""
+
+        def __init__(self) -> None:
+            self._next = OTLPSpanExporter()
+
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            return self._next.export([scrubbed(span) for span in spans if not span.name.startswith(_DROPPED)])
+
+        def shutdown(self) -> None:
+            self._next.shutdown()
+
+    return ScrubbingExporter()
+
+
+def scrubbed(span: Any) -> Any:
+    """Return a span with listed attributes alone, without events (errors' texts), with an error's type at most."""
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import Link, Status
+
+    error = _ERROR.match(span.status.description or "")
+    kept = {name: value for name, value in (span.attributes or {}).items() if _ATTRIBUTES.fullmatch(name)}
+    return ReadableSpan(
+        name=span.name,
+        context=span.context,
+        parent=span.parent,
+        resource=span.resource,
+        attributes=kept | ({"error.type": error[0]} if error else {}),
+        links=[Link(link.context) for link in span.links],
+        kind=span.kind,
+        status=Status(span.status.status_code),
+        start_time=span.start_time,
+        end_time=span.end_time,
+        instrumentation_scope=span.instrumentation_scope,
+    )
+
+
+# --- Counts and times requests to the web service, and gives each a span ---
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_UNMATCHED = "unmatched"
+_PREFIX = "/api/v1"  # of routers that have none of their own (service/app.py)
+REQUESTS = Counter(
+    "longshore_http_requests", "Requests that were answered, or whose answer began", ["method", "route", "status"]
+)
+SECONDS = Histogram(
+    "longshore_http_request_seconds",
+    "From a request to the beginning of its answer",
+    ["method", "route"],
+    buckets=(0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0),
+)
+_asked: ContextVar[MutableMapping[str, Any] | None] = ContextVar("asked", default=None)
+
+
+class SeenRequests:
+    """ASGI middleware, the outermost. A route is named by its template, so that there are few of them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._tracer = trace.get_tracer("longshore.http")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin = time.perf_counter()
+        method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+        with self._span(method, scope) as span:
+
+            async def seen(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    route, status = _route_of(scope), message["status"]
+                    REQUESTS.labels(method, route, status).inc()
+                    SECONDS.labels(method, route).observe(time.perf_counter() - begin)
+                    span.update_name(f"{method} {route}")
+                    span.set_attributes({"http.route": route, "http.response.status_code": status})
+                await send(message)
+
+            await self._app(scope, receive, seen)
+
+    @contextmanager
+    def _span(self, method: str, scope: Scope) -> Iterator[trace.Span]:
+        parent = context_of(Headers(scope=scope).get("traceparent"))
+        token = _asked.set(scope)
+        try:
+            with self._tracer.start_as_current_span(
+                method, parent, trace.SpanKind.SERVER, {"http.request.method": method}
+            ) as span:
+                yield span
+        finally:
+            _asked.reset(token)
+
+
+def _route_of(scope: Scope) -> str:
+    """Return a route's template. FastAPI leaves out the prefix that a router was included with."""
+    template = str(getattr(scope.get("route"), "path", _UNMATCHED))
+    is_included = scope["path"].startswith(_PREFIX) and template.startswith("/") and not template.startswith(_PREFIX)
+    return _PREFIX + template if is_included else template
+
+
+def request_ids() -> dict[str, str]:
+    """Return the ids of the request in hand, for a line of the log."""
+    found, scope = current_ids(), _asked.get()
+    if scope is not None:
+        principal = scope.get("state", {}).get("principal")
+        run_id = scope.get("path_params", {}).get("run_id")
+        found |= {"tenant": principal.tenant} if principal is not None else {}
+        found |= {"run_id": run_id} if isinstance(run_id, str) else {}
+    return found
+
+
+# --- Temporal's own metrics of this process, at the same port as ours ---
+#
+# The SDK's runtime buffers its updates. They are added up here, since the SDK itself could only show them at
+# a separate port.
+
+_BUFFER = 100_000
+_DRAIN_S = 5.0  # without scrapes; the SDK drops updates if its buffer is full
+_BUCKETS_S = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 3600.0, float("inf"))
+_runtime: Runtime | None = None
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class SdkMetrics(Collector):
+    """Adds up the metric updates of the SDK's runtime, by name and labels."""
+
+    def __init__(self, buffer: MetricBuffer) -> None:
+        self._buffer = buffer
+        self._lock = threading.Lock()
+        self._told: dict[str, Any] = {}
+        self._numbers: dict[str, dict[Labels, float]] = {}
+        self._seconds: dict[str, dict[Labels, list[float]]] = {}  # counts by bucket, and the sum behind them
+
+    def drain(self) -> None:
+        with self._lock:
+            for update in self._buffer.retrieve_updates():
+                name, value = update.metric.name, float(update.value)
+                labels = tuple((n, str(v)) for n, v in sorted(update.attributes.items()) if n != "service_name")
+                self._told[name] = update.metric
+                if update.metric.kind == BUFFERED_METRIC_KIND_COUNTER:
+                    counts = self._numbers.setdefault(name, {})
+                    counts[labels] = counts.get(labels, 0.0) + value
+                elif update.metric.kind == BUFFERED_METRIC_KIND_GAUGE:
+                    self._numbers.setdefault(name, {})[labels] = value
+                else:
+                    empty = [0.0] * (len(_BUCKETS_S) + 1)
+                    seen = self._seconds.setdefault(name, {}).setdefault(labels, empty)
+                    seen[bisect_left(_BUCKETS_S, value)] += 1
+                    seen[-1] += value
+
+    def collect(self) -> Iterable[Metric]:
+        self.drain()
+        with self._lock:
+            return [*map(self._number, self._numbers), *map(self._histogram, self._seconds)]
+
+    def _number(self, name: str) -> Metric:
+        is_counter = self._told[name].kind == BUFFERED_METRIC_KIND_COUNTER
+        found = Metric(name, self._told[name].description or name, "counter" if is_counter else "gauge")
+        for labels, value in self._numbers[name].items():
+            found.add_sample(f"{name}_total" if is_counter else name, dict(labels), value)
+        return found
+
+    def _histogram(self, name: str) -> Metric:
+        found = Metric(name, self._told[name].description or name, "histogram")
+        for labels, (*counts, total) in self._seconds[name].items():
+            num = 0.0
+            for bucket, count in zip(_BUCKETS_S, counts, strict=True):
+                num += count
+                le = "+Inf" if bucket == float("inf") else str(bucket)
+                found.add_sample(f"{name}_bucket", {**dict(labels), "le": le}, num)
+            found.add_sample(f"{name}_count", dict(labels), num)
+            found.add_sample(f"{name}_sum", dict(labels), total)
+        return found
+
+
+def start_sdk_metrics() -> SdkMetrics:
+    """Count the metrics of Temporal clients that connect from now on. Called once, at a process's start."""
+    global _runtime
+    buffer = MetricBuffer(_BUFFER, MetricBufferDurationFormat.SECONDS)
+    _runtime = Runtime(telemetry=TelemetryConfig(metrics=buffer))
+    metrics = SdkMetrics(buffer)
+
+    def drain() -> None:
+        while True:
+            metrics.drain()
+            time.sleep(_DRAIN_S)
+
+    threading.Thread(target=drain, name="temporal metrics", daemon=True).start()
+    return metrics
+
+
+def sdk_runtime() -> Runtime | None:
+    """Return the runtime that counts; None for the SDK's own."""
+    return _runtime

@@ -1,1 +1,0 @@
-"""Automation around runs: schedules, sweeps, webhooks, and garbage collection."""

@@ -1,1 +1,0 @@
-"""Graders as users write them: their kinds, expressions and templates."""

@@ -1,1 +1,0 @@
-"""Leases of processes: of workers and samplers of runs, and of samplers that answer users."""

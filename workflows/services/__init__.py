@@ -1,1 +1,0 @@
-"""Short workflows: previews, questions, trials of graders, webhooks, schedules, tracking."""
