@@ -426,7 +426,7 @@ def forget_start() -> None:
 
 
 # --- Confines a process that has imported all that it needs ---
-# it gives up its rights, and can open no more files.
+# It gives up its rights, and can open no more files.
 
 _NUM_OPEN_FILES = 64
 _NOBODY = 65534
@@ -511,7 +511,7 @@ def confine_in_bubblewrap(memory_bytes: int) -> None:
 
 
 # --- Frames between our processes ---
-# eight bytes of length, then this many bytes. Imports only the standard library.
+# Eight bytes of length, then this many bytes. Imports only the standard library.
 
 _HEAD_BYTES = 8
 _SLICE_S = 0.5  # waits are cut into such slices, as a cancellation is raised in a thread only between two waits

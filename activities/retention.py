@@ -246,7 +246,7 @@ def what_of(unit: str) -> What:
     return KINDS.get(unit.partition("/")[0], "samples")
 
 
-# --- Which stored objects a retention policy expires. Pure: it reads nothing, and `retention.py` checks again ---
+# --- Which stored objects a retention policy expires. Pure: it reads nothing, and the collection checks again ---
 
 _DAY_S = 86_400.0
 NUM_STAY = 3

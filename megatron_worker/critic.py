@@ -4,7 +4,7 @@ It scores the job's data with its weights at the job's beginning, and advantages
 then updates the policy by the advantages, and the critic by the returns. Only one of the two optimizers is on the
 device at a time.
 
-Shape suffixes: N targets of all units, M moves of them (critic.py).
+Shape suffixes: N targets of all units, M moves of them.
 """
 
 import math
@@ -32,8 +32,8 @@ from shared.jobs.job import JobCritic
 from shared.jobs.losses import Critic
 from shared.jobs.packed import Floats, Ints, Units
 
-# --- Generalized advantage estimation (Schulman et al ---
-# 2016, arXiv:1506.02438, equations 11 to 16). Pure functions.
+# --- Generalized advantage estimation ---
+# Schulman et al. 2016, arXiv:1506.02438, equations 11 to 16. Pure functions.
 #
 # An episode is a sequence of a unit; a state is everything before a target. A *move* is an action: a target, or a
 # turn, which is all contiguous targets of one answer. All in float64. Shape suffixes: N targets of all units, M moves

@@ -23,7 +23,7 @@ from megatron_worker.process.ranks import SideRanks
 from shared.jobs.packed import RouteShape
 
 # --- Combines reported values over bins and ranks ---
-# by their maximum if the name ends in `:max`, else by their sum.
+# By their maximum if the name ends in `:max`, else by their sum.
 #
 # `x:sum` and `x:count` are numerator and denominator of a mean, which is computed at the end. Means named `x:part…`
 # are reported as x, the sum of their absolute values.
@@ -46,7 +46,7 @@ class LossSums:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
     def detached(self) -> dict[str, Tensor]:
-        """Return all values, detached, under names that say how to combine them over bins (engine.py)."""
+        """Return all values, detached, under names that say how to combine them over bins."""
         named = {"loss": self.loss, "weight": self.weight, **self.metrics}
         named |= {name + SUM: value for name, (value, _) in self.means.items()}
         named |= {name + COUNT: count for name, (_, count) in self.means.items()}

@@ -142,7 +142,7 @@ def weights(score_TE: Tensor, expert_TK: Tensor, mixture: Mixture) -> Tensor:
 
 
 # --- A rank's share of the tensors that slices describe ---
-# its part of a whole tensor, and the rows of a parameter.
+# Its part of a whole tensor, and the rows of a parameter.
 
 
 def parts_of(s: TensorSlice, whole: Tensor, rank: int, size: int) -> list[Tensor]:

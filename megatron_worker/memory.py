@@ -219,7 +219,7 @@ def _measured(probe: Probe, size: int, device: torch.device) -> PassBytes:
 
 
 # --- Measures the passes of a micro-batch ---
-# a job's with its loss, or one by one a slot's backbone, and each kind of head.
+# A job's with its loss, or one by one a slot's backbone, and each kind of head.
 #
 # The size of a job's pass and of a backbone is the tokens of the pack; a head's is the number of rows of hidden
 # states. Backbones and heads have a loss of zero times the outputs, so that gradients do not change. Masks, which grow
@@ -368,13 +368,13 @@ def mask_bytes(parent_T: Ints, facts: Facts) -> float:
 
 
 # --- The planner ---
-# how many tokens a job's micro-batch has, and which items TrainerRank's has. Equal on every rank.
+# How many tokens a job's micro-batch has, and which items TrainerRank's has. Equal on every rank.
 #
-# A job's micro-batch is one pass, forward and backward, which is measured whole (memory.py).
+# A job's micro-batch is one pass, forward and backward, which is measured whole.
 #
 # For TrainerRank the memory of a micro-batch is simulated: the forwards slot by slot, each of the backbone and then of
 # its heads; the user's loss; then the backwards, the newest first, each freeing its memory. The memory of each pass is
-# measured (memory.py). The user's loss is assumed to keep one copy of each output that has a gradient until it has
+# measured. The user's loss is assumed to keep one copy of each output that has a gradient until it has
 # made that gradient, and to need two more copies of one input's outputs at a time.
 
 _MARGIN = 0.02  # added to an estimate, as a fraction

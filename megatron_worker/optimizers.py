@@ -23,7 +23,7 @@ _CHUNK = 1 << 18  # elements: five float32 chunks stay in cache while they are u
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a step for some weights. `by_muon`: Muon updates them (megatron_worker/optimizers.py), else
+    """The rates of a step for some weights. `by_muon`: Muon updates them, else
     AdamW."""
 
     learning_rate: float
@@ -53,8 +53,8 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     return total
 
 
-# --- Muon (Jordan et al ---
-# 2024, kellerjordan.github.io/posts/muon): momentum, and its direction made orthogonal.
+# --- Muon ---
+# Jordan et al. 2024, kellerjordan.github.io/posts/muon: momentum, and its direction made orthogonal.
 #
 #     m = mu m + (1 - mu) g      d = mu m + (1 - mu) g (Nesterov), or m
 #     w = (1 - lr * decay) w - lr * scale * NS(d)

@@ -137,7 +137,7 @@ CODES: dict[Quantization, BlockCode] = {
 
 
 # --- Tensors ---
-# Tensors that are held as codes and scales (quantized.py), with the rows' blocks along the last dimension.
+# Tensors that are held as codes and scales, with the rows' blocks along the last dimension.
 #
 # Shape suffixes: O rows, P bytes of a row's codes, B blocks of a row.
 

@@ -55,11 +55,11 @@ from shared.storage.files import write_atomically
 from shared.storage.paths import WorkerPaths
 
 # --- A job, from its inputs to its last checkpoint ---
-# its slot is made or loaded, then its program's commands are done.
+# Its slot is made or loaded, then its program's commands are done.
 #
 # There are two programs: the steps of the job's plan (planned.py), and what a client sends (session.py). Every rank
 # runs this with the same job. A job is a generator that yields between its passes, so that the worker can do passes of
-# other jobs there; it then ends the job (worker.py).
+# other jobs there; it then ends the job.
 
 
 class Phases:

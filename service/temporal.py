@@ -40,7 +40,7 @@ from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable
 from shared.settings import Settings
 
 # --- Builds of control hosts, side by side ---
-# a run ends on the build that it began on (Temporal's worker versioning).
+# A run ends on the build that it began on (Temporal's worker versioning).
 #
 # A control host with `build_id` takes work of runs that began on its build, and of services that move to the newest.
 # One build is current: new runs begin on it. Another one drains, until its last run has ended; then its hosts may be

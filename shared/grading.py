@@ -15,7 +15,7 @@ from shared.errors import InvalidInput
 from shared.field_rules import first_error
 
 # --- Arithmetic over named numbers, such as `0.8 * exact + 0.2 * max(0, style)` ---
-# parsed once, computed for many samples.
+# Parsed once, computed for many samples.
 #
 # Numbers, names, `+ - * / ^`, parentheses, and min, max, abs, floor, ceil, exp, sqrt, log (natural). `^` binds tighter
 # than a sign and groups to the right, so -2^2 is -4 and 2^3^2 is 512. An expression becomes postfix; nothing is ever
@@ -493,7 +493,7 @@ SingleGrader = Annotated[_Single, Field(discriminator="type")]
 
 
 class MultiGrader(Frozen):
-    """Named graders, and an expression that combines their numbers (shared/grading.py)."""
+    """Named graders, and an expression that combines their numbers."""
 
     type: Literal["multi"] = "multi"
     name: GraderName

@@ -403,7 +403,7 @@ def _loss(error: BaseException) -> Lost:
 
 
 # --- Serve users' questions to one model ---
-# lease a sampler when a question comes, give it back after an idle time.
+# Lease a sampler when a question comes, give it back after an idle time.
 
 # Temporal allows 2,000 updates per execution. After half of them this one ends, and the next question starts another.
 _MAX_ASKED = 1000

@@ -205,7 +205,7 @@ def _run_id(kind: str) -> str:
 
 
 # --- A sweep ---
-# the web service starts, follows and ends its trials; this workflow calls the service until the end.
+# The web service starts, follows and ends its trials; this workflow calls the service until the end.
 
 
 @workflow.defn(versioning_behavior=policies.MOVES)

@@ -17,7 +17,7 @@ from activities.formats.rows import JSON, Row, is_given, list_of_objects, type_n
 from shared.errors import InvalidInput
 
 # --- The types that rows of datasets are parsed into, whatever their format ---
-# training examples and rollout prompts.
+# Training examples and rollout prompts.
 
 
 @dataclass(frozen=True, slots=True)

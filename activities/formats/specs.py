@@ -53,7 +53,7 @@ from shared.runs.dataset_runs import PAIR_FORMATS, Format
 from shared.storage.paths import LEFT
 
 # --- Columns other than a format's own ---
-# parts of the prompt, masks and labels are read or refused, never ignored.
+# Parts of the prompt, masks and labels are read or refused, never ignored.
 #
 # The names of unread columns are reported.
 
@@ -227,7 +227,7 @@ def _bad(answer: Chat | PromptCompletion) -> Chat | PromptCompletion:
 
 
 # --- Numbers beside answers, as reward models learn them ---
-# a pair's margin, an answer's scores, or labels of turns.
+# A pair's margin, an answer's scores, or labels of turns.
 
 MARGIN = "margin"
 LABELS = "labels"

@@ -38,7 +38,7 @@ from shared.grading import (
 from shared.settings import DownloadSettings, GradingSettings, Settings
 
 # --- String checks and text similarity, from 0 to 1 ---
-# pure functions, float64, case-sensitive except for ROUGE and `ilike`.
+# Pure functions, float64, case-sensitive except for ROUGE and `ilike`.
 #
 # Words are runs of letters, digits and _; every other character that is not white space is a separate word.
 #

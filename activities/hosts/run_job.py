@@ -175,7 +175,7 @@ def _target(grant: LeaseGrant) -> SyncTarget | None:
 
 
 # --- Uploads of a job's results from the worker's disk into the store ---
-# its log, read line by line, and checkpoints.
+# Its log, read line by line, and checkpoints.
 
 _PATIENCE_S = 300.0
 _UPLOAD_PAUSE_S = 2.0

@@ -33,7 +33,7 @@ from shared.storage.host_states import HostAddress
 from shared.storage.paths import HostPaths, WorkerPaths
 
 # --- One worker process group ---
-# start it, watch it, end it to the last process, and end what a killed host left behind.
+# Start it, watch it, end it to the last process, and end what a killed host left behind.
 
 _TERM_GRACE_S = 1.0
 _VLLM_TERM_GRACE_S = 15.0  # killed, it leaves hundreds of megabytes in /dev/shm
@@ -404,7 +404,7 @@ def _read_record(path: Path) -> WorkerRecord | None:
 
 
 # --- The worker processes of one host ---
-# leases them to runs, keeps them warm after a lease, ends those idle too long.
+# Leases them to runs, keeps them warm after a lease, ends those idle too long.
 #
 # A worker that no run has holds nothing on the device, so those of several bases may stay beside the one in use, as
 # long as a budget of host memory allows.

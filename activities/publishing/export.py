@@ -332,7 +332,7 @@ def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 # --- Writes the files of an export from the folders of a model and an adapter, and reads them back ---
-# a confined call.
+# A confined call.
 #
 # It holds only a few megabytes of weights in memory at a time.
 

@@ -204,7 +204,7 @@ class FindCheckpoint:
 
 
 # --- The records of a run in the store ---
-# its beginning, its train steps and its end, for when Temporal has forgotten it.
+# Its beginning, its train steps and its end, for when Temporal has forgotten it.
 
 
 class Recorded(Frozen):

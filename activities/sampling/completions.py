@@ -55,7 +55,7 @@ class Sample(Frozen):
     """One answer. `logprobs`: the sampler's, in nats, one for each of `token_ids`. `length`: it was cut off.
 
     `policy_versions`: each token's, if not all are the group's. `routes`: the bytes of its tokens' experts, without the
-    last token's (activities/sampling/completions.py), or `block`, their place in the file beside.
+    last token's, or `block`, their place in the file beside.
     """
 
     model_config = _BYTES
@@ -149,7 +149,7 @@ def read_sampled_groups(folder: Path) -> Iterator[SampledGroup]:
 
 
 # --- Routes of samples, the experts that a sampler chose ---
-# read from its answers, checked, and kept beside the samples.
+# Read from its answers, checked, and kept beside the samples.
 #
 # `routes.bin` consists of blocks: a digest, then the routes of some tokens of a sequence. The digest is of these
 # routes and of the sequence's ids up to their last token, so that no sequence is trained with another's routes. A

@@ -404,7 +404,7 @@ class ServingAdapters:
 
 
 # --- The lease of a sampler ---
-# the model brought here, its process started or adopted, and held while its run samples.
+# The model brought here, its process started or adopted, and held while its run samples.
 
 # A timeout for requests that an idle sampler answers at once. It is short, as a lease cannot end during this wait.
 _ANSWER_S = 20.0

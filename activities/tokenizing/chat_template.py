@@ -33,7 +33,7 @@ from jinja2.utils import Namespace
 from activities.formats import THOUGHTS
 
 # --- The environment that chat templates are written for ---
-# jinja2's sandbox, with what transformers adds and no more.
+# Jinja2's sandbox, with what transformers adds and no more.
 
 
 class Unrendered(Exception):

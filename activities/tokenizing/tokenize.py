@@ -211,7 +211,7 @@ def keep_scored(
 
 
 # --- Preview a dataset before training ---
-# how its first rows are tokenized, and the report that tokenizing would give.
+# How its first rows are tokenized, and the report that tokenizing would give.
 
 R = TypeVar("R")
 _FEW_ROWS = 100_000  # counting more leaves places to others

@@ -1,7 +1,7 @@
 """Track: follow a run's events and train steps, and write them to W&B.
 
 Slow or broken W&B servers do not affect the run. All runs share a few threads that read the store and one process that
-writes (track.py), so any number of runs can be followed, and none delays another.
+writes, so any number of runs can be followed, and none delays another.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectInfo, ObjectStore
 
 # --- A host's writer process (wandb_writer.py), seen from the host ---
-# started for the first run, ended when idle.
+# Started for the first run, ended when idle.
 
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 60.0

@@ -40,7 +40,7 @@ from shared.jobs.losses import COMPARE_GROUPS
 from shared.runs.requests import RLRun
 
 # --- Answers that this installation gave ---
-# their records, whether a client's message is one, and which policy gave it.
+# Their records, whether a client's message is one, and which policy gave it.
 
 
 class RememberedAnswers:

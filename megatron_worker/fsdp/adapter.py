@@ -22,8 +22,8 @@ from shared.errors import InvalidInput
 from shared.families.tensor_slices import TensorSlice
 from shared.models.peft import NORMS, OUTPUT, PREFIX, AdaptedModules, factor_of
 
-# --- LoRA on transformers' linears, as PEFT's matrices (Hu et al ---
-# 2021, arXiv:2106.09685): whole on every rank.
+# --- LoRA on transformers' linears ---
+# As PEFT's matrices (Hu et al. 2021, arXiv:2106.09685), whole on every rank.
 #
 # Shape suffixes: T tokens, I input features, O output features, R rank.
 
@@ -148,7 +148,7 @@ def _whole(name: str, *shape: int) -> TensorSlice:
 
 
 # --- Experts as transformers stacks them ---
-# where the tensors of files lie, and adapters of each expert's linears.
+# Where the tensors of files lie, and adapters of each expert's linears.
 #
 # Shape suffixes: T tokens, K experts of a token, M tokens that chose one expert, H hidden size, I inputs of a linear.
 

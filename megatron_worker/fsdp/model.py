@@ -43,7 +43,7 @@ from shared.models.peft import EMBEDDING, OUTPUT, module_of
 from shared.models.shape import check_layout, shape_of
 
 # --- Our attention in transformers' models, by their attention interface ---
-# over the forest of a bin, within windows.
+# Over the forest of a bin, within windows.
 #
 # The model's mask determines the tokens that a layer attends to. It is read once, when the model is loaded: a mask
 # function then returns the window in place of a mask, and each attention module remembers it.
@@ -385,7 +385,7 @@ def _linears(causal_lm: nn.Module) -> dict[str, nn.Linear]:
 
 
 # --- The probe of a model of an unknown family ---
-# our forward of a bin against transformers' forward of each sequence.
+# Our forward of a bin against transformers' forward of each sequence.
 #
 # Shape suffixes: T tokens, N targets, V vocabulary.
 

@@ -22,7 +22,7 @@ from megatron_worker.tensors.state_files import Held, SlotOptimizer, State, only
 from shared.families.tensor_slices import TensorSlice
 
 # --- The ranks of an FSDP engine ---
-# they share the data, or linears of one model, and each holds a shard of every weight.
+# They share the data, or linears of one model, and each holds a shard of every weight.
 
 
 @dataclass(frozen=True)

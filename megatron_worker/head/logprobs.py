@@ -46,7 +46,7 @@ from shared.errors import InvalidInput
 from shared.settings import KernelPolicy
 
 # --- The choice between kernels and torch ---
-# on CUDA kernels; if they cannot be used, that is a warning or an error.
+# On CUDA kernels; if they cannot be used, that is a warning or an error.
 #
 # The policy holds for a whole process, like torch's switches: `auto` takes kernels on CUDA and warns once of each
 # reason not to; `strict` raises an error without them, on the CPU too, where only Triton's interpreter runs them

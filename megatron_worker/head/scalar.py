@@ -20,7 +20,7 @@ from shared.families.tensor_slices import TensorSlice
 from shared.models.peft import PREFIX
 
 # --- An adapter of the output layer ---
-# its part of the logits comes from more hidden channels, [h, s h A^T] [W, B]^T.
+# Its part of the logits comes from more hidden channels, [h, s h A^T] [W, B]^T.
 #
 # So every scan of the vocabulary works unchanged; [W, B] is made for some rows at a time (logprobs.py). Shape
 # suffixes: N targets, V rows of this rank's shard, R rank.

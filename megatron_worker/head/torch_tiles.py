@@ -98,8 +98,8 @@ def tile_size(device: torch.device) -> TileSize:
 class LocalSums:
     """Sums over one shard for each target. Exponentials are relative to `max_N`; labels of other shards count 0.
 
-    `logit_rows_NH` are sums of exponential times logit, relative to `max_N`, times row. `top_NK` are keys of
-    torch_tiles.py.
+    `logit_rows_NH` are sums of exponential times logit, relative to `max_N`, times row. `top_NK` are keys
+    as above.
     """
 
     max_N: Tensor

@@ -22,7 +22,7 @@ from megatron_worker.losses.targets import (
 from shared.jobs.packed import Units
 
 # --- Surrogate losses of policy algorithms ---
-# one function each, from a bin's targets to a loss and a ratio of each target.
+# One function each, from a bin's targets to a loss and a ratio of each target.
 #
 # Shape suffixes: N live targets of a bin, S its sequences.
 

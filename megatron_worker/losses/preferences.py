@@ -14,7 +14,7 @@ from shared.jobs.losses import DPO, KTO, BradleyTerry
 from shared.jobs.packed import Units
 
 # --- Reward models of pairs ---
-# the log-likelihood of Bradley and Terry (1952) that the chosen answer is the better one.
+# The log-likelihood of Bradley and Terry (1952) that the chosen answer is the better one.
 #
 # Sequences 2k and 2k + 1 of a unit are a pair's chosen and rejected answer, with one target each, at its last token.
 # The chosen one's advantage is the pair's margin (Touvron et al. 2023, arXiv:2307.09288, eq. 2), 0 without one.

@@ -21,7 +21,7 @@ def cross_entropy_loss(temperature: float) -> LossFunction:
 
 
 # --- Distillation ---
-# the sum of w D, which the step divides by its sum of w. Divergences: head/distributions.py.
+# The sum of w D, which the step divides by its sum of w. Divergences: head/distributions.py.
 
 
 def distillation_loss(loss: Distillation, temperature: float) -> LossFunction:
@@ -42,7 +42,7 @@ def _sums(scores: Scores, batch: Batch) -> LossSums:
 
 
 # --- Weighted squared error of a head's scalar ---
-# the sum of w (v - target)^2, which the step divides by its sum of w.
+# The sum of w (v - target)^2, which the step divides by its sum of w.
 
 
 def squared_error_loss(loss: SquaredError) -> LossFunction:
@@ -61,7 +61,7 @@ def _squared_error_sums(loss: SquaredError, scores: Scores, batch: Batch) -> Los
 
 
 # --- The loss of a critic ---
-# half the squared error of its values, which are kept near those before the job if it clips.
+# Half the squared error of its values, which are kept near those before the job if it clips.
 #
 # Shape suffixes: N targets of a bin.
 

@@ -53,7 +53,7 @@ def divergence(logprob_N: Tensor, other_N: Tensor, estimator: Estimator) -> Tens
 
 
 # --- Columns of the data that a loss needs, checked before any step ---
-# a column that is missing is never taken for zeros.
+# A column that is missing is never taken for zeros.
 #
 # Shape suffixes: N targets of all units.
 

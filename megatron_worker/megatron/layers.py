@@ -86,7 +86,7 @@ class GatedDeltaNet(torch.nn.Module):
 
 
 # --- Gemma's layers ---
-# norms around each block, attention to other layers' keys and values, embeddings of each layer.
+# Norms around each block, attention to other layers' keys and values, embeddings of each layer.
 #
 # Shape suffixes: s tokens that a rank has between layers, t tokens of this context-parallel rank, H hidden size, L
 # layers, P size of a layer's extra embedding of a token; T, G and D as in attention.py.

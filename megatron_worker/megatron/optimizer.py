@@ -27,7 +27,7 @@ from megatron_worker.tensors.state_files import Held, SlotOptimizer, State, only
 from shared.families.tensor_slices import TensorSlice
 
 # --- Regions of a flat buffer ---
-# tensors that the same ranks hold. Those ranks sum the gradients; each updates a share.
+# Tensors that the same ranks hold. Those ranks sum the gradients; each updates a share.
 
 _SHARE_ALIGNMENT = 64  # elements
 

@@ -195,8 +195,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 # --- The state space of Mamba-2 over a forest of tokens (Dao & Gu 2024, arXiv:2405.21060), in chunks ---
 #
 # A state S, [P, N] a head, is written and read by each token: with a value x, a key B, a query C, a step d and a decay
-# a in (0, 1], `S = a S + d x B'`, and the output is `S C`. A token's state is its parent's (see linear_attention.py,
-# whose plan of chunks this follows). Within a chunk all tokens are one masked product (the paper's section 6); between
+# a in (0, 1], `S = a S + d x B'`, and the output is `S C`. A token's state is its parent's; the plan
+# of chunks is the delta rule's above. Within a chunk all tokens are one masked product (the paper's section 6); between
 # chunks only the states are passed down, level by level. Everything is in float32 at least.
 #
 # Shape suffixes: T tokens of a bin, X chunks, C tokens of a chunk, H heads, G groups of R heads each, P size of a

@@ -275,7 +275,7 @@ def _decoded(text: str) -> Exception:
 
 
 # --- Messages between the ranks of a worker about its work, never tensors ---
-# broadcasts, barriers, agreement on faults.
+# Broadcasts, barriers, agreement on faults.
 
 # A rank that dies ends the worker (launcher.py, startup.py). These timeouts are for a rank that lives but is stuck.
 SETUP_PATIENCE = timedelta(hours=6)
@@ -468,7 +468,7 @@ def in_background(
 
 
 # --- Finds a job's inputs as local folders, with all hashes checked ---
-# one rank of each machine, before the others.
+# One rank of each machine, before the others.
 
 _STAGING_POLL_S = 0.005
 Folders = dict[Artifact, Path]

@@ -35,7 +35,7 @@ def slow_imports() -> Iterator[None]:
 
 
 # --- A watchdog ---
-# a thread that ends this process when its parent, or the host that launched the worker, is gone.
+# A thread that ends this process when its parent, or the host that launched the worker, is gone.
 #
 # It exits at once: a rank that waits in a collective cannot be asked to end, and no process has state worth keeping.
 # A process that can be asked to end is asked by a signal.

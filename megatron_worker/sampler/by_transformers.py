@@ -144,7 +144,7 @@ def _refuse(a: Architecture, name: str, reason: str) -> NoReturn:
 
 
 # --- A decoder that uses transformers' model and cache ---
-# exact, slower than ours, for families that ours does not have.
+# Exact, slower than ours, for families that ours does not have.
 #
 # **Why batching cannot change a result.** Nothing is batched: each slot has a separate cache, and is computed alone.
 #

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 # --- A sample while it is drawn, and its end ---
-# at the model's end token, a stop token or string, or the length.
+# At the model's end token, a stop token or string, or the length.
 
 
 @dataclass(frozen=True)

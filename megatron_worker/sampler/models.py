@@ -404,7 +404,7 @@ def _assembled(receiving: Receiving, assembly: Assembly) -> Sha256:
 
 
 # --- Sleep ---
-# a sampler gives its memory back while a trainer has the device, and takes it again when it is woken.
+# A sampler gives its memory back while a trainer has the device, and takes it again when it is woken.
 #
 # Asleep it keeps its process, its address and its key; it refuses to draw, and to take other weights.
 

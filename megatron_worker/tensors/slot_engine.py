@@ -410,7 +410,7 @@ def _training_parts(optimizers: Sequence[SlotOptimizer]) -> dict[Part, Resident]
 
 
 # --- Greedy decoding that runs every sequence again for each token ---
-# for an evaluation's few samples, not for serving.
+# For an evaluation's few samples, not for serving.
 
 
 @torch.no_grad()

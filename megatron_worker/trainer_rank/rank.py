@@ -3,7 +3,7 @@
 It trains adapters by their names, or every weight of the base, whose name is None.
 
 Everything except `forward`, `backward` and `zero_grad` is collective: all ranks call it, in the same order. Ranks of
-one tensor-parallel group make the same calls, with equal arguments. If ranks run in lockstep (rank.py), those three
+one tensor-parallel group make the same calls, with equal arguments. If ranks run in lockstep, those three
 are collective as well; each rank has different inputs and another loss, or none.
 """
 
@@ -203,7 +203,7 @@ def forward_slot(
 ) -> list[ForwardOutput]:
     """Answer requests with the active slot. `watch` gets what the backbone made, and returns it for the heads.
 
-    Without requests an empty pack goes through the backbone, as other ranks may need this one's part (rank.py).
+    Without requests an empty pack goes through the backbone, as other ranks may need this one's part.
     """
     packed = pack([request.token_L for request in requests], least_saved_tokens)
     asked = _by_question(requests, packed.order)

@@ -286,7 +286,7 @@ def _places(trees: Sequence[TreeUnit], num_data: int) -> list[Ints]:
 
 
 # --- Scores data before steps with weights that do not change ---
-# the policy's, a reference's, a teacher's or a critic's.
+# The policy's, a reference's, a teacher's or a critic's.
 #
 # A unit is scored once, in the first bin of this rank that holds it, however often it is trained on. A job that
 # resumes from a checkpoint is scored by its initial weights in the same bins, so that the scores are equal to the bit.

@@ -120,7 +120,7 @@ class BucketPart(Frozen):
     """Some rows of a tensor in a bucket, at byte `start`; a tensor without a dimension is one row.
 
     With `num_columns` only this many columns of the rows, from `first_column` on. With `num_changes` the bucket holds
-    this many changes of the rows (buckets.py) instead of the rows.
+    this many changes of the rows instead of the rows.
     """
 
     name: str = Field(max_length=512)
@@ -406,7 +406,7 @@ class SyncBroken(Exception):
 
 
 class Announcement(Frozen):
-    """A sync's first message: the version that will be sent. `shapes_sha256`: of all names and shapes (buckets.py).
+    """A sync's first message: the version that will be sent. `shapes_sha256`: of all names and shapes.
 
     `lora`: the weights are an adapter's; absent: they are the model's own. `base_digest`: changes are to this version.
     `name`: the version replaces the one served under this name, and running samples continue with it. `waits`: without

@@ -26,7 +26,7 @@ from shared.storage import paths
 from shared.storage.store import ObjectStore
 
 # --- Principals ---
-# the tenant and the scopes of a request's API key. The edge finds them; endpoints declare what they need.
+# The tenant and the scopes of a request's API key. The edge finds them; endpoints declare what they need.
 #
 # Dependencies are coroutines, though they wait for nothing: FastAPI calls a plain function on a thread, each time.
 

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 # --- The values of a sweep's next trial ---
-# by Optuna's samplers, in a study that is rebuilt from the recorded trials.
+# By Optuna's samplers, in a study that is rebuilt from the recorded trials.
 
 
 def may_start(sweep: Sweep, trials: Sequence[Trial]) -> bool:

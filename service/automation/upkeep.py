@@ -90,7 +90,7 @@ class Garbage:
 
 
 # --- Removes runs that have ended ---
-# their folders, their rows, and their places in lists. Their published models stay.
+# Their folders, their rows, and their places in lists. Their published models stay.
 
 
 class RunRemoved(Frozen):

@@ -17,7 +17,7 @@ from shared.settings import FROM_FILE, Environment, Settings, user_config_path
 from shared.storage.files import write_atomically
 
 # --- Profiles ---
-# the URLs and keys of services that the user logged in to, in a file that only its owner can read.
+# The URLs and keys of services that the user logged in to, in a file that only its owner can read.
 
 FIRST_PROFILE = "default"
 

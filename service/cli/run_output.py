@@ -295,7 +295,7 @@ def _number(value: float | None) -> str:
 
 
 # --- Follow a run to its end, on stderr ---
-# a progress bar on a terminal, log lines elsewhere. Leaving never ends the run.
+# A progress bar on a terminal, log lines elsewhere. Leaving never ends the run.
 
 _LONG_POLL_S = 1.0
 _AWAY_FOR_S = 120.0

@@ -158,7 +158,7 @@ def _forget(answering: "asyncio.Future[bytes]") -> None:
 
 
 # --- A host's endpoints for session notices ---
-# commands from the web service, results to it (activities/hosts/session.py).
+# Commands from the web service, results to it (activities/hosts/session.py).
 #
 # POST /sessions/RUN/bell?number=N ──► 204, or 404 if the session is not active here. Its body: command N, or empty
 # GET /sessions/RUN/results ──► a line whenever results are stored: the number of the next command without a result,

@@ -41,7 +41,7 @@ from shared.storage.host_states import HostAddress
 from shared.storage.paths import HostPaths
 
 # --- Listening sockets for untrusted clients ---
-# a limit of open connections, and a deadline for a request's headers.
+# A limit of open connections, and a deadline for a request's headers.
 
 HEADERS_S = 20.0
 """Seconds from the first byte of a request, or from the connection, to the end of its headers."""
@@ -239,8 +239,8 @@ def _certificate(name: str, of: Ed25519PrivateKey, by: Ed25519PrivateKey, number
 
 # --- A host's HTTP server, for requests from the web service ---
 #
-# It listens at a Unix socket that only this user can open and, if the operator names an address, there by mutual TLS
-# (server.py). Questions, answers and notices of commands do not go through Temporal.
+# It listens at a Unix socket that only this user can open and, if the operator names an address, there by mutual TLS.
+# Questions, answers and notices of commands do not go through Temporal.
 
 _BACKLOG = 256
 _GRACE_S = 10

@@ -52,8 +52,8 @@ from shared.settings import Settings
 from shared.storage.host_states import HostAddress, announced
 from shared.storage.store import ObjectStore
 
-# --- Sends questions to hosts, whose samplers answer, and reads the replies (the host's end ---
-# host_http/answers.py).
+# --- Sends questions to hosts, whose samplers answer, and reads the replies ---
+# The host's end: host_http/answers.py.
 
 T = TypeVar("T", bound=BaseModel)
 _LARGE_BYTES = 1 << 20  # of an answer; of larger ones each tenant has one at a time in this process

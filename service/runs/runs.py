@@ -50,7 +50,7 @@ from shared.storage.store import ObjectStore
 from shared.storage.stored_bytes import STATE_IS_GONE, expired, hold_checkpoints, removed_run
 
 # --- Refreshes the status of runs ---
-# reads it from their workflows and the store, and writes it into their rows.
+# Reads it from their workflows and the store, and writes it into their rows.
 #
 # A row is read before the workflow is asked, and only changed if it is still the same, so that an old answer never
 # replaces a newer one.

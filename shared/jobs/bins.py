@@ -16,7 +16,7 @@ from longshore.fields import Frozen
 from shared.errors import InvalidInput
 
 # --- Packing ---
-# which examples make a step, and how a step's examples share bins. Pure functions of lengths and a seed.
+# Which examples make a step, and how a step's examples share bins. Pure functions of lengths and a seed.
 #
 # Steps are made first: they depend on the lengths, the seed and the batch, never on the bins, so a step's objective
 # does not depend on packing. Legend: U units.

@@ -336,7 +336,7 @@ def _are_alike(one: set[Target], other: set[Target]) -> bool:
 
 
 # --- The modules of a model that an adapter adapts, and the rank and scale of each ---
-# decided by names, as in PEFT.
+# Decided by names, as in PEFT.
 
 OUTPUT = "lm_head"
 """The module of the output layer, which is no layer's: PEFT takes it whatever `layers_to_transform` says."""

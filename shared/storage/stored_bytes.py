@@ -80,7 +80,7 @@ def removed_run(run_id: str = "") -> str:
 
 
 def measured_record(tenant: str = "") -> str:
-    """The bytes of a tenant that are measured from time to time (stored_bytes.py)."""
+    """The bytes of a tenant that are measured from time to time."""
     return f"records/measured/{tenant}"
 
 

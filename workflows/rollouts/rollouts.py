@@ -45,7 +45,7 @@ with workflow.unsafe.imports_passed_through():
 
 
 # --- The reward models of a run's grader ---
-# found and checked before any lease, and run on a sampler of their base model.
+# Found and checked before any lease, and run on a sampler of their base model.
 
 
 async def find_rewards(start: RLStart, policy: ResolvedModel) -> tuple[RewardModel, ...]:

@@ -317,7 +317,7 @@ def _accepted(result: JobResult) -> JobResult:
 
 
 # --- A run of any kind ---
-# its status and Temporal handlers, its pause and cancellation, its beginning and its end.
+# Its status and Temporal handlers, its pause and cancellation, its beginning and its end.
 
 Result = TypeVar("Result")
 

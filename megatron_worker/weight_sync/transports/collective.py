@@ -2,7 +2,7 @@
 
 Each sync has one group: rank 0 is the trainer, the others its samplers. Neither side's default group is used, and there
 is no TCPStore, which strangers could write to: members find each other by keys and values over the authenticated
-connections (collective.py). While the group lives, gloo listens at the address over which trainer and sampler reached
+connections. While the group lives, gloo listens at the address over which trainer and sampler reached
 each other; gloo's connections are neither authenticated nor encrypted. So before any weights travel, every member
 proves in the group that it is the other end of its connection, and checksums and digest come over the connection.
 
@@ -39,7 +39,7 @@ from megatron_worker.weight_sync.connections import Receiver, Receivers, SyncCon
 from megatron_worker.weight_sync.transports.protocol import Messages, make_buffers
 
 # --- How the members of a group find each other ---
-# keys and values that the trainer keeps, asked for over the connections.
+# Keys and values that the trainer keeps, asked for over the connections.
 #
 # torch's groups want a store. Members' ends of it are calls, each one message; the trainer answers them (`answer`)
 # until the member says that it has joined.

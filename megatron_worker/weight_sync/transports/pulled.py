@@ -27,7 +27,7 @@ from megatron_worker.weight_sync.connections import PATIENCE_S, Receiver
 from megatron_worker.weight_sync.transports.protocol import LocalOutbound, Messages, make_buffers
 
 # --- The common part of `nixl` and `mooncake` ---
-# samplers read the trainer's buffers into their own, with another project's engine, which listens at the address over
+# Samplers read the trainer's buffers into their own, with another project's engine, which listens at the address over
 # which trainer and sampler reached each other.
 #
 # These engines do not authenticate readers and writers. So a sampler compares what it reads with checksums that come
@@ -134,7 +134,7 @@ class PulledInbound:
 
 
 # --- `nixl` ---
-# samplers read the trainer's buffers by NIXL, whose backend UCX takes TCP, or shared memory on one machine.
+# Samplers read the trainer's buffers by NIXL, whose backend UCX takes TCP, or shared memory on one machine.
 #
 # **Experimental**: run between processes of one machine without GPU. UCX listens at one interface, as long as a sync
 # lasts. RDMA and memory of GPUs, which NIXL is made for, have never been tried: neither is used.

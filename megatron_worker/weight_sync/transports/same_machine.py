@@ -129,7 +129,7 @@ class SharedMemoryInbound:
 
 
 # --- `cuda_ipc` ---
-# two buffers on the trainer's CUDA device, which samplers of the same machine open by CUDA's handles.
+# Two buffers on the trainer's CUDA device, which samplers of the same machine open by CUDA's handles.
 #
 # It has never run on a GPU (tests/gpu/test_weight_sync.py waits for one): `auto` does not choose it before that.
 

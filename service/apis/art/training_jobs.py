@@ -42,7 +42,7 @@ from shared.runs.acceptance import precision_of
 from shared.runs.status import StepRequest, StepStatus
 
 # --- A job's events in the form of ART's client ---
-# its beginning, a `gradient_step` for every optimizer step, its end.
+# Its beginning, a `gradient_step` for every optimizer step, its end.
 #
 # The client converts every value of a gradient step to a number, and fails if one comes before the beginning's event.
 

@@ -24,7 +24,7 @@ from shared.chat.messages import ChatChoice, ChatChunk, ChatCompletion, ChunkCho
 from shared.errors import LongshoreError, SamplerUnavailable
 
 # --- Answers as streams of chunks ---
-# new text of each choice while it is sampled, then the rest of the finished answer.
+# New text of each choice while it is sampled, then the rest of the finished answer.
 
 DONE = "data: [DONE]\n\n"
 

@@ -534,7 +534,7 @@ def _has_status(session: SessionRecord, wanted: dict[str, JsonValue]) -> bool:
 
 
 # --- Common parts of Tinker's operations ---
-# the service's parts for one request's tenant, and ids of pending requests.
+# The service's parts for one request's tenant, and ids of pending requests.
 #
 # The ids contain everything needed to find the result, so that a restarted service needs no state.
 

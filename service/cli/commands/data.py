@@ -221,7 +221,7 @@ def _number(grade: float | None) -> str:
 
 
 # --- `validate`, `preview` and `estimate` ---
-# the tokens that a model gets from a dataset, and a run's size and cost.
+# The tokens that a model gets from a dataset, and a run's size and cost.
 
 app = typer.Typer(rich_markup_mode=None)
 app.add_typer(files, name="files")

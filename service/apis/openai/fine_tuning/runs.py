@@ -19,7 +19,7 @@ from shared.runs.dataset_runs import DPORun, Format, SFTRun
 from shared.runs.requests import MAX_METADATA, MetadataKey, MetadataValue, RLRun, Rollouts, Run, Source, WandbRun
 
 # --- The values of `auto` ---
-# hyperparameters from the number of examples (docs/openai_api.md); also counts examples.
+# Hyperparameters from the number of examples (docs/openai_api.md); also counts examples.
 
 _UNKNOWN_BATCH, _UNKNOWN_EPOCHS, _UNKNOWN_INTERVAL = 8, 3, 10
 _LARGEST_BATCH, _MOST_PROMPTS = 64, 32

@@ -24,7 +24,7 @@ from shared.runs.requests import RUN_ID, RLRun, Run
 from shared.runs.status import Phase, StepStatus
 
 # --- The result files of a job ---
-# its metrics as CSV, and its published model as a tar. They are made on download.
+# Its metrics as CSV, and its published model as a tar. They are made on download.
 
 FILE_ID = re.compile(r"file-[A-Za-z0-9-]{1,59}")
 _METRICS, _MODEL = "file-metrics-", "file-model-"
