@@ -370,7 +370,7 @@ class ErrorResponse(SamplerAnswer):
 
 
 # --- Requests to a sampler other than completions ---
-# VLLM's `GET /v1/models`, `POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, and those that only
+# vLLM's `GET /v1/models`, `POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, and those that only
 # Longshore has: weights, sleep, memory, the ready file.
 
 
