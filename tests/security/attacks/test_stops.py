@@ -158,7 +158,7 @@ def test_a_large_body_is_judged_in_a_child(tmp_path: Path) -> None:
 
 # Operations whose bodies are no JSON: streamed into files, of which children or runs read, or passed over.
 STREAMED = {
-    *("native.data:upload_file", "openai.files:create_file", "openai.files:add_part", "art.wandb_artifacts:upload"),
+    *("native.runs:upload_file", "openai.files:create_file", "openai.files:add_part", "art.wandb_artifacts:upload"),
     *("art.training_jobs:create_job", "tinker.routes:forward_backward"),
     *("art.wandb_artifacts:passed_over", "art.wandb_artifacts:_telemetry", "tinker.routes:telemetry"),
 }
