@@ -207,7 +207,8 @@ class DistillationSettings(Frozen):
         default=None,
         gt=0,
         lt=1,
-        description="share in the mixture: the teacher's for jsd (0.5) and skew_kl (0.1), the student's for skew_reverse_kl",
+        description="share in the mixture: the teacher's for jsd (0.5) and skew_kl (0.1), "
+        "the student's for skew_reverse_kl (0.1)",
     )
     tokens: DivergenceTokens = Field(
         default="all",

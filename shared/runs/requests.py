@@ -421,4 +421,6 @@ class RunRecord(Frozen):
     run: Run
     created_at: float
     threads_per_rank: int = Field(default=1, ge=1, description="kept for resuming: bit-identical results depend on it")
-    precision: Precision | None = Field(default=None, description="dtype of the run, which is never `auto` here")
+    precision: Precision | None = Field(
+        default=None, description="precision of the run; its dtype is never `auto` here"
+    )
