@@ -36,12 +36,16 @@ class Datum(Frozen):
     weights: tuple[Finite, ...] | None = Field(
         default=None, description="of each token except the first; 0: not scored. 1 each if absent"
     )
-    advantages: tuple[Finite, ...] | None = Field(default=None, description="what a policy loss learns from")
+    advantages: tuple[Finite, ...] | None = Field(
+        default=None, description="per-token values that a policy loss learns from"
+    )
     value_targets: tuple[Finite, ...] | None = Field(
         default=None, description="target of a head's scalar at the state before each token except the first"
     )
     logprobs: tuple[Finite, ...] | None = Field(default=None, description="the sampler's log-probabilities, in nats")
-    ref_logprobs: tuple[Finite, ...] | None = Field(default=None, description="the reference's, for a KL term")
+    ref_logprobs: tuple[Finite, ...] | None = Field(
+        default=None, description="the reference model's log-probabilities, for a KL term"
+    )
 
     labels: tuple[Annotated[tuple[TokenId, ...], Field(max_length=MAX_TOP_K)], ...] | None = Field(
         default=None, description="ids to score at the position of each token except the first: none, one, or several"
@@ -88,7 +92,7 @@ class _Options(Frozen):
     share_prefixes: bool = Field(
         default=False, description="sequences with a common prefix are computed as a tree: less work, other bits"
     )
-    temperature: float = Field(default=1.0, gt=0, le=10, description="logits are divided by it")
+    temperature: float = Field(default=1.0, gt=0, le=10, description="sampling temperature: logits are divided by it")
 
 
 class _OnData(_Options):
@@ -106,9 +110,13 @@ class ForwardOptions(_Options):
 
     effect: ClassVar[Effect] = "nothing"
     kind: Literal["forward"] = "forward"
-    entropy: bool = Field(default=False, description="of the distribution that each scored token came from, in nats")
-    top_k: int = Field(default=0, ge=0, le=MAX_TOP_K, description="this many of the most likely tokens at each place")
-    adapter: bool = Field(default=True, description="false: the base without the adapter, as for a reference")
+    entropy: bool = Field(
+        default=False, description="entropy of the distribution that each scored token came from, in nats"
+    )
+    top_k: int = Field(
+        default=0, ge=0, le=MAX_TOP_K, description="also report this many of the most likely tokens at each place"
+    )
+    adapter: bool = Field(default=True, description="false: use the base without the adapter, as for a reference")
     score_all: bool = Field(default=False, description="also the tokens and labels whose weight is 0")
 
     def check_answer(self, num_scored: int) -> None:
@@ -197,7 +205,7 @@ class SaveState(Frozen):
 
     effect: ClassVar[Effect] = "saved_state"
     kind: Literal["save_state"] = "save_state"
-    publish: bool = Field(default=False, description="publish what is trained, as the session's next version")
+    publish: bool = Field(default=False, description="publish the trained weights as the session's next version")
 
 
 class LoadState(Frozen):
@@ -254,10 +262,13 @@ class CommandResult(Frozen):
     metrics: dict[str, float] = Field(default_factory=dict)
     data: tuple[TokenScores, ...] | None = None
     expired: bool = Field(
-        default=False, description="the scores were deleted: newer ones are too many, or the session ended long ago"
+        default=False,
+        description="the scores were deleted, because there are too many newer ones or the session ended long ago",
     )
     step: int | None = Field(
-        default=None, description="of save_state and load_state: the number of the last command in the state"
+        default=None, description="for save_state and load_state: the number of the last command in the state"
     )
-    adapter: Artifact | None = Field(default=None, description="the published artifact: a model after `full`")
-    version: int | None = Field(default=None, description="of the session's name")
+    adapter: Artifact | None = Field(
+        default=None, description="the published artifact: an adapter, or a model after `full`"
+    )
+    version: int | None = Field(default=None, description="its version under the session's name")

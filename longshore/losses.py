@@ -19,7 +19,10 @@ class SquaredError(Frozen):
 
     kind: Literal["squared_error"] = "squared_error"
     scalar: int | None = Field(
-        default=0, ge=0, lt=MAX_SCALARS, description="which of the head's, from 0; null, in jobs: the target's label"
+        default=0,
+        ge=0,
+        lt=MAX_SCALARS,
+        description="index of the head's scalar, from 0; null, in jobs: the target's label",
     )
 
 
@@ -65,7 +68,7 @@ class _PolicyLoss(Frozen):
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     constant: int | None = Field(default=None, ge=1, description="tokens by which constant_length divides a sequence")
     kl: Kl | None = None
-    entropy_coefficient: float = Field(default=0.0, ge=0, description="of the entropy bonus; 0 for none")
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="weight of the entropy bonus; 0 for none")
     truncated_importance: float | None = Field(
         default=None, gt=0, description="upper limit of the weight trainer / sampler; None: not weighted"
     )
@@ -147,7 +150,7 @@ class GSPO(_PolicyLoss):
     kind: Literal["gspo"] = "gspo"
     level: Literal["token", "sequence"] = Field(
         default="token",
-        description="whose gradient a token's ratio has: its own (GSPO-token), or that of the whole sequence's",
+        description="which gradient a token's ratio has: its own (GSPO-token), or that of the whole sequence's ratio",
     )
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "sequence_mean"
     clip_low: float = Field(default=3e-4, gt=0, le=1)
@@ -201,12 +204,16 @@ class DistillationSettings(Frozen):
         default="forward_kl", description="the divergence that is minimised at every trained token"
     )
     skew: float | None = Field(
-        default=None, gt=0, lt=1, description="of jsd the teacher's part of the mixture (0.5), of skew_… its own (0.1)"
+        default=None,
+        gt=0,
+        lt=1,
+        description="share in the mixture: the teacher's for jsd (0.5) and skew_kl (0.1), "
+        "the student's for skew_reverse_kl (0.1)",
     )
     tokens: DivergenceTokens = Field(
         default="all",
-        description="all: of the whole vocabulary; top_k: of the teacher's likeliest and all others as one; drawn: of "
-        "the row's own token and all others as one",
+        description="all: the whole vocabulary; top_k: the teacher's likeliest tokens, and all others"
+        " as one; drawn: the row's own token, and all others as one",
     )
     top_k: int | None = Field(default=None, ge=1, le=1024, description="for tokens top_k: how many ids are kept")
 
@@ -229,7 +236,8 @@ class Distillation(DistillationSettings):
     more_teachers: tuple[Reference, ...] = Field(
         default=(),
         max_length=MOST_TEACHERS,
-        description="in a job: targets of advantage 1 are taught by the first of these, and so on; of 0 by `teacher`",
+        description="in a job: targets of advantage 1 learn from the first of these, and so on; "
+        "targets of advantage 0 learn from `teacher`",
     )
 
     @model_validator(mode="after")

@@ -190,10 +190,11 @@ OptimizerStates = Literal["float32", "8bit"]
 STATES_DESCRIPTION = "precision of the optimizer's two moments; 8bit: megatron only"
 OptimizerName = Annotated[
     Literal["adamw", "muon"],
-    Field(description="muon: for matrices of layers and of adapters, and AdamW for the rest (docs/optimizers.md)"),
+    Field(description="muon: Muon for the matrices of layers and adapters, AdamW for the rest (docs/optimizers.md)"),
 ]
 Decay = Annotated[
-    Literal["all", "matrices"], Field(description="what weight_decay shrinks; matrices: no norms, biases, embeddings")
+    Literal["all", "matrices"],
+    Field(description="the parameters that weight_decay shrinks; matrices: no norms, biases, embeddings"),
 ]
 LoraPlusRatio = Annotated[
     float, Field(gt=0, le=1000, description="LoRA+: the learning rate of adapters' B matrices, as a multiple of A's")
@@ -429,7 +430,9 @@ class SessionRun(Frozen):
 
     kind: Literal["session"] = "session"
     schema_version: Literal[1] = 1
-    name: Name | None = Field(default=None, description="what adapters are published as; the session's id if absent")
+    name: Name | None = Field(
+        default=None, description="the name under which adapters are published; the session's id if absent"
+    )
     model: ModelUri
     trainable: Trainable = Lora()
     initial_adapter: str | None = Field(default=None, description="a published adapter to continue from: URI or name")
@@ -450,10 +453,10 @@ class SessionRun(Frozen):
         default=32,
         ge=1,
         le=1000,
-        description="how many states of save_state are kept, the newest; load_state names one",
+        description="how many of the newest states of save_state are kept; load_state names one",
     )
     gap_s: float = Field(
-        default=600.0, gt=0, le=86_400, description="seconds that a command waits for those before it, until it fails"
+        default=600.0, gt=0, le=86_400, description="seconds that a command waits for earlier commands before it fails"
     )
 
     _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)

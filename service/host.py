@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--role", choices=get_args(Role), required=True)
     parser.add_argument("--root", type=Path, help="local state of this machine")
     parser.add_argument(
-        "--exit-when-idle", type=float, metavar="S", help="of a gpu or sampler host: end after S seconds"
+        "--exit-when-idle", type=float, metavar="S", help="for a gpu or sampler host: end after S seconds without work"
     )
     given = parser.parse_args(arguments)
     HOST_START.begin()

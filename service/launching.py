@@ -216,7 +216,9 @@ async def _main(given: argparse.Namespace, settings: Settings, most: int) -> Non
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -P -m longshore.server service.launching", description=__doc__)
     parser.add_argument("--role", choices=get_args(LeasingRole), default="gpu")
-    parser.add_argument("--most", type=int, help="hosts at a time; of the role gpu LONGSHORE_MAX_HOSTS if absent")
+    parser.add_argument(
+        "--most", type=int, help="most hosts at a time; for the role gpu, LONGSHORE_MAX_HOSTS if absent"
+    )
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between checks")
     parser.add_argument(
         "--exit-when-idle", type=float, default=300.0, metavar="S", help="of its hosts; not with --start"
@@ -224,9 +226,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--slurm", type=Path, metavar="SCRIPT", help="a host is a job of Slurm: infra/slurm/host.sbatch"
     )
-    parser.add_argument("--sbatch-options", default="", metavar="OPTIONS", help="of each such job: '--partition=gpu'")
+    parser.add_argument(
+        "--sbatch-options", default="", metavar="OPTIONS", help="options of each Slurm job: '--partition=gpu'"
+    )
     parser.add_argument("--start", metavar="COMMAND", help="the command that starts a host; {name} is its name")
-    parser.add_argument("--names", metavar="COMMAND", help="prints the names of hosts that have not ended")
+    parser.add_argument("--names", metavar="COMMAND", help="command that prints the names of hosts that have not ended")
     given = parser.parse_args(arguments)
     if (given.start is None) != (given.names is None) or (given.start and given.slurm):
         parser.error("--start and --names go together, and without --slurm")

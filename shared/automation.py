@@ -257,7 +257,7 @@ class Halving(Frozen):
 class Sweep(Frozen):
     """A sweep, as a user requests it: trials are runs like `run`, with values from `parameters` in their fields."""
 
-    name: Name = Field(description="the name that the best trial is published under")
+    name: Name = Field(description="the name under which the best trial is published")
     run: Run
     parameters: dict[FieldPath, Space] = Field(min_length=1, max_length=16)
     sampler: Literal["grid", "random", "tpe"] = Field(
@@ -270,7 +270,7 @@ class Sweep(Frozen):
         default=None,
         min_length=1,
         max_length=128,
-        description="at a run's last step; if absent, eval_loss, or an rl run's reward",
+        description="the metric at a run's last step; if absent, eval_loss, or an rl run's reward",
     )
     direction: Literal["minimize", "maximize"] | None = Field(
         default=None, description="if absent, maximize for a metric with reward or accuracy in its name, else minimize"
@@ -375,7 +375,7 @@ class SweepEnd(Frozen):
     """The recorded end of a sweep."""
 
     state: Literal["succeeded", "failed", "cancelled"]
-    pruned: dict[int, Report] = Field(default_factory=dict, description="by the number of the trial")
+    pruned: dict[int, Report] = Field(default_factory=dict, description="reports of pruned trials, by trial number")
     problem: str | None = None
     adapter: str | None = Field(default=None, description="URI of the published adapter, or model after `full`")
     version: int | None = None
@@ -542,8 +542,12 @@ class Webhook(Frozen):
     events: tuple[NoticeType, ...] = Field(default=(), description="only these events are sent; all if empty")
     enabled: bool = True
     secret: str = Field(repr=False, description="whsec_ and the key of the signatures in base64")
-    previous_secret: str | None = Field(default=None, repr=False, description="the previous secret, which also signs")
-    previous_until: float | None = Field(default=None, description="until when it does, in seconds since 1970")
+    previous_secret: str | None = Field(
+        default=None, repr=False, description="the previous secret, which also signs for a while"
+    )
+    previous_until: float | None = Field(
+        default=None, description="when the previous secret stops signing, in seconds since 1970"
+    )
     created_at: float
 
     def wants(self, kind: str) -> bool:

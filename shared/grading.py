@@ -479,7 +479,10 @@ class RewardModelGrader(Frozen):
         description="its base model; if absent, the published adapter's, else the policy's",
     )
     scalar: str | None = Field(
-        default=None, min_length=1, max_length=200, description="which of its scalars; may be absent if it has one"
+        default=None,
+        min_length=1,
+        max_length=200,
+        description="which of the model's scalars is the grade; may be absent if it has one",
     )
 
     @property

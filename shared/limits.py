@@ -19,15 +19,19 @@ class QuotaSettings(BaseModel, extra="forbid"):
 
     _not_a_truth = field_validator("*", mode="before")(_no_truth)
 
-    concurrent_runs: int | None = Field(default=None, ge=0, description="runs that are accepted and have not ended")
-    gpu_hours: float | None = Field(default=None, ge=0, description="GPU hours of the last 30 days' runs")
+    concurrent_runs: int | None = Field(
+        default=None, ge=0, description="most runs that are accepted and have not ended"
+    )
+    gpu_hours: float | None = Field(default=None, ge=0, description="most GPU hours of the last 30 days' runs")
     spending: float | None = Field(
         default=None,
         ge=0,
-        description="the most that its runs of the last 30 days may cost, by `prices`; beyond it they are paused",
+        description="highest cost of the tenant's runs of the last 30 days, by `prices`; beyond it they are paused",
     )
     stored_bytes: int | None = Field(
-        default=None, ge=0, description="uploads, published versions, and the downloads and results of runs"
+        default=None,
+        ge=0,
+        description="most bytes of uploads, published versions, and the downloads and results of runs",
     )
     worker_sharing: WorkerSharing | None = Field(
         default=None,
@@ -46,7 +50,9 @@ class ClientSettings(BaseModel):
     """Runs that wait for their clients: sessions, and RL runs whose groups a client sends."""
 
     idle_s: float = Field(
-        default=60.0, ge=0, description="without work, until such a run no longer counts in the quota `concurrent_runs`"
+        default=60.0,
+        ge=0,
+        description="seconds without work until such a run no longer counts in the quota `concurrent_runs`",
     )
     away_s: float = Field(
         default=3600.0,
@@ -64,8 +70,12 @@ class RetentionSettings(BaseModel):
     every_s: float = Field(
         default=3600.0, gt=0, description="seconds between two collections, which also measure the store"
     )
-    checkpoints_days: float | None = Field(default=None, ge=0, description="except the newest `checkpoints_kept`")
-    checkpoints_kept: int = Field(default=1, ge=0, description="of each run; 0: it can be neither resumed nor branched")
+    checkpoints_days: float | None = Field(
+        default=None, ge=0, description="checkpoints, except the newest `checkpoints_kept`"
+    )
+    checkpoints_kept: int = Field(
+        default=1, ge=0, description="newest checkpoints kept of each run; 0: it can be neither resumed nor branched"
+    )
     data_days: float | None = Field(
         default=None, ge=0, description="copies of datasets, and data made from them: tokens, plans, prompts"
     )
@@ -85,7 +95,7 @@ class PriceSettings(BaseModel):
     gpu_hour: float | None = Field(
         default=None, ge=0, description="price of an hour of one worker rank, or of a sampler"
     )
-    currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$", description="of prices and spending limits")
+    currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$", description="currency of prices and spending limits")
 
 
 class RateLimitSettings(BaseModel):
@@ -104,5 +114,5 @@ class TenantLimits(BaseModel):
 
     checks: int = Field(default=4, ge=1, description="previews, validations and trials of graders")
     questions: int = Field(default=16, ge=1, description="to published models")
-    bodies: int = Field(default=2, ge=1, description="bodies of requests of more than a few kB that are being read")
+    bodies: int = Field(default=2, ge=1, description="request bodies of more than a few kB that are being read")
     patience_s: float = Field(default=10.0, ge=0, description="how long a further request waits")

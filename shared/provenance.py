@@ -75,13 +75,15 @@ class Builder(_Named):
 
 
 class Metadata(_Named):
-    invocation_id: str = Field(alias="invocationId", description="the run")
+    invocation_id: str = Field(alias="invocationId", description="id of the run")
 
 
 class RunDetails(_Named):
     builder: Builder
     metadata: Metadata
-    byproducts: tuple[Resource, ...] = Field(description="the job file and the checkpoint that the weights are from")
+    byproducts: tuple[Resource, ...] = Field(
+        description="the job file and the checkpoint from which the weights were made"
+    )
 
 
 class Predicate(_Named):

@@ -51,7 +51,7 @@ class CompleteRequest(Frozen):
     base: str
     place: SamplerPlace
     asked: ChatRequest | CompletionRequest
-    answer_id: str | None = Field(default=None, description="of a streamed answer to messages")
+    answer_id: str | None = Field(default=None, description="id of a streamed answer to messages")
 
     @property
     def tells_text(self) -> bool:

@@ -52,7 +52,9 @@ class DownloadSettings(BaseModel):
     file_roots: tuple[Path, ...] = Field(
         default=(), description="folders in which users' paths and file:// URIs may name data and models"
     )
-    timeout_s: float = Field(default=60.0, description="for a server that is silent, or does not end its headers")
+    timeout_s: float = Field(
+        default=60.0, description="seconds to wait for a server that is silent, or does not end its headers"
+    )
     slowest_bytes_per_s: int = Field(
         default=16 << 10, ge=1, description="the slowest average download speed that is accepted after `timeout_s`"
     )
@@ -71,7 +73,9 @@ class GradingSettings(BaseModel):
 
     python_time_s: float = Field(default=10.0, gt=0, description="seconds for one sample")
     python_memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
-    score_model_url: str | None = Field(default=None, description="for graders that name no base_url: https://host/v1")
+    score_model_url: str | None = Field(
+        default=None, description="URL for graders that name no base_url: https://host/v1"
+    )
     score_model_key: str | None = Field(default=None, description="sent to score_model_url, and nowhere else")
     server_keys: dict[str, ServerKey] = Field(default={}, description="keys by name, for runs' teacher_key")
     score_model_timeout_s: float = Field(default=120.0, gt=0)
@@ -103,29 +107,28 @@ OwnAddress = Annotated[IPvAnyAddress, AfterValidator(_one_address)]
 class SamplingSettings(BaseModel):
     """The installation's own sampler, a server with vLLM's protocol, if it has one; and vLLM on sampler hosts."""
 
-    url: str | None = Field(default=None, description="http://host:8000, for runs that name no server")
+    url: str | None = Field(default=None, description="URL http://host:8000 for runs that name no server")
     api_key: SecretStr | None = Field(default=None, description="sent to `url`, and nowhere else")
     vllm_command: str | None = Field(
         default=None,
-        description="of a sampler host, for runs with `sampler: vllm`: vLLM's executable and further options of "
-        "`vllm serve`, such as /opt/vllm/bin/vllm --gpu-memory-utilization 0.8",
+        description="for a sampler host and runs with `sampler: vllm`: vLLM's executable and further "
+        "options of `vllm serve`, such as /opt/vllm/bin/vllm --gpu-memory-utilization 0.8",
     )
     weights_address: OwnAddress | None = Field(
         default=None,
-        description="of a sampler host: this machine's IP address, to which trainers of other machines send weights "
-        "unencrypted, over a network that you trust; if absent, they use the store",
+        description="for a sampler host: this machine's IP address, to which trainers on other "
+        "machines send weights unencrypted, over a network that you trust; if absent, "
+        "they use the store",
     )
 
 
 class ServingSettings(BaseModel):
     """Leases of samplers that answer users' questions to published models."""
 
-    idle_s: float = Field(
-        default=300.0, gt=0, description="time without a question after which a sampler is given back"
-    )
-    patience_s: float = Field(default=120.0, gt=0, description="how long a question waits for a sampler to start")
+    idle_s: float = Field(default=300.0, gt=0, description="time without a request after which a sampler is returned")
+    patience_s: float = Field(default=120.0, gt=0, description="how long a request waits for a sampler to start")
     share_s: float = Field(
-        default=60.0, gt=0, description="how long one model's users keep a sampler that others wait for"
+        default=60.0, gt=0, description="how long one model's users keep a sampler while others wait for it"
     )
     max_model_len: int = Field(default=8192, ge=2, description="question and answer together, in tokens")
     slots: int = Field(default=16, ge=1, description="answers that are sampled at a time")
@@ -149,10 +152,10 @@ class TinkerSettings(BaseModel):
         default_factory=dict,
         description="base models by the names that clients give, here and at /v1: folders, s3:// URIs or hub ids",
     )
-    max_tokens: int = Field(default=4096, ge=2, description="of a sequence that is trained on, and of a micro-batch")
-    dtype: DtypeChoice = Field(default="auto", description="of weights and activations")
+    max_tokens: int = Field(default=4096, ge=2, description="longest trained sequence, and tokens of a micro-batch")
+    dtype: DtypeChoice = Field(default="auto", description="precision of weights and activations")
     keep_states: int = Field(
-        default=100, ge=1, le=1000, description="how many of the newest saved states of one model stay"
+        default=100, ge=1, le=1000, description="how many of the newest saved states of one model are kept"
     )
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo", "dro"] | None = Field(
         default=None,
@@ -164,7 +167,7 @@ class WebhookSettings(BaseModel):
     """Delivery of webhooks, and the addresses that they may have."""
 
     allow_private_addresses: bool = Field(default=False, description="webhooks on loopback and private networks")
-    timeout_s: float = Field(default=15.0, gt=0, description="for a receiver that is silent")
+    timeout_s: float = Field(default=15.0, gt=0, description="seconds to wait for a receiver that is silent")
     first_retry_s: float = Field(default=5.0, gt=0, description="then four times as long each time, up to six hours")
 
 
@@ -223,21 +226,25 @@ class Settings(BaseSettings):
     webhooks: WebhookSettings = WebhookSettings()
     metrics: MetricsSettings = MetricsSettings()
     log_format: Literal["text", "json"] = Field(
-        default="text", description="for service and hosts; json: lines of JSON"
+        default="text", description="log format of service and hosts; json: lines of JSON"
     )
 
     temporal_address: str = "127.0.0.1:7233"
     temporal_namespace: str = "default"
     temporal_tls: bool = Field(
-        default=False, description="TLS; the system's authorities are trusted if no other is named"
+        default=False, description="use TLS; the system's authorities are trusted if no other is named"
     )
     temporal_tls_ca: Path | None = Field(default=None, description="a PEM file: the authority of the server")
-    temporal_tls_cert: Path | None = Field(default=None, description="a PEM file: who we are, for mutual TLS")
-    temporal_tls_key: Path | None = Field(default=None, description="a PEM file: of temporal_tls_cert")
+    temporal_tls_cert: Path | None = Field(
+        default=None, description="a PEM file: the client's certificate, for mutual TLS"
+    )
+    temporal_tls_key: Path | None = Field(default=None, description="a PEM file: the key of temporal_tls_cert")
     temporal_tls_name: str | None = Field(
         default=None, description="the name in the server's certificate, if its address differs"
     )
-    temporal_api_key: SecretStr | None = Field(default=None, description="for a Temporal server that requires one")
+    temporal_api_key: SecretStr | None = Field(
+        default=None, description="API key, for a Temporal server that requires one"
+    )
     seal_key: SecretStr | None = Field(
         default=None,
         description="of service and hosts, which encrypt all data that they send through Temporal with it; the file "
@@ -251,7 +258,7 @@ class Settings(BaseSettings):
     build_id: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
-        description="of a control host: runs stay on the build that they began on while hosts of other builds run",
+        description="for a control host: runs stay on the build on which they began while hosts of other builds run",
     )
     deployment: str | None = Field(
         default=None,
@@ -288,10 +295,14 @@ class Settings(BaseSettings):
     )
     dtype: DtypeChoice = Field(
         default="auto",
-        description="of runs that set none; auto: bfloat16 if all GPU hosts of the shape have reported that it is fast",
+        description="dtype of runs that set none; auto: bfloat16 if all GPU hosts of the shape have "
+        "reported that it is fast",
     )
     max_ranks: int = Field(
-        default=8, ge=1, le=4096, description="of one worker: runs with more are refused at submission, and by the host"
+        default=8,
+        ge=1,
+        le=4096,
+        description="most ranks of one worker: runs with more are refused at submission, and by the host",
     )
     max_hosts: int | None = Field(
         default=None,
@@ -315,14 +326,17 @@ class Settings(BaseSettings):
         ge=0,
         description="of a GPU host's memory, for idle workers besides the one in use; if absent, a quarter of it",
     )
-    cpu_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, description="of a worker, for all its ranks")
+    cpu_threads: int = Field(
+        default_factory=lambda: os.cpu_count() or 1, description="CPU threads of a worker, for all its ranks"
+    )
     kernels: KernelPolicy = Field(
         default="auto", description="of a worker on CUDA; strict: a missing kernel is an error, not a warning"
     )
     experimental_transports: tuple[ExperimentalTransport, ...] = Field(
         default=(),
-        description="of GPU and sampler hosts: weight-sync backends of other projects, whose ports let whoever reaches "
-        "them read and change memory; a run may name one only if its hosts list it",
+        description="for GPU and sampler hosts: weight-sync backends of other projects, whose ports "
+        "let anyone who reaches them read and change memory; a run may name one only if "
+        "its hosts list it",
     )
     host_address: OwnAddress | None = Field(
         default=None,
@@ -332,7 +346,7 @@ class Settings(BaseSettings):
     heartbeat_timeout_s: float = Field(
         default=10.0, description="a host that is silent for this long is considered dead"
     )
-    cancel_grace_s: float = Field(default=60.0, description="from a cancel to the end of the worker's processes")
+    cancel_grace_s: float = Field(default=60.0, description="time from a cancel to the end of the worker's processes")
     drain_grace_s: float = Field(
         default=60.0,
         ge=0,
@@ -344,7 +358,8 @@ class Settings(BaseSettings):
         description="how long a run that needs several hosts holds some of them while it waits for the others",
     )
     drain_notice: Path | None = Field(
-        default=None, description="of a host: it shuts down as on SIGTERM when this file appears, such as a spot notice"
+        default=None,
+        description="for a host: it shuts down as on SIGTERM when this file appears, such as a spot notice",
     )
     warm_hosts: int = Field(default=0, ge=0, description="GPU hosts, and sampler hosts, that are kept without a lease")
     launch: str | None = Field(

@@ -26,7 +26,7 @@ class ScheduleView(Frozen):
     paused: bool
     note: str | None = None
     next_times: tuple[float, ...] = ()
-    num_actions: int = Field(default=0, description="times that it acted")
+    num_actions: int = Field(default=0, description="how many times it acted")
     num_overlapped: int = Field(default=0, description="times skipped because the previous run was still active")
     num_missed: int = Field(default=0, description="times skipped because they were missed by more than catch_up_s")
     actions: tuple[ActionView, ...] = Field(

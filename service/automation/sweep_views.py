@@ -40,10 +40,10 @@ class SweepView(SweepRecord):
     metric: str
     direction: Literal["minimize", "maximize"]
     num_trials: int
-    trials: tuple[TrialView, ...] = Field(description="those that have begun, in order")
-    best: int | None = Field(default=None, description="the number of the best trial so far, of those that succeeded")
+    trials: tuple[TrialView, ...] = Field(description="trials that have begun, in order")
+    best: int | None = Field(default=None, description="the number of the best trial so far that succeeded")
     adapter: str | None = Field(default=None, description="URI of the published model of the best trial")
-    version: int | None = Field(default=None, description="its version of the sweep's name")
+    version: int | None = Field(default=None, description="the published version, under the sweep's name")
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class RunRemoved(Frozen):
 
     run_id: RunId
     stays_published: bool
-    num_objects: int = Field(description="deleted from the store")
+    num_objects: int = Field(description="objects deleted from the store")
     num_bytes: int
 
 

@@ -51,7 +51,7 @@ class WebhookChoice(Frozen):
     """A webhook, as a user asks for it."""
 
     url: WebhookUrl
-    events: tuple[NoticeType, ...] = Field(default=(), description="only these are sent; all if empty")
+    events: tuple[NoticeType, ...] = Field(default=(), description="only these events are sent; all if empty")
 
 
 class WebhookChange(Frozen):
@@ -70,7 +70,7 @@ class WebhookView(Frozen):
     events: tuple[NoticeType, ...]
     enabled: bool
     created_at: float
-    previous_until: float | None = Field(default=None, description="until when the previous secret also signs")
+    previous_until: float | None = Field(default=None, description="the previous secret also signs until this time")
 
     @classmethod
     def of(cls, webhook: Webhook) -> Self:
@@ -88,7 +88,7 @@ class Rotation(Frozen):
 class NewWebhook(WebhookView):
     """A webhook with its new secret, which no other answer shows."""
 
-    secret: str = Field(repr=False, description="for the verification of signatures (standardwebhooks.com)")
+    secret: str = Field(repr=False, description="secret to verify signatures with (standardwebhooks.com)")
 
 
 class Pinged(Frozen):

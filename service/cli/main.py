@@ -106,8 +106,8 @@ def _print_version(wanted: bool) -> None:
 def _globals(
     context: typer.Context,
     as_json: Json = False,
-    api_url: Annotated[str | None, typer.Option("--api-url", help="The service, as http://host:port.")] = None,
-    api_key: Annotated[str | None, typer.Option("--api-key", help="Better: longshore login.")] = None,
+    api_url: Annotated[str | None, typer.Option("--api-url", help="URL of the service, as http://host:port.")] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="The API key. Better: longshore login.")] = None,
     profile: Annotated[
         str | None,
         typer.Option(

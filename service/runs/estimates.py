@@ -104,12 +104,12 @@ class Estimate(Frozen):
     an upper bound; `seconds` and `cost` assume the lengths of earlier samples.
     """
 
-    problem: str | None = Field(default=None, description="why a run would refuse the dataset, if it would")
+    problem: str | None = Field(default=None, description="why a run would refuse the dataset; absent if it would not")
     precision: Precision | None = Field(default=None, description="the precision of the run if it was submitted now")
     is_complete: bool = Field(description="every row was counted")
     rows: int
     examples: int
-    dataset_tokens: int = Field(description="of one pass over the examples, or of all prompts")
+    dataset_tokens: int = Field(description="tokens of one pass over the examples, or of all prompts")
     trained_fraction: float | None = None
     epochs: float
     steps: int
@@ -123,8 +123,10 @@ class Estimate(Frozen):
     measured_on: tuple[str, ...] = Field(default=(), description="runs")
     same_layout: bool | None = None
     not_measured: str | None = Field(default=None, description="why no time is estimated")
-    seconds: float | None = Field(default=None, description="of training; waiting, loading and evaluating not included")
-    cost: float | None = Field(default=None, description="of these seconds, if a GPU hour has a price")
+    seconds: float | None = Field(
+        default=None, description="seconds of training, without waiting, loading and evaluating"
+    )
+    cost: float | None = Field(default=None, description="cost of these seconds, if a GPU hour has a price")
     currency: str = "USD"
 
 

@@ -251,7 +251,7 @@ class _Idempotency(Frozen):
     """The run that an idempotency key made, and the hash of its request."""
 
     run_id: str
-    request_sha256: str = Field(description="of the request's canonical JSON")
+    request_sha256: str = Field(description="digest of the request's canonical JSON")
 
 
 @dataclass(frozen=True, eq=False)

@@ -183,7 +183,7 @@ class CommandView(Frozen):
 
     number: int
     state: str = Field(description="waiting, done, failed or dropped")
-    message: str | None = Field(default=None, description="why it was dropped")
+    message: str | None = Field(default=None, description="why the command was dropped")
     result: CommandResult | None = None
 
 

@@ -199,7 +199,9 @@ class CompletionRequest(SamplerRequest):
     model: str
     prompt: str | list[int] | list[str] | list[list[int]]
     n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
-    echo: bool | None = Field(default=None, description="begin with the prompt: its text, and its tokens' logprobs")
+    echo: bool | None = Field(
+        default=None, description="begin with the prompt: its text, and its tokens' log-probabilities"
+    )
     max_tokens: int = Field(default=16, ge=0, description="0 is only allowed with echo: then the prompt is scored")
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -216,7 +218,7 @@ class CompletionRequest(SamplerRequest):
     )
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = Field(
-        default=None, description="vLLM's: tokens are named token_id:123 among the logprobs"
+        default=None, description="vLLM's field: tokens are named token_id:123 among the logprobs"
     )
     stream: bool | None = Field(default=None, description="send the answer in chunks, as it is sampled")
     stream_options: StreamOptions | None = None
@@ -267,7 +269,7 @@ class CompletionRequest(SamplerRequest):
 class RoutedRequest(CompletionRequest):
     """A request to a run's own sampler, which also returns the experts that it used."""
 
-    return_routed_experts: bool = Field(default=False, description="of each choice, as `Choice` has them")
+    return_routed_experts: bool = Field(default=False, description="return the experts of each choice, as in `Choice`")
 
 
 class SamplerAnswer(BaseModel):
@@ -341,7 +343,9 @@ class CompletionResponse(SamplerAnswer):
     model: str
     choices: list[Choice]
     usage: Usage
-    drawn_by: list[DrawnBy] | None = Field(default=None, description="of our own sampler; in their order of use")
+    drawn_by: list[DrawnBy] | None = Field(
+        default=None, description="weights that our own sampler used, in order of use"
+    )
 
 
 class CompletionChunk(SamplerAnswer):

@@ -82,9 +82,11 @@ class ChatRequest(SamplerRequest):
     stream_options: StreamOptions | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
-    return_token_ids: bool | None = Field(default=None, description="vLLM's: ids of the prompt and of every choice")
+    return_token_ids: bool | None = Field(
+        default=None, description="vLLM's field: ids of the prompt and of every choice"
+    )
     return_tokens_as_token_ids: bool | None = Field(
-        default=None, description="vLLM's: sampled tokens are named token_id:123 among the logprobs"
+        default=None, description="vLLM's field: sampled tokens are named token_id:123 among the logprobs"
     )
     tools: list[dict[str, JsonValue]] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: _ToolChoice = Field(default=None, description="none: the prompt has no tools")
@@ -105,7 +107,7 @@ class ChatRequest(SamplerRequest):
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
     chat_template_kwargs: TemplateSettings | None = Field(
-        default=None, description="the only settings that a template gets"
+        default=None, description="the only settings that are passed to a template"
     )
     nvext: MoreFields | None = Field(
         default=None, description="asks Dynamo's servers for fields that do not exist here"

@@ -40,7 +40,7 @@ class DrawnChoice(Frozen):
     content: str | None
     tool_calls: tuple[ToolCall, ...] = ()
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] = Field(description="the sampler's, in nats")
+    logprobs: tuple[float, ...] = Field(description="the sampler's log-probabilities, in nats")
 
     @model_validator(mode="after")
     def _one_length(self) -> "DrawnChoice":
@@ -161,7 +161,7 @@ class Trajectory(Frozen):
     """
 
     token_ids: tuple[int, ...] = Field(min_length=1, description="L ids, including the prompt")
-    sampled: tuple[bool, ...] = Field(description="which of the ids the policy sampled: those are trained")
+    sampled: tuple[bool, ...] = Field(description="which of the ids the policy sampled: only those are trained")
     logprobs: tuple[float | None, ...] = Field(description="null for ids that were not sampled")
     reward: float
     advantage: float | None = Field(default=None, description="only with advantages `given`")
@@ -169,7 +169,7 @@ class Trajectory(Frozen):
         default=None, description="a reward per id, besides `reward` at the end; only with a critic"
     )
     policy_version: int | None = Field(
-        default=None, ge=0, description="of the adapter that sampled it; 0: the run's beginning; null: unknown"
+        default=None, ge=0, description="version of the adapter that sampled it; 0: the run's beginning; null: unknown"
     )
     policy_versions: tuple[Annotated[int, Field(ge=0)] | None, ...] | None = Field(
         default=None, description="per id, null for ids that were not sampled; if absent, policy_version for all"
@@ -252,7 +252,7 @@ class ChatTrajectory(ChatHistory):
         default=None,
         ge=0,
         validation_alias=AliasChoices("policy_version", "initial_policy_version"),
-        description="of the adapter that sampled its first turn; a stored answer's version overrides it",
+        description="version of the adapter that sampled its first turn; a stored answer's version overrides it",
     )
     model_version: int | None = Field(
         default=None, ge=0, description="the published adapter's version, if there is no policy_version"
@@ -287,7 +287,7 @@ class SentGroup(Frozen):
     trajectories: tuple[SentTrajectory, ...] = Field(min_length=1)
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
     exceptions: tuple[JsonValue, ...] = Field(default=(), description="failed rollouts; not used")
-    metrics: dict[str, JsonValue] = Field(default_factory=dict, description="of the whole group; not used")
+    metrics: dict[str, JsonValue] = Field(default_factory=dict, description="metrics of the whole group; not used")
     logs: tuple[str, ...] = Field(default=(), description="not used")
 
 

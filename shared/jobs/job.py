@@ -312,7 +312,7 @@ class WorkerPlan(Frozen):
     trainable: Trainable
     initial_adapter: Artifact | None = Field(default=None, description="a published adapter to continue from")
     initial_checkpoint: Artifact | None = Field(
-        default=None, description="the last checkpoint of the run's job before: weights, optimizer and random state"
+        default=None, description="the last checkpoint of the run's previous job: weights, optimizer and random state"
     )
     first_step: int = Field(
         default=0, ge=0, description="steps of the run's earlier jobs; counting continues from there"
@@ -397,10 +397,10 @@ class JobPlan(WorkerPlan):
     """The work of a job without paths and fence: the same for every attempt of a run."""
 
     data: PackedData
-    num_steps: int = Field(ge=1, description="of this job")
+    num_steps: int = Field(ge=1, description="train steps of this job")
     loss: Loss = CrossEntropy()
     critic: JobCritic | None = Field(
-        default=None, description="makes advantages from rewards, which the data has in the column of advantages"
+        default=None, description="computes advantages from rewards, which the data has in the column of advantages"
     )
     temperature: float = Field(
         default=1.0,
@@ -512,7 +512,7 @@ class Job(Frozen):
     checkpoint_dir: str
     scratch_dir: str
     commands_dir: str | None = Field(
-        default=None, description="of a session: the folder of its commands, <number>.json, and their results"
+        default=None, description="for a session: the folder of its commands, <number>.json, and their results"
     )
     start: Artifact | None = Field(default=None, description="the checkpoint to resume from")
     tenant: str = Field(default="", description="the run's tenant: tenants share a worker's time by weight")
@@ -590,10 +590,10 @@ class SamplerKey(Frozen):
     sampler: SamplerKind = "own"
     dtype: Dtype = "float32"
     threads: int = Field(default=1, ge=1, description="CPU threads")
-    slots: int = Field(default=32, ge=1, description="sequences a step")
+    slots: int = Field(default=32, ge=1, description="sequences per step")
     max_model_len: int = Field(default=4096, ge=2, description="prompt and completion together, in tokens")
-    max_lora_rank: int = Field(default=0, ge=0, description="of vLLM: the highest rank of its adapters")
-    tells_routes: bool = Field(default=False, description="of vLLM: it returns the experts of each token")
+    max_lora_rank: int = Field(default=0, ge=0, description="for vLLM: the highest rank of its adapters")
+    tells_routes: bool = Field(default=False, description="for vLLM: it returns the experts of each token")
 
 
 ProcessKey = WorkerKey | SamplerKey

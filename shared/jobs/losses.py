@@ -216,9 +216,9 @@ class Critic(Frozen):
     trainable: Lora | None = Field(
         default=None, description="the adapter below its head, on the policy's base; if absent, like the policy's"
     )
-    gamma: float = Field(default=1.0, gt=0, le=1, description="discount of a reward one move later")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="discount of a reward one action later")
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="1: actual rewards; 0: the next state's value")
-    per: Literal["token", "turn"] = Field(default="token", description="a move: a sampled token, or a whole answer")
+    per: Literal["token", "turn"] = Field(default="token", description="an action: a sampled token, or a whole answer")
     whiten: bool = Field(default=True, description="scale a step's advantages to mean 0 and variance 1")
     learning_rate: float | None = Field(
         default=None, gt=0, le=10, description="the critic's learning rate; if absent, the policy's"

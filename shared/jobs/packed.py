@@ -63,7 +63,7 @@ class RouteShape(Frozen):
     num_layers: int = Field(ge=1, description="layers that have experts")
     num_experts: int = Field(ge=1, le=32_768)
     per_token: int = Field(ge=1)
-    has_experts: tuple[bool, ...] = Field(default=(), description="for each layer, if some have none")
+    has_experts: tuple[bool, ...] = Field(default=(), description="whether each layer has experts, if some have none")
 
     @property
     def dtype(self) -> np.dtype:

@@ -150,7 +150,9 @@ class TaughtBy(DistillationSettings):
         description="further teachers by name, each as in `teacher`: a row's field `teacher` names one of them; "
         "other rows learn from `teacher`",
     )
-    temperature: float = Field(default=1.0, gt=0, le=10, description="divides the logits of both while training")
+    temperature: float = Field(
+        default=1.0, gt=0, le=10, description="temperature that divides the logits of both models while training"
+    )
 
     @property
     def teacher_url(self) -> str | None:
@@ -247,19 +249,24 @@ class _DatasetRun(TrainedRun):
     eval_dataset: DatasetSource | None = None
     epochs: float | None = Field(default=None, gt=0, le=1000, description="passes over the data")
     steps: int | None = Field(default=None, ge=1, le=10_000_000, description="optimizer steps, instead of epochs")
-    batch_size: int | None = Field(default=None, ge=1, description="examples a step")
-    batch_tokens: int | None = Field(default=None, ge=1, description="tokens a step, at most, instead of batch_size")
+    batch_size: int | None = Field(default=None, ge=1, description="examples per step")
+    batch_tokens: int | None = Field(default=None, ge=1, description="most tokens per step, instead of batch_size")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest example")
     max_lost_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="refuse when more rows than this are dropped or have nothing to train on"
+        default=0.1,
+        ge=0,
+        le=1,
+        description="refuse the data if more rows than this are dropped or have nothing to train on",
     )
     learning_rate: float = Field(gt=0, le=10, description=PEAK)
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="linear", description="after the warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="linear", description="learning-rate schedule after the warm-up"
+    )
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
     eval_every: int = Field(default=0, ge=0, description="evaluate every this many steps; 0: only before and after")
     num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions at each evaluation")
     sample_tokens: int = Field(default=64, ge=1, le=1024, description="longest greedy completion")
-    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: a tenth of the run")
+    checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: a tenth of the run")
     keep_checkpoints: int = Field(default=2, ge=1, le=1000, description="how many of the newest checkpoints are kept")
 
     @property
@@ -301,7 +308,7 @@ class SFTRun(_ExamplesRun):
         default=None,
         min_length=1,
         max_length=10_000,
-        description="one per step, instead of a schedule; 0 trains nothing",
+        description="learning rates, one per step, instead of a schedule; 0 trains nothing",
     )
 
     @model_validator(mode="after")
@@ -340,7 +347,7 @@ class DPORun(Preferences, _DatasetRun):
     dataset: PreferencesSource = Field(description="preference pairs; for kto also answers with a label")
     eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with a label")
     too_long: Literal["drop"] = "drop"
-    batch_size: int | None = Field(default=None, ge=1, description="pairs a step")
+    batch_size: int | None = Field(default=None, ge=1, description="pairs per step")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest pair, including both answers")
     learning_rate: float = Field(default=1e-5, gt=0, le=10, description=PEAK)
     reference: str | None = Field(
@@ -381,7 +388,7 @@ class RewardRun(_DatasetRun):
         default=0.0, ge=0, le=1000, description="for bradley_terry: weight of the squared sum of a pair's rewards"
     )
     too_long: Literal["drop"] = "drop"
-    batch_size: int | None = Field(default=None, ge=1, description="pairs, or answers, a step")
+    batch_size: int | None = Field(default=None, ge=1, description="pairs, or answers, per step")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest answer, or pair with both answers")
     learning_rate: float = Field(default=1e-4, gt=0, le=10, description=PEAK)
 

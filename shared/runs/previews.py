@@ -46,7 +46,7 @@ class Report(Frozen):
     lost: tuple[LostRow, ...]
     num_control_tokens: int = Field(default=0, description="rows whose messages hold the text of a control token")
     warnings: tuple[Reason, ...] = ()
-    notices: tuple[Reason, ...] = Field(default=(), description="those warnings that a run on these rows also shows")
+    notices: tuple[Reason, ...] = Field(default=(), description="the warnings that a run on these rows also shows")
 
     @property
     def num_lost(self) -> int:
@@ -63,7 +63,9 @@ class PreviewRequest(Frozen):
     max_lost_fraction: float = Field(default=0.1, ge=0, le=1)
     num_rows: int = Field(default=4, ge=0, le=100, description="rows to show")
     max_rows: int = Field(default=100_000, ge=1, description="rows to count")
-    max_seconds: float = Field(default=120.0, gt=0, le=200, description="to count them in, at least one")
+    max_seconds: float = Field(
+        default=120.0, gt=0, le=200, description="seconds to count rows in; at least one row is counted"
+    )
     are_prompts: bool = Field(default=False, description="rows are prompts of RL: only the model's input counts")
     labels: bool = Field(default=False, description="rows are for kto: they are counted, and none is shown")
     numbers: tuple[str, ...] = Field(

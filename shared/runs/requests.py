@@ -61,7 +61,7 @@ class Rollouts(Frozen):
         default=UNGRADED,
         description="the grader of samples, with OpenAI's fields (docs/graders.md); distillation needs none",
     )
-    prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups a step")
+    prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups per step")
     group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")
     redraws: int = Field(
         default=0, ge=0, le=16, description="how often groups whose grades are all equal are sampled again"
@@ -222,7 +222,7 @@ class RLRun(TrainedRun):
     max_staleness: int | None = Field(
         default=None,
         ge=0,
-        description="how many policy versions a trajectory may be behind, or it counts as broken; None: no limit",
+        description="most policy versions that a trajectory may be behind; older ones are broken; None: no limit",
     )
     mini_batches: int = Field(default=1, ge=1, le=1000, description="optimizer steps per pass; at most one per group")
     epochs: int = Field(default=1, ge=1, le=100, description="passes over a step's groups")
@@ -230,7 +230,8 @@ class RLRun(TrainedRun):
     learning_rate: float = Field(default=1e-5, gt=0, le=10, description=PEAK)
     warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="after the warm-up; decays need rollouts.steps, at whose end they reach 0"
+        default="constant",
+        description="learning-rate schedule after the warm-up; decays need rollouts.steps, at whose end they reach 0",
     )
     between_steps: Literal["offload", "keep"] = Field(
         default="offload", description="offload: a waiting worker frees the device's memory"
@@ -420,4 +421,6 @@ class RunRecord(Frozen):
     run: Run
     created_at: float
     threads_per_rank: int = Field(default=1, ge=1, description="kept for resuming: bit-identical results depend on it")
-    precision: Precision | None = Field(default=None, description="of its dtype, which is never `auto` here")
+    precision: Precision | None = Field(
+        default=None, description="precision of the run; its dtype is never `auto` here"
+    )

@@ -71,39 +71,39 @@ class RunStatus(Frozen):
     num_steps: int | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     epoch: int = Field(default=0, description="number of leases so far")
-    workers_lost: int = Field(default=0, description="leases that ended in a loss: not by a pause or a host's shutdown")
+    workers_lost: int = Field(
+        default=0,
+        description="leases that ended because the host or worker was lost, not by a pause or a host's shutdown",
+    )
     checkpoint: CheckpointRef | None = None
     adapter: str | None = Field(default=None, description="URI of the published adapter, or model after `full`")
-    adapter_sha256: str | None = Field(default=None, description="SHA-256 of its manifest")
+    adapter_sha256: str | None = Field(default=None, description="SHA-256 of the artifact's manifest")
     name: str | None = None
     version: int | None = None
-    policy_version: int | None = Field(default=None, description="of an RL run: train steps that changed the policy")
+    policy_version: int | None = Field(default=None, description="RL runs: train steps that changed the policy")
     dataset_report: str | None = Field(default=None, description="URI of the tokenizing report")
     planned_tokens: int | None = Field(
-        default=None, description="in the examples of all steps, once they are packed; not for RL runs"
+        default=None, description="tokens in the examples of all steps, once they are packed; not for RL runs"
     )
     problem: Problem | None = None
-    skipped_steps: int = Field(default=0, description="of an RL run: train steps with nothing to learn from")
-    failed_steps: int = Field(default=0, description="of an RL run: train steps that could not be trained")
-    equal_reward_steps: int = Field(
-        default=0, description="of an RL run: trained steps whose rewards were all the same"
-    )
-    zero_gradient_steps: int = Field(
-        default=0, description="of an RL run: trained steps whose gradient was 0 throughout"
-    )
-    notices: tuple[Reason, ...] = Field(default=(), description="what its user should know, whether it succeeds or not")
-    started_at: float | None = Field(default=None, description="of its first execution, also for a resumed run")
+    skipped_steps: int = Field(default=0, description="RL runs: train steps with nothing to learn from")
+    failed_steps: int = Field(default=0, description="RL runs: train steps that failed")
+    equal_reward_steps: int = Field(default=0, description="RL runs: trained steps whose rewards were all the same")
+    zero_gradient_steps: int = Field(default=0, description="RL runs: trained steps whose gradient was 0 throughout")
+    notices: tuple[Reason, ...] = Field(default=(), description="notices for the user, whether the run succeeds or not")
+    started_at: float | None = Field(default=None, description="start of its first execution, also for a resumed run")
     ended_at: float | None = None
     estimated_end: float | None = Field(
-        default=None, description="when its last step ends, at the pace so far; None while it is unknown"
+        default=None, description="estimated end of its last step at the current pace; None if it is unknown"
     )
-    timeline: tuple[PhaseSpan, ...] = Field(default=(), description="its last phases, oldest first")
+    timeline: tuple[PhaseSpan, ...] = Field(default=(), description="the run's last phases, oldest first")
     paused_by: str | None = Field(
-        default=None, description="the limit that paused it, in words: the run resumes by itself when that is raised"
+        default=None,
+        description="the limit that paused the run, in words; the run resumes by itself when that is raised",
     )
     client_away: bool = Field(
         default=False,
-        description="it was paused because its client sent nothing: the client's next command or step resumes it",
+        description="the run was paused because its client sent nothing; the client's next command or step resumes it",
     )
     gpu_seconds: float = Field(default=0.0, description="seconds that workers were leased, times their ranks")
 
@@ -128,12 +128,14 @@ class StepStatus(Frozen):
     `skipped`: there was nothing to learn from; `failed`: it could not be trained. Neither changes the policy.
     """
 
-    step: int = Field(description="in order of arrival, from 1; 0: the evaluation of the policy before the first step")
+    step: int = Field(
+        description="number in order of arrival, from 1; 0: the evaluation of the policy before the first step"
+    )
     key: StepKey
     groups: str
     state: Literal["queued", "running", "done", "skipped", "failed"] = "queued"
-    policy_version: int | None = Field(default=None, description="the policy's version after it")
-    optimizer_step: int | None = Field(default=None, description="of the run, after it")
+    policy_version: int | None = Field(default=None, description="the policy's version after the step")
+    optimizer_step: int | None = Field(default=None, description="the run's optimizer steps after the step")
     adapter: str | None = None
     adapter_sha256: str | None = None
     synced: Sha256 | None = Field(default=None, description="digest of the weights that samplers were sent")
@@ -142,7 +144,7 @@ class StepStatus(Frozen):
     metrics: dict[str, float] = Field(default_factory=dict)
     checkpoint: CheckpointRef | None = None
     problem: Problem | None = None
-    same_as: int | None = Field(default=None, description="the step that trained this key before")
+    same_as: int | None = Field(default=None, description="the earlier step that trained this key")
 
     @property
     def is_final(self) -> bool:
@@ -201,7 +203,9 @@ class RLState(Frozen):
     shape: ModelShape
     adapter: Artifact | None = None
     reference: Artifact | None = Field(default=None, description="the artifact of the loss's KL reference")
-    steps: tuple[StepStatus, ...] = Field(default=(), description="steps that wait, and the last ones that ended")
+    steps: tuple[StepStatus, ...] = Field(
+        default=(), description="steps that are waiting, and the last ones that ended"
+    )
     finishing: bool = False
     epoch: int = 0
     avoid: tuple[str, ...] = Field(default=(), description="queues of hosts that lost a worker at its start")
@@ -209,4 +213,6 @@ class RLState(Frozen):
     status: RunStatus
     rollouts: RolloutData | None = None
     unpublished: StepStatus | None = Field(default=None, description="the last step, if it was not published")
-    policies: tuple[Policy, ...] = Field(default=(), description="those that later rollouts sample from, oldest first")
+    policies: tuple[Policy, ...] = Field(
+        default=(), description="the adapters that later rollouts sample from, oldest first"
+    )

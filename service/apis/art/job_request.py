@@ -186,7 +186,7 @@ class SftRequest(SentModel):
     """`POST /v1/preview/sft-training-jobs`."""
 
     model_id: ModelId
-    training_data_url: str = Field(min_length=1, max_length=2048, description="of a dataset, or wandb-artifact:///")
+    training_data_url: str = Field(min_length=1, max_length=2048, description="URI of a dataset, or wandb-artifact:///")
     config: SftConfig | None = None
 
 

@@ -436,7 +436,7 @@ models_router = APIRouter(
 _PROJECT = "uncategorized"  # W&B's default project
 Order = Literal["asc", "desc"]
 Limit = Annotated[int, Query(ge=1, le=1000)]
-After = Annotated[str | None, Query(max_length=256, description="the id of the last item of the page before")]
+After = Annotated[str | None, Query(max_length=256, description="the id of the previous page's last item")]
 
 
 class NewModel(SentModel):
@@ -461,7 +461,7 @@ class ModelObject(RecordView):
     project: str
     name: str
     base_model: str
-    run_id: None = Field(default=None, description="of W&B: there is none")
+    run_id: None = Field(default=None, description="id of a W&B run: there is none")
     created_at: Seconds
     published_as: str
     longshore: ArtSettings = Field(validation_alias="settings")

@@ -171,7 +171,7 @@ class StepSubmission(Frozen):
     """One train step. The same key trains once, however often it is sent."""
 
     key: StepKey
-    groups: str = Field(min_length=1, max_length=2048, description="URI of JSONL; POST /files gives one")
+    groups: str = Field(min_length=1, max_length=2048, description="URI of JSONL; POST /files returns one")
     wait_s: float = Field(default=0, ge=0, le=60, description="how long to wait for the step's end")
 
 
@@ -186,7 +186,7 @@ async def list_steps(
     run_id: RunId,
     backend: Backed,
     asking: Asking,
-    after: Annotated[int | None, Query(ge=0, le=_LAST_STEP, description="the `next` of the page before")] = None,
+    after: Annotated[int | None, Query(ge=0, le=_LAST_STEP, description="the `next` of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> StepPage:
     """The train steps of an RL run that have ended, in order. 409 for a run of another kind."""
@@ -217,10 +217,10 @@ async def list_runs(
     backend: Backed,
     asking: Asking,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    after: Annotated[RunId | None, Query(description="the `next` of the page before")] = None,
+    after: Annotated[RunId | None, Query(description="the `next` of the previous page")] = None,
     state: State | None = None,
     kind: Kind | None = None,
-    words: Annotated[str | None, Query(max_length=128, description="within the id, the name or the model")] = None,
+    words: Annotated[str | None, Query(max_length=128, description="text in the id, the name or the model")] = None,
     idle: Annotated[bool, Query(description="include sessions that have waited for a command for a day")] = False,
 ) -> RunPage:
     """Runs, newest first, as they stood a second ago at most.
@@ -277,7 +277,7 @@ async def run_events(
     request: Request,
     backend: Backed,
     asking: Asking,
-    after: Annotated[str | None, Query(max_length=256, description="the `next` of the page before")] = None,
+    after: Annotated[str | None, Query(max_length=256, description="the `next` of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
     wait_s: Annotated[float, Query(ge=0, le=60, description="how many seconds to wait for the first new event")] = 0,
 ) -> Any:
@@ -503,9 +503,7 @@ async def step_rollouts(
 # --- The native API's sessions: a client trains a slot command by command ---
 
 sessions_router = APIRouter(route_class=JsonRoute, dependencies=[Depends(reads_or_writes)])
-Number = Annotated[
-    int, Path(ge=1, le=99_999_999, description="commands are done in the order of their numbers, from 1")
-]
+Number = Annotated[int, Path(ge=1, le=99_999_999, description="commands run in the order of their numbers, from 1")]
 Wait = Annotated[float, Query(ge=0, le=60, description="how long to wait for the result")]
 
 
@@ -534,7 +532,7 @@ async def list_sessions(
     backend: Backed,
     asking: Asking,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    after: Annotated[RunId | None, Query(description="the `next` of the page before")] = None,
+    after: Annotated[RunId | None, Query(description="the `next` of the previous page")] = None,
     state: State | None = None,
 ) -> RunPage:
     """Sessions, newest first, as they stood a second ago at most."""
@@ -601,7 +599,7 @@ async def list_files(
     backend: Backed,
     asking: Asking,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: Annotated[str | None, Query(max_length=64, description="the `next` of the page before")] = None,
+    after: Annotated[str | None, Query(max_length=64, description="the `next` of the previous page")] = None,
 ) -> FilePage:
     """Uploaded files, newest first."""
     return await backend.files.page(asking.tenant, limit=limit, after=after)

@@ -167,8 +167,11 @@ async def audit_log(
     backend: Backed,
     asking: Asking,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    before: Annotated[int | None, Query(ge=1, le=2**62, description="the `next` of the page before")] = None,
-    everybody: Annotated[bool, Query(description="of all tenants, and of strangers: for the first tenant")] = False,
+    before: Annotated[int | None, Query(ge=1, le=2**62, description="the `next` of the previous page")] = None,
+    everybody: Annotated[
+        bool,
+        Query(description="for the first tenant only: entries of all tenants, and of requests without a valid key"),
+    ] = False,
 ) -> AuditPage:
     """Requests that changed something or were refused, newest first."""
     if everybody and not asking.is_operator:

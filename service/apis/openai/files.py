@@ -200,7 +200,7 @@ def plain_name(filename: str) -> str:
 async def list_files(
     asking: Asking,
     backend: Backed,
-    after: Annotated[str | None, Query(max_length=64, description="the id of the page's last file before")] = None,
+    after: Annotated[str | None, Query(max_length=64, description="the id of the previous page's last file")] = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
     purpose: Annotated[str | None, Query(pattern=r"^[a-z_-]{1,64}$")] = None,

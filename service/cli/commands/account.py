@@ -27,7 +27,9 @@ Examples:
 """
 ProfileName = Annotated[
     str | None,
-    typer.Option("--profile", help="Its name; may also be given before the command.", autocompletion=profile_names),
+    typer.Option(
+        "--profile", help="The profile's name; may also be given before the command.", autocompletion=profile_names
+    ),
 ]
 app = typer.Typer(rich_markup_mode=None)
 config = group(help="Settings, and profiles of services.")
@@ -38,7 +40,7 @@ app.add_typer(config, name="config")
 def login(
     context: typer.Context,
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="The service; by default the one that commands use.")
+        str | None, typer.Argument(metavar="URL", help="URL of the service; by default the one that commands use.")
     ] = None,
     profile_name: ProfileName = None,
     *,
@@ -114,7 +116,7 @@ def who_in_words(who: dict[str, Any]) -> str:
 @command(config)
 def show(
     context: typer.Context,
-    origin: Annotated[bool, typer.Option("--origin", help="Also where each value comes from.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Also show where each value comes from.")] = False,
 ) -> CommandAnswer:
     """Show the settings of this machine; secrets are cut to their beginning."""
     from service.cli.profiles import setting_values, shown
@@ -155,7 +157,7 @@ def profiles() -> CommandAnswer:
 
 
 @command(config)
-def use(name: Annotated[str, typer.Argument(help="A profile.")], as_json: bool) -> CommandAnswer:
+def use(name: Annotated[str, typer.Argument(help="Name of a profile.")], as_json: bool) -> CommandAnswer:
     """Make a profile the current one."""
     from service.cli.profiles import Profiles
 
@@ -184,12 +186,13 @@ _GC_ANSWERS_S = 30.0  # beyond the wait that was requested
 _QUOTAS = ("concurrent_runs", "gpu_hours", "spending", "stored_bytes", "worker_sharing", "worker_weight")
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Lower case letters, digits and dashes.")]
 Title = Annotated[str, typer.Option(help="A description.")]
-ConcurrentRuns = Annotated[int | None, typer.Option(min=0, help="Runs that have not ended.")]
-GpuHours = Annotated[float | None, typer.Option(min=0, help="GPU hours of the last 30 days.")]
+ConcurrentRuns = Annotated[int | None, typer.Option(min=0, help="Most runs that have not ended.")]
+GpuHours = Annotated[float | None, typer.Option(min=0, help="Most GPU hours in the last 30 days.")]
 Spending = Annotated[
-    float | None, typer.Option(min=0, help="Cost of the runs of the last 30 days; at this limit runs are paused.")
+    float | None,
+    typer.Option(min=0, help="Highest cost of the runs of the last 30 days; at this limit runs are paused."),
 ]
-StoredBytes = Annotated[int | None, typer.Option(min=0, help="Bytes of uploads and published artifacts.")]
+StoredBytes = Annotated[int | None, typer.Option(min=0, help="Most bytes of uploads and published artifacts.")]
 
 
 class SharingName(StrEnum):
@@ -198,11 +201,14 @@ class SharingName(StrEnum):
     none = "none"
 
 
-Sharing = Annotated[SharingName | None, typer.Option(help="Tenants whose adapters may share a worker with its own.")]
+Sharing = Annotated[
+    SharingName | None, typer.Option(help="Tenants whose adapters may share a worker with this tenant's.")
+]
 
 
 Weight = Annotated[
-    float | None, typer.Option(min=0.001, max=1000, help="Its weight in shared workers and queues; the default is 1.")
+    float | None,
+    typer.Option(min=0.001, max=1000, help="The tenant's weight in shared workers and queues; the default is 1."),
 ]
 
 
@@ -231,7 +237,7 @@ def audit(
     client: "CliClient",
     limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
     everybody: Annotated[
-        bool, typer.Option("--everybody", help="Of all tenants; for admins of the first tenant.")
+        bool, typer.Option("--everybody", help="Show entries of all tenants; for admins of the first tenant.")
     ] = False,
 ) -> CommandAnswer:
     """Show the audit log: changes and refusals, newest first. Needs the scope admin."""
@@ -245,12 +251,15 @@ def audit(
 @command(keys)
 def create(
     client: "CliClient",
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Whose it is, or what for: its title in lists.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="The key's title in lists: its owner or purpose.")] = "",
     title: Annotated[str, typer.Option(help="The same as NAME.")] = "",
     scope: Annotated[
-        list[ScopeName] | None, typer.Option(help="May be repeated; read, write and inference if absent.")
+        list[ScopeName] | None,
+        typer.Option(help="Scope of the key: read, write or inference; all three if absent. May be repeated."),
     ] = None,
-    expires: Annotated[str | None, typer.Option(help="In 12h or 90d; never if absent.")] = None,
+    expires: Annotated[
+        str | None, typer.Option(help="Time until the key expires, such as 12h or 90d; never if absent.")
+    ] = None,
 ) -> CommandAnswer:
     """Create a key. It is shown only once."""
     if name and title:
@@ -288,7 +297,7 @@ def ls_keys(client: "CliClient") -> CommandAnswer:
 @command(keys)
 def revoke(
     client: "CliClient",
-    key_id: Annotated[str, typer.Argument(metavar="KEY", help="Its id, as `longshore keys ls` shows it.")],
+    key_id: Annotated[str, typer.Argument(metavar="KEY", help="The key's id, as `longshore keys ls` shows it.")],
 ) -> CommandAnswer:
     """Revoke a key for good."""
     ended = client.ask("DELETE", f"/keys/{key_id}")
@@ -357,7 +366,7 @@ def quotas(
 def gc(
     client: "CliClient",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
-    wait: Annotated[float, typer.Option(min=0, max=600, help="Seconds to wait for its end.")] = 600,
+    wait: Annotated[float, typer.Option(min=0, max=600, help="Seconds to wait for the end of the collection.")] = 600,
 ) -> CommandAnswer:
     """Delete objects of all tenants that the installation's policies expire (operators only)."""
     params = {"dry_run": dry_run, "wait_s": wait}

@@ -35,7 +35,7 @@ Examples:
   longshore submit sft -m org/model -d $(longshore files upload train.jsonl)
   longshore files download file-0123456789abcdef01234567 --into train.jsonl
 """
-FileId = Annotated[str, typer.Argument(metavar="FILE", help="Its id, as `longshore files ls` shows it.")]
+FileId = Annotated[str, typer.Argument(metavar="FILE", help="The file's id, as `longshore files ls` shows it.")]
 files = group("files", help="Upload, list, download and delete files in the store.", epilog=_FILES_EXAMPLES)
 
 
@@ -55,7 +55,7 @@ def ls(client: "CliClient", limit: Annotated[int, typer.Option(min=1, max=1000)]
 
 @command(files)
 def upload(
-    client: "CliClient", paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files of this machine.")]
+    client: "CliClient", paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files on this machine.")]
 ) -> CommandAnswer:
     """Upload files into the store. Prints the URI of each, which --dataset takes; the same file has the same URI."""
     for path in paths:
@@ -76,7 +76,7 @@ def rm(client: "CliClient", file_id: FileId) -> CommandAnswer:
 def download(
     client: "CliClient",
     file_id: FileId,
-    into: Annotated[Path | None, typer.Option(help="The file to make; ./NAME if absent.")] = None,
+    into: Annotated[Path | None, typer.Option(help="The file to write; ./NAME if absent.")] = None,
 ) -> CommandAnswer:
     """Download a file, and check its hash."""
     record = client.ask("GET", f"/files/{file_id}")
@@ -103,7 +103,10 @@ Examples:
   longshore grader check grader.json
 """
 GraderFile = Annotated[
-    str, typer.Argument(metavar="GRADER", help="In OpenAI's fields: a JSON file, or the JSON itself (docs/graders.md).")
+    str,
+    typer.Argument(
+        metavar="GRADER", help="The grader in OpenAI's fields: a JSON file, or the JSON itself (docs/graders.md)."
+    ),
 ]
 grader = group("grader", help="Try a grader on samples, before a run.", epilog=_GRADER_EXAMPLES)
 
@@ -116,9 +119,9 @@ def run(
         str | None,
         typer.Argument(metavar="SAMPLES", help='JSONL of {"sample": {"output_text": ...}, "item": {...}}; - is stdin.'),
     ] = None,
-    text: Annotated[str | None, typer.Option(help="What the model wrote, instead of SAMPLES.")] = None,
+    text: Annotated[str | None, typer.Option(help="The model's output to grade, instead of SAMPLES.")] = None,
     item: Annotated[str | None, typer.Option(help="With --text: the dataset's row, as JSON.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=_MOST, help="Samples to grade, from the first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=_MOST, help="Number of samples to grade, from the first.")] = 20,
 ) -> CommandAnswer:
     """Grade samples as a run would. Exit code 100 if one has no grade."""
     checked = _checked(grader)
@@ -263,7 +266,7 @@ def validate(context: typer.Context, client: "CliClient") -> CommandAnswer:
 def preview(
     context: typer.Context,
     client: "CliClient",
-    num_rows: Annotated[int, typer.Option("--rows", min=1, max=100, help="Rows to show.")] = 4,
+    num_rows: Annotated[int, typer.Option("--rows", min=1, max=100, help="Number of rows to show.")] = 4,
 ) -> CommandAnswer:
     with _request(context, client, num_rows) as request:
         found = client.preview(request)
@@ -367,7 +370,10 @@ def estimate(
     client: "CliClient",
     words: Annotated[
         list[str],
-        typer.Argument(metavar="sft|dpo|distill|reward|rl", help="As after `longshore submit`; nothing is started."),
+        typer.Argument(
+            metavar="sft|dpo|distill|reward|rl",
+            help="The same options as after `longshore submit`; nothing is started.",
+        ),
     ],
 ) -> CommandAnswer:
     """Estimate tokens, steps, time and cost of a run, without starting it.

@@ -60,10 +60,12 @@ def openai(
         list[str] | None,
         typer.Option(metavar="THEIRS=OURS", help="The model to train here instead of one of OpenAI's."),
     ] = None,
-    job: Annotated[list[str] | None, typer.Option(metavar="ftjob-ID", help="Only these jobs.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be started, and start nothing.")] = False,
-    base_url: Annotated[str, typer.Option(envvar="OPENAI_BASE_URL", help="Of OpenAI's API.")] = _THEIR_URL,
-    max_file_bytes: Annotated[int, typer.Option(min=1, help="The longest file that is read.")] = 1 << 30,
+    job: Annotated[list[str] | None, typer.Option(metavar="ftjob-ID", help="Import only these jobs.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show which runs would start, without starting them.")
+    ] = False,
+    base_url: Annotated[str, typer.Option(envvar="OPENAI_BASE_URL", help="Base URL of OpenAI's API.")] = _THEIR_URL,
+    max_file_bytes: Annotated[int, typer.Option(min=1, help="Size of the longest file that is read.")] = 1 << 30,
 ) -> CommandAnswer:
     """Start the fine-tuning jobs of an account at OpenAI here, with their files, settings and graders.
 

@@ -29,7 +29,7 @@ app = typer.Typer(rich_markup_mode=None)
 models = group(help="Published adapters and models, by name; and a check of a model's folder before any run.")
 app.add_typer(models, name="models")
 ModelName = Annotated[str, typer.Argument(metavar="NAME", help="`name`: its newest version; `name:v3`; `run:step-30`.")]
-Into = Annotated[Path | None, typer.Option(help="The folder to make; ./NAME if absent.")]
+Into = Annotated[Path | None, typer.Option(help="The folder to write; ./NAME if absent.")]
 
 
 @command(models)
@@ -82,10 +82,12 @@ def rm(client: "CliClient", name: ModelName) -> CommandAnswer:
 def check(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A model's folder on this machine.")],
     read_all: Annotated[
-        bool, typer.Option("--read-all", help="Read all weights, and look for numbers that are not finite.")
+        bool, typer.Option("--read-all", help="Read all weights, and report numbers that are not finite.")
     ] = False,
-    lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Of the adapter whose memory is estimated.")] = 16,
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
+    lora_rank: Annotated[
+        int, typer.Option(min=1, max=1024, help="Rank of the adapter whose memory is estimated.")
+    ] = 16,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the weights.")] = "bfloat16",
 ) -> CommandAnswer:
     """Show what a run would compute for a model, the memory it needs, and unsupported features. Nothing is started.
 
@@ -136,11 +138,13 @@ def chat(
     as_json: bool,
     name: ModelName,
     message: Annotated[
-        str | None, typer.Argument(metavar="MESSAGE", help="The message; absent: lines of stdin, one after another.")
+        str | None, typer.Argument(metavar="MESSAGE", help="The message; if absent, each line of stdin is a message.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the likeliest tokens.")] = 0.7,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    system: Annotated[str | None, typer.Option(help="A system message before the first message.")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, help="Sampling temperature; 0 takes the likeliest tokens.")
+    ] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
 ) -> CommandAnswer | None:
     """Talk to a published model; its answers are printed as they are drawn."""
     said: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
@@ -188,7 +192,7 @@ def download(
     into: Into = None,
     checkpoint: Annotated[
         int | None,
-        typer.Option(metavar="STEP", min=0, help="Of a run: its checkpoint of this step, optimizer and all."),
+        typer.Option(metavar="STEP", min=0, help="For a run: its checkpoint of this step, with the optimizer's state."),
     ] = None,
 ) -> CommandAnswer:
     """Download an adapter (a PEFT folder), a model, or a checkpoint, and check the hash of every file."""
@@ -236,13 +240,15 @@ def export(
     client: "CliClient",
     name: ModelName,
     merged: Annotated[
-        bool, typer.Option("--merged", help="Safetensors as the base model's, the adapter in them.")
+        bool, typer.Option("--merged", help="Write safetensors like the base model's, with the adapter merged.")
     ] = False,
-    gguf: Annotated[bool, typer.Option("--gguf", help="One file for llama.cpp: Llama, Qwen2, Qwen3.")] = False,
-    fp8: Annotated[bool, typer.Option("--fp8", help="Safetensors in FP8 by blocks, for vLLM.")] = False,
-    mlx: Annotated[bool, typer.Option("--mlx", help="Safetensors in groups of 64, for mlx-lm.")] = False,
+    gguf: Annotated[bool, typer.Option("--gguf", help="Write one file for llama.cpp: Llama, Qwen2, Qwen3.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Write safetensors in block-wise FP8, for vLLM.")] = False,
+    mlx: Annotated[
+        bool, typer.Option("--mlx", help="Write safetensors quantized in groups of 64, for mlx-lm.")
+    ] = False,
     stored_as: Annotated[
-        str | None, typer.Option("--type", help="Of --gguf: q8_0 (unless given), f16, bf16. Of --mlx: q4, q8.")
+        str | None, typer.Option("--type", help="Format of --gguf: q8_0 (default), f16, bf16; of --mlx: q4, q8.")
     ] = None,
     into: Into = None,
     to: Annotated[str | None, typer.Option(help="s3://BUCKET/PREFIX, written with this machine's credentials.")] = None,
@@ -303,9 +309,11 @@ def verify(
     ] = None,
     retrain: Annotated[
         bool,
-        typer.Option("--retrain", help="Do some of the run's steps again here, and compare bits. For operators."),
+        typer.Option(
+            "--retrain", help="Repeat some of the run's steps here and compare the results bit by bit. For operators."
+        ),
     ] = False,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the choice of steps; absent: at random.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed for the choice of steps; random if absent.")] = None,
 ) -> CommandAnswer:
     """Check the signed statement of a version's origin, and all its files. Exit code 100 if a check fails.
 

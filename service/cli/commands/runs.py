@@ -50,22 +50,25 @@ State = Literal["running", "paused", "succeeded", "failed", "cancelled"]
 RunId = Annotated[
     str, typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.", autocompletion=run_ids)
 ]
-Timeout = Annotated[float | None, typer.Option(help="Seconds until exit code 101.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds to wait until the command ends with exit code 101.")]
 app = typer.Typer(rich_markup_mode=None)
 session = group(help="Sessions, which a client trains command by command (longshore.client opens them).")
 app.add_typer(session, name="session")
 Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run ends.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new output until the run ends.")]
 
 
 @command(app)
 def ls(
     client: "CliClient",
-    state: Annotated[State | None, typer.Option(help="Runs in this state only.")] = None,
+    state: Annotated[State | None, typer.Option(help="Show only runs in this state.")] = None,
     kind: Annotated[
-        Literal["sft", "dpo", "distill", "reward", "rl", "session"] | None, typer.Option(help="Runs of this kind only.")
+        Literal["sft", "dpo", "distill", "reward", "rl", "session"] | None,
+        typer.Option(help="Show only runs of this kind."),
     ] = None,
-    words: Annotated[str | None, typer.Option("--search", help="Words in the id, the name or the model.")] = None,
+    words: Annotated[
+        str | None, typer.Option("--search", help="Words to find in the id, the name or the model.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
     idle: Annotated[bool, typer.Option("--all", help="Include sessions that have waited for a day.")] = False,
 ) -> CommandAnswer:
@@ -131,7 +134,7 @@ def events(
     context: typer.Context,
     run_id: RunId,
     follow: Follow = False,
-    after: Annotated[str | None, typer.Option(help="Only events after this cursor.")] = None,
+    after: Annotated[str | None, typer.Option(help="Show only events after this cursor.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="No effect: events are JSON anyway.")] = True,
 ) -> None:
     """Print the workers' events, one JSON object a line."""
@@ -244,8 +247,10 @@ def checkpoints(client: "CliClient", run_id: RunId) -> CommandAnswer:
 def profile(
     client: "CliClient",
     run_id: RunId,
-    steps: Annotated[int, typer.Option(min=1, max=10, help="Upper limit: a job may have fewer left.")] = 3,
-    into: Annotated[Path | None, typer.Option("--into", help="The file; RUN-profile.json.gz here if absent.")] = None,
+    steps: Annotated[int, typer.Option(min=1, max=10, help="Most steps to profile; a job may have fewer left.")] = 3,
+    into: Annotated[
+        Path | None, typer.Option("--into", help="The file to write; RUN-profile.json.gz in this folder if absent.")
+    ] = None,
     timeout: Timeout = None,
 ) -> CommandAnswer:
     """Trace a run's next optimizer steps with torch's profiler, and fetch the trace for https://ui.perfetto.dev.
@@ -357,7 +362,7 @@ def step(
     run_id: RunId,
     groups: Annotated[str, typer.Argument(help="Trajectory groups as JSONL: a file (uploaded), or a URI.")],
     key: Annotated[
-        str | None, typer.Option(help="The same key trains once, however often it is sent; else each call is a step.")
+        str | None, typer.Option(help="Calls with the same key train once; without a key each call is a step.")
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the step's end.")] = False,
     timeout: Timeout = None,
@@ -408,7 +413,7 @@ def _words(step: "StepStatus") -> str:
 @command(session, "ls")
 def ls_sessions(
     client: "CliClient",
-    state: Annotated[State | None, typer.Option(help="Sessions in this state only.")] = None,
+    state: Annotated[State | None, typer.Option(help="Show only sessions in this state.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
 ) -> CommandAnswer | None:
     """List sessions, newest first."""

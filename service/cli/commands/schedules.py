@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 # --- `longshore webhook`: URLs that are notified of runs ---
 
-WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Its id, as `longshore webhook ls` shows it.")]
+WebhookId = Annotated[
+    str, typer.Argument(metavar="WEBHOOK", help="The webhook's id, as `longshore webhook ls` shows it.")
+]
 webhook = group("webhook", help="Notify a URL of runs.")
 _COLUMNS = ("webhook", "url", "events", "")
 
@@ -72,7 +74,7 @@ def rotate(
     client: "CliClient",
     webhook_id: WebhookId,
     overlap: Annotated[
-        str, typer.Option(help="How long the old secret signs together with the new one, 7d at most. 0s: not at all.")
+        str, typer.Option(help="How long the old secret signs together with the new one, at most 7d. 0s: not at all.")
     ] = "24h",
 ) -> CommandAnswer:
     """Rotate the secret of a webhook. The new one is shown only once."""
@@ -139,9 +141,11 @@ Examples:
 """
 M = TypeVar("M", bound="BaseModel")
 Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
-ScheduleName = Annotated[str, typer.Argument(metavar="NAME", help="As `longshore schedule ls` shows it.")]
+ScheduleName = Annotated[
+    str, typer.Argument(metavar="NAME", help="The schedule's name, as `longshore schedule ls` shows it.")
+]
 _POLL_S = 1.0
-SweepId = Annotated[str, typer.Argument(metavar="SWEEP", help="The id that `longshore sweep ls` shows.")]
+SweepId = Annotated[str, typer.Argument(metavar="SWEEP", help="The sweep's id, as `longshore sweep ls` shows it.")]
 app = typer.Typer(rich_markup_mode=None)
 schedule = group(help="Start runs at set times.")
 sweep = group(help="Start runs that differ in a few fields, and publish the best.", epilog=_EXAMPLES)
@@ -156,16 +160,20 @@ def create(
     client: "CliClient",
     name: Annotated[str, typer.Argument(help="The name of the schedule.")],
     command: Annotated[list[str], typer.Argument(help="`-- submit sft …`: what to start, with all of its options.")],
-    cron: Annotated[str | None, typer.Option(help='As "0 2 * * *": minute, hour, day, month, weekday.')] = None,
-    every: Annotated[str | None, typer.Option(help="Instead of --cron: 90m, 6h or 1d.")] = None,
+    cron: Annotated[
+        str | None, typer.Option(help='Times as in "0 2 * * *": minute, hour, day, month, weekday.')
+    ] = None,
+    every: Annotated[str | None, typer.Option(help="Interval, instead of --cron: 90m, 6h or 1d.")] = None,
     timezone: Annotated[str, typer.Option(help="Time zone of --cron, such as Europe/Berlin.")] = "UTC",
-    overlap: Annotated[Overlap, typer.Option(help="When the run before has not ended.")] = "skip",
-    catch_up: Annotated[str, typer.Option(help="Skip a time that was missed by more, as in an outage.")] = "10m",
+    overlap: Annotated[Overlap, typer.Option(help="What to do if the previous run has not ended.")] = "skip",
+    catch_up: Annotated[
+        str, typer.Option(help="Skip a time that was missed by more than this, as in an outage.")
+    ] = "10m",
     continues: Annotated[
         bool, typer.Option("--continue", help="Start from the last published version of the run's --name.")
     ] = False,
     even_unchanged: Annotated[
-        bool, typer.Option("--even-unchanged", help="Also if the data has not changed since the last run.")
+        bool, typer.Option("--even-unchanged", help="Start also if the data has not changed since the last run.")
     ] = False,
 ) -> CommandAnswer:
     """Create a schedule. After `--` comes a `longshore submit` command, checked now and started later.
@@ -239,9 +247,11 @@ def trigger(client: "CliClient", name: ScheduleName) -> CommandAnswer:
 def backfill(
     client: "CliClient",
     name: ScheduleName,
-    begin: Annotated[datetime, typer.Option("--from", help="In UTC, as 2026-01-31T02:00:00.")],
-    end: Annotated[datetime, typer.Option("--to", help="In UTC; at most 31 days later.")],
-    overlap: Annotated[Overlap, typer.Option(help="Between these runs.")] = "buffer_all",
+    begin: Annotated[datetime, typer.Option("--from", help="Start of the period, in UTC, as 2026-01-31T02:00:00.")],
+    end: Annotated[datetime, typer.Option("--to", help="End of the period, in UTC; at most 31 days later.")],
+    overlap: Annotated[
+        Overlap, typer.Option(help="What to do if one of these runs overlaps the one before.")
+    ] = "buffer_all",
 ) -> CommandAnswer:
     """Start the runs of a period in the past."""
     span = {
@@ -327,20 +337,25 @@ def create_sweep(
             "--parameter", "-p", help="PATH=a,b,c or PATH=low..high[:log][:int]; PATH=[…] for choices in JSON."
         ),
     ],
-    sampler: Annotated[Literal["grid", "random", "tpe"], typer.Option(help="What chooses the values.")] = "tpe",
+    sampler: Annotated[
+        Literal["grid", "random", "tpe"], typer.Option(help="The method that chooses the values.")
+    ] = "tpe",
     trials: Annotated[int | None, typer.Option(help="Number of trials; for a grid all combinations.")] = None,
-    parallel: Annotated[int, typer.Option(help="Runs at once.")] = 4,
-    seed: Annotated[int, typer.Option(help="Of the sampler.")] = 0,
+    parallel: Annotated[int, typer.Option(help="Number of runs at a time.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
     metric: Annotated[
-        str | None, typer.Option(help="Held-out loss, or an rl run's held-out reward, if absent.")
+        str | None,
+        typer.Option(help="The metric to compare; if absent, held-out loss, or an rl run's held-out reward."),
     ] = None,
-    direction: Annotated[Literal["minimize", "maximize"] | None, typer.Option(help="Of the metric.")] = None,
+    direction: Annotated[Literal["minimize", "maximize"] | None, typer.Option(help="Direction of the metric.")] = None,
     halving: Annotated[
         str | None, typer.Option(help="FIRST_STEP or FIRST_STEP/REDUCTION: successive halving, from that step on.")
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Until the sweep has ended.")] = False,
-    timeout: Annotated[float | None, typer.Option(help="With --wait: seconds until exit code 101.")] = None,
-    idempotency_key: Annotated[str | None, typer.Option(help="The same key gives the same sweep.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the sweep has ended.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option(help="With --wait: seconds until the command ends with exit code 101.")
+    ] = None,
+    idempotency_key: Annotated[str | None, typer.Option(help="Calls with the same key return the same sweep.")] = None,
 ) -> CommandAnswer:
     """Create a sweep. After `--` comes a `longshore submit` command without --name.
 

@@ -29,15 +29,15 @@ T = TypeVar("T")
 app = typer.Typer(rich_markup_mode=None)
 db = group(help="The service's database.")
 app.add_typer(db, name="db")
-builds = group(help="Builds of control hosts that serve side by side during an upgrade.")
+builds = group(help="Builds of control hosts that run side by side during an upgrade.")
 app.add_typer(builds, name="builds")
-Root = Annotated[Path | None, typer.Option(help="Where the stack keeps its state; LONGSHORE_ROOT, or ~/.longshore.")]
+Root = Annotated[Path | None, typer.Option(help="Folder of the stack's state; LONGSHORE_ROOT, or ~/.longshore.")]
 
 
 @app.command()
 def dev(
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running in the background.")] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="End the stack of this root.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop the stack of --root.")] = False,
     root: Root = None,
     opened: Annotated[
         list[Path] | None,
@@ -126,7 +126,7 @@ def ls() -> CommandAnswer:
 
 @command(builds)
 def use(
-    build: Annotated[str, typer.Argument(metavar="BUILD", help="As LONGSHORE_BUILD_ID of its hosts.")],
+    build: Annotated[str, typer.Argument(metavar="BUILD", help="The build, as in LONGSHORE_BUILD_ID of its hosts.")],
 ) -> CommandAnswer:
     """Let new runs begin on a build whose hosts are up. Active runs stay on their build; sessions move to it."""
     from service.temporal import make_current

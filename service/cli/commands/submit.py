@@ -54,8 +54,8 @@ _EXIT_CODES = (
     "Exit codes: 0 done, 2 usage, 100 failed, 101 not finished within --timeout, 102 not found, 103 cancelled."
 )
 Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
-Timeout = Annotated[float | None, typer.Option(help="With --wait: seconds until exit code 101.")]
-IdempotencyKey = Annotated[str | None, typer.Option(help="The same key gives the same run.")]
+Timeout = Annotated[float | None, typer.Option(help="With --wait: seconds until the command ends with exit code 101.")]
+IdempotencyKey = Annotated[str | None, typer.Option(help="Calls with the same key return the same run.")]
 app = group("submit", help="Start a run: sft, dpo, distill, reward or rl.", epilog=_EXAMPLES)
 
 

@@ -77,7 +77,7 @@ async def list_jobs(
     request: Request,
     asking: Asking,
     backend: Backed,
-    after: Annotated[RunId | None, Query(description="the id of the last job of the page before")] = None,
+    after: Annotated[RunId | None, Query(description="the id of the previous page's last job")] = None,
     limit: Limit = 20,
 ) -> ListAnswer[JobObject]:
     """Jobs, newest first; `metadata[k]=v` shows those alone that have it."""
@@ -135,7 +135,7 @@ async def list_events(
     run_id: RunId,
     asking: Asking,
     backend: Backed,
-    after: Annotated[str | None, Query(max_length=256, description="the id of the page's last event before")] = None,
+    after: Annotated[str | None, Query(max_length=256, description="the id of the previous page's last event")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
 ) -> ListAnswer[JobEvent]:
     """The job's events, newest first."""

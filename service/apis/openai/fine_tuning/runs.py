@@ -194,10 +194,10 @@ class LongshoreSettings(OwnSettings):
     Settings that the job's method does not have are refused.
     """
 
-    full: bool | None = Field(default=None, description="train every weight, and not a LoRA adapter")
-    batch_tokens: int | None = Field(default=None, description="in the place of batch_size")
-    steps: int | None = Field(default=None, description="in the place of n_epochs")
-    learning_rate: float | None = Field(default=None, description="in the place of learning_rate_multiplier")
+    full: bool | None = Field(default=None, description="train every weight instead of a LoRA adapter")
+    batch_tokens: int | None = Field(default=None, description="replaces batch_size")
+    steps: int | None = Field(default=None, description="replaces n_epochs")
+    learning_rate: float | None = Field(default=None, description="replaces learning_rate_multiplier")
     schedule: Literal["constant", "linear", "cosine"] | None = None
     warmup_steps: int | None = None
     max_lost_fraction: float | None = None
@@ -222,7 +222,7 @@ class LongshoreSettings(OwnSettings):
     algorithm: Preset | None = None
     advantages: AdvantageKind | None = None
     mini_batches: int | None = None
-    group_size: int | None = Field(default=None, description="in the place of compute_multiplier")
+    group_size: int | None = Field(default=None, description="replaces compute_multiplier")
     max_completion_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     redraws: int | None = None
@@ -233,7 +233,9 @@ class LongshoreSettings(OwnSettings):
     probe_bound: float | None = None
     routing_replay: Literal["on", "off"] | None = None
     max_ungraded_fraction: float | None = None
-    target: float | None = Field(default=None, description="mean grade of validation prompts that ends the job")
+    target: float | None = Field(
+        default=None, description="the job ends when the mean grade of validation prompts reaches this"
+    )
 
     @property
     def given(self) -> dict[str, Any]:
@@ -245,10 +247,10 @@ class JobRequest(Frozen):
     """`POST /v1/fine_tuning/jobs`."""
 
     model: str = Field(
-        min_length=1, max_length=2048, description="a hub id, folder or URI; or the name of what you have published"
+        min_length=1, max_length=2048, description="a hub id, folder or URI; or the name of a model that you published"
     )
     training_file: str = Field(
-        min_length=1, max_length=2048, description="the id of a file of the purpose fine-tune; or a URI of a dataset"
+        min_length=1, max_length=2048, description="the id of a file with the purpose fine-tune; or a URI of a dataset"
     )
     validation_file: str | None = Field(default=None, min_length=1, max_length=2048)
     method: Method | None = None
