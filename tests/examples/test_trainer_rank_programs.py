@@ -9,8 +9,7 @@ import torch
 
 from examples import trainer_rank_distil, trainer_rank_grpo, trainer_rank_sft
 from longshore.training import Lora
-from megatron_worker.trainer_rank import Snapshot
-from megatron_worker.trainer_rank import rank as start
+from megatron_worker.trainer_rank import Snapshot, start
 from tests.megatron_worker.launch import fork_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,8 +17,7 @@ from longshore.layout import Layout
 from longshore.training import Adam
 from megatron_worker.head.logprobs import policy
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.trainer_rank import ForwardInput, TrainerRank
-from megatron_worker.trainer_rank import rank as start
+from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
 from shared.errors import InvalidInput
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import (

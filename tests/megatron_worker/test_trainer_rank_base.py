@@ -6,8 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longshore.training import Adam
-from megatron_worker.trainer_rank import ForwardInput, ForwardOutput
-from megatron_worker.trainer_rank import rank as start
+from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, start
 from shared.errors import InvalidInput
 from tests.megatron_worker.engines import ENGINES, moments
 from tests.megatron_worker.live_bytes import LiveBytes

@@ -6,8 +6,7 @@ import torch
 
 from longshore.layout import Layout
 from longshore.training import Adam, Lora
-from megatron_worker.trainer_rank import ForwardInput, TrainerRank
-from megatron_worker.trainer_rank import rank as start
+from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
 from shared.errors import InvalidInput
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.live_bytes import LiveBytes

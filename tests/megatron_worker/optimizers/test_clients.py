@@ -7,8 +7,7 @@ import torch
 
 from longshore.commands import OptimStep
 from longshore.training import Adam, Muon
-from megatron_worker.trainer_rank import ForwardInput
-from megatron_worker.trainer_rank import rank as start
+from megatron_worker.trainer_rank import ForwardInput, start
 from shared.errors import InvalidInput
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import ENGINES, LORA, furthest
