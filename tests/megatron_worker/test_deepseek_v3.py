@@ -89,14 +89,14 @@ def test_trees_score_and_learn_as_their_sequences_alone(model, tmp_path):
 )
 def test_what_is_forgotten_of_the_routing_shows(model, monkeypatch, forgotten):
     driven, batch = start("megatron", model), bin_of(STEPS[0])
-    expected, choose, weights = logprobs(driven, batch), experts.routing.choose, experts.routing.weights
+    expected, choose, weights = logprobs(driven, batch), experts.families.choose, experts.families.weights
     if forgotten == "the correction":
-        monkeypatch.setattr(experts.routing, "choose", lambda score, mixture, _: choose(score, mixture))
+        monkeypatch.setattr(experts.families, "choose", lambda score, mixture, _: choose(score, mixture))
     elif forgotten == "the scale":
-        monkeypatch.setattr(experts.routing, "weights", lambda *args: weights(*args) / args[2].scale)
+        monkeypatch.setattr(experts.families, "weights", lambda *args: weights(*args) / args[2].scale)
     else:
         monkeypatch.setattr(
-            experts.routing, "choose", lambda score, mixture, by: (score + by).topk(mixture.experts_per_token).indices
+            experts.families, "choose", lambda score, mixture, by: (score + by).topk(mixture.experts_per_token).indices
         )
         if read_config(model).n_group == 1:
             assert torch.equal(logprobs(driven, batch), expected)
