@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from longshore.fields import Artifact, Frozen, Reason, pattern
+from longshore.fields import Artifact, Frozen, pattern
 from longshore.losses import CrossEntropy, Distillation, PolicyLoss, SquaredError
 from longshore.training import Adam, Optimizer
 
@@ -250,7 +250,7 @@ class CommandProblem(Frozen):
     """
 
     kind: Literal["invalid_input", "not_finite", "error", "dropped"]
-    message: Reason
+    message: str
 
 
 class CommandResult(Frozen):

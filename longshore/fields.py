@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 PATTERN_WORDS: dict[str, str] = {}
 """By pattern, what is said of text that does not match it."""
@@ -23,19 +23,6 @@ def added(default: Any, **rules: Any) -> Any:
     return Field(default, exclude_if=lambda value: value == default, **rules)
 
 
-MOST_CHARACTERS = 4_000
-"""Of an error's words, which may quote what a user sent: Temporal's payloads have little room."""
-
-
-def bounded(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Cut a long text in its middle; characters that UTF-8 cannot hold become `?`."""
-    if (left_out := len(text) - most) > 0:
-        text = f"{text[: most * 3 // 4]} [... {left_out:,} characters ...] {text[-(most // 4) :]}"
-    return text.encode(errors="replace").decode()
-
-
-Reason = Annotated[str, AfterValidator(bounded)]
-"""Why something failed, in words: bounded, as those of errors are."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[
     str,

@@ -32,7 +32,7 @@ from megatron_worker.trained_slot import Outcome, Passes, Program, TrainedSlot
 from megatron_worker.training.batches import CommandData, Role, TargetScores, pack_data
 from megatron_worker.training.checkpoint import check_fits
 from megatron_worker.warm_engine import WarmEngine
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, bounded
 from shared.jobs import events
 from shared.jobs.commands import (
     Gap,
@@ -168,9 +168,9 @@ class SessionProgram(Program):
             message = f"{message}; {_DROPPED}"
         match fault.kind:
             case "invalid_input" | "not_finite":
-                return CommandProblem(kind=fault.kind, message=message)
+                return CommandProblem(kind=fault.kind, message=bounded(message))
             case _:
-                return CommandProblem(kind="error", message=message)
+                return CommandProblem(kind="error", message=bounded(message))
 
     def _result(self, number: int, asked: StoredCommand, units: Units | None) -> Doing:
         match asked:

@@ -40,9 +40,8 @@ from temporalio.exceptions import ApplicationError
 from temporalio.worker import WorkflowInstance, WorkflowInstanceDetails
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
-from longshore.fields import bounded
 from service.errors import WrongSealKey
-from shared.errors import CorruptArtifact, InvalidInput, NotFound
+from shared.errors import CorruptArtifact, InvalidInput, NotFound, bounded
 from shared.provenance import PAYLOAD_TYPE, Envelope, PublicKey, Signature, Statement
 from shared.settings import Settings
 from shared.storage.files import private_folder

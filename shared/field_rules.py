@@ -7,10 +7,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
-from longshore.fields import PATTERN_WORDS, bounded
+from longshore.fields import PATTERN_WORDS
+from shared.errors import bounded
 
 NO_NUL = r"^[^\x00]*$"
 
+Reason = Annotated[str, AfterValidator(bounded)]
+"""Why something failed, in words: bounded, as those of errors are."""
 Remark = Annotated[str, AfterValidator(lambda text: bounded(text, 500))]
 """The same of one row of many."""
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, ValidationError, field_validator, model_validator
 
-from longshore.fields import Frozen, Reason
+from longshore.fields import Frozen
 from shared.errors import InvalidInput
-from shared.field_rules import first_error
+from shared.field_rules import Reason, first_error
 
 # --- Arithmetic over named numbers, such as `0.8 * exact + 0.2 * max(0, style)` ---
 # Parsed once, computed for many samples.

@@ -4,10 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from longshore.fields import Artifact, Frozen, Reason
+from longshore.fields import Artifact, Frozen
 from longshore.training import Dtype
 from shared.chat.completions import CompletionRequest
 from shared.chat.messages import ChatRequest
+from shared.field_rules import Reason
 from shared.jobs.job import SamplerKey, SamplerKind
 from shared.runs.requests import FIRST_TENANT, RunId, Tenant
 from shared.runs.start import RunTiming

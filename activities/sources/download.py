@@ -24,8 +24,9 @@ from temporalio.exceptions import CancelledError
 from activities.formats.rows import listed
 from activities.host_context import HostContext, beating, host_is_leaving, locked, remove_abandoned
 from activities.sources.http import Allowance, Broken, HttpSource, Piece, compression_of, fetch, parse_http_uri, unpack
-from longshore.fields import Artifact, Frozen, Reason
+from longshore.fields import Artifact, Frozen
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
+from shared.field_rules import Reason
 from shared.runs.dataset_runs import DatasetSource
 from shared.runs.requests import RunId, Tenant
 from shared.settings import Settings

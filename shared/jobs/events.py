@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from longshore.fields import Frozen, Reason, Sha256
+from longshore.fields import Frozen, Sha256
+from shared.field_rules import Reason
 from shared.jobs.job import SyncOutcome
 from shared.storage.paths import Fence
 

@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from longshore.fields import Frozen, Reason
+from longshore.fields import Frozen
 from longshore.training import MAX_SCALARS
-from shared.field_rules import Remark
+from shared.field_rules import Reason, Remark
 from shared.jobs.bins import Cut, RunLength
 from shared.runs.dataset_runs import Format, RowsSource
 from shared.runs.requests import Tenant

@@ -4,8 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from longshore.fields import Artifact, Frozen, Reason, Sha256
+from longshore.fields import Artifact, Frozen, Sha256
 from longshore.training import ScalarHead
+from shared.field_rules import Reason
 from shared.models.shape import ModelShape
 from shared.runs.requests import Kind, RunId
 from shared.storage.paths import Fence

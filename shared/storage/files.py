@@ -14,8 +14,9 @@ from typing import BinaryIO, Literal
 
 from pydantic import Field
 
-from longshore.fields import Artifact, Frozen, Reason
+from longshore.fields import Artifact, Frozen
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput
+from shared.field_rules import Reason
 
 # --- Files ---
 # Files on a host's disk that are written atomically, or that only their owner can read; and sockets like these.

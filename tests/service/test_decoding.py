@@ -51,9 +51,10 @@ class HeldDigest:
     """A digest whose bytes are hashed when they may be."""
 
     def __init__(self) -> None:
-        self.goes_on, self._of = threading.Event(), hashlib.sha256()
+        self.is_held, self.goes_on, self._of = threading.Event(), threading.Event(), hashlib.sha256()
 
     def update(self, data: bytes) -> None:
+        self.is_held.set()
         assert self.goes_on.wait(120)
         self._of.update(data)
 
@@ -78,8 +79,11 @@ async def test_of_one_tenants_bodies_one_is_read_on_at_a_time(tmp_path: Path) ->
         async with incoming.received(tenant, chunks(number), allowed, of) as body:  # type: ignore[arg-type]
             return body.path.stat().st_size
 
-    ours = [asyncio.create_task(receive("acme", number)) for number in range(9)]
+    ours = [asyncio.create_task(receive("acme", 0))]
+    assert await asyncio.to_thread(digest.is_held.wait, 120)
+    ours += [asyncio.create_task(receive("acme", number)) for number in range(1, 9)]
     assert await receive("other", 9) == 3 << 20
+    await asyncio.to_thread(wait_until, lambda: 0 not in num_read, "all are read up to a piece")
     assert num_read[:9] == [1] * 9
     digest.goes_on.set()
     assert await asyncio.gather(*ours) == [3 << 20] * 9
