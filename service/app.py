@@ -23,21 +23,21 @@ from service import decoding
 from service.accounts.keys import BEARER
 from service.accounts.limits import RateLimit
 from service.apis import errors as problems
-from service.apis.art import training_jobs as art_models
+from service.apis.art import training_jobs as art_jobs
 from service.apis.art import wandb_artifacts
 from service.apis.edge import LOOPBACK_NAMES, Edge, HeadRequests
 from service.apis.native import automation as automation_api
 from service.apis.native import codec as codec_api
-from service.apis.native import models as exports_api
-from service.apis.native import runs as data_api
+from service.apis.native import models as models_api
+from service.apis.native import runs as runs_api
 from service.apis.native import tenants as tenant_api
 from service.apis.openai import chat as openai_chat
 from service.apis.openai import files as openai_files
-from service.apis.openai.fine_tuning import jobs as openai_graders
+from service.apis.openai.fine_tuning import jobs as openai_jobs
 from service.apis.openai.fine_tuning.jobs import prune_sent_requests
 from service.apis.page import pages
-from service.apis.tinker import routes as tinker_downloads
-from service.apis.tinker import samples as tinker_results
+from service.apis.tinker import routes as tinker_routes
+from service.apis.tinker import samples as tinker_samples
 from service.backend import Backend
 from service.database import engine
 from service.database.engine import open_database
@@ -63,30 +63,30 @@ _LONGEST_PAUSE_S = 10.0
 _LAST_ANSWERS_S = 2.0
 _THREADS = 64
 
-ROUTERS = (data_api.open_router, data_api.router, tenant_api.router, codec_api.router)
+ROUTERS = (runs_api.open_router, runs_api.router, tenant_api.router, codec_api.router)
 OPENAI_ROUTERS = (
     openai_files.router,
     openai_files.uploads,
-    openai_graders.router,
-    openai_graders.graders_router,
+    openai_jobs.router,
+    openai_jobs.graders_router,
     openai_chat.router,
     openai_chat.responses_router,
 )
-ART_ROUTERS = (art_models.models_router, art_models.router)
+ART_ROUTERS = (art_jobs.models_router, art_jobs.router)
 TINKER_ROUTERS = (
-    tinker_downloads.sessions_router,
-    tinker_downloads.training_router,
-    tinker_results.results_router,
-    tinker_results.router,
-    tinker_downloads.rest_router,
-    tinker_downloads.downloads_router,
+    tinker_routes.sessions_router,
+    tinker_routes.training_router,
+    tinker_samples.results_router,
+    tinker_samples.router,
+    tinker_routes.rest_router,
+    tinker_routes.downloads_router,
 )
 NATIVE_ROUTERS = (
-    data_api.data_router,
-    exports_api.router,
-    exports_api.exports_router,
-    data_api.sessions_router,
-    data_api.files_router,
+    runs_api.data_router,
+    models_api.router,
+    models_api.exports_router,
+    runs_api.sessions_router,
+    runs_api.files_router,
     automation_api.router,
 )
 """Parts of the native API without a prefix of their own."""
@@ -158,20 +158,20 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         ],
     )
     app.state.backend, app.state.decoding, app.state.in_hand = backend, backend.decoding, in_hand
-    app.state.tinker_samples = tinker_results.Samples(backend)
+    app.state.tinker_samples = tinker_samples.Samples(backend)
     for router in (*ROUTERS, *TINKER_ROUTERS, wandb_artifacts.router, wandb_artifacts.open_router):
         app.include_router(router)
     for router in (*OPENAI_ROUTERS, *ART_ROUTERS):
         app.include_router(router, dependencies=BEARER, responses=problems.FOREIGN_RESPONSES)
     for router in NATIVE_ROUTERS:
         app.include_router(
-            router, prefix=data_api.PREFIX, dependencies=data_api.DEPENDENCIES, responses=problems.RESPONSES
+            router, prefix=runs_api.PREFIX, dependencies=runs_api.DEPENDENCIES, responses=problems.RESPONSES
         )
     app.include_router(pages.router)
     app.mount(pages.STATIC, pages.static_files)
     for path in ("/health", "/readyz"):
-        app.add_api_route(path, data_api.health, include_in_schema=False)
-    app.add_api_route("/healthz", data_api.alive, include_in_schema=False)
+        app.add_api_route(path, runs_api.health, include_in_schema=False)
+    app.add_api_route("/healthz", runs_api.alive, include_in_schema=False)
     problems.install(app)
     app.add_exception_handler(404, pages.unknown_address)
     return app
@@ -203,7 +203,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _chores(
-    backend: Backend, samples: tinker_results.Samples, was_empty: bool
+    backend: Backend, samples: tinker_samples.Samples, was_empty: bool
 ) -> tuple[tuple[str, float, Callable[[], Awaitable[object]]], ...]:
     """Return the repeated work: the log's message while it fails, seconds between two times, and a function."""
     return (

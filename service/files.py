@@ -51,9 +51,9 @@ class Received:
 class Incoming:
     """Receives bodies into files of a folder, and lets each tenant's large ones take turns.
 
-    The next piece of a body is read after the last one is written, and each tenant's pieces are written one at a time.
-    So the event loop reads two or three bodies of a tenant at once, however many it sends, and a slow sender delays
-    nobody else.
+    The next piece of a body is read after the last one is written, and a tenant's full pieces are written one at a time
+    (of those that come by one `Incoming`). So the event loop reads two or three large bodies of a tenant at once,
+    however many it sends; a slow sender delays nobody else, and a body of less than a piece waits for nobody.
     """
 
     def __init__(self, folder: Path) -> None:

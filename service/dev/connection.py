@@ -15,21 +15,21 @@ from shared.storage.files import write_atomically
 # `opened.json` in its root, for its supervisor.
 
 
-def read(root: Path) -> list[str]:
+def read_folders(root: Path) -> list[str]:
     found: list[str] = json.loads((root / "opened.json").read_text())
     return found
 
 
-def write(root: Path, folders: Sequence[str]) -> None:
+def write_folders(root: Path, folders: Sequence[str]) -> None:
     write_atomically(root / "opened.json", json.dumps(folders).encode())
 
 
-def add(root: Path, supervisor: psutil.Process, folders: Sequence[Path]) -> list[str]:
+def add_folders(root: Path, supervisor: psutil.Process, folders: Sequence[Path]) -> list[str]:
     """Open more folders to a running stack; its web service restarts if one is new. Returns all open folders."""
-    known = read(root)
+    known = read_folders(root)
     added = [path for folder in folders if (path := str(folder.resolve())) not in known]
     if added:
-        write(root, known + added)
+        write_folders(root, known + added)
         supervisor.send_signal(signal.SIGUSR1)
     return known + added
 

@@ -32,8 +32,7 @@ import psutil
 from activities.confined import programs
 from longshore.server import with_import_path
 from service.accounts.keys import hash_key, new_key
-from service.dev import connection as opened
-from service.dev.connection import Connection
+from service.dev.connection import Connection, add_folders, read_folders, write_folders
 from service.errors import DevError
 from shared.child_environment import STACK_MARK, Kind, child_environment
 from shared.log_lines import escape_output
@@ -261,7 +260,7 @@ class Stack:
             signal.signal(number, self._leave)
         signal.signal(signal.SIGUSR1, self._open)
         with _locked(self.root), Ports() as ports:
-            opened.write(self.root, self._folders)
+            write_folders(self.root, self._folders)
             end_leftovers(self.root)
             connection = self._connection(ports)
             temporal, others = self._children(connection)
@@ -287,7 +286,7 @@ class Stack:
 
     def _start_anew(self, children: list[StackProcess], connection: Connection) -> None:
         """Let the processes that read users' paths start again, with the folders that are open now."""
-        self._folders, self._has_opened = opened.read(self.root), False
+        self._folders, self._has_opened = read_folders(self.root), False
         for child in children:
             if child.role in ("web", "control"):
                 child.environment = self._environment(child.role, connection)
@@ -491,7 +490,7 @@ def detach(root: Path, api_port: int | None = None, with_ui: bool = False, folde
     if process is None:
         process = _start_supervisor(log, root, api_port, with_ui, folders)
     else:
-        opened.add(root, process, folders)
+        add_folders(root, process, folders)
         if api_port or with_ui:
             say("a stack is up in this root already: --port and --ui count when it is started anew")
     begin = told_at = time.monotonic()

@@ -51,8 +51,8 @@ def dev(
     ui: Annotated[bool, typer.Option("--ui", help="Also serve Temporal's own pages, which need no key.")] = False,
 ) -> None:
     """Run the whole stack on this machine: Temporal, the web service, hosts."""
-    from service.dev import connection as opened_folders
     from service.dev import supervisor as stack
+    from service.dev.connection import add_folders
     from service.errors import DevError
 
     settings = read_settings()
@@ -65,7 +65,7 @@ def dev(
         if link:
             print(_link(settings.root_path))
         elif running is not None:
-            open_now = opened_folders.add(settings.root_path, running, opened or ())
+            open_now = add_folders(settings.root_path, running, opened or ())
             say(f"runs may read files below {', '.join(open_now)}; if one is new, the web service starts anew")
         elif stop:
             say("stopped" if stack.stop(settings.root_path) else f"no stack was running in {settings.root_path}")
