@@ -1,7 +1,7 @@
 # Longshore. `make demo` and `make test` need Python 3.11+, git and make, and set up the rest.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-stop check test test-deep test-transports test-vllm gpu-check lint lock wheel docs
+.PHONY: help setup demo demo-stop check test test-deep test-vllm gpu-check lint lock wheel docs
 
 installed := .venv/installed
 
@@ -12,7 +12,6 @@ help:
 	@echo "make check      for the inner loop: linters, types, the pure maths, one run end to end (minutes)"
 	@echo "make test       the whole test suite"
 	@echo "make test-deep  every point of the matrices of which make test draws some; before a release"
-	@echo "make test-transports  the experimental transports of weight sync"
 	@echo "make test-vllm  a leased vLLM, in an environment of its own (.venv-vllm, 3.5 GB)"
 	@echo "make gpu-check  on a CUDA device: its tests and benchmarks, JSON into benchmarks/results"
 	@echo "make lint       ruff, mypy, import-linter"
@@ -39,7 +38,7 @@ check: lint
 		tests/activities/trajectories tests/workflows/test_imports.py tests/workflows/test_replay.py \
 		tests/service/test_parsers.py tests/service/test_openai_translation.py tests/service/test_art_translation.py \
 		tests/megatron_worker/head tests/megatron_worker/tensors tests/megatron_worker/training \
-		tests/megatron_worker/test_losses.py tests/megatron_worker/test_policy_losses.py tests/megatron_worker/test_dpo.py \
+		tests/megatron_worker/test_losses.py tests/megatron_worker/test_policy_losses.py \
 		tests/megatron_worker/test_head.py tests/megatron_worker/test_tree_attention.py \
 		tests/end_to_end/test_sft.py::test_a_run_ends_with_a_published_adapter
 
@@ -48,9 +47,6 @@ test: setup
 
 test-deep: setup
 	@LONGSHORE_TEST_DEEP=1 tests/run.sh -m "deep or drawn"
-
-test-transports: setup
-	@.venv/bin/python -m pytest -m transports tests
 
 test-vllm: setup
 	@requirements/vllm.sh

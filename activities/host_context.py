@@ -1,14 +1,11 @@
-"""The context that a host gives its activities: settings, store, folders, heartbeats, artifacts that are made once."""
+"""The context that a host gives its activities: settings, store, folders, artifacts that are made once."""
 
-import contextvars
 import fcntl
-import logging
 import os
 import shutil
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,29 +14,31 @@ from typing import TypeVar, TypeVarTuple
 
 from temporalio import activity
 
-from activities.confined import calls as confined
+from activities.heartbeats import beating, cancellation_check, stop_if_cancelled
+from activities.sandbox import calls as confined
 from longshore.fields import Artifact
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact, manifest_of, stage, upload_files
 from shared.storage.paths import HostPaths
 from shared.storage.store import ObjectStore, disk_errors, open_store
-from shared.storage.stored_bytes import BeingDeleted, unit_of, use
+from shared.storage.stored_bytes import UseRequest, unit_of
 
 _NEW_S = 10.0  # a younger folder is not considered abandoned, as its owner may not have locked it yet
-BEAT_EVERY_S = 1.0
-_LOOK_EVERY_S = 0.5
-HOST_LEAVES = "the host is shutting down"
-"""The error message of work that is given up because the host shuts down."""
-_log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 Arguments = TypeVarTuple("Arguments")
 
 
 @dataclass(frozen=True, eq=False)
 class HostContext:
-    """An activity's view of its host: settings, store and folders. Safe to share between threads."""
+    """An activity's view of its host: settings, store and folders. Safe to share between threads.
+
+    `run_begins`: called when a run begins, whose worker this host may start soon. `note_use`: called before an artifact
+    is looked for that several runs may share; it waits while the artifact is being deleted.
+    """
 
     settings: Settings
+    run_begins: Callable[[], object] = lambda: None
+    note_use: Callable[[UseRequest], object] = lambda _: None
 
     @cached_property
     def store(self) -> ObjectStore:
@@ -51,7 +50,7 @@ class HostContext:
 
     def stage(self, artifact: Artifact, only: tuple[str, ...] = ()) -> Path:
         """Return an artifact as a local folder, with its hashes checked (shared/storage/artifacts.py)."""
-        return stage(artifact, self.paths.cache, self.settings.s3, only)
+        return stage(artifact, self.paths.cache, self.settings.s3, only, cancellation_check())
 
     def confined(
         self,
@@ -59,12 +58,16 @@ class HostContext:
         *arguments: *Arguments,
         kind: confined.Kind = "short",
         answer: confined.AnswerQuestion | None = None,
+        reads: Sequence[Path] = (),
+        writes: Sequence[Path] = (),
     ) -> AnswerT:
-        """The result of one of our functions on a stranger's data, called in a child process under limits.
+        """The result of one of our functions on a stranger's data, called in a sandbox (activities/sandbox/calls.py).
 
         `answer`: answers questions of the function, which has no credentials of the store.
+        `reads`, `writes`: the files and folders that the function sees.
         """
-        return confined.call(self.settings.confined, function, *arguments, kind=kind, answer=answer)
+        limits = self.settings.confined
+        return confined.call(limits, function, *arguments, kind=kind, answer=answer, reads=reads, writes=writes)
 
     @contextmanager
     def scratch(self, purpose: str) -> Iterator[Path]:
@@ -76,25 +79,19 @@ class HostContext:
             yield folder
 
     def use(self, key: str) -> None:
-        """Mark an artifact that several runs may share as used by the current activity's run, before it is looked for.
-
-        Waits while it is being deleted, two minutes at most.
+        """Keep an artifact that several runs may share until the current activity's run has ended, before it is looked
+        for.
         """
         unit = unit_of(key)
         info = activity.info() if unit is not None and activity.in_activity() else None
-        if unit is None or info is None or info.workflow_id is None:
-            return
-        with beating():
-            while True:
-                try:
-                    use(self.store, unit, info.workflow_id, info.workflow_run_id or "")
-                    break
-                except BeingDeleted:
-                    time.sleep(_LOOK_EVERY_S)
+        if unit is not None and info is not None and info.workflow_id is not None:
+            with beating():
+                self.note_use(UseRequest(unit=unit, run_id=info.workflow_id))
 
     def keep(self, key: str, folder: Path) -> Artifact:
         """Upload a scratch folder as the artifact under `key`."""
-        return upload_files(self.store, key, folder, manifest_of(folder))
+        check = cancellation_check()
+        return upload_files(self.store, key, folder, manifest_of(folder, check), check)
 
     def made_once(self, key: str, purpose: str, make: Callable[[Path], object], anew: bool = False) -> Artifact:
         """The artifact under a key, made in a scratch folder if the store has none. It is kept until its run ends.
@@ -136,6 +133,7 @@ class Parts:
 
     def forget(self, numbers: Iterable[int]) -> None:
         for number in numbers:
+            stop_if_cancelled()
             self.store.delete(self.key_of(number))
 
 
@@ -173,39 +171,3 @@ def locked(folder: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def beating(detail: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Send the current activity's heartbeat once a second until the block ends, each with a fresh `detail()`.
-
-    Temporal delivers cancellations with heartbeats, so an activity in this block learns of one within about a second.
-    Outside an activity this does nothing.
-    """
-    if not activity.in_activity():
-        yield
-        return
-    ended = threading.Event()
-    context = contextvars.copy_context()  # the activity that this thread belongs to
-
-    def beat() -> None:
-        while not ended.is_set():
-            try:
-                activity.heartbeat(detail())
-            except Exception as error:  # a busy event loop, or a server that is away: the next heartbeat may succeed
-                _log.warning("a heartbeat was not sent: %r", error)
-            ended.wait(BEAT_EVERY_S)
-
-    thread = threading.Thread(target=context.run, args=(beat,), name="heartbeat", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def host_is_leaving() -> bool:
-    """True when this host shuts down, so that another host must continue the work."""
-    details = activity.cancellation_details()
-    return activity.is_worker_shutdown() or (details is not None and details.worker_shutdown)

@@ -24,8 +24,9 @@ from longshore.fields import Frozen
 from longshore.layout import Layout
 from longshore.training import Linear, Lora
 from shared.errors import InvalidInput
-from shared.models.families import DenseConfig
-from shared.models.shape import ITEM_BYTES, Laid, LayoutBytes, ModelShape, layout_bytes, shape_of
+from shared.families.config import DenseConfig
+from shared.families.model_slices import shape_of
+from shared.models.shape import ITEM_BYTES, Laid, LayoutBytes, ModelShape, layout_bytes
 from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import manifest_of
 from shared.storage.store import LocalStore
@@ -81,7 +82,8 @@ def look_at(folder: Path, lora: Lora, dtype: str = "bfloat16", read_all: bool = 
             if (name := gguf_file(location)) is not None:
                 made = Path(root) / "model"
                 made.mkdir()
-                host.confined(convert_gguf, str(folder / name), location.place(name), str(made), kind="dataset")
+                asked = str(folder / name), location.place(name), str(made)
+                host.confined(convert_gguf, *asked, kind="dataset", reads=[folder / name], writes=[made])
                 folder, location = made, located(LocalStore(made), manifest_of(made))
             config = read_config(location)
             shape = shape_of(config)

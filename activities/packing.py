@@ -7,12 +7,15 @@ import numpy as np
 from pydantic import Field
 from temporalio import activity
 
+from activities.heartbeats import stop_if_cancelled
 from activities.host_context import HostContext
 from longshore.fields import Artifact, Frozen
+from longshore.previews import Cut
+from longshore.views import PlanHeader
 from shared.errors import InvalidInput
 from shared.jobs import bins as packing
-from shared.jobs.bins import Cut, Indices, check_epochs, steps_of
-from shared.jobs.packed import PlanHeader, PlanWriter, Units
+from shared.jobs.bins import Indices, check_epochs, steps_of
+from shared.jobs.packed import PlanWriter, Units
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, packed
 
@@ -51,7 +54,7 @@ class PackDataset:
     def __init__(self, host: HostContext) -> None:
         self._host = host
 
-    @activity.defn(name="pack")
+    @activity.defn(name="pack", no_thread_cancel_exception=True)
     def pack(self, request: PackRequest) -> Packed:
         """Make a plan. Raises InvalidInput if a unit is longer than a bin or a batch."""
 
@@ -80,6 +83,7 @@ def write_plan(tokens_U: Indices, request: PackRequest, folder: Path) -> PlanHea
     capacity = _capacity(longest, request)
     writer = PlanWriter(folder, capacity)
     for step in _steps(tokens_U, request):
+        stop_if_cancelled()
         bins = packing.pack_bins(tokens_U[step].tolist(), capacity)
         writer.append_step([step[each] for each in bins])
     return writer.close(tokens_U)

@@ -11,8 +11,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from prometheus_client import Counter, Gauge, Histogram
 
-from shared.errors import SamplerMismatch
-from shared.jobs.events import (
+from longshore.events import (
     Applied,
     Cancelled,
     Evaluated,
@@ -26,8 +25,9 @@ from shared.jobs.events import (
     Succeeded,
     Synced,
 )
+from longshore.fields import Fence
+from shared.errors import SamplerMismatch
 from shared.jobs.job import AnyPlan
-from shared.storage.paths import Fence
 
 _LONG_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
 LEASES = Gauge("longshore_leases", "Leases that this host has in hand", ["role"])

@@ -49,7 +49,7 @@ def main() -> None:
                 Client(connection.api_url, connection.api_key) as client,
                 httpx.Client(base_url=connection.api_url, headers=headers, timeout=600) as door,
             ):
-                session = client.open(run)
+                session = client.sessions.open(run)
                 alone = [_version(session) for _ in range(arguments.rounds)]
                 _ask(door, alone[-1][0])
                 rounds = [_round(session, door, root) for _ in range(arguments.rounds)]

@@ -16,8 +16,8 @@ from typing import Self
 from temporalio.client import Client
 
 from benchmarks.stack_processes import end
-from service.accounts.keys import hash_key, new_key
-from service.cli.client import CliClient
+from longshore.accounts import hash_key, new_key
+from longshore.client import Client as LongshoreClient
 from service.dev.supervisor import QUEUE_OPTIONS, Ports, listens, temporal_binary
 from shared.child_environment import Kind, child_environment
 
@@ -123,8 +123,8 @@ class Installation:
         said = self.longshore(build, "builds", "ls", "--json")
         return {each["build_id"]: each["state"] for each in json.loads(said.stdout)}
 
-    def client(self) -> CliClient:
-        return CliClient(self.url, self.key, patience_s=_PATIENCE_S)
+    def client(self) -> LongshoreClient:
+        return LongshoreClient(self.url, self.key, patience_s=_PATIENCE_S)
 
     def build_of(self, run_id: str) -> str:
         """Return the build on which a run's workflow was last."""

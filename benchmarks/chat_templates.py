@@ -153,7 +153,7 @@ def fate(template: ChatTemplate, form: str) -> str:
         row = template.spans(messages, tools, weights_of(messages))
     except Unrendered:
         return "refused"
-    return "noticed" if row.unlike_prompts or row.hidden_thoughts else "trained"
+    return "noticed" if row.unlike_prompts or row.dropped_reasoning else "trained"
 
 
 def rows() -> Iterator[tuple[str, list[str]]]:

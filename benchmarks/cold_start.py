@@ -35,16 +35,16 @@ from typing import Literal, get_args
 
 import psutil
 
-from activities.confined.programs import SPIN_COUNT
+from activities.hosts.programs import SPIN_COUNT
 from benchmarks import slurm_cluster
 from benchmarks.machine import provenance, tell, until
 from benchmarks.spans import Receiver, Span, of_run, receiver
 from examples.real_model import Unreachable, make_real_model
 from examples.tiny_model import make_tiny_model
+from longshore import Client
+from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.training import Lora
-from service.cli.client import CliClient
 from service.dev.supervisor import QUEUE_OPTIONS, temporal_binary
-from shared.runs.dataset_runs import DatasetSource, SFTRun
 
 LauncherName = Literal["local", "again", "slurm"]
 ROOT = Path(__file__).parents[1]
@@ -58,7 +58,6 @@ TARGETS = {
     "launcher": 4.0,
     "host: imports": 2.5,
     "host: connect": 0.7,
-    "host: first check": 5.0,
     "host: asks for leases": 0.5,
     "start worker": 2.0,
     "to the job": 0.5,
@@ -198,9 +197,9 @@ def _measured(
                 name = f"{model}-{launcher}-{number}"
                 root = folder / (f"{model}-local-{number}" if launcher == "again" else name)
                 with _launcher(launcher, root, control | slurm):
-                    run_id = client.submit(run, name).run_id
-                    _until(lambda run_id=run_id: client.run(run_id).state != "running", "the run's end")  # type: ignore[misc]
-                    view = client.run(run_id)
+                    run_id = client.runs.submit(run, name).run_id
+                    _until(lambda run_id=run_id: client.runs.get(run_id).state != "running", "the run's end")  # type: ignore[misc]
+                    view = client.runs.get(run_id)
                     assert view.state == "succeeded", view.problem
                 found.append(_phases(of_run(received.spans(), run_id)))
                 print(name, {each: round(s, 2) for each, s in found[-1].items()}, file=sys.stderr, flush=True)
@@ -208,9 +207,7 @@ def _measured(
     return measured
 
 
-def _control_plane(
-    stack: ExitStack, folder: Path, place: Place, received: Receiver
-) -> tuple[dict[str, str], CliClient]:
+def _control_plane(stack: ExitStack, folder: Path, place: Place, received: Receiver) -> tuple[dict[str, str], Client]:
     """Start all but GPU hosts. Returns the environment of hosts, and a client."""
     temporal, web, key = slurm_cluster.free_port(), slurm_cluster.free_port(), f"ls-{secrets.token_hex(24)}"
     environment = place.settings | {
@@ -236,7 +233,7 @@ def _control_plane(
             _until(lambda: _listens(temporal), "Temporal")
         stack.enter_context(_running(command, environment, folder / f"{name}.log"))
     _until(lambda: _is_ready(web), "the web service")
-    return environment, CliClient(f"http://127.0.0.1:{web}", key)
+    return environment, Client(f"http://127.0.0.1:{web}", key)
 
 
 @contextmanager

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
+from longshore import Client
+from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.training import Lora
-from service.cli.client import CliClient
-from service.dev.connection import Connection
-from shared.runs.dataset_runs import DatasetSource, SFTRun
+from service.dev.supervisor import Connection
 from shared.storage.paths import HostPaths
 
 LONGSHORE = str(Path(sys.executable).parent / "longshore")
@@ -65,13 +65,13 @@ def _measure(root: Path, folder: Path, num_runs: int) -> list[float]:
     run = tiny_run(folder)
     connection = Connection.read(root)
     assert connection is not None
-    with CliClient(connection.api_url, connection.api_key) as client:
-        _finish(client, client.submit(run, "warm-up").run_id)
+    with Client(connection.api_url, connection.api_key) as client:
+        _finish(client, client.runs.submit(run, "warm-up").run_id)
         seconds = []
         for number in range(num_runs):
             fresh = run.model_copy(update={"seed": number + 1})  # another seed is another plan: nothing is cached
             began = time.time()
-            run_id = client.submit(fresh, f"run-{number}").run_id
+            run_id = client.runs.submit(fresh, f"run-{number}").run_id
             seconds.append(_job_file_time(HostPaths(root), run_id) - began)
             _finish(client, run_id)
     return seconds
@@ -109,8 +109,8 @@ def _job_file_time(paths: HostPaths, run_id: str) -> float:
     raise TimeoutError(f"no job file of {run_id} within 60 s")
 
 
-def _finish(client: CliClient, run_id: str) -> None:
-    while (view := client.run(run_id)).state == "running":
+def _finish(client: Client, run_id: str) -> None:
+    while (view := client.runs.get(run_id)).state == "running":
         time.sleep(0.1)
     assert view.state == "succeeded", view.problem
 

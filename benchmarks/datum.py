@@ -40,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sent, file, answer = (Path(folder) / name for name in ("sent", "command", "answer"))
         sent.write_bytes(_body(asked.data, asked.tokens, asked.loss))
-        door_ms, detail = _timed(lambda: translation.make_command(str(sent), "", str(file), None))
+        door_ms, detail = _timed(lambda: translation.make_command(str(sent), "", str(file)))
         rank_ms, packed = _timed(lambda: _packed(file.read_bytes(), asked.tokens + 1))
         result_ms, result = _timed(lambda: _result(packed))
         read_ms, read = _timed(lambda: CommandResult.model_validate_json(result))

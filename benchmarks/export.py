@@ -16,7 +16,8 @@ import psutil
 
 from activities.publishing.export import ExportSource, write_export
 from examples.tiny_model import make_tiny_model
-from shared.runs.start import LABELS, Export
+from longshore.views import Export
+from shared.runs.start import LABELS
 
 CORPUS = ["the quay at low tide", "a crate of rope and tar"]
 

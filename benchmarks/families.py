@@ -12,7 +12,7 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +22,19 @@ from benchmarks.published_layouts import section
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.decoders import open_decoder
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.tensors.slot_engine import Engine
 from shared.errors import InvalidInput
-from shared.families import read_architecture, read_config
-from shared.models.config import Family
-from shared.models.shape import ModelShape, check_layout, shape_of
+from shared.families import FAMILIES, read_architecture, read_config
+from shared.families.model_slices import shape_of
+from shared.models.shape import ModelShape, check_layout
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.engines import furthest, gradient
 from tests.megatron_worker.rows import EXPERTS_BESIDE, bin_of, distinct_model, random_rows, reference_steps
 from tests.megatron_worker.scores import logprobs, logprobs_by_steps, logprobs_in_transformers
 from tests.megatron_worker.trees import LOSS, as_chain, as_tree, random_sequences
 
-MODELS: dict[str, tuple[Family, dict[str, Any]]] = {family: (family, {}) for family in get_args(Family)}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in FAMILIES}
 MODELS["gemma4 with experts"] = "gemma4", EXPERTS_BESIDE
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "families.json", ROOT / "docs" / "families.md"
@@ -52,12 +52,12 @@ with random weights, in float32 on the CPU, against transformers {transformers} 
 | tree | of a prefix tree with each of its sequences' alone (nats) |
 | gradient | of a prefix tree with its sequences', by the largest element of any gradient |
 | LoRA, full | losses of 20 steps with those of PEFT, and of transformers (relative) |
-| saved | logits of the saved model in transformers with those of the model that transformers trained |
+| saved | log-probabilities of the saved model in transformers with those of the model that was trained (nats) |
 | sampler | log-probabilities that its steps draw by with the trainer's (nats) |
 | layouts | of two ranks that hold the family; others are refused by name |
 
 LoRA is beside every linear; in mixtures here beside those of attention, delta nets and Mamba-2, and around experts,
-as PEFT trains experts in stacks of its own. It loads what is trained beside experts, too, to 1e-5 nats
+as PEFT has its own stacks of experts. It loads what is trained beside experts, too, to 1e-5 nats
 ([how](models.md#experts-in-peft), `tests/megatron_worker/test_families_in_peft.py`). How far layouts differ from one
 rank: [parallel layouts](layouts.md).
 
@@ -125,14 +125,12 @@ def lora_steps(model: Path, folder: Path) -> float:
 
 
 def full_steps(model: Path, folder: Path) -> dict[str, float]:
-    engine, reference = MegatronEngine(model, Layout(), "float32"), loaded(model)
+    engine = MegatronEngine(model, Layout(), "float32")
     engine.train_full(Full())
-    relative = _relative(engine, reference, 3e-4)
+    relative = _relative(engine, loaded(model), 3e-4)
     engine.save(folder / "full")
-    ids = torch.tensor([STEPS[0][2].ids])
-    with torch.no_grad():
-        saved = _furthest(loaded(folder / "full" / "weights")(ids).logits, reference(ids).logits)
-    return {"full": relative, "saved": saved}
+    read_again = logprobs_in_transformers(loaded(folder / "full" / "weights"), ROWS)
+    return {"full": relative, "saved": _furthest(logprobs(engine, bin_of(ROWS)), read_again)}
 
 
 def _relative(engine: Engine, reference: Any, rate: float) -> float:
@@ -142,7 +140,7 @@ def _relative(engine: Engine, reference: Any, rate: float) -> float:
 
 
 def sampled(model: Path, engine: Engine) -> float:
-    decoder = open_decoder(model, torch.float32, torch.device("cpu"))
+    decoder = Decoder(model, torch.float32, torch.device("cpu"))
     row = random_rows([120])[0]
     expected = logprobs(engine, bin_of([dataclasses.replace(row, weights=[0.0] + [1.0] * 119)]))
     return _furthest(logprobs_by_steps(decoder, row.ids, range(50, 100), {}), expected[49:99])

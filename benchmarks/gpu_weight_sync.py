@@ -34,8 +34,8 @@ from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, descr
 from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync, write_weights
 from examples.tiny_model import make_tiny_model
 from longshore.layout import Layout
+from longshore.weight_sync import Transport
 from megatron_worker.weight_sync.transports.table import why_not
-from shared.jobs.job import Transport
 
 Figures = dict[str, object]
 BUCKET_BYTES = 512 << 20
@@ -86,7 +86,7 @@ def measure(sizes: Sizes, folder: Path, device: Device, rounds: int) -> Figures:
             "sleep": attempt(partial(sleep, receiver, device, alone - left)),
         }
         engine.place("device")
-        ways: tuple[Transport, ...] = ("cuda_ipc", "shared_memory", "collective")
+        ways: tuple[Transport, ...] = ("cuda_ipc", "shared_memory", "tcp", "collective")
         for number, way in enumerate(ways):
             name = "nccl" if way == "collective" and device.device.type == "cuda" else way
             if (reason := why_not(way, device.device)) is not None:

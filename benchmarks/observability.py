@@ -35,11 +35,11 @@ from benchmarks.machine import provenance, tell, until
 from benchmarks.spans import Receiver, of_run, picture, receiver
 from benchmarks.stack_processes import processes, processor_s
 from examples.tiny_model import make_tiny_model
+from longshore import Client
+from longshore.dataset_runs import DatasetSource, SFTRun
+from longshore.previews import PreviewRequest
 from longshore.training import Full, Lora
-from service.cli.client import CliClient
-from service.dev.connection import Connection
-from shared.runs.dataset_runs import DatasetSource, SFTRun
-from shared.runs.previews import PreviewRequest
+from service.dev.supervisor import Connection
 
 WARM = {"LONGSHORE_WORKER_IDLE_S": "600"}
 PORTS = 21_700
@@ -109,7 +109,7 @@ def _rl_command(folder: Path, steps: int) -> list[str]:
 
 def draw_dashboard(folder: Path, picture_file: Path) -> None:
     """Draw the dashboard of some minutes of work. Raises Refused, after drawing: a query finds nothing."""
-    ports = {instance: PORTS + place for place, instance in enumerate(("web", "control", "gpu", "sampler"))}
+    ports = {instance: PORTS + place for place, instance in enumerate(("web", "host"))}
     settings = {"LONGSHORE_METRICS__PORT": str(PORTS), "LONGSHORE_WORKER_IDLE_S": "10"}
     command, drawn, refused = _rl_command(folder, steps=8), [], []
     with (
@@ -140,15 +140,15 @@ def _work(folder: Path, connection: Connection, command: list[str]) -> dict[str,
     model, source = (folder / "model").as_uri(), DatasetSource(uri=data.as_uri())
     long, full = (SFTRun(model=model, dataset=source, trainable=trained, **sizes) for trained in (Lora(rank=4), Full()))
     environment = {**os.environ, "LONGSHORE_ROOT": str(root)}
-    ids = [client.submit(long, "adapters").run_id, client.submit(full, "every weight").run_id]
+    ids = [client.runs.submit(long, "adapters").run_id, client.runs.submit(full, "every weight").run_id]
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
     ids.append(json.loads(done.stdout)["run_id"])
     look = PreviewRequest(source=source, model_uri=model)
     gone = DatasetSource(uri=(folder / "not there.jsonl").as_uri())
     failing = long.model_copy(update={"dataset": gone})
-    ids.append(client.submit(failing, "no data").run_id)
+    ids.append(client.runs.submit(failing, "no data").run_id)
     with httpx.Client(base_url=connection.api_url, timeout=60) as stranger:
-        until(lambda: client.run(ids[0]).phase == "training", "training", 900, 0.5)
+        until(lambda: client.runs.get(ids[0]).phase == "training", "training", 900, 0.5)
         time.sleep(10)
         marks["workers are killed; requests of what is not there, and without a key"] = time.time()
         for role, process in processes(root):
@@ -158,7 +158,7 @@ def _work(folder: Path, connection: Connection, command: list[str]) -> dict[str,
             stranger.get(path)
         stranger.headers["authorization"] = f"Bearer {connection.api_key}"
         stranger.get("/api/v1/runs/none")
-        until(lambda: all(client.run(each).state != "running" for each in ids), "the runs' ends", 1800, 1.0)
+        until(lambda: all(client.runs.get(each).state != "running" for each in ids), "the runs' ends", 1800, 1.0)
         marks["Temporal is held for 20 s"] = time.time()
         (temporal,) = (process for role, process in processes(root) if role == "temporal")
         temporal.suspend()
@@ -229,9 +229,9 @@ def direct_costs() -> dict[str, float]:
     from opentelemetry import trace
 
     from activities.telemetry import JobSeen
+    from longshore.events import Step
+    from longshore.fields import Fence
     from service import telemetry
-    from shared.jobs.events import Step
-    from shared.storage.paths import Fence
 
     class Plan:
         run_id, job_id = "sft-0", "000001"
@@ -258,20 +258,20 @@ def _cpu_us(work: Callable[[], None]) -> float:
     return (time.process_time() - begin) * 1e6
 
 
-def _of_run(root: Path, client: CliClient, run: SFTRun) -> Cost:
+def _of_run(root: Path, client: Client, run: SFTRun) -> Cost:
     before, begin = processor_s(root), time.monotonic()
-    run_id = client.submit(run, f"run-{run.seed}").run_id
-    while (view := client.run(run_id)).state == "running":
+    run_id = client.runs.submit(run, f"run-{run.seed}").run_id
+    while (view := client.runs.get(run_id)).state == "running":
         time.sleep(0.2)
     assert view.state == "succeeded", view.problem
     seconds, after = time.monotonic() - begin, processor_s(root)
     used = {role: after[role] - before.get(role, 0.0) for role in after}
-    hosts = sum(used[role] for role in used if role == "service" or role.endswith(" host"))
+    hosts = sum(used[role] for role in used if role == "service" or role.endswith("host"))
     return {"hosts_s": round(hosts, 3), "worker_s": round(used["worker"], 3), "until_end_s": round(seconds, 2)}
 
 
-def _client(connection: Connection) -> CliClient:
-    return CliClient(connection.api_url, connection.api_key)
+def _client(connection: Connection) -> Client:
+    return Client(connection.api_url, connection.api_key)
 
 
 def _traced(received: Receiver) -> dict[str, str]:
@@ -280,12 +280,12 @@ def _traced(received: Receiver) -> dict[str, str]:
 
 @contextmanager
 def _scraping() -> Iterator[None]:
-    """Read the metrics of all four processes every 15 s, as Prometheus does."""
+    """Read the metrics of the service and the host every 15 s, as Prometheus does."""
     ended = threading.Event()
 
     def scrape() -> None:
         while not ended.wait(15.0):
-            for place in range(4):
+            for place in range(2):
                 urllib.request.urlopen(f"http://127.0.0.1:{PORTS + place}/metrics").read()
 
     thread = threading.Thread(target=scrape)

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 from pydantic import ValidationError
 
+from longshore.events import Event, Offloaded, Step
 from shared.chat.completions import SamplerMemory, SamplerReady
-from shared.jobs.events import Event, Offloaded, Step
 from shared.storage.paths import HostPaths
 
 

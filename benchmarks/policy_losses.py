@@ -24,10 +24,10 @@ from torch import Tensor
 
 from activities.trajectories.pack_trajectories import advantages_of
 from benchmarks.machine import provenance
+from longshore.algorithms import AdvantageKind
 from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, Kl, PolicyLoss, Reinforce
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
-from shared.jobs.losses import AdvantageKind
 
 NUM, GROUP, MOST = 12, 4, 9  # sequences, of a group, the longest's tokens
 WANTED = 1e-6  # of the value and of the gradient's norm, relative

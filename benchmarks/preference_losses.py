@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import provenance
+from longshore.algorithms import DPO, KTO, Loss
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
-from shared.jobs.losses import DPO, KTO, Loss
 
 BETA, GAMMA, SHARE, ALPHA, NUM_PAIRS, MOST = 0.3, 0.4, 0.1, 0.7, 6, 7
 WANTED = 1e-6  # of the value and of the gradient's norm, relative; TRL computes ORPO's odds in float32

@@ -41,7 +41,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import torch
@@ -56,13 +55,11 @@ from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.training.batches import to_batch
-from shared.families import read_architecture
+from shared.families import FAMILIES, read_architecture
 from shared.families.architecture import Architecture, Attention, DeltaNet, Mixture
-from shared.families.model_slices import slices_of
 from shared.families.tensor_slices import linears_of
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
-from shared.models.config import Family
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK = 256, 4, 4, 2, 64, 16
 CPU = torch.device("cpu")
@@ -128,7 +125,7 @@ def both_flops(shape: Shape, architecture: Architecture) -> tuple[dict[str, floa
 def step_flops(a: Architecture, num_tokens: int, num_pairs: int, num_targets: int) -> dict[str, float]:
     linears = attention = states = 0.0
     mixture = next((mlp for mlp in a.mlps if isinstance(mlp, Mixture)), None)
-    for part in (part for linear in linears_of(slices_of(a, 1)) for part in linear.slices):
+    for part in (part for linear in linears_of(a.slices(1)) for part in linear.slices):
         (num_outputs, num_inputs), used = part.shape, 1.0
         if mixture is not None and part.expert is not None:
             used = mixture.experts_per_token / mixture.num_experts
@@ -143,7 +140,7 @@ def step_flops(a: Architecture, num_tokens: int, num_pairs: int, num_targets: in
     return {"linears": num_tokens * linears, "attention": attention, "states": states, "head": head}
 
 
-def make_model(folder: Path, vocab_size: int, family: Family) -> Path:
+def make_model(folder: Path, vocab_size: int, family: str) -> Path:
     return make_tiny_model(
         folder,
         ["a benchmark"],
@@ -254,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=SHAPES)
     parser.add_argument("--vocab", type=int, nargs="+", default=[512, 32_000])
-    parser.add_argument("--family", choices=get_args(Family), default="qwen3")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3")
     parser.add_argument("--short", action="store_true", help="the shortest prefixes that pay, in place of the shapes")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)

@@ -29,11 +29,12 @@ from activities.publishing.publish import REGISTERING
 from benchmarks.machine import provenance
 from longshore.layout import Layout
 from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
+from longshore.views import Export
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.decoders import open_decoder
+from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
 from shared.models.merging import FP8_SCALES, read_header
-from shared.runs.start import Export, ModelRequest
+from shared.runs.start import ModelRequest
 from shared.settings import DownloadSettings, Settings
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.published import LAYOUTS, VARIANTS, Published, build
@@ -200,7 +201,7 @@ def _saved(built: Published, folder: Path) -> float:
 
 
 def _sampled(model: Path, engine: MegatronEngine) -> float:
-    decoder = open_decoder(model, torch.float32, torch.device("cpu"))
+    decoder = Decoder(model, torch.float32, torch.device("cpu"))
     row = random_rows([40])[0]
     expected = logprobs(engine, bin_of([dataclasses.replace(row, weights=[0.0] + [1.0] * 39)]))
     return _furthest(logprobs_by_steps(decoder, row.ids, range(20, 36), {}), expected[19:35])

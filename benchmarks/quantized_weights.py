@@ -26,7 +26,6 @@ from longshore.training import Adam, Full, Lora, Quantization
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.models.config import Family
 from tests.megatron_worker.rows import Row, bin_of
 
 LOSS, LORA, ADAM = loss_function(CrossEntropy()), Lora(rank=16, alpha=32), Adam()
@@ -36,7 +35,7 @@ WANTED = 0.01
 
 @dataclass(frozen=True)
 class Model:
-    family: Family
+    family: str
     hidden: int
     layers: int
     vocab: int

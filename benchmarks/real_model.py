@@ -28,8 +28,8 @@ from typing import Any
 from benchmarks.control_plane import LONGSHORE, stack
 from benchmarks.machine import provenance, tell
 from examples.real_model import Unreachable, make_real_model
+from longshore.grading import StringCheckGrader
 from longshore.training import DELTA_NET, LINEARS, Adam
-from shared.grading import StringCheckGrader
 from shared.jobs.job import Job, JobPlan
 from shared.jobs.packed import Plan
 from shared.storage.paths import RunKeys

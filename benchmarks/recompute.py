@@ -12,7 +12,6 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import get_args
 
 import torch
 
@@ -22,14 +21,14 @@ from longshore.layout import Layout
 from longshore.training import Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.memory import measure_step, new_meter
-from shared.models.config import Family
+from shared.families import FAMILIES
 from tests.megatron_worker.driving import LOSS
 from tests.megatron_worker.rows import bin_of, random_rows
 
 REPEATS = 5
 
 
-def measure(family: Family, tokens: int, layers: int, folder: Path) -> dict[str, object]:
+def measure(family: str, tokens: int, layers: int, folder: Path) -> dict[str, object]:
     model = make_tiny_model(
         folder,
         ["hello"],
@@ -74,7 +73,7 @@ def measure(family: Family, tokens: int, layers: int, folder: Path) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=get_args(Family), default=["qwen3", "qwen3_moe", "qwen3_5"])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=["qwen3", "qwen3_moe", "qwen3_5"])
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--out", type=Path)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.recovery [--times 5] [--only gpu_host ...] [--out FILE.json]
 
-Starts `longshore dev` with default settings in a temporary folder, and on it an SFT run, then a run that samples, of a
+Starts `longshore dev` with separate hosts in a temporary folder, and on it an SFT run, then a run that samples, of a
 tiny model. Kills (SIGKILL) each kind of process while the run makes progress, the sampler and its host while they
 sample. `everything` also kills the supervisor; `longshore dev --detach` starts it again, and that time counts. Polls
 `GET /runs/<id>`. For every kill: seconds until the step shown is greater than the newest one on record at the kill.
@@ -31,9 +31,9 @@ import psutil
 
 from benchmarks.control_plane import LONGSHORE, tiny_run
 from benchmarks.machine import provenance, tell, until
-from service.dev.connection import Connection
+from longshore.events import Step
+from service.dev.supervisor import Connection
 from shared.child_environment import STACK_MARK
-from shared.jobs.events import Step
 from shared.runs.events import read_run_events
 from shared.storage.paths import HostPaths
 from shared.storage.store import LocalStore
@@ -56,6 +56,7 @@ class Stack:
             [LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(self.root)],
             check=True,
             stderr=subprocess.DEVNULL,
+            env=os.environ | {"LONGSHORE_SEPARATE_HOSTS": "true"},
         )
 
     def processes(self, *words: str) -> list[psutil.Process]:
@@ -63,8 +64,9 @@ class Stack:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                ours = process.environ().get(STACK_MARK) == str(self.root) and process.status() != psutil.STATUS_ZOMBIE
-                if ours and all(word in process.cmdline() for word in words):
+                command = " ".join(process.cmdline())
+                ours = f"{self.root}/" in command or process.environ().get(STACK_MARK) == str(self.root)
+                if ours and process.status() != psutil.STATUS_ZOMBIE and all(word in command for word in words):
                     found.append(process)
         return found
 

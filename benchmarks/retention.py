@@ -18,13 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from activities.retention import collect
 from benchmarks.machine import provenance, tell
-from shared.automation import GarbageReport
+from longshore.automation import GarbageReport
+from service.automation.retention import collect
+from service.database import engine
+from service.database.engine import Database
 from shared.limits import RetentionSettings
 from shared.settings import S3Settings
 from shared.storage.store import LocalStore, ObjectInfo, ObjectStore, S3Store
-from tests.activities.retention.stored_runs import DAY_S, fill
+from tests.service.retention.stored_runs import DAY_S, fill
 
 POLICY = RetentionSettings(checkpoints_days=30, data_days=20, logs_days=10, samples_days=5, models_days=40)
 _LISTED_AT_ONCE = 1000  # objects that S3 lists in one response
@@ -72,12 +74,14 @@ def main() -> None:
 
 def _measured(store: ObjectStore, num_runs: int) -> dict[str, Any]:
     now, is_file = time.time() + 100 * DAY_S, isinstance(store, LocalStore)
-    fill(store, num_runs, now)
+    database = Database(f"sqlite:///{tempfile.mkdtemp()}/rows.db")
+    engine.upgrade(database)
+    fill(store, database, num_runs, now)
     parts: dict[str, Callable[[ObjectStore], GarbageReport]] = {
-        "measure": lambda store: collect(store, RetentionSettings(), is_dry=False, now=now),
-        "dry run": lambda store: collect(store, POLICY, is_dry=True, now=now),
+        "measure": lambda store: collect(store, database, RetentionSettings(), is_dry=False, now=now)[0],
+        "dry run": lambda store: collect(store, database, POLICY, is_dry=True, now=now)[0],
         # moto fails at a listing during a deletion.
-        "delete": lambda store: collect(store, POLICY, is_dry=False, now=now, at_once=8 if is_file else 1),
+        "delete": lambda store: collect(store, database, POLICY, is_dry=False, now=now, at_once=8 if is_file else 1)[0],
     }
     found: dict[str, Any] = {"objects": sum(1 for _ in store.list(""))}
     for name, part in parts.items():

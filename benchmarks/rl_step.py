@@ -20,13 +20,13 @@ import numpy as np
 from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
+from longshore import Client
+from longshore.events import Step
 from longshore.losses import PPO
+from longshore.runs import RLRun
 from longshore.training import Lora
-from service.cli.client import CliClient
-from service.dev.connection import Connection
-from shared.jobs.events import Step
-from shared.runs.requests import RLRun
-from shared.runs.status import StepStatus
+from longshore.views import StepStatus
+from service.dev.supervisor import Connection
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 8, 8, 32, 16
 
@@ -65,19 +65,19 @@ def _measure(root: Path, folder: Path, num_steps: int) -> tuple[list[float], lis
     connection = Connection.read(root)
     assert connection is not None
     whole, steps = [], []
-    with CliClient(connection.api_url, connection.api_key) as client:
-        run_id = client.submit(run, "run").run_id
+    with Client(connection.api_url, connection.api_key) as client:
+        run_id = client.runs.submit(run, "run").run_id
         for number in range(num_steps + 1):
-            uri = client.upload_file(write_groups(folder / f"{number}.jsonl", number))["uri"]
+            uri = client.files.upload(write_groups(folder / f"{number}.jsonl", number)).uri
             began = time.perf_counter()
-            step = client.train_step(run_id, f"key-{number}", uri)
+            step = client.runs.train(run_id, uri, f"key-{number}")
             while not step.is_final:
-                step = client.step(run_id, step.step, wait_s=30)
+                step = client.runs.step(run_id, step.step, wait_s=30)
             whole.append(time.perf_counter() - began)
             assert step.state == "done", step.problem
             steps.append(step)
-        client.change(run_id, "finish")
-        events = [item.event for item in client.events_to_the_end(run_id, None, follow=True)]
+        client.runs.finish(run_id)
+        events = [item.event for item in client.runs.follow(run_id)]
     trained = [event.metrics["step_s"] for event in events if isinstance(event, Step)]
     return whole[1:], trained[1:], steps[1:]
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
-from longshore.fields import Artifact
+from longshore.fields import Artifact, Fence
 from longshore.layout import Layout
 from longshore.losses import PPO, Kl
 from longshore.training import Lora, ScalarHead
@@ -41,7 +41,6 @@ from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanWriter, UnitsW
 from shared.jobs.prefix_tree import SequenceRow, split_tree
 from shared.settings import S3Settings
 from shared.storage.artifacts import seal
-from shared.storage.paths import Fence
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS, BIN_TOKENS = 8, 4, 48, 48, 1024
 

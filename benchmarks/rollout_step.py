@@ -35,17 +35,17 @@ from benchmarks.control_plane import stack
 from benchmarks.machine import provenance, tell
 from benchmarks.one_device import Device
 from examples.tiny_model import make_tiny_model
+from longshore import Client
+from longshore.algorithms import Critic
+from longshore.dataset_runs import PromptsSource
+from longshore.events import Event, Started, Step, Succeeded, Synced
+from longshore.grading import PythonGrader
 from longshore.losses import PPO, Kl
+from longshore.runs import RLRun, Rollouts
 from longshore.training import Full, Lora, Trainable
-from service.cli.client import CliClient
-from service.dev.connection import Connection
-from shared.grading import PythonGrader
-from shared.jobs.events import Event, Started, Step, Succeeded, Synced
-from shared.jobs.job import WeightSync
-from shared.jobs.losses import Critic
-from shared.runs.dataset_runs import PromptsSource
-from shared.runs.requests import RLRun, Rollouts
-from shared.runs.status import StepStatus
+from longshore.views import StepStatus
+from longshore.weight_sync import WeightSync
+from service.dev.supervisor import Connection
 
 WARMING, HIDDEN = 2, 256
 LETTERS = "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n"
@@ -111,12 +111,12 @@ def _measure(root: Path, folder: Path, num_steps: int, megabytes: int, only: str
     connection = Connection.read(root)
     assert connection is not None
     found = {}
-    with CliClient(connection.api_url, connection.api_key) as client:
+    with Client(connection.api_url, connection.api_key) as client:
         for name, case in ((name, case) for name, case in CASES.items() if name.startswith(only)):
-            run_id = client.submit(_run(model, prompts, num_steps, case), name).run_id
+            run_id = client.runs.submit(_run(model, prompts, num_steps, case), name).run_id
             with Device(root) as device:
-                events = [item.event for item in client.events_to_the_end(run_id, None, follow=True)]
-            steps = list(client.steps(run_id))
+                events = [item.event for item in client.runs.follow(run_id)]
+            steps = list(client.runs.follow_steps(run_id, until_end=False))
             assert [step.state for step in steps] == ["done"] * num_steps, steps
             found[name] = _figures(events, steps) | _published(root, run_id)
             if case.is_colocated:

@@ -10,7 +10,7 @@ A mixture of random weights (qwen3_moe, 4 layers of 4 experts, 2 a token, hidden
     seconds    CPU, medians: sampling with and without returning routes; a step's passes (the old policy's and the
                trained one's) with and without replaying them. Both kinds take turns
 
-Then a run of two steps (`examples/local_rl.py`), with and without, each on a separate sampler and worker:
+Then a local run of two steps (docs/local.md), with and without, each on a separate sampler and worker:
 
     run        its own metrics, and the bytes of its files by each sampled or packed token
     refused    packing's error for a step where the routes of two samples are swapped
@@ -31,8 +31,9 @@ from activities.sampling.completions import ROUTES, RoutesFile
 from activities.trajectories.group_samples import GROUPS
 from activities.trajectories.read_groups import Rules, parse_groups, read_groups
 from benchmarks.machine import provenance, tell
-from examples import local_rl
 from longshore.layout import Layout
+from longshore.local import train
+from longshore.runs import RLRun
 from longshore.training import Full
 from megatron_worker.engine import Batch, Outputs
 from megatron_worker.losses import loss_function
@@ -40,9 +41,8 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
 from shared.families import read_config
+from shared.families.model_slices import shape_of
 from shared.jobs.packed import RouteShape, UnitsHeader
-from shared.models.shape import shape_of
-from shared.runs.requests import RLRun
 from tests.megatron_worker.replayed import as_rows, drawn, routes_of, with_noise
 from tests.megatron_worker.rows import VOCAB_SIZE, bin_of, distinct_model
 
@@ -159,7 +159,7 @@ def run_of(folder: Path, model: Path, replays: bool) -> dict[str, object]:
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"crate {n} goes to quay {n % 7}"}) + "\n" for n in range(16)))
     run = local_loss(model=str(model), prompts=rows.as_uri(), routing_replay="on" if replays else "off")
-    last = list(local_rl.train(run, folder / "root"))[-1]
+    last = train(run, folder / "root", threads=1)
     files = list((folder / "root").rglob("*"))
     units = [UnitsHeader.model_validate_json(path.read_bytes()) for path in _named(files, "units.json", "tokenized")]
     num_packed = sum(header.num_tokens for header in units)

@@ -22,7 +22,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import psutil
 
@@ -30,12 +30,12 @@ from activities.sampling.client import Sampler
 from benchmarks.stack_processes import end
 from examples.tiny_model import make_tiny_model
 from shared.chat.completions import SamplerReady, Sampling
-from shared.models.config import Family
+from shared.families import FAMILIES
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 
 
-def make_model(folder: Path, family: Family, hidden: int) -> Path:
+def make_model(folder: Path, family: str, hidden: int) -> Path:
     layers, head_dim = (2, 16) if hidden == 64 else (4, 64)
     heads = hidden // head_dim
     return make_tiny_model(
@@ -148,13 +148,12 @@ def commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=get_args(Family), default="qwen3")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3")
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--slots", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--by-transformers", action="store_true", help="the sampler by transformers' model, too")
     parser.add_argument("--sleep", action="store_true", help="measure sleep and wake instead")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -168,8 +167,6 @@ def main() -> None:
                 print(json.dumps(figures[-2:], indent=1), flush=True)
                 continue
             contestants: dict[str, Ours | Theirs] = {f"ours_{n}": Ours(model, n, stack) for n in arguments.slots}
-            if arguments.by_transformers:
-                contestants["by_transformers"] = Ours(model, arguments.slots[0], stack, "--by-transformers")
             contestants["transformers"] = Theirs(model)
             speed = measure(contestants, arguments.groups, arguments.group_size, arguments.rounds)
         figures.append({"hidden": hidden, "tokens_per_s": speed})

@@ -31,12 +31,12 @@ from benchmarks.control_plane import stack, tiny_run
 from benchmarks.light_client import LightClient
 from benchmarks.machine import provenance
 from benchmarks.stack_processes import Memory, processor_s
+from longshore.dataset_runs import SFTRun
+from longshore.runs import RunRecord
+from longshore.views import RunStatus
 from service.database.engine import open_database
-from service.dev.connection import Connection
+from service.dev.supervisor import Connection
 from service.runs.rows import run_row
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.requests import RunRecord
-from shared.runs.status import RunStatus
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import open_store

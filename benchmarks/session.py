@@ -34,7 +34,7 @@ from examples.tiny_model import make_tiny_model
 from longshore.client import Client, Pending, Session
 from longshore.commands import Datum, Forward
 from longshore.training import Lora, SessionRun
-from service.dev.connection import Connection
+from service.dev.supervisor import Connection
 from shared.jobs.commands import read_command, stored_form
 
 TOKENS = 64
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _measure(client: Client, model: Path, num_commands: int) -> dict[str, object]:
-    session = client.open(SessionRun(model=str(model), trainable=Lora(rank=8), max_tokens=TOKENS, idle_s=1))
+    session = client.sessions.open(SessionRun(model=str(model), trainable=Lora(rank=8), max_tokens=TOKENS, idle_s=1))
     data = [Datum(tokens=tuple(range(3, 3 + TOKENS)))]
     for _ in range(_WARM_UP):
         session.forward(data).result(600)
@@ -141,16 +141,17 @@ def _s3(pause_s: float) -> Iterator[_S3]:
 
 def _requests(client: Client, model: Path, s3: _S3, num_commands: int) -> dict[str, object]:
     without = s3.a_second()
-    session = client.open(SessionRun(model=str(model), trainable=Lora(rank=8), max_tokens=TOKENS, idle_s=600))
+    session = client.sessions.open(SessionRun(model=str(model), trainable=Lora(rank=8), max_tokens=TOKENS, idle_s=600))
     data = [Datum(tokens=tuple(range(3, 3 + TOKENS)))]
     for _ in range(_WARM_UP):
         session.forward(data).result(600)
     rests = s3.a_second()
-    early = client.send(session.id, _WARM_UP + 2, Forward(data=tuple(data)))  # which waits for the one before it
+    # It waits for the one before it.
+    early = client.sessions.send(session.id, _WARM_UP + 2, Forward(data=tuple(data)))
     waits = s3.a_second()
-    client.send(session.id, _WARM_UP + 1, Forward(data=tuple(data))).result(600)
+    client.sessions.send(session.id, _WARM_UP + 1, Forward(data=tuple(data))).result(600)
     early.result(600)
-    session = client.attach(session.id)
+    session = client.sessions.attach(session.id)
     before = s3.count
     forwards = _times(num_commands, lambda: session.forward(data))
     a_command = round((s3.count - before) / num_commands, 2)

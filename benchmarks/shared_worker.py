@@ -28,12 +28,12 @@ from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from benchmarks.rl_step import write_groups
 from examples.tiny_model import make_tiny_model
+from longshore import Client
+from longshore.dataset_runs import DatasetSource, DPORun, SFTRun
 from longshore.losses import PPO
+from longshore.runs import RLRun
 from longshore.training import Lora
-from service.cli.client import CliClient
-from service.runs.views import RunView
-from shared.runs.dataset_runs import DatasetSource, DPORun, SFTRun
-from shared.runs.requests import RLRun
+from longshore.views import RunView
 
 RANKS = (4, 8, 16, 32, 64, 4, 8, 16)
 KINDS = ("sft", "dpo", "rl", "sft", "dpo", "sft", "rl", "sft")
@@ -118,16 +118,16 @@ def _until_trained(run: RunView) -> float:
 
 
 @contextmanager
-def _started(root: Path, **settings: str) -> Iterator[CliClient]:
+def _started(root: Path, **settings: str) -> Iterator[Client]:
     """Start a stack, and stop it when the block ends."""
-    with stack(root, **settings) as connection, CliClient(connection.api_url, connection.api_key) as client:
+    with stack(root, **settings) as connection, Client(connection.api_url, connection.api_key) as client:
         yield client
 
 
 Work = Callable[[], RunView]
 
 
-def _sft(client: CliClient, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
+def _sft(client: Client, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
     rows = [
         {"messages": [_said("user", f"How many at {n}?"), _said("assistant", f"{n * 7} crates")]} for n in range(64)
     ]
@@ -135,10 +135,10 @@ def _sft(client: CliClient, folder: Path, model: Path, rank: int, num_steps: int
     run = SFTRun(
         model=model.as_uri(), dataset=source, trainable=Lora(rank=rank), steps=num_steps, batch_size=4, seed=seed
     )
-    return lambda: _ended(client, client.submit(run, f"run-{seed}").run_id)
+    return lambda: _ended(client, client.runs.submit(run, f"run-{seed}").run_id)
 
 
-def _dpo(client: CliClient, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
+def _dpo(client: Client, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
     rows = [
         {
             "input": {"messages": [_said("user", f"How many at {n}?")]},
@@ -151,30 +151,30 @@ def _dpo(client: CliClient, folder: Path, model: Path, rank: int, num_steps: int
     run = DPORun(
         model=model.as_uri(), dataset=source, trainable=Lora(rank=rank), steps=num_steps, batch_size=4, seed=seed
     )
-    return lambda: _ended(client, client.submit(run, f"run-{seed}").run_id)
+    return lambda: _ended(client, client.runs.submit(run, f"run-{seed}").run_id)
 
 
-def _rl(client: CliClient, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
+def _rl(client: Client, folder: Path, model: Path, rank: int, num_steps: int, seed: int) -> Work:
     """A tenth as many train steps, since each is a separate job."""
     run = RLRun(model=model.as_uri(), loss=PPO(), trainable=Lora(rank=rank), max_tokens=128, bin_tokens=2048)
     files = [write_groups(folder / f"rl-{seed}-{n}.jsonl", 100 * seed + n) for n in range(max(1, num_steps // 10))]
 
     def work() -> RunView:
-        run_id = client.submit(run, f"run-{seed}").run_id
+        run_id = client.runs.submit(run, f"run-{seed}").run_id
         for number, file in enumerate(files):
-            step = client.train_step(run_id, f"key-{number}", client.upload_file(file)["uri"])
+            step = client.runs.train(run_id, client.files.upload(file).uri, f"key-{number}")
             while not step.is_final:
-                step = client.step(run_id, step.step, wait_s=30)
-        client.change(run_id, "finish")
+                step = client.runs.step(run_id, step.step, wait_s=30)
+        client.runs.finish(run_id)
         return _ended(client, run_id)
 
     return work
 
 
-def _ended(client: CliClient, run_id: str) -> RunView:
-    for _ in client.events_to_the_end(run_id, None, follow=True):
+def _ended(client: Client, run_id: str) -> RunView:
+    for _ in client.runs.follow(run_id):
         pass
-    while (run := client.run(run_id)).ended_at is None:
+    while (run := client.runs.get(run_id)).ended_at is None:
         time.sleep(0.02)
     return run
 

@@ -1,12 +1,20 @@
 """Memory of a stack's processes over watched spans of time, and their CPU seconds.
 
+    python -m benchmarks.stack_processes [--idle 60] [--separate-hosts] [--out FILE.json]
+
+prints the memory of `longshore dev` that has been idle for this many seconds after its start.
+
 Memory is the proportional set size: a page that forked processes share counts once among them all.
 """
 
+import argparse
 import asyncio
 import math
+import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -14,6 +22,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks.machine import provenance, tell
+from service.dev.supervisor import supervisor
 from shared.child_environment import STACK_MARK
 
 _SAMPLE_EVERY_S = 1.0
@@ -72,6 +82,33 @@ class Memory:
         }
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--idle", type=float, default=60, metavar="S", help="after the start")
+    parser.add_argument("--separate-hosts", action="store_true", help="a process for each role")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    environment = os.environ | {"LONGSHORE_SEPARATE_HOSTS": str(given.separate_hosts).lower()}
+    with tempfile.TemporaryDirectory() as folder:
+        dev = [sys.executable, "-P", "-m", "longshore.server", "service.cli.main", "dev", "--root", folder]
+        begin = time.monotonic()
+        subprocess.run([*dev, "--detach"], check=True, env=environment, stderr=subprocess.DEVNULL)
+        start_s = time.monotonic() - begin
+        time.sleep(given.idle)
+        found = supervisor(Path(folder))
+        assert found is not None
+        # The whole tree: a sandbox has neither the mark nor the root of its stack.
+        held: list[tuple[str, float]] = []
+        for process in (found, *found.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                role = _role(" ".join(process.cmdline()).split())
+                held.append((role, round(process.memory_full_info().pss / 1e6, 1)))
+        subprocess.run([*dev, "--stop"], check=True, env=environment, stderr=subprocess.DEVNULL)
+    total = round(sum(size for _, size in held), 1)
+    told = {"what": "MB of longshore dev, idle: proportional set size", "total": total, "processes": sorted(held)}
+    tell(told | {"idle_s": given.idle, "start_s": round(start_s, 1)} | provenance(), given.out)
+
+
 def _held_mb(root: Path) -> dict[str, float]:
     return {role: round(size, 1) for role, size in _of_each(root, lambda p: p.memory_full_info().pss / 1e6).items()}
 
@@ -94,7 +131,7 @@ def processes(root: Path) -> Iterator[tuple[str, psutil.Process]]:
     """Yield a stack's processes, each with its role."""
     for process in psutil.process_iter():
         try:
-            command = [word for word in process.cmdline() if word]  # a renamed process has empty ones behind
+            command = " ".join(process.cmdline()).split()  # a fork's title is one word
             if process.environ().get(STACK_MARK) == str(root) or command[-2:] == ["--root", str(root)]:
                 yield _role(command), process
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -104,9 +141,9 @@ def processes(root: Path) -> Iterator[tuple[str, psutil.Process]]:
 def _role(command: Sequence[str]) -> str:
     words = " ".join(command)
     roles = {"service.app": "service", "start-dev": "temporal", "megatron_worker": "worker", "wandb": "wandb"}
-    roles |= {"service.dev.supervisor": "supervisor", "multiprocessing.forkserver": "fork servers"}
+    roles |= {"service.dev.supervisor": "supervisor", "activities.sandbox": "sandbox"}
     if "service.host" in words:
-        return f"{command[-1]} host"
+        return f"{command[-1]} host" if command.count("--role") == 1 else "host"
     return next((role for word, role in roles.items() if word in words), Path(sys.executable).name)
 
 
@@ -119,3 +156,7 @@ def end(process: "subprocess.Popen[bytes]", within_s: float = 60.0) -> None:
         process.kill()
         process.wait()
         raise TimeoutError(f"{process.args!r} does not end at SIGTERM within {within_s:g} s") from None
+
+
+if __name__ == "__main__":
+    main()

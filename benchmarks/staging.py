@@ -89,7 +89,8 @@ def _measured(way: str, model: Path, endpoint: str) -> dict[str, float]:
 def _prepared(way: str, model: Path, weights: Path, endpoint: str, copy: Path) -> Callable[[], object]:
     """Return a way of fetching, with all that it needs imported and connected."""
     from shared.settings import S3Settings
-    from shared.storage.artifacts import Fetched, fetch, go_on, open_store, sha256_file
+    from shared.storage.artifacts import Fetched, fetch, open_store, sha256_file
+    from shared.storage.files import go_on
 
     if way == "read":
         import torch

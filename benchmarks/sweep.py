@@ -20,12 +20,12 @@ from typing import NamedTuple
 from benchmarks.control_plane import stack
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
+from longshore import Client
+from longshore.automation import Space, Sweep
+from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.training import Lora
-from service.automation.sweep_views import SweepView
-from service.cli.client import CliClient
-from service.runs.views import RunView
-from shared.automation import Space, Sweep, grid_values, with_values
-from shared.runs.dataset_runs import DatasetSource, SFTRun
+from longshore.views import RunView
+from shared.automation import grid_values, with_values
 
 RANKS = (4, 8)
 
@@ -86,34 +86,34 @@ def _sweep(root: Path, model: Path, runs: int, steps: int, parallel: int) -> Swe
 
 
 def _one_after_another(root: Path, sweep: Sweep, **settings: str) -> Measured:
-    with stack(root, **settings) as connection, CliClient(connection.api_url, connection.api_key) as client:
+    with stack(root, **settings) as connection, Client(connection.api_url, connection.api_key) as client:
         _warm_up(client, sweep)
         began = time.perf_counter()
         runs = [with_values(sweep.run, grid_values(sweep, number)) for number in range(sweep.num_trials)]
-        ended = [_ended(client, client.submit(run, f"run-{number}").run_id) for number, run in enumerate(runs)]
+        ended = [_ended(client, client.runs.submit(run, f"run-{number}").run_id) for number, run in enumerate(runs)]
         return Measured(time.perf_counter() - began, ended, os.getloadavg()[0])
 
 
 def _swept(root: Path, sweep: Sweep) -> Measured:
-    with stack(root) as connection, CliClient(connection.api_url, connection.api_key) as client:
+    with stack(root) as connection, Client(connection.api_url, connection.api_key) as client:
         _warm_up(client, sweep)
         began = time.perf_counter()
-        view = client.post("/sweeps", SweepView, json=sweep.model_dump())
+        view = client.sweeps.create(sweep)
         while view.state == "running":
             time.sleep(0.1)
-            view = client.get(f"/sweeps/{view.sweep_id}", SweepView)
+            view = client.sweeps.get(view.sweep_id)
         seconds = time.perf_counter() - began
         assert view.state == "succeeded", view
-        return Measured(seconds, [client.run(trial.run_id) for trial in view.trials], os.getloadavg()[0])
+        return Measured(seconds, [client.runs.get(trial.run_id) for trial in view.trials], os.getloadavg()[0])
 
 
-def _warm_up(client: CliClient, sweep: Sweep) -> None:
+def _warm_up(client: Client, sweep: Sweep) -> None:
     run = with_values(sweep.run, {"seed": 99, "steps": 2})
-    _ended(client, client.submit(run, "warm-up").run_id)
+    _ended(client, client.runs.submit(run, "warm-up").run_id)
 
 
-def _ended(client: CliClient, run_id: str) -> RunView:
-    while (run := client.run(run_id)).ended_at is None:
+def _ended(client: Client, run_id: str) -> RunView:
+    while (run := client.runs.get(run_id)).ended_at is None:
         time.sleep(0.05)
     assert run.state == "succeeded", run.problem
     return run

@@ -20,7 +20,7 @@ from megatron_worker.fsdp.engine import FsdpEngine
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.process.ranks import start_group
 from megatron_worker.tensors.slot_engine import Engine
-from megatron_worker.weight_sync.sender import LastSent
+from megatron_worker.weight_sync.sender import DeltaBase
 
 WAYS = ("shared_memory", "delta by shared_memory")
 
@@ -29,7 +29,7 @@ def measure(engine: Engine, samplers: list[Receiver], rounds: int) -> dict[str, 
     """Medians of all rounds but the first, by way."""
     figures, version = {}, 0
     for way in WAYS:
-        sent, measured = LastSent(), list[dict[str, float]]()
+        sent, measured = DeltaBase(), list[dict[str, float]]()
         for _ in range(rounds + 1):  # the first fills the copies that changes are found against
             step(engine)
             version += 1
@@ -40,7 +40,7 @@ def measure(engine: Engine, samplers: list[Receiver], rounds: int) -> dict[str, 
     return figures
 
 
-def one_sync(engine: Engine, samplers: list[Receiver], way: str, version: int, sent: LastSent) -> dict[str, float]:
+def one_sync(engine: Engine, samplers: list[Receiver], way: str, version: int, sent: DeltaBase) -> dict[str, float]:
     """Return rank 0's figures; `blocked_s` is of the rank that was blocked longest."""
     dist.barrier()
     if not samplers:

@@ -13,11 +13,12 @@ from pathlib import Path
 from activities.sampling.client import Sampler
 from benchmarks.machine import PeakMemory
 from benchmarks.stack_processes import end
+from longshore.weight_sync import SyncOutcome
 from megatron_worker.tensors.safetensors_files import WrittenTensor, write_model
 from megatron_worker.tensors.slot_engine import Engine
-from megatron_worker.weight_sync.sender import LastSent, Sending, send
+from megatron_worker.weight_sync.sender import DeltaBase, Sending, send
 from shared.chat.completions import SamplerReady
-from shared.jobs.job import SyncAccess, SyncOutcome, SyncTarget, secret_of_run
+from shared.jobs.job import SyncAccess, SyncTarget, secret_of_run
 
 TEXT = tuple(range(3, 67))
 _RUN = "benchmark"
@@ -66,8 +67,8 @@ def sampler(model: Path, folder: Path, device: str = "cpu", threads: int = 1) ->
 
 
 def target_of(samplers: Sequence[Receiver], way: str, version: int, bucket_bytes: int) -> SyncTarget:
-    """`way`: a backend; or `delta by collective`, which delta uses if no sampler's socket is on this machine."""
-    elsewhere = "-elsewhere" if way == "delta by collective" else ""
+    """`way`: a backend; or `delta by tcp`, which delta uses if no sampler's socket is on this machine."""
+    elsewhere = "-elsewhere" if way == "delta by tcp" else ""
     return SyncTarget(
         sockets=tuple(one.socket + elsewhere for one in samplers),
         addresses=tuple(one.address for one in samplers),
@@ -78,7 +79,7 @@ def target_of(samplers: Sequence[Receiver], way: str, version: int, bucket_bytes
 
 
 def timed_sync(
-    engine: Engine, samplers: Sequence[Receiver], target: SyncTarget, sent: LastSent | None = None
+    engine: Engine, samplers: Sequence[Receiver], target: SyncTarget, sent: DeltaBase | None = None
 ) -> tuple[Seconds, SyncOutcome]:
     """Send an engine's weights to samplers, which then serve them as `v<version>`."""
     access = SyncAccess(secret=secret_of_run(_KEY, _RUN).hex())
@@ -95,7 +96,7 @@ def timed_sync(
     return Seconds(blocked_s, update_s, time.perf_counter() - began), done
 
 
-def follow_sync(engine: Engine, way: str, version: int, bucket_bytes: int, sent: LastSent | None = None) -> float:
+def follow_sync(engine: Engine, way: str, version: int, bucket_bytes: int, sent: DeltaBase | None = None) -> float:
     """Take part in `timed_sync` on a rank other than 0. Returns the seconds until it can continue with passes."""
     target = SyncTarget(
         sockets=("rank 0's",), version=version, backend=way.partition(" ")[0], bucket_bytes=bucket_bytes

@@ -18,8 +18,8 @@ from activities.tokenizing.tokenize import TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer
 from benchmarks.machine import provenance
 from examples.tiny_model import CHAT_TEMPLATE, train_tokenizer
+from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact
-from shared.runs.dataset_runs import DatasetSource
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k" / "train.jsonl"
 

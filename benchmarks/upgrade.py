@@ -36,13 +36,12 @@ from benchmarks.rl_step import write_groups
 from examples.tiny_model import make_tiny_model
 from longshore.client import Client
 from longshore.commands import Datum
+from longshore.dataset_runs import DPORun, SFTRun
 from longshore.losses import PPO
+from longshore.runs import RLRun, Run
 from longshore.training import Lora, SessionRun
-from service.cli.client import CliClient
-from service.runs.views import RunView
+from longshore.views import RunView
 from shared.child_environment import Kind
-from shared.runs.dataset_runs import DPORun, SFTRun
-from shared.runs.requests import RLRun, Run
 from shared.storage.artifacts import sha256_file
 
 _PATIENCE_S = 1800.0
@@ -206,7 +205,7 @@ class Trial:
             if isinstance(run, SessionRun):
                 self._drive_session(run, asked)
             else:
-                asked.run_id = client.submit(run, f"seed-{asked.seed}").run_id
+                asked.run_id = client.runs.submit(run, f"seed-{asked.seed}").run_id
                 if isinstance(run, RLRun) and run.rollouts is None:
                     self._send_steps(client, asked)
             view = self._watched(client, asked)
@@ -214,9 +213,9 @@ class Trial:
         build, problem = self.installation.build_of(asked.run_id), str(view.problem or "")
         return Outcome(asked, view.state, problem, _weights(view), view.workers_lost, build)
 
-    def _watched(self, client: CliClient, asked: Asked) -> RunView:
+    def _watched(self, client: Client, asked: Asked) -> RunView:
         deadline = time.monotonic() + _PATIENCE_S
-        while (view := client.run(asked.run_id)).state == "running":
+        while (view := client.runs.get(asked.run_id)).state == "running":
             asked.steps = view.step
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{asked}: {view.phase} at step {view.step} after {_PATIENCE_S:g} s")
@@ -225,8 +224,8 @@ class Trial:
 
     def _drive_session(self, run: SessionRun, asked: Asked) -> None:
         installation = self.installation
-        with Client(installation.url, installation.key, _PATIENCE_S) as client:
-            session = client.open(run, f"seed-{asked.seed}")
+        with Client(installation.url, installation.key, patience_s=_PATIENCE_S) as client:
+            session = client.sessions.open(run, f"seed-{asked.seed}")
             asked.run_id = session.id
             for part in range(_PARTS):
                 self.moves.wait_for(part)
@@ -240,14 +239,14 @@ class Trial:
             session.save_state(publish=True).result(_PATIENCE_S)
             session.close()
 
-    def _send_steps(self, client: CliClient, asked: Asked) -> None:
+    def _send_steps(self, client: Client, asked: Asked) -> None:
         for part in range(_PARTS):
             self.moves.wait_for(part)
-            sent = client.train_step(asked.run_id, f"part-{part}", self.kinds.groups(asked.seed, part))
+            sent = client.runs.train(asked.run_id, self.kinds.groups(asked.seed, part), f"part-{part}")
             while sent.state not in ("done", "failed"):
-                sent = client.step(asked.run_id, sent.step, _LONG_POLL_S)
+                sent = client.runs.step(asked.run_id, sent.step, _LONG_POLL_S)
             asked.steps = sent.step
-        client.change(asked.run_id, "finish")
+        client.runs.finish(asked.run_id)
 
 
 def _weights(view: RunView) -> str | None:

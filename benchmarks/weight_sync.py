@@ -15,8 +15,7 @@ masters are still near the weights that they were rounded to.
 the weights have been read. `serving_s`: until both samplers use the new weights. `bytes`: sent to each sampler.
 Medians over the rounds. Through the store the trainer is blocked while it writes its weights, without the
 optimizer's state; then they are uploaded, published (copied within the store) and loaded, without the activities that
-do this in a run. `collective` is gloo between processes of this machine, over the loopback interface. `nixl` and
-`mooncake` are measured if Python finds their packages: PYTHONPATH=.venv/clients/transports.
+do this in a run. `tcp` and `collective`, which is gloo here, go over the loopback interface.
 
 `trainer_extra_bytes`, `sampler_extra_bytes`: growth of a process's peak resident memory during a sync, the
 maximum over all rounds and both samplers. Shared buffers count in every process that has read or written them.
@@ -48,14 +47,14 @@ from examples.tiny_model import make_tiny_model
 from longshore.layout import EngineName, Layout
 from longshore.losses import CrossEntropy
 from longshore.training import Adam, Full
+from longshore.weight_sync import Transport
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.slot_engine import Engine
-from megatron_worker.weight_sync.sender import LastSent
+from megatron_worker.weight_sync.sender import DeltaBase
 from megatron_worker.weight_sync.transports.table import why_not
-from shared.jobs.job import EXPERIMENTAL, SyncTarget, Transport
-from shared.models.config import Family
+from shared.jobs.job import SyncTarget
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import LocalStore
 
@@ -72,8 +71,8 @@ LAYOUTS: dict[str, tuple[EngineName, Layout]] = {
     "fsdp-dp2": ("fsdp", Layout(dp=2)),
 }
 BACKENDS = (
-    *("store", "shared_memory", "collective", "delta by shared_memory", "delta by collective"),
-    *("delta by store", "cuda_ipc", *EXPERIMENTAL),
+    *("store", "shared_memory", "tcp", "collective", "delta by shared_memory", "delta by tcp"),
+    *("delta by store", "cuda_ipc"),
 )
 
 
@@ -98,7 +97,7 @@ def measure(model: Path, folder: Path, weight_bytes: float, backends: list[str],
             if (reason := why_not_here(backend, engine.facts.device)) is not None:
                 found[backend] = f"not possible here: {reason}"
                 continue
-            sent, measured = LastSent(), list[dict[str, float]]()
+            sent, measured = DeltaBase(), list[dict[str, float]]()
             for _ in range(rounds + 1):  # the first fills the copies that changes are found against
                 step(engine) if is_trained else engine.drift()
                 version += 1
@@ -152,7 +151,7 @@ class Untrained(MegatronEngine):
             part.copy_(master + LEARNING_RATE * torch.randn_like(exact).sign_())
 
 
-def by_sync(engine: MegatronEngine, samplers: list[Receiver], target: SyncTarget, sent: LastSent) -> dict[str, float]:
+def by_sync(engine: MegatronEngine, samplers: list[Receiver], target: SyncTarget, sent: DeltaBase) -> dict[str, float]:
     own = PeakMemory(os.getpid())
     for memory in (own, *(one.memory for one in samplers)):
         memory.start()
@@ -225,7 +224,7 @@ def layout_with(gigabytes: float, layout: str, rounds: int) -> dict[str, object]
         return figures
 
 
-def make_model(folder: Path, gigabytes: float, family: Family = "qwen3") -> Path:
+def make_model(folder: Path, gigabytes: float, family: str = "qwen3") -> Path:
     sizes = SIZES.with_weights(int(gigabytes * 1e9 / 2))
     return make_tiny_model(
         folder,

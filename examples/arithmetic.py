@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.tiny_model import read_texts
-from shared.grading import StringCheckGrader
+from longshore.grading import StringCheckGrader
 
 Pair = tuple[int, int]
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
-    from shared.models.config import Family  # not where the file is read beside an installed wheel
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -31,7 +30,7 @@ def make_tiny_model(
     folder: Path,
     corpus: Iterable[str],
     *,
-    family: "Family" = "qwen3",
+    family: str = "qwen3",
     vocab_size: int = 512,
     hidden_size: int = 64,
     num_layers: int = 2,
@@ -95,11 +94,12 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, single_digits: bool 
     return tokenizer
 
 
-_HAVE_TOWERS = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")  # their language models have a type of their own
+# Their language models have their own type.
+_HAVE_TOWERS = ("gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")
 _ABSENT: Any = object()
 
 
-def _config(family: "Family", **sizes: Any) -> "PretrainedConfig":
+def _config(family: str, **sizes: Any) -> "PretrainedConfig":
     from transformers import AutoConfig
 
     settings = sizes | _settings(family, sizes)
@@ -107,7 +107,7 @@ def _config(family: "Family", **sizes: Any) -> "PretrainedConfig":
     return AutoConfig.for_model(f"{family}_text" if family in _HAVE_TOWERS else family, **given)
 
 
-def _settings(family: "Family", sizes: dict[str, Any]) -> dict[str, Any]:
+def _settings(family: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return what a family's configuration has beside the sizes, or instead of them."""
     size, hidden_size, num_layers = sizes["head_dim"], sizes["hidden_size"], sizes["num_hidden_layers"]
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
@@ -127,19 +127,23 @@ def _settings(family: "Family", sizes: dict[str, Any]) -> dict[str, Any]:
     match family:
         case "gemma3":
             return windows | {"query_pre_attn_scalar": 2 * size}
-        case "gemma4":  # with four layers the last two take the keys and values of those before
-            return windows | {
+        case "gemma4" | "gemma4_unified":  # with four layers the last two take the keys and values of those before
+            own = windows | {
                 "num_key_value_heads": sizes["num_attention_heads"],
                 "global_head_dim": 2 * size,
                 "num_global_key_value_heads": sizes["num_key_value_heads"],
                 "attention_k_eq_v": True,
                 "num_kv_shared_layers": max(0, num_layers - 2),
                 "use_double_wide_mlp": True,
-                "hidden_size_per_layer_input": size // 2,
-                "vocab_size_per_layer_input": sizes["vocab_size"],
             }
+            per_layer = {"hidden_size_per_layer_input": size // 2, "vocab_size_per_layer_input": sizes["vocab_size"]}
+            return own | (per_layer if family == "gemma4" else {})
         case "glm4_moe_lite":
             return latents | {"n_routed_experts": 4, "num_experts_per_tok": 2, "v_head_dim": size + size // 2}
+        case "glm4_moe":  # as GLM-4.5, and with groups; Air has no norms of queries and keys
+            groups = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+            switches = {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}
+            return groups | switches | {"moe_intermediate_size": hidden_size}
         case "deepseek_v3":
             groups = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
             return latents | groups | {"v_head_dim": size, "first_k_dense_replace": 1}

@@ -71,6 +71,7 @@ else:
     raise AssertionError("TrainerRank needs `shared` for itself")
 PYTHON
 python -c 'import longshore.trainer_rank as ours, service; print(ours.TrainerRank, service.OWNER)'
+python -c 'import longshore.local as ours, service; print(ours.train, service.OWNER)'
 
 echo "== the commands of docs/first_run.md"
 awk '/^```bash$/ { shown = 1; next } /^```$/ { shown = 0 } shown' "$repository/docs/first_run.md" >commands.sh
@@ -87,12 +88,10 @@ cat >program.py <<'PYTHON'
 import json
 import activities, megatron_worker, service, shared, workflows
 from pathlib import Path
-from longshore.client import Client
-from longshore.commands import Datum
-from longshore.training import Lora, SessionRun
+from longshore import Client, Datum, Lora, SessionRun
 stack = json.load(open("first/root/dev.json"))
 with Client(stack["api_url"], stack["api_key"]) as client:
-    session = client.open(SessionRun(model=str(Path("first/model").resolve()), trainable=Lora(rank=4)))
+    session = client.sessions.open(SessionRun(model=str(Path("first/model").resolve()), trainable=Lora(rank=4)))
     session.forward_backward([Datum(tokens=(1, 2, 3, 4))])
     metrics = session.optim_step(learning_rate=1e-3).result().metrics
     session.close()

@@ -83,3 +83,21 @@ def engine_takes_the_layout(laid: HasLayoutT) -> HasLayoutT:
     if rule := broken_rule(laid.engine, laid.layout):
         raise ValueError(rule)
     return laid
+
+
+class _HasBudget(Protocol):
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def memory_budget_bytes(self) -> int | None: ...
+
+
+HasBudgetT = TypeVar("HasBudgetT", bound=_HasBudget)
+
+
+def pipelines_have_bins(budgeted: HasBudgetT) -> HasBudgetT:
+    """Validate a model with a layout and a memory budget. Raises ValueError if a pipeline has a memory budget."""
+    if budgeted.memory_budget_bytes is not None and budgeted.layout.pp > 1:
+        raise ValueError("memory_budget_bytes: a pipeline holds all micro-batches of a step at once; use pp 1")
+    return budgeted

@@ -188,7 +188,19 @@ class DRO(_PolicyLoss):
         return self
 
 
-PolicyLoss = Reinforce | PPO | CISPO | GSPO | GMPO | SAPO | DRO
+class TruncatedReinforce(_PolicyLoss):
+    """REINFORCE with a truncated, constant importance weight (V-trace's, arXiv:1802.01561) and a pull towards the old
+    policy.
+    """
+
+    kind: Literal["truncated_reinforce"] = "truncated_reinforce"
+    truncation: float = Field(default=1.0, gt=0, description="ratios above it weigh as much as it")
+    old_kl_coefficient: float = Field(
+        default=0.01, ge=0, description="weight of the divergence from the old policy, estimated as (log ratio)²/2"
+    )
+
+
+PolicyLoss = Reinforce | PPO | CISPO | GSPO | GMPO | SAPO | DRO | TruncatedReinforce
 
 
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl"]

@@ -1,11 +1,12 @@
-"""Settings of training: an adapter or every weight, the optimizer, a session."""
+"""Settings of training: an adapter or every weight, the optimizer, a session, what evaluations decide."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
-from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import SchemaValidator, core_schema
@@ -103,7 +104,7 @@ def _size_of(part: tuple[Any, Any]) -> int:
         case (op.BRANCH, (_, branches)):
             return 1 + sum(map(_size, branches))
         case (op.MAX_REPEAT | op.MIN_REPEAT, (least, most, inner)):
-            return 1 + max(1, _size(inner)) * max(1, least, 0 if most == op.MAXREPEAT else most)
+            return 1 + max(1, _size(inner)) * int(max(1, least, 0 if most == op.MAXREPEAT else most))
         case (op.IN, items):
             return len(items)
     return 1
@@ -309,6 +310,13 @@ class Lora(Frozen):
     def max_rank(self) -> int:
         return max((self.rank, *(rank for _, rank in self.rank_pattern)))
 
+    @property
+    def why_not_split(self) -> str | None:
+        """Why the engine fsdp has no such adapter beside linears that ranks share, if it has none."""
+        if self.dropout:
+            return "dropout: the engine fsdp has no dropout for split linears; use megatron, or tp=1"
+        return "dora: the engine fsdp has no dora for split rows; use megatron, or tp=1" if self.dora else None
+
 
 class Full(Frozen):
     """Train every weight."""
@@ -344,13 +352,11 @@ def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
     """Validate models that have these fields. Raises ValueError for combinations that an engine does not support."""
     if asked.quantize_base is not None and asked.trainable.kind == "full":
         raise ValueError("quantize_base: quantized weights are frozen; train a lora beside them, or drop quantize_base")
-    if rule := held_otherwise(asked.engine, asked.quantize_base, asked.optimizer_states):
+    if rule := storage_not_supported(asked.engine, asked.quantize_base, asked.optimizer_states):
         raise ValueError(rule)
     are_split = asked.engine == "fsdp" and asked.layout.tp > 1
-    if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dropout:
-        raise ValueError("trainable.dropout: the engine fsdp has no dropout for split linears; use megatron, or tp=1")
-    if are_split and isinstance(asked.trainable, Lora) and asked.trainable.dora:
-        raise ValueError("trainable.dora: the engine fsdp has no dora for split rows; use megatron, or tp=1")
+    if are_split and isinstance(asked.trainable, Lora) and (rule := asked.trainable.why_not_split):
+        raise ValueError(f"trainable.{rule}")
     return asked
 
 
@@ -361,7 +367,7 @@ def trains_the_language_head(asked: HasBaseT) -> HasBaseT:
     return asked
 
 
-def held_otherwise(engine: EngineName, quantize: Quantization | None, states: OptimizerStates) -> str | None:
+def storage_not_supported(engine: EngineName, quantize: Quantization | None, states: OptimizerStates) -> str | None:
     """Return why an engine does not support this storage of weights or moments, field name first; None if it does."""
     if quantize is not None and engine != "megatron":
         return f"quantize_base: the engine {engine} holds weights as they are; use megatron"
@@ -467,3 +473,111 @@ class SessionRun(Frozen):
         if self.initial_adapter is not None and self.trainable.kind == "full":
             raise ValueError("full training cannot continue from an adapter: drop initial_adapter, or train a lora")
         return self
+
+
+# --- What a run does with its evaluations ---
+
+EvaluationMetric = Annotated[
+    str,
+    Field(
+        pattern=r"^eval_[a-z0-9_-]+$",
+        max_length=128,
+        description="a metric of the run's evaluations; more is better if its name has reward or accuracy",
+    ),
+]
+
+
+Evaluations = dict[int, dict[str, float]]
+"""By step, the values of the metrics that decide."""
+
+
+def more_is_better(metric: str) -> bool:
+    """Return True if a metric's name has `reward` or `accuracy`: otherwise, as of a loss, less is better."""
+    return "reward" in metric or "accuracy" in metric
+
+
+class EarlyStop(Frozen):
+    """Ends a run whose evaluations no longer get better."""
+
+    metric: EvaluationMetric | None = Field(
+        default=None, description="absent: eval_loss, or eval_reward_mean of an rl run"
+    )
+    patience: int = Field(ge=1, le=1000, description="the run ends after this many evaluations without a better value")
+
+
+class Watched(Frozen):
+    """What a run's evaluations decide. That before the first step does not count: there is nothing to publish yet."""
+
+    keep: Literal["last", "best"] = Field(
+        default="last", description="the weights that are published: the last, or those of the best evaluation"
+    )
+    best_by: EvaluationMetric | None = Field(
+        default=None, description="the metric of keep best; absent: that of early_stop"
+    )
+    early_stop: EarlyStop | None = Field(
+        default=None, description="ends the run when its evaluations no longer get better"
+    )
+    _usual_metric: ClassVar[str] = "eval_loss"
+
+    @property
+    def keeps_by(self) -> str | None:
+        """The metric by which the best weights are kept; None: the last weights are published."""
+        chosen = self.best_by or (self.early_stop.metric if self.early_stop else None)
+        return (chosen or self._usual_metric) if self.keep == "best" else None
+
+    @property
+    def stops_by(self) -> str | None:
+        """The metric that ends the run; None: nothing does."""
+        return (self.early_stop.metric or self._usual_metric) if self.early_stop else None
+
+    @property
+    def watched(self) -> set[str]:
+        """The metrics that every evaluation must have."""
+        return {name for name in (self.keeps_by, self.stops_by) if name is not None}
+
+    def with_evaluation(self, known: Evaluations, step: int, metrics: Mapping[str, float]) -> Evaluations:
+        """Return the evaluations that later decisions need: the best one, and those that patience counts."""
+        found = {**known, step: {name: metrics[name] for name in sorted(self.watched)}}
+        best, stop = self.best(found), _best(found, self.stops_by) if self.stops_by else None
+        return {step: found[step] for step in sorted(found) if step == best or (stop is not None and step >= stop)}
+
+    def best(self, evaluations: Evaluations) -> int | None:
+        """Return the step of the best evaluation, the first of equal ones; None without any, or if none is kept."""
+        return _best(evaluations, self.keeps_by) if self.keeps_by and evaluations else None
+
+    def is_over(self, evaluations: Evaluations) -> bool:
+        """Return True if the last `patience` evaluations were no better than one before them."""
+        if self.early_stop is None or not self.stops_by or not evaluations:
+            return False
+        best = _best(evaluations, self.stops_by)
+        return sum(step > best for step in evaluations) >= self.early_stop.patience
+
+    def decided(self, step: int, num_steps: int, best: int | None) -> tuple[str, ...]:
+        """Say what the evaluations decided, for the run's user.
+
+        Args:
+            step: the one after which the run ended, of `num_steps`. `best`: that of the best evaluation, if kept.
+        """
+        said = []
+        if step < num_steps and self.early_stop is not None:
+            patience = f"{self.early_stop.patience} evaluation{'s' * (self.early_stop.patience > 1)}"
+            said.append(f"the run ended after step {step} of {num_steps}: {self.stops_by} got no better in {patience}")
+        if best is not None:
+            said.append(f"the weights after step {best} are published: {self.keeps_by} was best there")
+        return tuple(said)
+
+    @model_validator(mode="after")
+    def _the_best_is_kept(self) -> Self:
+        if self.best_by is not None and self.keep != "best":
+            raise ValueError("best_by is the metric of keep best: set keep, or drop it")
+        return self
+
+
+def _best(evaluations: Evaluations, metric: str) -> int:
+    sign = -1 if more_is_better(metric) else 1
+
+    def rank(step: int) -> tuple[bool, float, int]:
+        value = sign * evaluations[step][metric]
+        return math.isnan(value), 0.0 if math.isnan(value) else value, step
+
+    return min(evaluations, key=rank)

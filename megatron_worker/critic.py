@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from longshore.algorithms import Critic
 from longshore.fields import Frozen
 from longshore.losses import PolicyLoss
 from longshore.training import Optimizer
@@ -29,7 +30,6 @@ from megatron_worker.process.ranks import NotFinite
 from megatron_worker.training.batches import PackedBatches, Role, share_of_rank
 from shared.errors import CorruptArtifact
 from shared.jobs.job import JobCritic
-from shared.jobs.losses import Critic
 from shared.jobs.packed import Floats, Ints, Units
 
 # --- Generalized advantage estimation ---
@@ -41,20 +41,20 @@ from shared.jobs.packed import Floats, Ints, Units
 
 
 @dataclass(frozen=True)
-class Moves:
+class Actions:
     """The moves of all episodes, in order.
 
     Attributes:
         first_M: the target that each begins with; its state is the move's.
         of_N: the move of each target.
         ends_M: it is the last of its episode.
-        goes_on_M: it is no move, but the state in which an episode was cut off: its value replaces the later rewards.
+        bootstrap_M: it is no move, but the state in which an episode was cut off: its value replaces the later rewards.
     """
 
     first_M: Ints
     of_N: Ints
     ends_M: NDArray[np.bool_]
-    goes_on_M: NDArray[np.bool_]
+    bootstrap_M: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Estimates:
     reward_to_come_M: NDArray[np.float64]
 
 
-def moves_of(units: Units, per_turn: bool) -> Moves:
+def moves_of(units: Units, per_turn: bool) -> Actions:
     """Return the moves of units. If a trained episode's last target has no weight, the episode was cut off there."""
     columns, counts = units.columns, np.diff(units.target_offsets)
     unit_N = np.repeat(np.arange(len(counts)), counts)
@@ -79,12 +79,12 @@ def moves_of(units: Units, per_turn: bool) -> Moves:
     ends_N = np.append(starts_N[1:], True)[: len(starts_N)]
     episode_N = np.cumsum(starts_N) - 1
     is_trained_E = np.bincount(episode_N, weights=weighs_N) > 0
-    goes_on_N = ends_N & ~weighs_N & is_trained_E[episode_N]
-    begins_N = starts_N | goes_on_N
+    bootstrap_N = ends_N & ~weighs_N & is_trained_E[episode_N]
+    begins_N = starts_N | bootstrap_N
     begins_N |= np.append(True, np.diff(position_N) != 1)[: len(begins_N)] if per_turn else True
     first_M = np.flatnonzero(begins_N)
     last_M = np.append(first_M[1:], len(begins_N)) - 1
-    return Moves(first_M, np.cumsum(begins_N) - 1, ends_N[last_M], goes_on_N[first_M])
+    return Actions(first_M, np.cumsum(begins_N) - 1, ends_N[last_M], bootstrap_N[first_M])
 
 
 def _changes(values_N: Ints) -> NDArray[np.bool_]:
@@ -92,7 +92,7 @@ def _changes(values_N: Ints) -> NDArray[np.bool_]:
     return np.append(True, values_N[1:] != values_N[:-1])[: len(values_N)]
 
 
-def estimate(moves: Moves, reward_N: Floats, value_N: Floats, critic: Critic) -> Estimates:
+def estimate(moves: Actions, reward_N: Floats, value_N: Floats, critic: Critic) -> Estimates:
     """Estimate advantages from rewards and values of targets, [N]. A NaN makes only its episode NaN."""
     reward_M = np.add.reduceat(reward_N.astype(np.float64), moves.first_M)
     value_M = value_N.astype(np.float64)[moves.first_M]
@@ -102,14 +102,14 @@ def estimate(moves: Moves, reward_N: Floats, value_N: Floats, critic: Critic) ->
 
 
 def _discounted(
-    moves: Moves, reward_M: NDArray[np.float64], value_M: NDArray[np.float64], gamma: float, lam: float
+    moves: Actions, reward_M: NDArray[np.float64], value_M: NDArray[np.float64], gamma: float, lam: float
 ) -> NDArray[np.float64]:
     """Return the sums of (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); 0 at a cut.
 
     All episodes are gone through at once, from their ends: as many steps as the longest has moves.
     """
     next_M = np.append(value_M[1:], 0.0) * ~moves.ends_M
-    delta_M = np.where(moves.goes_on_M, 0.0, reward_M + gamma * next_M - value_M)
+    delta_M = np.where(moves.bootstrap_M, 0.0, reward_M + gamma * next_M - value_M)
     last_E = np.flatnonzero(moves.ends_M)
     length_E = np.diff(np.append(-1, last_E))
     advantage_M, carried_E = np.zeros_like(delta_M), np.zeros(len(last_E))
@@ -170,9 +170,9 @@ class CriticSlot:
     def make(self, seed: int) -> None:
         """Make fresh weights, which leave the device until they are used."""
         self.dispatcher.create_slot(self.slot, self.plan.trainable, seed)
-        self._rest()
+        self._offload()
 
-    def _rest(self) -> None:
+    def _offload(self) -> None:
         self.dispatcher.engine.place(gradients="dropped", slots=[self.slot])
         self.dispatcher.engine.place("host", slots=[self.slot])
 
@@ -198,7 +198,7 @@ class CriticSlot:
         try:
             yield
         finally:
-            self._rest()
+            self._offload()
             self.dispatcher.engine.place(gradients="device", optimizer="device", slots=[self.policy])
 
     def role(self, data: PackedBatches, loss: PolicyLoss, num_steps: int) -> Role:
@@ -216,7 +216,7 @@ class CriticSlot:
     def _estimate(self, data: PackedBatches, loss: PolicyLoss, num_steps: int, value_N: NDArray) -> None:
         moves = moves_of(data.units, self.plan.per == "turn")
         made = estimate(moves, self._rewards(data, loss), value_N, self.plan)
-        advantage_N = self._learn_from(data, moves, made, value_N, num_steps)
+        advantage_N = self._update_critic(data, moves, made, value_N, num_steps)
         returns_N = made.return_M[moves.of_N]
         self._data = data.again()
         if self.plan.per == "turn":  # a turn's state is the one before its first token
@@ -240,8 +240,8 @@ class CriticSlot:
         kl_N = divergence(old_N, reference_N, loss.kl.estimator).double().numpy()
         return reward_N - loss.kl.coefficient * kl_N * (data.column("weight_N") > 0)
 
-    def _learn_from(
-        self, data: PackedBatches, moves: Moves, made: Estimates, value_N: NDArray, num_steps: int
+    def _update_critic(
+        self, data: PackedBatches, moves: Actions, made: Estimates, value_N: NDArray, num_steps: int
     ) -> NDArray[np.float64]:
         """Return the advantages of targets, whitened if they are to be; keep what the step reports, and the scale.
 

@@ -15,12 +15,12 @@ from typing import TypeVar
 import torch
 
 from longshore.training import Full, Lora, Optimizer, Recompute
-from megatron_worker.engine import Batch, Facts, LossFunction, Norms, Outputs
+from megatron_worker.engine import Batch, EngineInfo, LossFunction, Norms, Outputs
 from megatron_worker.memory import Planner
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.training.batches import PackedBatches, Role, Sums, TargetScores, bins_to_score
 from megatron_worker.training.checkpoint import random_state, set_random_state
-from megatron_worker.weight_sync.sender import Giving, LastSent, Sending, send
+from megatron_worker.weight_sync.sender import BlockSender, DeltaBase, Sending, send
 from shared.errors import InvalidInput
 from shared.jobs.job import SyncAccess, SyncTarget
 from shared.models.peft import read_config
@@ -41,10 +41,10 @@ class Dispatcher:
         self.slots: set[SlotName] = set()
         self.recomputing: set[SlotName] = set()  # whose passes compute their layers again
         self.teachers: dict[SlotName, SlotName] = {}  # whose whole distributions a slot's losses compare with
-        self._sent: dict[SlotName, LastSent] = {}
+        self._sent: dict[SlotName, DeltaBase] = {}
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EngineInfo:
         return self.engine.facts
 
     # Slots.
@@ -118,12 +118,12 @@ class Dispatcher:
 
     def send_weights(
         self, slot: SlotName, run_id: str, target: SyncTarget, access: SyncAccess | None = None
-    ) -> Sending | Giving | None:
+    ) -> Sending | BlockSender | None:
         """Begin to send a slot's weights to a target's samplers; they must not change before `wait`.
 
         The slot must be on the device until then (`resident`). Returns and raises as weight_sync.sender.send does.
         """
-        sent = self._sent.setdefault(slot, LastSent()) if target.backend == "delta" else None
+        sent = self._sent.setdefault(slot, DeltaBase()) if target.backend == "delta" else None
         return send(self.engine.outgoing(slot), target, run_id, sent, access)
 
     @contextmanager
@@ -203,7 +203,9 @@ class Dispatcher:
             if number:
                 yield
             with self.resident(slot):
-                for batch, found in self.engine.forward_backward_all(self._taught(slot, some, loss), loss):
+                for batch, found in self.engine.forward_backward_all(
+                    self._with_teacher_outputs(slot, some, loss), loss
+                ):
                     sums.add(found, batch)
         return self.engine.reduce(sums.totals)
 
@@ -233,7 +235,7 @@ class Dispatcher:
             if cancelled():
                 return None
             with self._scoring(slot):
-                for batch in self._taught(slot, some, loss):
+                for batch in self._with_teacher_outputs(slot, some, loss):
                     sums.add(loss.sums(self.engine.forward(batch, loss.outputs), batch).detached(), batch)
             yield
         return self.engine.reduce(sums.totals)
@@ -248,7 +250,7 @@ class Dispatcher:
         sums = yield from self.evaluate(slot, data, scored, cancelled, step)
         return None if sums is None else loss_of(sums)
 
-    def _taught(self, slot: SlotName, batches: Iterable[Batch], loss: LossFunction) -> Iterator[Batch]:
+    def _with_teacher_outputs(self, slot: SlotName, batches: Iterable[Batch], loss: LossFunction) -> Iterator[Batch]:
         """Yield bins with what the slot's teacher computes of them, if the loss compares with that."""
         divergence = loss.outputs.divergence
         for batch in batches:

@@ -10,10 +10,12 @@ experts, K experts.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longshore.layout import Layout
@@ -157,6 +159,11 @@ class Batch:
     @property
     def is_empty(self) -> bool:
         return len(self.token_id_T) == 0
+
+    def with_routes(self, stored_TLK: NDArray[np.integer]) -> "Batch":
+        """Return the bin with routes as they are stored. torch knows few functions of uint16, so that has a sign."""
+        narrow = np.uint8 if stored_TLK.itemsize == 1 else np.int16
+        return replace(self, route_TLK=torch.from_numpy(stored_TLK.astype(narrow)).to(self.token_id_T.device))
 
     @staticmethod
     def to_score(
@@ -309,7 +316,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Facts:
+class EngineInfo:
     """Properties of an engine that do not change.
 
     Attributes:

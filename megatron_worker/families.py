@@ -1,7 +1,7 @@
 """What torch computes of a family's parts: rotary embeddings, activations, the choice of experts, rows of slices."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,25 @@ def rope_tables(rope: Rope, position_T: Tensor, frequency_D2: Tensor, dtype: tor
     return (angle_T1D.cos() * rope.magnitude).to(dtype), (angle_T1D.sin() * rope.magnitude).to(dtype)
 
 
+def rotated(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, sign: int = 1) -> Tensor:
+    """Rotate each head's first half against its second by the angle of its token's position. If a head is larger than
+    the tables, only the dimensions of the tables are rotated.
+
+    It costs one product and two fused multiply-adds.
+    """
+    size = cos_T1D.shape[-1]
+    if size < heads_TXD.shape[-1]:
+        turned = rotated(heads_TXD[..., :size].contiguous(), cos_T1D, sin_T1D, sign)
+        return torch.cat([turned, heads_TXD[..., size:]], dim=-1)
+    output = heads_TXD * cos_T1D
+    first, second = heads_TXD.chunk(2, dim=-1)
+    output_first, output_second = output.chunk(2, dim=-1)
+    sin_T1E = sin_T1D.chunk(2, dim=-1)[0]
+    output_first.addcmul_(second, sin_T1E, value=-sign)
+    output_second.addcmul_(first, sin_T1E, value=sign)
+    return output
+
+
 def check_lengths(position_T: Tensor, max_positions: int | None) -> None:
     """Raise InvalidInput if a sequence of a bin is longer than Architecture.max_positions."""
     if max_positions is not None and len(position_T) and (longest := int(position_T.max()) + 1) > max_positions:
@@ -68,7 +87,7 @@ def rotary_frequencies(rope: Rope) -> Tensor:
             return frequency / factor
         case "longrope":  # each by its own number (Ding et al. 2024, arXiv:2402.13753), of short sequences
             return 1.0 / (torch.tensor(scaling.short_factor) * rope.theta**exponent)
-        case "proportional":  # only the first ones turn (Gemma 4)
+        case "proportional":  # only the first ones turn
             num_turning = int((scaling.partial_rotary_factor or 1.0) * rope.size // 2)
             return (frequency / factor).masked_fill(torch.arange(len(frequency)) >= num_turning, 0.0)
         case "llama3":  # by their turns within the original positions (Grattafiori et al. 2024, arXiv:2407.21783, 3.4)
@@ -143,6 +162,17 @@ def weights(score_TE: Tensor, expert_TK: Tensor, mixture: Mixture) -> Tensor:
 
 # --- A rank's share of the tensors that slices describe ---
 # Its part of a whole tensor, and the rows of a parameter.
+
+
+def sum_of_experts(
+    x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, expert: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """Return each token's weighted sum of `expert(number, x_MH)`, added up in the order of the experts' numbers."""
+    total_TH = torch.zeros_like(x_TH)
+    for number in expert_TK.unique().tolist():
+        token_M, choice_M = (expert_TK == number).nonzero(as_tuple=True)
+        total_TH.index_add_(0, token_M, expert(number, x_TH[token_M]) * weight_TK[token_M, choice_M, None])
+    return total_TH
 
 
 def parts_of(s: TensorSlice, whole: Tensor, rank: int, size: int) -> list[Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeVar, Union
+from typing import Any, NamedTuple, TypeVar, Union
 
 import numpy as np
 import torch
@@ -15,16 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_worker.engine import Facts, Outputs
+from megatron_worker.engine import EngineInfo, Outputs
 from megatron_worker.head.logprobs import NO_LABEL, VocabShard, score_targets
 from megatron_worker.head.torch_tiles import rows_of_labels
 from shared.errors import InvalidInput
+from shared.jobs.packed import RouteShape
 from shared.jobs.prefix_tree import (
     Node,
     grow,
     indices,
     nodes_of,
     num_shared,
+    routes_of_parts,
     shared_where_it_saves,
     sort_key,
     tables,
@@ -66,6 +68,9 @@ class ForwardInput:
         hidden: the hidden state after the final norm.
         adapter: the name of a slot; None for the base alone.
         temperature: logits are divided by it before the softmax.
+        no_grad: its outputs have no graph, beside inputs that keep theirs.
+        routes: [L, layers with experts, experts of a token]: the experts that compute each token, in place of the
+            router's choice, as a sampler reported them; no gradient reaches the choice in either case.
     """
 
     tokens: Sequence[int] | NDArray[np.integer] | Tensor
@@ -78,6 +83,21 @@ class ForwardInput:
     hidden: bool = False
     adapter: str | AdapterChoice | None = ACTIVE
     temperature: float = 1.0
+    no_grad: bool = False
+    routes: NDArray[np.integer] | Tensor | None = None
+
+
+class Pass(NamedTuple):
+    """Inputs that go through the backbone together are equal in these."""
+
+    adapter: str | None
+    no_grad: bool = False
+    has_routes: bool = False
+
+    @property
+    def place(self) -> tuple[bool, str, bool, bool]:
+        """The order of passes, which is the same on every rank: the base first, then adapters by name."""
+        return self.adapter is not None, self.adapter or "", self.no_grad, self.has_routes
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +149,7 @@ class ForwardOutput:
 
 
 @dataclass(frozen=True, order=True)
-class HeadCall:
+class HeadRequest:
     """A kind of output with its settings. Rows of equal questions go through a head together."""
 
     kind: str
@@ -147,10 +167,15 @@ class CheckedInput:
     label_PK: Ints
     asked: ForwardInput
     adapter: str | None
+    route_LEK: NDArray[np.integer] | None = None
 
     @property
     def is_empty(self) -> bool:
         return not self.questions or not len(self.position_P)
+
+    @property
+    def goes_in(self) -> Pass:
+        return Pass(self.adapter, self.asked.no_grad, self.route_LEK is not None)
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -171,14 +196,16 @@ class CheckedInput:
         return [name for name, is_asked in asked.items() if is_asked]
 
     @property
-    def questions(self) -> list[HeadCall]:
+    def questions(self) -> list[HeadRequest]:
         """The heads that it needs: `scores` compute one log-probability a position, `ranks` labels and top-k."""
         asked, temperature = self.asked, self.asked.temperature
-        found = [HeadCall(kind) for kind, is_asked in (("hidden", asked.hidden), ("logits", asked.logits)) if is_asked]
+        found = [
+            HeadRequest(kind) for kind, is_asked in (("hidden", asked.hidden), ("logits", asked.logits)) if is_asked
+        ]
         if asked.labels is not None or asked.top_k:
-            found.append(HeadCall("ranks", temperature=temperature, top_k=asked.top_k))
+            found.append(HeadRequest("ranks", temperature=temperature, top_k=asked.top_k))
         if asked.target_logprobs or asked.entropy:
-            found.append(HeadCall("scores", entropy=asked.entropy, temperature=temperature))
+            found.append(HeadRequest("scores", entropy=asked.entropy, temperature=temperature))
         return found
 
 
@@ -208,7 +235,7 @@ def nested_alike(inputs: Inputs, outputs: Iterator[ForwardOutput]) -> Any:
             return [nested_alike(each, outputs) for each in inputs]
 
 
-def empty_output(request: CheckedInput, facts: Facts) -> ForwardOutput:
+def empty_output(request: CheckedInput, facts: EngineInfo) -> ForwardOutput:
     """Return the outputs of an input without positions: tensors without rows, for each requested output."""
     number_0 = torch.zeros(0, device=facts.device)
     number_0K = number_0.view(0, request.asked.top_k)
@@ -223,8 +250,13 @@ def empty_output(request: CheckedInput, facts: Facts) -> ForwardOutput:
     return ForwardOutput(**{name: fields[name] for name in request.fields})
 
 
-def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) -> CheckedInput:
-    """Check an input and fill in its defaults. Raises InvalidInput naming the input, the field and the rule."""
+def check(
+    asked: ForwardInput, place: str, vocab_size: int, active: str | None, routes: RouteShape | None = None
+) -> CheckedInput:
+    """Check an input and fill in its defaults. Raises InvalidInput naming the input, the field and the rule.
+
+    `routes`: of the model's experts, if it takes an input's routes.
+    """
     token_L = _ids(asked.tokens, f"{place}.tokens", vocab_size)
     if token_L.ndim != 1 or not len(token_L):
         raise InvalidInput("a sequence of at least one token is wanted", f"{place}.tokens")
@@ -247,7 +279,19 @@ def check(asked: ForwardInput, place: str, vocab_size: int, active: str | None) 
     if not asked.temperature > 0:
         raise InvalidInput("the temperature must be positive", f"{place}.temperature")
     adapter = active if isinstance(asked.adapter, AdapterChoice) else asked.adapter
-    return CheckedInput(token_L, position_P, label_PK, asked, adapter)
+    route_LEK = None if asked.routes is None else _routes(asked.routes, f"{place}.routes", len(token_L), routes)
+    return CheckedInput(token_L, position_P, label_PK, asked, adapter, route_LEK)
+
+
+def _routes(values: object, place: str, num_tokens: int, routes: RouteShape | None) -> NDArray[np.integer]:
+    if routes is None:
+        raise InvalidInput("this model has no experts, or this engine takes no routes for them", place)
+    route_LEK, wanted = _ids(values, place, routes.num_experts), (num_tokens, routes.num_layers, routes.per_token)
+    if route_LEK.shape != wanted:
+        raise InvalidInput(f"they are of shape {route_LEK.shape}; tokens, layers, experts are {wanted}", place)
+    if (np.diff(np.sort(route_LEK)) == 0).any():
+        raise InvalidInput("the experts of a token in a layer differ from each other", place)
+    return route_LEK.astype(routes.dtype.base)
 
 
 def _ids(values: object, place: str, bound: int) -> Ints:
@@ -279,10 +323,14 @@ class Pack:
     parent_T: Ints
     index_of: list[Ints]
     order: list[int]
+    route_TEK: NDArray[np.integer] | None = None
 
 
-def pack(sequences: Sequence[Ints], least_saved_tokens: int) -> Pack:
-    """Pack all sequences. Trees are in the order of their first sequences, which are in the order given."""
+def pack(sequences: Sequence[Ints], least_saved_tokens: int, routes: Sequence[NDArray[np.integer] | None] = ()) -> Pack:
+    """Pack all sequences. Trees are in the order of their first sequences, which are in the order given.
+
+    `routes`: of each sequence, if they have any. Those of a shared part are one sequence's, as in a job's bin.
+    """
     order, nodes = grow(sequences)
     nodes = shared_where_it_saves(nodes, least_saved_tokens)
     roots = [number for number, node in enumerate(nodes) if node.parent < 0]
@@ -296,7 +344,9 @@ def pack(sequences: Sequence[Ints], least_saved_tokens: int) -> Pack:
         placed += [node._replace(parent=max(-1, node.parent + moved * (node.parent >= 0))) for node in nodes[begin:end]]
     position_T, parent_T = tables(placed)
     members = [member for each, _, _ in trees for member in each]
-    return Pack(token_ids(sequences, order, placed), position_T, parent_T, indices(order, placed), members)
+    route_TEK = routes_of_parts(routes, order, placed) if routes else None
+    tokens = token_ids(sequences, order, placed)
+    return Pack(tokens, position_T, parent_T, indices(order, placed), members, route_TEK)
 
 
 @dataclass(frozen=True)
@@ -478,7 +528,7 @@ def _dtype(tensor: Tensor) -> torch.dtype:
 
 
 def answers(
-    question: HeadCall, rows_NH: Tensor, requests: Sequence[CheckedInput], weight_VH: Tensor, shard: VocabShard
+    question: HeadRequest, rows_NH: Tensor, requests: Sequence[CheckedInput], weight_VH: Tensor, shard: VocabShard
 ) -> list[dict[str, Any]]:
     """Compute one kind of output for several requests. `rows_NH`: their rows, one request after another.
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from longshore.training import LINEARS, Full, Lora
-from megatron_worker.engine import Batch, Facts, LossFunction
-from megatron_worker.forwards import CheckedInput, ForwardInput, HeadCall, Ints, PackSize, TopK, answers
+from megatron_worker.engine import Batch, EngineInfo, LossFunction
+from megatron_worker.forwards import CheckedInput, ForwardInput, HeadRequest, Ints, PackSize, Pass, TopK, answers
 from megatron_worker.mixers.forest_calls import mask_elements
 from megatron_worker.process.ranks import Fault, JobFailed, everyone
 from megatron_worker.tensors.slot_engine import Engine
@@ -287,7 +287,7 @@ def measure_backbone(engine: Engine, keeps_graph: bool, branches: bool, budget_b
 
 
 def measure_head(
-    engine: Engine, question: HeadCall, num_labels: int, keeps_graph: bool, budget_bytes: float
+    engine: Engine, question: HeadRequest, num_labels: int, keeps_graph: bool, budget_bytes: float
 ) -> PassCost:
     """Measure a head on hidden states of zeros, whose memory counts as the head's. Collective."""
     device = engine.facts.device
@@ -320,7 +320,7 @@ def _drop_gradient(weight_VH: Tensor) -> None:
     weight_VH.grad = None
 
 
-def _request(question: HeadCall, num_labels: int, num_rows: int) -> CheckedInput:
+def _request(question: HeadRequest, num_labels: int, num_rows: int) -> CheckedInput:
     token_L, label_PK = np.zeros(num_rows + 1, np.int64), np.zeros((num_rows, num_labels), np.int64)
     asked = ForwardInput(
         token_L,
@@ -353,7 +353,7 @@ def _two_sequences(num_tokens: int, branches: bool, device: torch.device, num_ta
     )
 
 
-def mask_bytes(parent_T: Ints, facts: Facts) -> float:
+def mask_bytes(parent_T: Ints, facts: EngineInfo) -> float:
     """Return the bytes of the attention masks of a pack, which all layers of one window share.
 
     On the CPU [L, L] for each small tree with many branches, and what a window cuts off. On CUDA a block mask: four
@@ -391,7 +391,7 @@ class HeadRows(NamedTuple):
 
 
 class PlannedSlot(NamedTuple):
-    name: str | None
+    inputs: Pass
     lora: Lora | None
     keeps_graph: bool
     least_saved_tokens: int
@@ -403,7 +403,7 @@ class SlotLoad:
     """The work of one slot in one rank's micro-batch."""
 
     size: PackSize
-    rows: dict[HeadCall, HeadRows] = field(default_factory=dict)
+    rows: dict[HeadRequest, HeadRows] = field(default_factory=dict)
 
     def with_requests(self, requests: Sequence[CheckedInput]) -> "SlotLoad":
         size, rows = self.size.with_sequences([request.token_L for request in requests]), self.rows.copy()
@@ -447,10 +447,10 @@ class Planner:
     micro-batch that exceeded its budget took more than its estimate.
     """
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: EngineInfo) -> None:
         self._facts = facts
         self._backbones: dict[tuple[Lora | None, bool, bool, bool], PassCost] = {}
-        self._heads: dict[tuple[HeadCall, int, bool], PassCost] = {}
+        self._heads: dict[tuple[HeadRequest, int, bool], PassCost] = {}
         self._excess: dict[frozenset[str], float] = {}
 
     def step_tokens(
@@ -524,7 +524,7 @@ class Planner:
     ) -> RankShare:
         loads = {}
         for slot in slots:
-            own = [request for request in requests if request.adapter == slot.name and not request.is_empty]
+            own = [request for request in requests if request.goes_in == slot.inputs and not request.is_empty]
             before = share.loads.get(slot)
             if own:
                 loads[slot] = (before or _no_load(slot)).with_requests(own)
@@ -586,7 +586,7 @@ def _no_load(slot: PlannedSlot) -> SlotLoad:
     return SlotLoad(PackSize(slot.least_saved_tokens))
 
 
-def _head_key(question: HeadCall, num_labels: int, keeps_graph: bool) -> tuple[HeadCall, int, bool]:
+def _head_key(question: HeadRequest, num_labels: int, keeps_graph: bool) -> tuple[HeadRequest, int, bool]:
     """Return the key of a head's cost: settings that do not change its memory are left out, labels are rounded up."""
     rounded = 1 << (num_labels - 1).bit_length() if num_labels and question.kind == "ranks" else 0
     return replace(question, temperature=1.0), rounded, keeps_graph

@@ -1,13 +1,16 @@
 """The program of a job whose plan has its steps: train on packed data, evaluate, save, send, probe."""
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Literal
 
 import numpy as np
 
+from longshore.algorithms import has_several_teachers, is_policy_loss, reference_of, scores_old
+from longshore.events import Best, Evaluated, Evaluating, EvaluationSample, Kept, Probed
 from longshore.fields import Artifact
 from longshore.losses import Distillation
 from megatron_worker.engine import LossFunction
@@ -16,12 +19,10 @@ from megatron_worker.process.ranks import CancelledEarly, Fault, Folders, JobFai
 from megatron_worker.trained_slot import Outcome, Passes, Program, TrainedSlot
 from megatron_worker.training.batches import Flags, PackedBatches, Role, likeliest_role, logprobs_role
 from megatron_worker.training.checkpoint import CheckpointState
-from megatron_worker.training.evaluation import Evaluator, held_out_loss, read_prompts, with_progress
+from megatron_worker.training.evaluation import Evaluator, held_out_loss, is_due, read_prompts, with_progress
 from megatron_worker.warm_engine import WarmState, slots_of
 from shared.errors import InvalidInput
-from shared.jobs.events import Evaluated, Evaluating, Probed
 from shared.jobs.job import JobPlan, PackedData, Schedule
-from shared.jobs.losses import has_several_teachers, is_policy_loss, reference_of, scores_old
 from shared.jobs.packed import RouteShape
 
 # --- The learning rate as a function of the step ---
@@ -55,7 +56,7 @@ class PlannedSteps(Program):
     plan: JobPlan
     folders: Folders
     data: PackedBatches
-    evaluator: Evaluator
+    evaluators: Sequence[Evaluator]
     slot: TrainedSlot
 
     @cached_property
@@ -147,7 +148,8 @@ class PlannedSteps(Program):
         steps = range(0 if plan.critic is not None else self._done(), plan.num_steps)
         for of, number in self._teachers(slot):
             yield role(of, self.data, steps, plan.temperature, at_N=_targets_of(self.data, number))
-            if (held_out := self.evaluator.wants_reference) is not None:  # which is evaluated at temperature 1
+            for held_out in (each.data for each in self.evaluators if each.wants_reference):
+                # It is evaluated at temperature 1.
                 yield role(of, held_out, range(1), 1.0, at_N=_targets_of(held_out, number))
 
     def _teachers(self, slot: str | None) -> Iterator[tuple[str | None, int | None]]:
@@ -186,14 +188,14 @@ class PlannedSteps(Program):
         if self.plan.probe:
             logprobs = self.slot.dispatcher.probe(self.slot.slot, self.plan.probe)
             self.slot.report.emit(Probed, step=self.slot.at, logprobs=logprobs)
-        return Outcome("succeeded", self.slot.at, kept=self._kept())
+        return Outcome("succeeded", self.slot.at, kept=self._kept(), best=self._best())
 
     def _done(self) -> int:
         """Return the steps of the plan that are done."""
         return self.slot.at - self.plan.first_step
 
     def _is_done(self) -> bool:
-        return self.slot.at == self.plan.last_step
+        return self.slot.at == self.plan.last_step or self.plan.evaluation.is_over(self.slot.evaluations)
 
     def _step(self) -> Generator[None, None, None]:
         """Do one update. A step without any trained token is skipped.
@@ -205,17 +207,31 @@ class PlannedSteps(Program):
         rate = learning_rate(self.plan.schedule, self.slot.at, self.plan.last_step)
         try:
             critics = yield from self._critic_step()
+            beside = critics | self._sources_of_step()
             if self.plan.critic is not None and self.plan.critic.alone:
                 self.slot.skip_step(number, critics)
                 return
             sums = yield from self.slot.forward_backward(self.data, self._done(), self._loss)
             if sums["weight"]:
-                self.slot.optim_step(number, self.plan.optimizer, rate, sums["weight"], critics)
+                self.slot.optim_step(number, self.plan.optimizer, rate, sums["weight"], beside)
             else:
-                self.slot.skip_step(number, critics)
+                self.slot.skip_step(number, beside)
         except NotFinite as error:
             message = f"step {number}: {error.what}; try a lower learning rate, or look for broken rows"
             raise JobFailed(Fault(kind="not_finite", message=message)) from None
+
+    def _sources_of_step(self) -> dict[str, float]:
+        """Return how many examples and tokens of the next step are from each source, if the data is a mixture."""
+        if not (sources := self.data.units.header.sources):
+            return {}
+        units = np.concatenate(self.data.bins(self._done()))
+        source_U = np.searchsorted(np.cumsum([source.num_units for source in sources]), units, side="right")
+        examples = np.bincount(source_U, minlength=len(sources)).tolist()
+        tokens = np.bincount(source_U, self.data.units.num_tokens(units), minlength=len(sources)).tolist()
+        found: dict[str, float] = {}
+        for source, *counts in zip(sources, examples, tokens, strict=True):
+            found |= {f"examples_{source.name}": float(counts[0]), f"tokens_{source.name}": float(counts[1])}
+        return found
 
     def _critic_step(self) -> Generator[None, None, dict[str, float]]:
         """Update the critic, if there is one. Returns its metrics. Raises NotFinite."""
@@ -226,28 +242,57 @@ class PlannedSteps(Program):
         return (yield from self.slot.critic.step(self._done(), self.plan.optimizer, rate))
 
     def _evaluate(self) -> Generator[None, None, bool]:
-        """Report held-out metrics and samples, if they are due now. Returns False if a cancellation interrupted it."""
-        evaluator, dispatcher, emit = self.evaluator, self.slot.dispatcher, self.slot.report.emit
-        if not evaluator.is_due(self._done(), self.plan.num_steps):
+        """Report held-out metrics and samples, if they are due now. Returns False if a cancellation interrupted it.
+
+        Weights that are the best so far are saved, if the job keeps the best. A job that resumes evaluates its first
+        weights again, with the same result.
+
+        Raises InvalidInput: the evaluation lacks a metric that is watched.
+        """
+        dispatcher, emit = self.slot.dispatcher, self.slot.report.emit
+        if not is_due(self.plan.evaluation, self._done(), self.plan.num_steps):
             return True
-        assert evaluator.data is not None
-        passes = dispatcher.evaluate(self.slot.slot, evaluator.data, evaluator.loss_function, self.slot.cancelled)
-        sums = yield from with_progress(
-            passes,
-            dispatcher.num_scoring_passes(evaluator.data),
-            lambda done: emit(Evaluating, step=self.slot.at, fraction=done),
-        )
-        if sums is None:
-            return False
-        samples = yield from with_progress(
-            evaluator.samples(partial(dispatcher.greedy, self.slot.slot), self.slot.cancelled),
-            evaluator.num_sampling_passes,
-            lambda done: emit(Evaluating, step=self.slot.at, fraction=done, part="samples"),
-        )
-        if samples is None:
-            return False
-        emit(Evaluated, step=self.slot.at, metrics=evaluator.metrics(sums), samples=samples)
+        metrics: dict[str, float] = {}
+        samples: tuple[EvaluationSample, ...] = ()
+
+        def tell(place: int, part: Literal["rows", "samples"], done: float) -> None:
+            whole = (place + done) / len(self.evaluators)
+            emit(Evaluating, step=self.slot.at, fraction=whole, part=part)
+
+        for place, evaluator in enumerate(self.evaluators):
+            passes = dispatcher.evaluate(self.slot.slot, evaluator.data, evaluator.loss_function, self.slot.cancelled)
+            num_passes = dispatcher.num_scoring_passes(evaluator.data)
+            sums = yield from with_progress(passes, num_passes, partial(tell, place, "rows"))
+            if sums is None:
+                return False
+            metrics |= evaluator.metrics(sums)
+        for place, evaluator in enumerate(self.evaluators):
+            sampling = evaluator.samples(partial(dispatcher.greedy, self.slot.slot), self.slot.cancelled)
+            num_passes = evaluator.num_sampling_passes
+            shown = yield from with_progress(sampling, num_passes, partial(tell, place, "samples"))
+            if shown is None:
+                return False
+            samples += shown
+        emit(Evaluated, step=self.slot.at, metrics=metrics, samples=samples)
+        self._watch({f"eval_{name}": value for name, value in metrics.items()})
         return True
+
+    def _watch(self, metrics: Mapping[str, float]) -> None:
+        evaluation = self.plan.evaluation
+        for name in sorted(evaluation.watched - metrics.keys()):
+            known = ", ".join(sorted(metrics))
+            raise InvalidInput(f"the evaluations have no {name}; they have {known}", "best_by or early_stop.metric")
+        if evaluation.watched and self._done():  # before the first step there is nothing to publish
+            self.slot.evaluations = evaluation.with_evaluation(self.slot.evaluations, self.slot.at, metrics)
+            if evaluation.best(self.slot.evaluations) == self.slot.at:
+                self.slot.report.emit(Kept, step=self.slot.at)
+                self.slot.save()
+
+    def _best(self) -> Best | None:
+        evaluation, evaluations = self.plan.evaluation, self.slot.evaluations
+        if (step := evaluation.best(evaluations)) is None or (metric := evaluation.keeps_by) is None:
+            return None
+        return Best(step=step, metric=metric, value=evaluations[step][metric])
 
     def _kept(self) -> WarmState | None:
         """Return the state that stays in the engine, if another job is expected to continue from it."""
@@ -258,7 +303,7 @@ class PlannedSteps(Program):
         return WarmState(self.plan.trainable, self.slot.written, self._reference, critic)
 
 
-def open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[PackedBatches, Evaluator]:
+def open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[PackedBatches, list[Evaluator]]:
     """Open training and held-out data, until `open_files` is closed.
 
     Raises:
@@ -269,15 +314,16 @@ def open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[P
         likeliest = None if data.likeliest is None else folders[data.likeliest]
         return open_files.enter_context(PackedBatches.open(folders[data.units], folders[data.plan], likeliest))
 
-    training, held_out, loss = open_packed(plan.data), plan.evaluation.data, held_out_loss(plan.loss)
+    training, loss = open_packed(plan.data), held_out_loss(plan.loss)
     check_columns(training.units, plan.loss)
     if plan.num_steps > training.num_steps:
         raise InvalidInput(f"the job has {plan.num_steps} steps, its data {training.num_steps}", "num_steps")
-    if held_out is None:
-        return training, Evaluator(plan.evaluation, None, [], folders[plan.model], loss)
-    evaluated, prompts = open_packed(held_out), read_prompts(folders[held_out.units])
-    check_columns(evaluated.units, loss)
-    return training, Evaluator(plan.evaluation, evaluated, prompts, folders[plan.model], loss)
+    evaluators = []
+    for name, held_out in plan.evaluation.held_out.items():
+        evaluated, prompts = open_packed(held_out), read_prompts(folders[held_out.units])
+        check_columns(evaluated.units, loss)
+        evaluators.append(Evaluator(plan.evaluation, name, evaluated, prompts, folders[plan.model], loss))
+    return training, evaluators
 
 
 def _check_probe(token_ids: tuple[int, ...], vocab_size: int) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore import events
+from longshore.algorithms import check_head
 from longshore.commands import (
     EFFECTS,
     CommandProblem,
@@ -23,6 +25,7 @@ from longshore.commands import (
     OptimStep,
     SaveState,
 )
+from longshore.fields import bounded
 from longshore.losses import Distillation
 from longshore.training import check_optimizer
 from megatron_worker.engine import Outputs, Where, reported
@@ -32,8 +35,7 @@ from megatron_worker.trained_slot import Outcome, Passes, Program, TrainedSlot
 from megatron_worker.training.batches import CommandData, Role, TargetScores, pack_data
 from megatron_worker.training.checkpoint import check_fits
 from megatron_worker.warm_engine import WarmEngine
-from shared.errors import InvalidInput, bounded
-from shared.jobs import events
+from shared.errors import InvalidInput
 from shared.jobs.commands import (
     Gap,
     LoadStored,
@@ -43,7 +45,6 @@ from shared.jobs.commands import (
     read_command,
 )
 from shared.jobs.job import SessionPlan
-from shared.jobs.losses import check_head
 from shared.jobs.packed import Units
 from shared.storage.files import write_atomically
 

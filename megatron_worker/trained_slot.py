@@ -15,7 +15,9 @@ from typing import ClassVar, Literal, Self, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from longshore.training import Optimizer
+from longshore.events import Best, Saved, Step, Synced
+from longshore.training import Evaluations, Optimizer
+from longshore.views import ProfileRequest
 from megatron_worker.critic import CriticSlot
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import MAX, LossFunction, reported
@@ -24,10 +26,8 @@ from megatron_worker.process.ranks import Awaited, Fault, NotFinite, WorkerRanks
 from megatron_worker.training.batches import PackedBatches, TargetScores
 from megatron_worker.training.checkpoint import CheckpointState, Written, save_checkpoint
 from megatron_worker.warm_engine import WarmState
-from megatron_worker.weight_sync.sender import Giving, Sending
-from shared.jobs.events import Saved, Step, Synced
+from megatron_worker.weight_sync.sender import BlockSender, Sending
 from shared.jobs.job import Job, SyncAccess, SyncTarget
-from shared.storage.files import ProfileRequest
 
 # --- Traces the next optimizer steps of a job with torch's profiler, if its host asks for a trace ---
 
@@ -108,7 +108,7 @@ def _marked_step() -> record_function:
 
 # --- Weights that travel to samplers while they are saved ---
 
-Send = Callable[[SyncTarget, SyncAccess], Sending | Giving | None]
+Send = Callable[[SyncTarget, SyncAccess], Sending | BlockSender | None]
 
 
 @contextmanager
@@ -149,13 +149,15 @@ T = TypeVar("T")
 class Outcome:
     """The outcome of a job, and the number of steps done. `fault`: the reason if it failed.
 
-    `kept`: the state that it left in its slots, if another job is expected to continue from it.
+    `kept`: the state that it left in its slots, if another job is expected to continue from it. `best`: the evaluation
+    whose weights are kept, if the job keeps the best.
     """
 
     state: Literal["succeeded", "failed", "cancelled"]
     step: int
     fault: Fault | None = None
     kept: WarmState | None = None
+    best: Best | None = None
 
 
 Passes = Generator[Awaited | None, None, Outcome]
@@ -192,6 +194,7 @@ class TrainedSlot:
         at: the number of the last state without gradients: steps of the run, or commands of a session.
         saved_at: that of the newest checkpoint, -1 before the first. `written`: this attempt's newest one.
         micro_batch_tokens: of the largest micro-batch, if the job has a memory budget.
+        evaluations: by step, the values of the metrics that the job's evaluation watches.
         sums: the loss's sums since the last optimizer step, as the dispatcher reports them; empty without gradients.
         critic: the critic that is trained with it, if any.
         profiler: traces steps, if the job's host wants that.
@@ -208,6 +211,7 @@ class TrainedSlot:
     saved_at: int = -1
     written: Written | None = None
     micro_batch_tokens: int | None = None
+    evaluations: Evaluations = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
     critic: CriticSlot | None = None
     profiler: StepProfiler = field(default_factory=lambda: StepProfiler(None))
@@ -297,8 +301,8 @@ class TrainedSlot:
         """Save a checkpoint of the state `at`, unless there is one. The weights have not changed since then."""
         if self.saved_at == self.at:
             return
-        passes = self.micro_batch_tokens, self.recomputes
-        self.written = save_checkpoint(self._write, self.ranks, self.job, self.model_sha256, self.at, *passes)
+        progress = self.micro_batch_tokens, self.recomputes, self.evaluations
+        self.written = save_checkpoint(self._write, self.ranks, self.job, self.model_sha256, self.at, *progress)
         self.saved_at = self.at
         self.report.emit(Saved, step=self.at, path=str(self.written.path), manifest_sha256=self.written.sha256)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from longshore.algorithms import adapters_of, has_several_teachers, reference_of
 from longshore.fields import Artifact
 from longshore.layout import EngineName, Layout
 from longshore.training import Dtype, Full, Lora, OptimizerStates, Quantization
@@ -20,7 +21,6 @@ from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.training.checkpoint import Written
 from shared.errors import InvalidInput
 from shared.jobs.job import Job, WorkerKey, WorkerPlan
-from shared.jobs.losses import adapters_of, has_several_teachers, reference_of
 
 BuildEngine = Callable[[WorkerPlan, Path], Engine]
 _MAX_KEPT = 8  # runs whose state is kept between two jobs; other runs read their checkpoint

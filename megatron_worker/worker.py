@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from longshore.events import Cancelled, Failed, Offloaded, Started, Succeeded
 from longshore.fields import Frozen
 from megatron_worker.planned import PlannedSteps, open_data
 from megatron_worker.process.job_queue import ClaimedJob, EventLog, JobQueue
@@ -48,7 +49,6 @@ from megatron_worker.warm_engine import (
     slots_of,
     take_engine,
 )
-from shared.jobs.events import Cancelled, Failed, Offloaded, Started, Succeeded
 from shared.jobs.job import Job, JobPlan, SessionPlan, WorkerPlan
 from shared.provenance import code_sha256
 from shared.storage.files import write_atomically
@@ -151,7 +151,7 @@ def _begin(
         yield None
     before = ranks.agree(lambda: _state_before(job, folders, kept))
     if before is not None and job.start is not None:
-        slot.at = before.step
+        slot.at, slot.evaluations = before.step, before.evaluations
     yield from program.before_loading(before, kept)
     if kept is not None:
         ranks.agree(lambda: go_on_from(kept.checkpoint, plan, slot.model_sha256))
@@ -267,7 +267,7 @@ class FairTurns:
 
 
 @dataclass
-class InHand:
+class ActiveJob:
     """A job in progress. `random_state`: its random generators' state, kept while passes of other jobs are done.
 
     `awaited`: tells when its next pass can be done; None: at once.
@@ -297,7 +297,7 @@ class Worker:
         self._ranks = ranks
         self._staging = staging
         self._warm = WarmEngine(build, slot_bytes)
-        self._in_hand: dict[str, InHand] = {}
+        self._in_hand: dict[str, ActiveJob] = {}
         self._turns = FairTurns()
         self._last: str | None = None
 
@@ -384,7 +384,7 @@ class Worker:
     ) -> None:
         flag = CancelFlag(self._ranks, cancelled)
         passes = run_job(job, self._warm, self._staging, report, self._ranks, flag, by_hand)
-        self._in_hand[job.plan.run_id] = InHand(job, passes, report, flag, archive)
+        self._in_hand[job.plan.run_id] = ActiveJob(job, passes, report, flag, archive)
 
     def _advance(self, run_id: str) -> Outcome | None:
         """Do one pass of a job, and put it last in line. After the last pass end the job, and return its outcome."""
@@ -414,7 +414,7 @@ class QueueReader:
         self.claim: ClaimedJob
         write_atomically(paths.ready, b"")
 
-    def next_order(self, in_hand: Mapping[str, InHand], turns: FairTurns, is_on_device: bool) -> WorkerOrder:
+    def next_order(self, in_hand: Mapping[str, ActiveJob], turns: FairTurns, is_on_device: bool) -> WorkerOrder:
         """Wait for something to do: begin a new job, or continue the run whose turn it is.
 
         A worker that is on its device and no longer serves a lease leaves the device.
@@ -482,7 +482,7 @@ def _conclude(job: Job, outcome: Outcome, warm: WarmEngine, report: EventLog) ->
     device = "held" if is_held else "released"
     match outcome.state:
         case "succeeded":
-            report.emit(Succeeded, step=outcome.step, device=device)
+            report.emit(Succeeded, step=outcome.step, device=device, best=outcome.best)
         case "cancelled":
             report.emit(Cancelled, step=outcome.step, device=device)
         case "failed":

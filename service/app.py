@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,15 +25,12 @@ from service.apis import errors as problems
 from service.apis.art import training_jobs as art_jobs
 from service.apis.art import wandb_artifacts
 from service.apis.edge import LOOPBACK_NAMES, Edge, HeadRequests
-from service.apis.native import automation as automation_api
-from service.apis.native import codec as codec_api
-from service.apis.native import models as models_api
+from service.apis.native import installation
 from service.apis.native import runs as runs_api
-from service.apis.native import tenants as tenant_api
 from service.apis.openai import chat as openai_chat
 from service.apis.openai import files as openai_files
-from service.apis.openai.fine_tuning import jobs as openai_jobs
-from service.apis.openai.fine_tuning.jobs import prune_sent_requests
+from service.apis.openai import jobs as openai_jobs
+from service.apis.openai.jobs import SentRequests
 from service.apis.page import pages
 from service.apis.tinker import routes as tinker_routes
 from service.apis.tinker import samples as tinker_samples
@@ -43,7 +39,6 @@ from service.database import engine
 from service.database.engine import open_database
 from service.files import uploads_folder
 from service.host_http.server import BoundedListener, config, observed
-from service.rebuild import rebuild
 from service.telemetry import SeenRequests, request_ids, stop_tracing
 from shared.errors import LongshoreError
 from shared.log_lines import escape_output
@@ -63,7 +58,13 @@ _LONGEST_PAUSE_S = 10.0
 _LAST_ANSWERS_S = 2.0
 _THREADS = 64
 
-ROUTERS = (runs_api.open_router, runs_api.router, tenant_api.router, codec_api.router)
+ROUTERS = (
+    runs_api.open_router,
+    runs_api.router,
+    installation.router,
+    installation.accounts_router,
+    installation.codec_router,
+)
 OPENAI_ROUTERS = (
     openai_files.router,
     openai_files.uploads,
@@ -81,15 +82,6 @@ TINKER_ROUTERS = (
     tinker_routes.rest_router,
     tinker_routes.downloads_router,
 )
-NATIVE_ROUTERS = (
-    runs_api.data_router,
-    models_api.router,
-    models_api.exports_router,
-    runs_api.sessions_router,
-    runs_api.files_router,
-    automation_api.router,
-)
-"""Parts of the native API without a prefix of their own."""
 
 
 class DescribedApp(FastAPI):
@@ -128,14 +120,14 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         logger.warning("LONGSHORE_API_KEY is not set: only keys that were made through the API are accepted")
     hosts = allowed_hosts if allowed_hosts is not None else (*LOOPBACK_NAMES, urlsplit(settings.api_url).hostname or "")
     in_hand: set[object] = set()
-    temporal_ui = codec_api.ui_origin(settings)
+    temporal_ui = installation.ui_origin(settings)
     edge = Middleware(
         Edge,
         keys=backend.keys,
         sign_ins=backend.sign_ins,
         audit=backend.audit,
         rate_limit=RateLimit(settings.rate_limit.per_s, settings.rate_limit.burst),
-        allowed_hosts=None if "*" in hosts else hosts,
+        allowed_hosts=None if "*" in hosts else {host.lower() for host in hosts},
         max_body_bytes=MAX_BODY_BYTES,
         max_upload_bytes=settings.download.max_bytes,
         in_hand=in_hand,
@@ -152,7 +144,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         lifespan=_lifespan,
         middleware=[
             Middleware(SeenRequests),
-            Middleware(codec_api.CodecCors, origin=temporal_ui),
+            *([Middleware(installation.CodecCors, origin=temporal_ui)] if temporal_ui else []),
             edge,
             Middleware(HeadRequests),
         ],
@@ -163,10 +155,6 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         app.include_router(router)
     for router in (*OPENAI_ROUTERS, *ART_ROUTERS):
         app.include_router(router, dependencies=BEARER, responses=problems.FOREIGN_RESPONSES)
-    for router in NATIVE_ROUTERS:
-        app.include_router(
-            router, prefix=runs_api.PREFIX, dependencies=runs_api.DEPENDENCIES, responses=problems.RESPONSES
-        )
     app.include_router(pages.router)
     app.mount(pages.STATIC, pages.static_files)
     for path in ("/health", "/readyz"):
@@ -184,8 +172,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "service"))
     # What a killed service was receiving.
     await asyncio.to_thread(shutil.rmtree, uploads_folder(backend.settings.root_path), ignore_errors=True)
-    was_empty = await asyncio.to_thread(engine.upgrade, backend.database)
-    chores = _chores(backend, app.state.tinker_samples, was_empty)
+    await asyncio.to_thread(engine.upgrade, backend.database)
+    chores = _chores(backend, app.state.tinker_samples)
     if backend.settings.metrics.port is not None:
         chores += (("gauges are not refreshed", _GAUGES_EVERY_S, backend.gauges.refresh),)
     loops = [asyncio.create_task(_repeat(*each)) for each in chores]
@@ -203,29 +191,23 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _chores(
-    backend: Backend, samples: tinker_samples.Samples, was_empty: bool
+    backend: Backend, samples: tinker_samples.Samples
 ) -> tuple[tuple[str, float, Callable[[], Awaitable[object]]], ...]:
     """Return the repeated work: the log's message while it fails, seconds between two times, and a function."""
     return (
-        ("accepted runs wait", _SWEEP_EVERY_S, _Sweep(backend, was_empty)),
-        ("the list of runs is not refreshed", _WATCH_EVERY_S, backend.watch.refresh),
+        ("accepted runs wait", _SWEEP_EVERY_S, _Sweep(backend)),
+        ("steps of runs are not refreshed", _WATCH_EVERY_S, backend.states.refresh_training),
         ("runs wait for samplers and workers", _EVICT_EVERY_S, backend.eviction.evict),
-        ("spending limits are not held", _SWEEP_EVERY_S, backend.spending.enforce),
+        ("spending limits are not held", _SWEEP_EVERY_S, backend.runs.hold_spending),
         ("runs without clients go on", _SWEEP_EVERY_S, backend.runs.pause_left),
-        ("webhooks wait", _WATCH_EVERY_S, partial(backend.webhooks.send_outbox, backend.database)),
-        (
-            "scheduled runs and sweeps wait",
-            _SWEEP_EVERY_S,
-            partial(backend.scheduled_runs.serve, *backend.sweeps.activities),
-        ),
+        ("webhooks wait", _WATCH_EVERY_S, backend.webhooks.send_outbox),
+        ("deliveries to webhooks wait", _SWEEP_EVERY_S, backend.webhooks.serve),
+        ("workflows wait for the database", _WATCH_EVERY_S, backend.serve_workflows),
         ("garbage is left", _SWEEP_EVERY_S, backend.garbage.collect_when_due),
         ("the audit log grows", _PRUNE_EVERY_S, backend.audit.prune),
-        ("parts of uploads are left", _PRUNE_EVERY_S, partial(asyncio.to_thread, backend.uploads.prune)),
-        (
-            "sent requests are remembered",
-            _PRUNE_EVERY_S,
-            partial(asyncio.to_thread, prune_sent_requests, backend.store),
-        ),
+        ("unfinished files are left", _PRUNE_EVERY_S, backend.files.prune),
+        ("parts of uploads are left", _PRUNE_EVERY_S, backend.uploads.prune),
+        ("sent requests are remembered", _PRUNE_EVERY_S, SentRequests(backend.database, backend.quotas).prune),
         ("results of sessions are left", _PRUNE_EVERY_S, backend.sessions.prune),
         ("answers are remembered", _FORGET_EVERY_S, backend.inference.prune),
         ("samples are remembered", _PRUNE_EVERY_S, samples.prune),
@@ -233,24 +215,18 @@ def _chores(
 
 
 class _Sweep:
-    """Sweep once, when Temporal, store and database answer; after that start runs accepted while Temporal was away."""
+    """Starts accepted runs that Temporal does not know; the first time it also restores schedules and sweeps there."""
 
-    def __init__(self, backend: Backend, rebuilds: bool) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._rebuilds = rebuilds
-        self._swept = False
+        self._has_restored = False
 
     async def __call__(self) -> None:
-        runs = self._backend.runs
-        if self._rebuilds:  # a database that was lost, or is new to this store
-            await asyncio.to_thread(rebuild, self._backend.store, self._backend.database)
-            self._rebuilds = False
-        if not self._swept:
-            await runs.sweep()
+        await self._backend.runs.sweep()
+        if not self._has_restored:
             await self._backend.schedules.restore()
             await self._backend.sweeps.restore()
-            self._swept = True
-        await runs.start_waiting()
+            self._has_restored = True
 
 
 async def _repeat(trouble: str, every_s: float, work: Callable[[], Awaitable[object]]) -> None:

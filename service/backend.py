@@ -7,29 +7,30 @@ from fastapi import Depends, Header, Request
 from service.accounts.audit import Audit
 from service.accounts.keys import Keys, SignInLinks, SignIns
 from service.accounts.limits import FairShare, SignInLimit
-from service.accounts.tenants import Access, Quotas, Tenants
+from service.accounts.tenants import Access, Documents, Quotas, Tenants
+from service.automation.retention import Garbage, Removals, Retention
 from service.automation.schedules import ScheduledRuns, Schedules
-from service.automation.sweeps import Sweeps
-from service.automation.upkeep import Garbage, Removals, SpendingLimits
+from service.automation.sweeps import Sweeps, SweepState
 from service.automation.webhooks import Webhooks
 from service.database.engine import Database
 from service.decoding import Decoding
 from service.files import Files, Uploads, uploads_folder
-from service.host_http.clients import HostClients, SessionBells
+from service.host_http.clients import HostClients, SessionHosts
 from service.inference.art_models import ArtModels, UntrainedModels
-from service.inference.exports import Exports
-from service.inference.published_models import NamedModels, PublishedModels
+from service.inference.published_models import Exports, NamedModels, PublishedModels
 from service.inference.questions import IdleEviction, Inference
 from service.runs.estimates import Checks, Estimates
-from service.runs.files import RunFiles
-from service.runs.history import Histories, RunReader
+from service.runs.files import Histories, RunFiles, RunReader
 from service.runs.overview import InstallationGauges, Overviews
-from service.runs.rows import RunRows
-from service.runs.runs import Runs, RunStates, Watch
+from service.runs.rows import Records, RunRows, serve
+from service.runs.runs import FirstRequest, Runs, RunStates
 from service.runs.sessions import Sessions, TrainSteps
+from service.runs.uses import Uses
 from service.temporal import Temporal
+from shared.automation import ScheduleRecord, SweepRef
 from shared.settings import Settings
 from shared.storage.store import ObjectStore
+from workflows.policies import service_queue
 
 
 class Backend:
@@ -43,51 +44,74 @@ class Backend:
         self.database = database
         self.quotas = Quotas(settings.quotas, store, database, settings.prices, settings.clients)
         rows = RunRows(database, self.quotas)
-        states = RunStates(store, rows, temporal)
+        self.states = RunStates(store, rows, temporal)
+        uses = Uses(database)
+        self.records = Records(store, rows, uses, self.quotas, temporal, settings.control_queue)
         access = self.access = Access(settings, store)
         limits = settings.tenant_limits
         checks = FairShare("checks of data and graders", limits.checks, limits.patience_s)
         questions = FairShare("questions", limits.questions, limits.patience_s)
-        self.runs = Runs(settings, store, rows, states, temporal, access, self.quotas)
-        self.watch = Watch(rows, states, temporal)
+        idempotency_keys = Documents(database, self.quotas, "idempotency key", FirstRequest)
+        self.runs = Runs(settings, store, rows, self.states, temporal, access, self.quotas, uses, idempotency_keys)
         self.gauges = InstallationGauges(settings, database, temporal)
-        self.spending = SpendingLimits(self.runs, rows)
-        self.removals = Removals(self.runs, store, database, self.quotas)
-        self.garbage = Garbage(settings, temporal, self.quotas)
+        sweeps = Documents(database, self.quotas, "sweep", SweepState)
+        self.removals = Removals(self.runs, store, database, uses, self.quotas, sweeps)
+        self.garbage = Garbage(settings, temporal)
+        self.retention = Retention(store, database, self.quotas, settings.retention)
         self.steps = TrainSteps(self.runs, store, temporal)
         self.hosts = HostClients(settings, settings.heartbeat_timeout_s)
-        bells = SessionBells(store, self.hosts)
-        self.sessions = Sessions(self.runs, rows, store, temporal, self.quotas, bells, settings.session_results_days)
+        session_hosts = SessionHosts(store, self.hosts)
+        self.sessions = Sessions(
+            self.runs, rows, store, temporal, self.quotas, uses, session_hosts, settings.session_results_days
+        )
         self.reader = RunReader(store)
         self.histories = Histories(self.reader)
         self.run_files = RunFiles(store, settings.s3, self.quotas)
         self.files = Files(store, database, self.quotas, uploads_folder(settings.root_path))
-        self.uploads = Uploads(store, self.files, self.quotas, uploads_folder(settings.root_path))
-        self.checks = Checks(self.runs, temporal, checks)
+        self.uploads = Uploads(store, database, self.files, self.quotas, uploads_folder(settings.root_path))
+        self.checks = Checks(self.runs, temporal, checks, self.quotas)
         self.estimates = Estimates(self.checks, rows, self.histories, settings.prices)
         self.decoding = Decoding(settings)
         self.published = PublishedModels(store)
         self.names = NamedModels(self.published)
-        self.exports = Exports(settings, store, temporal, self.published)
-        self.untrained = UntrainedModels(settings, temporal, store)
-        self.art_models = ArtModels(store, self.published, self.untrained, self.quotas)
+        self.exports = Exports(settings, store, temporal, self.published, self.quotas)
+        self.untrained = UntrainedModels(settings, temporal, store, self.quotas)
+        self.art_models = ArtModels(store, database, self.published, self.untrained, self.quotas)
         self.inference = Inference(
             settings, self.store, self.published, self.art_models, self.untrained, temporal, questions, self.hosts
         )
         self.eviction = IdleEviction(settings, rows, temporal, self.inference.leases.waiting)
-        self.keys = Keys(settings, store, database)
+        self.keys = Keys(settings, database)
         self.sign_ins = SignIns(database, self.keys)
         self.sign_in_links = SignInLinks()
         self.sign_in_limit = SignInLimit(settings.rate_limit)
         self.overviews = Overviews(database, store, self.histories)
-        self.tenants = Tenants(store, database)
+        self.tenants = Tenants(database)
         self.audit = Audit(database, settings.audit_days)
-        self.webhooks = Webhooks(settings, store, temporal, self.quotas)
-        self.schedules = Schedules(settings, store, temporal, access, self.quotas)
+        self.webhooks = Webhooks(settings, database, temporal, self.quotas)
+        schedules = Documents(database, self.quotas, "schedule", ScheduleRecord)
+        self.schedules = Schedules(settings, temporal, access, self.quotas, schedules)
+        open_sweeps = Documents(database, self.quotas, "open sweep", SweepRef)
         self.sweeps = Sweeps(
-            settings, store, temporal, self.runs, self.names, self.histories, access, self.quotas, self.decoding
+            settings,
+            sweeps,
+            open_sweeps,
+            temporal,
+            self.runs,
+            self.names,
+            self.histories,
+            access,
+            self.quotas,
+            self.decoding,
         )
-        self.scheduled_runs = ScheduledRuns(settings, store, temporal, self.runs, states, self.published, self.names)
+        self.scheduled_runs = ScheduledRuns(store, self.runs, self.published, self.names, schedules, self.quotas)
+
+    async def serve_workflows(self) -> None:
+        """Do what workflows and hosts ask of the process that has the database, until cancelled."""
+        await self.records.restore_uses()  # before anything is deleted, and before any use is newer than the lost ones
+        activities = (*self.records.activities, self.scheduled_runs.accept_scheduled, *self.sweeps.activities)
+        queue = service_queue(self.settings.control_queue)
+        await serve(self.temporal, queue, *activities, self.retention.collect)
 
 
 async def _backend(request: Request) -> Backend:

@@ -1,12 +1,13 @@
-"""Decodes tenants' requests. A body of more than a few kB is read in a child process, under limits of memory and
+"""Decodes tenants' requests. A large body is read in a child process, under limits of memory and
 processor time, in its tenant's share of such processes, and only for as long as its client waits.
 """
 
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from fastapi import HTTPException, Request
@@ -14,23 +15,23 @@ from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from activities.confined.calls import Child, ForkServer, machine_bytes
-from activities.confined.fork_server import types_of
+from activities.sandbox.calls import Child, Limits, Server, machine_bytes
+from activities.sandbox.child import types_of
 from service.accounts.limits import FairShare
 from service.files import Incoming, Received, uploads_folder
-from shared.settings import ConfinedSettings, Settings
+from shared.settings import Settings
 
 AnswerT = TypeVar("AnswerT")
 Arguments = TypeVarTuple("Arguments")
 
-SMALL_BYTES = 4 << 10
-"""Smaller bodies are read by the web process, since a child would take longer to begin."""
+SMALL_BYTES = 64 << 10
+"""Smaller bodies are read by the web process: the worst takes about a tenth of a second."""
 _MEMORY_BYTES, _LARGE_MEMORY_BYTES = 1 << 30, 2 << 30
 _CPU_S, _LARGE_CPU_S = 10, 120
 _SILENCE_S = 300.0
 _FILE_BYTES = 1 << 30
 _PREPARED_AFTER_S = 30.0  # a service that starts has other work, and smaller bodies are read without children
-_server = ForkServer(("numpy", "service.apis.decoders"), "decoder", niceness=10, borrows=True)
+_server = Server(("numpy", "service.app"), "decoder", niceness=10)  # whose routes have the decoders of bodies
 
 
 class Decoding:
@@ -50,6 +51,8 @@ class Decoding:
         *arguments: *Arguments,
         is_small: bool = False,
         is_large: bool = False,
+        reads: Sequence[Path] = (),
+        writes: Sequence[Path] = (),
     ) -> AnswerT:
         """Call a module-level function in a child, which is ended when the request's client hangs up.
 
@@ -58,6 +61,7 @@ class Decoding:
             function: its parameters and its result are annotated with types that JSON can carry.
             is_small: the body may be read in this process, on a thread.
             is_large: the body may have more than some MiB.
+            reads, writes: the files that the function sees.
 
         Raises:
             LongshoreError: the function's error. InvalidInput also if the child exceeded a limit or crashed.
@@ -66,18 +70,27 @@ class Decoding:
         if is_small:
             return await asyncio.to_thread(function, *arguments)
         asking = getattr(request.state, "principal", None)
-        work = self.call_for(asking.tenant if asking else "", function, *arguments, is_large=is_large)
+        tenant = asking.tenant if asking else ""
+        work = self.call_for(tenant, function, *arguments, is_large=is_large, reads=reads, writes=writes)
         return await while_connected(request, work)
 
     async def call_for(
-        self, tenant: str, function: Callable[[*Arguments], AnswerT], *arguments: *Arguments, is_large: bool = False
+        self,
+        tenant: str,
+        function: Callable[[*Arguments], AnswerT],
+        *arguments: *Arguments,
+        is_large: bool = False,
+        reads: Sequence[Path] = (),
+        writes: Sequence[Path] = (),
     ) -> AnswerT:
         """Call a module-level function in a child, in a tenant's share. Raises as `call` does."""
-        limits = ConfinedSettings(
-            memory_bytes=_LARGE_MEMORY_BYTES if is_large else _MEMORY_BYTES,
-            step_cpu_s=_LARGE_CPU_S if is_large else _CPU_S,
-            silence_s=_SILENCE_S,
-            file_bytes=_FILE_BYTES,
+        limits = Limits(
+            _LARGE_MEMORY_BYTES if is_large else _MEMORY_BYTES,
+            _LARGE_CPU_S if is_large else _CPU_S,
+            _SILENCE_S,
+            _FILE_BYTES,
+            reads=reads,
+            writes=writes,
         )
         async with self._share.place(tenant), self._room:
             frame = await _Call(limits, function, arguments).result()
@@ -103,7 +116,7 @@ class Decoding:
 class _Call:
     """One call in a child. A task that is cancelled ends the child."""
 
-    def __init__(self, limits: ConfinedSettings, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, limits: Limits, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._limits = limits
         self._function = function
         self._arguments = arguments
@@ -119,11 +132,11 @@ class _Call:
                 self._child.abandon()
 
     def _ask(self) -> bytearray:
-        self._child = child = Child(*_server.fork(), self._limits)
+        self._child = child = Child(_server, self._limits, self._function, self._arguments)
         try:
             if self._is_over:  # cancelled before there was a child
                 raise RuntimeError("nobody waits for this call any more")
-            [frame] = child.ask(self._function, self._arguments)
+            [frame] = child.results()
             return frame
         finally:
             child.close()
@@ -148,7 +161,7 @@ async def _hung_up(receive: Receive) -> None:
 
 
 def prepare_children() -> None:
-    """Start the fork server soon, so that the first large body does not wait for it."""
+    """Start the sandbox's server soon, so that the first large body does not wait for it."""
     timer = threading.Timer(_PREPARED_AFTER_S, _server.start)
     timer.daemon = True
     timer.start()

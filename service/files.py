@@ -18,17 +18,18 @@ from typing import TYPE_CHECKING, Literal, ParamSpec, Self, TypeVar
 from sqlalchemy import delete, select, tuple_
 from sqlalchemy.orm import Session
 
+from longshore.accounts import FilePage, FileView
 from longshore.fields import Artifact, Frozen
+from longshore.runs import Tenant
+from longshore.views import FileEntry, RunStatus
 from service.accounts import audit
-from service.accounts.tenants import Quotas, WriteReservation
-from service.database.engine import Database, FileRow, KeyedLocks, TenantRow
+from service.accounts.tenants import PARTS, Documents, Quotas, Reservation, add_stored, forget_stored, lock_tenant
+from service.database.engine import Database, FileRow, KeyedLocks
 from service.errors import Conflict
 from shared.errors import InvalidInput, NotFound
-from shared.runs.requests import Tenant
-from shared.runs.status import RunStatus
 from shared.settings import S3Settings
 from shared.storage import artifacts, paths
-from shared.storage.artifacts import FileEntry, Manifest
+from shared.storage.artifacts import Manifest
 from shared.storage.store import ObjectStore, open_uri, uri_of
 
 if TYPE_CHECKING:
@@ -119,33 +120,25 @@ _NAME = re.compile(FILE_NAME[:-1])  # without `$`, which in Python also matches 
 _TRANSFERS_AT_ONCE = 8
 _PATIENCE_S, _POLL_S = 60.0, 0.1
 _DELETED_WITHIN_S = 600.0  # after that, whoever was deleting a file has died
+_UNFINISHED_S = 86_400.0  # longer than a file is written
 _threads = ThreadPoolExecutor(_TRANSFERS_AT_ONCE, "transfers")
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class FileRecord(Frozen):
-    """A file in the store, as its record there has it. The same bytes under the same name have the same URI."""
-
-    file_id: str
-    tenant: Tenant
-    name: str
-    purpose: str = "dataset"
-    size: int
-    sha256: str
-    uri: str
-    created_at: float
-
-    def row(self) -> FileRow:
-        return FileRow(**self.model_dump())
+class FileRecord(FileView):
+    """A file in the store. The same bytes under the same name have the same URI."""
 
 
-class FilePage(Frozen):
-    """Files, newest first. `next` is the `after` of the following page."""
+@dataclass(frozen=True)
+class Mismatch:
+    """How files and the store differ.
 
-    files: tuple[FileRecord, ...]
-    has_more: bool
-    next: str | None = None
+    `unnamed`: keys of uploads that belong to no file. `missing`: files whose bytes are not there, as `tenant/file_id`.
+    """
+
+    unnamed: tuple[str, ...]
+    missing: tuple[str, ...]
 
 
 class Files:
@@ -190,7 +183,7 @@ class Files:
                 purpose = purpose if isinstance(purpose, str) else purpose()
                 sha256 = digest.hexdigest()
                 record = FileRecord(
-                    file_id=file_id or _content_id(sha256, name, purpose),
+                    file_id=file_id or f"file-{hashlib.sha256(f'{sha256}/{name}/{purpose}'.encode()).hexdigest()[:24]}",
                     tenant=tenant,
                     name=name,
                     purpose=purpose,
@@ -201,45 +194,34 @@ class Files:
                 )
                 return await self._keep(record, body.path, reserved)
 
-    async def _keep(self, record: FileRecord, file: Path, reserved: WriteReservation) -> FileRecord:
-        key, data = _bytes_of(record), _json(record)
-        of_record = paths.file_record(record.tenant, record.file_id)
-        await reserved.hold(record.size + len(data))
+    async def _keep(self, record: FileRecord, file: Path, reserved: Reservation) -> FileRecord:
+        """Put a file's bytes between two transactions: its row claims them before, and is found after."""
+        await reserved.hold(record.size)
         audit.touched(record.file_id)
+        key = _bytes_of(record)
         while True:
-            is_there = await asyncio.to_thread(self._store.head, key) is not None
-            if not is_there:
-                await transferred(self._store.put_file, key, file)
-            await reserved.settle(len(data) + (0 if is_there else record.size))
-            await self._claim(record)
-            # Bytes that were in the store may have been deleted with another file before: then they are put again.
+            claimed_at = await self._claim(record)
             if await asyncio.to_thread(self._store.head, key) is None:
-                continue
-            is_new = await asyncio.to_thread(self._store.put_if_absent, of_record, data)
-            known = record
-            if not is_new:
-                with suppress(NotFound):
-                    known = FileRecord.model_validate_json(await asyncio.to_thread(self._store.get_bytes, of_record))
-            if await self._database.writing(partial(_settled, known)):
-                return known
+                await transferred(self._store.put_file, key, file)
+            kept = await self._database.writing(partial(_kept, record, claimed_at, reserved))
+            if kept is not None:  # else somebody has deleted the file meanwhile, perhaps with its bytes
+                return kept
 
-    async def _claim(self, record: FileRecord) -> None:
+    async def _claim(self, record: FileRecord) -> float:
         """Add a file's row, so that nobody deletes its bytes with another file. Waits for whoever is deleting them.
 
-        Raises Conflict: that takes too long.
+        Returns since when the row is claimed. Raises Conflict: that takes too long.
         """
         until = time.monotonic() + _PATIENCE_S
-        while not await self._database.writing(partial(_claimed, record)):
+        while (claimed_at := await self._database.writing(partial(_claimed, record))) is None:
             if time.monotonic() > until:
                 raise Conflict("these bytes are being deleted with another file: ask again later")
             await asyncio.sleep(_POLL_S)
+        return claimed_at
 
     async def show(self, tenant: str, file_id: str) -> FileRecord:
         """Return the record of a tenant's file. Raises NotFound."""
-        row = await self._database.reading(lambda session: session.get(FileRow, (file_id, tenant)))
-        if row is None:
-            raise NotFound(f"there is no file {file_id}")
-        return _record(row)
+        return _record(await self._database.reading(partial(_row, tenant, file_id)))
 
     async def page(
         self,
@@ -256,7 +238,7 @@ class Files:
         """
 
         def work(session: Session) -> list[FileRow]:
-            query = select(FileRow).where(FileRow.tenant == tenant)
+            query = select(FileRow).where(FileRow.tenant == tenant, FileRow.state == "kept")
             if purpose is not None:
                 query = query.where(FileRow.purpose == purpose)
             if after is not None:
@@ -276,31 +258,48 @@ class Files:
     async def delete(self, tenant: str, file_id: str) -> FileRecord:
         """Delete a file, and its bytes with the last file that has them; a run that reads them then fails.
 
-        During the deletion its row has a mark, since the store is never used within a transaction: a request may take
+        Its row is marked before and removed after. No transaction is open meanwhile: a request to the store may take
         seconds, and other tenants' writes would wait.
         """
-        record = await self.show(tenant, file_id)
+
+        def mark(session: Session) -> tuple[FileRow, bool]:
+            lock_tenant(session, tenant)
+            row = _row(tenant, file_id, session, states=("writing", "kept", "deleting"))
+            row.state, row.state_at = "deleting", time.time()
+            same = session.scalars(select(FileRow).where(FileRow.tenant == tenant, FileRow.uri == row.uri)).all()
+            return row, all(each.state == "deleting" for each in same)
+
+        row, was_last = await self._database.writing(mark)
         audit.touched(file_id)
-
-        def mark(session: Session) -> bool:
-            _lock_tenant(session, tenant)
-            same = select(FileRow).where(FileRow.tenant == tenant, FileRow.uri == record.uri)
-            rows = session.scalars(same).all()
-            for row in rows:
-                if row.file_id == file_id:
-                    row.deleted_at = time.time()
-            return all(row.deleted_at for row in rows)
-
-        was_last = await self._database.writing(mark)
-        await asyncio.to_thread(self._store.delete, paths.file_record(tenant, file_id))
+        record = _record(row)
         if was_last:
             await asyncio.to_thread(self._store.delete, _bytes_of(record))
-        gone = delete(FileRow).where(
-            FileRow.tenant == tenant, FileRow.file_id == file_id, FileRow.deleted_at.is_not(None)
-        )
+        gone = delete(FileRow).where(FileRow.tenant == tenant, FileRow.file_id == file_id, FileRow.state == "deleting")
         await self._database.writing(lambda session: session.execute(gone))
-        self._quotas.remove_bytes(tenant, len(_json(record)) + (record.size if was_last else 0))
         return record
+
+    async def prune(self) -> None:
+        """Delete files that a service was writing or deleting when it died."""
+        unfinished = FileRow.state.in_(("writing", "deleting")) & (FileRow.state_at < time.time() - _UNFINISHED_S)
+        for row in await self._database.reading(lambda s: s.scalars(select(FileRow).where(unfinished)).all()):
+            with suppress(NotFound):  # another service has just deleted it
+                await self.delete(row.tenant, row.file_id)
+
+    async def compare(self) -> Mismatch:
+        """Compare files with the store, except for files younger than a day.
+
+        They differ if one of both was restored from an older backup.
+        """
+        before = time.time() - _UNFINISHED_S
+        rows = await self._database.reading(lambda session: session.scalars(select(FileRow)).all())
+        stored = await asyncio.to_thread(lambda: {info.key: info for info in self._store.list(paths.tenant_folder())})
+        named = {paths.upload(row.tenant, row.sha256, row.name) for row in rows}
+        uploads = [key for key, info in stored.items() if key.split("/")[2] == "uploads" and info.modified < before]
+        missing = [row for row in rows if row.state_at < before and _bytes_of(_record(row)) not in stored]
+        return Mismatch(
+            unnamed=tuple(key for key in uploads if key not in named),
+            missing=tuple(f"{row.tenant}/{row.file_id}" for row in missing),
+        )
 
     def content(self, record: FileRecord) -> Iterator[bytes]:
         """Read a file's bytes, in pieces. Blocking."""
@@ -309,58 +308,48 @@ class Files:
             yield self._store.read_range(key, start, min(_CHUNK_BYTES, record.size - start))
 
 
-def _content_id(sha256: str, name: str, purpose: str) -> str:
-    return f"file-{hashlib.sha256(f'{sha256}/{name}/{purpose}'.encode()).hexdigest()[:24]}"
-
-
-def _json(record: FileRecord) -> bytes:
-    return record.model_dump_json(indent=1).encode()
-
-
 def _bytes_of(record: FileRecord) -> str:
     return paths.upload(record.tenant, record.sha256, record.name)
 
 
-def _claimed(record: FileRecord, session: Session) -> bool:
-    """Add a file's row unless it is there; False while its bytes are being deleted."""
-    _lock_tenant(session, record.tenant)
+def _claimed(record: FileRecord, session: Session) -> float | None:
+    """Add a file's row unless it is there. Returns its `state_at`; None while its bytes are being deleted."""
+    lock_tenant(session, record.tenant)
     same = select(FileRow).where(FileRow.tenant == record.tenant, FileRow.uri == record.uri)
     rows = session.scalars(same).all()
-    if any(row.deleted_at and row.deleted_at > time.time() - _DELETED_WITHIN_S for row in rows):
-        return False
-    mine = next((row for row in rows if row.file_id == record.file_id), None)
-    if mine is None:
-        session.add(record.row())
-    else:
-        mine.deleted_at = None  # whoever began to delete it has died
-    return True
+    if any(row.state == "deleting" and row.state_at > time.time() - _DELETED_WITHIN_S for row in rows):
+        return None
+    row = session.get(FileRow, (record.file_id, record.tenant))
+    if row is None:
+        row = FileRow(**dict(record), state="writing", state_at=time.time())
+        session.add(row)
+    elif row.state == "deleting":  # whoever was deleting it has died
+        row.state, row.state_at = "writing", time.time()
+    return row.state_at
 
 
-def _settled(known: FileRecord, session: Session) -> bool:
-    """Make a file's row equal to its record; False if it was deleted meanwhile."""
-    _lock_tenant(session, known.tenant)
-    row = session.get(FileRow, (known.file_id, known.tenant))
-    if row is None or row.deleted_at:
-        return False
-    session.merge(known.row())
-    return True
+def _kept(record: FileRecord, claimed_at: float, reserved: Reservation, session: Session) -> FileRecord | None:
+    """Let a file be found whose bytes are there; None if it was deleted since it was claimed."""
+    row = session.get(FileRow, (record.file_id, record.tenant), with_for_update=True)
+    if row is None or row.state == "deleting" or row.state_at != claimed_at:
+        return None
+    row.state = "kept"
+    reserved.settle(session)  # from here on the file's row counts
+    return _record(row)
 
 
-def _lock_tenant(session: Session, tenant: str) -> None:
-    """Lock a tenant's row in a writing transaction, so that its files are kept and deleted one at a time.
-
-    Several files may share their bytes, and the store has no transactions. (SQLite has one writer anyway.)
-    """
-    session.execute(select(TenantRow.tenant).where(TenantRow.tenant == tenant).with_for_update()).all()
+def _row(tenant: str, file_id: str, session: Session, states: tuple[str, ...] = ("kept",)) -> FileRow:
+    row = session.get(FileRow, (file_id, tenant))
+    if row is None or row.state not in states:
+        raise NotFound(f"there is no file {file_id}")
+    return row
 
 
 def _place(session: Session, tenant: str, after: str) -> tuple[float, str]:
     created_at, _, file_id = after.rpartition("/")
     with suppress(ValueError):
         return float(created_at), file_id
-    row = session.get(FileRow, (after, tenant))
-    if row is None:
-        raise NotFound(f"there is no file {after}")
+    row = _row(tenant, after, session)
     return row.created_at, row.file_id
 
 
@@ -429,7 +418,6 @@ class PublishedFiles:
         yield b"\0" * (2 * tarfile.BLOCKSIZE)
 
     def tar_bytes(self, folder: str) -> int:
-        """Return the size of that tar in bytes."""
         sizes = (len(_tar_header(folder, e)) + e.size + -e.size % tarfile.BLOCKSIZE for e in self.entries)
         return sum(sizes) + 2 * tarfile.BLOCKSIZE
 
@@ -451,15 +439,15 @@ MAX_PART_BYTES = 64 << 20
 MAX_PARTS = 10_000
 EXPIRES_S = 3600.0
 _KEPT_S = 86_400.0
+_JOINED_WITHIN_S = 600.0
 
-_UPLOAD_ID = re.compile(r"upload_[0-9a-f]{24}")
 _PART_ID = re.compile(r"part_[0-9a-f]{24}")
 
 State = Literal["pending", "completed", "cancelled", "expired"]
 
 
 class UploadRecord(Frozen):
-    """An upload, as the store keeps it. `size`: of the file, as its sender announced it."""
+    """An upload. `size`: of the file, as its sender announced it. `joined_at`: when its parts were joined last."""
 
     upload_id: str
     tenant: Tenant
@@ -470,10 +458,11 @@ class UploadRecord(Frozen):
     expires_at: float
     state: State = "pending"
     file_id: str | None = None
+    joined_at: float | None = None
 
     @property
-    def is_over(self) -> bool:
-        return self.state == "pending" and self.expires_at <= time.time()
+    def current_state(self) -> State:
+        return "expired" if self.state == "pending" and self.expires_at <= time.time() else self.state
 
 
 class UploadPart(Frozen):
@@ -485,15 +474,16 @@ class UploadPart(Frozen):
 
 
 class Uploads:
-    """Uploads in parts. Those of other tenants are not found. They have no rows in the database: nothing lists them."""
+    """Uploads in parts. Those of other tenants are not found."""
 
-    def __init__(self, store: ObjectStore, files: Files, quotas: Quotas, scratch: Path) -> None:
+    def __init__(self, store: ObjectStore, database: Database, files: Files, quotas: Quotas, scratch: Path) -> None:
         """`scratch`: a folder for parts that are coming in."""
         self._store = store
+        self._database = database
         self._files = files
         self._quotas = quotas
+        self._records = Documents(database, quotas, "upload", UploadRecord)
         self._incoming = Incoming(scratch)
-        self._locks = KeyedLocks()  # held while an upload is completed or cancelled
 
     async def create(self, tenant: str, *, name: str, purpose: str, size: int) -> UploadRecord:
         """Begin an upload of `size` bytes. Raises QuotaExceeded when the file would have no room."""
@@ -508,21 +498,18 @@ class Uploads:
             created_at=now,
             expires_at=now + EXPIRES_S,
         )
-        await self._put(record)
+        audit.touched(record.upload_id)
+        await self._records.put(tenant, record.upload_id, record)
         return record
 
     async def show(self, tenant: str, upload_id: str) -> UploadRecord:
         """Return a tenant's upload and its state. Raises NotFound."""
-        if _UPLOAD_ID.fullmatch(upload_id):
-            with suppress(NotFound):
-                data = await asyncio.to_thread(self._store.get_bytes, paths.chunked_upload(tenant, upload_id))
-                record = UploadRecord.model_validate_json(data)
-                return record.model_copy(update={"state": "expired"}) if record.is_over else record
-        raise NotFound(f"there is no upload {upload_id[:64]}")
+        record = await self._records.get(tenant, upload_id)
+        return record.model_copy(update={"state": record.current_state})
 
     async def add_part(self, tenant: str, upload_id: str, chunks: AsyncIterator[bytes]) -> UploadPart:
         """Store a part. Raises InvalidInput if it is empty or too large, Conflict if the upload has ended."""
-        await self._pending(tenant, upload_id)
+        _check_pending(await self.show(tenant, upload_id))
         part = UploadPart(part_id=f"part_{secrets.token_hex(12)}", upload_id=upload_id, created_at=time.time())
         async with self._quotas.reservation(tenant) as reserved:
 
@@ -536,7 +523,13 @@ class Uploads:
                     raise InvalidInput("the part is empty", "data")
                 key = paths.upload_part(tenant, upload_id, part.part_id)
                 await transferred(self._store.put_file, key, body.path)
-            await reserved.settle(body.num_bytes)
+
+            def note(session: Session) -> None:
+                lock_tenant(session, tenant)
+                reserved.settle(session)
+                add_stored(session, tenant, PARTS, upload_id, body.num_bytes)
+
+            await self._database.writing(note)
         return part
 
     async def complete(
@@ -548,26 +541,30 @@ class Uploads:
             InvalidInput: a part is missing, or the number or hash of the bytes is not the announced one.
             Conflict: the upload was cancelled, or has expired.
         """
-        async with self._locks.of(upload_id):
-            record = await self.show(tenant, upload_id)
-            if record.state == "completed" and record.file_id is not None:
-                return record, await self._files.show(tenant, record.file_id)
-            record = await self._pending(tenant, upload_id)
-            try:
-                file = await self._join(record, part_ids, md5)
-            except (InvalidInput, NotFound):
-                # Another process may have completed it since, and dropped the parts.
-                with suppress(NotFound):
-                    return await self._end(record, await self._files.show(tenant, _file_id(upload_id)))
-                raise
-            return await self._end(record, file)
+        record = await self.show(tenant, upload_id)
+        if record.state == "completed" and record.file_id is not None:
+            return record, await self._files.show(tenant, record.file_id)
+        _check_pending(record)
+        try:
+            file = await self._join(record, part_ids, md5)
+        except (InvalidInput, NotFound):
+            # Another request may have completed it since, and dropped the parts.
+            with suppress(NotFound):
+                return await self._end(record, await self._files.show(tenant, _file_id(upload_id)))
+            raise
+        return await self._end(record, file)
 
     async def _join(self, record: UploadRecord, part_ids: Sequence[str], md5: str | None) -> FileRecord:
         sizes = await asyncio.to_thread(self._sizes, record.tenant, record.upload_id, part_ids)
         if sum(sizes) != record.size:
             raise InvalidInput(f"the parts have {sum(sizes)} bytes, and {record.size} were announced", "part_ids")
-        # The expiry is put off, so that no process prunes the parts while they are joined.
-        await self._put(record.model_copy(update={"expires_at": time.time() + EXPIRES_S}))
+
+        def begin(before: UploadRecord) -> UploadRecord:
+            _check_pending(before)
+            # The expiry is put off, so that no process prunes the parts while they are joined.
+            return before.model_copy(update={"joined_at": time.time(), "expires_at": time.time() + EXPIRES_S})
+
+        await self._records.change(record.tenant, record.upload_id, begin)
         keys = [paths.upload_part(record.tenant, record.upload_id, part_id) for part_id in part_ids]
         chunks, file_id = self._joined(keys, sizes, md5), _file_id(record.upload_id)
         return await self._files.receive(
@@ -575,31 +572,27 @@ class Uploads:
         )
 
     async def _end(self, record: UploadRecord, file: FileRecord) -> tuple[UploadRecord, FileRecord]:
-        record = record.model_copy(update={"state": "completed", "file_id": file.file_id})
-        await self._put(record)
+        audit.touched(record.upload_id)
+        changes = {"state": "completed", "file_id": file.file_id}
+        record = await self._records.change(record.tenant, record.upload_id, lambda r: r.model_copy(update=changes))
         await self._drop_parts(record.tenant, record.upload_id)
         return record, file
 
     async def cancel(self, tenant: str, upload_id: str) -> UploadRecord:
-        """Cancel an upload. Raises Conflict when it is complete, or has expired."""
-        async with self._locks.of(upload_id):
-            record = await self.show(tenant, upload_id)
-            if record.state != "cancelled":
-                record = (await self._pending(tenant, upload_id)).model_copy(update={"state": "cancelled"})
-                await self._put(record)
-                await self._drop_parts(tenant, upload_id)
-            return record
+        """Cancel an upload. Raises Conflict when it is complete, is being completed, or has expired."""
 
-    async def _pending(self, tenant: str, upload_id: str) -> UploadRecord:
-        record = await self.show(tenant, upload_id)
-        if record.state != "pending":
-            raise Conflict(f"{upload_id} is {record.state}")
+        def end(before: UploadRecord) -> UploadRecord:
+            if before.state == "cancelled":
+                return before
+            _check_pending(before)
+            if before.joined_at is not None and before.joined_at > time.time() - _JOINED_WITHIN_S:
+                raise Conflict(f"{upload_id} is being completed")
+            return before.model_copy(update={"state": "cancelled"})
+
+        record = await self._records.change(tenant, upload_id, end)
+        audit.touched(upload_id)
+        await self._drop_parts(tenant, upload_id)
         return record
-
-    async def _put(self, record: UploadRecord) -> None:
-        audit.touched(record.upload_id)
-        key, data = paths.chunked_upload(record.tenant, record.upload_id), record.model_dump_json(indent=1).encode()
-        await self._quotas.put_record(record.tenant, key, data)
 
     def _sizes(self, tenant: str, upload_id: str, part_ids: Sequence[str]) -> list[int]:
         sizes = []
@@ -626,25 +619,23 @@ class Uploads:
             raise InvalidInput(f"the bytes that came have the MD5 sum {digest.hexdigest()}", "md5")
 
     async def _drop_parts(self, tenant: str, upload_id: str) -> None:
-        freed = await asyncio.to_thread(self._delete_all, paths.upload_part(tenant, upload_id))
-        self._quotas.remove_bytes(tenant, freed)
+        for item in await asyncio.to_thread(lambda: list(self._store.list(paths.upload_part(tenant, upload_id)))):
+            await asyncio.to_thread(self._store.delete, item.key)
+        await self._database.writing(lambda session: forget_stored(session, tenant, PARTS, upload_id))
 
-    def _delete_all(self, prefix: str) -> int:
-        freed = 0
-        for item in list(self._store.list(prefix)):
-            self._store.delete(item.key)
-            freed += item.size
-        return freed
-
-    def prune(self) -> None:
-        """Drop the parts of uploads that ended or have expired, and after a day their records. Blocking."""
-        for item in list(self._store.list(paths.chunked_upload(""))):
-            record = UploadRecord.model_validate_json(self._store.get_bytes(item.key))
-            if record.state != "pending" or record.is_over:
+    async def prune(self) -> None:
+        """Drop the parts of uploads that ended or have expired, and after a day their records."""
+        for tenant, record in await self._records.everybodys():
+            if record.current_state != "pending":
                 # Also if the upload ended: a part may have come late, or a service may have died before deleting them.
-                self._delete_all(paths.upload_part(record.tenant, record.upload_id))
+                await self._drop_parts(tenant, record.upload_id)
                 if record.expires_at + _KEPT_S <= time.time():
-                    self._store.delete(item.key)
+                    await self._records.delete(tenant, record.upload_id)
+
+
+def _check_pending(record: UploadRecord) -> None:
+    if record.current_state != "pending":
+        raise Conflict(f"{record.upload_id} is {record.current_state}")
 
 
 def _file_id(upload_id: str) -> str:

@@ -29,7 +29,7 @@ from service.temporal import connect_temporal, described
 from shared.errors import LongshoreError
 from shared.log_lines import escape_output, start_logging
 from shared.settings import Settings
-from shared.storage.host_states import HostState, LeasingRole, read_states
+from shared.storage.host_states import LeasingRole, read_states
 from shared.storage.store import ObjectStore, open_store
 
 _COMMAND_S = 60.0
@@ -132,7 +132,9 @@ class Launching:
         self._client, self._store, self._role, self._most = client, store, role, most
         self._shape, self._num_warm = settings.shape, settings.warm_hosts
         self._num_waiting = 0  # at the last look
-        self._silent: set[str] = set()  # launched hosts without a heartbeat in the store yet
+        # Launched hosts that have not said yet that they are up, or have said that they lack something.
+        self._doubtful: set[str] = set()
+        self._dead: set[str] = set()
         self._num_dead, self._rests_until = 0, 0.0
         self._queue = settings.lease_queue if role == "gpu" else settings.sampler_queue
         self._prefix = f"longshore-{self._queue}-"
@@ -144,9 +146,12 @@ class Launching:
         launched = frozenset(filter(self._own.fullmatch, await asyncio.to_thread(launcher.launched)))
         # Waiting leases come last: a host that takes one meanwhile still counts as on its way.
         states = await asyncio.to_thread(read_states, self._store, self._shape)
-        at_work = self._at_work(states)
-        if heard := self._silent & {state.launch for state in states if state.launch}:
-            self._silent -= heard
+        before = time.time() - _OLD_S  # a lease that is younger may still count as waiting
+        held = [state for state in states if state.role == self._role and (state.lease_since or before) < before]
+        at_work = frozenset(state.launch for state in held if state.launch)
+        unfit = {state.launch for state in states if state.launch and state.lacks and state.role == self._role}
+        self._doubtful = (self._doubtful - {state.launch for state in states}) | (unfit - self._dead)
+        if at_work:
             self._num_dead = 0
         self._num_waiting = num_waiting = await waiting(self._client, self._queue)
         num = num_missing(num_waiting, launched, at_work, self._most, self._num_warm)
@@ -156,28 +161,21 @@ class Launching:
             name = f"{self._prefix}{uuid.uuid4().hex[:12]}"
             _log.info("%d leases wait in %s, %d hosts: starting %s", num_waiting, self._queue, len(launched), name)
             await asyncio.to_thread(launcher.launch, name)
-            self._silent.add(name)
+            self._doubtful.add(name)
         return num
 
     def _rests(self, launched: frozenset[str]) -> bool:
-        """Return True for a while after hosts ended before their first heartbeat, since others would too. The time
-        grows with their number in a row.
+        """Return True for a while after hosts ended because they lack something, or before they said anything, since
+        others would too. The time grows with their number in a row.
         """
-        if dead := self._silent - launched:
-            self._silent -= dead
+        if dead := self._doubtful - launched:
+            self._doubtful -= dead
+            self._dead |= dead
             self._num_dead += 1
             rest_s = min(_LONGEST_REST_S, 5.0 * 2**self._num_dead)
             self._rests_until = time.monotonic() + rest_s
-            _log.warning(
-                "%s ended before saying anything; the next is started in %g s", ", ".join(sorted(dead)), rest_s
-            )
+            _log.warning("%s ended unfit to work; the next is started in %g s", ", ".join(sorted(dead)), rest_s)
         return time.monotonic() < self._rests_until
-
-    def _at_work(self, states: Sequence[HostState]) -> frozenset[str]:
-        """Return the names of the hosts that have held a lease for long enough that it cannot count as waiting."""
-        before = time.time() - _OLD_S
-        held = [state for state in states if state.role == self._role and (state.lease_since or before) < before]
-        return frozenset(state.launch for state in held if state.launch)
 
     async def look_each(self, every_s: float, launcher: Launcher, stopped: asyncio.Event) -> None:
         """Check until `stopped`. If a query or a start fails, the next check tries it again."""

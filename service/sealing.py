@@ -40,9 +40,11 @@ from temporalio.exceptions import ApplicationError
 from temporalio.worker import WorkflowInstance, WorkflowInstanceDetails
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
+from longshore.fields import bounded
+from longshore.views import PAYLOAD_TYPE, Envelope, PublicKey, Signature
 from service.errors import WrongSealKey
-from shared.errors import CorruptArtifact, InvalidInput, NotFound, bounded
-from shared.provenance import PAYLOAD_TYPE, Envelope, PublicKey, Signature, Statement
+from shared.errors import CorruptArtifact, InvalidInput, NotFound
+from shared.provenance import Statement, enveloped, statement_in
 from shared.settings import Settings
 from shared.storage.files import private_folder
 from shared.storage.paths import SEAL_KEYS
@@ -176,7 +178,7 @@ class Signer:
 
     def sign(self, statement: Statement) -> Envelope:
         """Return the envelope of a statement; equal statements have equal ones."""
-        envelope = Envelope.around(statement)
+        envelope = enveloped(statement)
         signature = base64.b64encode(self._key.sign(envelope.signed_bytes)).decode()
         return envelope.model_copy(update={"signatures": (Signature(keyid=self.public_key.keyid, sig=signature),)})
 
@@ -205,7 +207,7 @@ def checked(envelope: Envelope, keys: Iterable[PublicKey]) -> Statement:
             _loaded(key.pem).verify(base64.b64decode(signature.sig, validate=True), envelope.signed_bytes)
             if envelope.payload_type != PAYLOAD_TYPE:
                 raise CorruptArtifact(f"a statement of another type, {envelope.payload_type!r}", "payloadType")
-            return envelope.statement
+            return statement_in(envelope)
         except (InvalidSignature, ValueError) as error:
             reason = str(error) or "the signature is of something else"
             raise CorruptArtifact(f"it is not what key {key.keyid[:16]} signed: {reason}", "signatures") from error

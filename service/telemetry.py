@@ -55,13 +55,9 @@ _LAST_MS = 5000
 _interceptors: tuple[Interceptor, ...] = ()
 
 
-def traces_are_wanted() -> bool:
-    return any(os.environ.get(name) for name in _ENDPOINTS)
-
-
 def start_tracing(process: str) -> None:
     """Send spans of this process from now on, if an endpoint is named. Called once, at a process's start."""
-    if not traces_are_wanted():
+    if not any(os.environ.get(name) for name in _ENDPOINTS):
         return
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -87,7 +83,9 @@ def span_of_program(process: str, name: str, parent: str | None) -> Iterator[str
     start_tracing(process)
     try:
         with trace.get_tracer("longshore.program").start_as_current_span(name, context_of(parent)):
-            yield current_traceparent()
+            carrier: dict[str, str] = {}
+            TraceContextTextMapPropagator().inject(carrier)
+            yield carrier.get(_TRACE_PARENT)
     finally:
         stop_tracing()
 
@@ -100,13 +98,6 @@ def tracing_interceptors() -> Sequence[Interceptor]:
 def context_of(traceparent: str | None) -> Any:
     """Return the context that a request's header names. Neither baggage nor `tracestate`, a client's text, is taken."""
     return TraceContextTextMapPropagator().extract({_TRACE_PARENT: traceparent} if traceparent else {})
-
-
-def current_traceparent() -> str | None:
-    """Return the header that continues the current trace in another process; None without a trace."""
-    carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier)
-    return carrier.get(_TRACE_PARENT)
 
 
 def current_ids() -> dict[str, str]:
@@ -245,7 +236,6 @@ def scrubbed(span: Any) -> Any:
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _UNMATCHED = "unmatched"
-_PREFIX = "/api/v1"  # of routers that have none of their own (service/app.py)
 REQUESTS = Counter(
     "longshore_http_requests", "Requests that were answered, or whose answer began", ["method", "route", "status"]
 )
@@ -275,7 +265,7 @@ class SeenRequests:
 
             async def seen(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    route, status = _route_of(scope), message["status"]
+                    route, status = str(getattr(scope.get("route"), "path", _UNMATCHED)), message["status"]
                     REQUESTS.labels(method, route, status).inc()
                     SECONDS.labels(method, route).observe(time.perf_counter() - begin)
                     span.update_name(f"{method} {route}")
@@ -295,13 +285,6 @@ class SeenRequests:
                 yield span
         finally:
             _asked.reset(token)
-
-
-def _route_of(scope: Scope) -> str:
-    """Return a route's template. FastAPI leaves out the prefix that a router was included with."""
-    template = str(getattr(scope.get("route"), "path", _UNMATCHED))
-    is_included = scope["path"].startswith(_PREFIX) and template.startswith("/") and not template.startswith(_PREFIX)
-    return _PREFIX + template if is_included else template
 
 
 def request_ids() -> dict[str, str]:

@@ -4,23 +4,33 @@ import base64
 import hashlib
 import json
 import math
-import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
-from urllib.parse import urlsplit
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+from typing import Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError
 
-from longshore.fields import Artifact, Frozen, Name, pattern
+from longshore.automation import (
+    Halving,
+    NoticeId,
+    NoticeType,
+    Report,
+    ScheduledRun,
+    Sweep,
+    SweepId,
+    SweepRecord,
+    Values,
+    WebhookId,
+    WebhookUrl,
+)
+from longshore.dataset_runs import DatasetSource, sources_by_split
+from longshore.fields import Artifact, Frozen, Name, added
+from longshore.runs import RLRun, Run, RunId, Tenant
 from longshore.training import SessionRun
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
-from shared.runs.dataset_runs import DatasetSource
-from shared.runs.requests import RLRun, Run, RunId, Tenant
 from shared.runs.start import AnyStart
 from shared.storage.paths import content_key
 
@@ -33,98 +43,23 @@ class GarbageRequest(Frozen):
     is_dry: bool = True
 
 
-class Freed(Frozen):
-    """What was deleted, or would be, of one tenant and one kind. Data that several tenants share has no tenant here."""
-
-    what: str = Field(description="checkpoints, data, samples, logs, sessions, models, or removed (removed runs)")
-    tenant: str | None = None
-    num_units: int = Field(description="runs, or artifacts that runs share")
-    num_objects: int
-    num_bytes: int
-
-
-class GarbageReport(Frozen):
-    """The report of a collection."""
-
-    is_dry: bool
-    began: float
-    took_s: float
-    num_runs: int = Field(description="recorded runs")
-    num_going_on: int
-    freed: tuple[Freed, ...] = ()
-    num_withdrawn: int = Field(default=0, description="units kept because the second check found a run that uses them")
-    measured: dict[str, dict[str, int]] = Field(
-        default_factory=dict, description="measured bytes that count for each tenant's quota, by kind"
-    )
-
-
 # --- Schedules: runs that start at set times ---
 
 # The memo of a schedule's workflow that holds its Action.
 ACTION_MEMO = "action"
-_NAMED = ("@hourly", "@daily", "@weekly", "@monthly", "@yearly")
-Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
 
 
-def _five_fields(cron: str) -> str:
-    if cron not in _NAMED and (len(cron.split()) != 5 or not re.fullmatch(r"[0-9A-Za-z*/,?#L \t-]+", cron)):
-        raise ValueError(f"five fields (minute hour day month weekday), or one of {', '.join(_NAMED)}")
-    return cron
+class LastScheduled(Frozen):
+    """The last run that a schedule made. `dataset_sha256`: `AcceptRequest.data_sha256`."""
 
-
-def _known_zone(name: str) -> str:
-    if name == "UTC":  # known even if the system has no time zone database
-        return name
-    try:
-        ZoneInfo(name)
-    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-        raise ValueError(f"no time zone is called {name!r}") from error
-    return name
-
-
-class ScheduledRun(Frozen):
-    """A schedule, as a user requests it: either `cron` or `every_s`."""
-
-    name: Name
-    run: Run
-    cron: Annotated[str, Field(max_length=128), AfterValidator(_five_fields)] | None = None
-    every_s: int | None = Field(default=None, ge=60, le=366 * 86_400)
-    timezone: Annotated[str, Field(max_length=64), AfterValidator(_known_zone)] = Field(
-        default="UTC", description="the time zone of cron's hours"
-    )
-    overlap: Overlap = Field(default="skip", description="if the previous run has not ended")
-    catch_up_s: int = Field(
-        default=600,
-        ge=10,
-        le=30 * 86_400,
-        description="a time missed by more seconds, such as in an outage, is skipped",
-    )
-    continues: bool = Field(
-        default=False, description="train from the last published version of the run's name, if any"
-    )
-    even_unchanged: bool = Field(
-        default=False, description="also start if the data has not changed since the last run and that run did not fail"
-    )
-
-    @model_validator(mode="after")
-    def _holds_together(self) -> Self:
-        if (self.cron is None) == (self.every_s is None):
-            raise ValueError("give exactly one of cron and every_s")
-        if self.cron is None and self.timezone != "UTC":
-            raise ValueError("timezone goes with cron: every_s counts from 1970")
-        if isinstance(self.run, SessionRun):
-            raise ValueError("a session cannot be scheduled: no client would send its commands")
-        if isinstance(self.run, RLRun) and self.run.rollouts is None:
-            raise ValueError("a scheduled rl run needs rollouts: no client would send its groups")
-        if self.continues and (self.run.name is None or self.run.trainable.kind == "full"):
-            raise ValueError("continues goes with a run that has a name and trains a lora")
-        return self
+    run_id: RunId
+    dataset_sha256: str
 
 
 class ScheduleRecord(Frozen):
     """The record of an accepted schedule. If Temporal has lost the schedule, it is made again from this record.
 
-    `salt`: keeps its id from telling its name to whoever guesses it.
+    `salt`: keeps its id from telling its name to whoever guesses it. `last`: its last run.
     """
 
     schema_version: Literal[1] = 1
@@ -135,6 +70,8 @@ class ScheduleRecord(Frozen):
     paused: bool = False
     note: str | None = None
     salt: str
+    last: LastScheduled | None = None
+    is_deleted: bool = Field(default=False, description="Temporal's schedule is still to be deleted")
 
     @property
     def temporal_id(self) -> str:
@@ -151,20 +88,22 @@ class ScheduledAction(Frozen):
     scheduled: ScheduledRun
 
 
-class Action(Frozen):
-    """The outcome of one action of a schedule. `skipped` and `failed`: the reason why there is no run."""
-
-    state: Literal["preparing", "started", "skipped", "failed"] = "preparing"
-    run_id: RunId | None = None
-    reason: str | None = None
-
-
 class AcceptRequest(Frozen):
-    """Asks the service to accept a run of a schedule, given the data that it would train on."""
+    """Asks the service to accept a run of a schedule, given the data that it would train on.
+
+    `more`: the other sources of a mixture.
+    """
 
     action: ScheduledAction
     run_id: RunId
     dataset: Artifact
+    more: tuple[Artifact, ...] = added(())
+
+    @property
+    def data_sha256(self) -> str:
+        """The hash of all data."""
+        sources = [self.dataset.sha256, *(source.sha256 for source in self.more)]
+        return content_key(*sources) if self.more else self.dataset.sha256
 
 
 class Decision(Frozen):
@@ -175,20 +114,16 @@ class Decision(Frozen):
     reason: str | None = None
 
 
-class LastScheduled(Frozen):
-    """The last run that a schedule made. `dataset_sha256`: of its dataset's manifest."""
+def data_of(run: Run) -> dict[str, DatasetSource]:
+    """Return a run's data by the names that it is downloaded under.
 
-    run_id: RunId
-    dataset_sha256: str
-
-
-def data_of(run: Run) -> DatasetSource:
-    """Return a run's data. A scheduled run is skipped if its data has not changed since the schedule's last run."""
-    if isinstance(run, RLRun):
-        assert run.rollouts is not None
-        return run.rollouts.prompts
+    A scheduled run is skipped if its data has not changed since the schedule's last run.
+    """
     assert not isinstance(run, SessionRun)
-    return run.dataset
+    if not isinstance(run, RLRun):
+        return sources_by_split(run.dataset, "train")
+    assert run.rollouts is not None
+    return sources_by_split(run.rollouts.prompts, "train")
 
 
 # --- Sweeps: runs that differ in a few fields; the best one is published ---
@@ -196,155 +131,11 @@ def data_of(run: Run) -> DatasetSource:
 # A sweep's decisions depend on its trials' metrics in the order of the trials' numbers, never on the order in which
 # runs end, so a service that was killed makes the same decisions again.
 
-MAX_TRIALS = 256
-_MAX_VALUES = 256
-_NOT_SWEPT = ("kind", "schema_version", "name", "algorithm")
-SweepId = Annotated[str, pattern(r"^sweep-[0-9a-f]{17}$", "a sweep's id is sweep- and 17 hexadecimal digits")]
-FieldPath = Annotated[
-    str,
-    pattern(
-        r"^[a-z][a-z0-9_]*(\.[a-z0-9_]+){0,4}$", "a field of the run, such as learning_rate or trainable.rank",
-        max_length=128,
-    ),
-]  # fmt: skip
-Values = dict[FieldPath, JsonValue]
 
-
-class Space(Frozen):
-    """The values of one field: choices, or all numbers from min to max."""
-
-    choices: tuple[JsonValue, ...] | None = Field(default=None, min_length=1, max_length=64)
-    min: float | None = Field(default=None, allow_inf_nan=False)
-    max: float | None = Field(default=None, allow_inf_nan=False)
-    log: bool = Field(default=False, description="for a range: sampled on a logarithmic scale")
-    integer: bool = Field(default=False, description="for a range: only whole numbers")
-
-    @model_validator(mode="after")
-    def _holds_together(self) -> Self:
-        if self.choices is not None:
-            if self.min is not None or self.max is not None or self.log or self.integer:
-                raise ValueError("give choices, or min and max: log and integer go with these")
-            if len({json.dumps(each, sort_keys=True) for each in self.choices}) < len(self.choices):
-                raise ValueError("choices: one is there twice")
-            words = json.dumps(self.choices).replace('"', " ").split()
-            if any("?" in word.partition("://")[2] for word in words):
-                raise ValueError("choices: a URI with a query may hold a secret, and these are shown: upload the file")
-            return self
-        if self.min is None or self.max is None or self.min >= self.max:
-            raise ValueError("give choices, or min and a greater max")
-        if self.log and self.min <= 0:
-            raise ValueError("log: min must be greater than 0")
-        if self.integer and not (self.min.is_integer() and self.max.is_integer()):
-            raise ValueError("integer: min and max must be whole numbers")
-        return self
-
-    @property
-    def ends(self) -> tuple[JsonValue, ...]:
-        """All choices; for a range its smallest and its largest number."""
-        if self.choices is not None:
-            return self.choices
-        assert self.min is not None and self.max is not None
-        return (int(self.min), int(self.max)) if self.integer else (self.min, self.max)
-
-
-class Halving(Frozen):
-    """Successive halving, asynchronous (arXiv:1810.05934): at each rung the best 1/reduction of the trials continue."""
-
-    first_step: int = Field(ge=1, le=10_000_000, description="the first rung: a trial's first report from this step on")
-    reduction: int = Field(default=3, ge=2, le=16, description="each rung's step is this many times the one before")
-
-
-class Sweep(Frozen):
-    """A sweep, as a user requests it: trials are runs like `run`, with values from `parameters` in their fields."""
-
-    name: Name = Field(description="the name under which the best trial is published")
-    run: Run
-    parameters: dict[FieldPath, Space] = Field(min_length=1, max_length=16)
-    sampler: Literal["grid", "random", "tpe"] = Field(
-        default="tpe", description="every combination of choices; at random; or Optuna's TPE, which learns from trials"
-    )
-    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the sampler")
-    trials: int | None = Field(default=None, ge=1, le=MAX_TRIALS, description="for a grid, all combinations if absent")
-    parallel: int = Field(default=4, ge=1, le=64, description="trials at a time")
-    metric: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=128,
-        description="the metric at a run's last step; if absent, eval_loss, or an rl run's reward",
-    )
-    direction: Literal["minimize", "maximize"] | None = Field(
-        default=None, description="if absent, maximize for a metric with reward or accuracy in its name, else minimize"
-    )
-    halving: Halving | None = None
-
-    @model_validator(mode="after")
-    def _holds_together(self) -> Self:
-        if isinstance(self.run, SessionRun) or (isinstance(self.run, RLRun) and self.run.rollouts is None):
-            raise ValueError("run: a trial cannot be a session, or an rl run that waits for groups")
-        if self.run.name is not None:
-            raise ValueError(
-                "run.name: trials are published under their ids, and the best as the sweep's name: drop it"
-            )
-        if banned := next((path for path in self.parameters if path in _NOT_SWEPT), None):
-            raise ValueError(f"parameters.{banned}: this cannot differ between trials")
-        if sum(len(space.ends) for space in self.parameters.values()) > _MAX_VALUES:
-            raise ValueError(f"parameters: at most {_MAX_VALUES} choices in all")
-        if self.sampler == "grid":
-            if ranged := next((path for path, space in self.parameters.items() if space.choices is None), None):
-                raise ValueError(f"parameters.{ranged}: a grid is of choices, and this is a range")
-            if self.num_trials > MAX_TRIALS:
-                raise ValueError(f"{self.num_trials} combinations, and a sweep has at most {MAX_TRIALS}: give trials")
-        elif self.trials is None:
-            raise ValueError("trials is missing: only a grid can do without")
-        return self._has_its_metric()
-
-    def _has_its_metric(self) -> Self:
-        every = self._evaluated_every
-        if every is None and self.measured.startswith("eval_"):
-            raise ValueError("metric: the run evaluates nothing: give it held-out data, or name a metric of its steps")
-        if every == 0 and self.halving is not None and self.measured.startswith("eval_"):
-            raise ValueError("halving: the run evaluates at its end alone: say every how many steps it is to do so")
-        return self
-
-    @property
-    def _evaluated_every(self) -> int | None:
-        """Steps from one evaluation of a run to the next; 0: only at its end; None: never."""
-        if isinstance(self.run, RLRun):
-            held_out = self.run.rollouts.held_out if self.run.rollouts else None
-            return held_out.every_steps or 0 if held_out else None
-        assert not isinstance(self.run, SessionRun)
-        return self.run.eval_every if self.run.eval_dataset is not None else None
-
-    @property
-    def num_trials(self) -> int:
-        combinations = math.prod(len(space.ends) for space in self.parameters.values())
-        return min(self.trials or combinations, combinations) if self.sampler == "grid" else self.trials or 0
-
-    @property
-    def measured(self) -> str:
-        """The metric that ranks the trials."""
-        return self.metric or ("eval_reward_mean" if self.run.kind == "rl" else "eval_loss")
-
-    @property
-    def maximizes(self) -> bool:
-        looks_better_high = "reward" in self.measured or "accuracy" in self.measured
-        return looks_better_high if self.direction is None else self.direction == "maximize"
-
-
-class SweepRecord(Frozen):
-    """The record of an accepted sweep. Its trials have run records of their own, whose source holds their number."""
-
-    schema_version: Literal[1] = 1
-    sweep_id: SweepId
-    tenant: Tenant
-    owner: str | None = None
-    sweep: Sweep
-    created_at: float
-
-    def trial_id(self, number: int) -> str:
-        """Return a trial's run id, of the service's form: ids sort by time of the sweep and number of the trial."""
-        chance = content_key(self.sweep_id, str(number))[:6]
-        return f"{self.sweep.run.kind}-{int(self.created_at * 1000) + number:011x}{chance}"
+def trial_id(sweep: SweepRecord, number: int) -> str:
+    """Return a trial's run id, of the service's form: ids sort by time of the sweep and number of the trial."""
+    chance = content_key(sweep.sweep_id, str(number))[:6]
+    return f"{sweep.sweep.run.kind}-{int(sweep.created_at * 1000) + number:011x}{chance}"
 
 
 class SweepRef(Frozen):
@@ -362,13 +153,6 @@ class BestRequest(Frozen):
     run_id: RunId
     kind: Literal["adapters", "models"]
     artifact: Artifact
-
-
-class Report(NamedTuple):
-    """A trial's metric after a step."""
-
-    step: int
-    value: float
 
 
 class SweepEnd(Frozen):
@@ -494,41 +278,8 @@ def _goes_on(value: float, competing: list[float], reduction: int, maximizes: bo
 
 # --- Webhooks: a tenant's addresses, the notices on its runs that they get, and the deliveries ---
 
-WebhookId = Annotated[str, Field(pattern=r"^wh-[0-9a-f]{24}$")]
-NoticeId = Annotated[str, Field(pattern=r"^evt-[0-9a-f]{23}$")]
-NoticeType = Literal[
-    "run.created",
-    "run.resumed",
-    "run.paused",
-    "run.succeeded",
-    "run.failed",
-    "run.cancelled",
-    "fine_tuning.job.succeeded",
-    "fine_tuning.job.failed",
-    "fine_tuning.job.cancelled",
-    "ping",
-]
-NOTICE_TYPES: tuple[NoticeType, ...] = get_args(NoticeType)
 _SECRET_PREFIX = "whsec_"
 _SECRET_BYTES = 32
-
-
-def _plain_http(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as error:
-        raise ValueError(f"not a URL: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("a webhook's url is http://host/path or https://host/path")
-    if parts.username is not None or parts.password is not None:
-        raise ValueError("a url may not carry a user or password: check the signature instead")
-    if not url.isascii() or not url.isprintable() or " " in url:
-        raise ValueError("a url is written in ASCII without spaces: escape other characters")
-    return url
-
-
-WebhookUrl = Annotated[str, Field(min_length=1, max_length=2048), AfterValidator(_plain_http)]
 
 
 class Webhook(Frozen):
@@ -582,27 +333,6 @@ class Notice(Frozen):
         return json.dumps(said, separators=(",", ":")).encode()
 
 
-class Attempt(Frozen):
-    """One attempt to deliver. `status`: the receiver's HTTP status; None without an answer."""
-
-    at: float
-    status: int | None = None
-    problem: str | None = None
-    retry_after_s: float | None = Field(default=None, description="seconds that the receiver asked to wait")
-
-
-class Delivery(Frozen):
-    """The delivery of one notice to one webhook. `attempts`: only the last ones."""
-
-    notice_id: NoticeId
-    type: NoticeType
-    run_id: str | None = None
-    created_at: float
-    state: Literal["pending", "delivered", "failed"] = "pending"
-    num_attempts: int = 0
-    attempts: tuple[Attempt, ...] = ()
-
-
 def new_secret() -> str:
     """Return a new key for a webhook's signatures: 256 random bits."""
     return _SECRET_PREFIX + base64.b64encode(secrets.token_bytes(_SECRET_BYTES)).decode()
@@ -611,6 +341,13 @@ def new_secret() -> str:
 def new_notice_id() -> str:
     """Return milliseconds since 1970 in 11 hex digits, so that ids sort by time, and 12 random digits."""
     return f"evt-{int(time.time() * 1000):011x}{secrets.token_hex(6)}"
+
+
+class DeliverRequest(Frozen):
+    """A notice for a webhook. The webhook's address and secret are read from its record: Temporal never sees them."""
+
+    webhook_id: WebhookId
+    notice: Notice
 
 
 class WebhookRequest(Frozen):

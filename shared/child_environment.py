@@ -55,7 +55,7 @@ _ALLOWED: dict[Kind, tuple[str, ...]] = {
         *("MALLOC_*", STACK_MARK, WORKER_ID_VARIABLE, *_DEVICE, *_VLLM),
     ),
     "wandb": (*_SYSTEM, *_NETWORK, "WANDB_*"),
-    "confined": ("PATH", "TZ", *_NETWORK),  # graders call scoring models
+    "confined": ("PATH", "TZ"),
     "decoder": ("PATH", "TZ"),
     "template": ("PATH", "TZ"),
 }
@@ -71,7 +71,7 @@ _SET: dict[Kind, Mapping[str, str]] = {
     "wandb": {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"},
     "confined": _FORKED,
     "decoder": _FORKED,
-    "template": {"LANG": "C.UTF-8"},
+    "template": {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},  # so that grades are reproducible
 }
 
 _SERVICES: tuple[Kind, ...] = ("web", "control", "gpu", "sampler")

@@ -2,18 +2,10 @@
 
 import re
 
+from longshore.fields import bounded
+
 # The part of a place that is hidden from users: a tenant's folder in the store and, for an upload, also its hash.
 _OF_TENANT = re.compile(r"/tenants/[a-z0-9-]+/(?:uploads/[0-9a-f]{64}/)?")
-
-MOST_CHARACTERS = 4_000
-"""Of an error's words, which may quote what a user sent: Temporal's payloads have little room."""
-
-
-def bounded(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Cut a long text in its middle; characters that UTF-8 cannot hold become `?`."""
-    if (left_out := len(text) - most) > 0:
-        text = f"{text[: most * 3 // 4]} [... {left_out:,} characters ...] {text[-(most // 4) :]}"
-    return text.encode(errors="replace").decode()
 
 
 class LongshoreError(Exception):
@@ -75,8 +67,3 @@ class LeaseLost(WorkerLost):
 
 class HostLeft(LeaseLost):
     """The host that held the lease is shutting down in good order. This does not count as a loss of the worker."""
-
-
-UNFIT, AVOIDED = "HostUnfit", "HostAvoided"
-"""Types of the errors with which a host refuses a lease: it lacks something; the run has lost a worker there, and other
-hosts take leases. Neither counts as a loss of the worker by that host."""

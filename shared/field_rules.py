@@ -2,35 +2,11 @@
 
 import re
 from collections.abc import Container, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, BeforeValidator, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import ValidationError
 
 from longshore.fields import PATTERN_WORDS
-from shared.errors import bounded
-
-NO_NUL = r"^[^\x00]*$"
-
-Reason = Annotated[str, AfterValidator(bounded)]
-"""Why something failed, in words: bounded, as those of errors are."""
-Remark = Annotated[str, AfterValidator(lambda text: bounded(text, 500))]
-"""The same of one row of many."""
-
-
-def only(*allowed: object, words: str) -> BeforeValidator:
-    """Return a validator that refuses, with the message `words`, every value except None and those in `allowed`.
-
-    For fields that clients send although they have no effect here. It runs before pydantic checks types and bounds,
-    since pydantic's message would be unhelpful (for `ge=0, le=0`: "Input should be less than or equal to 0").
-    """
-
-    def check(value: object) -> object:
-        if value is not None and (isinstance(value, bool) or value not in allowed):
-            raise PydanticCustomError("not_applied", words)
-        return value
-
-    return BeforeValidator(check)
 
 
 def first_error(error: ValidationError, tags: Container[object] = ()) -> tuple[str, str]:

@@ -1,49 +1,6 @@
 """Settings of tenants' quotas, retention, prices and request limits."""
 
-from typing import Any, Literal
-
-from pydantic import BaseModel, Field, field_validator
-
-
-def _no_truth(given: Any) -> Any:
-    if isinstance(given, bool):
-        raise ValueError("a number, and neither true nor false")
-    return given
-
-
-WorkerSharing = Literal["all", "tenant", "none"]
-
-
-class QuotaSettings(BaseModel, extra="forbid"):
-    """Default quotas, for tenants without their own; None: no limit."""
-
-    _not_a_truth = field_validator("*", mode="before")(_no_truth)
-
-    concurrent_runs: int | None = Field(
-        default=None, ge=0, description="most runs that are accepted and have not ended"
-    )
-    gpu_hours: float | None = Field(default=None, ge=0, description="most GPU hours of the last 30 days' runs")
-    spending: float | None = Field(
-        default=None,
-        ge=0,
-        description="highest cost of the tenant's runs of the last 30 days, by `prices`; beyond it they are paused",
-    )
-    stored_bytes: int | None = Field(
-        default=None,
-        ge=0,
-        description="most bytes of uploads, published versions, and the downloads and results of runs",
-    )
-    worker_sharing: WorkerSharing | None = Field(
-        default=None,
-        description="whose adapters may be trained on one worker: `tenant` (the default): this tenant's; `all`: those "
-        "of all tenants with `all`; `none`: only one run's",
-    )
-    worker_weight: float | None = Field(
-        default=None,
-        gt=0,
-        le=1000,
-        description="a tenant's weight, relative to others' (1), on shared workers and in queues for hosts",
-    )
+from pydantic import BaseModel, Field
 
 
 class ClientSettings(BaseModel):
@@ -102,7 +59,7 @@ class RateLimitSettings(BaseModel):
     """Requests of one API key to one service process, and tries to sign in on its page."""
 
     per_s: float = Field(default=100.0, gt=0, description="in the long run")
-    burst: int = Field(default=500, ge=1, description="at once")
+    burst: int = Field(default=4000, ge=1, description="at once")
     sign_ins_per_min: float = Field(
         default=10.0, gt=0, description="in the long run, from one address, and with keys of one prefix"
     )

@@ -4,16 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Fence, Frozen, Reason
+from longshore.runs import FIRST_TENANT, RunId, Tenant
 from longshore.training import Dtype
+from longshore.weight_sync import SamplerKind
 from shared.chat.completions import CompletionRequest
 from shared.chat.messages import ChatRequest
-from shared.field_rules import Reason
-from shared.jobs.job import SamplerKey, SamplerKind
-from shared.runs.requests import FIRST_TENANT, RunId, Tenant
+from shared.chat.streams import StreamStart
+from shared.jobs.job import SamplerKey
 from shared.runs.start import RunTiming
 from shared.settings import Settings
-from shared.storage.paths import Fence, content_key
+from shared.storage.paths import content_key
 
 
 class LeasedSampler(Frozen):
@@ -52,12 +53,12 @@ class CompleteRequest(Frozen):
     base: str
     place: SamplerPlace
     asked: ChatRequest | CompletionRequest
-    answer_id: str | None = Field(default=None, description="id of a streamed answer to messages")
+    stream: StreamStart | None = Field(default=None, description="of an answer that is streamed")
 
     @property
     def tells_text(self) -> bool:
         """True if text is streamed while it is sampled. An answer with token ids comes at once, the prompt's first."""
-        return bool(self.asked.stream and not self.asked.return_token_ids)
+        return self.stream is not None and not self.asked.return_token_ids
 
 
 class QuestionFailure(Frozen):
@@ -68,15 +69,14 @@ class QuestionFailure(Frozen):
     place: str | None = None
 
 
-class AnswerLine(Frozen):
-    """A line of the reply to a question. The first line with `ends` is the last; the answer's JSON follows it.
+class AnswerHead(Frozen):
+    """The line before the bytes of an answer. Without a `failure` the answer follows: its JSON, or its events."""
 
-    `grown`: the text that was added to each choice since the line before.
-    """
-
-    grown: tuple[str, ...] = ()
     failure: QuestionFailure | None = None
-    ends: bool = False
+
+
+LOST = b"\0"
+"""In the middle of an answer's events: the sampler was lost, and the reason follows. No event contains this byte."""
 
 
 def sampler_of_questions(settings: Settings, model: Artifact, dtype: Dtype) -> SamplerKey:

@@ -18,21 +18,15 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from longshore.accounts import QuotaSettings
+from longshore.connection import user_config_path
 from longshore.training import DtypeChoice
-from shared.limits import (
-    ClientSettings,
-    PriceSettings,
-    QuotaSettings,
-    RateLimitSettings,
-    RetentionSettings,
-    TenantLimits,
-)
+from shared.limits import ClientSettings, PriceSettings, RateLimitSettings, RetentionSettings, TenantLimits
 
 FROM_FILE = "_file"
 """At the end of a variable's name: its value is the path of a file that holds the setting."""
 
 KernelPolicy = Literal["auto", "strict", "torch"]
-ExperimentalTransport = Literal["nixl", "mooncake"]
 
 
 class S3Settings(BaseModel):
@@ -83,7 +77,7 @@ class GradingSettings(BaseModel):
 
 
 class ConfinedSettings(BaseModel):
-    """Limits of the processes that work on users' data (activities/confined/calls.py)."""
+    """Limits of the processes that work on users' data (activities/sandbox/calls.py)."""
 
     memory_bytes: int = Field(default=4 << 30, ge=512 << 20)
     step_cpu_s: int = Field(default=300, ge=1, description="CPU seconds from one batch of rows to the next")
@@ -157,10 +151,6 @@ class TinkerSettings(BaseModel):
     keep_states: int = Field(
         default=100, ge=1, le=1000, description="how many of the newest saved states of one model are kept"
     )
-    stable_reinforce: Literal["importance_sampling", "ppo", "cispo", "dro"] | None = Field(
-        default=None,
-        description="the loss that is computed, and reported, if a client asks for stable_reinforce; none: refused",
-    )
 
 
 class WebhookSettings(BaseModel):
@@ -181,11 +171,6 @@ class MetricsSettings(BaseModel):
         description="none: no metrics. Under `longshore dev` the web service's port; hosts use the ports after it",
     )
     address: IPvAnyAddress = Field(default=IPv4Address("127.0.0.1"), description="an address of this machine")
-
-
-def user_config_path() -> Path:
-    base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(base) / "longshore" / "config.toml"
 
 
 class Environment(EnvSettingsSource):
@@ -332,11 +317,10 @@ class Settings(BaseSettings):
     kernels: KernelPolicy = Field(
         default="auto", description="of a worker on CUDA; strict: a missing kernel is an error, not a warning"
     )
-    experimental_transports: tuple[ExperimentalTransport, ...] = Field(
-        default=(),
-        description="for GPU and sampler hosts: weight-sync backends of other projects, whose ports "
-        "let anyone who reaches them read and change memory; a run may name one only if "
-        "its hosts list it",
+    external_transport: bool = Field(
+        default=False,
+        description="for GPU and sampler hosts: whether runs may name the weight-sync backend `external`, which an "
+        "installed package brings; its code then runs in workers and samplers",
     )
     host_address: OwnAddress | None = Field(
         default=None,
@@ -356,6 +340,11 @@ class Settings(BaseSettings):
         default=600.0,
         gt=0,
         description="how long a run that needs several hosts holds some of them while it waits for the others",
+    )
+    separate_hosts: bool = Field(
+        default=False,
+        description="of `longshore dev`: a process for each role of a host, which takes twice the memory, not one for "
+        "all of them",
     )
     drain_notice: Path | None = Field(
         default=None,

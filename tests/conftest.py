@@ -131,11 +131,7 @@ def temporal_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     log = (tmp_path_factory.mktemp("temporal") / "server.log").open("wb")
     command = [_temporal_binary(), "server", "start-dev", "--headless", "--ip", "127.0.0.1", "--port", str(port)]
-    server = subprocess.Popen(
-        [*command, *QUEUE_OPTIONS],
-        stdout=log,
-        stderr=log,
-    )
+    server = subprocess.Popen([*command, *QUEUE_OPTIONS], stdout=log, stderr=log)
     try:
         asyncio.run(_wait_for_temporal(f"127.0.0.1:{port}"))
         yield f"127.0.0.1:{port}"

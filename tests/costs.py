@@ -6,7 +6,6 @@ recorded, by which they are shared out among processes.
 python -m tests.costs tell CACHE      the ten dearest files of the last run of tests/run.sh, whose cache is in that
                                       folder; exits with 1 where all files together are over their share of the budget
 python -m tests.costs record CACHE    the same, and writes durations.json
-python -m tests.costs share           which part of the dear files' tests a CPU as fast as this one has the time for
 python -m tests.costs reap ARGUMENTS  Python with these arguments, beside a parent of all orphans that it leaves
 """
 
@@ -16,9 +15,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,13 +29,7 @@ BUDGET_CPU_S = 2 * 90 * 60
 SHARE = 0.85  # seconds of whatever CPU it runs on, of which a slow one takes 2.3 times those of a fast one
 RECORDED = Path(__file__).with_name("durations.json")
 DEAR_S = 5
-"""Recorded CPU seconds from which on a file is dear: of its tests a slow CPU runs a part, drawn by the seed."""
-_MOST_MIN = 60.0  # of the clock, on two cores: above that a part is drawn that takes about as long as the next figure
-_AIM_MIN = 34.0
-# Minutes that a recorded second takes on two cores, where a million turns of an empty loop take a second. A CPU that
-# takes 0.0275 s for these would have taken 83 minutes for 2,700 recorded seconds; fast ones take 33 minutes. What else
-# CI does takes such a slow one 8 minutes or so.
-_MIN = 1.1
+"""Recorded CPU seconds from which on a file is dear: CI runs a part of its tests, drawn by the seed."""
 KEY = "longshore/costs"
 """Of pytest's cache: CPU seconds by file."""
 _PROPERTY = "cpu_s"
@@ -127,29 +119,6 @@ def told(by_file: Counter[str]) -> str:
     return "\n".join(lines)
 
 
-def speed_s() -> float:
-    """CPU seconds of a million turns of an empty loop; of several tries the fastest, as the machine may be busy."""
-
-    def once() -> float:
-        began = time.process_time()
-        for _ in range(1_000_000):
-            pass
-        return time.process_time() - began
-
-    return min(once() for _ in range(7))
-
-
-def share(costs: Mapping[str, float], loop_s: float) -> float:
-    """Return the part of the dear files' tests to draw, so that CI's time is not over before its tests are; at least a
-    quarter. 1.0: all, as on most machines.
-    """
-    total_s, dear_s = sum(costs.values()), sum(cost for cost in costs.values() if cost >= DEAR_S)
-    expected_min = total_s * loop_s * _MIN
-    if expected_min <= _MOST_MIN:
-        return 1.0
-    return max(0.25, round(1 - total_s * (1 - _AIM_MIN / expected_min) / dear_s, 2))
-
-
 def recorded() -> dict[str, float]:
     """What files took when it was last recorded, in CPU seconds."""
     return json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
@@ -167,9 +136,6 @@ def main() -> None:
     command, *arguments = sys.argv[1:]
     if command == "reap":
         sys.exit(reap(arguments))
-    if command == "share":
-        print(f"{share(recorded(), speed_s()):g}")
-        return
     [cache] = arguments
     by_file = Counter(json.loads(Path(cache, "v", KEY).read_text()))
     if command == "record":

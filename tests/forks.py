@@ -5,6 +5,7 @@ For tests of what a program does. Where it matters how it is started, a test sta
 
 import faulthandler
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 _FORKS = multiprocessing.get_context("forkserver")
-IMPORTED = [__name__, "service.cli.client", "service.cli.commands.runs", "service.cli.commands.submit"]
+IMPORTED = [__name__, "longshore.client", "service.cli.commands.runs", "service.cli.commands.submit"]
 """Modules that all forks have at once. Whoever starts other programs adds what these import."""
 
 
@@ -94,14 +96,27 @@ def run(programs: Sequence[Program], timeout_s: float) -> list[int]:
     return [process.exitcode or 0 for process in processes]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What one program said."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.stdout)
+
+
 def captured(
     call: Callable[[], object], argv: Sequence[str], environment: Mapping[str, str], cwd: Path, timeout_s: float
-) -> tuple[int, str, str]:
-    """Run one program; its exit status, what it wrote to stdout, and what to stderr."""
+) -> Answer:
+    """Run one program."""
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
         [code] = run([Program(call, argv, environment, cwd, stdout, stderr)], timeout_s)
-        return code, stdout.read_text(), stderr.read_text()
+        return Answer(code, stdout.read_text(), stderr.read_text())
 
 
 def _wait_for(processes: Sequence[BaseProcess], timeout_s: float) -> None:

@@ -83,9 +83,7 @@ def test_parts_of_the_suite_are_all_of_it_once_and_take_about_as_long(tmp_path: 
 
 
 @pytest.mark.parametrize(("share", "deep", "nums"), [("0.5", "", range(4, 6)), ("1.0", "", [6]), ("0.5", "1", [6])])
-def test_of_dear_files_a_part_is_drawn_where_the_cpu_is_slow(
-    tmp_path: Path, share: str, deep: str, nums: Sequence[int]
-) -> None:
+def test_a_part_of_the_tests_of_dear_files_is_drawn(tmp_path: Path, share: str, deep: str, nums: Sequence[int]) -> None:
     costs_of = f'{{"test_a.py": {costs.DEAR_S}, "test_b.py": {costs.DEAR_S - 1}}}'
     (tmp_path / "conftest.py").write_text(CONFTEST + f"order.recorded = lambda: {costs_of}\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -97,12 +95,6 @@ def test_of_dear_files_a_part_is_drawn_where_the_cpu_is_slow(
     [num] = re.findall(r"(\d+) passed", done.stdout)
     assert int(num) in nums, done.stdout
     assert (f"{6 - int(num)} deselected" in done.stdout) == (int(num) < 6)
-
-
-def test_a_cpu_as_fast_as_most_runs_all_and_a_slow_one_what_it_has_the_time_for() -> None:
-    recorded = {"dear.py": 2000.0, "cheap.py": 5.0, **{f"{number}.py": 7.0 for number in range(100)}}
-    assert costs.share(recorded, 0.012) == costs.share(recorded, 0.02) == 1.0
-    assert 0.3 < costs.share(recorded, 0.0275) < 0.45 and costs.share(recorded, 1.0) == 0.25
 
 
 DRAWS = """

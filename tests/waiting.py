@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,3 +34,16 @@ async def eventually(condition: Callable[[], Awaitable[Any] | Any], what: str, t
             return answer
         await asyncio.sleep(0.05)
     raise TimeoutError(f"{what}: not within {timeout_s} s")
+
+
+@asynccontextmanager
+async def meanwhile(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """These go on for the block, within which none may end."""
+    going_on = [asyncio.create_task(work) for work in works]
+    try:
+        yield
+        assert not any(task.done() for task in going_on), going_on
+    finally:
+        for task in going_on:
+            task.cancel()
+        await asyncio.wait(going_on)

@@ -10,8 +10,11 @@ from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from activities.records.run_records import BeginRequest, RunRecords
+    from longshore.accounts import Room
+    from longshore.fields import Frozen
+    from longshore.views import RunStatus
     from shared.runs.start import Start
-    from shared.runs.status import RunStatus
+    from shared.runs.status import RunChange
     from workflows import policies
 
 RequestT = TypeVar("RequestT")
@@ -44,6 +47,33 @@ async def do(
 async def record(activity: Callable[[Any, RequestT], Any], request: RequestT) -> None:
     """Execute an activity that writes a small record into the store, with retries for about an hour."""
     await do(activity, request, policies.RECORD_RETRY, policies.RECORD_TIMEOUT)
+
+
+async def ask_service(
+    activity: str,
+    request: Frozen,
+    answer: type[ResultT] | None = None,
+    retry: RetryPolicy = policies.ENDLESS,
+    within: timedelta = policies.RECORD_TIMEOUT,
+    heartbeat: timedelta | None = None,
+) -> ResultT:
+    """Execute an activity of the web service, which has the database; wait while the service is away."""
+    found: ResultT = await workflow.execute_activity(
+        activity,
+        request,
+        result_type=answer,
+        task_queue=policies.service_queue(workflow.info().task_queue),
+        start_to_close_timeout=within,
+        heartbeat_timeout=heartbeat,
+        retry_policy=retry,
+    )
+    return found
+
+
+async def record_run(status: RunStatus) -> Room:
+    """Record a run's status in its row. Returns the room that its tenant has left in the store."""
+    change = RunChange(status=status, at=workflow.time())
+    return await ask_service("record_run", change, Room, within=policies.ROW_TIMEOUT)
 
 
 async def begin(start: Start) -> RunStatus | None:

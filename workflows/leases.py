@@ -15,10 +15,10 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import Lease, LeaseRequest
     from activities.sampling.samplers import LeaseSampler, SamplerLeaseRequest
     from longshore.fields import Frozen
-    from shared.errors import AVOIDED, WorkerLost
-    from shared.jobs.job import GangLeader, LeaseGrant, SamplerKey, SyncBackend
+    from longshore.views import Problem
+    from longshore.weight_sync import SyncBackend
+    from shared.jobs.job import GangLeader, LeaseGrant, SamplerKey
     from shared.runs.start import RunTiming
-    from shared.runs.status import Problem
     from shared.serving import ServeRequest, ServingStart
     from workflows import policies
     from workflows.outcomes import RunFailed, is_final, problem_of_error, was_cancelled
@@ -141,13 +141,12 @@ class Lost(Exception):
     """A lease ended before its process was up, or the process was lost. A new lease may succeed.
 
     `kind`: the type of the error that ended it, such as `WorkerLost` (shared/errors.py), or the kind of its job's
-    failure, if there was one. `host`: the queue of the host, if the error names it.
+    failure, if there was one.
     """
 
-    def __init__(self, message: str, kind: str | None = None, host: str | None = None) -> None:
+    def __init__(self, message: str, kind: str | None = None) -> None:
         super().__init__(message)
         self.kind = kind
-        self.host = host
 
 
 @dataclass
@@ -156,15 +155,13 @@ class Leasing:
 
     A worker of several machines needs a lease from each of their hosts, one activity each: all or none.
 
-    `avoid`: queues of hosts on which a process of this workflow was lost while it started. `turns`: the lock for
-    leasing workers of several machines.
+    `turns`: the lock for leasing workers of several machines.
     """
 
     queue: str
     timing: RunTiming
     epoch: int = 0
     grant: LeaseGrant | None = None
-    avoid: tuple[str, ...] = ()
     turns: Turns | None = None
     _gang: LeaseRequest | None = None
     _leader: GangLeader | None = None
@@ -202,12 +199,6 @@ class Leasing:
             return self._held_before_s
         had_s = workflow.time() - self._granted_at if self._shared_s is None else self._shared_s
         return self._held_before_s + had_s
-
-    def lost_at_start(self, loss: Lost, granted: LeaseGrant | None = None) -> None:
-        """Avoid the host of a process that was lost before it did any work. `granted`: its grant, if it was up."""
-        host = loss.host or (granted.host_queue if granted is not None else None)
-        if host is not None and loss.kind in (WorkerLost.__name__, "error") and host not in self.avoid:
-            self.avoid += (host,)
 
     def note_held(self, held_s: float) -> None:
         """Note how many seconds of a shared process's time this lease has had, as its host reports."""
@@ -267,7 +258,7 @@ class Leasing:
         """Ask for a sampler, after giving back the one held before."""
         patience_s = policies.sampler_ready_timeout_s(key)
         request = SamplerLeaseRequest(
-            run_id=run_id, epoch=epoch, key=key, ready_timeout_s=patience_s, sync_backend=sync_backend, avoid=self.avoid
+            run_id=run_id, epoch=epoch, key=key, ready_timeout_s=patience_s, sync_backend=sync_backend
         )
         self.take(LeaseSampler.lease_sampler, request, epoch)
 
@@ -328,8 +319,6 @@ class Leasing:
         if not workflow.in_workflow():  # evicted from the host's memory: the execution continues elsewhere
             return
         for lease in self._asked:
-            if self.grant is None and lease.done() and not lease.cancelled() and (error := lease.exception()):
-                self.lost_at_start(_loss(error))
             _leave(lease)
         self._held_before_s = self.held_s
         self.grant = None
@@ -398,8 +387,7 @@ def _loss(error: BaseException) -> Lost:
     cause = error.cause if isinstance(error, ActivityError) else None
     if not isinstance(cause, ApplicationError):
         return Lost(problem_of_error(error).message)
-    host = cause.details[0] if cause.details and isinstance(cause.details[0], str) else None
-    return Lost(problem_of_error(error).message, cause.type, host)
+    return Lost(problem_of_error(error).message, cause.type)
 
 
 # --- Serve users' questions to one model ---
@@ -441,7 +429,7 @@ class ServingWorkflow:
             except RunFailed as failure:
                 self._note(failure.problem, is_hopeless=True)
             except Lost as loss:
-                self._note(Problem(kind="worker_lost", message=str(loss)), is_loss=loss.kind != AVOIDED)
+                self._note(Problem(kind="worker_lost", message=str(loss)))
             finally:
                 self._leasing.release()
                 self._due_at = None  # it was for the sampler that has been given back
@@ -548,12 +536,11 @@ class ServingWorkflow:
                     return False
         return True
 
-    def _note(self, problem: Problem, is_hopeless: bool = False, is_loss: bool = True) -> None:
+    def _note(self, problem: Problem, is_hopeless: bool = False) -> None:
         workflow.logger.warning("sampler lease %d came to nothing: %s", self._leasing.epoch, problem.message)
         self._num_lost_in_a_row += 1
-        if is_loss:
-            self._problem, self._is_hopeless = problem, is_hopeless
-            self._num_lost += 1
+        self._problem, self._is_hopeless = problem, is_hopeless
+        self._num_lost += 1
 
     def _is_given_up(self, lost_before: int) -> bool:
         num_lost = self._num_lost - lost_before

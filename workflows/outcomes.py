@@ -13,8 +13,7 @@ from temporalio.exceptions import (
     is_cancelled_exception,
 )
 
-from shared.errors import AVOIDED, UNFIT
-from shared.runs.status import Problem, RunStatus
+from longshore.views import Problem, RunStatus
 from workflows.policies import FINAL_ERRORS
 
 _KINDS = {
@@ -25,8 +24,6 @@ _KINDS = {
     "WorkerLost": "worker_lost",
     "LeaseLost": "worker_lost",
     "HostLeft": "worker_lost",
-    UNFIT: "worker_lost",
-    AVOIDED: "worker_lost",
     "SamplerUnavailable": "sampler_unavailable",
     "SamplerMismatch": "sampler_mismatch",
 }

@@ -19,7 +19,7 @@ FINAL_ERRORS = ("InvalidInput", "CorruptArtifact", "DiskFull", "SamplerMismatch"
 # Kinds of a job's `failed` event that would repeat on another worker.
 FINAL_KINDS = frozenset({"invalid_input", "corrupt_artifact", "not_finite", "disk_full"})
 # The kind of failure of a job or session that found too little memory, since other runs' slots were using it.
-CROWDED = "crowded"
+NO_MEMORY_FOR_SLOT = "crowded"
 # The kind of failure of a lease of several hosts that were not all free at the same time.
 NOT_GATHERED = "not_gathered"
 MAX_GATHERINGS = 500
@@ -57,6 +57,8 @@ RECORD_RETRY = RetryPolicy(
 )
 # Small reads and writes of the store.
 RECORD_TIMEOUT = timedelta(minutes=2)
+# A row of the database. If the service is killed at it, a run's end waits for this long.
+ROW_TIMEOUT = timedelta(seconds=15)
 # A lease may wait for a host without limit, and is held until the run ends.
 LEASE_TIMEOUT = timedelta(days=365)
 WORKER_READY_TIMEOUT_S = 300.0
@@ -127,7 +129,7 @@ _POOLS: dict[str, Pool] = {
 # On the control queue, runs that are further along go first; otherwise many runs submitted together would all wait
 # until the last one is prepared. Lower numbers run sooner (Temporal has 1 to 5, by default 3); tenants with activities
 # of equal priority take turns.
-_TURNS = {"tokenize": 2, "ask_teacher": 2, "pack": 1}
+_TURNS = {"tokenize": 2, "mix": 2, "mix_prompts": 2, "ask_teacher": 2, "pack": 1}
 
 
 def turn_of(activity: str) -> Priority:

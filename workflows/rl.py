@@ -6,24 +6,93 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
+    from activities.publishing.publish import Publish
     from activities.records.run_records import Recovered, RecoverRequest, RunRecords, StepRecordRequest
+    from longshore.algorithms import reference_uri
+    from longshore.fields import Artifact
+    from longshore.training import Lora, Watched
+    from longshore.views import Problem, RunStatus, StepStatus
+    from shared.automation import BestRequest
     from shared.jobs.job import LeaseGrant
-    from shared.jobs.losses import reference_uri
-    from shared.runs.start import RLStart
-    from shared.runs.status import STEP_COUNTS, Policy, Problem, RLState, RunStatus, StepRequest, StepStatus
+    from shared.runs.start import ResolvedModel, RLStart
+    from shared.runs.status import STEP_COUNTS, Policy, RLState, RolloutData, StepRequest
     from workflows import control, policies
     from workflows.outcomes import RunFailed, problem_of_error, with_counts
     from workflows.rollouts import rollouts
-    from workflows.rollouts.requests import is_at_target
+    from workflows.rollouts.requests import ends_with
     from workflows.rollouts.rollouts import RolloutSource
     from workflows.rollouts.sampling import LeasedSamplers
     from workflows.training import job_plan
     from workflows.training.job_plan import replayed_routes
-    from workflows.training.run import ActiveRun, ClientDrivenHandlers, StepEta, changed
-    from workflows.training.train_step import StepQueue, publish_policy, state_after, train_and_publish, unchanged
+    from workflows.training.run import ActiveRun, ClientDrivenHandlers, StepEta, changed, version_shown
+    from workflows.training.train_step import (
+        StepQueue,
+        policy_shown,
+        publish_policy,
+        shown_after,
+        state_after,
+        train_and_publish,
+        unchanged,
+    )
 
 # A history should stay under 10,000 events. A step of a client's groups takes about 40, one of own rollouts about 80.
 _STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60
+
+
+# --- What local runs share (longshore/local.py): pure functions ---
+
+
+def recover_request(start: RLStart) -> RecoverRequest:
+    """Return the request for the steps and policies that a run has in the store."""
+    held_out = start.run.held_out
+    return RecoverRequest(
+        run_id=start.run_id,
+        num_policies=RolloutSource.num_policies(start),
+        watched=held_out if held_out is not None and held_out.watched else None,
+    )
+
+
+def first_state(
+    model: ResolvedModel,
+    adapter: Artifact | None,
+    reference: Artifact | None,
+    data: RolloutData | None,
+    recovered: Recovered,
+    status: RunStatus,
+) -> RLState:
+    """Return a run's first state: the steps that were recovered from the store are done."""
+    state = RLState(
+        model=model.model,
+        shape=model.shape,
+        adapter=adapter,
+        reference=reference,
+        status=status,
+        rollouts=data,
+        evaluated=recovered.evaluated,
+        policies=(
+            Policy(after_step=0, version=0, adapter=adapter),
+            *(policy.model_copy(update={"adapter": policy.adapter or adapter}) for policy in recovered.policies),
+        ),
+    )
+    return state_after(state, recovered.trained) if recovered.trained else state
+
+
+def best_request(start: RLStart, best: StepStatus) -> BestRequest:
+    """Return the request that publishes the policy of the best evaluation again, as the newest version."""
+    assert best.adapter is not None and best.adapter_sha256 is not None
+    return BestRequest(
+        tenant=start.tenant,
+        name=start.run.name or start.run_id,
+        run_id=start.run_id,
+        kind="adapters" if isinstance(start.run.trainable, Lora) else "models",
+        artifact=Artifact(uri=best.adapter, sha256=best.adapter_sha256),
+    )
+
+
+def best_metrics(watched: Watched, best: StepStatus) -> dict[str, float]:
+    """Return the metrics of the evaluation whose policy is kept; none if the last policy is kept."""
+    metric = watched.keeps_by
+    return {} if metric is None else {"best_step": float(best.step), f"best_{metric}": best.metrics[metric]}
 
 
 @workflow.defn
@@ -45,7 +114,6 @@ class RLWorkflow(ClientDrivenHandlers):
         self._run.training.device = self._sampling.lent
         self._run.training.shares = not self._sampling.is_colocated
         self._run.training.leasing.epoch = before.epoch if before else 0
-        self._run.training.leasing.avoid = before.avoid if before else ()
         self._run.training.is_tracked = self._run.training.leasing.epoch > 0
 
     @workflow.run
@@ -70,6 +138,7 @@ class RLWorkflow(ClientDrivenHandlers):
         is_whole = await (self._train_own_steps(self._state) if self._start.run.rollouts else self._train_steps())
         if is_whole:
             await self._publish_last()
+            await self._publish_best()
         return is_whole
 
     async def _prepare(self) -> RLState:
@@ -78,9 +147,8 @@ class RLWorkflow(ClientDrivenHandlers):
         self._run.show(phase="checking")
         recovered = Recovered()
         if start.resumed:
-            self._sampling.go_on_after(self._run.problem_before)
-            request = RecoverRequest(run_id=start.run_id, num_policies=RolloutSource.num_policies(start))
-            recovered = await control.do(RunRecords.recover_steps, request)
+            self._sampling.restore_after(self._run.problem_before)
+            recovered = await control.do(RunRecords.recover_steps, recover_request(start))
             self._steps.next = recovered.last_step + 1
         resolved = await job_plan.resolve_model(start)
         adapter = await job_plan.resolve_initial_adapter(start, resolved)
@@ -91,19 +159,9 @@ class RLWorkflow(ClientDrivenHandlers):
             self._run.show(phase="tokenizing")
             data = await rollouts.prepare_rollouts(self._run, start, resolved)
             self._run.show(num_steps=data.num_steps * run.epochs * run.mini_batches)
-        state = RLState(
-            model=resolved.model,
-            shape=resolved.shape,
-            adapter=adapter,
-            reference=reference,
-            status=self._run.status,
-            rollouts=data,
-            policies=(
-                Policy(after_step=0, version=0, adapter=adapter),
-                *(policy.model_copy(update={"adapter": policy.adapter or adapter}) for policy in recovered.policies),
-            ),
-        )
-        return state_after(self._run, state, recovered.trained) if recovered.trained else state
+        if recovered.trained is not None:
+            self._run.show(**policy_shown(recovered.trained))
+        return first_state(resolved, adapter, reference, data, recovered, self._run.status)
 
     async def _train_steps(self) -> bool:
         """Train the steps that clients send, in order. False when this execution's history is long enough."""
@@ -129,7 +187,7 @@ class RLWorkflow(ClientDrivenHandlers):
         )
         if self._steps.next == 1 and (beginning := await source.beginning(self._run, state)) is not None:
             self._steps.keep(beginning)
-            if is_at_target(self._start.run, beginning):
+            if ends_with(self._start.run, beginning, state.evaluated):
                 return True
         while self._steps.next <= state.rollouts.num_steps and not self._steps.is_finishing:
             self._run.show(phase="sampling")
@@ -137,7 +195,8 @@ class RLWorkflow(ClientDrivenHandlers):
             step = self._steps.take(f"rollouts-{self._steps.next}", rolled.groups_uri, rolled.metrics)
             done = await self._train(step)
             self._eta.take(done.step, workflow.time(), self._run.training.leasing.epoch)
-            if is_at_target(self._start.run, done):
+            assert self._state is not None
+            if ends_with(self._start.run, done, self._state.evaluated):
                 return True
             if self._is_long(_OWN_STEPS_AN_EXECUTION):
                 return False
@@ -159,23 +218,12 @@ class RLWorkflow(ClientDrivenHandlers):
             done = unchanged(self._state, step.model_copy(update={"state": "failed", "problem": problem}))
         await control.record(RunRecords.record_step, StepRecordRequest(run_id=self._start.run_id, step=done))
         if done.state == "done" and done.same_as is None:
-            self._state = state_after(self._run, self._state, done)
-        self._count(done)
+            evaluated = self._state.evaluated.after(done, self._start.run.held_out)
+            self._state = state_after(self._state, done).model_copy(update={"evaluated": evaluated})
+        self._run.show(**shown_after(self._run.status, self._start.run, done))
         self._num_done += 1
         self._steps.keep(done)
         return done
-
-    def _count(self, done: StepStatus) -> None:
-        """Count a step that was not trained, or that had no learning signal."""
-        is_new, known = done.state == "done" and done.same_as is None, self._run.status
-        by_rewards = is_new and self._start.run.advantages not in ("none", "given") and done.metrics["trajectories"] > 1
-        are_equal = by_rewards and done.metrics["reward_std"] < 1e-9  # a mean's rounding is less
-        self._run.show(
-            skipped_steps=known.skipped_steps + (done.state == "skipped"),
-            failed_steps=known.failed_steps + (done.state == "failed"),
-            equal_reward_steps=known.equal_reward_steps + are_equal,
-            zero_gradient_steps=known.zero_gradient_steps + (is_new and done.metrics.get("grad_norm") == 0),
-        )
 
     async def _publish_last(self) -> None:
         """Publish the last step's policy, if that has not been done."""
@@ -185,8 +233,22 @@ class RLWorkflow(ClientDrivenHandlers):
         self._run.show(phase="publishing")
         done = await publish_policy(self._start, self._state, step, self._run.status.dataset_report, step.metrics)
         await control.record(RunRecords.record_step, StepRecordRequest(run_id=self._start.run_id, step=done))
-        self._state = state_after(self._run, self._state, done)
+        self._run.show(**policy_shown(done))
+        self._state = state_after(self._state, done)
         self._steps.keep(done)
+
+    async def _publish_best(self) -> None:
+        """Say what the evaluations decided; publish the best policy again, as the newest version, if it is not."""
+        start, state, watched = self._start, self._state, self._start.run.held_out
+        if state is None or state.rollouts is None or watched is None:
+            return
+        best, last_step = state.evaluated.best, self._steps.next - 1
+        if best is not None and best.policy_version != state.policy_version:
+            found = await control.do(Publish.publish_best, best_request(start, best), policies.PATIENT)
+            self._run.show(**version_shown(found))
+        if best is not None:
+            self._run.show(metrics=self._run.status.metrics | best_metrics(watched, best))
+        self._run.add_notices(watched.decided(last_step, state.rollouts.num_steps, best.step if best else None))
 
     def _is_long(self, max_steps: int) -> bool:
         return self._num_done >= max_steps or workflow.info().is_continue_as_new_suggested()
@@ -210,13 +272,13 @@ class RLWorkflow(ClientDrivenHandlers):
                 "steps": self._steps.all(),
                 "finishing": self._steps.is_finishing,
                 "epoch": self._run.training.leasing.epoch,
-                "avoid": self._run.training.leasing.avoid,
-                "avoid_for_samplers": self._sampling.avoid,
                 "status": self._current(),
                 "policies": tuple(self._source.policies) if self._source else (),
             }
         )
-        workflow.continue_as_new(self._start.model_copy(update={"state": state, "resumed": False}))
+        workflow.continue_as_new(
+            self._start.model_copy(update={"state": state, "resumed": False, "room": self._run.room})
+        )
 
     @workflow.update
     async def train_step(self, request: StepRequest) -> StepStatus:

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from temporalio import workflow
-from temporalio.common import WorkflowIDReusePolicy
+from temporalio.common import RetryPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import ActivityError, ChildWorkflowError, WorkflowAlreadyStartedError
 
 with workflow.unsafe.imports_passed_through():
@@ -14,18 +14,19 @@ with workflow.unsafe.imports_passed_through():
     from activities.models.resolve import Resolve
     from activities.publishing.export import Exports
     from activities.publishing.publish import Publish
-    from activities.records.deliver import Deliver, DeliverRequest
-    from activities.retention import CollectGarbage
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.tokenize import PreviewDataset
     from activities.tracking.track import Track, Tracked, TrackRequest
+    from longshore.automation import Action, GarbageReport
     from longshore.fields import Artifact, Frozen
+    from longshore.grading import GradeOneRequest, OneGrade
+    from longshore.previews import Preview, PreviewStart
+    from longshore.views import RunStatus
     from shared.automation import (
         ACTION_MEMO,
         AcceptRequest,
-        Action,
         Decision,
-        GarbageReport,
+        DeliverRequest,
         GarbageRequest,
         ScheduledAction,
         SweepEnding,
@@ -34,10 +35,8 @@ with workflow.unsafe.imports_passed_through():
         WebhookRequest,
         data_of,
     )
-    from shared.grading import GradeOneRequest, OneGrade
-    from shared.runs.previews import Preview, PreviewStart
     from shared.runs.start import AnyStart, ExportRequest, ModelRequest, ResolvedModel
-    from shared.runs.status import RunStatus
+    from shared.storage.stored_bytes import USE_WORKFLOW, UseRequest
     from workflows import control, policies
     from workflows.outcomes import problem_of_error, was_cancelled
 
@@ -83,11 +82,22 @@ class ExportWorkflow:
 
 @workflow.defn
 class GarbageWorkflow:
-    """Measures what tenants store, and deletes what retention policies expire, on a control host. Runs continue."""
+    """Measures what tenants store, and deletes what retention policies expire. Runs continue."""
 
     @workflow.run
     async def run(self, request: GarbageRequest) -> GarbageReport:
-        return await control.do(CollectGarbage.collect, request)
+        within, heartbeat = policies.DATA_TIMEOUT, policies.DATA_HEARTBEAT
+        return await control.ask_service("collect_garbage", request, GarbageReport, policies.RETRY, within, heartbeat)
+
+
+@workflow.defn(name=USE_WORKFLOW)
+class UseWorkflow:
+    """Has the service note what a run uses, for one of the run's activities, which waits for it."""
+
+    @workflow.run
+    async def run(self, request: UseRequest) -> None:
+        retry = RetryPolicy(maximum_interval=timedelta(seconds=2))  # it waits while what it uses is being deleted
+        await control.ask_service("note_use", request, retry=retry, within=policies.ROW_TIMEOUT)
 
 
 @workflow.defn
@@ -138,9 +148,12 @@ class ScheduledRunWorkflow:
         self._show(Action())
         try:
             # Downloaded under the run's own key: the data that is compared is the data that is trained on.
-            download = DownloadRequest(run_id=run_id, tenant=action.tenant, split="train", source=data_of(run))
-            dataset = (await control.do(Download.download, download)).dataset
-            decision = await _accepted(AcceptRequest(action=action, run_id=run_id, dataset=dataset))
+            found = []
+            for split, source in data_of(run).items():
+                download = DownloadRequest(run_id=run_id, tenant=action.tenant, split=split, source=source)
+                found.append((await control.do(Download.download, download)).dataset)
+            request = AcceptRequest(action=action, run_id=run_id, dataset=found[0], more=tuple(found[1:]))
+            decision = await control.ask_service("accept_scheduled", request, Decision, policies.PATIENT)
         except Exception as error:
             self._show(Action(state="failed", reason=problem_of_error(error).message))
             raise
@@ -155,19 +168,6 @@ class ScheduledRunWorkflow:
     def _show(self, action: Action) -> Action:
         workflow.upsert_memo({ACTION_MEMO: action.model_dump(mode="json")})
         return action
-
-
-async def _accepted(request: AcceptRequest) -> Decision:
-    """Ask the web service to accept the run, by the rules for runs that users submit; wait while it is away."""
-    decision: Decision = await workflow.execute_activity(
-        "accept_scheduled",
-        request,
-        result_type=Decision,
-        task_queue=policies.service_queue(workflow.info().task_queue),
-        start_to_close_timeout=policies.RECORD_TIMEOUT,
-        retry_policy=policies.PATIENT,
-    )
-    return decision
 
 
 async def _start(decision: Decision, run_id: str) -> workflow.ChildWorkflowHandle[Any, Any] | None:
@@ -218,7 +218,7 @@ class SweepWorkflow:
 
     @workflow.run
     async def run(self, ref: SweepRef) -> None:
-        while (end := (turn := await _ask_service("advance_sweep", ref, SweepTurn)).end) is None:
+        while (end := (turn := await _advance("advance_sweep", ref, SweepTurn)).end) is None:
             if workflow.info().is_continue_as_new_suggested():
                 workflow.continue_as_new(ref)
         if turn.best is not None:
@@ -228,20 +228,12 @@ class SweepWorkflow:
             except ActivityError as error:
                 found = {"state": "failed", "problem": problem_of_error(error).message}
             end = end.model_copy(update=found)
-        await _ask_service("end_sweep", SweepEnding(**dict(ref), end=end), None)
+        await _advance("end_sweep", SweepEnding(**dict(ref), end=end), None)
 
 
-async def _ask_service(activity: str, request: Frozen, answer: Any) -> Any:
-    """Execute an activity of the web service; wait while that is away."""
-    return await workflow.execute_activity(
-        activity,
-        request,
-        result_type=answer,
-        task_queue=policies.service_queue(workflow.info().task_queue),
-        start_to_close_timeout=timedelta(minutes=5),
-        heartbeat_timeout=timedelta(seconds=10),
-        retry_policy=policies.ENDLESS,
-    )
+async def _advance(activity: str, request: Frozen, answer: Any) -> Any:
+    within, heartbeat = timedelta(minutes=5), timedelta(seconds=10)
+    return await control.ask_service(activity, request, answer, within=within, heartbeat=heartbeat)
 
 
 # --- Webhook ---
@@ -250,7 +242,7 @@ async def _ask_service(activity: str, request: Frozen, answer: Any) -> Any:
 
 @workflow.defn(versioning_behavior=policies.MOVES)
 class WebhookWorkflow:
-    """Delivers one notice. The workflow's id is the notice's, so that no notice has two workflows."""
+    """Asks the web service to deliver one notice. Its id is the notice's, so that no notice has two workflows."""
 
     @workflow.run
     async def run(self, request: WebhookRequest) -> None:
@@ -260,21 +252,20 @@ class WebhookWorkflow:
         delivery = DeliverRequest(webhook_id=webhook_id, notice=request.notice)
         queue = policies.queue_of("deliver", workflow.info().task_queue)
         try:
-            await workflow.execute_activity_method(
-                Deliver.deliver,
+            await workflow.execute_activity(
+                "deliver",
                 delivery,
                 task_queue=queue,
                 schedule_to_close_timeout=policies.WEBHOOK_PATIENCE,
                 start_to_close_timeout=policies.WEBHOOK_TIMEOUT,
-                heartbeat_timeout=policies.DATA_HEARTBEAT,
                 retry_policy=policies.webhook_retry(request.first_retry_s),
             )
         except ActivityError as error:
             if was_cancelled(error):
                 raise
             workflow.logger.warning("%s did not take %s: %s", webhook_id, request.notice.notice_id, error.cause)
-            await workflow.execute_activity_method(
-                Deliver.give_up,
+            await workflow.execute_activity(
+                "give_up_delivery",
                 delivery,
                 task_queue=queue,
                 start_to_close_timeout=policies.RECORD_TIMEOUT,

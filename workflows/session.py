@@ -14,16 +14,16 @@ with workflow.unsafe.imports_passed_through():
     from activities.records.run_records import CommandRecordRequest, CommandRecords, FillGapRequest, FindCommandsRequest
     from longshore.commands import CommandResult
     from longshore.fields import Artifact
+    from longshore.runs import dtype_of
+    from longshore.views import CheckpointRef, RunStatus
     from shared.errors import HostLeft
     from shared.jobs.job import ONLY_JOB, LeaseGrant, SessionPlan
-    from shared.runs.requests import dtype_of
     from shared.runs.start import CommandArrived, SessionStart, SessionState
-    from shared.runs.status import CheckpointRef, RunStatus
     from workflows import control, policies
     from workflows.leases import on_leased_host
     from workflows.outcomes import RunCancelled, RunFailed, is_final, problem_of_error, was_cancelled
     from workflows.training import job_plan
-    from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed
+    from workflows.training.run import ActiveRun, ClientDrivenHandlers, changed, version_shown
 
 # For `apply_commands`: repeating it during the same job of the session does no command twice.
 _APPLY_RETRY = RetryPolicy(
@@ -55,7 +55,6 @@ class SessionWorkflow(ClientDrivenHandlers):
         self._run = ActiveRun(start, self._current, before.status if before else None)
         self._training = self._run.training
         self._training.leasing.epoch = before.epoch if before else 0
-        self._training.leasing.avoid = before.avoid if before else ()
         self._training.is_tracked = self._training.leasing.epoch > 0
         self._training.is_ending = lambda: self._run.is_ending or self._is_giving_back
         self._is_giving_back = False
@@ -260,12 +259,9 @@ class SessionWorkflow(ClientDrivenHandlers):
     async def _publish(self, number: int, checkpoint: CheckpointRef) -> None:
         """Publish the state that a command saved, and record the command's result."""
         assert self._state is not None
-        published = await job_plan.publish_weights(
-            self._start, self._state.model, checkpoint, None, self._training.metrics, number
-        )
-        self._run.show(
-            adapter=published.uri, adapter_sha256=published.sha256, name=published.name, version=published.version
-        )
+        about = self._state.model, checkpoint, None, self._training.metrics, number
+        published = await job_plan.publish_weights(job_plan.publish_request(self._start, *about))
+        self._run.show(**version_shown(published))
         result = CommandResult(
             number=number,
             kind="save_state",
@@ -290,7 +286,6 @@ class SessionWorkflow(ClientDrivenHandlers):
                 "waiting": tuple(sorted(self._waiting)),
                 "closing": self._is_closing,
                 "epoch": self._training.leasing.epoch,
-                "avoid": self._training.leasing.avoid,
                 "status": self._current(),
             }
         )

@@ -1,6 +1,6 @@
 """Fine-tune on a dataset of examples (SFT, distillation), pairs or scored answers, and publish the result."""
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 from temporalio import workflow
 
@@ -8,18 +8,105 @@ with workflow.unsafe.imports_passed_through():
     from activities.grading.ask_teacher import AskTeacher, TeacherRequest
     from activities.packing import PackDataset, Packed, PackRequest
     from activities.sources.download import Download, DownloadRequest
-    from activities.tokenizing.tokenize import Tokenize, Tokenized, TokenizeRequest
+    from activities.tokenizing.tokenize import MixRequest, MixSources, SourceUnits, Tokenize, Tokenized, TokenizeRequest
+    from longshore.dataset_runs import (
+        DatasetRun,
+        DatasetSource,
+        DistillRun,
+        DPORun,
+        RewardRun,
+        evaluations_by_split,
+        named_sources,
+        sources_by_split,
+    )
     from longshore.fields import Artifact
     from longshore.losses import Reference
+    from longshore.previews import SourceShare, shares
+    from longshore.views import RunStatus
     from shared.jobs.job import PackedData
-    from shared.runs.dataset_runs import DatasetSource, DistillRun, DPORun, RewardRun
     from shared.runs.start import ResolvedModel, RunStart
-    from shared.runs.status import RunStatus
     from workflows import control
     from workflows.outcomes import with_counts
     from workflows.training import job_plan
     from workflows.training.job_plan import dataset_job
-    from workflows.training.run import ActiveRun, RunHandlers, changed
+    from workflows.training.run import ActiveRun, RunHandlers, changed, version_shown
+
+
+# --- Requests of a run on a dataset: pure functions, which local runs share (longshore/local.py) ---
+
+
+def reference_named(run: DatasetRun) -> str | None:
+    """Return the reference or teacher that a run names: `base` or an adapter's URI.
+
+    None: it names none, so that the reference is the model that the run starts from.
+    """
+    match run:
+        case DistillRun(teacher_url=str()):
+            return "base"
+        case DPORun(reference=named) | DistillRun(teacher=named):
+            return named
+        case _:
+            return None
+
+
+def teacher_request(start: RunStart, units: Artifact, student: ResolvedModel) -> TeacherRequest | None:
+    """Return the request to a teacher behind a URL; None if there is no teacher, or it is on the worker."""
+    run = start.run
+    if not isinstance(run, DistillRun) or run.teacher_url is None or run.teacher_model is None:
+        return None
+    return TeacherRequest(
+        run_id=start.run_id,
+        units=units,
+        model=student.model,
+        vocab_size=student.shape.vocab_size,
+        url=run.teacher_url,
+        name=run.teacher_model,
+        top_k=run.top_k or 0,
+        tenant=start.tenant if run.teacher_key else "",
+        key=run.teacher_key,
+    )
+
+
+def tokenize_request(run: DatasetRun, source: DatasetSource, dataset: Artifact, model: Artifact) -> TokenizeRequest:
+    """Return the request that tokenizes a run's dataset."""
+    return TokenizeRequest(
+        dataset=dataset,
+        source=source,
+        model=model,
+        max_tokens=run.max_tokens,
+        too_long=run.too_long,
+        max_lost_fraction=run.max_lost_fraction,
+        pairs=isinstance(run, DPORun | RewardRun) and run.reads_pairs,
+        labels=run.reads_labels,
+        numbers=run.number_fields if isinstance(run, RewardRun) else (),
+        teachers=run.named_teachers if isinstance(run, DistillRun) else (),
+    )
+
+
+def mix_request(run: DatasetRun, read: Sequence[Tokenized]) -> tuple[MixRequest, tuple[SourceShare, ...]] | None:
+    """Return the request that puts the sources of a mixture together, and their shares; None without a mixture."""
+    if isinstance(run.dataset, DatasetSource):
+        return None
+    names = named_sources(run.dataset)
+    parts = tuple(SourceUnits(name=name, units=found.units) for name, found in zip(names, read, strict=True))
+    return MixRequest(parts=parts), shares(run.dataset, [found.num_units for found in read])
+
+
+def pack_request(
+    run: DatasetRun, units: Artifact, sources: tuple[SourceShare, ...] = (), whole: bool = False
+) -> PackRequest:
+    """Return the request that packs units. `whole`: held-out data, packed as one step of all examples in order."""
+    return PackRequest(
+        units=units,
+        seed=run.seed,
+        epochs=None if whole else run.epochs,
+        steps=None if whole else run.steps,
+        batch_size=None if whole else run.batch_size,
+        batch_tokens=None if whole else run.batch_tokens,
+        sources=sources,
+        bin_tokens=run.bin_tokens or run.max_tokens,
+        whole=whole,
+    )
 
 
 @workflow.defn
@@ -43,13 +130,8 @@ class SFTWorkflow(RunHandlers):
         adapter = await job_plan.resolve_initial_adapter(start, resolved)
         reference = await self._resolve_reference(resolved, adapter)
 
-        units, packed = await self._prepare("train", run.dataset, model)
-        eval_data = None
-        if run.eval_dataset is not None:
-            eval_units, eval_packed = await self._prepare("eval", run.eval_dataset, model)
-            eval_data = PackedData(
-                units=eval_units.units, plan=eval_packed.plan, likeliest=await self._taught(eval_units.units, resolved)
-            )
+        units, packed = await self._prepare_training(model)
+        eval_data = await self._prepare_evaluations(resolved)
 
         plan = dataset_job(
             start,
@@ -57,7 +139,9 @@ class SFTWorkflow(RunHandlers):
             adapter=adapter,
             reference=reference,
             more_teachers=await self._more_teachers(resolved),
-            data=PackedData(units=units.units, plan=packed.plan, likeliest=await self._taught(units.units, resolved)),
+            data=PackedData(
+                units=units.units, plan=packed.plan, likeliest=await self._teacher_scores(units.units, resolved)
+            ),
             eval_data=eval_data,
             num_steps=packed.num_steps,
         )
@@ -69,92 +153,67 @@ class SFTWorkflow(RunHandlers):
         )
         self._run.add_notices(units.notices)
         result = await self._run.training.do(plan)
+        self._run.add_notices(run.decided(result.step, packed.num_steps, result.best.step if result.best else None))
 
         self._run.show(phase="publishing")
-        published = await job_plan.publish_weights(start, model, result.checkpoint, units.report_uri, result.metrics)
-        self._run.show(
-            state="succeeded",
-            phase="done",
-            adapter=published.uri,
-            adapter_sha256=published.sha256,
-            name=published.name,
-            version=published.version,
-        )
+        about = model, result.checkpoint, units.report_uri, result.metrics
+        published = await job_plan.publish_weights(job_plan.publish_request(start, *about))
+        self._run.show(**version_shown(published))
+        self._run.show(state="succeeded", phase="done")
 
     async def _resolve_reference(self, model: ResolvedModel, initial: Artifact | None) -> Reference:
         """Return the reference of a preference run, by default the model that the run starts from, or a teacher."""
-        match self._start.run:
-            case DistillRun(teacher_url=str()):
-                return "base"
-            case DPORun(reference=str(named)) | DistillRun(teacher=named):
-                return "base" if named == "base" else await job_plan.resolve_reference(self._start, named, model)
-            case _:
-                return initial or "base"
+        named = reference_named(self._start.run)
+        if named is None:
+            return initial or "base"
+        return "base" if named == "base" else await job_plan.resolve_reference(self._start, named, model)
 
     async def _more_teachers(self, model: ResolvedModel) -> list[Reference]:
         """Return the teachers that rows may name."""
         named = [uri for _, uri in self._start.run.teachers] if isinstance(self._start.run, DistillRun) else []
         return ["base" if uri == "base" else await job_plan.resolve_reference(self._start, uri, model) for uri in named]
 
-    async def _taught(self, units: Artifact, student: ResolvedModel) -> Artifact | None:
+    async def _teacher_scores(self, units: Artifact, student: ResolvedModel) -> Artifact | None:
         """Return the scores of a teacher behind a URL; None if there is no teacher, or it is on the worker."""
-        run = self._start.run
-        if not isinstance(run, DistillRun) or run.teacher_url is None or run.teacher_model is None:
-            return None
-        request = TeacherRequest(
-            run_id=self._start.run_id,
-            units=units,
-            model=student.model,
-            vocab_size=student.shape.vocab_size,
-            url=run.teacher_url,
-            name=run.teacher_model,
-            top_k=run.top_k or 0,
-            tenant=self._start.tenant if run.teacher_key else "",
-            key=run.teacher_key,
-        )
-        return await control.do(AskTeacher.ask_teacher, request)
+        request = teacher_request(self._start, units, student)
+        return None if request is None else await control.do(AskTeacher.ask_teacher, request)
 
-    async def _prepare(
-        self, split: Literal["train", "eval"], source: DatasetSource, model: Artifact
-    ) -> tuple[Tokenized, Packed]:
-        """Download, tokenize and pack a dataset. Held-out data is packed as one step of all examples in order."""
+    async def _prepare_training(self, model: Artifact) -> tuple[Tokenized, Packed]:
+        """Prepare the run's dataset, or its mixture: each source is read as if alone, and the plan draws from all."""
         run = self._start.run
+        read = await self._tokenized(sources_by_split(run.dataset, "train"), model)
+        if (mixed := mix_request(run, read)) is None:
+            return read[0], await self._packed(pack_request(run, read[0].units))
+        units = await control.do(MixSources.mix, mixed[0])
+        return units, await self._packed(pack_request(run, units.units, mixed[1]))
+
+    async def _prepare_evaluations(self, model: ResolvedModel) -> dict[str, PackedData]:
+        """Prepare the held-out data of each name: one step of all examples in order."""
+        run, found = self._start.run, {}
+        read = await self._tokenized(evaluations_by_split(run.evaluations), model.model) if run.evaluations else []
+        for name, units in zip(run.evaluations, read, strict=True):
+            plan = (await self._packed(pack_request(run, units.units, whole=True))).plan
+            likeliest = await self._teacher_scores(units.units, model)
+            found[name] = PackedData(units=units.units, plan=plan, likeliest=likeliest)
+        return found
+
+    async def _tokenized(self, sources: Mapping[str, DatasetSource], model: Artifact) -> list[Tokenized]:
+        """Download datasets, each under its own name below the run, and tokenize them."""
         self._run.show(phase="downloading")
-        request = DownloadRequest(run_id=self._start.run_id, tenant=self._start.tenant, split=split, source=source)
-        downloaded = await control.do(Download.download, request)
-        self._run.add_notices(downloaded.notices)
+        who = {"run_id": self._start.run_id, "tenant": self._start.tenant, "room": self._run.room}
+        downloaded = []
+        for split, source in sources.items():
+            downloaded.append(await control.do(Download.download, DownloadRequest(split=split, source=source, **who)))
+            self._run.add_notices(downloaded[-1].notices)
         self._run.show(phase="tokenizing")
-        tokenized = await control.do(
-            Tokenize.tokenize,
-            TokenizeRequest(
-                dataset=downloaded.dataset,
-                source=source,
-                model=model,
-                max_tokens=run.max_tokens,
-                too_long=run.too_long,
-                max_lost_fraction=run.max_lost_fraction,
-                pairs=isinstance(run, DPORun | RewardRun) and run.reads_pairs,
-                labels=run.reads_labels,
-                numbers=run.number_fields if isinstance(run, RewardRun) else (),
-                teachers=run.named_teachers if isinstance(run, DistillRun) else (),
-            ),
-        )
+        return [
+            await control.do(Tokenize.tokenize, tokenize_request(self._start.run, source, found.dataset, model))
+            for found, source in zip(downloaded, sources.values(), strict=True)
+        ]
+
+    async def _packed(self, request: PackRequest) -> Packed:
         self._run.show(phase="packing")
-        whole = split == "eval"
-        packed = await control.do(
-            PackDataset.pack,
-            PackRequest(
-                units=tokenized.units,
-                seed=run.seed,
-                epochs=None if whole else run.epochs,
-                steps=None if whole else run.steps,
-                batch_size=None if whole else run.batch_size,
-                batch_tokens=None if whole else run.batch_tokens,
-                bin_tokens=run.bin_tokens or run.max_tokens,
-                whole=whole,
-            ),
-        )
-        return tokenized, packed
+        return await control.do(PackDataset.pack, request)
 
     def _current(self) -> RunStatus:
         status, training, known, run = self._run.with_jobs(), self._run.training, self._run.status, self._start.run

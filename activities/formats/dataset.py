@@ -28,8 +28,8 @@ from activities.formats.specs import (
     refuse_unread,
     with_label,
 )
+from longshore.dataset_runs import DatasetSource
 from shared.errors import InvalidInput
-from shared.runs.dataset_runs import DatasetSource
 from shared.storage.paths import LEFT, MANIFEST
 
 _DETECTION_ROWS = 32

@@ -77,7 +77,7 @@ MASKED_LABEL = -100
 class Question:
     """A conversation whose last message the model is to answer. `text`: the prompt, if the row has a plain text.
 
-    `had_answer`: the row ended in an answer, which is left out of the messages. `hidden_thoughts`: messages whose
+    `had_answer`: the row ended in an answer, which is left out of the messages. `dropped_reasoning`: messages whose
     thoughts the chat template leaves out, once it is rendered.
     """
 
@@ -87,7 +87,7 @@ class Question:
     item: dict[str, Any]
     text: str | None = None
     had_answer: bool = False
-    hidden_thoughts: int = 0
+    dropped_reasoning: int = 0
 
 
 Message = dict[str, Any]

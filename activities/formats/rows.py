@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from activities.confined.fork_server import sign
+from activities.sandbox.child import sign
 from shared.errors import InvalidInput
 
 JSON = Any  # what json.loads gives: dict, list, str, int, float, bool or None

@@ -48,8 +48,8 @@ from activities.formats.rows import (
     type_name,
     weight_of,
 )
+from longshore.dataset_runs import PAIR_FORMATS, Format
 from shared.errors import InvalidInput
-from shared.runs.dataset_runs import PAIR_FORMATS, Format
 from shared.storage.paths import LEFT
 
 # --- Columns other than a format's own ---
@@ -447,7 +447,7 @@ _SHAREGPT_ROLES = {
 
 @dataclass(frozen=True, eq=False)
 class FormatSpec:
-    """One format. A new one needs an entry in `FORMATS`, and its name in `Format` (shared/runs/dataset_runs.py).
+    """One format. A new one needs an entry in `FORMATS`, and its name in `Format` (longshore/dataset_runs.py).
 
     Attributes:
         fields: a row that has all of them has this format. The first field is the prompt.

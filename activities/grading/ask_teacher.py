@@ -6,7 +6,6 @@ are as for `score_model` graders.
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -16,11 +15,11 @@ import numpy as np
 from pydantic import Field
 from temporalio import activity
 
-from activities.confined import calls as confined
-from activities.confined.fork_server import sign
-from activities.grading.open_grader import GraderMeans, ModelServer
+from activities.grading.open_grader import GraderMeans, ModelServer, answering
 from activities.grading.python_sandbox import NotGraded
 from activities.host_context import HostContext
+from activities.sandbox import calls as confined
+from activities.sandbox.child import sign
 from activities.sources.http import shown_uri
 from longshore.fields import Artifact, Frozen
 from shared.errors import InvalidInput
@@ -56,7 +55,7 @@ class AskTeacher:
     def __init__(self, host: HostContext) -> None:
         self._host = host
 
-    @activity.defn(name="ask_teacher")
+    @activity.defn(name="ask_teacher", no_thread_cancel_exception=True)
     def ask_teacher(self, request: TeacherRequest) -> Artifact:
         """Write the teacher's answers for every target, once a run: the files of `PackedData.likeliest`.
 
@@ -69,8 +68,11 @@ class AskTeacher:
 
         def write(folder: Path) -> None:
             limits = self._host.settings.confined
-            asked = self._host.stage(request.units), self._host.stage(request.model), request, means
-            with closing(confined.stream(limits, told_by_teacher, *asked, kind="grading")) as found:
+            reads = self._host.stage(request.units), self._host.stage(request.model)
+            asked, answer = (*reads, request, means.without_key), answering([request.url], means, "teacher")
+            with closing(
+                confined.stream(limits, told_by_teacher, *asked, kind="grading", answer=answer, reads=reads)
+            ) as found:
                 ids, logprobs = zip(*((ids, logprobs) for ids, logprobs in found if ids), strict=True)
             np.save(folder / LIKELIEST_IDS, np.concatenate([np.array(x, dtype="<i4") for x in ids]))
             np.save(folder / LIKELIEST_LOGPROBS, np.concatenate([np.array(x, dtype="<f4") for x in logprobs]))
@@ -100,21 +102,22 @@ def told_by_teacher(units: Path, model: Path, request: TeacherRequest, means: Gr
     text_of = cache(lambda id: tokenizer.decode([id], skip_special_tokens=False))
     server = ModelServer(request.url, means.grading, means.allow_private_addresses, "teacher")
 
-    def ask(row: PackedBin) -> Told:
-        sign()
-        ids = [*row.token_id_T.tolist(), *row.label_N[row.hidden_index_N == row.num_tokens - 1][:1].tolist()]
-        body = {"model": request.name, "prompt": ids, "max_tokens": 1, "temperature": 0}
-        try:
-            answer = server.ask("/completions", body | {"prompt_logprobs": request.top_k})
-            return _told(answer, row, len(ids), request.top_k, text_of, request.vocab_size)
-        except NotGraded as error:
-            raise InvalidInput(str(error), "teacher") from error
+    with Units(units) as data:
+        for first in range(0, data.header.num_units, _AT_ONCE):
+            sign()
+            numbers = range(first, min(first + _AT_ONCE, data.header.num_units))
+            rows = [data.read_bin(np.array([number])) for number in numbers]
+            prompts = [_prompt_of(row) for row in rows]
+            asked = {"model": request.name, "max_tokens": 1, "temperature": 0, "prompt_logprobs": request.top_k}
+            answers = server.ask("/completions", [asked | {"prompt": ids} for ids in prompts])
+            for row, ids, answer in zip(rows, prompts, answers, strict=True):
+                if isinstance(answer, NotGraded):
+                    raise InvalidInput(str(answer), "teacher")
+                yield _told(answer, row, len(ids), request.top_k, text_of, request.vocab_size)
 
-    with Units(units) as data, ThreadPoolExecutor(means.grading.score_model_concurrency) as threads:
-        num_units = data.header.num_units
-        for first in range(0, num_units, _AT_ONCE):
-            numbers = range(first, min(first + _AT_ONCE, num_units))
-            yield from threads.map(ask, [data.read_bin(np.array([number])) for number in numbers])
+
+def _prompt_of(row: PackedBin) -> list[int]:
+    return [*row.token_id_T.tolist(), *row.label_N[row.hidden_index_N == row.num_tokens - 1][:1].tolist()]
 
 
 def _told(answer: Any, row: PackedBin, num_tokens: int, top_k: int, text_of: Any, vocab_size: int) -> Told:

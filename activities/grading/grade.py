@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
@@ -11,15 +11,16 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 from temporalio import activity
 
-from activities.confined import calls as confined
-from activities.confined.fork_server import sign
 from activities.formats.rows import rows_of
-from activities.grading.open_grader import GradeAll, GraderMeans, RewardedItem, open_grader
+from activities.grading.open_grader import GradeAll, GraderMeans, RewardedItem, answering, open_grader, servers_of
+from activities.heartbeats import beating
 from activities.host_context import HostContext, Parts
+from activities.sandbox import calls as confined
+from activities.sandbox.child import sign
 from longshore.fields import Artifact, Frozen
+from longshore.grading import GradeOneRequest, Grader, OneGrade, SampledItem, SampleGrade, SampleRewards, reward_graders
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
-from shared.grading import GradeOneRequest, Grader, OneGrade, SampledItem, SampleGrade, SampleRewards, reward_graders
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, graded, graded_part
 
@@ -75,7 +76,7 @@ class Grade:
     def __init__(self, host: HostContext) -> None:
         self._host = host
 
-    @activity.defn(name="grade")
+    @activity.defn(name="grade", no_thread_cancel_exception=True)
     def grade(self, request: GradeRequest) -> Graded:
         """Grade every sample; if that fails, record the reason. The grades are an artifact in the store.
 
@@ -88,10 +89,12 @@ class Grade:
         def write(folder: Path) -> None:
             settings = self._host.settings
             samples, means = self._host.stage(request.samples), GraderMeans.of(settings)
-            sandbox = folder / ".sandbox"  # hidden, so that the artifact does not include it
             rewards = {scorer: self._host.stage(given) / REWARDS for scorer, given in request.rewards.items()}
-            asked = samples, request.grader, means, parts.known(), sandbox, rewards
-            with closing(confined.stream(settings.confined, graded_parts, *asked, kind="grading")) as found:
+            asked = samples, request.grader, means.without_key, parts.known(), rewards
+            reads, answer = [samples, *rewards.values()], _answering(request.grader, means)
+            with closing(
+                confined.stream(settings.confined, graded_parts, *asked, kind="grading", answer=answer, reads=reads)
+            ) as found:
                 summary = _write_grades(found, parts, folder / GRADES)
             (folder / SUMMARY).write_text(summary.model_dump_json(indent=1) + "\n")
 
@@ -101,12 +104,12 @@ class Grade:
         parts.forget(range(0, summary.num_samples, _ROWS_A_PART))
         return Graded(grades=grades, grades_uri=f"{grades.uri}/{GRADES}", summary=summary)
 
-    @activity.defn(name="check_grader")
+    @activity.defn(name="check_grader", no_thread_cancel_exception=True)
     def check_grader(self, grader: Grader) -> None:
         """Check that this grader can grade here, before any GPU is asked for. Raises InvalidInput as `grade` would."""
         self._grade_sample(grader, None)
 
-    @activity.defn(name="grade_one")
+    @activity.defn(name="grade_one", no_thread_cancel_exception=True)
     def grade_one(self, request: GradeOneRequest) -> OneGrade:
         """Grade one sample. Raises InvalidInput for a grader that cannot be loaded, isolated or asked, and for a
         reward model, which grades only in runs.
@@ -120,8 +123,14 @@ class Grade:
         return OneGrade(grade=found.grade, error=found.error, parts=found.parts, duration_s=time.monotonic() - began)
 
     def _grade_sample(self, grader: Grader, sample: SampledItem | None) -> SampleGrade:
-        with self._host.scratch("grade") as folder:
-            return self._host.confined(grade_sample, grader, GraderMeans.of(self._host.settings), folder, sample)
+        means = GraderMeans.of(self._host.settings)
+        with beating():
+            asked = grader, means.without_key, sample
+            return self._host.confined(grade_sample, *asked, answer=_answering(grader, means))
+
+
+def _answering(grader: Grader, means: GraderMeans) -> Callable[[bytearray], bytes]:
+    return answering(servers_of(grader), means, "grader.base_url")
 
 
 def graded_parts(
@@ -129,7 +138,6 @@ def graded_parts(
     grader: Grader,
     means: GraderMeans,
     done: frozenset[int],
-    sandbox: Path,
     rewards: dict[str, Path],
 ) -> Iterator[tuple[int, tuple[SampleGrade, ...] | None]]:
     """Grade part after part, so that memory does not grow with the samples. Raises as `Grade.grade` does.
@@ -138,26 +146,25 @@ def graded_parts(
 
     Args:
         done: the first samples of the parts that are graded already.
-        sandbox: a folder for the processes of python graders.
         rewards: files of reward models' scores, by their graders' `scorer`.
     """
     rows, first = _rewarded(sampled_items(samples), rewards) if rewards else sampled_items(samples), 0
-    with open_grader(grader, means, sandbox) as grade_all:
-        while part := list(islice(rows, _ROWS_A_PART)):
-            sign(part[0][0])
-            yield first, None if first in done else tuple(_graded(part, grade_all))
-            first += len(part)
+    grade_all = open_grader(grader, means)
+    while part := list(islice(rows, _ROWS_A_PART)):
+        sign(part[0][0])
+        yield first, None if first in done else tuple(_graded(part, grade_all))
+        first += len(part)
 
 
-def grade_sample(grader: Grader, means: GraderMeans, sandbox: Path, sample: SampledItem | None) -> SampleGrade:
+def grade_sample(grader: Grader, means: GraderMeans, sample: SampledItem | None) -> SampleGrade:
     """Grade one sample. Without a sample only check the grader, and return neither grade nor error.
 
     Raises InvalidInput as `open_grader` does.
     """
-    with open_grader(grader, means, sandbox) as grade_all:
-        if sample is None:
-            return SampleGrade(place="", grade=None)
-        return _graded([("", sample)], grade_all)[0]
+    grade_all = open_grader(grader, means)
+    if sample is None:
+        return SampleGrade(place="", grade=None)
+    return _graded([("", sample)], grade_all)[0]
 
 
 def _write_grades(

@@ -5,18 +5,18 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import partial
 from http.client import HTTPException, HTTPResponse
-from pathlib import Path
+from itertools import accumulate
 from typing import Any, Literal, Self
 
 from activities.grading.python_sandbox import NotGraded, PythonSandbox, attempt
+from activities.heartbeats import in_parallel, pause
+from activities.sandbox.child import ask, is_child, sign
 from activities.sources.http import parse_http_uri, requested, shown_uri
 from longshore.fields import Frozen
-from shared.errors import InvalidInput, StoreUnavailable
-from shared.grading import (
+from longshore.grading import (
     Expression,
     ExpressionError,
     Grader,
@@ -31,10 +31,11 @@ from shared.grading import (
     StringCheckGrader,
     TemplateError,
     TextSimilarityGrader,
-    chosen_scalar,
     parse_expression,
     render,
 )
+from shared.errors import InvalidInput, StoreUnavailable
+from shared.runs.acceptance import chosen_scalar
 from shared.settings import DownloadSettings, GradingSettings, Settings
 
 # --- String checks and text similarity, from 0 to 1 ---
@@ -170,7 +171,6 @@ class ScoreModel:
         """Raises InvalidInput if no server is named, or its URL is not allowed."""
         self._grader = grader
         self._server = ModelServer(grader.base_url, settings, allow_private_addresses, "grader.base_url")
-        self._concurrency = settings.score_model_concurrency
 
     def grade_all(self, rows: Sequence[SampledItem]) -> list[SampleGrade]:
         """Grade rows, several at a time. Returns for each row, in order, a grade or the reason why there is none.
@@ -179,23 +179,34 @@ class ScoreModel:
             InvalidInput: the server refuses the request (4xx), or may not be asked.
             StoreUnavailable: it cannot be reached, or is too busy.
         """
-        with ThreadPoolExecutor(self._concurrency) as threads:
-            return list(threads.map(lambda row: attempt(lambda: self._grade(row)), rows))
+        bodies = [self._body(row) for row in rows]
+        answers = iter(self._server.ask("/chat/completions", [body for body in bodies if isinstance(body, dict)]))
+        told = [next(answers) if isinstance(body, dict) else body for body in bodies]
+        return [attempt(partial(self._score, answer)) for answer in told]
 
-    def _grade(self, row: SampledItem) -> float:
+    def _body(self, row: SampledItem) -> dict[str, Any] | NotGraded:
         try:
             messages = [{"role": m.role, "content": render(m.template, row.namespaces)} for m in self._grader.input]
         except TemplateError as error:
-            raise NotGraded(str(error)) from error
-        answer = self._server.ask("/chat/completions", request_body(self._grader, messages))
+            return NotGraded(str(error))
+        return request_body(self._grader, messages)
+
+    def _score(self, answer: Any) -> float:
+        if isinstance(answer, NotGraded):
+            raise answer
         return score_in(answer, self._grader.range)
 
 
 class ModelServer:
-    """An OpenAI-compatible server that a user names, or the operator, whose key no other server gets."""
+    """An OpenAI-compatible server that a user names, or the operator, whose key no other server gets.
+
+    In a sandbox, which has no network, the caller asks it (`answering`).
+    """
 
     def __init__(self, url: str | None, settings: GradingSettings, allow_private_addresses: bool, place: str) -> None:
         """Raises InvalidInput if no server is named (at `place` of the request), or its URL is not allowed."""
+        self._named = url
+        self._concurrency = settings.score_model_concurrency
         url = url or settings.score_model_url
         if url is None:
             raise InvalidInput("name the server as base_url, or set grading.score_model_url", place)
@@ -208,25 +219,44 @@ class ModelServer:
             allow_private_addresses=is_own or allow_private_addresses, timeout_s=settings.score_model_timeout_s
         )
 
-    def ask(self, path: str, body: dict[str, Any]) -> Any:
-        """Post a request; retry if the server is busy. Returns the answer's JSON.
+    def ask(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[Any]:
+        """Post requests, several at a time. Returns for each the answer's JSON, or why there is none.
 
-        Raises:
-            NotGraded: the answer is too long, or no JSON.
-            InvalidInput, StoreUnavailable: as `ScoreModel.grade_all`.
+        Raises InvalidInput, StoreUnavailable as `ScoreModel.grade_all`.
         """
-        data = json.dumps(body).encode()
+        sent = [json.dumps(body).encode() for body in bodies]
+        if is_child():
+            answers = _unpacked(ask(_packed([self._named, path], sent)))[1]
+        else:
+            answers = self.answers(path, sent)
+        return [_parsed(answer) for answer in answers]
+
+    def answers(self, path: str, sent: Sequence[bytes]) -> list[bytes]:
+        """Return each request's answer: `.` and the body, or `!` and the reason why there is none."""
+        numbers = range(len(sent))
+        found = dict(in_parallel(lambda n: (n, self._answered(path, sent[n])), numbers, self._concurrency))
+        return [found[n] for n in numbers]
+
+    def _answered(self, path: str, body: bytes) -> bytes:
+        sign()
+        try:
+            return b"." + self._ask(path, body)
+        except NotGraded as error:
+            return b"!" + str(error).encode()
+
+    def _ask(self, path: str, data: bytes) -> bytes:
+        """Post a request; retry if the server is busy. Raises as `ask`, and NotGraded."""
         for pause_s in _PAUSES_S:
             try:
                 return self._ask_once(path, data)
             except _Busy as busy:
-                time.sleep(min(_LONGEST_PAUSE_S, pause_s if busy.wait_s is None else busy.wait_s))
+                pause(min(_LONGEST_PAUSE_S, pause_s if busy.wait_s is None else busy.wait_s))
         try:
             return self._ask_once(path, data)
         except _Busy as busy:
             raise StoreUnavailable(f"{shown_uri(self._url)}: {busy}") from busy
 
-    def _ask_once(self, path: str, body: bytes) -> Any:
+    def _ask_once(self, path: str, body: bytes) -> bytes:
         headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "longshore"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -236,7 +266,7 @@ class ModelServer:
         except (OSError, HTTPException) as error:
             raise _Busy(f"the connection failed ({error or type(error).__name__})") from error
 
-    def _answer(self, response: HTTPResponse, data: bytes) -> Any:
+    def _answer(self, response: HTTPResponse, data: bytes) -> bytes:
         said = f"the server answered {response.status} {response.reason}".rstrip()
         if response.status >= 500 or response.status in _WORTH_RETRYING:
             text = response.getheader("Retry-After", "")
@@ -245,10 +275,42 @@ class ModelServer:
             text = data[:300].decode(errors="replace")
             text = text.replace(self._key, "…") if self._key else text  # some servers echo the request
             raise InvalidInput(f"{said}: {text}", shown_uri(self._url))
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise NotGraded("the scoring server's answer is not JSON") from error
+        return data
+
+
+def _parsed(answer: bytes) -> Any:
+    if answer[:1] == b"!":
+        return NotGraded(answer[1:].decode())
+    try:
+        return json.loads(answer[1:])
+    except (ValueError, RecursionError):
+        return NotGraded("the scoring server's answer is not JSON")
+
+
+def answering(urls: Collection[str | None], means: "GraderMeans", place: str) -> Callable[[bytearray], bytes]:
+    """Return what answers a sandbox that asks servers. It may ask only these, since it reads untrusted data."""
+
+    def answer(question: bytearray) -> bytes:
+        head, sent = _unpacked(question)
+        match head:
+            case [str() | None as url, "/chat/completions" | "/completions" as path] if url in urls:
+                server = ModelServer(url, means.grading, means.allow_private_addresses, place)
+                return _packed(None, server.answers(path, sent))
+        raise InvalidInput("its process asks a server that is not named", place)
+
+    return answer
+
+
+def _packed(head: Any, parts: Sequence[bytes]) -> bytes:
+    """Join texts with their lengths, so that whoever passes them on need not parse them."""
+    return json.dumps([head, [len(part) for part in parts]]).encode() + b"\n" + b"".join(parts)
+
+
+def _unpacked(data: bytearray) -> tuple[Any, list[bytes]]:
+    line, _, rest = bytes(data).partition(b"\n")
+    head, lengths = json.loads(line)
+    ends = list(accumulate(lengths))
+    return head, [rest[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 class _Busy(Exception):
@@ -337,21 +399,28 @@ class GraderMeans(Frozen):
         grading = settings.grading.model_copy(update={"server_keys": {}})
         return cls(grading=grading, allow_private_addresses=settings.download.allow_private_addresses)
 
+    @property
+    def without_key(self) -> "GraderMeans":
+        """For a sandbox, which asks no server itself."""
+        return self.model_copy(update={"grading": self.grading.model_copy(update={"score_model_key": None})})
 
-@contextmanager
-def open_grader(grader: Grader, means: GraderMeans, folder: Path) -> Iterator[GradeAll]:
+
+def servers_of(grader: Grader) -> set[str | None]:
+    """Return the servers that a grader asks; None: the operator's."""
+    match grader:
+        case ScoreModelGrader():
+            return {grader.base_url}
+        case MultiGrader():
+            return {url for part in grader.graders.values() for url in servers_of(part)}
+    return set()
+
+
+def open_grader(grader: Grader, means: GraderMeans, place: str = "grader") -> GradeAll:
     """Open a grader as a function that returns for each row, in order, a grade or the reason why there is none.
-
-    Sandboxes run until the block ends, in folders below `folder`.
 
     Raises:
         InvalidInput: a source that cannot be loaded, a server that may not be asked, a system that cannot isolate.
     """
-    with ExitStack() as stack:
-        yield _opened(grader, means, folder, stack, "grader")
-
-
-def _opened(grader: Grader, means: GraderMeans, folder: Path, stack: ExitStack, place: str) -> GradeAll:
     match grader:
         case StringCheckGrader():
             return _each(lambda row: string_check(grader.operation, *_rendered(grader.input, grader.reference, row)))
@@ -359,7 +428,7 @@ def _opened(grader: Grader, means: GraderMeans, folder: Path, stack: ExitStack, 
             metric = grader.evaluation_metric
             return _each(lambda row: text_similarity(metric, *_rendered(grader.input, grader.reference, row)))
         case PythonGrader():
-            sandbox = _sandbox(grader, means.grading, folder, stack, place)
+            sandbox = _sandbox(grader, means.grading, place)
             return _each(lambda row: sandbox.grade(row.namespaces["sample"], row.item))
         case ScoreModelGrader():
             return ScoreModel(grader, means.grading, means.allow_private_addresses).grade_all
@@ -367,8 +436,8 @@ def _opened(grader: Grader, means: GraderMeans, folder: Path, stack: ExitStack, 
             return _each(lambda row: _reward(grader, row))
         case MultiGrader():
             parts = {
-                name: _opened(part, means, folder / str(number), stack, f"{place}.graders.{name}")
-                for number, (name, part) in enumerate(sorted(grader.graders.items()))
+                name: open_grader(part, means, f"{place}.graders.{name}")
+                for name, part in sorted(grader.graders.items())
             }
             return _combined(parts, parse_expression(grader.calculate_output))
 
@@ -397,11 +466,8 @@ def _rendered(text: str, reference: str, row: SampledItem) -> tuple[str, str]:
         raise NotGraded(str(error)) from error
 
 
-def _sandbox(
-    grader: PythonGrader, settings: GradingSettings, folder: Path, stack: ExitStack, place: str
-) -> PythonSandbox:
-    folder.mkdir(parents=True, exist_ok=True)
-    sandbox = stack.enter_context(PythonSandbox(grader.source, settings, folder))
+def _sandbox(grader: PythonGrader, settings: GradingSettings, place: str) -> PythonSandbox:
+    sandbox = PythonSandbox(grader.source, settings)
     try:
         sandbox.check()
     except NotGraded as error:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
@@ -19,12 +19,14 @@ from weakref import WeakValueDictionary
 
 from temporalio import activity
 
-from activities.host_context import HOST_LEAVES, beating, host_is_leaving
+from activities.heartbeats import HOST_LEAVES, beating, host_is_leaving, is_cancelled
+from activities.hosts.health import HostHealth
 from activities.hosts.progress import Signals
-from activities.hosts.standing import Standing
 from activities.hosts.workers import Meeting, WorkerPool, WorkerProcess, last_words, log_tail
 from activities.telemetry import LEASES, phase
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Fence, Frozen
+from longshore.runs import RunId
+from longshore.weight_sync import SyncBackend
 from shared.child_environment import child_environment
 from shared.errors import (
     DiskFull,
@@ -37,41 +39,29 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.jobs.commands import CommandHead
-from shared.jobs.job import (
-    EXPERIMENTAL,
-    GangLeader,
-    Job,
-    LeaseGrant,
-    LeaseMark,
-    ProcessKey,
-    SamplerKey,
-    SyncBackend,
-    WorkerKey,
-    artifacts_of,
-)
-from shared.runs.requests import RunId
+from shared.jobs.job import GangLeader, Job, LeaseGrant, LeaseMark, ProcessKey, SamplerKey, WorkerKey, artifacts_of
 from shared.settings import S3Settings
 from shared.storage.artifacts import stage
 from shared.storage.files import StageAnswer, StageRequest, write_atomically
-from shared.storage.paths import Fence, RunKeys, WorkerPaths
+from shared.storage.paths import RunKeys, WorkerPaths
 from shared.storage.store import ObjectStore
 
 # --- Transports ---
 # The weight-sync transports of a host, checked before it starts a worker or sampler for a run that names one.
 
 _TIMEOUT_S = 120.0
-_NOT_ALLOWED = "it is experimental, and its operator has not allowed it (LONGSHORE_EXPERIMENTAL_TRANSPORTS)"
+_NOT_ALLOWED = "its operator has not allowed it (LONGSHORE_EXTERNAL_TRANSPORT)"
 _log = logging.getLogger(__name__)
 
 
 def check_backend(
-    backend: SyncBackend, host: str, allowed: Sequence[str] = (), problems: Mapping[str, str] | None = None
+    backend: SyncBackend, host: str, external: bool = False, problems: Mapping[str, str] | None = None
 ) -> None:
     """Refuse a weight sync that this host does not support. `auto`, `store` and `delta` are never refused.
 
     Args:
         host: what kind of host this is, for the message.
-        allowed: experimental transports that its operator allows.
+        external: whether its operator allows the transport of an installed package.
         problems: by transport, another reason why it does not work here.
 
     Raises:
@@ -79,9 +69,9 @@ def check_backend(
     """
     if backend in ("auto", "store", "delta"):
         return
-    here = reasons_here(tuple(allowed))
+    here = reasons_here(external)
     found = {name: why for name, why in here.items() if why is not None} | dict(problems or {})
-    if backend in EXPERIMENTAL and backend not in allowed:
+    if backend == "external" and not external:
         found[backend] = _NOT_ALLOWED
     if backend not in found:
         return
@@ -92,13 +82,13 @@ def check_backend(
 
 
 @functools.cache
-def reasons_here(experimental: tuple[str, ...] = ()) -> dict[str, str | None]:
+def reasons_here(external: bool = False) -> dict[str, str | None]:
     """Return every transport with the reason why it does not work here, or None. A child process finds out, once.
 
-    `experimental`: the experimental transports to include. Empty if that process fails: a worker would fail too, with a
-    clearer message.
+    `external`: whether to load that of an installed package. Empty if that process fails: a worker would fail too, with
+    a clearer message.
     """
-    command = [sys.executable, "-P", "-m", "megatron_worker.weight_sync", *experimental]
+    command = [sys.executable, "-P", "-m", "megatron_worker.weight_sync", *(["external"] if external else [])]
     try:
         done = subprocess.run(
             command, env=child_environment("worker"), capture_output=True, timeout=_TIMEOUT_S, check=True
@@ -244,9 +234,8 @@ class LeaseRequest(Frozen):
     """A run's request for a worker.
 
     `join_queue`: runs with the same value may train adapters on one worker; None: the worker is not shared.
-    `sync_backend`: the transport of the worker's weights to samplers. `avoid`: queues of hosts that lost the run's
-    worker at its start, which leave the run to other hosts if there are any. `node`: this part's number in a worker of
-    several machines. `leader`: where the parts meet, for all except the first.
+    `sync_backend`: the transport of the worker's weights to samplers. `node`: this part's number in a worker of several
+    machines. `leader`: where the parts meet, for all except the first.
     """
 
     run_id: RunId
@@ -255,7 +244,6 @@ class LeaseRequest(Frozen):
     ready_timeout_s: float
     join_queue: str | None = None
     sync_backend: SyncBackend = "auto"
-    avoid: tuple[str, ...] = ()
     node: int = 0
     leader: GangLeader | None = None
 
@@ -275,21 +263,21 @@ class ProcessLease:
 
     Args:
         signal: the name of the signal that announces the process to the run's workflow.
-        standing: this host's, which counts lost workers.
+        health: this host's, which counts lost workers.
     """
 
     def __init__(
-        self, pool: WorkerPool, signals: Signals, host_queue: str, signal: str, standing: Standing | None = None
+        self, pool: WorkerPool, signals: Signals, host_queue: str, signal: str, health: HostHealth | None = None
     ) -> None:
         self._pool = pool
         self._signals = signals
         self._host_queue = host_queue
         self._signal = signal
-        self._standing = standing
+        self._health = health
 
-    def offered(self, run_id: str, avoid: tuple[str, ...], num_hosts: int = 1) -> AbstractContextManager[None]:
-        """Hold a lease in a `with` block, unless this host has to leave it to others (`Standing.offered`)."""
-        return nullcontext() if self._standing is None else self._standing.offered(run_id, avoid, num_hosts)
+    def offered(self) -> AbstractContextManager[None]:
+        """Hold a lease in a `with` block, unless this host leaves (`HostHealth.offered`)."""
+        return nullcontext() if self._health is None else self._health.offered()
 
     @contextmanager
     def begin(
@@ -308,7 +296,7 @@ class ProcessLease:
             WorkerLost: it ended or did not come up in time, or this host leaves.
             InvalidInput: a sampler cannot use its model.
         """
-        with self._counted(mark) as begun, ExitStack() as after, ExitStack() as held:
+        with self._counted() as begun, ExitStack() as after, ExitStack() as held:
             with phase("start worker"):
                 worker = self._pool.acquire(key, mark, node)
                 begun.append(worker)
@@ -318,25 +306,25 @@ class ProcessLease:
             yield worker if is_up else None
 
     @contextmanager
-    def _counted(self, mark: LeaseMark) -> Iterator[list[WorkerProcess]]:
-        """Have this host's standing count the loss of a worker; yields a list for the worker, once it is started."""
+    def _counted(self) -> Iterator[list[WorkerProcess]]:
+        """Have this host's health count the loss of a worker; yields a list for the worker, once it is started."""
         begun: list[WorkerProcess] = []
         try:
             yield begun
         except (WorkerLost, DiskFull, OSError) as error:
             # If the disk is full, another host's may have room. A host without others raises the error itself.
-            if self._standing is None:
+            if self._health is None:
                 raise
             loss = error if isinstance(error, WorkerLost) else WorkerLost(f"no worker can be started: {error}")
-            self._standing.lost(mark.run_id, loss, at_start=not any(worker.has_worked for worker in begun))
-            if loss is error or not self._standing.others_take_leases():
+            self._health.lost(loss, at_start=not any(worker.has_worked for worker in begun))
+            if loss is error or not self._health.has_others():
                 raise
             raise loss from error
 
     @contextmanager
     def join(self, queue: str, mark: LeaseMark, ready_timeout_s: float) -> Iterator[WorkerProcess | None]:
         """Like `begin`, with a process that serves other leases, too. Yields None if no such process takes this one."""
-        is_closing = self._standing is not None and self._standing.is_closing
+        is_closing = self._health is not None and self._health.is_closing
         worker = None if is_closing else self._pool.join(queue, mark)
         if worker is None:
             yield None
@@ -389,8 +377,8 @@ class Lease:
 
     Args:
         joining: makes a context; while it is open, this host polls a queue for `join_lease` activities.
-        allowed: experimental weight-sync transports that this host supports.
-        standing: this host's; without one it takes every lease.
+        external_transport: whether runs may name the weight sync of an installed package.
+        health: this host's; without one it takes every lease.
         meetings: the rendezvous with hosts of other machines. `stager`: stages inputs for ranks here whose job is on
             another host. Without these, the host takes no part of a worker of several machines.
         drain_grace_s: the time that such a worker has to save a checkpoint once this host leaves.
@@ -403,20 +391,20 @@ class Lease:
         signals: Signals,
         host_queue: str,
         joining: JoiningLeases | None = None,
-        allowed: tuple[str, ...] = (),
-        standing: Standing | None = None,
+        external_transport: bool = False,
+        health: HostHealth | None = None,
         meetings: Meetings | None = None,
         stager: Stager | None = None,
         drain_grace_s: float = 0.0,
     ) -> None:
         self._signals = signals
         self._meetings, self._stager, self._drain_grace_s = meetings, stager, drain_grace_s
-        self._lease = ProcessLease(pool, signals, host_queue, "leased", standing)
+        self._lease = ProcessLease(pool, signals, host_queue, "leased", health)
         self._pool = pool
         self._store = store
         self._host_queue = host_queue
         self._joining = joining
-        self._allowed = allowed
+        self._external_transport = external_transport
 
     @activity.defn(name="lease", no_thread_cancel_exception=True)
     def lease(self, request: LeaseRequest) -> None:
@@ -427,14 +415,12 @@ class Lease:
         Raises:
             WorkerLost: the worker ended or did not come up, this host leaves, or the epoch was leased before.
             InvalidInput: weights do not travel that way from here.
-            ApplicationError: this host leaves it to others (`Standing.offered`).
         """
         mark = mark_of(request.run_id, request.epoch)
         if request.leader is not None:
             mark = mark.model_copy(update={"fence": request.leader.fence})
-        nodes = request.key.layout.nodes
-        with beating(), self._lease.offered(mark.run_id, request.avoid, nodes), ExitStack() as after:
-            check_backend(request.sync_backend, "gpu", self._allowed)
+        with beating(), self._lease.offered(), ExitStack() as after:
+            check_backend(request.sync_backend, "gpu", self._external_transport)
             if not request.node and not self._record(mark):
                 if request.join_queue is not None:
                     return
@@ -500,7 +486,7 @@ class Lease:
         assert request.join_queue is not None
         mark = mark_of(request.run_id, request.epoch)
         with beating(), ExitStack() as after:
-            check_backend(request.sync_backend, "gpu", self._allowed)
+            check_backend(request.sync_backend, "gpu", self._external_transport)
             worker = after.enter_context(self._lease.join(request.join_queue, mark, request.ready_timeout_s))
             if worker is not None and self._record(mark) and self._lease.tell(worker, mark, joined=True):
                 self._lease.hold(worker)
@@ -549,7 +535,7 @@ def _is_held(worker: WorkerProcess) -> bool:
     """
     if worker.loses_its_host():
         raise HostLeft(HOST_LEAVES)
-    if activity.is_cancelled():
+    if is_cancelled():
         return False
     if not worker.is_alive():
         raise _loss(worker)

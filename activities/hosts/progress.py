@@ -9,23 +9,21 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from temporalio import activity
 from temporalio.client import Client, WorkflowHandle
 from temporalio.service import RPCError
 
-from longshore.fields import Frozen
-from shared.jobs.events import Evaluated, Evaluating, Event, Started, Step
+from longshore.algorithms import Loss, is_policy_loss
+from longshore.events import Evaluated, Evaluating, Event, Started, Step
+from longshore.fields import Fence, Frozen
+from longshore.metrics import combined_by
+from longshore.views import CheckpointRef
 from shared.jobs.job import AnyPlan
-from shared.jobs.losses import Loss, is_policy_loss
-from shared.runs.status import CheckpointRef
-from shared.storage.paths import Fence
 
 Metrics = Mapping[str, float]
 
-_SUMS = ("tokens", "target_tokens", "num_bins", "sequences", "step_s", "skipped")
-_MEANS_OF_TOKENS = ("ratio_mean", "entropy", "importance_mean")
 # A signal costs four events of a history that ends at 51,200: the pause grows with the job, to at most five minutes.
 _SHORTEST_S = 2.0
 _SHARE = 0.02
@@ -45,10 +43,8 @@ def job_metrics(loss: Loss, steps: Iterable[Metrics]) -> dict[str, float]:
 class JobMetrics:
     """Combines the metrics of a job's optimizer steps, which are given in order.
 
-    Skipped steps are always counted. For a policy loss, counts and seconds are summed; learning rates are the last
-    step's; `..._max` and `...memory_bytes` are maxima; means over tokens (ratios, divergences, entropy, fractions) are
-    weighted by each step's trained tokens; everything else (loss, norm) is the mean of the steps that have it. For any
-    other loss, each metric is its newest value.
+    Skipped steps are always counted. For a policy loss each metric is combined as longshore/metrics.py says, over the
+    steps that have it. For any other loss, each metric is its newest value.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -58,7 +54,7 @@ class JobMetrics:
     def take(self, metrics: Metrics) -> None:
         for name, value in metrics.items():
             before, weight = self._sums.get(name, (0.0, 0.0))
-            match _kind(name) if self._is_train_step or name == "skipped" else "last":
+            match combined_by(name) if self._is_train_step or name == "skipped" else "last":
                 case "last":
                     self._sums[name] = value, 1.0
                 case "sum":
@@ -76,19 +72,6 @@ class JobMetrics:
         if self._is_train_step and "tokens_per_s" in found:
             found["tokens_per_s"] = found["tokens"] / found["step_s"]
         return found
-
-
-def _kind(name: str) -> Literal["last", "sum", "max", "mean", "mean_of_tokens"]:
-    """Return the rule that combines a metric's values of several optimizer steps into one."""
-    if name.endswith("learning_rate"):
-        return "last"
-    if name in _SUMS:
-        return "sum"
-    if name.endswith(("_max", "memory_bytes")):
-        return "max"
-    if name in _MEANS_OF_TOKENS or name.startswith("kl_") or name.endswith("_fraction"):
-        return "mean_of_tokens"
-    return "mean"
 
 
 class Signals(Protocol):

@@ -17,19 +17,18 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowQueryFailedError
 from temporalio.service import RPCError
 
-from activities.host_context import HOST_LEAVES, beating, host_is_leaving
+from activities.heartbeats import HOST_LEAVES, beating, host_is_leaving, is_cancelled
+from activities.hosts.health import HostHealth
 from activities.hosts.lease import JobStaging, Stager
 from activities.hosts.progress import Metrics, Progress, Signals
 from activities.hosts.session import carry_results
-from activities.hosts.standing import Standing
 from activities.hosts.workers import WorkerPool, WorkerProcess, log_tail
-from activities.records.run_records import damage, find_newest, prune_checkpoints, saved_by_job
+from activities.records.run_records import damage, find_newest, newest_first, prune_checkpoints, saved_by_job
 from activities.telemetry import JobSeen
-from longshore.fields import Frozen
-from longshore.training import Lora
-from shared.errors import CorruptArtifact, DiskFull, HostLeft, StoreUnavailable, WorkerLost
-from shared.jobs.events import (
+from longshore.algorithms import is_policy_loss
+from longshore.events import (
     Applied,
+    Best,
     Cancelled,
     Event,
     Failed,
@@ -43,26 +42,18 @@ from shared.jobs.events import (
     Terminal,
     parse_event,
 )
-from shared.jobs.job import (
-    AnyPlan,
-    Job,
-    LeaseGrant,
-    LeaseMark,
-    SyncAccess,
-    SyncOutcome,
-    SyncTarget,
-    WeightSync,
-    secret_of_run,
-)
-from shared.jobs.losses import is_policy_loss
+from longshore.fields import Fence, Frozen
+from longshore.training import Lora
+from longshore.views import CheckpointRef, Problem, ProfileRequest
+from longshore.weight_sync import SyncOutcome, WeightSync
+from shared.errors import CorruptArtifact, DiskFull, HostLeft, StoreUnavailable, WorkerLost
+from shared.jobs.job import AnyPlan, Job, LeaseGrant, LeaseMark, SyncAccess, SyncTarget, secret_of_run
 from shared.runs.events import EventCursor, SessionResults, read_run_events
-from shared.runs.requests import FIRST_TENANT
-from shared.runs.status import CheckpointRef, Problem
 from shared.serving import sampler_of_questions, serving_id
 from shared.settings import Settings
 from shared.storage.artifacts import upload_artifact
-from shared.storage.files import ProfileRequest, write_atomically, write_privately
-from shared.storage.paths import Fence, HostPaths, RunKeys
+from shared.storage.files import write_atomically, write_privately
+from shared.storage.paths import HostPaths, RunKeys
 from shared.storage.store import ObjectStore
 
 # --- A host's part in its jobs' weight syncs: it gives workers their sync key and the addresses of samplers ---
@@ -267,7 +258,7 @@ class Uploader:
         self._begin(lambda: self._checkpoint(saved, number))
 
     def keep(self, kept: Kept) -> None:
-        """Mark the state of a step, which a session's client has asked for, before it is uploaded."""
+        """Mark the state of a step: its checkpoint is kept besides the newest."""
         self._kept.add(kept.step)
         self._begin(lambda: self._store.put_bytes(f"{self._keys.kept_states}{kept.step:08d}", b""))
 
@@ -325,7 +316,7 @@ class Uploader:
             shutil.rmtree(folder, ignore_errors=True)
             return False
         if self._job.commands_dir is not None:
-            results = SessionResults(self._store, self._job.tenant or FIRST_TENANT, self._job.plan.run_id)
+            results = SessionResults(self._store, self._job.plan.run_id)
             carry_results(results, Path(self._job.commands_dir), saved.step)
         artifact = upload_artifact(self._store, self._keys.checkpoint(self._job.fence, saved.step), folder)
         if artifact.sha256 != saved.manifest_sha256:
@@ -402,7 +393,8 @@ class RunJobRequest(Frozen):
 
 
 class JobResult(Frozen):
-    """The end of a job. `checkpoint` is the newest one in the store: this job's, or the one it started from.
+    """The end of a job. `checkpoint` is the newest one in the store: this job's, or the one it started from; if the job
+    keeps the best, that of its `best` evaluation.
 
     `metrics` combine those of all its optimizer steps (progress.py) and of its newest evaluation; `probe` are the
     log-probabilities of `JobPlan.probe` except its first token, by the weights of the last step. `sync`: the outcome of
@@ -419,6 +411,7 @@ class JobResult(Frozen):
     sync: SyncOutcome | None = None
     damaged: str | None = None
     held_s: float = 0.0
+    best: Best | None = None
 
 
 class RunJob:
@@ -431,17 +424,23 @@ class RunJob:
         stager: Stager,
         signals: Signals,
         syncs: TrainerSyncs | None = None,
-        standing: Standing | None = None,
+        health: HostHealth | None = None,
         drain_grace_s: float = 0.0,
+        told: Callable[[Event], object] = lambda _: None,
     ) -> None:
-        """`drain_grace_s`: the time that a job has to save a checkpoint once this host leaves."""
+        """
+        Args:
+            drain_grace_s: the time that a job has to save a checkpoint once this host leaves.
+            told: called with each event of a job, in order.
+        """
         self._pool = pool
         self._store = store
         self._stager = stager
         self._signals = signals
         self._syncs = syncs
-        self._standing = standing
+        self._health = health
         self._drain_grace_s = drain_grace_s
+        self._told = told
 
     @activity.defn(name="run_job", no_thread_cancel_exception=True)
     def run_job(self, request: RunJobRequest) -> JobResult:
@@ -457,7 +456,7 @@ class RunJob:
             newest = find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint
             start = saved_by_job(request.plan, newest)
             attempt = _Attempt(worker, request, lease, start, self._store, self._stager, self._signals, self._syncs)
-            attempt.drain_grace_s = self._drain_grace_s
+            attempt.drain_grace_s, attempt.told = self._drain_grace_s, self._told
             try:
                 with beating(lambda: attempt.reader.offset), attempt.uploader:
                     result = attempt.run()
@@ -469,21 +468,21 @@ class RunJob:
             return result
 
     def _judge(self, attempt: "_Attempt", result: JobResult) -> None:
-        """Tell this host's standing how the job went.
+        """Tell this host's health how the job went.
 
         Raises WorkerLost: this host's disk is full, and there are other hosts.
         """
-        problem, standing = result.problem, self._standing
-        if standing is None:
+        problem, health = result.problem, self._health
+        if health is None:
             return
         if attempt.has_worked:
-            standing.worked()
+            health.worked()
         if problem is not None and (
             problem.kind == "disk_full" or (problem.kind == "error" and not attempt.has_worked)
         ):
             attempt.worker.is_suspect = True
-            standing.lost(attempt.request.plan.run_id, None, at_start=not attempt.has_worked)
-            if problem.kind == "disk_full" and standing.others_take_leases():
+            health.lost(None, at_start=not attempt.has_worked)
+            if problem.kind == "disk_full" and health.has_others():
                 raise WorkerLost(problem.message)
 
 
@@ -528,6 +527,7 @@ class _Attempt:
         self.cancel = worker.paths.cancel(request.plan.run_id, request.plan.job_id, request.fence)
         self.kill_at: float | None = None
         self.drain_grace_s, self.is_drained = 0.0, False
+        self.told: Callable[[Event], object] = lambda _: None
         self.heard_at = time.monotonic()
         self.seen = JobSeen(request.plan, request.fence, time.time())
 
@@ -599,6 +599,7 @@ class _Attempt:
         self.uploader.line(line, at_once=not isinstance(event, Step | Applied | Kept | Terminal))
         self.progress.take(event)
         self.seen.take(event)
+        self.told(event)
 
     def _obey(self) -> None:
         """Pass on to the worker that the job is cancelled, or that the host leaves: either way it saves a checkpoint
@@ -607,7 +608,7 @@ class _Attempt:
         leaves = self.worker.loses_its_host()
         if leaves and not self.drain_grace_s:
             raise HostLeft(HOST_LEAVES)
-        if not leaves and not activity.is_cancelled():
+        if not leaves and not is_cancelled():
             return
         if self.kill_at is None:
             self.is_drained = leaves
@@ -633,7 +634,11 @@ class _Attempt:
         self.cancel.unlink(missing_ok=True)
 
     def _result(self, terminal: Terminal | None) -> JobResult:
-        problem, damaged = None, None
+        problem, damaged, checkpoint, metrics = None, None, self.uploader.durable, self.progress.metrics
+        best = terminal.best if isinstance(terminal, Succeeded) else None
+        if best is not None:
+            checkpoint = self._checkpoint_of(best)
+            metrics |= {"best_step": float(best.step), f"best_{best.metric}": best.value}
         match terminal:
             case Succeeded(step=step):
                 outcome: Literal["succeeded", "failed", "cancelled"] = "succeeded"
@@ -648,14 +653,23 @@ class _Attempt:
         return JobResult(
             outcome=outcome,
             step=step,
-            checkpoint=self.uploader.durable,
-            metrics=self.progress.metrics,
+            checkpoint=checkpoint,
+            metrics=metrics,
             problem=problem,
             probe=self.probe,
             sync=self.sync,
             damaged=damaged,
             held_s=self.held_s(),
+            best=best,
         )
+
+    def _checkpoint_of(self, best: Best) -> CheckpointRef:
+        """Find the newest lease's checkpoint of the best evaluation. Raises CorruptArtifact: it is gone."""
+        run_id = self.request.plan.run_id
+        for found in newest_first(self.store, run_id):
+            if found.step == best.step:
+                return found
+        raise CorruptArtifact(f"the checkpoint of the best evaluation, of step {best.step}, is gone", run_id)
 
 
 def _was_cancelled() -> bool:

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote
@@ -10,97 +11,112 @@ from urllib.parse import unquote
 from pydantic import ConfigDict, ValidationError
 from temporalio import activity
 
-from activities.host_context import HOST_LEAVES, beating, host_is_leaving
+from activities.heartbeats import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.workers import WorkerPool, WorkerProcess
 from activities.records.run_records import newest_first
 from longshore.commands import EFFECTS, CommandProblem, CommandResult
-from longshore.fields import Artifact, Frozen
+from longshore.events import Started, parse_event
+from longshore.fields import Artifact, Fence, Frozen
+from longshore.runs import FIRST_TENANT, RunId, Tenant
+from longshore.views import CheckpointRef
 from shared.errors import CorruptArtifact, HostLeft, NotFound, WorkerLost
 from shared.field_rules import first_error
 from shared.jobs.commands import CommandHead, Skip
-from shared.jobs.events import Started, parse_event
 from shared.jobs.job import LeaseMark
 from shared.runs.events import SessionResults
-from shared.runs.requests import FIRST_TENANT, RunId, Tenant
-from shared.runs.start import MAX_NUMBER, MOST_TOLD_BYTES
-from shared.runs.status import CheckpointRef
+from shared.runs.start import MAX_NUMBER
 from shared.storage.files import write_atomically
 from shared.storage.host_states import HostAddress
-from shared.storage.paths import MANIFEST, Fence, RunKeys
+from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore
 
-# --- Notifications of sessions' commands and results on a host, instead of polling the store ---
+# --- Sessions that this host serves: the web service sends it their commands by HTTP, and waits for the results ---
 #
-# The web service notifies the host of a command in the store; the host announces which results are in the store. Small
-# commands and results are sent along, so that nobody needs to read them there. Notifications may be lost: both sides
-# also look into the store every few seconds.
+# A command is in the store before the web service sends it here, and its result before it is returned. If a request is
+# lost, both sides find what they need in the store.
 
 _MOST_HELD = 64
-Tell = Callable[[int | None, bytes | None], object]
-"""Takes the number of the next command without a result, or None when this host no longer serves the session; and the
-result before that number, if it is small and new."""
 
 
-class Attended:
-    """A session whose commands this host gives to a worker. `rung`: set when the store may have something new."""
+class ServedSession:
+    """A session whose commands this host gives to a worker. `has_news`: set when something was sent here."""
 
     def __init__(self, next: int) -> None:
-        self.rung = threading.Event()
+        self.has_news = threading.Event()
+        self._is_store_new = False
         self._next = next
+        self._is_over = False
         self._lock = threading.Lock()
-        self._listeners: list[Tell] = []
         self._commands: dict[int, bytes] = {}
+        self._waiting: dict[int, list[Future[bytes | None]]] = {}
 
-    def bring(self, number: int, command: bytes) -> None:
-        """Take a command that is in the store, unless there are many already."""
+    def ask(self, number: int, command: bytes) -> "Future[bytes | None]":
+        """Take a command that is in the store, and return its result to come. It is None if the store already has it,
+        or if this host stops serving the session. `command` may be empty: then it is read from the store.
+        """
+        result = Future[bytes | None]()
         with self._lock:
-            if number >= self._next and len(self._commands) < _MOST_HELD:
-                self._commands[number] = command
+            if self._is_over or number < self._next:
+                self._is_store_new = True  # 0: the session may be closed
+                result.set_result(None)
+            else:
+                if command and len(self._commands) < _MOST_HELD:
+                    self._commands[number] = command
+                else:
+                    self._is_store_new = True
+                others = [each for each in self._waiting.get(number, ()) if not each.cancelled()]
+                self._waiting[number] = [*others, result]
+        self.has_news.set()
+        return result
 
     def command(self, number: int) -> bytes | None:
-        """Return a command that was brought, once."""
+        """Return a command that was sent here, once."""
         with self._lock:
             return self._commands.pop(number, None)
 
+    def take_store_news(self) -> bool:
+        """Return True if the store may have what was not sent here, once."""
+        with self._lock:
+            is_new, self._is_store_new = self._is_store_new, False
+            return is_new
+
     def stored(self, next: int, result: bytes) -> None:
-        """Announce that the store has the results of all commands before `next`; `result` is the last of them."""
+        """Give the results of all commands before `next`, which are in the store, to those that wait for them.
+
+        `result`: that of the last of these commands.
+        """
         with self._lock:
-            self._next, listeners = next, list(self._listeners)
+            self._next = next
             self._commands = {number: each for number, each in self._commands.items() if number >= next}
-        for tell in listeners:
-            tell(next, result if len(result) <= MOST_TOLD_BYTES else None)
-
-    def listen(self, tell: Tell) -> Callable[[], None]:
-        """Call `tell` now and on each notification. Returns a function that ends this."""
-        with self._lock:
-            self._listeners.append(tell)
-            tell(self._next, None)
-
-        def end() -> None:
-            with self._lock:
-                self._listeners.remove(tell)
-
-        return end
+            done = {number: self._waiting.pop(number) for number in list(self._waiting) if number < next}
+        for number, waiting in done.items():
+            _answer(waiting, result if number == next - 1 else None)
 
     def leave(self) -> None:
-        """Tell listeners that this host no longer serves the session."""
+        """Tell everybody who waits that this host no longer serves the session."""
         with self._lock:
-            listeners = list(self._listeners)
-        for tell in listeners:
-            tell(None, None)
+            self._is_over, waiting = True, list(self._waiting.values())
+        for each in waiting:
+            _answer(each, None)
 
 
-class Bells:
-    """Sessions whose commands this host passes on. Safe to use from several threads."""
+def _answer(waiting: "list[Future[bytes | None]]", result: bytes | None) -> None:
+    for each in waiting:
+        if each.set_running_or_notify_cancel():
+            each.set_result(result)
+
+
+class ServedSessions:
+    """The sessions whose commands this host passes on. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sessions: dict[str, Attended] = {}
+        self._sessions: dict[str, ServedSession] = {}
 
     @contextmanager
-    def attended(self, run_id: str, next: int) -> Iterator[Attended]:
-        """Attend to a session for a `with` block. `next`: the number of the next command without a result."""
-        session = Attended(next)
+    def serving(self, run_id: str, next: int) -> Iterator[ServedSession]:
+        """Serve a session for a `with` block. `next`: the number of the next command without a result."""
+        session = ServedSession(next)
         with self._lock:
             self._sessions[run_id] = session
         try:
@@ -111,14 +127,14 @@ class Bells:
                     del self._sessions[run_id]
             session.leave()
 
-    def find(self, run_id: str) -> Attended | None:
-        """Return a session, if it is attended to here."""
+    def find(self, run_id: str) -> ServedSession | None:
+        """Return a session, if this host serves it."""
         with self._lock:
             return self._sessions.get(run_id)
 
 
-_POLL_S = 0.002
-# Seconds between looks into the store for a command, and for the session's end, if no notification came.
+_POLL_S, _IDLE_POLL_S = 0.002, 0.05
+# Seconds between looks into the store for a command, and for the session's end, if the web service has sent nothing.
 _LOOK_EACH_S, _CLOSED_EACH_S = 3.0, 6.0
 _SAVED_POLL_S = 0.02
 _MOST_AHEAD = 32  # commands that are queued at the worker beyond its current one
@@ -159,14 +175,14 @@ class ApplyCommands:
     """Gives sessions' commands to the workers of this host. Retrying the activity does not repeat commands.
 
     Args:
-        bells: notify the web service of results, and receive its commands.
+        sessions: receives commands from the web service, and returns their results.
         at: the address at which the web service reaches this host.
     """
 
-    def __init__(self, pool: WorkerPool, store: ObjectStore, bells: Bells, at: HostAddress) -> None:
+    def __init__(self, pool: WorkerPool, store: ObjectStore, sessions: ServedSessions, at: HostAddress) -> None:
         self._pool = pool
         self._store = store
-        self._bells = bells
+        self._sessions = sessions
         self._at = at
 
     @activity.defn(name="apply_commands", no_thread_cancel_exception=True)
@@ -179,8 +195,8 @@ class ApplyCommands:
             CorruptArtifact: an object in the store is not a command, or a needed command is missing.
         """
         lease = LeaseMark(run_id=request.run_id, fence=request.fence)
-        attended = self._bells.attended(request.run_id, request.next)
-        with self._pool.using(request.worker_id, lease) as worker, beating(), attended as session:
+        served = self._sessions.serving(request.run_id, request.next)
+        with self._pool.using(request.worker_id, lease) as worker, beating(), served as session:
             self._store.put_bytes(RunKeys(request.run_id).host, self._at.model_dump_json().encode())
             return _Applying(worker, request, self._store, session).run()
 
@@ -200,13 +216,15 @@ class _Applying:
     those up to `_through`.
     """
 
-    def __init__(self, worker: WorkerProcess, request: ApplyRequest, store: ObjectStore, session: Attended) -> None:
+    def __init__(
+        self, worker: WorkerProcess, request: ApplyRequest, store: ObjectStore, session: ServedSession
+    ) -> None:
         self._worker = worker
         self._session = session
         self._request = request
         self._store = store
         self._keys = RunKeys(request.run_id)
-        self._results = SessionResults(store, request.tenant, request.run_id)
+        self._results = SessionResults(store, request.run_id)
         outputs = worker.paths.outputs(request.run_id, request.job_id, request.fence)
         self._log, self._folder = outputs / "log.jsonl", outputs / "commands"
         job = worker.paths.job(request.run_id, request.job_id, request.fence)
@@ -234,6 +252,9 @@ class _Applying:
                     break
                 if now > idle_since + self._request.idle_s:
                     return AppliedCommands(next=self._next, idle=True)
+            elif self._next > self._through:
+                self._check()
+                self._session.has_news.wait(_IDLE_POLL_S)
             else:
                 self._pause()
         return AppliedCommands(next=self._next, checkpoint=self._to_publish)
@@ -321,12 +342,15 @@ class _Applying:
         now, number = time.monotonic(), self._through + 1
         if self._publishes or number >= self._next + _MOST_AHEAD:
             return False
-        if self._session.rung.is_set():
-            self._session.rung.clear()  # before the store is asked, so that nothing is missed
-            self._look_at = self._ask_at = 0.0
-        if now < self._look_at:
-            return False
-        data = self._command(number)
+        if self._session.has_news.is_set():
+            self._session.has_news.clear()  # before the store is asked, so that nothing is missed
+            if self._session.take_store_news():
+                self._look_at = self._ask_at = 0.0
+        data = self._session.command(number)
+        if data is None:
+            if now < self._look_at:
+                return False
+            data = self._command(number)
         if data is None:
             self._look_at = now + _LOOK_EACH_S
             return False
@@ -383,8 +407,8 @@ class _Applying:
         return next((checkpoint for checkpoint in found if checkpoint.step <= most), None)
 
     def _command(self, number: int) -> bytes | None:
-        if (brought := self._session.command(number)) is not None:
-            return brought
+        if (sent := self._session.command(number)) is not None:
+            return sent
         with suppress(NotFound):
             return self._store.get_bytes(self._keys.command(number))
         return None
@@ -405,13 +429,17 @@ class _Applying:
         return self._folder / f"{number:08d}.json"
 
     def _pause(self, seconds: float = _POLL_S) -> None:
+        self._check()
+        time.sleep(seconds)
+
+    def _check(self) -> None:
+        """Raise WorkerLost if the worker does not do the session's commands any more."""
         if host_is_leaving():
             raise HostLeft(HOST_LEAVES)
         if activity.is_cancelled() or not self._worker.is_alive():
             raise WorkerLost("the session's worker ended, or was given back")
         if self._archived.exists():  # the worker may still run, for other runs
             raise WorkerLost("the session's job has ended")
-        time.sleep(seconds)
 
 
 def carry_results(results: SessionResults, folder: Path, through: int) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,9 @@ from typing import Protocol
 
 import psutil
 
-from activities.confined.calls import machine_bytes
-from activities.confined.programs import SPIN_COUNT, RunningProgram, start
-from activities.host_context import host_is_leaving
+from activities.heartbeats import host_is_leaving
+from activities.hosts.programs import SPIN_COUNT, RunningProgram, start
+from activities.sandbox.calls import machine_bytes
 from activities.telemetry import GPU_SECONDS
 from longshore.layout import MAX_WORLD_SIZE
 from shared.child_environment import child_environment
@@ -263,8 +264,10 @@ def launch(
     return started
 
 
-def end_leftover_workers(paths: HostPaths) -> list[ProcessKey]:
+def end_leftover_workers(paths: HostPaths, kind: type[object] = object) -> list[ProcessKey]:
     """End the workers of hosts that are gone, and delete their folders. Workers of living hosts are left alone.
+
+    `kind`: of their keys; those of another kind are left to the pool of that kind.
 
     Returns the keys of those that were serving a lease.
     """
@@ -272,6 +275,8 @@ def end_leftover_workers(paths: HostPaths) -> list[ProcessKey]:
     for folder in sorted(paths.workers.glob("*")):
         record = _read_record(folder / "worker.json")
         if record is not None and _is_running(record.host_pid, record.host_started_at):
+            continue
+        if record is not None and not isinstance(record.key, kind):
             continue
         if record is None and _is_new(folder):  # another host of this root is just making it; it has no process yet
             continue
@@ -292,7 +297,7 @@ def processes_of(worker_id: str, pid: int | None = None) -> list[psutil.Process]
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(pid)
             found |= {p.pid: p for p in [root, *root.children(recursive=True)]}
-    found |= {p.pid: p for p in psutil.process_iter() if _mark(p) == worker_id}
+    found |= {p.pid: p for p in psutil.process_iter() if _is_of(p, worker_id)}
     return [p for p in found.values() if p.pid != os.getpid() and _lives(p)]
 
 
@@ -365,11 +370,13 @@ def _own_bytes(process: psutil.Process) -> int:
         return 0
 
 
-def _mark(process: psutil.Process) -> str | None:
+def _is_of(process: psutil.Process, worker_id: str) -> bool:
+    """Return True if a process carries a worker's mark, or, as a fork, names its folder in its title."""
     try:
-        return process.environ().get(WORKER_ID_VARIABLE)
+        is_named = worker_id in re.split("[/ ]", " ".join(process.cmdline()))
+        return is_named or process.environ().get(WORKER_ID_VARIABLE) == worker_id
     except (psutil.Error, OSError):
-        return None
+        return False
 
 
 def _start_time(pid: int) -> float:
@@ -444,6 +451,7 @@ class WorkerPool:
         max_ranks: int = MAX_WORLD_SIZE,
         sharing: "Sharing | None" = None,
         warm_bytes: int | None = None,
+        kind: type[object] = object,
     ) -> None:
         self._paths = paths
         self._command = command
@@ -458,7 +466,7 @@ class WorkerPool:
         # With the bytes of host memory that each holds. The one that was leased last is last.
         self._idle: dict[str, tuple[WorkerProcess, int]] = {}
         self._released_at = self._counted_until = time.monotonic()
-        for key in end_leftover_workers(paths)[:1]:  # the device has room for one
+        for key in end_leftover_workers(paths, kind)[:1]:  # the device has room for one
             if not isinstance(key, WorkerKey) or key.layout.nodes == 1:
                 self._start_again(key)
 

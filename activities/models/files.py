@@ -6,15 +6,15 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from activities.confined.fork_server import sign
+from activities.heartbeats import stop_if_cancelled
 from activities.host_context import HostContext
+from activities.sandbox.child import sign
 from activities.sources.models import Location, json_object
 from shared.errors import InvalidInput
-from shared.families import architecture_of
-from shared.families.model_slices import Stored, constants_of, contents_of, slices_of, unpacked
+from shared.families import read_model_config
+from shared.families.config import DenseConfig, Fp8, GenericConfig
+from shared.families.model_slices import Stored, contents_of, unpacked
 from shared.families.tensor_slices import TensorSlice
-from shared.models.config import GenericConfig, named_as_in, read_model_config
-from shared.models.families import DenseConfig, Fp8
 from shared.models.merging import FLOATS, Entry, parse_header
 
 _MAX_HEADER_BYTES = 8 << 20  # of some 70,000 tensors; parsed, each byte takes thirty
@@ -200,9 +200,9 @@ def check_weights(location: Location, config: DenseConfig) -> Weights:
     if isinstance(config, GenericConfig):
         check_dtypes(unpacked(stored, (), place, is_fp8), place)
         return Weights(tensors, file_of)
-    architecture = architecture_of(named_as_in(config, tensors))
-    slices = slices_of(architecture, tp=1)
-    everything = [*slices, *constants_of(architecture)]
+    architecture = config.named_as_in(tensors).architecture()
+    slices = architecture.slices(tp=1)
+    everything = [*slices, *architecture.constants]
     contents = contents_of(everything, architecture.carried, stored, place, is_fp8)
     if contents.tied is not None:
         _check_tied(tensors, file_of, *contents.tied, location)
@@ -239,6 +239,7 @@ def tensor_bytes(location: Location, file: str, tensor: Entry) -> Iterator[bytes
     """Yield a tensor's bytes, a few megabytes at a time."""
     begin = 8 + int.from_bytes(location.store.read_range(file, 0, 8), "little")
     for at in range(begin + tensor.start, begin + tensor.stop, _BLOCK_BYTES):
+        stop_if_cancelled()
         yield location.store.read_range(file, at, min(_BLOCK_BYTES, begin + tensor.stop - at))
 
 

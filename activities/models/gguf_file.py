@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from activities.confined.fork_server import sign
+from activities.sandbox.child import sign
 from shared.errors import InvalidInput
-from shared.families import architecture_of
-from shared.families.model_slices import Stored, contents_of, slices_of
-from shared.models.config import read_model_config
-from shared.models.families import RopeConfig
+from shared.families import read_model_config
+from shared.families.architecture import RopeConfig
+from shared.families.model_slices import Stored, contents_of
 from shared.models.merging import FLOATS, Floats, header_of
 
 if TYPE_CHECKING:
@@ -324,7 +323,7 @@ def _write_weights(reader: "GGUFReader", config: dict[str, Any], place: str, pat
         shape = tuple(int(size) for size in reversed(tensor.shape))
         entries.append((name, kind, shape, prod(shape) * FLOATS[kind]))
     found = {name: Stored(kind, shape) for name, kind, shape, _ in entries}
-    contents_of(slices_of(architecture_of(read_model_config(config, place)), tp=1), (), found, place)
+    contents_of(read_model_config(config, place).architecture().slices(tp=1), (), found, place)
     if path is not None:
         with path.open("wb") as file:
             file.write(header_of(entries))

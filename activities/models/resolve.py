@@ -14,7 +14,8 @@ from typing import Literal, cast
 import numpy as np
 from temporalio import activity
 
-from activities.host_context import HostContext, beating
+from activities.heartbeats import beating, cancellation_check, stop_if_cancelled
+from activities.host_context import HostContext
 from activities.models.files import (
     HUB_PATTERNS,
     SMALL_FILES,
@@ -32,11 +33,15 @@ from activities.models.files import (
 )
 from activities.models.gguf_file import convert_gguf
 from activities.sources.models import HubId, Location, locate, located
+from longshore.accounts import Room
 from longshore.fields import Artifact, Frozen
+from longshore.runs import RunId, Tenant
 from longshore.training import LINEARS, Lora, Target
+from longshore.views import FileEntry
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
+from shared.families.config import DenseConfig
+from shared.families.model_slices import shape_of
 from shared.families.tensor_slices import modules_of
-from shared.models.families import DenseConfig
 from shared.models.merging import FLOATS, Entry, floats_of
 from shared.models.peft import (
     CONFIG,
@@ -52,13 +57,12 @@ from shared.models.peft import (
     check_same,
     lora_of,
     scalar_names,
+    tensors_of,
     with_own_targets,
 )
-from shared.models.shape import ITEM_BYTES, ModelShape, Of, check_layout, check_max_tokens, layout_bytes, shape_of
-from shared.runs.requests import RunId, Tenant
+from shared.models.shape import ITEM_BYTES, ModelShape, Of, check_layout, check_max_tokens, layout_bytes
 from shared.runs.start import ModelRequest, ResolvedModel
 from shared.storage.artifacts import (
-    FileEntry,
     Manifest,
     find_artifact,
     manifest_of,
@@ -73,7 +77,7 @@ from shared.storage.host_states import read_offer
 from shared.storage.paths import RunKeys, checkpoint_adapter_run, content_key, is_published, model_import
 from shared.storage.places import OpenPlaces
 from shared.storage.store import LocalStore
-from shared.storage.stored_bytes import Room
+from shared.storage.stored_bytes import check_room
 
 # --- Checks that a model's weights are finite numbers ---
 
@@ -96,11 +100,10 @@ def check_finite(weights: Weights, location: Location, *, all_of_them: bool) -> 
 
 _MOST_NAMES = 4
 _OF_BASE = (".safetensors", "tokenizer.json")  # suffixes of the files that identify a base model
-_MODELS = "models"  # instead of a run id: imported models stay for other runs
 _TENSOR = re.compile(
     r"base_model\.model\.(model\.(language_model\.)?layers\.(?P<layer>\d+)\.(self_attn|linear_attn|"
     r"(mlp|mixer)((?P<expert>\.experts\.\d+)|(?P<shared>\.shared_experts?))?)\.\w+|lm_head|"
-    r"model\.(language_model\.)?embed_tokens)\.lora_((embedding_)?(?P<side>[AB])(\.weight)?|magnitude_vector)"
+    r"model\.(language_model\.)?embed_tokens)\.lora_(embedding_)?(?P<kind>\w+)(\.weight)?"
 )
 
 
@@ -120,6 +123,7 @@ class AdapterRequest(Frozen):
     base: Artifact | None = None
     model: str = ""
     allow_other_base: bool = False
+    room: Room = Room()
 
 
 class ResolvedAdapter(Frozen):
@@ -139,14 +143,14 @@ class Resolve:
     def __init__(self, host: HostContext) -> None:
         self._host = host
 
-    @activity.defn(name="resolve_model")
+    @activity.defn(name="resolve_model", no_thread_cancel_exception=True)
     def resolve_model(self, request: ModelRequest) -> ResolvedModel:
         """Check a model and make an artifact of it."""
         with beating():
             check = partial(_check_small_files, request, self._host)
             location = locate(request.uri, request.tenant, self._host.settings, HUB_PATTERNS, check)
             if (name := gguf_file(location)) is not None:
-                location = self._converted(location, name, check, request.tenant)
+                location = self._converted(location, name, check, request)
             config = check(location)
             weights, shape = check_contents(location, config), shape_of(config)
             if request.dtype is not None and not shape.is_generic:
@@ -173,7 +177,7 @@ class Resolve:
             rule = f"{rule}, and {has} {offer.devices.num_bytes / 1e9:.3g}: split it by tp, pp or ep"
             raise InvalidInput(f"{rule}, or say quantize_base", "layout")
 
-    @activity.defn(name="resolve_adapter")
+    @activity.defn(name="resolve_adapter", no_thread_cancel_exception=True)
     def resolve_adapter(self, request: AdapterRequest) -> ResolvedAdapter:
         """Check an adapter and make an artifact of it."""
         with beating():
@@ -189,7 +193,7 @@ class Resolve:
             return ResolvedAdapter(adapter=self._imported(location, [CONFIG, WEIGHTS], what, request), lora=lora)
 
     def _converted(
-        self, location: Location, name: str, check: Callable[[Location], DenseConfig], tenant: str
+        self, location: Location, name: str, check: Callable[[Location], DenseConfig], request: ModelRequest
     ) -> Location:
         """Make a model folder of a GGUF file, once. Its bytes count as the tenant's."""
         store, place = self._host.store, location.place(name)
@@ -205,29 +209,28 @@ class Resolve:
                     if size > most:
                         rule = f"{size:,} bytes to transfer; the limit is {most:,}: download.max_bytes"
                         raise InvalidInput(rule, place)
-                    location.store.get_file(name, path)
+                    location.store.get_file(name, path, cancellation_check())
                 folder = scratch / "model"
                 folder.mkdir()
-                room = Room(store, tenant, self._host.settings.quotas)
-                num_bytes = self._host.confined(convert_gguf, str(path), place, None, kind="dataset")
-                with room.reserving(num_bytes, place):  # before a byte of them is written
-                    self._host.confined(convert_gguf, str(path), place, str(folder), kind="dataset")
-                    if _state(location.listed_again(), name) != _state(location, name):
-                        raise InvalidInput("the file changed while it was being read", place)
-                    try:
-                        made = located(LocalStore(folder), manifest_of(folder))
-                        check_contents(made, check(made))
-                    except InvalidInput as error:
-                        raise InvalidInput(error.message, place) from error
-                    artifact = self._host.keep(key, folder)
-                    room.ledger.bring(_MODELS, key.rpartition("/")[2], manifest_of(folder).num_bytes)
+                num_bytes = self._host.confined(convert_gguf, str(path), place, None, kind="dataset", reads=[path])
+                check_room(request.room, request.tenant, num_bytes, place)  # before a byte of them is written
+                asked = str(path), place, str(folder)
+                self._host.confined(convert_gguf, *asked, kind="dataset", reads=[path], writes=[folder])
+                if _state(location.listed_again(), name) != _state(location, name):
+                    raise InvalidInput("the file changed while it was being read", place)
+                try:
+                    made = located(LocalStore(folder), manifest_of(folder, stop_if_cancelled))
+                    check_contents(made, check(made))
+                except InvalidInput as error:
+                    raise InvalidInput(error.message, place) from error
+                artifact = self._host.keep(key, folder)
         files, manifest = open_artifact(artifact, self._host.settings.s3)
         return located(files, manifest, artifact)
 
     def _imported(
         self, location: Location, names: list[str], what: str, request: ModelRequest | AdapterRequest
     ) -> Artifact:
-        artifact = import_files(location, names, self._host, request.tenant)
+        artifact = import_files(location, names, self._host, request)
         if request.run_id is not None:
             check_began_with(what, artifact, request.uri, request.run_id, self._host)
         return artifact
@@ -334,9 +337,8 @@ def _check_weights(location: Location, lora: Lora, request: AdapterRequest) -> N
         modules = dict.fromkeys(name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors)
         check_order(lora, request.lora, modules, location.place(CONFIG))
     is_counted = shape is not None and not is_generic and lora.target_pattern is None and lora.layers is None
-    of_each = 3 if lora.dora else 2
     ends = len({OUTPUT, EMBEDDING}.intersection(lora.targets))
-    expected = 0 if shape is None else of_each * (shape.num_linears(lora.targets) + ends)
+    expected = 0 if shape is None else len(tensors_of(lora)) * (shape.num_linears(lora.targets) + ends)
     if is_counted and len(tensors) != expected:  # others are counted by the worker
         raise InvalidInput(
             f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(WEIGHTS)
@@ -361,23 +363,25 @@ def _reward_model(location: Location, shape: ModelShape | None) -> Lora:
 def _check_tensor(name: str, tensor: Entry, lora: AdaptedModules, shape: ModelShape | None, place: str) -> None:
     match = _TENSOR.fullmatch(name)
     module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
-    if match is None or (size := lora.of(module)) is None or (match["side"] is None and not lora.lora.dora):
+    dimensions = None if match is None else tensors_of(lora.lora).get(match["kind"])
+    if match is None or dimensions is None or (size := lora.of(module)) is None:
         raise InvalidInput(f"tensor {name} belongs to none of the adapter's target_modules", place)
     if shape is not None and int(match["layer"] or 0) >= shape.num_layers:
         raise InvalidInput(f"tensor {name}, but the model has {shape.num_layers} layers", place)
-    rank = tensor.shape[0 if match["side"] == "A" else -1] if len(tensor.shape) == 2 else None
-    if rank != (match["side"] and size.rank) or not tensor.shape:
-        raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, which does not fit r={size.rank}", place)
-    linear = cast(Target, module.rpartition(".")[2])
+    has, linear = f"tensor {name} has the shape {tensor.shape}", cast(Target, module.rpartition(".")[2])
+    found: dict[str, int] = dict(zip(dimensions, tensor.shape, strict=False))
+    if len(tensor.shape) != len(dimensions) or found.get("rank", size.rank) != size.rank:
+        raise InvalidInput(f"{has}, which does not fit r={size.rank}", place)
     of: Of = "experts" if match["expert"] else "shared" if match["shared"] else ""
     in_size, out_size = (0, 0) if shape is None else shape.linear_size(linear, of, int(match["layer"] or 0))
-    found, fits = (tensor.shape[1], in_size) if match["side"] == "A" else (tensor.shape[0], out_size)
-    if fits and found != fits:
-        rule = f"{linear} of the model has {fits} {'inputs' if match['side'] == 'A' else 'outputs'}"
-        raise InvalidInput(f"tensor {name} has the shape {tensor.shape}, and {rule}", place)
+    for side, fits in (("inputs", in_size), ("outputs", out_size)):
+        if fits and found.get(side, fits) != fits:
+            raise InvalidInput(f"{has}, and {linear} of the model has {fits} {side}", place)
 
 
-def import_files(location: Location, names: list[str], host: HostContext, tenant: str) -> Artifact:
+def import_files(
+    location: Location, names: list[str], host: HostContext, request: ModelRequest | AdapterRequest
+) -> Artifact:
     """Return the named files as an artifact. They are hashed again only if their size, times or ETag have changed.
 
     If every host can read the files where they are, the artifact refers to them: files in S3, and files of this machine
@@ -396,11 +400,8 @@ def import_files(location: Location, names: list[str], host: HostContext, tenant
     manifest = _hash(location, sorted(names))
     folder = location.store.root if isinstance(location.store, LocalStore) else None
     if folder is not None and not isinstance(store, LocalStore):
-        room = Room(store, tenant, host.settings.quotas)
-        with room.reserving(manifest.num_bytes, location.store.uri):
-            artifact = upload_files(store, key, folder, manifest)
-            room.ledger.bring(_MODELS, key.rpartition("/")[2], manifest.num_bytes)
-        return artifact
+        check_room(request.room, request.tenant, manifest.num_bytes, location.store.uri)
+        return upload_files(store, key, folder, manifest, cancellation_check())
     if folder is not None:
         remember_checked(folder, manifest, host.paths.cache)
     return refer(store, key, manifest.model_copy(update={"root": location.store.uri}))
@@ -415,7 +416,8 @@ def _hash(location: Location, names: list[str]) -> Manifest:
     entries = []
     for name in names:
         size = location.files[name].size
-        entries.append(FileEntry(path=name, size=size, sha256=sha256_object(location.store, name, size)))
+        sha256 = sha256_object(location.store, name, size, stop_if_cancelled)
+        entries.append(FileEntry(path=name, size=size, sha256=sha256))
     again = location.listed_again()
     for name in names:
         if name not in again.files or _state(again, name) != _state(location, name):

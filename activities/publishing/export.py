@@ -14,14 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 from temporalio import activity
 
-from activities.confined.fork_server import sign
-from activities.host_context import HostContext, beating
+from activities.heartbeats import beating
+from activities.host_context import HostContext
 from activities.models.files import INDEX
 from activities.models.gguf_file import GGUF_FAMILIES, PAIRED, gguf_name, pre_tokenizer_name, rope_factors, swapped
+from activities.sandbox.child import sign
 from longshore.fields import Artifact, Frozen
+from longshore.views import Export
 from shared.errors import CorruptArtifact, InvalidInput
-from shared.models.config import GENERATION, read_model_config
-from shared.models.families import DenseConfig, MixtureConfig
+from shared.families import read_model_config
+from shared.families.config import DenseConfig, MixtureConfig
+from shared.models.end_tokens import GENERATION
 from shared.models.merging import (
     FP8_BLOCK,
     ITEM_BYTES,
@@ -35,9 +38,9 @@ from shared.models.merging import (
     read_header,
 )
 from shared.models.peft import WEIGHTS, read_config
-from shared.runs.start import Export, ExportRequest
+from shared.runs.start import ExportRequest
 from shared.storage.artifacts import find_artifact, open_artifact
-from shared.storage.stored_bytes import Room
+from shared.storage.stored_bytes import check_room
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -566,7 +569,7 @@ class Exports:
     def __init__(self, host: HostContext) -> None:
         self._host = host
 
-    @activity.defn(name="export")
+    @activity.defn(name="export", no_thread_cancel_exception=True)
     def export(self, request: ExportRequest) -> Artifact:
         """Write an export, unless it is in the store.
 
@@ -578,8 +581,8 @@ class Exports:
             return done
         _, manifest = open_artifact(request.model, self._host.settings.s3)
         names = [entry.path for entry in manifest.files]
-        room = Room(self._host.store, request.tenant, self._host.settings.quotas)
-        with beating(), room.reserving(manifest.num_bytes, request.name):
+        check_room(request.room, request.tenant, manifest.num_bytes, request.name)
+        with beating():
             source = ExportSource(
                 model=str(self._host.stage(request.model)),
                 weights=tuple(name for name in names if name.endswith(".safetensors")),
@@ -590,6 +593,7 @@ class Exports:
             )
 
             def make(folder: Path) -> None:
-                self._host.confined(write_export, source, str(folder), kind="dataset")
+                reads = [Path(given) for given in (source.model, source.adapter) if given]
+                self._host.confined(write_export, source, str(folder), kind="dataset", reads=reads, writes=[folder])
 
             return self._host.made_once(request.key, "export", make)

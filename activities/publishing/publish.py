@@ -1,7 +1,6 @@
 """Publishes a checkpoint's weights under a name and version, with a model card. Versions never change."""
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -10,29 +9,30 @@ from typing import Literal
 
 from temporalio import activity
 
-from activities.host_context import HostContext, beating
+from activities.heartbeats import beating, stop_if_cancelled
+from activities.host_context import HostContext
 from activities.sources.http import shown_uri
 from activities.tokenizing.tokenizer import end_ids_of
+from longshore.algorithms import Preferences
+from longshore.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
 from longshore.fields import Artifact, Frozen
+from longshore.metrics import is_of_the_machine
+from longshore.runs import FIRST_TENANT, RLRun, Run, RunId, Tenant, dtype_of
 from longshore.training import Full, Lora, SessionRun
+from longshore.views import CheckpointRef, Envelope, FileEntry
 from shared import provenance
 from shared.automation import BestRequest
 from shared.errors import CorruptArtifact, NotFound
 from shared.jobs.job import ONLY_JOB
-from shared.jobs.losses import Preferences
-from shared.models.config import GENERATION, with_end_ids
-from shared.provenance import Envelope, Statement, started_of, statement_of
-from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
-from shared.runs.requests import FIRST_TENANT, RLRun, Run, RunId, Tenant, dtype_of
-from shared.runs.status import CheckpointRef
-from shared.storage.artifacts import FileEntry, read_manifest, read_record
+from shared.models.end_tokens import GENERATION, with_end_ids
+from shared.provenance import Statement, started_of, statement_of
+from shared.storage.artifacts import read_manifest, read_record
+from shared.storage.files import copy_file
 from shared.storage.paths import MANIFEST, RunKeys, published, published_version, version_claim
 from shared.storage.store import ObjectStore, open_uri
 
 # --- The card of a published adapter or model: its origin and measurements. The same run gives the same text ---
 
-# Suffixes of metrics that are left out: they depend on the machine, and equal runs shall have equal cards.
-_NOT_OF_THE_MODEL = ("_s", "_bytes", "_per_s")
 _METHODS = {
     "sft": "Supervised fine-tuning",
     "dpo": "Direct preference optimisation (DPO)",
@@ -63,7 +63,10 @@ def model_card(
 
     `adapter`: the content of its `adapter_config.json`, if it has one.
     """
-    data = _SENT[run.kind] if isinstance(run, RLRun | SessionRun) else f"`{shown_uri(run.dataset.uri)}`"
+    if isinstance(run, RLRun | SessionRun):
+        data = _SENT[run.kind]
+    else:
+        data = ", ".join(f"`{shown_uri(source.uri)}`" for source in run.sources)
     method = _METHODS[run.kind]
     if isinstance(run, DPORun) and run.objective != "sigmoid":
         method = f"Preference optimisation ({run.objective})"
@@ -82,7 +85,7 @@ def model_card(
             "",
             *([_IN_PEFT] if {"exclude_modules", "target_parameters"} <= adapter.keys() else []),
             "## Metrics",
-            *_table({n: f"{v:.6g}" for n, v in metrics.items() if not n.endswith(_NOT_OF_THE_MODEL)}),
+            *_table({n: f"{v:.6g}" for n, v in metrics.items() if not is_of_the_machine(n)}),
             "## Training",
             *_table(_hyperparameters(run)),
             "## Data",
@@ -207,7 +210,7 @@ class Publish:
         self._host = host
         self._sign = sign
 
-    @activity.defn(name="publish")
+    @activity.defn(name="publish", no_thread_cancel_exception=True)
     def publish(self, request: PublishRequest) -> Published:
         """Publish as the next free version of the name; a run has one version, however often this is tried.
 
@@ -221,7 +224,7 @@ class Publish:
             artifact = self._made(key, partial(self._fill, request), partial(self._made_from, request, key))
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=name, version=version)
 
-    @activity.defn(name="publish_best")
+    @activity.defn(name="publish_best", no_thread_cancel_exception=True)
     def publish_best(self, request: BestRequest) -> Published:
         """Publish the version of a sweep's best trial again, under the sweep's name.
 
@@ -320,7 +323,8 @@ def _copy(source: Path, target: Path, is_wanted: Callable[[str], bool]) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name != MANIFEST and is_wanted(path.name):
-            shutil.copyfile(path, target / path.name)
+            with path.open("rb") as file, (target / path.name).open("wb") as copy:
+                copy_file(file, copy, stop_if_cancelled)
 
 
 def _name_the_model(config: Path, model: str) -> dict[str, object]:

@@ -8,15 +8,18 @@ from itertools import count
 from pydantic import Field
 from temporalio import activity
 
-from activities.host_context import HostContext, beating
+from activities.heartbeats import beating
+from activities.host_context import HostContext
 from longshore.commands import CommandProblem, CommandResult
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Fence, Frozen
+from longshore.runs import RunId
+from longshore.training import Watched
+from longshore.views import CheckpointRef, RunStatus, StepStatus
 from shared.errors import CorruptArtifact, InvalidInput, NotFound
 from shared.jobs.commands import Gap
 from shared.jobs.job import WorkerPlan
-from shared.runs.requests import RunId
 from shared.runs.start import result_sha256
-from shared.runs.status import CheckpointRef, Policy, RunStatus, StepStatus
+from shared.runs.status import Evaluated, Policy
 from shared.storage.artifacts import (
     Manifest,
     checkpoints_among,
@@ -26,9 +29,8 @@ from shared.storage.artifacts import (
     sha256_object,
     stored_checkpoints,
 )
-from shared.storage.paths import MANIFEST, Fence, RunKeys
+from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore, uri_of
-from shared.storage.stored_bytes import STATE_IS_GONE, expired, removed_run, use
 
 # --- The checkpoints of a run in the store, of all its leases ---
 
@@ -99,7 +101,7 @@ def last_epoch(store: ObjectStore, run_id: str) -> int:
 def prune_checkpoints(store: ObjectStore, run_id: str, keep: int, fence: Fence, keep_states: int = 0) -> None:
     """Delete all checkpoints but the newest `keep`. Manifests go first, so that no incomplete one seems complete.
 
-    A session also keeps the newest `keep_states` that its client asked for.
+    The newest `keep_states` that are marked are kept, too: a session's client asked for them, or the last is the best.
 
     A checkpoint of an older lease with a later step than this lease has saved was damaged, or uploaded too late for
     this lease to resume from it. It is deleted.
@@ -131,7 +133,7 @@ def prune_checkpoints(store: ObjectStore, run_id: str, keep: int, fence: Fence, 
 
 
 def _asked_for(store: ObjectStore, keys: RunKeys, most: int) -> set[int]:
-    """Return the steps of the newest `most` states that a session's client asked for; marks of older ones go."""
+    """Return the steps of the newest `most` states that are marked; marks of older ones go."""
     marks = sorted(info.key for info in store.list(keys.kept_states))
     for key in marks[:-most]:
         store.delete(key)
@@ -188,7 +190,7 @@ class FindCheckpoint:
     def __init__(self, host: HostContext) -> None:
         self._host = host
 
-    @activity.defn(name="find_checkpoint")
+    @activity.defn(name="find_checkpoint", no_thread_cancel_exception=True)
     def find_checkpoint(self, request: FindCheckpointRequest) -> ResumePoint:
         """Return the run's newest intact checkpoint, and its number of leases so far; None and 0 for a new run.
 
@@ -244,10 +246,14 @@ class StepRecordRequest(Frozen):
 
 
 class RecoverRequest(Frozen):
-    """A run that is resumed. `num_policies`: for how many of its last steps the policy after them is wanted."""
+    """A run that is resumed. `num_policies`: for how many of its last steps the policy after them is wanted.
+
+    `watched`: what its evaluations decide, if they decide anything.
+    """
 
     run_id: RunId
     num_policies: int = Field(default=1, ge=1)
+    watched: Watched | None = None
 
 
 class Recovered(Frozen):
@@ -259,6 +265,7 @@ class Recovered(Frozen):
     last_step: int = 0
     trained: StepStatus | None = None
     policies: tuple[Policy, ...] = ()
+    evaluated: Evaluated = Evaluated()
 
 
 class RunRecords:
@@ -285,6 +292,7 @@ class RunRecords:
         The result of a run that is resumed is moved away until it ends again.
         """
         store, keys = self._host.store, RunKeys(request.run_id)
+        self._host.run_begins()
         with beating():
             mine, place = _Start(execution=request.execution), keys.start(request.start_id)
             is_new = store.put_if_absent(place, mine.model_dump_json().encode())
@@ -293,14 +301,7 @@ class RunRecords:
             ended = result_sha256(store, request.run_id)
             if ended is not None and not (request.resumed and ended == request.goes_on_from):
                 return Begun(refusal="the run has ended, and the service has not resumed it")
-            status = _reopened(store, keys) if request.resumed else None
-            # Whoever deletes of the run has seen that its result is there no more, or is waited for here.
-            use(store, keys.prefix, request.run_id, request.execution)
-            if request.resumed and (gone := _what_is_gone(store, request.run_id)) is not None:
-                with suppress(NotFound):
-                    store.put_bytes(keys.result, store.get_bytes(keys.previous_result))
-                return Begun(refusal=gone)
-            return Begun(status=status)
+            return Begun(status=_reopened(store, keys) if request.resumed else None)
 
     @activity.defn(name="record_step", no_thread_cancel_exception=True)
     def record_step(self, request: StepRecordRequest) -> None:
@@ -328,20 +329,17 @@ class RunRecords:
                 if len(steps) >= request.num_policies and _made_a_policy(steps[-1]):
                     break
                 steps.append(read_record(store, key, StepStatus))
+            evaluated = Evaluated()
+            for key in reversed(found if request.watched is not None else []):
+                evaluated = evaluated.after(read_record(store, key, StepStatus), request.watched)
             trained = next(filter(_made_a_policy, steps), None)
             discard_after(store, request.run_id, trained.optimizer_step or 0 if trained else -1)
             return Recovered(
                 last_step=steps[0].step if steps else 0,
                 trained=trained,
                 policies=_policies(steps)[-request.num_policies :],
+                evaluated=evaluated,
             )
-
-
-def _what_is_gone(store: ObjectStore, run_id: str) -> str | None:
-    """Return why a run cannot continue: it was removed, or a policy deleted its state."""
-    if store.head(removed_run(run_id)) is not None:
-        return "the run was removed"
-    return STATE_IS_GONE if store.head(expired(run_id)) is not None else None
 
 
 def _reopened(store: ObjectStore, keys: RunKeys) -> RunStatus | None:

@@ -8,7 +8,6 @@ import math
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from activities.confined import calls as confined
+from activities.heartbeats import pause, stop_if_cancelled
+from activities.sandbox import calls as confined
 from shared.chat.completions import (
     Choice,
     CompletionChunk,
@@ -286,11 +286,15 @@ class Sampler:
 
     def close(self) -> None:
         """Close all connections, also of other threads' requests, so that the server stops sampling for them."""
+        self.hang_up()
+        self._client.close()
+
+    def hang_up(self) -> None:
+        """Have all requests fail, those of other threads too, and those that are still to be made."""
         self._is_closed = True
         with self._sockets_lock:
             for connection in self._sockets:
                 _hang_up(connection)
-        self._client.close()
 
     def _note(self, event: str, info: dict[str, Any]) -> None:
         if event in _CONNECTED:
@@ -449,6 +453,7 @@ class Sampler:
                 asked = self._client.stream("POST", "/v1/hold_weights", extensions={"trace": self._note})
                 response = held.enter_context(asked)
             except httpx.TransportError as error:
+                stop_if_cancelled()
                 raise SamplerUnavailable(f"{place}: {type(error).__name__}: {error}") from error
             if response.status_code not in (200, 404):
                 raise SamplerUnavailable(f"{place}: {response.status_code}")
@@ -486,13 +491,14 @@ class Sampler:
 
         problem = ""
         for attempt in range(self._attempts):
-            if attempt:
-                time.sleep(_pause_s(attempt))
+            pause(_pause_s(attempt) if attempt else 0.0)
             try:
                 status, content = self._ask_once(method, path, body, max_bytes, take)
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
+            finally:
+                stop_if_cancelled()  # whatever comes of a connection that was shut down
             if 200 <= status < 300:
                 return content
             message, field = error_of(content)

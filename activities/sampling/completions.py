@@ -21,10 +21,11 @@ from pydantic import ConfigDict, Field, model_validator
 
 from activities.sampling.client import Completion
 from activities.tokenizing.render_prompts import PromptRow
-from longshore.fields import Frozen
+from longshore.fields import Frozen, added
+from longshore.grading import SampledItem
+from longshore.previews import SourceShare
 from shared.chat.completions import DrawnBy
 from shared.errors import InvalidInput
-from shared.grading import SampledItem
 from shared.jobs import bins as packing
 from shared.jobs.packed import RouteShape
 
@@ -36,13 +37,14 @@ _SEED_BITS = 62  # seed + j stays below 2**63, the largest that samplers take
 class Rows(Frozen):
     """A selection of prompts: `count` of them, from number `first` on, of the epochs' orders one after another.
 
-    Each epoch is a shuffle of all prompts by (seed, epoch). Without `count`: each prompt once, in the data's order, as
-    for held-out prompts.
+    Each epoch is a shuffle of all prompts by (seed, epoch); with `sources`, those of a mixture take turns. Without
+    `count`: each prompt once, in the data's order, as for held-out prompts.
     """
 
     first: int = Field(default=0, ge=0, description="counted from the beginning of the first epoch")
     count: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
+    sources: tuple[SourceShare, ...] = added(())
 
     @model_validator(mode="after")
     def _all_or_some(self) -> "Rows":
@@ -71,15 +73,16 @@ class Sample(Frozen):
 class SampledGroup(Frozen):
     """The samples of one prompt. `group`: its index in the request; `row`: its index among all prompts.
 
-    `place`: the file and line of its row in the dataset, for messages. `policy_version`: the oldest that may have drawn
-    them. `drawn_by`: the weights that did, if the sampler says it. `prompt_routes`, `prompt_block`: as those of a
-    sample; for all samples, as the sampler reports them for the first.
+    `place`: the file and line of its row in the dataset, for messages. `source`: the name of its source in a mixture.
+    `policy_version`: the oldest that may have drawn them. `drawn_by`: the weights that did, if the sampler says it.
+    `prompt_routes`, `prompt_block`: as those of a sample; for all samples, as the sampler reports them for the first.
     """
 
     model_config = _BYTES
     group: int
     row: int
     place: str
+    source: str = added("")
     prompt_ids: tuple[int, ...]
     policy_version: int
     samples: tuple[Sample, ...] = Field(min_length=1)
@@ -93,9 +96,12 @@ class SampledGroup(Frozen):
 
 
 def numbers_of(rows: Rows, num_prompts: int) -> list[int]:
-    """Return the indices of the selected prompts, in order. A prompt occurs once in each epoch."""
+    """Return the indices of the selected prompts, in order. Without a mixture a prompt occurs once in each epoch."""
     if rows.count is None:
         return list(range(num_prompts))
+    if rows.sources:
+        drawn: list[int] = packing.mixture_draws(rows.sources, rows.seed, rows.first, rows.count).tolist()
+        return drawn
     places = (divmod(at, num_prompts) for at in range(rows.first, rows.first + rows.count))
     return [_epoch(num_prompts, rows.seed, epoch)[offset] for epoch, offset in places]
 
@@ -138,7 +144,7 @@ def items_of(group: SampledGroup, prompt: PromptRow) -> Iterator[SampledItem]:
     """The samples as graders see them."""
     for sample in group.samples:
         told = {"output_text": sample.text, "finish_reason": sample.finish_reason, "num_tokens": len(sample.token_ids)}
-        yield SampledItem(sample=told, item=prompt.item)
+        yield SampledItem(sample=told | ({"source": prompt.source} if prompt.source else {}), item=prompt.item)
 
 
 def read_sampled_groups(folder: Path) -> Iterator[SampledGroup]:

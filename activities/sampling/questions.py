@@ -13,12 +13,12 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from activities.confined import calls as confined
 from activities.formats.messages import Question, messages_of, tools_of
 from activities.formats.rows import Row
 from activities.host_context import HostContext
 from activities.sampling.client import Tell
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters, refusal
+from activities.sandbox import calls as confined
 from activities.tokenizing.render_prompts import ids_before_answers
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import (
@@ -56,7 +56,7 @@ from shared.chat.messages import (
 )
 from shared.chat.trajectories import AnswerRecord, DrawnChoice, new_answer_id, remember
 from shared.errors import DiskFull, InvalidInput, SamplerUnavailable, StoreUnavailable
-from shared.serving import CompleteRequest, ServedSampler
+from shared.serving import CompleteRequest, LeasedSampler, SamplerPlace, ServedSampler
 
 # --- Converts tool calls between two forms: of chat completions, and in the text of an answer ---
 #
@@ -179,7 +179,9 @@ class ChatPrompts:
     def _tokenizer(self, model: Artifact) -> ModelTokenizer:
         if model.sha256 not in self._tokenizers:
             files = tokenizer_files(self._host, model)
-            confined.call(self._limits, check_loading, files)  # tried in a child, as it may abort the process
+            confined.call(
+                self._limits, check_loading, files, reads=[files.folder]
+            )  # tried in a child, as it may abort the process
             self._tokenizers[model.sha256] = files.load()
             if len(self._tokenizers) > _MAX_OPEN:
                 self._forget(self._tokenizers.popitem(last=False)[0])
@@ -383,6 +385,7 @@ class Questions:
         self._samplers = samplers
         self._prompts = ChatPrompts(host)
         self._adapters = ServingAdapters(host)
+        self._max_model_lens: dict[str, int] = {}  # by the ids of leased samplers
 
     def close(self) -> None:
         self._prompts.close()
@@ -429,17 +432,31 @@ class Questions:
             drawn = _ask(opened, stopping_at(asked.model_copy(update=asked_for), stops), "prompt", tell)
             return drawn.model_copy(update={"model": asked.model})
         assert prompt_ids is not None
-        wanted = stopping_at(sampler_request(asked, model, prompt_ids, _max_model_len(opened)), stops)
+        wanted = stopping_at(
+            sampler_request(asked, model, prompt_ids, self._max_model_len(opened, request.place)), stops
+        )
         wanted = wanted.model_copy(update={"user": _asking(request)})
         drawn = _ask(opened, wanted, "messages", tell, "tools" if asked.forced_tools else "response_format")
         bytes_of = self._prompts.tokenizer(request.model).bytes_of
-        answer_id = request.answer_id or new_answer_id(time.time())
+        answer_id = request.stream.answer_id if request.stream else new_answer_id(time.time())
         answer = chat_completion(asked, drawn, bytes_of, answer_id, prompt_ids)
         record = record_of(answer, drawn, prompt_ids, request.model.sha256)
         if record is None or not self._remembers(request, record):
             return answer
         known = [choice.model_copy(update={"answer_id": answer.id}) for choice in answer.choices]
         return answer.model_copy(update={"choices": known})
+
+    def _max_model_len(self, opened: OpenSampler, place: SamplerPlace) -> int:
+        """Return the greatest length of prompt and answer together, in tokens. A leased sampler is asked once."""
+        worker_id = place.worker_id if isinstance(place, LeasedSampler) else ""
+        if (known := self._max_model_lens.get(worker_id)) is not None:
+            return known
+        length = opened.client.models()[opened.model].max_model_len
+        if length is None:
+            raise SamplerUnavailable("the sampler does not say how long a sequence it takes")
+        if worker_id:
+            self._max_model_lens = {worker_id: length}  # a host has one sampler at a time
+        return length
 
     def _remembers(self, request: CompleteRequest, record: AnswerRecord) -> bool:
         """Store the answer's token ids. Returns False if that fails: the answer is then sent without its id."""
@@ -478,14 +495,6 @@ def _ask(
 def _asking(request: CompleteRequest) -> str:
     """Return a name of the caller that only distinguishes tenants."""
     return hashlib.sha256(request.tenant.encode()).hexdigest()[:16]
-
-
-def _max_model_len(opened: OpenSampler) -> int:
-    """The greatest length of prompt and answer together, in tokens."""
-    length = opened.client.models()[opened.model].max_model_len
-    if length is None:
-        raise SamplerUnavailable("the sampler does not say how long a sequence it takes")
-    return length
 
 
 def _check_base(opened: OpenSampler, request: CompleteRequest) -> None:

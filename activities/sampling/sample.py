@@ -2,17 +2,15 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import Field, model_validator
 from temporalio import activity
 
-from activities.host_context import HostContext, Parts, beating
+from activities.heartbeats import beating, in_parallel, stop_if_cancelled
+from activities.host_context import HostContext, Parts
 from activities.sampling.client import Completion, Sampler
 from activities.sampling.completions import (
     COMPLETIONS,
@@ -32,41 +30,15 @@ from activities.telemetry import proof_counted
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile
 from activities.tokenizing.tokenizer import stopping_at, stops_of
 from longshore.fields import Artifact, Frozen
+from longshore.runs import RunId
 from longshore.training import Dtype
 from shared.chat.completions import MAX_SAMPLES, DrawnBy, SamplerMemory, Sampling
 from shared.errors import InvalidInput, SamplerMismatch
 from shared.jobs.packed import RouteShape
-from shared.runs.requests import RunId
 from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.storage.artifacts import find_artifact, read_record
 from shared.storage.paths import completions, content_key, sampled_part, samples
 from shared.storage.store import ObjectStore
-
-# --- Blocking calls on a few threads ---
-
-A = TypeVar("A")
-R = TypeVar("R")
-_LISTEN_S = 0.2  # waits are cut into such slices, as a cancellation is raised in a thread only between two waits
-
-
-def in_parallel(call: Callable[[A], R], arguments: Iterable[A], num_threads: int) -> Iterator[R]:
-    """The results of all calls, in order of completion.
-
-    Arguments are taken as threads come free, one at a time. The first error of a call, or of `arguments`, is raised.
-    When the caller stops early, no new call begins; results of running calls are discarded.
-    """
-    threads, left, pending = ThreadPoolExecutor(num_threads, "call"), iter(arguments), set[Future[R]]()
-    try:
-        while True:
-            pending |= {threads.submit(call, argument) for argument in islice(left, num_threads - len(pending))}
-            if not pending:
-                return
-            ended, pending = wait(pending, _LISTEN_S, FIRST_COMPLETED)
-            for each in ended:
-                yield each.result()
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-
 
 _VERSION = "sample-1"  # raise it when the same request would give other samples
 _SAMPLES_UNDER_WAY = 256  # vLLM's own default of sequences at a time; ours has fewer slots, and lets the rest wait
@@ -205,7 +177,7 @@ class SamplerActivities:
         self._host = host
         self._samplers = samplers
 
-    @activity.defn(name="sample")
+    @activity.defn(name="sample", no_thread_cancel_exception=True)
     def sample(self, request: PolicySampleRequest) -> Sampled:
         """Draw every prompt's samples, except those that an earlier attempt has drawn.
 
@@ -234,7 +206,7 @@ class SamplerActivities:
         assert result is not None
         return result
 
-    @activity.defn(name="draw_share")
+    @activity.defn(name="draw_share", no_thread_cancel_exception=True)
     def draw_share(self, request: ShareRequest) -> None:
         """Draw the samples of some of a request's prompts, for `sample` to put together. Raises as `sample` does."""
         store = self._host.store
@@ -246,7 +218,7 @@ class SamplerActivities:
             mine = {group: row for group, row in numbers if request.share.holds(group)}
             self._draw_missing(request, prompts, mine, Parts(store, partial(sampled_part, request.key)))
 
-    @activity.defn(name="prove_adapter")
+    @activity.defn(name="prove_adapter", no_thread_cancel_exception=True)
     def prove_adapter(self, request: ProveRequest) -> Proved:
         """Load the adapter, score the probe, and compare. Nothing is cached: the proof is of the sampler's state now.
 
@@ -266,7 +238,7 @@ class SamplerActivities:
                 self._samplers.end(request.place)
                 raise
 
-    @activity.defn(name="sleep_sampler")
+    @activity.defn(name="sleep_sampler", no_thread_cancel_exception=True)
     def sleep_sampler(self, place: LeasedSampler) -> SamplerMemory:
         """Make a sampler free its device's memory. One that already sleeps stays asleep.
 
@@ -276,7 +248,7 @@ class SamplerActivities:
         with beating():
             return self._samplers.sleep(place)
 
-    @activity.defn(name="wake_sampler")
+    @activity.defn(name="wake_sampler", no_thread_cancel_exception=True)
     def wake_sampler(self, place: LeasedSampler) -> SamplerMemory:
         """Make a sampler take its memory again. Raises as `sleep_sampler` does."""
         with beating():
@@ -354,6 +326,7 @@ def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: Promp
         group=group,
         row=row,
         place=prompt.place,
+        source=prompt.source,
         prompt_ids=prompt.token_ids,
         policy_version=how.policy_version,
         samples=tuple(
@@ -393,6 +366,7 @@ def write_samples(
         RoutesWriter(completions_folder) as routes,
     ):
         for group in groups:
+            stop_if_cancelled()
             drawn.write(routes.without_bytes(group).encoded() + b"\n")
             for item in items_of(group, prompts[group.row]):
                 shown.write(item.model_dump_json().encode() + b"\n")

@@ -17,20 +17,22 @@ from pydantic import Field
 from temporalio import activity
 from temporalio.exceptions import CancelledError
 
-from activities.host_context import HOST_LEAVES, HostContext, beating, host_is_leaving
+from activities.heartbeats import HOST_LEAVES, LOOK_EVERY_S, beating, host_is_leaving, stop_if_cancelled, when_cancelled
+from activities.host_context import HostContext
+from activities.hosts.health import HostHealth
 from activities.hosts.lease import ProcessLease, check_backend, mark_of
 from activities.hosts.progress import Signals
-from activities.hosts.standing import Standing
 from activities.hosts.workers import WorkerPool, WorkerProcess
 from activities.sampling.client import ATTEMPTS, TIMEOUT_S, Sampler
 from activities.sources.http import parse_http_uri, resolve, shown_uri
 from activities.tokenizing.tokenizer import end_ids_of
 from longshore.fields import Artifact, Frozen, Sha256
+from longshore.runs import RunId
+from longshore.weight_sync import OVER_TCP, SyncBackend
 from shared.chat.completions import SamplerMemory, SamplerReady
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
-from shared.jobs.job import OVER_TCP, LeaseMark, ProcessKey, SamplerKey, SyncBackend, newest_name
+from shared.jobs.job import LeaseMark, ProcessKey, SamplerKey, newest_name
 from shared.models import peft
-from shared.runs.requests import RunId
 from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import open_artifact
@@ -110,7 +112,9 @@ class WeightsInUse:
         """Wait until nobody uses other weights of this sampler; others wait until the block ends."""
         mine = sampler, weights
         with self._changed:
-            self._changed.wait_for(lambda: not any(key[0] == sampler and key != mine for key in self._users))
+            while any(key[0] == sampler and key != mine for key in self._users):
+                stop_if_cancelled()
+                self._changed.wait(LOOK_EVERY_S)
             self._users[mine] = self._users.get(mine, 0) + 1
         try:
             yield
@@ -224,7 +228,8 @@ class Samplers:
         # The operator's own URL may lead into a private network.
         reached = url if is_own else _public(url, self._settings.download.allow_private_addresses)
         key = own.api_key.get_secret_value() if is_own and own.api_key else None
-        with Sampler(reached, key, confinement=self._settings.confined) as client:
+        sampler = Sampler(reached, key, confinement=self._settings.confined)
+        with sampler as client, when_cancelled(client.hang_up):
             model = next((name for name, card in client.models().items() if card.parent is None), None)
             if model is None:
                 raise InvalidInput("the sampler serves no model", shown_uri(url))
@@ -238,7 +243,8 @@ def connected(worker: WorkerProcess, timeout_s: float = TIMEOUT_S, attempts: int
         ready = SamplerReady.model_validate_json(worker.paths.ready.read_bytes())
     except FileNotFoundError as error:
         raise WorkerLost(worker.death_report()) from error
-    with Sampler(ready.url, ready.api_key, timeout_s, attempts, socket_path=ready.socket) as client:
+    sampler = Sampler(ready.url, ready.api_key, timeout_s, attempts, socket_path=ready.socket)
+    with sampler as client, when_cancelled(client.hang_up):
         yield OpenSampler(client, ready.model)
 
 
@@ -413,7 +419,7 @@ _ANSWER_S = 20.0
 class SamplerLeaseRequest(Frozen):
     """A run's request for a sampler. Answered by the signal `sampler_leased`, with a LeaseGrant.
 
-    `sync_backend`: the transport of a trainer's weights to it. `avoid`: as in LeaseRequest.
+    `sync_backend`: the transport of a trainer's weights to it.
     """
 
     run_id: RunId
@@ -421,7 +427,6 @@ class SamplerLeaseRequest(Frozen):
     key: SamplerKey
     ready_timeout_s: float
     sync_backend: SyncBackend = "auto"
-    avoid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -485,14 +490,14 @@ class LeaseSampler:
         signals: Signals,
         host_queue: str,
         answers_at: HostAddress,
-        standing: Standing | None = None,
+        health: HostHealth | None = None,
     ) -> None:
         self._answers_at = answers_at
-        self._lease = ProcessLease(pool, signals, host_queue, "sampler_leased", standing)
+        self._lease = ProcessLease(pool, signals, host_queue, "sampler_leased", health)
         self._host = host
-        self._standing = standing
+        self._health = health
 
-    @activity.defn(name="lease_sampler")
+    @activity.defn(name="lease_sampler", no_thread_cancel_exception=True)
     def lease_sampler(self, request: SamplerLeaseRequest) -> None:
         """Hold a sampler until this activity is cancelled, which is the release.
 
@@ -501,15 +506,13 @@ class LeaseSampler:
             InvalidInput: the model cannot be used, or its files have changed; or the host has no vLLM, or does not
                 support the transport.
             StoreUnavailable: the model's files cannot be reached.
-            ApplicationError: this host leaves it to others (`Standing.offered`).
         """
         try:
-            with beating(), self._lease.offered(request.run_id, request.avoid):
-                allowed = self._host.settings.experimental_transports
-                check_backend(request.sync_backend, "sampler", allowed, self._problems())
-                self._host.stage(request.key.model)  # many gigabytes: a cancellation ends it anywhere
-                with activity.shield_thread_cancel_exception():
-                    self._hold(request)
+            with beating(), self._lease.offered():
+                external = self._host.settings.external_transport
+                check_backend(request.sync_backend, "sampler", external, self._problems())
+                self._host.stage(request.key.model)
+                self._hold(request)
         except CancelledError as error:
             if host_is_leaving():
                 raise HostLeft(HOST_LEAVES) from error
@@ -526,8 +529,8 @@ class LeaseSampler:
             if worker is not None:
                 _forget(worker, self._host.stage(request.key.model))
                 worker.has_worked = True
-                if self._standing is not None:
-                    self._standing.worked()
+                if self._health is not None:
+                    self._health.worked()
                 takes_weights = request.key.sampler == "own"
                 reached = {
                     "weights_socket": str(worker.paths.weights_socket) if takes_weights else None,

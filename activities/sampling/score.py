@@ -1,6 +1,6 @@
 """Score samples by a reward model on a sampler: each as the conversation that its training would have made of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from temporalio import activity
 
-from activities.confined import calls as confined
 from activities.formats.dataset import question_of
 from activities.formats.messages import Chat, PromptCompletion, Question
 from activities.formats.rows import Row
@@ -16,15 +15,16 @@ from activities.grading.grade import REWARDS, sampled_items
 from activities.host_context import HostContext
 from activities.sampling.client import Sampler
 from activities.sampling.samplers import Samplers, adapter_name, refusal
+from activities.sandbox import calls as confined
 from activities.tokenizing.encoding import encoded
 from activities.tokenizing.render_prompts import REPORT, PromptsReport
 from activities.tokenizing.tokenizer import TokenizerFiles, tokenizer_files
+from longshore.dataset_runs import Dataset, DatasetSource, named_sources
 from longshore.fields import Artifact, Frozen
+from longshore.grading import SampleRewards
+from longshore.runs import RunId
 from longshore.training import Dtype
 from shared.errors import InvalidInput
-from shared.grading import SampleRewards
-from shared.runs.dataset_runs import DatasetSource
-from shared.runs.requests import RunId
 from shared.runs.status import RewardModel
 from shared.serving import SamplerPlace
 from shared.storage.paths import content_key, rewarded
@@ -43,7 +43,7 @@ class ScoreSamplesRequest(Frozen):
 
     run_id: RunId
     samples: Artifact
-    source: DatasetSource
+    source: Dataset
     prompts: Artifact
     reward: RewardModel
     dtype: Dtype
@@ -52,7 +52,8 @@ class ScoreSamplesRequest(Frozen):
     @property
     def key(self) -> str:
         """The store key, by content: neither the run nor the lease matters."""
-        fields = self.source.model_dump_json(include={"format", "prompt_field"})
+        sources = named_sources(self.source).values()
+        fields = "".join(source.model_dump_json(include={"format", "prompt_field"}) for source in sources)
         model, adapter = self.reward.model.sha256, self.reward.adapter.sha256
         return content_key(_VERSION, self.samples.sha256, fields, self.prompts.sha256, model, adapter, self.dtype)
 
@@ -71,7 +72,7 @@ class ScoreSamples:
         self._host = host
         self._samplers = samplers
 
-    @activity.defn(name="score_samples")
+    @activity.defn(name="score_samples", no_thread_cancel_exception=True)
     def score_samples(self, request: ScoreSamplesRequest) -> Artifact:
         """Score every sample, once: `rewards.jsonl`, a `SampleRewards` a line.
 
@@ -82,12 +83,17 @@ class ScoreSamples:
 
         def write(folder: Path) -> None:
             host, reward = self._host, request.reward
-            report = (host.stage(request.prompts, only=(REPORT,)) / REPORT).read_bytes()
-            source = request.source.model_copy(update={"format": PromptsReport.model_validate_json(report).format})
-            asked = host.stage(request.samples), tokenizer_files(host, reward.model), source, reward.head.per == "token"
+            told = (host.stage(request.prompts, only=(REPORT,)) / REPORT).read_bytes()
+            report = PromptsReport.model_validate_json(told)
+            sources = {
+                name: source.model_copy(update={"format": report.sources.get(name, report).format})
+                for name, source in named_sources(request.source).items()
+            }
+            samples, files = host.stage(request.samples), tokenizer_files(host, reward.model)
+            asked, reads = (samples, files, sources, reward.head.per == "token"), (samples, files.folder)
             with (
                 self._samplers.open(request.place) as opened,
-                closing(confined.stream(host.settings.confined, conversations, *asked)) as found,
+                closing(confined.stream(host.settings.confined, conversations, *asked, reads=reads)) as found,
                 (folder / REWARDS).open("w") as file,
             ):
                 name = adapter_name(_PREFIX, reward.adapter)
@@ -116,24 +122,25 @@ def _scored(client: Sampler, name: str, rows: list[Conversation], reward: Reward
 
 
 def conversations(
-    samples: Path, tokenizer: TokenizerFiles, source: DatasetSource, ends_with_answer: bool
+    samples: Path, tokenizer: TokenizerFiles, sources: Mapping[str, DatasetSource], ends_with_answer: bool
 ) -> Iterator[Conversation]:
     """Yield the samples' conversations, in order.
 
     Args:
-        source: how the prompts are read from the samples' rows.
+        sources: how the prompts are read from the samples' rows, by the names of a mixture's sources.
         ends_with_answer: they end with the token that ends the answer, as models of turns' labels learn; else with the
             chat template's last token.
 
     Raises:
         InvalidInput: the tokenizer cannot be used, or its model has no chat template.
     """
-    read, order = question_of(source), dict[str, int]()
+    read, order = {name: question_of(source) for name, source in sources.items()}, dict[str, int]()
 
     def examples() -> Iterator[Chat | PromptCompletion]:
         for place, item in sampled_items(samples):
             order[place] = len(order)
-            yield answered(read(Row(place, item.item)), str(item.sample["output_text"]))
+            question = read[str(item.sample.get("source", ""))](Row(place, item.item))
+            yield answered(question, str(item.sample["output_text"]))
 
     with closing(encoded(examples(), tokenizer.load())) as batches:
         for batch in batches:

@@ -22,13 +22,14 @@ from temporalio import activity
 from temporalio.exceptions import CancelledError
 
 from activities.formats.rows import listed
-from activities.host_context import HostContext, beating, host_is_leaving, locked, remove_abandoned
+from activities.heartbeats import beating, host_is_leaving, stop_if_cancelled
+from activities.host_context import HostContext, locked, remove_abandoned
 from activities.sources.http import Allowance, Broken, HttpSource, Piece, compression_of, fetch, parse_http_uri, unpack
-from longshore.fields import Artifact, Frozen
+from longshore.accounts import Room
+from longshore.dataset_runs import DatasetSource
+from longshore.fields import Artifact, Frozen, Reason
+from longshore.runs import RunId, Tenant
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
-from shared.field_rules import Reason
-from shared.runs.dataset_runs import DatasetSource
-from shared.runs.requests import RunId, Tenant
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact, open_artifact
 from shared.storage.files import open_regular
@@ -44,7 +45,7 @@ from shared.storage.store import (
     open_uri,
     uri_of,
 )
-from shared.storage.stored_bytes import Room
+from shared.storage.stored_bytes import check_room
 
 _MAX_FILES = 10_000
 _RANGE_BYTES = 8 << 20
@@ -275,8 +276,9 @@ class DownloadRequest(Frozen):
 
     run_id: RunId
     tenant: Tenant
-    split: str = Field(pattern=r"^(train|eval|groups-[0-9a-f]{32})$")
+    split: str = Field(pattern=r"^((train|eval)(-[a-z0-9-]{1,32})?|groups-[0-9a-f]{32})$")
     source: DatasetSource
+    room: Room = Room()
 
 
 class Downloaded(Frozen):
@@ -298,7 +300,7 @@ class Download:
         self._host = host
         self._keeps_parts = keeps_parts
 
-    @activity.defn(name="download")
+    @activity.defn(name="download", no_thread_cancel_exception=True)
     def download(self, request: DownloadRequest) -> Downloaded:
         """The dataset as an artifact. A run that has one already keeps it.
 
@@ -308,44 +310,49 @@ class Download:
         """
         store = self._host.store
         key = RunKeys(request.run_id).dataset(request.split)
-        room = Room(store, request.tenant, self._host.settings.quotas)
         with beating():
-            dataset = find_artifact(store, key) or self._bring(request, store, key, room)
+            dataset = find_artifact(store, key) or self._bring(request, store, key)
             _, manifest = open_artifact(dataset, self._host.settings.s3)
-            if not room.ledger.has_brought(request.run_id, request.split):  # an attempt was killed in between
-                room.ledger.bring(request.run_id, request.split, manifest.num_bytes)
             left = any(file.path == LEFT for file in manifest.files)
             notices = (store.get_bytes(f"{key}/{LEFT}").decode(),) if left else ()
         num_files = len(manifest.files) - left
         return Downloaded(dataset=dataset, num_files=num_files, num_bytes=manifest.num_bytes, notices=notices)
 
-    def _bring(self, request: DownloadRequest, store: ObjectStore, key: str, room: Room) -> Artifact:
+    def _bring(self, request: DownloadRequest, store: ObjectStore, key: str) -> Artifact:
         downloads = self._host.paths.scratch / "downloads"
         # Folders that no further attempt will use: their runs were cancelled, or their hosts died.
         remove_abandoned(downloads, "*", _FORGET_AFTER_S)
         uri = request.source.uri
         sources, words = find_sources(uri, request.tenant, self._host.settings), ""
-        if request.split in ("train", "eval"):
-            sources, words = chosen(sources, request.split, uri)
+        if (split := request.split.partition("-")[0]) in ("train", "eval"):
+            sources, words = chosen(sources, split, uri)
         keeps_parts = self._keeps_parts and not _is_last_attempt()
-        with _scratch(downloads / content_key(request), keeps_parts) as scratch, disk_errors(scratch):
+        with (
+            _scratch(downloads / content_key(request.model_copy(update={"room": Room()})), keeps_parts) as scratch,
+            disk_errors(scratch),
+        ):
             folder = scratch / "dataset"
             shutil.rmtree(folder, ignore_errors=True)
-            own, left = _own_bytes(sources, store, request.tenant), room.left()
+            own, left = _own_bytes(sources, store, request.tenant), request.room.left
             limits = Allowance(self._host.settings.download, None if left is None else left + own)
-            num_bytes = max(0, _bring_files(sources, scratch, folder, limits) - own)
+            num_bytes = _bring_files(sources, scratch, folder, limits)
             if words:
                 (folder / LEFT).write_text(words)
-            with room.reserving(num_bytes, uri):
-                dataset = self._host.keep(key, folder)
-                room.ledger.bring(request.run_id, request.split, num_bytes)
-            return dataset
+            own = min(own, num_bytes)
+            check_room(request.room, request.tenant, num_bytes - own, uri)
+            keys = RunKeys(request.run_id)
+            for info in list(store.list(keys.own_bytes(request.split, ""))):  # of an attempt that was killed
+                store.delete(info.key)
+            if own:
+                store.put_bytes(keys.own_bytes(request.split, own), b"")
+            return self._host.keep(key, folder)
 
 
 def _own_bytes(sources: dict[str, Source], store: ObjectStore, tenant: str) -> int:
     """Return the bytes of sources in the tenant's own folder, which are counted there and not for each run's copy."""
     num_bytes, folder = 0, tenant_folder(tenant)
     for source in sources.values():
+        stop_if_cancelled()
         match source:
             case LocalSource(path) if isinstance(store, LocalStore):
                 if path.is_relative_to((store.root / folder).resolve()):

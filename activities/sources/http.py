@@ -22,6 +22,7 @@ from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from pydantic import ValidationError
 
+from activities.heartbeats import in_parallel, pause, stop_if_cancelled, when_cancelled
 from longshore.fields import Frozen
 from shared.addresses import is_public, private_host
 from shared.errors import DiskFull, InvalidInput, StoreUnavailable
@@ -136,6 +137,7 @@ def _part(data: bytes) -> _Part:
 def _good_parts(lines: list[bytes], data: BinaryIO) -> Iterator[_Part]:
     """The parts up to the first whose line or bytes are damaged."""
     for line in lines:
+        stop_if_cancelled()
         try:
             part = _Part.model_validate_json(line)
         except ValidationError:
@@ -200,7 +202,7 @@ def fetch(remote: Remote, folder: Path, left: Allowance) -> Path:
             farthest = max(farthest, parts.num_bytes)
             if num_failures == _MAX_FAILURES:
                 raise
-            time.sleep(_PAUSE_S * 2**num_failures)
+            pause(_PAUSE_S * 2**num_failures)
     left.transferred -= parts.num_bytes
     return parts.path
 
@@ -223,6 +225,7 @@ def _read_all(stream: Iterator[bytes], parts: PartMap, left: Allowance, place: s
     buffer = bytearray()
     try:
         for data in stream:
+            stop_if_cancelled()
             buffer += data
             left.brought(len(data), place)
             left.check(parts.num_bytes + len(buffer), place)
@@ -254,6 +257,7 @@ def unpack(source: BinaryIO, target: Path, left: Allowance, place: str) -> int:
     size = 0
     with _content(source) as content, target.open("wb") as file:
         while chunk := _read(content, place):
+            stop_if_cancelled()
             size += len(chunk)
             if size > left.decompressed:
                 raise InvalidInput(f"more than {left.decompressed:,} bytes; the limit is {left.size_limit}", place)
@@ -455,9 +459,10 @@ def requested(
     parts = parse_http_uri(uri)
     path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
     query = quote(parts.query, safe="/?%:@!$&'()*+,;=~-._")
-    with closing(_CheckedConnection(parts, settings, opened_by)) as connection:
+    with closing(_CheckedConnection(parts, settings, opened_by)) as connection, when_cancelled(connection.hang_up):
         connection.request(method, f"{path}?{query}" if query else path, body, dict(headers))
         yield connection.getresponse()
+        stop_if_cancelled()  # the end of a connection that was shut down may look like the end of the answer
 
 
 class _CheckedConnection(HTTPConnection):
@@ -469,21 +474,32 @@ class _CheckedConnection(HTTPConnection):
         super().__init__(parts.hostname, parts.port or (443 if self._tls else 80), timeout=settings.timeout_s)
         self._settings = settings
         self._opened_by = opened_by
+        self._to_server: socket.socket | None = None  # `sock` is None while the rest of an answer is read
 
     def connect(self) -> None:
+        # On another thread, since nothing can end a resolver, or a handshake.
+        [self.sock] = in_parallel(lambda connect: connect(), [self._connected], 1)
+        self._to_server = self.sock
+
+    def _connected(self) -> socket.socket:
         addresses = resolve(self.host, self.port, self._settings.allow_private_addresses, self._opened_by)
         connected = _connect(addresses, self._settings.timeout_s)
         # The socket's timeout holds for the whole TLS handshake.
-        self.sock = self._tls.wrap_socket(connected, server_hostname=self.host) if self._tls else connected
+        return self._tls.wrap_socket(connected, server_hostname=self.host) if self._tls else connected
+
+    def hang_up(self) -> None:
+        """Have another thread's wait for the server end, with an error or with the answer's apparent end."""
+        if self._to_server is not None:
+            with suppress(OSError):  # it has just been closed
+                socket.socket.shutdown(self._to_server, socket.SHUT_RDWR)  # TLS's own would disturb the reader
 
     def getresponse(self) -> HTTPResponse:
         """Read status and headers within `timeout_s` in all, even if the server sends them byte by byte."""
-        connection, is_late = self.sock, threading.Event()
+        is_late = threading.Event()
 
         def hang_up() -> None:
             is_late.set()
-            with suppress(OSError):  # it has just been closed
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS's own shutdown would disturb the reader
+            self.hang_up()
 
         timer = threading.Timer(self._settings.timeout_s, hang_up)
         timer.daemon = True

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from activities.heartbeats import cancellation_check, in_parallel
 from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
@@ -115,7 +116,10 @@ def _asked(hub_id: HubId, max_bytes: int, **options: Any) -> Any:
     from huggingface_hub.errors import DryRunError, HfHubHTTPError, OfflineModeIsEnabled
 
     try:
-        return snapshot_download(hub_id.repository, etag_timeout=10, tqdm_class=_counting(max_bytes), **options)
+        options |= {"etag_timeout": 10, "tqdm_class": _counting(max_bytes)}
+        # On another thread: while no bytes come, nothing there looks for a cancellation.
+        [found] = in_parallel(lambda asked: snapshot_download(hub_id.repository, **asked), [options], 1)
+        return found
     except (DryRunError, OfflineModeIsEnabled, TransportError) as error:
         if options.get("dry_run"):
             raise
@@ -149,8 +153,10 @@ class _TooLarge(Exception):
 
 
 def _counting(max_bytes: int) -> type:
-    """Return a class of invisible progress bars that raise _TooLarge. (The library cannot limit a download itself.)"""
+    """Return a class of invisible progress bars that raise _TooLarge or CancelledError to end a download."""
     from huggingface_hub.utils import tqdm
+
+    check = cancellation_check()
 
     class Counting(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -159,6 +165,7 @@ def _counting(max_bytes: int) -> type:
             super().__init__(*args, **options | {"disable": True})
 
         def update(self, n: float | None = 1) -> bool | None:
+            check()
             self._num_bytes += int(n or 0) if self._counts_bytes else 0
             if self._num_bytes > max_bytes:
                 raise _TooLarge

@@ -8,20 +8,23 @@ and the row is counted as unlike its prompts. The trained text ends with the end
 contents. To find it, the conversation is rendered again with a marker character after the last word of every message.
 A row is refused if removing the markers does not give the same text, or if no such token follows.
 
-This module runs in a separate process (activities/tokenizing/template_process.py): templates are untrusted code.
+This module runs in a separate process (`CodeProcess` of activities/sandbox/calls.py), as templates are untrusted
+code. `render_asked` answers a batch of rows after another; activities/tokenizing/template_process.py asks it.
 """
 
 import importlib
 import json
 import os.path
 import re
+import signal
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any, Self
+from types import FrameType
+from typing import Any, NoReturn, Self
 
 from jinja2 import TemplateError, nodes, pass_eval_context
 from jinja2.exceptions import SecurityError
@@ -31,6 +34,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from activities.formats import THOUGHTS
+from activities.sandbox.child import ask, sign
 
 # --- The environment that chat templates are written for ---
 # Jinja2's sandbox, with what transformers adds and no more.
@@ -100,7 +104,7 @@ _GLOBALS = frozenset({"range", "cycler", "joiner"})
 
 
 def load_everything() -> None:
-    """Import the modules that rendering would import later, since the sandbox cannot open files."""
+    """Import the modules that rendering would import later: without namespaces the sandbox cannot open files."""
     for name in ("jinja2.constants", "jinja2.debug", "jinja2.ext", "jinja2.sandbox"):
         importlib.import_module(name)
     time.localtime()
@@ -243,7 +247,7 @@ class HiddenThoughts:
             yield f"the chat template leaves the thoughts of earlier turns out of {rows}; first: {self.first}"
 
 
-def hidden_thoughts(text: str, messages: list[dict[str, Any]], tools: list[Any] | None, ends: dict[int, int]) -> int:
+def dropped_reasoning(text: str, messages: list[dict[str, Any]], tools: list[Any] | None, ends: dict[int, int]) -> int:
     """Count the messages of a rendered text whose thoughts are cut, as those of earlier turns may be.
 
     `ends`: by message, the position where its content ends, if known (-1: nowhere).
@@ -366,14 +370,14 @@ class WeightedSpan:
 class Rendered:
     """A conversation's text and its trained spans, in order. `prompt`: the text up to where its last answer begins.
 
-    `hidden_thoughts`: messages whose thoughts the template leaves out. `refusal`: the error that the template raises
+    `dropped_reasoning`: messages whose thoughts the template leaves out. `refusal`: the error that the template raises
     instead of a text. `unlike_prompts`: trained answers that follow another text than the prompt that asks for them.
     """
 
     text: str
     spans: list[WeightedSpan]
     prompt: str | None = None
-    hidden_thoughts: int = 0
+    dropped_reasoning: int = 0
     refusal: str | None = None
     unlike_prompts: int = 0
 
@@ -490,7 +494,7 @@ class ChatTemplate:
             text += closing
             turn = WeightedSpan(start, end + len(closing), weights[i])
             found += self._in_blocks(turn, marked) if self._has_blocks else [turn]
-        return Rendered(text, found, hidden_thoughts=hidden, unlike_prompts=num_unlike)
+        return Rendered(text, found, dropped_reasoning=hidden, unlike_prompts=num_unlike)
 
     def prompt_of(self, messages: list[Message], tools: list[Any] | None) -> str:
         """Return the text that ends where the last answer begins."""
@@ -505,15 +509,15 @@ class ChatTemplate:
         marks = Marks.beside(text, len(messages))
         marked = self._read_marks(marks, marks.marked(messages, range(len(messages))), tools, prompt=True)
         positions = marked.positions if marked is not None and marked.text == text else {}
-        return Rendered(text, [], hidden_thoughts=self._checked(text, messages, tools, positions))
+        return Rendered(text, [], dropped_reasoning=self._checked(text, messages, tools, positions))
 
     def _checked(self, text: str, messages: list[Message], tools: list[Any] | None, positions: dict[int, int]) -> int:
-        """Count hidden thoughts. Raises Unrendered if the text lacks anything else (see `hidden_thoughts`)."""
+        """Count hidden thoughts. Raises Unrendered if the text lacks anything else (see `dropped_reasoning`)."""
         if tools and not self._probe_tools and says_a_tools_name(messages, tools):
             without = [self._render_or("", messages, prompt=prompt) for prompt in (False, True)]
             if text in without:
                 raise Unrendered("tools: the chat template leaves them out")
-        return hidden_thoughts(text, messages, tools, positions)
+        return dropped_reasoning(text, messages, tools, positions)
 
     @cached_property
     def _call_form(self) -> CallForm | None:
@@ -733,3 +737,76 @@ def one_of(texts: list[str]) -> re.Pattern[str]:
     """Return a pattern that matches the longest of some texts; without texts, one that matches nothing."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(re.escape(text) for text in longest_first) or "(?!)")
+
+
+# --- The process that renders ---
+
+
+class _TooSlow(BaseException):
+    """A row has taken too long. Not an Exception, so that no code called by a template catches it."""
+
+
+def _alarm(_: int, __: FrameType | None) -> NoReturn:
+    raise _TooSlow
+
+
+def _limited(limit_s: float, work: Callable[[], Any]) -> Any:
+    """Call `work` under a time limit. Returns its result, or the reason of its failure as text."""
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        return work()
+    except Unrendered as error:
+        return str(error)
+    except _TooSlow:
+        return f"the chat template takes longer than {limit_s:g} s and was stopped"
+    except MemoryError:
+        return "the chat template takes too much memory"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _prompt_or_none(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
+    try:
+        return template.prompt_of(messages, tools)
+    except Unrendered:  # the row is only left out of the samples that evaluation shows
+        return None
+
+
+def _answers(template: ChatTemplate, rows: list[Any], prompts: bool, limit_s: float) -> Iterator[Any]:
+    """Yield an answer for each row. After a text, the reason of a failure, no more follow: the dataset is refused.
+
+    A row without weights is a question: its answer is the prompt. If the template raises an error, the answer is that
+    error.
+    """
+    for messages, tools, weights in rows:
+
+        def answer(messages: Any = messages, tools: Any = tools, weights: Any = weights) -> list[Any] | dict[str, str]:
+            try:
+                rendered = (
+                    template.asked(messages, tools) if weights is None else template.spans(messages, tools, weights)
+                )
+            except Raised as error:
+                return {"refusal": str(error)}
+            if weights is None:
+                return [rendered.text, rendered.dropped_reasoning]
+            prompt = _prompt_or_none(template, messages, tools) if prompts else None
+            spans = [[s.start, s.end, s.weight] for s in rendered.spans]
+            return [rendered.text, spans, prompt, rendered.dropped_reasoning, None, rendered.unlike_prompts]
+
+        yield (result := _limited(limit_s, answer))
+        if isinstance(result, str):
+            return
+
+
+def render_asked(described: dict[str, Any], row_limit_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the template's stops, or why it cannot be used; then the answer to each batch of rows that is asked for."""
+    signal.signal(signal.SIGALRM, _alarm)
+    template = _limited(row_limit_s, lambda: ChatTemplate(**described))
+    yield {"error": template} if isinstance(template, str) else {"stops": template.stops}
+    while not isinstance(template, str):
+        rows, prompts = json.loads(ask())
+        sign()
+        yield {"rows": list(_answers(template, rows, prompts, row_limit_s))}
+
+
+load_everything()

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from activities.confined.fork_server import sign
 from activities.formats.messages import (
     MASKED_LABEL,
     Chat,
@@ -22,6 +21,7 @@ from activities.formats.messages import (
     WeighedText,
     has_weighed_parts,
 )
+from activities.sandbox.child import sign
 from activities.tokenizing.chat_template import Rendered, WeightedSpan
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, check_characters
@@ -102,7 +102,7 @@ class EncodedBatch:
     """A block of tokens, and prompts if they were asked for.
 
     `control_tokens`: the place of each row with a message that quotes a token that opens or ends turns; and the token.
-    `hidden_thoughts`: the place of each row, and how many messages' thoughts the template leaves out. `refused`: the
+    `dropped_reasoning`: the place of each row, and how many messages' thoughts the template leaves out. `refused`: the
     places of rows that the template refuses, which are not in the block, with its errors. `unlike_prompts`: the places
     of rows with an answer that is trained after other tokens than its prompt's.
     """
@@ -110,7 +110,7 @@ class EncodedBatch:
     block: TokenBlock
     prompts: list[Prompt] = field(default_factory=list)
     control_tokens: list[tuple[str, str]] = field(default_factory=list)
-    hidden_thoughts: list[tuple[str, int]] = field(default_factory=list)
+    dropped_reasoning: list[tuple[str, int]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     unlike_prompts: list[str] = field(default_factory=list)
 
@@ -246,7 +246,7 @@ def _encode_chats(
         for chat, row, is_first in zip(chats, rendered, _is_first_R(places), strict=True)
         if row.prompt is not None and is_first
     ]
-    hidden = dict(zip(places, (row.hidden_thoughts for row in rendered), strict=True))  # a pair's answers are one row
+    hidden = dict(zip(places, (row.dropped_reasoning for row in rendered), strict=True))  # a pair's answers are one row
     quoting = _with_control_tokens(chats, tokenizer)
     flags = zip(places, rendered, codes.is_joined_R.tolist(), strict=True)
     unlike = list(dict.fromkeys(place for place, row, is_joined in flags if row.unlike_prompts or is_joined))

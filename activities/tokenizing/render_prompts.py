@@ -5,7 +5,7 @@ Prompts are stored as lines of JSON, with the offset of each line, so that singl
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,14 +23,15 @@ from activities.tokenizing.chat_template import HiddenThoughts, Rendered, Weight
 from activities.tokenizing.encoding import batches_of, sign_longest
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, tokenizer_files
-from longshore.fields import Artifact, Frozen
+from longshore.dataset_runs import DatasetSource, Format
+from longshore.fields import Artifact, Frozen, added
+from longshore.previews import LostRow
 from shared.errors import InvalidInput
-from shared.runs.dataset_runs import DatasetSource, Format
-from shared.runs.previews import LostRow
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, rendered_prompts
 
 _VERSION = "prompts-2"  # raise it when the same rows would give other prompts
+_MIX_VERSION = "mixed-prompts-1"  # the same
 _MAX_LISTED, _MAX_NAMED = 20, 3
 _PROBE_TOKENS = 64
 _STAND_IN = "A"
@@ -60,6 +61,7 @@ class Prompts(Frozen):
     """`prompts`: a folder that `PromptsFile` reads, with `report.json` beside the rows.
 
     `probe`: token ids from the first of them, at least 2, for comparing two engines' log-probabilities.
+    `num_of_sources`: the prompts of each source of a mixture; those of the first come first.
     """
 
     prompts: Artifact
@@ -67,6 +69,24 @@ class Prompts(Frozen):
     report_uri: str
     num_prompts: int
     num_too_long: int
+    num_of_sources: tuple[int, ...] = added(())
+
+
+class PromptsOfSource(Frozen):
+    """The prompts of a source of a mixture, and its name."""
+
+    name: str
+    prompts: Artifact
+
+
+class MixPromptsRequest(Frozen):
+    """The sources of a mixture, each rendered, in order."""
+
+    parts: tuple[PromptsOfSource, ...] = Field(min_length=1)
+
+    @property
+    def key(self) -> str:
+        return content_key(_MIX_VERSION, *(text for part in self.parts for text in (part.name, part.prompts.sha256)))
 
 
 class PromptsReport(Frozen):
@@ -84,15 +104,16 @@ class PromptsReport(Frozen):
     probe: tuple[int, ...]
     lost: tuple[LostRow, ...]
     warnings: tuple[str, ...] = ()
+    sources: "dict[str, PromptsReport]" = added({}, description="of a mixture, by name; its format is auto")
 
 
 class RenderPrompts:
-    """The activity `render_prompts`."""
+    """The activities `render_prompts` and `mix_prompts`."""
 
     def __init__(self, host: HostContext) -> None:
         self._host = host
 
-    @activity.defn(name="render_prompts")
+    @activity.defn(name="render_prompts", no_thread_cancel_exception=True)
     def render_prompts(self, request: PromptsRequest) -> Prompts:
         """Render a dataset's prompts.
 
@@ -101,9 +122,23 @@ class RenderPrompts:
 
         def write(folder: Path) -> None:
             dataset, tokenizer = self._host.stage(request.dataset), tokenizer_files(self._host, request.model)
-            self._host.confined(write_prompts_with, dataset, tokenizer, request, folder, kind="dataset")
+            asked, reads = (dataset, tokenizer, request, folder), (dataset, tokenizer.folder)
+            self._host.confined(write_prompts_with, *asked, kind="dataset", reads=reads, writes=[folder])
 
-        key = rendered_prompts(request.key)
+        return self._made(request.key, write)
+
+    @activity.defn(name="mix_prompts", no_thread_cancel_exception=True)
+    def mix_prompts(self, request: MixPromptsRequest) -> Prompts:
+        """Put the prompts of several sources into one folder, with one report. Which are asked when, steps decide."""
+
+        def write(folder: Path) -> None:
+            mix_rows({part.name: self._host.stage(part.prompts) for part in request.parts}, folder)
+
+        return self._made(request.key, write)
+
+    def _made(self, key: str, write: Callable[[Path], None]) -> Prompts:
+        """Make prompts and their report, and describe them."""
+        key = rendered_prompts(key)
         prompts = self._host.made_once(key, "prompts", write)
         report = read_record(self._host.store, f"{key}/{REPORT}", PromptsReport)
         return Prompts(
@@ -112,6 +147,7 @@ class RenderPrompts:
             num_prompts=report.num_prompts,
             num_too_long=report.num_too_long,
             probe=report.probe,
+            num_of_sources=tuple(source.num_prompts for source in report.sources.values()),
         )
 
 
@@ -178,7 +214,7 @@ def rendered(
             prefix = [] if process else tokenizer.prefix_ids
             rows = zip(batch, prompts, ids_before_answers(texts, tokenizer), strict=True)
             for question, prompt, token_ids in rows:
-                yield replace(question, hidden_thoughts=prompt.hidden_thoughts), [*prefix, *token_ids]
+                yield replace(question, dropped_reasoning=prompt.dropped_reasoning), [*prefix, *token_ids]
 
 
 def _characters_of(question: Question) -> int:
@@ -243,7 +279,7 @@ class PromptTally:
             raise InvalidInput("the prompt is empty: it has no token to continue from", question.place)
         self.num_rows += 1
         self.num_answers += question.had_answer
-        self.hidden.add(question.place, question.hidden_thoughts)
+        self.hidden.add(question.place, question.dropped_reasoning)
         self.longest, self.shortest = max(self.longest, num_tokens), min(self.shortest, num_tokens)
         if num_tokens <= self.max_tokens:
             self.num_tokens += num_tokens
@@ -308,11 +344,15 @@ def _probe_of(token_ids: list[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt's token ids, the dataset's row, which graders see as the item, and the row's place."""
+    """A prompt's token ids, the dataset's row, which graders see as the item, and the row's place.
+
+    `source`: the name of its source in a mixture.
+    """
 
     place: str
     token_ids: tuple[int, ...]
     item: dict[str, Any]
+    source: str = ""
 
 
 def write_rows(rows: Iterable[PromptRow], folder: Path) -> None:
@@ -321,6 +361,7 @@ def write_rows(rows: Iterable[PromptRow], folder: Path) -> None:
     with (folder / ROWS).open("wb") as file:
         for row in rows:
             fields = {"place": row.place, "token_ids": row.token_ids, "item": row.item}
+            fields |= {"source": row.source} if row.source else {}
             try:
                 text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
             except ValueError as error:
@@ -345,10 +386,37 @@ class PromptsFile:
         start, end = (int(at) for at in self._offsets[number : number + 2])
         self._file.seek(start)
         fields = json.loads(self._file.read(end - start))
-        return PromptRow(fields["place"], tuple(fields["token_ids"]), fields["item"])
+        return PromptRow(fields["place"], tuple(fields["token_ids"]), fields["item"], fields.get("source", ""))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def mix_rows(folders: Mapping[str, Path], folder: Path) -> None:
+    """Write the prompts of several sources, by their names, into one folder, those of the first first. Not sealed."""
+
+    def rows() -> Iterator[PromptRow]:
+        for name, each in folders.items():
+            with PromptsFile(each) as prompts:
+                for number in range(len(prompts)):
+                    row = prompts[number]
+                    yield replace(row, place=f"{name}/{row.place}", source=name)
+
+    write_rows(rows(), folder)
+    reports = {name: PromptsReport.model_validate_json((each / REPORT).read_bytes()) for name, each in folders.items()}
+    parts = list(reports.values())
+    sums = {n: sum(getattr(part, n) for part in parts) for n in PromptsReport.model_fields if n.startswith("num_")}
+    mixed = PromptsReport(
+        format="auto",
+        max_prompt_tokens=parts[0].max_prompt_tokens,
+        longest_tokens=max(part.longest_tokens for part in parts),
+        probe=parts[0].probe,
+        lost=tuple(row for part in parts for row in part.lost)[:_MAX_LISTED],
+        warnings=tuple(f"source {name}: {text}" for name, part in reports.items() for text in part.warnings),
+        sources=reports,
+        **sums,
+    )
+    (folder / REPORT).write_text(mixed.model_dump_json(indent=1) + "\n")

@@ -3,7 +3,8 @@
 import json
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
@@ -15,16 +16,18 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from temporalio import activity
 
-from activities.confined.calls import Kind
 from activities.formats.dataset import open_dataset, open_prompts
 from activities.formats.specs import LABELS, MARGIN, Numbers
-from activities.host_context import HostContext, beating
+from activities.heartbeats import beating
+from activities.host_context import HostContext
 from activities.models.resolve import Resolve
+from activities.sandbox.calls import Kind
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.encoding import NUM_PROMPTS, Prompt, encoded
 from activities.tokenizing.render_prompts import PromptTally, rendered
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
 from activities.tokenizing.units import (
+    MAX_LISTED,
     PAIR_COLUMNS,
     KeptPairs,
     KeptRows,
@@ -35,21 +38,32 @@ from activities.tokenizing.units import (
     keep_pairs,
     keep_rows,
 )
+from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact, Frozen
+from longshore.previews import (
+    Cut,
+    LengthCount,
+    Preview,
+    PreviewRequest,
+    PreviewRow,
+    PreviewStart,
+    Report,
+    RunLength,
+    SourceReport,
+    Span,
+)
 from shared.errors import InvalidInput
-from shared.jobs.bins import Cut, RunLength, check_epochs, length_of, length_of_draws
-from shared.jobs.packed import REQUIRED_COLUMNS, UnitsHeader, UnitsWriter
+from shared.jobs.bins import check_epochs, length_of, length_of_draws
+from shared.jobs.packed import REQUIRED_COLUMNS, UnitsHeader, UnitsWriter, mix_units
 from shared.jobs.prefix_tree import ScoredRow, scored_pair, scored_unit
-from shared.runs.dataset_runs import DatasetSource
-from shared.runs.previews import Preview, PreviewRequest, PreviewRow, PreviewStart, Report, Span
 from shared.runs.start import ModelRequest
 from shared.storage.artifacts import read_record
 from shared.storage.paths import RunKeys, content_key, tokenized
-from shared.storage.stored_bytes import Ledger
 
 # --- Tokenizes a downloaded dataset into units of tokens and targets, with a report on its rows ---
 
 _VERSION = "tokenize-4"  # raise it when the same input gives other units
+_MIX_VERSION = "mix-1"  # the same
 
 TAUGHT_COLUMNS = (*REQUIRED_COLUMNS, "advantage")
 UNITS, REPORT, PROMPTS = "units.json", "report.json", "prompts.json"
@@ -109,7 +123,7 @@ class Tokenize:
     def __init__(self, host: HostContext) -> None:
         self._host = host
 
-    @activity.defn(name="tokenize")
+    @activity.defn(name="tokenize", no_thread_cancel_exception=True)
     def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """Tokenize a dataset.
 
@@ -118,19 +132,94 @@ class Tokenize:
 
         def write(folder: Path) -> None:
             dataset, tokenizer = self._host.stage(request.dataset), tokenizer_files(self._host, request.model)
-            self._host.confined(write_units_with, dataset, tokenizer, request, folder, kind="dataset")
+            asked, reads = (dataset, tokenizer, request, folder), (dataset, tokenizer.folder)
+            self._host.confined(write_units_with, *asked, kind="dataset", reads=reads, writes=[folder])
 
-        key = tokenized(request.key)
-        units = self._host.made_once(key, "tokenize", write)
-        header = read_record(self._host.store, f"{key}/{UNITS}", UnitsHeader)
-        return Tokenized(
-            units=units,
-            report_uri=f"{units.uri}/{REPORT}",
-            num_units=header.num_units,
-            num_tokens=header.num_tokens,
-            num_targets=header.num_targets,
-            notices=read_record(self._host.store, f"{key}/{REPORT}", Report).notices,
-        )
+        return _tokenized(self._host, self._host.made_once(tokenized(request.key), "tokenize", write), request.key)
+
+
+class SourceUnits(Frozen):
+    """The units of a source of a mixture, and its name."""
+
+    name: str
+    units: Artifact
+
+
+class MixRequest(Frozen):
+    """The sources of a mixture, each tokenized, in order."""
+
+    parts: tuple[SourceUnits, ...] = Field(min_length=1)
+
+    @property
+    def key(self) -> str:
+        return content_key(_MIX_VERSION, *(text for part in self.parts for text in (part.name, part.units.sha256)))
+
+
+class MixSources:
+    """The activity `mix`."""
+
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
+
+    @activity.defn(name="mix", no_thread_cancel_exception=True)
+    def mix(self, request: MixRequest) -> Tokenized:
+        """Put the units of several sources into one folder, with one report. Which are trained when is the plan's."""
+
+        def write(folder: Path) -> None:
+            folders = {part.name: self._host.stage(part.units) for part in request.parts}
+            mix_units(folders, folder)
+            reports = {name: Report.model_validate_json((each / REPORT).read_bytes()) for name, each in folders.items()}
+            (folder / REPORT).write_text(mixed_report(reports).model_dump_json(indent=1) + "\n")
+
+        return _tokenized(self._host, self._host.made_once(tokenized(request.key), "mix", write), request.key)
+
+
+def mixed_report(reports: Mapping[str, Report]) -> Report:
+    """Return one report of all sources, from theirs by name."""
+    parts = list(reports.values())
+    sums = {name: sum(getattr(part, name) for part in parts) for name in Report.model_fields if name.startswith("num_")}
+    formats = {part.format for part in parts}
+    lengths = Counter({length.up_to_tokens: 0 for part in parts for length in part.lengths})
+    for part in parts:
+        lengths.update({length.up_to_tokens: length.num_rows for length in part.lengths})
+    several: dict[str, tuple[str, ...]] = {
+        kind: tuple(f"source {name}: {text}" for name, part in reports.items() for text in getattr(part, kind))
+        for kind in ("warnings", "notices")
+    }
+    return Report(
+        format=formats.pop() if len(formats) == 1 else "auto",
+        trained_fraction=sums["num_targets"] / sums["num_tokens"],
+        max_tokens=parts[0].max_tokens,
+        longest_tokens=max(part.longest_tokens for part in parts),
+        lengths=tuple(LengthCount(up_to_tokens=k, num_rows=n) for k, n in sorted(lengths.items())),
+        lost=tuple(row for part in parts for row in part.lost)[:MAX_LISTED],
+        sources=tuple(
+            SourceReport(
+                name=name,
+                format=part.format,
+                num_rows=part.num_rows,
+                num_kept=part.num_kept,
+                num_tokens=part.num_tokens,
+                num_lost=part.num_lost,
+            )
+            for name, part in reports.items()
+        ),
+        **sums,
+        **several,
+    )
+
+
+def _tokenized(host: HostContext, units: Artifact, key: str) -> Tokenized:
+    """Describe the units in the store at a key."""
+    header = read_record(host.store, f"{tokenized(key)}/{UNITS}", UnitsHeader)
+    return Tokenized(
+        units=units,
+        report_uri=f"{units.uri}/{REPORT}",
+        num_units=header.num_units,
+        num_tokens=header.num_tokens,
+        num_targets=header.num_targets,
+        notices=read_record(host.store, f"{tokenized(key)}/{REPORT}", Report).notices,
+    )
 
 
 def write_units_with(dataset: Path, tokenizer: TokenizerFiles, request: TokenizeRequest, folder: Path) -> None:
@@ -164,7 +253,7 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
             kept.count(tally)
             kept.write(writer)
             tally.add_refused(batch.refused)
-            tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts, batch.unlike_prompts)
+            tally.add_warnings_of(batch.control_tokens, batch.dropped_reasoning, batch.unlike_prompts)
             prompts += batch.prompts
     rest = answers.rest()
     rest.count(tally)
@@ -224,24 +313,28 @@ class PreviewDataset:
     def __init__(self, host: HostContext) -> None:
         self._host = host
 
-    @activity.defn(name="preview")
+    @activity.defn(name="preview", no_thread_cancel_exception=True)
     def preview(self, start: PreviewStart) -> Preview:
         """Make a preview. Raises InvalidInput for a dataset or a model that cannot be read."""
         host, request, tenant = self._host, start.request, start.tenant
         run_id = f"preview-{content_key(activity.info().workflow_id or '')}"  # a new run, for the download
         try:
-            asked = ModelRequest(uri=request.model_uri, tenant=tenant, any_family=True)
+            asked = ModelRequest(uri=request.model_uri, tenant=tenant, any_family=True, room=start.room)
             model = Resolve(host).resolve_model(asked).model
-            download = DownloadRequest(run_id=run_id, tenant=tenant, split="train", source=request.source)
+            download = DownloadRequest(
+                run_id=run_id, tenant=tenant, split="train", source=request.source, room=start.room
+            )
             dataset = Download(host, keeps_parts=False).download(download).dataset
             kind: Kind = "short" if request.max_rows <= _FEW_ROWS else "dataset"
             with beating():
                 files = tokenizer_files(host, model)
-                return host.confined(preview_with, host.stage(dataset), files, request, start.cut, kind=kind)
+                rows = host.stage(dataset)
+                return host.confined(
+                    preview_with, rows, files, request, start.cut, kind=kind, reads=[rows, files.folder]
+                )
         finally:
             for item in list(host.store.list(f"{RunKeys(run_id).prefix}/")):
                 host.store.delete(item.key)
-            Ledger(host.store, tenant).forget(run_id)
 
 
 def preview_with(dataset: Path, tokenizer: TokenizerFiles, request: PreviewRequest, cut: Cut | None) -> Preview:
@@ -262,7 +355,7 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
     with closing(encoded(examples.first(), tokenizer)) as batches:
         for batch in batches:
             tally.add_refused(batch.refused)
-            tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts, batch.unlike_prompts)
+            tally.add_warnings_of(batch.control_tokens, batch.dropped_reasoning, batch.unlike_prompts)
             num_left = request.num_rows - len(shown)
             if request.labels:
                 kept: KeptRows | KeptPairs = answers.keep(batch.block)

@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from activities.confined.fork_server import sign
 from activities.host_context import HostContext
+from activities.sandbox.child import sign
 from activities.tokenizing.chat_template import WeightedSpan
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 from longshore.fields import Artifact, Frozen
 from shared.chat.completions import CompletionRequest, Sampling
 from shared.errors import InvalidInput
-from shared.models.config import GENERATION, end_ids_in, read_end_ids, with_decoder
+from shared.models.end_tokens import GENERATION, end_ids_in, read_end_ids, with_decoder
 from shared.serving import SamplerPlace, ServedSampler
 
 if TYPE_CHECKING:
@@ -353,7 +353,8 @@ def stopping_at(asked: AskedT, end_ids: tuple[int, ...]) -> AskedT:
 def _trained(host: HostContext, model: Artifact) -> tuple[int, ...]:
     """Return the ids that training puts at the ends of answers; none without a tokenizer or template to learn from."""
     try:
-        return host.confined(trained_end_ids, tokenizer_files(host, model))
+        files = tokenizer_files(host, model)
+        return host.confined(trained_end_ids, files, reads=[files.folder])
     except InvalidInput:  # such a model answers too: with texts, or to token ids
         return ()
 

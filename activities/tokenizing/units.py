@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from activities.formats.specs import Unread
 from activities.tokenizing.chat_template import HiddenThoughts
 from activities.tokenizing.template_process import TemplateSource
+from longshore.dataset_runs import Format
+from longshore.previews import LengthCount, LostRow, Report
 from shared.errors import InvalidInput
 from shared.jobs.packed import UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, TreeUnit, build_tree
-from shared.runs.dataset_runs import Format
-from shared.runs.previews import LengthCount, LostRow, Report
 
-_MAX_LISTED = 20
+MAX_LISTED = 20
 PAIR_COLUMNS = ("token_id", "position", "parent", "hidden_index", "label", "weight", "advantage", "sequence")
 """Columns of a pair's unit. There are none of log-probabilities: the worker computes the reference's itself."""
 Ids = Sequence[int] | NDArray[np.integer]
@@ -105,7 +105,7 @@ class Tally:
 
     def _lose(self, count: str, place: str, reason: str) -> None:
         self._counts[count] += 1
-        if len(self._lost) < _MAX_LISTED:
+        if len(self._lost) < MAX_LISTED:
             self._lost.append(LostRow(place=place, reason=reason))
 
     def report(self) -> Report:

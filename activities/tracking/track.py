@@ -1,7 +1,7 @@
 """Track: follow a run's events and train steps, and write them to W&B.
 
-Slow or broken W&B servers do not affect the run. All runs share a few threads that read the store and one process that
-writes, so any number of runs can be followed, and none delays another.
+Slow or broken W&B servers do not affect the run. A process for each run writes (wandb_writer.py), a bounded number at a
+time, and all runs share a few threads that read the store: so any number of runs can be followed.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,271 +25,130 @@ from typing import Literal, TypeVar
 from temporalio import activity
 from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
-from activities.host_context import HOST_LEAVES, HostContext, locked, remove_abandoned
-from activities.tracking.wandb_writer import (
-    Answer,
-    Close,
-    Done,
-    History,
-    HistoryRow,
-    Line,
-    Open,
-    Request,
-    TrainStep,
-    Write,
-    WriterStart,
-)
+from activities.heartbeats import HOST_LEAVES
+from activities.host_context import HostContext, locked, remove_abandoned
+from activities.tracking.wandb_writer import END, Done, History, HistoryRow, Line, TrainStep, WriterStart
+from longshore.events import RunEvent
 from longshore.fields import Frozen
+from longshore.runs import Run, RunRecord, WandbRun
+from longshore.views import StepStatus
 from shared.child_environment import child_environment
 from shared.errors import NotFound
-from shared.runs.events import EventCursor, RunEvent, read_run_events
-from shared.runs.requests import Run, RunRecord, WandbRun
-from shared.runs.status import StepStatus
+from shared.runs.events import EventCursor, read_run_events
 from shared.storage.artifacts import read_record
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectInfo, ObjectStore
 
-# --- A host's writer process (wandb_writer.py), seen from the host ---
-# Started for the first run, ended when idle.
-
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 60.0
-_PLACES = 8  # runs that are open at a time: each takes memory in the writer
-_CALL_TIMEOUT_S = 60.0
-_IDLE_S = 30.0
-_RUNS_A_PROCESS = 500  # then the process is replaced, since W&B does not free all memory of closed runs
+_PLACES = 8  # processes at a time: each takes memory
+_ANSWER_S = 60.0  # the longest time that a process takes to begin, or takes no rows
 _ROWS_A_CALL = 200
 _LAST_BYTES = 4096
+Mode = Literal["offline", "online"]
+T = TypeVar("T")
 
 
-class WriterLost(Exception):
-    """The writer process ended, or did not answer in time. The run must be written again.
+class NotWritten(Exception):
+    """The writer ended, or did not answer in time: the run must be written again. `done`: the server's progress before,
+    if the run was opened."""
 
-    `by_another`: it was ended because a call of another run got no answer in time.
-    """
-
-    def __init__(self, message: str, *, by_another: bool = False) -> None:
+    def __init__(self, message: str, done: Done | None = None) -> None:
         super().__init__(message)
-        self.by_another = by_another
-
-
-class RunRefused(Exception):
-    """W&B did not take a run."""
-
-
-class OpenRun:
-    """A run that is open in the writer. `done`: the progress that the server has already."""
-
-    def __init__(self, process: "_Process", number: int, folder: Path) -> None:
-        self._process = process
-        self._number = number
-        self.folder = folder
-        self.done = Done()
-        self.is_closed = False
-
-    async def open(self, start: WriterStart) -> None:
-        """Begin the run in W&B, or resume it there. Raises WriterLost, RunRefused."""
-        answer = await self._process.call(self._number, Open(start=start), start.init_timeout_s + _CALL_TIMEOUT_S)
-        self.done = answer.done or Done()
-
-    async def write(self, rows: Sequence[HistoryRow]) -> None:
-        """Append rows to the run's history. Raises: WriterLost, RunRefused."""
-        for first in range(0, len(rows), _ROWS_A_CALL):
-            part = Write(rows=tuple(rows[first : first + _ROWS_A_CALL]))
-            await self._process.call(self._number, part, _CALL_TIMEOUT_S)
-
-    async def close(self, timeout_s: float) -> None:
-        """Let W&B write or send the rest. Raises: WriterLost, RunRefused."""
-        self.is_closed = True
-        await self._process.call(self._number, Close(), timeout_s)
-
-    def abandon(self) -> None:
-        """Close it without waiting."""
-        if not self.is_closed:
-            self._process.post(self._number, Close())
+        self.done = done
 
 
 class Writer:
-    """Runs that are written to W&B, a bounded number at a time, by one process.
+    """A process that writes one run. `folder`: W&B's files; `done`: the progress that the server had already."""
 
-    `folder`: for offline runs.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._places = asyncio.Semaphore(_PLACES)
-        self._starting = asyncio.Lock()
-        self._process: _Process | None = None
-        self._num_waiting = 0
-
-    @property
-    def is_crowded(self) -> bool:
-        """True if somebody waits for a place."""
-        return self._num_waiting > 0
-
-    @asynccontextmanager
-    async def opened(self, start: WriterStart) -> AsyncIterator[OpenRun]:
-        """Yield a run of the writer as soon as a place is free. If it is not closed in the block, it is abandoned.
-
-        Raises:
-            WriterLost, RunRefused.
-        """
-        self._num_waiting += 1
-        try:
-            await self._places.acquire()
-        finally:
-            self._num_waiting -= 1
-        try:
-            async with (await self._running()).used() as run:
-                try:
-                    await run.open(start.model_copy(update={"folder": run.folder}))
-                    yield run
-                finally:
-                    run.abandon()
-        finally:
-            self._places.release()
-
-    async def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            await self._process.end()
-
-    async def _running(self) -> "_Process":
-        async with self._starting:
-            if self._process is None or not self._process.takes_runs:
-                self._process = await _Process.start(self._folder)
-            return self._process
-
-
-class _Process:
-    """One writer process, with a separate folder for its files and W&B's."""
-
-    def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, own: Path, mode: Mode) -> None:
         self._process = process
-        self._folder = folder
-        self._calls: dict[int, asyncio.Future[Answer]] = {}
-        self._num_open = self._num_opened = 0
-        self._idle: asyncio.TimerHandle | None = None
-        self._has_ended = self._is_retired = self._is_given_up = False
-        self._sending = asyncio.Lock()
-        self._reader = asyncio.create_task(self._read())
+        self.mode = mode
+        self._log = own / "writer.log"
+        self.folder = own / "run"
+        self.done: Done | None = None
 
     @classmethod
-    async def start(cls, folder: Path) -> "_Process":
-        remove_abandoned(folder, ".writer-*", after_s=0.0)
+    @asynccontextmanager
+    async def opened(cls, folder: Path, start: WriterStart) -> AsyncIterator["Writer"]:
+        """Begin the run in W&B, or resume it there. The process ends with the block, with all that W&B started.
+
+        Args:
+            folder: the process gets a folder in it, which goes with the block.
+
+        Raises NotWritten.
+        """
+        await asyncio.to_thread(remove_abandoned, folder, ".writer-*", after_s=0.0)
         name = uuid.uuid4().hex
         new, own = folder / f".new-{name}", folder / f".writer-{name}"
-        (new / "tmp").mkdir(parents=True)
+        for inner in ("tmp", "run"):
+            (new / inner).mkdir(parents=True)
         places = {variable: str(own / "tmp") for variable in ("TMPDIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
-        with ExitStack() as stack:
-            held = stack.enter_context(locked(new))
+        with locked(new) as held:
             new.rename(own)  # other hosts must not see it before it is locked
-            log = stack.enter_context((own / "writer.log").open("wb"))
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "activities.tracking.wandb_writer",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                cwd=Path(__file__).parents[2],
-                env=child_environment("wandb") | places,
-                start_new_session=True,
-                pass_fds=(held,),  # which holds the lock until the process has ended, however it ends
-            )
-        return cls(process, own)
+            with (own / "writer.log").open("wb") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "activities.tracking.wandb_writer"),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    cwd=Path(__file__).parents[2],
+                    env=child_environment("wandb") | places,
+                    start_new_session=True,
+                    pass_fds=(held,),  # which holds the lock if the host is killed
+                )
+            writer = cls(process, own, start.mode)
+            try:
+                await writer._open(start.model_copy(update={"folder": writer.folder}))
+                yield writer
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # also the processes that W&B started
+                await process.wait()
+                await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
 
-    @property
-    def takes_runs(self) -> bool:
-        return not self._is_retired and self._process.returncode is None and self._num_opened < _RUNS_A_PROCESS
-
-    @asynccontextmanager
-    async def used(self) -> AsyncIterator[OpenRun]:
-        """Yield a new run, with a new number and folder. A process without open runs ends after a while."""
-        if self._idle is not None:
-            self._idle.cancel()
-        self._num_open += 1
-        self._num_opened += 1
-        folder = self._folder / "runs" / str(self._num_opened)
-        folder.mkdir(parents=True)
-        try:
-            yield OpenRun(self, self._num_opened, folder)
-        finally:
-            self._num_open -= 1
-            if self._num_open == 0:
-                wait_s = _IDLE_S if self.takes_runs else 0.0
-                self._idle = asyncio.get_running_loop().call_later(wait_s, self._end_if_idle)
-
-    async def call(self, number: int, body: Open | Write | Close, timeout_s: float) -> Answer:
-        """Send a command and return its answer. A process that does not answer is ended, with all of its runs."""
-        if self._has_ended:
-            raise self._lost()
-        answered = self._calls[number] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(timeout_s):
-                self.post(number, body)
-                await self._drain()
-                answer = await answered
-        except TimeoutError:
-            self._is_given_up = True
-            self._kill()
-            raise WriterLost(f"it did not {body.command} within {timeout_s:g} s") from None
-        finally:
-            self._calls.pop(number, None)
-        if answer.error is not None:
-            self._is_retired = True  # a run that W&B refused stays in use there: its next try needs another process
-            raise RunRefused(answer.error)
-        return answer
-
-    def post(self, number: int, body: Open | Write | Close) -> None:
-        """Send a command; nobody waits for its answer here."""
-        assert self._process.stdin is not None
-        if not self._has_ended:
-            self._process.stdin.write(Request(number=number, body=body).model_dump_json().encode() + b"\n")
-
-    async def _drain(self) -> None:
-        assert self._process.stdin is not None
-        # If the process has ended, `_read` fails the calls that wait for an answer.
-        async with self._sending:
-            with contextlib.suppress(ConnectionError):
-                await self._process.stdin.drain()
-
-    async def _read(self) -> None:
-        """Give answers to the waiting calls; when the process has ended, fail the remaining ones."""
+    async def _open(self, start: WriterStart) -> None:
         assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            answer = Answer.model_validate_json(line)
-            if (answered := self._calls.get(answer.number)) is not None and not answered.done():
-                answered.set_result(answer)
-        self._kill()  # also the processes that W&B started
-        await self._process.wait()
-        self._has_ended = True
-        for answered in self._calls.values():
-            if not answered.done():
-                answered.set_exception(self._lost())
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await self._send([start.model_dump_json().encode() + b"\n"])
+        answer = await self._within(start.init_timeout_s + _ANSWER_S, self._process.stdout.readline(), "begin")
+        if not answer:
+            raise await self._lost()
+        self.done = Done.model_validate_json(answer)
 
-    def _end_if_idle(self) -> None:
-        if self._num_open == 0:
-            self._kill()
+    async def write(self, rows: Sequence[HistoryRow]) -> None:
+        """Append rows to the run's history. Raises NotWritten, also if the process has ended since the last rows."""
+        if self._process.returncode is not None:
+            raise await self._lost()
+        for first in range(0, len(rows), _ROWS_A_CALL):
+            part = rows[first : first + _ROWS_A_CALL]
+            await self._send([row.model_dump_json().encode() + b"\n" for row in part])
 
-    def _kill(self) -> None:
-        self._is_retired = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+    async def close(self, timeout_s: float) -> None:
+        """Let W&B write or send the rest. Raises NotWritten."""
+        await self._send([END])
+        if await self._within(timeout_s, self._process.wait(), "end"):
+            raise await self._lost()
 
-    async def end(self) -> None:
-        self._kill()
-        if self._idle is not None:
-            self._idle.cancel()
-        await self._reader
+    async def _send(self, lines: list[bytes]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.writelines(lines)
+        try:
+            await self._within(_ANSWER_S, self._process.stdin.drain(), "take rows")
+        except ConnectionError:
+            raise await self._lost() from None
 
-    def _lost(self) -> WriterLost:
-        said = f"the writer ended with status {self._process.returncode}"
-        with contextlib.suppress(OSError):
-            lines = (self._folder / "writer.log").read_bytes()[-_LAST_BYTES:].decode(errors="replace").splitlines()
-            said = lines[-1] if lines else said
-        return WriterLost(said, by_another=self._is_given_up)
+    async def _within(self, timeout_s: float, work: Awaitable[T], verb: str) -> T:
+        try:
+            return await asyncio.wait_for(work, timeout_s)
+        except TimeoutError:
+            raise NotWritten(f"it did not {verb} within {timeout_s:g} s", self.done) from None
+
+    async def _lost(self) -> NotWritten:
+        """Return the reason why the process has ended: the last line that it wrote."""
+        await self._within(_ANSWER_S, self._process.wait(), "end")
+        data = await asyncio.to_thread(self._log.read_bytes)
+        lines = data[-_LAST_BYTES:].decode(errors="replace").splitlines()
+        return NotWritten(lines[-1] if lines else f"its writer ended with status {self._process.returncode}", self.done)
 
 
 POLL_S = 1.0
@@ -298,13 +157,10 @@ _LOOKS_PER_S = 20.0  # reads of the store for all runs together: with more runs 
 _READERS = 4
 _EVENTS_A_PAGE = 1000
 _BEAT_S = 5.0
-_TURN_S = 60.0  # how long an online run stays open in the writer while others wait
+_TURN_S = 60.0  # how long an online run keeps its place while others wait
 _TRIES = 3  # failed tries in a row of one mode, without progress in W&B
 _TRY_AGAIN = timedelta(minutes=5)  # the pause before a retry, if not even an offline run could be written
 _log = logging.getLogger(__name__)
-
-Mode = Literal["offline", "online"]
-T = TypeVar("T")
 
 
 class TrackRequest(Frozen):
@@ -330,13 +186,13 @@ class Track:
         self._finish_timeout_s = finish_timeout_s
         self._init_timeout_s = init_timeout_s
         self._folder = host.settings.root_path / "wandb"
-        self._writer = Writer(self._folder)
+        self._places = asyncio.Semaphore(_PLACES)
+        self._num_waiting = 0
         self._readers = ThreadPoolExecutor(_READERS, "track")
         self._num_followed = 0
 
-    async def close(self) -> None:
-        """End the writer process and the threads."""
-        await self._writer.close()
+    def close(self) -> None:
+        """End the threads. The writers end with their activities."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     @activity.defn(name="track")
@@ -378,23 +234,21 @@ class Track:
         store = self._host.store
         before = await self._read(lambda: store.head(RunKeys(request.run_id).previous_result))
         for mode in modes:
-            tries = Tries()
-            while tries.num_vain < _TRIES:
+            num_vain, done = 0, Done()
+            while num_vain < _TRIES:
                 try:
-                    lines = RunLines(store, request, before, asked_to_end)
-                    tracked = await self._follow(lines, mode, tries)
+                    tracked = await self._follow(RunLines(store, request, before, asked_to_end), mode)
                     return tracked.model_copy(update={"warning": warning})
-                except (WriterLost, RunRefused) as error:
+                except NotWritten as error:
                     trouble = f"W&B could not be written {mode}: {error}"
                     _log.warning("run %s: %s", request.run_id, trouble)
-                    tries.failed(error)
-                    if mode == "online" and isinstance(error, RunRefused):
-                        break  # W&B itself has retried already
-                    await asyncio.sleep(POLL_S * 2**tries.num_vain if tries.num_vain < _TRIES else 0)
+                    num_vain = num_vain + 1 if error.done in (None, done) else 1
+                    done = error.done or done
+                    await asyncio.sleep(POLL_S * 2**num_vain if num_vain < _TRIES else 0)
             warning = trouble
         raise ApplicationError(trouble, next_retry_delay=_TRY_AGAIN)
 
-    async def _follow(self, lines: "RunLines", mode: Mode, tries: "Tries") -> Tracked:
+    async def _follow(self, lines: "RunLines", mode: Mode) -> Tracked:
         """Follow a run in one attempt, from its first event on."""
         began = time.monotonic()
         while mode == "offline" and not lines.asked_to_end.is_set() and not await self._read(lines.has_ended):
@@ -406,24 +260,39 @@ class Track:
             page = await self._read(lines.read)
             if page.lines:
                 start = await self._read(lambda: self._start(lines.request, mode))
-                async with self._writer.opened(start) as run:
-                    tries.opened(run.done)
-                    history = history or History(run.done)
-                    page = await self._visit(run, history, lines, page)
-                    await run.close(self._finish_timeout_s)
-                    folder = await self._read(partial(self._keep, lines.request.run_id, run.folder))
+                async with self._place(), Writer.opened(self._folder, start) as writer:
+                    history = history or History(writer.done or Done())
+                    page = await self._visit(writer, history, lines, page)
+                    await writer.close(self._finish_timeout_s)
+                    folder = await self._read(partial(self._keep, lines.request.run_id, writer.folder))
             if page.is_last:
                 return Tracked(folder=folder and str(folder), num_events=lines.num_events)
             if not page.is_full:
                 await self._pause(lines)
 
-    async def _visit(self, run: OpenRun, history: History, lines: "RunLines", page: "Page") -> "Page":
-        """Write pages to an open run until it has ended, or its turn is over and others wait. Returns the last page."""
-        loop = asyncio.get_running_loop()
-        give_way_at = loop.time() + _TURN_S
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """Wait for one of the few places for processes."""
+        self._num_waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    async def _visit(self, writer: Writer, history: History, lines: "RunLines", page: "Page") -> "Page":
+        """Write pages of a run until it has ended, or its turn is over and others wait. Returns the last page.
+
+        An offline run has ended already, and is written as a whole.
+        """
+        give_way_at = time.monotonic() + _TURN_S
         while True:
-            await run.write(list(history.rows(page.lines)))
-            if page.is_last or (self._writer.is_crowded and loop.time() > give_way_at):
+            await writer.write(list(history.rows(page.lines)))
+            is_over = writer.mode == "online" and self._num_waiting and time.monotonic() > give_way_at
+            if page.is_last or is_over:
                 return page
             if not page.is_full:
                 await self._pause(lines)
@@ -465,24 +334,6 @@ class Track:
         shutil.rmtree(folder, ignore_errors=True)
         written.rename(folder)
         return folder
-
-
-class Tries:
-    """Counts tries to write a run in one mode. `num_vain`: failures in a row without anything new in W&B, not counting
-    those that another run's call caused."""
-
-    def __init__(self) -> None:
-        self.num_vain = 0
-        self._done = Done()
-
-    def opened(self, done: Done) -> None:
-        """Note the server's progress; if there is some, reset the count of failures."""
-        if done != self._done:
-            self.num_vain, self._done = 0, done
-
-    def failed(self, error: WriterLost | RunRefused) -> None:
-        if not (isinstance(error, WriterLost) and error.by_another):
-            self.num_vain += 1
 
 
 async def _beat() -> None:

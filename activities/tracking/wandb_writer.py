@@ -1,35 +1,30 @@
-"""The one process of a host that writes runs to W&B: commands on stdin, an answer to each on stdout, as JSON lines.
+"""A process that writes one run to W&B. Its host turns the run's events and train steps into rows of numbers.
 
-Its host turns a run's events and train steps into rows of numbers, each step once (`History`).
+    python -m activities.tracking.wandb_writer < lines > progress
 
-    python -m activities.tracking.wandb_writer < commands > answers
-
-Several runs are open at a time, each on its own thread, so that one whose server does not answer delays no other.
-W&B has a separate process because it starts threads and servers, and may hang: then the host can abandon the process.
-End of input ends the process and all that W&B started.
+On stdin comes a `WriterStart`, then a `HistoryRow` a line, and at the end `null`, all as JSON; on stdout goes the
+`Done` of the run, once it is open. The process ends with status 0 when W&B has everything. It is separate from the host
+because W&B starts threads and servers, and may hang: then the host kills it, with all that W&B started.
 """
 
-import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from pydantic import Field, JsonValue, TypeAdapter
+from pydantic import JsonValue
 
+from longshore.events import Evaluated, EvaluationSample, Event, Offloaded, Step
 from longshore.fields import Frozen
-from shared.jobs.events import Evaluated, EvaluationSample, Event, Offloaded, Step
+from longshore.metrics import is_of_the_machine
+from longshore.views import StepStatus
 from shared.log_lines import escape_output
-from shared.runs.status import StepStatus
 
 STEP = "train/step"
 EVALUATION = "eval/step"
 TRAIN_STEP = "rollout/step"
-_SYSTEM_SUFFIXES = ("_bytes", "_s", "_per_s")
 
 
 class TrainStep(Frozen):
@@ -96,7 +91,7 @@ class History:
 
 def _named(group: str, metrics: dict[str, float]) -> dict[str, float]:
     """Metrics under W&B names: sizes, times and speeds are `system/`, everything else is the group's."""
-    return {f"{'system' if name.endswith(_SYSTEM_SUFFIXES) else group}/{name}": v for name, v in metrics.items()}
+    return {f"{'system' if is_of_the_machine(name) else group}/{name}": v for name, v in metrics.items()}
 
 
 class WriterStart(Frozen):
@@ -114,93 +109,22 @@ class WriterStart(Frozen):
     config: dict[str, JsonValue]
 
 
-class Open(Frozen):
-    """Begin a run, or resume one that the server has."""
-
-    command: Literal["open"] = "open"
-    start: WriterStart
+END = b"null\n"
+"""The line behind the last row."""
 
 
-class Write(Frozen):
-    """Add rows."""
-
-    command: Literal["write"] = "write"
-    rows: tuple[HistoryRow, ...]
-
-
-class Close(Frozen):
-    """End the run, once W&B has everything."""
-
-    command: Literal["close"] = "close"
-
-
-class Request(Frozen):
-    """A command, and the name under which its run is open: `number` counts the runs of this process."""
-
-    number: int
-    body: Open | Write | Close = Field(discriminator="command")
-
-
-class Answer(Frozen):
-    """The answer to one request. `error`: W&B's message; such a run takes nothing more but its `close`."""
-
-    number: int
-    done: Done | None = None
-    error: str | None = None
-
-
-_request: TypeAdapter[Request] = TypeAdapter(Request)
-
-
-def serve_requests(requests: Iterable[bytes], answers: BinaryIO) -> None:
-    """Carry out requests until the input ends."""
-    threads: dict[int, ThreadPoolExecutor] = {}
-    runs: dict[int, Any] = {}
-    lock = threading.Lock()
-
-    def do(request: Request) -> None:
-        answer = _do(request, runs)
-        with lock:
-            answers.write(answer.model_dump_json().encode() + b"\n")
-            answers.flush()
-
-    for line in requests:
-        request = _request.validate_json(line)
-        thread = threads.setdefault(request.number, ThreadPoolExecutor(1))
-        thread.submit(do, request)
-        if isinstance(request.body, Close):
-            threads.pop(request.number).shutdown(wait=False)
-
-
-def _do(request: Request, runs: dict[int, Any]) -> Answer:
-    number = request.number
-    try:
-        match request.body:
-            case Open(start=start):
-                runs[number] = _open(start)
-                return Answer(number=number, done=_done(runs[number]))
-            case Write(rows=rows):
-                for row in rows:
-                    runs[number].log(row.values if not row.samples else {**row.values, "eval/samples": _table(row)})
-            case Close():
-                if (run := runs.pop(number, None)) is not None:
-                    run.finish()
-    except Exception as error:  # an error of one run must not end the others
-        if not _core_is_up():  # W&B never restarts it, so this process must be replaced
-            print(f"wandb-core is gone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
-        return Answer(number=number, error=f"{type(error).__name__}: {error}"[:2000])
-    return Answer(number=number)
-
-
-def _core_is_up() -> bool:
-    """True while W&B's own process, which all runs share, is there."""
-    import psutil
-
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "wandb-core" in child.name() and child.status() != psutil.STATUS_ZOMBIE:
-                return True
+def write_run(lines: Iterable[bytes], progress: BinaryIO) -> bool:
+    """Write a run to W&B. Returns False if the lines end before their end, as the host has gone."""
+    sent = iter(lines)
+    run = _open(WriterStart.model_validate_json(next(sent)))
+    progress.write(_done(run).model_dump_json().encode() + b"\n")
+    progress.flush()
+    for line in sent:
+        if line == END:
+            run.finish()
+            return True
+        row = HistoryRow.model_validate_json(line)
+        run.log(row.values if not row.samples else {**row.values, "eval/samples": _table(row)})
     return False
 
 
@@ -216,7 +140,6 @@ def _open(start: WriterStart) -> Any:
         job_type=start.kind,
         mode=start.mode,
         resume="allow" if start.mode == "online" else None,
-        reinit="create_new",
         dir=str(start.folder),
         config=start.config,
         settings=wandb.Settings(
@@ -246,10 +169,13 @@ def _table(row: HistoryRow) -> Any:
 
 if __name__ == "__main__":
     escape_output()
-    own_answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # W&B's own output must not mix with the answers
-    serve_requests(sys.stdin.buffer, own_answers)
-    # The host has gone. Runs that are still open will be written again from their beginning.
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(0)
+    own_progress = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # W&B's own output must not mix with ours
+    try:
+        is_written = write_run(sys.stdin.buffer, own_progress)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}"[:2000], file=sys.stderr, flush=True)
+        os._exit(1)  # W&B's threads would keep the process
+    if not is_written and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # the run will be written again
+    os._exit(0 if is_written else 1)

@@ -1,5 +1,6 @@
 """Group samples: make trajectory groups, in the form that clients send, of completions and their grades."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -8,12 +9,13 @@ from pydantic import Field
 from temporalio import activity
 
 from activities.grading.grade import GRADES, SUMMARY, GradeSummary
+from activities.heartbeats import stop_if_cancelled
 from activities.host_context import HostContext
 from activities.sampling.completions import Sample, SampledGroup, read_sampled_groups, routes_starts
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Frozen, added
+from longshore.grading import SampleGrade
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
 from shared.errors import InvalidInput
-from shared.grading import SampleGrade
 from shared.jobs import bins as packing
 from shared.storage.artifacts import find_artifact, read_record
 from shared.storage.paths import content_key, grouped, grouped_report, is_grouped
@@ -58,10 +60,18 @@ class GroupSamplesRequest(Drawn):
         return content_key(_VERSION, self.completions.sha256, self.grades.sha256, own, *again)
 
 
+class SourceCounts(Frozen):
+    """A source's prompts in a step, their graded samples, and the sum of these samples' rewards."""
+
+    num_prompts: int = 0
+    num_graded: int = 0
+    reward: float = 0.0
+
+
 class GroupsMade(Frozen):
     """Counts of the results. `num_groups`: groups with a graded sample. `completions`: with their routes.
 
-    `equal_groups`: the numbers of groups whose grades are all the same.
+    `equal_groups`: the numbers of groups whose grades are all the same. `sources`: of a mixture, by their names.
     """
 
     num_groups: int
@@ -70,12 +80,18 @@ class GroupsMade(Frozen):
     completions: Artifact | None = None
     redrawn: tuple[Artifact, ...] = ()
     equal_groups: tuple[int, ...] = ()
+    sources: dict[str, SourceCounts] = added({})
 
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics that cannot be computed from the groups any more."""
         num_samples = self.num_trajectories + self.num_ungraded
-        return {"samples": float(num_samples), "ungraded_share": self.num_ungraded / num_samples}
+        told = {"samples": float(num_samples), "ungraded_share": self.num_ungraded / num_samples}
+        for name, counts in self.sources.items():
+            told[f"prompts_{name}"] = float(counts.num_prompts)
+            if counts.num_graded:
+                told[f"reward_mean_{name}"] = counts.reward / counts.num_graded
+        return told
 
     @property
     def files(self) -> list[Artifact]:
@@ -96,7 +112,7 @@ class GroupSamples:
     def __init__(self, host: HostContext) -> None:
         self._host = host
 
-    @activity.defn(name="group_samples")
+    @activity.defn(name="group_samples", no_thread_cancel_exception=True)
     def group_samples(self, request: GroupSamplesRequest) -> Grouped:
         """Make groups. Raises InvalidInput, with the first reasons, if too many samples have no grade."""
         store, key = self._host.store, request.key
@@ -122,6 +138,7 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
     """
     num_groups = num_trajectories = num_ungraded = 0
     equal_groups: list[int] = []
+    sources: dict[str, SourceCounts] = {}
     first, *later = (_read_round(*each) for each in rounds)
     starts = routes_starts([completions for completions, _ in rounds])
     latest = {
@@ -133,6 +150,13 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
         for each in first:
             drawn, graded, start = latest.get(each[0].group, (*each, 0))
             num_ungraded += len(drawn.samples) - len(graded)
+            if drawn.source:
+                before = sources.get(drawn.source, SourceCounts())
+                sources[drawn.source] = SourceCounts(
+                    num_prompts=before.num_prompts + 1,
+                    num_graded=before.num_graded + len(graded),
+                    reward=before.reward + math.fsum(reward for *_, reward in graded),
+                )
             if graded:
                 num_groups += 1
                 num_trajectories += len(graded)
@@ -150,6 +174,7 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
         completions=request.completions,
         redrawn=tuple(one.completions for one in request.redrawn),
         equal_groups=tuple(equal_groups),
+        sources=sources,
     )
     _refuse_ungraded(made, request.max_ungraded_fraction, rounds[0][1])
     return made
@@ -215,6 +240,7 @@ def _trajectory(
 def _graded(groups: Iterable[SampledGroup], grades: Iterator[SampleGrade]) -> Iterator[tuple[SampledGroup, _Graded]]:
     """Pair each group's samples with their grades, which are in the same order. Asserts that the counts are equal."""
     for group in groups:
+        stop_if_cancelled()
         found = list(zip(group.samples, grades, strict=False))
         assert len(found) == len(group.samples), "there are fewer grades than samples"
         yield group, [(sample, grade, grade.grade) for sample, grade in found if grade.grade is not None]

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 from temporalio import activity
 
-from activities.confined.fork_server import ask
-from activities.host_context import HostContext, beating
+from activities.heartbeats import beating
+from activities.host_context import HostContext
 from activities.records.run_records import find_key
 from activities.sampling.completions import RoutesFile
+from activities.sandbox.child import ask
 from activities.sources.download import Download, DownloadRequest
 from activities.tokenizing.tokenizer import TokenizerFiles, tokenizer_files
 from activities.trajectories.group_samples import completions_of, find_groups
@@ -33,16 +34,17 @@ from activities.trajectories.read_groups import (
     routes_of,
     sequences_of,
 )
+from longshore.accounts import Room
+from longshore.algorithms import AdvantageKind
+from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact, Frozen
+from longshore.runs import RLRun, RunId, Tenant
+from longshore.views import PlanHeader, StepStatus
 from shared.chat.trajectories import AnswerLookup, Trajectory, look_up
 from shared.jobs import bins as packing
 from shared.jobs.job import PackedData
-from shared.jobs.losses import AdvantageKind
-from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanHeader, PlanWriter, RouteShape, UnitsWriter
+from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanWriter, RouteShape, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, split_tree
-from shared.runs.dataset_runs import DatasetSource
-from shared.runs.requests import RLRun, RunId, Tenant
-from shared.runs.status import StepStatus
 from shared.storage.artifacts import find_artifact, open_artifact, read_record
 from shared.storage.files import write_atomically
 from shared.storage.paths import content_key, packed, tokenized
@@ -142,6 +144,7 @@ class GroupsRequest(Frozen):
     vocab_size: int
     model: Artifact | None = None
     routes: RouteShape | None = None
+    room: Room = Room()
 
 
 class PackedGroups(Frozen):
@@ -167,7 +170,7 @@ class PackTrajectories:
     def __init__(self, host: HostContext) -> None:
         self._host = host
 
-    @activity.defn(name="pack_trajectories")
+    @activity.defn(name="pack_trajectories", no_thread_cancel_exception=True)
     def pack_trajectories(self, request: GroupsRequest) -> PackedGroups:
         """Bring, check and pack a step's groups. A key that was trained before is not packed again.
 
@@ -184,7 +187,7 @@ class PackTrajectories:
             groups = made_here or self._bring(request)
             drawn = completions_of(store, made_here) if made_here is not None and request.routes is not None else []
             # The key contains the tenant, because messages are converted with the records of the tenant's answers.
-            own = request.model_dump_json(exclude={"run_id", "step"})
+            own = request.model_dump_json(exclude={"run_id", "step", "room"})
             key = content_key(_VERSION, groups.sha256, own, *(file.sha256 for file in drawn))
             self._host.use(tokenized(key))
             self._host.use(packed(key))
@@ -197,7 +200,11 @@ class PackTrajectories:
         step = request.step
         split = f"groups-{content_key(str(step.step), step.key, step.groups)}"
         wanted = DownloadRequest(
-            run_id=request.run_id, tenant=request.tenant, split=split, source=DatasetSource(uri=step.groups)
+            run_id=request.run_id,
+            tenant=request.tenant,
+            split=split,
+            source=DatasetSource(uri=step.groups),
+            room=request.room,
         )
         return Download(self._host).download(wanted).dataset
 
@@ -213,8 +220,10 @@ class PackTrajectories:
             names = tuple(entry.path for entry in manifest.files)
             tokenizer = None if request.model is None else tokenizer_files(host, request.model)
             routes = [host.stage(file) for file in drawn]
-            asked = request, host.stage(groups), names, tokenizer, folder, routes
-            report = host.confined(pack_groups, *asked, kind="dataset", answer=answer)
+            staged = host.stage(groups)
+            asked = request, staged, names, tokenizer, folder, routes
+            reads = [staged, *routes, *([tokenizer.folder] if tokenizer is not None else [])]
+            report = host.confined(pack_groups, *asked, kind="dataset", answer=answer, reads=reads, writes=[folder])
             if report.dropped_broken:
                 logger.warning("step %d of %s: %s", request.step.step, request.run_id, report.summary)
             host.keep(tokenized(key), folder / "units")
@@ -394,6 +403,7 @@ def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -
     trained = [each for group in read.groups for each in sequences_of(group)]
     metrics: dict[str, float] = {
         "groups": report.num_groups,
+        "trained_groups": report.trained_groups,
         "trajectories": report.num_trajectories,
         "trained_trajectories": report.trained_trajectories,
         "dropped_trajectories": report.num_trajectories - report.trained_trajectories,
@@ -409,6 +419,8 @@ def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -
         metrics["zero_variance_share"] = report.equal_reward_groups / len(read.all_groups)
     if whole:
         lengths = np.array([sum(sum(each.sampled) for each in one.sequences) for one in whole])
+        num_tokens = sum(len(each.token_ids) for one in whole for each in one.sequences)
+        metrics |= {"prompt_tokens": num_tokens - lengths.sum(), "response_tokens": lengths.sum()}
         metrics |= {"response_tokens_mean": float(lengths.mean()), "response_tokens_max": float(lengths.max())}
     versions = Counter(version for one in whole for each in one.sequences for version in each.token_versions)
     if behind := {policy_version - version: count for version, count in versions.items() if version is not None}:

@@ -17,7 +17,9 @@ from activities.formats.rows import Row, lines_of
 from activities.sampling.completions import RoutesFile
 from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
+from longshore.algorithms import COMPARE_GROUPS
 from longshore.fields import Artifact, Frozen
+from longshore.runs import RLRun
 from shared.chat.trajectories import (
     FORMS,
     LOOKUP_AT_ONCE,
@@ -36,8 +38,6 @@ from shared.chat.trajectories import (
 )
 from shared.errors import InvalidInput
 from shared.field_rules import first_error, first_rule
-from shared.jobs.losses import COMPARE_GROUPS
-from shared.runs.requests import RLRun
 
 # --- Answers that this installation gave ---
 # Their records, whether a client's message is one, and which policy gave it.

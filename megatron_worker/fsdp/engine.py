@@ -10,21 +10,21 @@ from torch import Tensor
 
 from longshore.layout import Layout, broken_rule
 from longshore.training import Dtype, Lora
-from megatron_worker.engine import Batch, Facts, LossFunction, Outputs, Scores, TeacherStates, over_ranks
-from megatron_worker.fsdp.adapter import FsdpAdapter
+from megatron_worker.engine import Batch, EngineInfo, LossFunction, Outputs, Scores, TeacherStates, over_ranks
 from megatron_worker.fsdp.model import FsdpModel, probe, refusing
 from megatron_worker.fsdp.optimizer import FsdpOptimizer, join_ranks
-from megatron_worker.head.distributions import score_beside_teacher
+from megatron_worker.head.distributions import score_with_divergence
 from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
 from megatron_worker.head.scalar import head_slices
+from megatron_worker.lora import Adapter
 from megatron_worker.tensors.slot_engine import Base, Engine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
-from shared.families import is_generic, read_architecture
+from shared.families import read_architecture
 from shared.families.tensor_slices import TensorSlice
 
 
-class FsdpEngine(Engine[FsdpAdapter, FsdpOptimizer]):
+class FsdpEngine(Engine[Adapter, FsdpOptimizer]):
     """See `megatron_worker.tensors.slot_engine.Engine`.
 
     Args:
@@ -56,27 +56,30 @@ class FsdpEngine(Engine[FsdpAdapter, FsdpOptimizer]):
         self._read_base()
         weights_s = time.perf_counter() - began
         with refusing(architecture.family):
-            self._model.settle()
-            if is_generic(architecture):
+            self._model.warm_up()
+            if architecture.is_generic:
                 probe(self._model)
         sizes = architecture.vocab_size, architecture.hidden_size, self._model.windows
         places = ranks.device, ranks.rank, ranks.dp_rank, ranks.dp_size
-        self.facts = Facts(layout, dtype, *places, *sizes, weights_s=weights_s)
+        self.facts = EngineInfo(layout, dtype, *places, *sizes, weights_s=weights_s)
 
     def _read_base(self) -> None:
         with self._ranks.agreement():
             model = self._model
             read_model(self._folder, model.slices, model.shards, self._ranks, model.architecture.carried)
 
-    def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> FsdpAdapter:
+    def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> Adapter:
         more = [*head_slices(lora.head, self._model.architecture.hidden_size), *own]
-        return FsdpAdapter(lora, self._model.sizes, more, dataclasses.replace(self._ranks, device=device), self._dtype)
+        if self._ranks.tp_size > 1 and (rule := lora.why_not_split):
+            raise InvalidInput(rule, "trainable")
+        return Adapter(lora, self._model.linears, more, self._dtype, device, mask_place=self._ranks.rank)
 
-    def _use(self, adapter: FsdpAdapter | None) -> None:
+    def _use(self, adapter: Adapter | None) -> None:
         self._model.set_adapter(adapter)
 
-    def _new_optimizer(self, adapter: FsdpAdapter) -> FsdpOptimizer:
-        return adapter.new_optimizer()
+    def _new_optimizer(self, adapter: Adapter) -> FsdpOptimizer:
+        ranks = dataclasses.replace(self._ranks, device=adapter.flat.buffer.device)
+        return FsdpOptimizer(adapter.slices, adapter.parameters, adapter.flat.views, ranks)
 
     def _new_base_optimizer(self, device: torch.device) -> FsdpOptimizer:
         model = self._model
@@ -107,7 +110,7 @@ class FsdpEngine(Engine[FsdpAdapter, FsdpOptimizer]):
             if outputs.values:
                 return {"value_NL": self._model.values(hidden_NH)}
             beside = self._model.beside_head(hidden_NH)
-            scores = score_beside_teacher(hidden_NH, weight_VH, batch, outputs, shard, beside)
+            scores = score_with_divergence(hidden_NH, weight_VH, batch, outputs, shard, beside)
             return {name: value for name, value in vars(scores).items() if value is not None}
 
         return Scores(**self._model.forward(_one_token(batch) if batch.is_empty else batch, head))
@@ -138,7 +141,7 @@ class FsdpEngine(Engine[FsdpAdapter, FsdpOptimizer]):
     def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
         assert self.is_training, "nothing is being trained"
         self._is_cut_short = True  # until it is done
-        with self.dropping():
+        with self.dropout_scope():
             scores = self.forward(batch, loss.outputs)
         sums = loss.sums(scores, batch)
         # A bin without targets has a backward, too, since other ranks wait for this one in their collectives.

@@ -4,7 +4,7 @@ Shape suffixes: T tokens of a bin, N targets, H hidden size, V vocabulary.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -21,26 +21,27 @@ from longshore.training import LINEARS
 from megatron_worker.engine import Batch
 from megatron_worker.families import check_lengths
 from megatron_worker.fsdp.adapter import (
-    FsdpAdapter,
-    add_adapter,
     add_split_adapter,
-    add_to_tokens,
-    linears_of_experts,
+    counted_once,
     on_rank,
     put_adapters_beside,
+    scalar_head,
     slice_of,
     split_by_plan,
     split_dimension,
     stacked_slices,
 )
 from megatron_worker.fsdp.optimizer import Ranks
-from megatron_worker.head.scalar import BesideHead
-from megatron_worker.mixers.tree_attention import Forest, attend_forest, plan_forest
+from megatron_worker.head.scalar import LmHeadLora
+from megatron_worker.lora import Adapter, LinearLora
+from megatron_worker.mixers.tree_attention import attend_forest, plan_forest
 from shared.errors import InvalidInput
-from shared.families import architecture_of, is_generic, read_config
-from shared.families.tensor_slices import TensorSlice
+from shared.families import read_config
+from shared.families.architecture import Attention
+from shared.families.model_slices import shape_of
+from shared.families.tensor_slices import Linear, TensorSlice
 from shared.models.peft import EMBEDDING, OUTPUT, module_of
-from shared.models.shape import check_layout, shape_of
+from shared.models.shape import check_layout
 
 # --- Our attention in transformers' models, by their attention interface ---
 # Over the forest of a bin, within windows.
@@ -51,17 +52,25 @@ from shared.models.shape import check_layout, shape_of
 # Shape suffixes: T tokens of a bin; H query heads, G key/value heads, D size of a head.
 
 ATTENTION = "longshore"
-ASKING = "longshore asks for windows"
+DISCOVER_WINDOWS = "longshore asks for windows"
 _WITHOUT_EFFECT = frozenset(
     {"dropout", "is_causal", "output_attentions", "position_ids", "sliding_window", "use_cache"}  # of a whole sequence
 )
-Forests = Mapping[int | None, Forest]
-FORESTS: ContextVar[Forests] = ContextVar("the forest of the bin that is computed, for each window of the layers")
+Attend = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""Of a layer's module from its queries, [T, H, D], keys and values, [T, G, D], to what queries attend to, [T, H, D]."""
+ATTEND: ContextVar[Attend] = ContextVar("how the tokens that are computed attend")
 
 
-def windows_of(model: nn.Module) -> frozenset[int | None]:
-    """Return the windows of a model's layers of attention, once they were asked for."""
-    return frozenset(vars(module)["window_asked"] for module in model.modules() if "window_asked" in vars(module))
+def attentions_of(causal_lm: Any, zero_1: Tensor) -> dict[nn.Module, Attention]:
+    """Ask a model's layers of attention what they compute, by a token. Raises InvalidInput if we do not compute it."""
+    causal_lm.config._attn_implementation = DISCOVER_WINDOWS
+    causal_lm.base_model(input_ids=zero_1[None], position_ids=zero_1[None], use_cache=False)
+    causal_lm.config._attn_implementation = ATTENTION
+    asked = {module: vars(module).get("attention_asked") for module in causal_lm.modules()}
+    found = {module: attention for module, attention in asked.items() if attention is not None}
+    if not found:
+        raise InvalidInput("no layer of it attends by transformers' attention interface", "model")
+    return found
 
 
 def _attend(
@@ -74,12 +83,12 @@ def _attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend from each token to itself and its ancestors: [1, T, H, D], and no weights."""
+    """Attend as the context says: [1, T, H, D], and no weights."""
     factor = 1.0 if scaling is None else scaling * query_1HTD.shape[-1] ** 0.5
     if abs(factor - 1) > 1e-6:
         query_1HTD = query_1HTD * factor
     query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
-    return attend_forest(query_THD, key_TGD, value_TGD, FORESTS.get()[module.window_asked])[None], None
+    return ATTEND.get()(module, query_THD, key_TGD, value_TGD)[None], None
 
 
 def _ask(
@@ -92,7 +101,7 @@ def _ask(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Remember the window, and attend to nothing. Raises InvalidInput if `_attend` would compute something else."""
+    """Remember sizes and window. Raises InvalidInput if `_attend` would compute something else."""
     unknown = [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]
     if unknown:
         raise InvalidInput(f"its attention takes {unknown[0]}, which is not computed", "engine")
@@ -100,7 +109,8 @@ def _ask(
         raise InvalidInput("it makes a mask of its own", "engine")
     if value_1GTD.shape[-1] != query_1HTD.shape[-1]:
         raise InvalidInput("its values are of another size than its keys", "engine")
-    module.window_asked = attention_mask
+    heads = query_1HTD.shape[1], key_1GTD.shape[1], query_1HTD.shape[-1]
+    module.attention_asked = Attention(*heads, rope=None, window=attention_mask)
     return query_1HTD.transpose(1, 2), None
 
 
@@ -119,8 +129,8 @@ def _window_of(
 
 
 AttentionInterface.register(ATTENTION, _attend)  # without a mask function of the same name transformers makes no mask
-AttentionInterface.register(ASKING, _ask)
-AttentionMaskInterface.register(ASKING, _window_of)
+AttentionInterface.register(DISCOVER_WINDOWS, _ask)
+AttentionMaskInterface.register(DISCOVER_WINDOWS, _window_of)
 
 
 Head = Callable[[Tensor, Tensor], dict[str, Tensor]]
@@ -138,13 +148,13 @@ class _Headed(nn.Module):
         return compute(self.causal_lm)
 
 
-def final_states(causal_lm: Any, token_id_T: Tensor, position_T: Tensor, forests: Forests) -> Tensor:
+def final_states(causal_lm: Any, token_id_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
     """Return a bin's hidden states behind the final norm, [T, H]."""
-    before = FORESTS.set(forests)
+    before = ATTEND.set(attend)
     try:
         found = causal_lm.base_model(input_ids=token_id_T[None], position_ids=position_T[None], use_cache=False)
     finally:
-        FORESTS.reset(before)
+        ATTEND.reset(before)
     states_1TH: Tensor = found.last_hidden_state
     return states_1TH[0]
 
@@ -164,16 +174,16 @@ class FsdpModel:
     def __init__(self, folder: Path, ranks: Ranks, dtype: torch.dtype) -> None:
         config = read_config(folder, any_family=True)
         check_layout(Layout(tp=ranks.tp_size, dp=ranks.dp_size), shape_of(config), "fsdp")
-        self.architecture = architecture_of(config)
+        self.architecture = config.architecture()
         self._ranks, self.dtype, self.device = ranks, dtype, ranks.device
         self.windows: frozenset[int | None] = frozenset()
-        headed = _Headed(_on_meta(folder, dtype, None if is_generic(self.architecture) else self.architecture.tied))
+        headed = _Headed(_on_meta(folder, dtype, None if self.architecture.is_generic else self.architecture.tied))
         self._styles = {self._adapted(name): s for name, s in split_by_plan(headed.causal_lm, ranks).items()}
         splits = {name: split_dimension(p) for name, p in headed.named_parameters()}
         self._root = _shard(headed, ranks)
         self.layers: list[Any] = [m for m in headed.causal_lm.modules() if isinstance(m, FSDPModule)]
         self._root.to_empty(device=ranks.device)
-        _make_buffers(headed.causal_lm, is_bounded=not is_generic(self.architecture))
+        _make_buffers(headed.causal_lm, is_bounded=not self.architecture.is_generic)
         config = headed.causal_lm.config.to_dict()
         self.logit_divisor: float = (config.get("logits_scaling") or 1.0) / (config.get("logit_scale") or 1.0)
         self.parameters: dict[str, nn.Parameter] = {}
@@ -188,17 +198,21 @@ class FsdpModel:
             else:
                 self.slices.append(slice_of(name, p, splits[full_name]))
             self.parameters[name], self.shards[name] = p, local
-        self._linears = {self._adapted(name): linear for name, linear in _linears(headed.causal_lm).items()}
-        self._adapter: FsdpAdapter | None = None
-        self._experts = {name: module for name, module in headed.causal_lm.named_modules() if name.endswith(".experts")}
-        for name, experts in self._experts.items():
-            put_adapters_beside(name, experts, lambda: self._adapter)
-        for name, linear in self._linears.items():
-            linear.register_forward_hook(self._beside(name))
-        tables = {self._adapted(n): m for n, m in headed.causal_lm.named_modules() if n.endswith(f".{EMBEDDING}")}
-        self._tables = {name: module for name, module in tables.items() if isinstance(module, nn.Embedding)}
-        for name, table in self._tables.items():
-            table.register_forward_hook(self._beside_tokens(name))
+        self._adapter: Adapter | None = None
+        modules = {self._adapted(name): module for name, module in headed.causal_lm.named_modules()}
+        linears = {n: m for n, m in modules.items() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in LINEARS}
+        tables = {n: m for n, m in modules.items() if isinstance(m, nn.Embedding) and n.endswith(f".{EMBEDDING}")}
+        sizes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+        for name, module in {**linears, **tables}.items():
+            module.register_forward_hook(self._beside(name))
+        for name, experts in headed.causal_lm.named_modules():
+            if name.endswith(".experts"):
+                sizes |= put_adapters_beside(name, experts, lambda: self._adapter)
+        sizes |= {name: (table.embedding_dim, table.num_embeddings) for name, table in tables.items()}
+        sizes |= {OUTPUT: (self.architecture.vocab_size, self.architecture.hidden_size)}
+        # What LoRA can adapt, in model order. Adapters are whole on every rank.
+        weights = {name: TensorSlice(f"{name}.weight", "", size, None, 0, size[0]) for name, size in sizes.items()}
+        self.linears = [Linear(name, "whole", (weight,)) for name, weight in weights.items()]
 
     def _in_files(self, name: str) -> str:
         """Return the name that files give a tensor of the decoder. Files may put the decoder into a larger model."""
@@ -209,48 +223,39 @@ class FsdpModel:
         """Return what PEFT calls a module of the decoder."""
         return module_of(self._in_files(f"{module}.weight"))
 
-    def _beside_tokens(self, name: str) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
-        def add(table: nn.Module, inputs: tuple[Tensor], output_1TH: Tensor) -> Tensor:
-            adapter = self._adapter
-            return output_1TH if adapter is None else add_to_tokens(adapter, name, table, inputs[0], output_1TH)
-
-        return add
+    def _lora(self, module: str) -> LinearLora | None:
+        """Return the active adapter of a module, if it has one."""
+        return None if self._adapter is None else self._adapter.linears.get(module)
 
     def _beside(self, name: str) -> Callable[[nn.Module, tuple[Tensor], Tensor], Tensor]:
-        def add(linear: Any, inputs: tuple[Tensor], output_1TO: Tensor) -> Tensor:
-            if self._adapter is None:
+        def add(module: Any, inputs: tuple[Tensor], output_1TO: Tensor) -> Tensor:
+            if (lora := self._lora(name)) is None:
                 return output_1TO
+            if isinstance(module, nn.Embedding):
+                own = counted_once(lora, self._ranks)
+                return output_1TO + own.of_tokens(inputs[0], getattr(module, "embed_scale", 1.0))
             if self._ranks.tp_size > 1:
-                return add_split_adapter(
-                    self._adapter, name, self._styles.get(name), inputs[0], output_1TO, self._ranks
-                )
-            return add_adapter(self._adapter, name, inputs[0], output_1TO, linear.weight, linear.bias)
+                style = self._styles.get(name)
+                return add_split_adapter(lora, style, inputs[0], output_1TO, module.weight, self._ranks)
+            return lora.added(output_1TO, inputs[0], module.weight, module.bias)
 
         return add
 
-    @property
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return outputs and inputs of every linear that LoRA can adapt, in model order."""
-        sizes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
-        for name, experts in self._experts.items():
-            sizes |= linears_of_experts(name, experts)
-        sizes |= {name: (table.embedding_dim, table.num_embeddings) for name, table in self._tables.items()}
-        return sizes | {OUTPUT: (self.architecture.vocab_size, self.architecture.hidden_size)}
-
-    def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
+    def beside_head(self, hidden_NH: Tensor) -> LmHeadLora | None:
         """Return what the adapter of the output layer adds there, if there is one."""
-        return None if self._adapter is None else self._adapter.beside_head(hidden_NH)
+        lora = self._lora(OUTPUT)
+        return None if lora is None else counted_once(lora, self._ranks).beside_head(hidden_NH)
 
     def values(self, hidden_NH: Tensor) -> Tensor:
         """Return the scalars of the active slot's head for some targets, [N, L]."""
-        head = None if self._adapter is None else self._adapter.scalar_head()
+        head = None if self._adapter is None else scalar_head(self._adapter, self._ranks)
         assert head is not None, "the slot has no head of scalars"
         return head.values(hidden_NH)
 
-    def set_adapter(self, adapter: FsdpAdapter | None) -> None:
+    def set_adapter(self, adapter: Adapter | None) -> None:
         self._adapter = adapter
 
-    def settle(self) -> None:
+    def warm_up(self) -> None:
         """Run a first forward with all weights trainable, since FSDP decides in it how gradients are reduced.
 
         Raises InvalidInput if we do not support the attention.
@@ -259,16 +264,11 @@ class FsdpModel:
         zero_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
 
         def ask(causal_lm: Any) -> dict[str, Tensor]:
-            causal_lm.config._attn_implementation = ASKING
-            states_1H = final_states(causal_lm, zero_1, zero_1, {})
-            causal_lm.config._attn_implementation = ATTENTION
-            self.windows = windows_of(causal_lm)
-            return {"states": states_1H}
+            self.windows = frozenset(each.window for each in attentions_of(causal_lm, zero_1).values())
+            return {}
 
         with torch.no_grad():
             self.run(ask)
-        if not self.windows:
-            raise InvalidInput("no layer of it attends by transformers' attention interface", "model")
         self._require_grad(False)
 
     def forget(self) -> None:
@@ -293,10 +293,13 @@ class FsdpModel:
         sequence is too long.
         """
         check_lengths(batch.position_T, self.architecture.max_positions)
-        forests = self.planned(batch.parent_T)
+        forests = {window: plan_forest(batch.parent_T, self.dtype, window=window) for window in self.windows}
+
+        def attend(module: Any, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
+            return attend_forest(query_THD, key_TGD, value_TGD, forests[module.attention_asked.window])
 
         def compute(causal_lm: Any) -> dict[str, Tensor]:
-            states_TH = final_states(causal_lm, batch.token_id_T, batch.position_T, forests)
+            states_TH = final_states(causal_lm, batch.token_id_T, batch.position_T, attend)
             return head(states_TH.index_select(0, batch.hidden_index_N), causal_lm.lm_head.weight)
 
         return self.run(compute)
@@ -305,9 +308,6 @@ class FsdpModel:
         """Call a function of transformers' model while what is in no layer is gathered. Collective."""
         found: dict[str, Tensor] = self._root(compute)
         return found
-
-    def planned(self, parent_T: Tensor) -> Forests:
-        return {window: plan_forest(parent_T, self.dtype, window=window) for window in self.windows}
 
 
 def _on_meta(folder: Path, dtype: torch.dtype, tied: bool | None) -> Any:
@@ -374,14 +374,6 @@ def _make_buffers(causal_lm: Any, is_bounded: bool) -> None:
         kinds = getattr(module, "rope_type", "")
         if not is_bounded and {"dynamic", "longrope"} & ({kinds} if isinstance(kinds, str) else {*kinds.values()}):
             raise InvalidInput("rotary frequencies that depend on the longest sequence are not computed", "model")
-
-
-def _linears(causal_lm: nn.Module) -> dict[str, nn.Linear]:
-    return {
-        name: module
-        for name, module in causal_lm.named_modules()
-        if isinstance(module, nn.Linear) and name.split(".")[-1] in LINEARS
-    }
 
 
 # --- The probe of a model of an unknown family ---

@@ -18,7 +18,7 @@ from megatron_worker.families import local_of, read_slice, write_slice
 from megatron_worker.optimizers import groups_of, rates_of, step_matrix, step_of, sum_of_squares, update
 from megatron_worker.process.ranks import SideRanks, agreement, join, join_side_ranks
 from megatron_worker.tensors.offload import Flat
-from megatron_worker.tensors.state_files import Held, SlotOptimizer, State, only_here
+from megatron_worker.tensors.state_files import Held, SlotOptimizer, State, local_only
 from shared.families.tensor_slices import TensorSlice
 
 # --- The ranks of an FSDP engine ---
@@ -55,7 +55,7 @@ class Ranks:
         return self.mesh.shape[1]
 
     @property
-    def num_alike(self) -> int:
+    def num_replicas(self) -> int:
         return self.tp_size
 
     @property
@@ -201,7 +201,7 @@ class FsdpOptimizer(SlotOptimizer):
 
     def masters_on(self, ranks: SideRanks) -> Held:
         """Return the function that gives the rank that holds a parameter its master weights."""
-        return only_here(self.master, ranks.rank)
+        return local_only(self.master, ranks.rank)
 
     def put(self, state: State, values: Flat) -> None:
         """Set this rank's shards of a state."""

@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 from megatron_worker.engine import Batch, Divergence, LikeliestIds, Outputs, Scores, TeacherStates
 from megatron_worker.head import torch_tiles
 from megatron_worker.head.logprobs import VocabShard, score_targets
-from megatron_worker.head.scalar import BesideHead
+from megatron_worker.head.scalar import LmHeadLora
 from megatron_worker.head.torch_tiles import capped_slope, rows_of_labels
 
 _WORKSPACE_BYTES = 256 << 20
@@ -45,13 +45,13 @@ _LOGITS_HELD = 8  # of a chunk, in tensors as wide as the shard
 _LEAST_MASS = torch.finfo(torch.float32).eps  # that numbers of a server, told in float32, can leave to others
 
 
-def score_beside_teacher(
+def score_with_divergence(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     batch: Batch,
     outputs: Outputs,
     shard: VocabShard,
-    beside: BesideHead | None,
+    beside: LmHeadLora | None,
     target_N: Tensor | None = None,
     chunk: int | None = None,
 ) -> Scores:

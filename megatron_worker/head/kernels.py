@@ -24,7 +24,8 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_worker.head.torch_tiles import greatest, pack_keys
+from megatron_worker.engine import Outputs
+from megatron_worker.head.torch_tiles import LocalSums, greatest, pack_keys, rows_of_labels, shifted
 from megatron_worker.head.triton_tiles import logit_gradient_tile, merge_tiles, rescale, scan_tile
 
 # --- Block sizes of the head's kernels and the memory that they take: numbers, without Triton ---
@@ -73,69 +74,59 @@ def scan_target_bytes(num_rows: int, element_bytes: int, num_buffers: int, top_k
     return num_buffers * padded(num_rows) * element_bytes + num_tiles * kept * CANDIDATE_BYTES
 
 
-@dataclass(frozen=True)
-class Scan:
-    """Sums over these rows of the embedding for each target, float32 [N]. Exponentials are relative to `max_N`.
-
-    `target_N` is 0 if the label is another shard's. `weighted_logit_N` is 0 and `top_NK` None unless asked for;
-    `top_NK` are keys of torch_tiles.py, their ids counted from these rows.
-    """
-
-    max_N: Tensor
-    sum_exp_N: Tensor
-    target_N: Tensor
-    weighted_logit_N: Tensor
-    top_NK: Tensor | None
-
-
 def scan(
+    sums: LocalSums,
     hidden_NH: Tensor,
     weight_VH: Tensor,
-    row_N: Tensor,
-    temperature: float,
+    label_N: Tensor,
+    outputs: Outputs,
+    first: int,
     *,
-    entropy: bool = False,
-    top_k: int = 0,
-    rows_NH: Tensor | None = None,
-    logit_rows_NH: Tensor | None = None,
     blocks: Blocks | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
-) -> Scan:
-    """Compute the logits of all targets once, and their sums. N and V are 1 or more.
+) -> None:
+    """Compute the logits of all targets once, and write their sums. N and V are 1 or more.
 
     Args:
-        hidden_NH, weight_VH: bfloat16, float16 or float32, both the same; each row contiguous.
-        row_N: the label's row, int64; -1 if it is another shard's.
-        top_k: how many of the greatest logits to keep, up to V.
-        rows_NH: float32, written: sums of exponential times row.
-        logit_rows_NH: float32, written: sums of exponential times logit, relative to `max_N`, times row. Only with
-            `rows_NH`.
+        sums: float32; overwritten, except `label_rows_NH`. Its rows of the gradient are computed if it has them.
+        hidden_NH, weight_VH: bfloat16, float16 or float32, both the same; each row of the weight contiguous.
+        first: the id of the first row.
     """
+    hidden_NH, weight_VH, row_N = (
+        hidden_NH.detach().contiguous(),
+        weight_VH.detach(),
+        _row_or_none(label_N, first, weight_VH),
+    )
     blocks = blocks or blocks_for(hidden_NH.dtype)
-    num_targets, num_rows = len(hidden_NH), len(weight_VH)
+    (num_targets, top_k), num_rows = sums.top_NK.shape, len(weight_VH)
+    rows_NH, logit_rows_NH = sums.weighted_rows_NH, sums.logit_rows_NH
     num_buffers = (rows_NH is not None) + (logit_rows_NH is not None)
-    space = _make_space(hidden_NH, num_rows, num_buffers, top_k, blocks, workspace_bytes)
+    space = _make_space(hidden_NH, num_rows, num_buffers, min(top_k, num_rows), blocks, workspace_bytes)
     result_4N = torch.zeros(4, num_targets, dtype=torch.float32, device=hidden_NH.device)
-    top_NK = torch.empty(num_targets, top_k, dtype=torch.int64, device=hidden_NH.device) if top_k else None
     for chunk in _chunks(num_targets, space.size):
         length = chunk.stop - chunk.start
-        _scan_chunk(hidden_NH[chunk], weight_VH, row_N[chunk], temperature, entropy, space, blocks)
+        _scan_chunk(hidden_NH[chunk], weight_VH, row_N[chunk], outputs, space, blocks)
         with torch.cuda.device_of(hidden_NH):
             merge_tiles[(triton.cdiv(length, 32),)](
                 *(space.tiles_4LC, result_4N, chunk.start, length, num_targets, space.num_tiles, space.size),
                 BLOCK_N=32,
                 BLOCK_L=64,
             )
-        if top_NK is not None:
+        if top_k:
             keys_LCK = pack_keys(space.top_LCK[:, :length], space.id_LCK[:, :length])
-            top_NK[chunk] = greatest(keys_LCK.transpose(0, 1).flatten(1), top_k)
+            sums.top_NK[chunk] = shifted(greatest(keys_LCK.transpose(0, 1).flatten(1), top_k), first)
         if space.exps_CV is not None and rows_NH is not None:
             _rescale_chunk(space, result_4N, chunk, blocks)
             rows_NH[chunk] = space.exps_CV[:length] @ weight_VH
         if space.below_CV is not None and logit_rows_NH is not None:
             logit_rows_NH[chunk] = space.below_CV[:length] @ weight_VH
-    max_N, sum_exp_N, target_N, weighted_logit_N = result_4N
-    return Scan(max_N, sum_exp_N, target_N, weighted_logit_N, top_NK)
+    sums.max_N, sums.sum_exp_N, sums.target_N, sums.weighted_logit_N = result_4N
+
+
+def _row_or_none(label_N: Tensor, first: int, weight_VH: Tensor) -> Tensor:
+    """Return the row of each label among these, -1 if it is not among them."""
+    row_N, owned_N = rows_of_labels(label_N, first, len(weight_VH))
+    return torch.where(owned_N, row_N, -1)
 
 
 @dataclass(frozen=True)
@@ -175,8 +166,7 @@ def _scan_chunk(
     hidden_CH: Tensor,
     weight_VH: Tensor,
     row_C: Tensor,
-    temperature: float,
-    entropy: bool,
+    outputs: Outputs,
     space: _Space,
     blocks: Blocks,
 ) -> None:
@@ -187,8 +177,8 @@ def _scan_chunk(
             *(hidden_CH, weight_VH, row_C, space.tiles_4LC, exps_CV, space.below_CV, space.top_LCK, space.id_LCK),
             *(len(hidden_CH), len(weight_VH), hidden_CH.shape[1], space.size, space.num_tiles),
             *(hidden_CH.stride(0), weight_VH.stride(0), exps_CV.stride(0) if exps_CV is not None else 0),
-            1 / temperature,
-            ENTROPY=entropy,
+            1 / outputs.temperature,
+            ENTROPY=outputs.entropy,
             TOP_K=space.top_LCK.shape[2],
             **_shape(hidden_CH, blocks),
         )
@@ -210,11 +200,12 @@ def add_weight_gradient(
     grad_VH: Tensor,
     hidden_NH: Tensor,
     weight_VH: Tensor,
-    row_N: Tensor,
+    label_N: Tensor,
     lse_N: Tensor,
     by_logprob_N: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
     temperature: float,
+    first: int,
     *,
     blocks: Blocks | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
@@ -226,11 +217,17 @@ def add_weight_gradient(
         by_logprob_N: the gradient that came in, divided by the temperature, float32.
         entropy: expected logits, and the gradient by the entropy divided by the temperature, float32 [N] each.
     """
+    hidden_NH, weight_VH, row_N = (
+        hidden_NH.detach().contiguous(),
+        weight_VH.detach(),
+        _row_or_none(label_N, first, weight_VH),
+    )
     blocks = blocks or blocks_for(hidden_NH.dtype)
     num_targets, num_rows = len(hidden_NH), len(weight_VH)
     size = chunk_targets(num_targets, padded(num_rows) * hidden_NH.element_size(), blocks, workspace_bytes)
     grad_CV = _workspace(hidden_NH, size, num_rows)
     mean_N, by_entropy_N = entropy or (lse_N, lse_N)  # the kernel does not read it
+    by_logprob_N, by_entropy_N = by_logprob_N.contiguous(), by_entropy_N.contiguous()
     for chunk in _chunks(num_targets, size):
         hidden_CH, length = hidden_NH[chunk], chunk.stop - chunk.start
         grid = (triton.cdiv(length, blocks.targets) * triton.cdiv(num_rows, blocks.rows),)

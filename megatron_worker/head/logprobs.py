@@ -40,7 +40,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_worker.engine import Outputs, Scores
 from megatron_worker.head import torch_tiles
-from megatron_worker.head.scalar import BesideHead
+from megatron_worker.head.scalar import LmHeadLora
 from megatron_worker.head.torch_tiles import LocalSums, TileSize, capped_slope, finite, rows_of_labels, tile_size
 from shared.errors import InvalidInput
 from shared.settings import KernelPolicy
@@ -161,7 +161,7 @@ def score_targets(
     outputs: Outputs,
     shard: VocabShard,
     tile: TileSize | None = None,
-    beside: BesideHead | None = None,
+    beside: LmHeadLora | None = None,
 ) -> Scores:
     """Return each label's log-probability, the entropy, and the `top_k` most likely ids; in nats, float32.
 
@@ -262,57 +262,27 @@ def _parts(
 
 
 def _scan(hidden_NH: Tensor, weight_VH: Tensor, last_VR: Tensor | None, task: _Task) -> LocalSums:
-    label_N, outputs, shard, keep_rows = task.label_N, task.outputs, task.shard, task.keep_rows
-    dtype, num_targets = torch.promote_types(torch.float32, hidden_NH.dtype), len(label_N)
-    zeros_N = hidden_NH.new_zeros(num_targets, dtype=dtype)
-
-    def nothing() -> LocalSums:
-        rows_NH = hidden_NH.new_zeros(hidden_NH.shape, dtype=dtype) if keep_rows else None
-        logit_rows_NH = torch.zeros_like(rows_NH) if rows_NH is not None and outputs.entropy_gradient else None
-        max_N, top_NK = (
-            torch.full_like(zeros_N, -torch.inf),
-            label_N.new_full((num_targets, outputs.top_k), torch_tiles.NONE),
-        )
-        sum_N, target_N, weighted_N = (zeros_N.clone() for _ in range(3))
-        return LocalSums(max_N, sum_N, target_N, weighted_N, rows_NH, None, logit_rows_NH, top_NK)
-
-    local = nothing()
-    if keep_rows:
-        local.label_rows_NH = _label_rows(weight_VH, last_VR, label_N, shard, dtype)
-    if num_targets and shard.num_real:
+    label_N, outputs, shard = task.label_N, task.outputs, task.shard
+    local = LocalSums.none(hidden_NH, outputs, task.keep_rows)
+    if task.keep_rows:
+        local.label_rows_NH = _label_rows(weight_VH, last_VR, label_N, shard, local.max_N.dtype)
+    if len(label_N) and shard.num_real:
         for part, real_VH in _parts(weight_VH, last_VR, shard, task.tile.joined):
+            arguments = hidden_NH, real_VH, label_N, outputs, part.first
             if not kernels_do(hidden_NH, shard.logit_cap):
-                torch_tiles.scan(local, hidden_NH, real_VH, label_N, outputs, part.first, task.tile, shard.logit_cap)
-            elif part is shard:
-                _scan_by_kernels(local, hidden_NH, real_VH, label_N, outputs, part)
+                torch_tiles.scan(local, *arguments, task.tile, shard.logit_cap)
+                continue
+            from megatron_worker.head import kernels
+
+            if part is shard:
+                kernels.scan(local, *arguments)
             else:
-                _scan_by_kernels(found := nothing(), hidden_NH, real_VH, label_N, outputs, part)
+                kernels.scan(found := LocalSums.none(hidden_NH, outputs, task.keep_rows), *arguments)
                 torch_tiles.merge(local, found)
         slope_N = capped_slope(local.target_N, shard.logit_cap, outputs.temperature)
         if local.label_rows_NH is not None and slope_N is not None:
             local.label_rows_NH.mul_(slope_N[:, None])
     return local
-
-
-def _scan_by_kernels(
-    local: LocalSums, hidden_NH: Tensor, real_VH: Tensor, label_N: Tensor, outputs: Outputs, shard: VocabShard
-) -> None:
-    from megatron_worker.head import kernels
-
-    found = kernels.scan(
-        hidden_NH.detach().contiguous(),
-        real_VH.detach(),
-        _row_or_none(label_N, shard),
-        outputs.temperature,
-        entropy=outputs.entropy,
-        top_k=min(outputs.top_k, shard.num_real),
-        rows_NH=local.weighted_rows_NH,
-        logit_rows_NH=local.logit_rows_NH,
-    )
-    local.max_N, local.sum_exp_N, local.target_N = found.max_N, found.sum_exp_N, found.target_N
-    local.weighted_logit_N = found.weighted_logit_N
-    if found.top_NK is not None:
-        local.top_NK = torch_tiles.shifted(torch_tiles.greatest(found.top_NK, outputs.top_k), shard.first)
 
 
 def _merge(
@@ -358,29 +328,14 @@ def _weight_gradient(
     grad_VH = lse_N.new_zeros((weight_VH if last_VR is None else last_VR).shape)
     for part, real_VH in _parts(weight_VH, last_VR, shard, task.tile.joined):
         grad_PH = grad_VH[part.first - shard.first :][: part.num_real]
+        arguments = hidden_NH, real_VH, label_N, lse_N, grad_N, entropy, temperature, part.first
         if len(hidden_NH) and part.num_real and kernels_do(hidden_NH, shard.logit_cap):
             from megatron_worker.head import kernels
 
-            kernels.add_weight_gradient(
-                grad_PH,
-                hidden_NH.detach().contiguous(),
-                real_VH.detach(),
-                _row_or_none(label_N, part),
-                lse_N,
-                grad_N.contiguous(),
-                entropy and (entropy[0], entropy[1].contiguous()),
-                temperature,
-            )
+            kernels.add_weight_gradient(grad_PH, *arguments)
         else:
-            arguments = label_N, lse_N, grad_N, entropy, temperature, part.first, task.tile, shard.logit_cap
-            torch_tiles.add_weight_gradient(grad_PH, hidden_NH, real_VH, *arguments)
+            torch_tiles.add_weight_gradient(grad_PH, *arguments, task.tile, shard.logit_cap)
     return grad_VH
-
-
-def _row_or_none(label_N: Tensor, shard: VocabShard) -> Tensor:
-    """Return the row of each label in this shard, -1 if another shard has it."""
-    row_N, owned_N = rows_of_labels(label_N, shard.first, shard.num_real)
-    return torch.where(owned_N, row_N, -1)
 
 
 def kernels_do(hidden_NH: Tensor, logit_cap: float | None = None) -> bool:
@@ -395,9 +350,9 @@ def _probe_kernels(one_NH: Tensor) -> None:
     from megatron_worker.head import kernels
 
     one_NH = one_NH.expand(1, 256).contiguous()  # some steps, so that it wants the memory that a real one wants
-    exact_NH, row_N = one_NH.float(), torch.zeros(1, dtype=torch.int64, device=one_NH.device)
-    found = kernels.scan(one_NH, one_NH, row_N, temperature=1.0, rows_NH=exact_NH.clone())
-    kernels.add_weight_gradient(exact_NH, one_NH, one_NH, row_N, found.max_N, found.max_N, None, temperature=1.0)
+    label_N = torch.zeros(1, dtype=torch.int64, device=one_NH.device)
+    kernels.scan(sums := LocalSums.none(one_NH, Outputs(), keep_rows=True), one_NH, one_NH, label_N, Outputs(), 0)
+    kernels.add_weight_gradient(one_NH.float(), one_NH, one_NH, label_N, sums.max_N, sums.max_N, None, 1.0, 0)
 
 
 def _label_rows(

@@ -27,7 +27,7 @@ from shared.models.peft import PREFIX
 
 
 @dataclass(frozen=True)
-class BesideHead:
+class LmHeadLora:
     """The adapter's channels for some targets, [N, R], and their columns of this rank's shard, [V, R]."""
 
     low_NR: Tensor
@@ -64,6 +64,9 @@ class HeadWeights:
     def among(cls, parameters: Mapping[str, Tensor]) -> Self | None:
         """Return a head's of an adapter's parameters on this rank; None: there is none."""
         return cls(parameters[WEIGHT], parameters.get(BIAS)) if WEIGHT in parameters else None
+
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        return [("score", self.weight_LH), *([] if self.bias_L is None else [("score bias", self.bias_L)])]
 
     def values(self, hidden_NH: Tensor) -> Tensor:
         """Return the scalars of some targets, [N, L], in float32 (float64 for float64)."""

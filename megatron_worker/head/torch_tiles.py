@@ -10,7 +10,7 @@ greatest logits kept.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -98,8 +98,9 @@ def tile_size(device: torch.device) -> TileSize:
 class LocalSums:
     """Sums over one shard for each target. Exponentials are relative to `max_N`; labels of other shards count 0.
 
-    `logit_rows_NH` are sums of exponential times logit, relative to `max_N`, times row. `top_NK` are keys
-    as above.
+    `weighted_logit_N` are sums of exponential times logit, and `logit_rows_NH` of exponential times logit, relative to
+    `max_N`, times row; both only if the entropy is asked for. `weighted_rows_NH`: of exponential times row. `top_NK`
+    are keys as above.
     """
 
     max_N: Tensor
@@ -110,6 +111,17 @@ class LocalSums:
     label_rows_NH: Tensor | None
     logit_rows_NH: Tensor | None
     top_NK: Tensor
+
+    @classmethod
+    def none(cls, hidden_NH: Tensor, outputs: Outputs, keep_rows: bool) -> Self:
+        """Return the sums over no rows, in the softmax's dtype. `keep_rows`: with rows of the gradient."""
+        num_targets, dtype = len(hidden_NH), torch.promote_types(torch.float32, hidden_NH.dtype)
+        rows_NH = hidden_NH.new_zeros(hidden_NH.shape, dtype=dtype) if keep_rows else None
+        logit_rows_NH = torch.zeros_like(rows_NH) if rows_NH is not None and outputs.entropy_gradient else None
+        max_N = hidden_NH.new_full((num_targets,), -torch.inf, dtype=dtype)
+        top_NK = hidden_NH.new_full((num_targets, outputs.top_k), NONE, dtype=torch.int64)
+        sum_N, target_N, weighted_N = (torch.zeros_like(max_N) for _ in range(3))
+        return cls(max_N, sum_N, target_N, weighted_N, rows_NH, None, logit_rows_NH, top_NK)
 
 
 def merge(local: LocalSums, other: LocalSums) -> None:

@@ -1,5 +1,6 @@
 """Losses: sums over a bin's targets. A new kind of loss needs a `case` in both functions here."""
 
+from longshore.algorithms import DPO, KTO, BradleyTerry, Loss
 from longshore.losses import CrossEntropy, Distillation, SquaredError
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import supervised
@@ -14,7 +15,6 @@ from megatron_worker.losses.preferences import (
 )
 from megatron_worker.losses.supervised import distillation_loss, squared_error_loss
 from megatron_worker.losses.targets import check_finite, check_teachers
-from shared.jobs.losses import DPO, KTO, BradleyTerry, Loss
 from shared.jobs.packed import Units
 
 

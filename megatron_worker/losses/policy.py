@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, PolicyLoss, Reinforce
+from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, PolicyLoss, Reinforce, TruncatedReinforce
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs, Scores
 from megatron_worker.losses.targets import (
     Targets,
@@ -52,6 +52,8 @@ def surrogate_of(loss: PolicyLoss, targets: Targets, advantage_N: Tensor) -> Sur
             return _sapo(loss, targets, advantage_N)
         case DRO():
             return _dro(loss, targets, advantage_N)
+        case TruncatedReinforce():
+            return _truncated_reinforce(loss, targets, advantage_N)
 
 
 def _reinforce(targets: Targets, advantage_N: Tensor) -> Surrogate:
@@ -136,6 +138,18 @@ def _dro(dro: DRO, targets: Targets, advantage_N: Tensor) -> Surrogate:
     log_ratio_N = targets.log_ratio_N
     loss_N = -advantage_N * log_ratio_N + dro.beta / 2 * log_ratio_N.square()
     return Surrogate(loss_N, targets.ratio_N.detach(), {})
+
+
+def _truncated_reinforce(loss: TruncatedReinforce, targets: Targets, advantage_N: Tensor) -> Surrogate:
+    """-sg(min(r, c)) A log p + beta (log r)^2 / 2.
+
+    V-trace's policy gradient (Espeholt et al. 2018, arXiv:1802.01561, section 4.2), of one step, and Schulman's
+    estimate k2 (2020) of the divergence from the old policy. Neither has the gradient of an exponential.
+    """
+    ratio_N = targets.ratio_N.detach()
+    gradient_N = -ratio_N.clamp(max=loss.truncation) * advantage_N * targets.logprob_N
+    pull_N = loss.old_kl_coefficient / 2 * targets.log_ratio_N.square()
+    return Surrogate(gradient_N + pull_N, ratio_N, {"clip_high": ratio_N > loss.truncation})
 
 
 _OF_THE_SAMPLER = ("truncated_importance", "off_policy_bound")  # fields that compare with it, whatever `old` is

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_worker.engine import Batch
-from megatron_worker.families import check_lengths, rope_tables
-from megatron_worker.megatron.parallel import Group, Mesh, gather_rows, linear_map, sum_alike
-from megatron_worker.mixers.linear_attention import RecurrentPlan, plan_recurrence
+from megatron_worker.families import check_lengths, rope_tables, rotated
+from megatron_worker.megatron.parallel import Group, Mesh, gather_rows, linear_map, sum_replicated
+from megatron_worker.mixers.linear_attention import RecurrentPlan, Share, plan_recurrence
 from megatron_worker.mixers.tree_attention import Forest, attend_forest, plan_forest
 from shared.families.architecture import Architecture, Attention, Rope
 
@@ -32,11 +32,16 @@ from shared.families.architecture import Architecture, Attention, Rope
 
 @dataclass(frozen=True)
 class Context:
-    """The two chunks of a bin on this context-parallel rank. `order_T`: the bin's order among all ranks' tokens."""
+    """The two chunks of a bin on each context-parallel rank. `order_T`: the bin's order among all ranks' tokens."""
 
     group: Group
-    chunks: tuple[slice, slice]
+    parts: tuple[tuple[slice, slice], ...]
     order_T: Tensor
+
+    @property
+    def chunks(self) -> tuple[slice, slice]:
+        """This rank's."""
+        return self.parts[self.group.rank]
 
     def rows(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the places in the bin of the chunks' tokens: [t]."""
@@ -82,7 +87,10 @@ def plan_bin(
         if lengths is None or a.has_sinks or (window is not None and max(lengths, default=0) > window)
     }
     rotary = {rope: rope_tables(rope, position_T, frequency_D2, dtype) for rope, frequency_D2 in frequencies.items()}
-    recurrence = None if a.conv_width is None else plan_recurrence(parent_T, a.conv_width)
+    share = None
+    if context is not None:
+        share = Share(context.group.rank, context.parts, partial(gather_rows, group=context.group))
+    recurrence = None if a.conv_width is None else plan_recurrence(parent_T, a.conv_width, share)
     start_S1 = None
     if lengths is not None and position_T.is_cuda and dtype == torch.bfloat16:  # torch has a kernel for these
         start_S1 = F.pad(torch.tensor(lengths, device=position_T.device).cumsum(0), (1, 0)).int()
@@ -200,26 +208,8 @@ def _varlen(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan
 
 
 def rotate(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate each head's first half against its second by the angle of its token's position. If a head is larger than
-    the tables, only the dimensions of the tables are rotated.
-
-    It costs one product and two fused multiply-adds; the backward is the rotation by the opposite angle.
-    """
-    size = cos_T1D.shape[-1]
-    if size < heads_TXD.shape[-1]:
-        first, rest = heads_TXD[..., :size].contiguous(), heads_TXD[..., size:]
-        return torch.cat([rotate(first, cos_T1D, sin_T1D), rest], dim=-1)
-    return linear_map(heads_TXD, partial(_rotated, sign=1), partial(_rotated, sign=-1), cos_T1D, sin_T1D)
-
-
-def _rotated(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, sign: int) -> Tensor:
-    output = heads_TXD * cos_T1D
-    first, second = heads_TXD.chunk(2, dim=-1)
-    output_first, output_second = output.chunk(2, dim=-1)
-    sin_T1E = sin_T1D.chunk(2, dim=-1)[0]
-    output_first.addcmul_(second, sin_T1E, value=-sign)
-    output_second.addcmul_(first, sin_T1E, value=sign)
-    return output
+    """Rotate as `rotated` does. The backward is the rotation by the opposite angle."""
+    return linear_map(heads_TXD, partial(rotated, sign=1), partial(rotated, sign=-1), cos_T1D, sin_T1D)
 
 
 # --- A bin on one rank: padded to a length that the layout divides, and cut over context-parallel ranks ---
@@ -254,10 +244,10 @@ class LocalBin:
         if self.target_M is None or self.context is None:
             return values_M
         zeros_N = values_M.new_zeros(self.num_targets, *values_M.shape[1:])
-        return sum_alike(zeros_N.index_copy(0, self.target_M, values_M), self.context.group)
+        return sum_replicated(zeros_N.index_copy(0, self.target_M, values_M), self.context.group)
 
 
-def localised(
+def shard_bin(
     batch: Batch, mesh: Mesh, a: Architecture, frequencies: Mapping[Rope, Tensor], dtype: torch.dtype
 ) -> LocalBin:
     """Make a rank's bin. All ranks of a bin raise the same error.
@@ -331,6 +321,6 @@ def _context(num_tokens: int, mesh: Mesh) -> Context:
     def chunk(number: int) -> slice:
         return slice(number * size, (number + 1) * size)
 
-    chunks = [(chunk(rank), chunk(2 * mesh.cp.size - 1 - rank)) for rank in range(mesh.cp.size)]
-    gathered_T = torch.cat([torch.arange(part.start, part.stop) for own in chunks for part in own])
-    return Context(mesh.cp, chunks[mesh.cp.rank], gathered_T.argsort().to(mesh.device))
+    parts = tuple((chunk(rank), chunk(2 * mesh.cp.size - 1 - rank)) for rank in range(mesh.cp.size))
+    gathered_T = torch.cat([torch.arange(part.start, part.stop) for own in parts for part in own])
+    return Context(mesh.cp, parts, gathered_T.argsort().to(mesh.device))

@@ -12,29 +12,29 @@ from torch import Tensor
 
 from longshore.layout import Layout
 from longshore.training import Dtype, Lora, OptimizerStates, Quantization
-from megatron_worker.engine import Batch, Facts, LossFunction, LossSums, Outputs, Scores, TeacherStates, over_ranks
-from megatron_worker.head.distributions import score_beside_teacher
+from megatron_worker.engine import Batch, EngineInfo, LossFunction, LossSums, Outputs, Scores, TeacherStates, over_ranks
+from megatron_worker.head.distributions import score_with_divergence
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.head.scalar import head_slices
-from megatron_worker.megatron.attention import LocalBin, localised
-from megatron_worker.megatron.lora import MegatronAdapter
+from megatron_worker.megatron.attention import LocalBin, shard_bin
+from megatron_worker.megatron.linears import MegatronAdapter
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.optimizer import MegatronOptimizer
-from megatron_worker.megatron.parallel import Link, Mesh, alike_over, join_mesh, one_forward_one_backward, placed
+from megatron_worker.megatron.parallel import Link, Mesh, join_mesh, one_forward_one_backward, placed, replicated_over
 from megatron_worker.quantized import WholeWeights
 from megatron_worker.tensors.slot_engine import Base, Engine
 from megatron_worker.tensors.state_files import read_model
-from shared.families import architecture_of, read_config
-from shared.families.model_slices import constants_of, output_slice, slices_of
+from shared.families import read_config
+from shared.families.model_slices import shape_of
 from shared.families.tensor_slices import TensorSlice, linears_of
-from shared.models.shape import check_layout, shape_of
+from shared.models.shape import check_layout
 
 # --- Forward and backward passes of bins, alone or through the stages of a pipeline ---
 #
 # Shape suffixes: N targets of a bin, M those whose hidden states are this rank's, t tokens of this rank, H hidden
 # size; s tokens that a rank has between layers.
 
-Dropping = Callable[[], AbstractContextManager[None]]
+DropoutScope = Callable[[], AbstractContextManager[None]]
 Learned = tuple[Batch, dict[str, Tensor]]
 
 
@@ -53,21 +53,21 @@ class PipelinePasses:
         part = self._localised(batch)
         hidden_tH = self._through_stages(part)
         scores = None if hidden_tH is None else self._scores(batch, part, hidden_tH, outputs)
-        return self._told([batch], [scores], outputs)[0]
+        return self._broadcast_scores([batch], [scores], outputs)[0]
 
     def forward_backward(
-        self, batches: Iterable[Batch], loss: LossFunction, dropping: Dropping = nullcontext
+        self, batches: Iterable[Batch], loss: LossFunction, dropout_scope: DropoutScope = nullcontext
     ) -> Iterator[Learned]:
-        """Accumulate gradients of sums. Yields each bin with its detached sums. `dropping`: entered at each forward."""
+        """Accumulate gradients of sums. Yields each bin with its detached sums. Each forward enters `dropout_scope`."""
         if self._mesh.pp.size > 1:
-            yield from self._pipelined(list(batches), loss, dropping)
+            yield from self._pipelined(list(batches), loss, dropout_scope)
             return
         for batch in batches:
             if batch.is_empty and self._mesh.experts.size == 1:
                 yield batch, loss.sums(self._no_scores(batch, loss.outputs), batch).detached()
                 continue
             part = self._localised(batch)
-            with dropping():
+            with dropout_scope():
                 hidden_tH = self._model.run(part, None)
                 objective, sums, _scores = self._objective(batch, part, hidden_tH, loss)
             objective.backward()
@@ -93,7 +93,7 @@ class PipelinePasses:
 
     def _localised(self, batch: Batch) -> LocalBin:
         model = self._model
-        return localised(batch, self._mesh, model.architecture, model.frequencies, model.dtype)
+        return shard_bin(batch, self._mesh, model.architecture, model.frequencies, model.dtype)
 
     def _through_stages(self, part: LocalBin) -> Tensor | None:
         """Return the last stage's hidden states on that stage; None on others."""
@@ -111,7 +111,7 @@ class PipelinePasses:
             assert self._model.scalar_head is not None, "the slot has no head of scalars"
             return Scores(value_NL=part.of_all_targets(self._model.scalar_head.values(hidden_MH)))
         weight_VH, beside = self._model.output_weight_VH, self._model.beside_head(hidden_MH)
-        own = score_beside_teacher(hidden_MH, weight_VH, batch, outputs, self._model.shard, beside, part.target_M)
+        own = score_with_divergence(hidden_MH, weight_VH, batch, outputs, self._model.shard, beside, part.target_M)
         return _mapped(part.of_all_targets, own)
 
     def _objective(
@@ -122,12 +122,14 @@ class PipelinePasses:
         sums = loss.sums(scores, batch)
         return (hidden_tH.sum() * 0 if batch.is_empty else sums.loss), sums, scores
 
-    def _pipelined(self, batches: Sequence[Batch], loss: LossFunction, dropping: Dropping) -> Iterator[Learned]:
+    def _pipelined(
+        self, batches: Sequence[Batch], loss: LossFunction, dropout_scope: DropoutScope
+    ) -> Iterator[Learned]:
         parts = [self._localised(batch) for batch in batches]
         scores: list[Scores | None] = [None] * len(batches)
 
         def forward(number: int, received_s1H: Tensor | None) -> Tensor:
-            with dropping():
+            with dropout_scope():
                 hidden = self._model.run(parts[number], received_s1H)
                 if not self._mesh.is_last_stage:
                     return hidden
@@ -136,10 +138,12 @@ class PipelinePasses:
             return objective
 
         one_forward_one_backward(self._link, [part.rows for part in parts], forward)
-        for batch, told in zip(batches, self._told(batches, scores, loss.outputs), strict=True):
+        for batch, told in zip(batches, self._broadcast_scores(batches, scores, loss.outputs), strict=True):
             yield batch, loss.sums(told, batch).detached()
 
-    def _told(self, batches: Sequence[Batch], scores: Sequence[Scores | None], outputs: Outputs) -> list[Scores]:
+    def _broadcast_scores(
+        self, batches: Sequence[Batch], scores: Sequence[Scores | None], outputs: Outputs
+    ) -> list[Scores]:
         """Send the last stage's scores to all stages."""
         if self._mesh.pp.size == 1:
             return [found for found in scores if found is not None]
@@ -215,14 +219,14 @@ class MegatronEngine(Engine[MegatronAdapter, MegatronOptimizer]):
         config = read_config(model)
         shape = shape_of(config)
         check_layout(layout, shape)
-        architecture = architecture_of(config)
+        architecture = config.architecture()
         self._mesh = join_mesh(layout, device)
         self._folder, self._optimizer_states = model, optimizer_states
         with self._mesh.agreement():  # one rank alone may run out of memory
             self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype), quantize)
         self._let_recompute(self._model.layers)
         self._passes = PipelinePasses(self._model, self._mesh)
-        self._slices_here = placed(slices_of(architecture, layout.tp, layout.etp), architecture, layout)
+        self._slices_here = placed(architecture.slices(layout.tp, layout.etp), architecture, layout)
         weights = WholeWeights({**self._model.flat.views, **self._model.quantized})
         base = Base(model, architecture, self._slices_here, weights, self._model.storages)
         super().__init__(base, self._mesh)
@@ -231,18 +235,18 @@ class MegatronEngine(Engine[MegatronAdapter, MegatronOptimizer]):
         began = time.perf_counter()
         self._read_base()
         read_s, is_whole = time.perf_counter() - began, quantize is None
-        self.facts = Facts(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes, is_whole, read_s)
+        self.facts = EngineInfo(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes, is_whole, read_s)
 
     def _read_base(self) -> None:
         with self._mesh.agreement():
             model, a = self._model, self._model.architecture
-            slices, views = [*self._slices_here, *constants_of(a)], {**model.flat.views, **model.constants}
+            slices, views = [*self._slices_here, *a.constants], {**model.flat.views, **model.constants}
             read_model(self._folder, slices, views, self._mesh, a.carried, model.quantized)
 
     def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> MegatronAdapter:
         mesh = replace(self._mesh, device=device)
         architecture, layout = self._model.architecture, mesh.layout
-        tied = placed([output_slice(architecture, layout.tp)] if architecture.tied else [], architecture, layout)
+        tied = placed([architecture.output_slice(layout.tp)] if architecture.tied else [], architecture, layout)
         linears, dtype = linears_of([*self._slices_here, *tied]), self._model.flat.buffer.dtype
         more = [*head_slices(lora.head, architecture.hidden_size, layout.pp - 1), *own]
         return MegatronAdapter(lora, linears, more, mesh, dtype)
@@ -251,7 +255,8 @@ class MegatronEngine(Engine[MegatronAdapter, MegatronOptimizer]):
         self._model.set_adapter(adapter)
 
     def _new_optimizer(self, adapter: MegatronAdapter) -> MegatronOptimizer:
-        return adapter.new_optimizer(self._optimizer_states)
+        own = adapter.regions, self._mesh, self._optimizer_states, adapter.slices
+        return MegatronOptimizer(adapter.parameters, adapter.flat, *own)
 
     def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
         assert not self._model.quantized, "quantized weights are frozen"
@@ -282,7 +287,7 @@ class MegatronEngine(Engine[MegatronAdapter, MegatronOptimizer]):
         """
         hidden_NH = self._passes.hidden_states(batch)
         assert hidden_NH is not None, "hidden states are the last stage's alone"
-        return hidden_NH, alike_over(self._model.output_weight_VH, self._mesh.cp)
+        return hidden_NH, replicated_over(self._model.output_weight_VH, self._mesh.cp)
 
     @property
     def vocab_shard(self) -> VocabShard:
@@ -296,7 +301,7 @@ class MegatronEngine(Engine[MegatronAdapter, MegatronOptimizer]):
         self, batches: Iterable[Batch], loss: LossFunction
     ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
         assert self.is_training, "nothing is being trained"
-        return self.trained.weighed(self._passes.forward_backward(batches, loss, self.dropping))
+        return self.trained.weighed(self._passes.forward_backward(batches, loss, self.dropout_scope))
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         here = {name: value.to(self._mesh.device) for name, value in sums.items()}

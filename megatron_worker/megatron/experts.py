@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from megatron_worker import families
 from megatron_worker.families import activate, clamped_gate
-from megatron_worker.megatron.lora import ExpertLinear
+from megatron_worker.megatron.linears import ExpertLinear
 from megatron_worker.megatron.parallel import Mesh, added, copied, dispatch
 from megatron_worker.quantized import quantized_product
 from shared.families.architecture import Mixture
@@ -67,7 +67,7 @@ class Expert(torch.nn.Module):
 
 
 class NormedRouter(Router):
-    """Norms and scales its input itself, and scales the weights of each expert's outputs (Gemma 4)."""
+    """Norms and scales its input itself, and scales the weights of each expert's outputs."""
 
     def __init__(self, mixture: Mixture, hidden_size: int, dtype: torch.dtype, eps: float) -> None:
         super().__init__(mixture, hidden_size, dtype)

@@ -1,4 +1,4 @@
-"""Layers of single families: the gated delta net, Gemma's, latent attention, Mamba-2."""
+"""Layers that megatron-core lacks: the gated delta net, norms around blocks, latent attention, Mamba-2."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from torch.nn.utils import skip_init
 
 from megatron_worker.megatron.attention import BinPlan, attend, rotate, whole_context
 from megatron_worker.megatron.experts import MegatronExperts
-from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedRowLinear, ExpertLinear
+from megatron_worker.megatron.linears import AdaptedColumnLinear, AdaptedRowLinear, ExpertLinear
 from megatron_worker.megatron.parallel import Group, Mesh, gather_rows, own_rows, sum_rows
 from megatron_worker.mixers.linear_attention import (
     convolve,
@@ -26,9 +26,9 @@ from megatron_worker.mixers.linear_attention import (
     log_decay,
     scan,
     steps,
+    with_ancestors,
 )
-from shared.families.architecture import Architecture, DeltaNet, LatentAttention, Mamba2, NormedBlock
-from shared.families.gemma import SharedAttention
+from shared.families.architecture import Architecture, DeltaNet, LatentAttention, Mamba2, NormedBlock, SharedAttention
 
 # --- A gated delta net in place of attention, its heads split over tensor-parallel ranks ---
 #
@@ -74,8 +74,9 @@ class GatedDeltaNet(torch.nn.Module):
         assert plan is not None
         made_T1X, _bias = self.in_proj(hidden_states)
         mixed_TJ, gate_TX, step_TG, decay_TG = made_T1X[:, 0].split(self._sizes, dim=-1)
-        output_TGV = gated_delta_rule(
-            *heads_of(convolve(mixed_TJ, self.conv_weight[:, 0], plan), a, self._num_ranks),
+        mixed_TJ = convolve(with_ancestors(mixed_TJ, plan), self.conv_weight[:, 0])
+        output_TGV, _states = gated_delta_rule(
+            *heads_of(mixed_TJ, a, self._num_ranks),
             log_decay(decay_TG, self.A_log, self.dt_bias),
             step_TG.sigmoid(),
             plan,
@@ -85,8 +86,7 @@ class GatedDeltaNet(torch.nn.Module):
         return output, bias
 
 
-# --- Gemma's layers ---
-# Norms around each block, attention to other layers' keys and values, embeddings of each layer.
+# --- Norms around each block, attention to other layers' keys and values, embeddings of each layer ---
 #
 # Shape suffixes: s tokens that a rank has between layers, t tokens of this context-parallel rank, H hidden size, L
 # layers, P size of a layer's extra embedding of a token; T, G and D as in attention.py.
@@ -145,8 +145,8 @@ class PerLayerBlock(torch.nn.Module):
         return hidden_s1H + normed
 
 
-class NormedLayer(torch.nn.Module):
-    """Takes the place of megatron's layer, of OLMo too. `number`: its number in the whole model."""
+class SandwichNormLayer(torch.nn.Module):
+    """Takes the place of megatron's layer. `number`: its number in the whole model."""
 
     scalar: Tensor | None
 
@@ -190,7 +190,7 @@ class NormedLayer(torch.nn.Module):
         return (hidden_s1H if self.scalar is None else hidden_s1H * self.scalar.to(hidden_s1H.dtype)), None
 
 
-class TakenAttention(torch.nn.Module):
+class SharedKVAttention(torch.nn.Module):
     """Attention with normed values. Keys may be made from the same projection, or both taken from another layer."""
 
     def __init__(
@@ -358,13 +358,13 @@ class Mamba2Mixer(torch.nn.Module):
         assert plan is not None
         made_T1X, _bias = self.in_proj(hidden_states)
         gate_TI, mixed_TJ, step_TH = made_T1X[:, 0].split(self._made, dim=-1)
-        mixed_TJ = convolve(mixed_TJ, self.conv_weight[:, 0], plan, self.conv_bias)
+        mixed_TJ = convolve(with_ancestors(mixed_TJ, plan), self.conv_weight[:, 0], self.conv_bias)
         value_TI, key, query = mixed_TJ.split(self._mixed, dim=-1)
         value_THP = value_TI.unflatten(-1, (-1, a.head_size))
         key_TGN, query_TGN = (x.unflatten(-1, (-1, a.state_size)) for x in (key, query))
         step_TH = steps(step_TH, self.dt_bias, a.least_step)
         log_decay_TH = -step_TH * self.A_log.to(step_TH.dtype).exp()
-        output_THP = scan(value_THP, key_TGN, query_TGN, step_TH, log_decay_TH, plan)
+        output_THP, _states = scan(value_THP, key_TGN, query_TGN, step_TH, log_decay_TH, plan)
         output_THP = output_THP + value_THP * self.D[:, None].to(output_THP.dtype)
         normed_TI = gated_group_norm(output_THP.flatten(1), gate_TI, self.output_scale, self._num_groups, self._eps)
         output, bias = self.out_proj(normed_TI[:, None].to(hidden_states.dtype))

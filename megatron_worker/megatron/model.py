@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from longshore.training import Quantization
 from megatron_worker.families import activate, frequencies_of
 from megatron_worker.head.logprobs import VocabShard
-from megatron_worker.head.scalar import BesideHead, HeadWeights
+from megatron_worker.head.scalar import HeadWeights, LmHeadLora
 from megatron_worker.megatron.attention import CoreAttention, LocalBin, PackedSelfAttention
 from megatron_worker.megatron.experts import MegatronExperts, StackedExperts
 from megatron_worker.megatron.layers import (
@@ -36,11 +36,11 @@ from megatron_worker.megatron.layers import (
     LatentSelfAttention,
     LayerInputs,
     Mamba2Mixer,
-    NormedLayer,
     PerLayerEmbedding,
-    TakenAttention,
+    SandwichNormLayer,
+    SharedKVAttention,
 )
-from megatron_worker.megatron.lora import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
+from megatron_worker.megatron.linears import AdaptedColumnLinear, AdaptedLinear, AdaptedRowLinear, MegatronAdapter
 from megatron_worker.megatron.optimizer import arrange
 from megatron_worker.megatron.parallel import (
     LAYERS,
@@ -62,8 +62,8 @@ from shared.families.architecture import (
     Mixer,
     Mixture,
     Mlp,
+    SharedAttention,
 )
-from shared.families.gemma import SharedAttention
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
@@ -113,7 +113,7 @@ class NormOfAllHeads(RMSNorm):
         return normed_TX.to(x_THD.dtype).view_as(x_THD)
 
 
-def _adding(scale: float) -> Callable[..., Any]:
+def _scaled_residual_add(scale: float) -> Callable[..., Any]:
     """Return a function that replaces megatron's addition to the residual stream: it adds the output times `scale`."""
 
     def added(made: tuple[Tensor, None], residual: Tensor, _dropout: float) -> Tensor:
@@ -233,7 +233,7 @@ class MegatronModel:
 
     def set_adapter(self, adapter: MegatronAdapter | None) -> None:
         """Let the linears that an adapter targets use its weights, and all others none; and its head, if it has one."""
-        weights = {} if adapter is None else adapter.lora_weights()
+        weights = {} if adapter is None else adapter.linears
         self.num_values = 0 if adapter is None or adapter.lora.head is None else len(adapter.lora.head.names)
         self.scalar_head = None if adapter is None else HeadWeights.among(adapter.parameters)
         self._beside_output = weights.get("output_layer")
@@ -242,7 +242,7 @@ class MegatronModel:
             if isinstance(module, AdaptedLinear):
                 module.lora = weights.get(self._whole_name(name))
 
-    def beside_head(self, hidden_NH: Tensor) -> BesideHead | None:
+    def beside_head(self, hidden_NH: Tensor) -> LmHeadLora | None:
         """Return what the adapter of the output layer adds there, if there is one."""
         return None if self._beside_output is None else self._beside_output.beside_head(hidden_NH)
 
@@ -334,11 +334,11 @@ def _layer_of(a: Architecture, number: int, mesh: Mesh, norm: type[RMSNorm]) -> 
     """Return megatron's spec of a layer, or of one of ours in its place."""
     spec = _layer(a.mixers[number], a.mlps[number], mesh, norm)
     if a.residual_scale != 1:
-        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = _adding(a.residual_scale)
+        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = _scaled_residual_add(a.residual_scale)
     if a.block is None:
         return spec
     parts = {"self_attention": spec.submodules.self_attention, "mlp": spec.submodules.mlp}
-    return ModuleSpec(module=NormedLayer, params={"number": number, "block": a.block, "norm": norm, **parts})
+    return ModuleSpec(module=SandwichNormLayer, params={"number": number, "block": a.block, "norm": norm, **parts})
 
 
 def _layer(mixer: Mixer | None, mlp: Mlp | Mixture | None, mesh: Mesh, norm: type[RMSNorm]) -> ModuleSpec:
@@ -352,7 +352,7 @@ def _layer(mixer: Mixer | None, mlp: Mlp | Mixture | None, mesh: Mesh, norm: typ
             layer.submodules.self_attention = ModuleSpec(module=LatentSelfAttention, params=params)
         case SharedAttention():
             params = {"attention": mixer, "norm": norm}
-            layer.submodules.self_attention = ModuleSpec(module=TakenAttention, params=params)
+            layer.submodules.self_attention = ModuleSpec(module=SharedKVAttention, params=params)
         case Attention():
             attention = layer.submodules.self_attention
             attention.module, attention.params = PackedSelfAttention, {**attention.params, "attention": mixer}

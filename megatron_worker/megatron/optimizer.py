@@ -23,7 +23,7 @@ from megatron_worker.optimizers import Group, Rates, groups_of, rates_of, step_m
 from megatron_worker.process.ranks import SideRanks
 from megatron_worker.quantized import CodedMoment, update_coded
 from megatron_worker.tensors.offload import Flat
-from megatron_worker.tensors.state_files import Held, SlotOptimizer, State, only_here
+from megatron_worker.tensors.state_files import Held, SlotOptimizer, State, local_only
 from shared.families.tensor_slices import TensorSlice
 
 # --- Regions of a flat buffer ---
@@ -169,7 +169,7 @@ class MegatronOptimizer(SlotOptimizer):
         Its other holders have to ask for it, too, and get None.
         """
         if self.is_exact:
-            return only_here(self._working.views, ranks.rank)
+            return local_only(self._working.views, ranks.rank)
         return partial(Gathered(self._working, self._regions, self._shares("master")).collected, ranks)
 
     def refresh_working(self) -> None:

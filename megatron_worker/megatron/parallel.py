@@ -119,7 +119,7 @@ class Mesh:
         return self.world.rank
 
     @property
-    def num_alike(self) -> int:
+    def num_replicas(self) -> int:
         return self.cp.size
 
     @property
@@ -312,7 +312,7 @@ def gather_alike(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else linear_map(x, group.join_shares, lambda grad: _share(grad, group))
 
 
-def sum_alike(x: Tensor, group: Group) -> Tensor:
+def sum_replicated(x: Tensor, group: Group) -> Tensor:
     """Return the sum over the group. All ranks must compute the same with it, as equal gradients are not summed."""
 
     def total(x: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ def sum_alike(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else linear_map(x, total, lambda grad: grad)
 
 
-def alike_over(weight: Tensor, group: Group) -> Tensor:
+def replicated_over(weight: Tensor, group: Group) -> Tensor:
     """Return a weight whose gradient is equal on all ranks of the group, and is summed over them later."""
     return weight if group.size == 1 else linear_map(weight, lambda x: x.view_as(x), lambda grad: grad / group.size)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from longshore.events import Cancelled, Event, Failed, Succeeded
 from shared.errors import InvalidInput
-from shared.jobs.events import Cancelled, Event, Failed, Succeeded
 from shared.jobs.job import Job, LeaseMark, WorkerPlan
 from shared.storage.paths import WorkerPaths
 

@@ -349,8 +349,8 @@ class WorkerRanks:
         try:
             result, fault = action(), None
         except Exception as error:
-            result, fault = None, _told(error)
-        self.settle(fault, SETUP_PATIENCE)
+            result, fault = None, _fault_of(error)
+        self.raise_common_fault(fault, SETUP_PATIENCE)
         return result  # type: ignore[return-value]
 
     def agree_on(self, error: Exception, patience: timedelta = STEP_PATIENCE) -> JobFailed:
@@ -359,14 +359,14 @@ class WorkerRanks:
         If a rank is missing, the error itself is raised, and ends this process.
         """
         try:
-            self.settle(_told(error), patience)
+            self.raise_common_fault(_fault_of(error), patience)
         except JobFailed as failed:
             return failed
         except AbsentRank:
             raise error from None
         raise AssertionError("a fault was settled as none")
 
-    def settle(self, fault: Fault | None, patience: timedelta) -> None:
+    def raise_common_fault(self, fault: Fault | None, patience: timedelta) -> None:
         """Raise JobFailed on all ranks if any of them has a fault."""
         for text in self.exchange(fault.model_dump_json() if fault else "-", patience):
             if text != "-":
@@ -387,7 +387,7 @@ class WorkerRanks:
         return tensor.tolist()
 
 
-def _told(error: Exception) -> Fault:
+def _fault_of(error: Exception) -> Fault:
     """Print the trace to the worker's output, and return the fault for the user."""
     traceback.print_exception(error)
     return fault_of(error)

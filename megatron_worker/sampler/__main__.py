@@ -22,7 +22,7 @@ from megatron_worker.process.startup import on_signals, slow_imports, start_watc
 from shared.chat.completions import LogprobsMode, SamplerReady
 from shared.errors import InvalidInput
 from shared.log_lines import escape_output
-from shared.models.config import read_end_ids
+from shared.models.end_tokens import read_end_ids
 from shared.storage.files import reachable, write_atomically
 
 
@@ -46,7 +46,7 @@ def serve(options: argparse.Namespace) -> None:
         from tokenizers import Tokenizer
 
         from megatron_worker.sampler.answers import AnswerLimits, Answers
-        from megatron_worker.sampler.decoders import open_decoder
+        from megatron_worker.sampler.decoder import Decoder
         from megatron_worker.sampler.generation import Generator
         from megatron_worker.sampler.models import Models, Sleep
         from megatron_worker.sampler.server import Server, listening
@@ -57,7 +57,7 @@ def serve(options: argparse.Namespace) -> None:
     tokenizer_file = options.model / "tokenizer.json"
     if not tokenizer_file.exists():
         raise InvalidInput("the model has no tokenizer.json", str(options.model))
-    decoder = open_decoder(options.model, getattr(torch, options.dtype), device, options.by_transformers)
+    decoder = Decoder(options.model, getattr(torch, options.dtype), device)
     generator = Generator(decoder, options.slots)
     longest = min(decoder.architecture.max_positions or sys.maxsize, _context_of(options.model))
     limits = AnswerLimits(min(options.max_model_len, longest), options.logprobs_mode, longest)
@@ -114,9 +114,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--weights-address", help="an IP address at which trainers of other machines send weights")
     parser.add_argument("--weights-key-file", type=Path, help="in hexadecimal, by which those are known")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="float32")
-    parser.add_argument(
-        "--by-transformers", action="store_true", help="compute by transformers' model, if our own decoder could too"
-    )
     parser.add_argument("--device", help="cuda where there is one, unless given")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; part of what makes a result bit-identical")
     parser.add_argument("--slots", type=int, default=32, help="sequences a step; part of that too")

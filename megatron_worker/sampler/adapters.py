@@ -4,22 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from longshore.fields import Sha256
 from longshore.training import Lora
 from megatron_worker.head.scalar import HeadWeights, head_slices
-from megatron_worker.sampler.decoders import AnyDecoder
-from megatron_worker.sampler.layers import FusedLinear, LoraFactors
-from megatron_worker.tensors.adapter_tensors import norms_of_rows, scale_of, targeted
+from megatron_worker.lora import Adapter, AppliedLora, forms_of
+from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.sampler.layers import Factors
 from megatron_worker.tensors.safetensors_files import single_file
 from megatron_worker.tensors.state_files import check_adapter_names
 from megatron_worker.weight_sync.buckets import weights_sha256
 from shared.chat.completions import DrawnBy
 from shared.families.tensor_slices import TensorSlice
 from shared.models import peft as peft_format
-from shared.models.peft import AdaptedModules, LoraSize
 
 
 @dataclass(eq=False)
@@ -32,7 +30,7 @@ class LoadedAdapter:
 
     name: str
     folder: str
-    lora_weights: Mapping[str, LoraFactors]
+    lora_weights: Factors
     drawn_by: DrawnBy = field(default_factory=DrawnBy)
     head: HeadWeights | None = None
 
@@ -41,15 +39,13 @@ class LoadedAdapter:
         self.folder, self.lora_weights, self.drawn_by = other.folder, other.lora_weights, other.drawn_by
         self.head = other.head
 
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        named = [(f"{n}.{matrix}", x) for n, lora in self.lora_weights.items() for matrix, x in lora.tensors.items()]
+        return named if self.head is None else [*named, *self.head.named_tensors()]
+
     def weights_sha256(self) -> Sha256:
         """Return the hash of its bits in memory."""
-        named = [
-            (f"{linear}.{matrix}", tensor)
-            for linear, lora in self.lora_weights.items()
-            for matrix, tensor in (("a", lora.a_RI), ("b", lora.b_OR), ("gain", lora.gain_O))
-        ]
-        named += [] if self.head is None else [("score", self.head.weight_LH), ("score bias", self.head.bias_L)]
-        return weights_sha256((name, tensor) for name, tensor in named if tensor is not None)
+        return weights_sha256(self.named_tensors())
 
 
 def versioned(adapter: LoadedAdapter, version: int | None = None) -> LoadedAdapter:
@@ -58,7 +54,7 @@ def versioned(adapter: LoadedAdapter, version: int | None = None) -> LoadedAdapt
     return adapter
 
 
-def load_adapter(name: str, folder: Path, decoder: AnyDecoder) -> LoadedAdapter:
+def load_adapter(name: str, folder: Path, decoder: Decoder) -> LoadedAdapter:
     """Load an adapter. Raises InvalidInput when it is missing or damaged, or not of the decoder's shape."""
     lora = peft_format.read_config(folder, may_have_head=True)
     path = folder / peft_format.WEIGHTS
@@ -75,50 +71,18 @@ def load_adapter(name: str, folder: Path, decoder: AnyDecoder) -> LoadedAdapter:
         return adapter
 
 
-def adapter_of(name: str, folder: str, lora: Lora, decoder: AnyDecoder, tensors: Mapping[str, Tensor]) -> LoadedAdapter:
+def adapter_of(name: str, folder: str, lora: Lora, decoder: Decoder, tensors: Mapping[str, Tensor]) -> LoadedAdapter:
     """Make an adapter of whole tensors under PEFT's names, with the shapes of `adapter_shapes`."""
-    found, adapted = {}, AdaptedModules(lora)
-    for linear in decoder.adaptable:
-        if parts := targeted(linear.parts, adapted):
-            found[linear.name] = _lora_weights(linear, parts, tensors, decoder)
+    found: dict[str, AppliedLora] = {}
+    for fused in decoder.adaptable:  # one by one: beside what is kept and what came there is no third copy of it all
+        adapter = Adapter(lora, [fused.linear], [], decoder.dtype, decoder.device)
+        for s in adapter.slices:
+            adapter.write(s, tensors[s.name])
+        found |= {linear: own.applied(fused.weight_OI) for linear, own in adapter.linears.items()}
     return LoadedAdapter(name, folder, found)
 
 
-def adapter_shapes(decoder: AnyDecoder, lora: Lora) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(decoder: Decoder, lora: Lora) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an adapter's tensors by PEFT's names."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    adapted = AdaptedModules(lora)
-    for linear in decoder.adaptable:
-        for part, size in targeted(linear.parts, adapted).items():
-            shapes[peft_format.factor_of(part.name, "A")] = (size.rank, part.shape[1])
-            shapes[peft_format.factor_of(part.name, "B")] = (part.shape[0], size.rank)
-            if lora.dora:
-                shapes[peft_format.norms_of(part.name)] = part.shape[:1]
-    return shapes
-
-
-def _lora_weights(
-    linear: FusedLinear, chosen: Mapping[TensorSlice, LoraSize], tensors: Mapping[str, Tensor], decoder: AnyDecoder
-) -> LoraFactors:
-    num_outputs, num_inputs = linear.weight_OI.shape
-    sizes = list(chosen.values())
-    num_ranks = sum(size.rank for size in sizes)
-    a_RI = torch.empty(num_ranks, num_inputs)
-    b_OR = torch.zeros(num_outputs, num_ranks)
-    row = first = 0
-    for part in linear.parts:
-        if part in chosen:
-            columns = slice(first, first := first + chosen[part].rank)
-            a_RI[columns] = tensors[peft_format.factor_of(part.name, "A")]
-            b_OR[row : row + part.shape[0], columns] = tensors[peft_format.factor_of(part.name, "B")]
-        row += part.shape[0]
-    here = decoder.device, decoder.dtype
-    a_RI, b_OR, scale = a_RI.to(*here), b_OR.to(*here), scale_of(sizes, decoder.device)
-    if peft_format.norms_of(next(iter(chosen)).name) not in tensors:
-        return LoraFactors(a_RI, b_OR, scale)
-    norm_O = norms_of_rows(linear.weight_OI, (b_OR * scale) @ a_RI).to(decoder.dtype)
-    rows = zip(linear.parts, norm_O.split([part.shape[0] for part in linear.parts]), strict=True)
-    trained_O = torch.cat(
-        [tensors[peft_format.norms_of(part.name)].to(norm_O) if part in chosen else own_O for part, own_O in rows]
-    )
-    return LoraFactors(a_RI, b_OR, scale, trained_O / norm_O)
+    forms = forms_of(lora, [fused.linear for fused in decoder.adaptable])
+    return {s.name: s.shape for form in forms for s in form.slices}

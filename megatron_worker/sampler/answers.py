@@ -16,9 +16,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler import generation
-from megatron_worker.sampler.decoders import AnyDecoder
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.drawing import Penalties
-from megatron_worker.sampler.generation import End, Ending, Sequence, Ticket
+from megatron_worker.sampler.generation import End, Ending, RequestGroup, Sequence
 from megatron_worker.sampler.models import Models, RequestRefused, parsed
 from shared.chat.completions import (
     MAX_SAMPLES,
@@ -68,7 +68,7 @@ class AnswerPiece:
         return cls(0, len(sequence.token_ids), sequence.ending.text(sequence.token_ids), sequence.end)
 
 
-class Pieces:
+class StreamChunks:
     """Cuts a sequence into pieces while another thread draws it. Together they have its tokens and its text."""
 
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer) -> None:
@@ -117,7 +117,7 @@ class Answers:
     def __init__(
         self,
         models: Models,
-        decoder: AnyDecoder,
+        decoder: Decoder,
         tokenizer: Tokenizer,
         end_ids: frozenset[int],
         generator: generation.Generator,
@@ -144,7 +144,7 @@ class Answers:
         num_changes = self._generator.num_changes
         adapter = self.models.find(request.model)
         prompts = self._prompts(request)
-        ticket = Ticket(adapter, self._sequences(request, prompts), num_changes)
+        ticket = RequestGroup(adapter, self._sequences(request, prompts), num_changes)
         if not self._answered(ticket, is_gone, streams=bool(request.stream)):
             return None
         return self._chunks(request, ticket, is_gone) if request.stream else self._response(request, ticket)
@@ -156,13 +156,13 @@ class Answers:
         adapter = self.models.find(request.model, scores=True)
         fits = [len(ids) <= self._limits.longest for ids in request.prompts]
         read = [self._checked(tuple(ids), 0, len(ids)) for ids, fit in zip(request.prompts, fits, strict=True) if fit]
-        ticket = Ticket(adapter, [Sequence.scored(prompt, self._tokenizer) for prompt in read], num_changes)
+        ticket = RequestGroup(adapter, [Sequence.scored(prompt, self._tokenizer) for prompt in read], num_changes)
         if read and not self._answered(ticket, is_gone):
             return None
         told = iter(ticket.sequences)
         return ScoreAnswer(scores=[next(told).scalars if fit else None for fit in fits])
 
-    def _answered(self, ticket: Ticket, is_gone: Callable[[], bool], streams: bool = False) -> bool:
+    def _answered(self, ticket: RequestGroup, is_gone: Callable[[], bool], streams: bool = False) -> bool:
         """Wait for a ticket's sequences, of a stream for the first token. False when the client has not waited."""
         self._generator.submit(ticket)
         # A stream is only begun with its first token, as a refusal must come before it.
@@ -253,7 +253,7 @@ class Answers:
         except InvalidInput as error:
             raise RequestRefused(400, error.message, error.place) from None
 
-    def _response(self, request: CompletionRequest, ticket: Ticket) -> CompletionResponse:
+    def _response(self, request: CompletionRequest, ticket: RequestGroup) -> CompletionResponse:
         return CompletionResponse(
             id=_new_id(),
             created=int(time.time()),
@@ -266,11 +266,11 @@ class Answers:
         )
 
     def _chunks(
-        self, request: CompletionRequest, ticket: Ticket, is_gone: Callable[[], bool]
+        self, request: CompletionRequest, ticket: RequestGroup, is_gone: Callable[[], bool]
     ) -> Generator[CompletionChunk | ErrorResponse, None, None]:
         """Yield what is new, from time to time. The request is cancelled if the caller stops iterating."""
         head = CompletionChunk(id=_new_id(), created=int(time.time()), model=request.model, choices=[])
-        pieces = [Pieces(sequence, self._tokenizer) for sequence in ticket.sequences]
+        pieces = [StreamChunks(sequence, self._tokenizer) for sequence in ticket.sequences]
         try:
             is_over = False
             while not is_over and not is_gone():
@@ -372,7 +372,7 @@ def _new_id() -> str:
     return f"cmpl-{secrets.token_hex(12)}"
 
 
-def _usage(request: CompletionRequest, ticket: Ticket) -> Usage:
+def _usage(request: CompletionRequest, ticket: RequestGroup) -> Usage:
     num_prompt = sum(len(sequence.prompt) for sequence in ticket.sequences) // request.n
     num_drawn = sum(len(sequence.token_ids) for sequence in ticket.sequences)
     return Usage(prompt_tokens=num_prompt, completion_tokens=num_drawn, total_tokens=num_prompt + num_drawn)

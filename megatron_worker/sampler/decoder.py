@@ -2,160 +2,142 @@
 
 **Why batching cannot change a result.** Products round differently for differently shaped matrices, so shapes here
 never depend on other requests: a prompt is prefilled alone, whatever waits; a step always computes every slot, empty
-or not, with experts too (experts.py); attention runs over blocks of BLOCK positions, and blocks after a sequence's
+or not, with experts too (layers.py); attention runs over blocks of BLOCK positions, and blocks after a sequence's
 end add exactly nothing (a weight of exp(-1e30) = 0, a rescaling by exp(0) = 1). This assumes that a product gives
 equal rows for equal inputs in every row; `reliable_width` (generation.py) checks that.
 
-Shape suffixes: B slots, T tokens of a prompt, H hidden size, Q query heads, G key/value heads, P query heads for each
-of those, S positions of a block, D size of a head, V vocabulary, O outputs and I inputs of a linear, R ranks.
+Shape suffixes: B slots, T tokens of a prompt, H hidden size, V vocabulary; L layers, X size of an input of one.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker.families import frequencies_of, rope_tables
+from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.sampler.drawing import PromptScores, score_prompt
 from megatron_worker.sampler.layers import (
-    BLOCK,
+    Cache,
+    Factors,
     FusedLinear,
-    LoraFactors,
-    Mlp,
-    Norm,
-    SamplerAttention,
-    SamplerExperts,
-    fuse_attention,
-    fuse_experts,
-    fuse_mlp,
+    Layer,
+    ModelTensors,
+    Pass,
+    Prefilled,
+    PromptPass,
+    StepPass,
     masks_of,
     token_table,
     with_tokens,
 )
 from megatron_worker.tensors.safetensors_files import model_files
 from shared.errors import InvalidInput
-from shared.families import architecture, read_architecture
-from shared.families.architecture import Architecture, Attention, Mixer, Mixture, Rope
-from shared.families.model_slices import output_slice, slices_of
-from shared.families.tensor_slices import TensorSlice
+from shared.families import read_architecture
+from shared.families.architecture import Architecture
+
+if TYPE_CHECKING:
+    from megatron_worker.sampler.by_transformers import TransformersModel
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Attention and an MLP, or experts in its place, each with the norm before it."""
+class OwnModel:
+    """A model of one of our families, by the trainer's parts.
 
-    attention_norm: Norm
-    attention: SamplerAttention
-    mlp_norm: Norm
-    mlp: Mlp | SamplerExperts
+    Attributes:
+        architecture: its mixers say what caches hold.
+        slices: what weights consist of; `tensors` has what is never trained, too, and both are read from folders.
+        adaptable: the linears that an adapter can have factors for.
+    """
 
-
-@dataclass(frozen=True)
-class Prefilled:
-    """The result of reading a prompt: the adapter, the last token's final hidden state, keys and values of each layer,
-    [G, T, D], the experts that each layer with experts chose, [T, K], and the residual stream after the last layer
-    (it gives the final hidden states of all tokens)."""
-
-    lora_weights: Mapping[str, LoraFactors]
-    hidden_H: Tensor
-    stream_TH: Tensor
-    keys: list[Tensor]
-    values: list[Tensor]
-    experts: list[Tensor]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.stream_TH)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.stream_TH, *self.keys, *self.values, *self.experts))
-
-
-class Cache:
-    """Keys and values of all slots, one tensor a layer: [blocks, B, G, S, D]; grows by blocks of zeros."""
-
-    def __init__(self, a: Architecture, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.num_slots = num_slots
-        empty = 0, num_slots, a.attention.num_kv_heads, BLOCK, a.attention.head_dim
-        self.keys = [torch.zeros(empty, dtype=dtype, device=device) for _ in a.mixers]
-        self.values = [torch.zeros(empty, dtype=dtype, device=device) for _ in a.mixers]
-        self.slots_B = torch.arange(num_slots, device=device)
+    def __init__(self, a: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+        self.architecture, self.dtype = a, dtype
+        self.slices = a.slices(1)
+        self._held = held = ModelTensors(self.slices, a.constants, dtype, device, a.zero_centred_norms)
+        self._embedding_VH = held["embedding.word_embeddings.weight"]
+        self._embedding_scale = float(torch.tensor(a.embedding_scale, dtype=dtype))
+        self._per_layer = [held.get(f"embedding.per_layer.{x}.weight") for x in ("table", "projection")]
+        self._per_layer_norm = held.norm("embedding.per_layer.norm", a.norm_eps)
+        self._layers = [Layer(a, held, number) for number in range(a.num_layers)]
+        self.final_norm = held.norm("decoder.final_layernorm", a.norm_eps)
+        output_VH = self._embedding_VH if a.tied else held["output_layer.weight"]
+        self._output = FusedLinear("lm_head", (a.output_slice(1),), output_VH, None)
+        self._tables = token_table(held.slice_of("embedding.word_embeddings.weight"), self._embedding_VH)
+        self._vocabulary = VocabShard(0, a.vocab_size, a.vocab_size, None, a.logit_cap, a.logit_divisor)
+        self._frequencies = frequencies_of(a, device)
 
     @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+    def tensors(self) -> dict[str, Tensor]:
+        named = dict(self._held.others)
+        for linear in self._held.linears:
+            named |= linear.named_weights()
+        return named
 
-    def reserve(self, num_tokens: int) -> None:
-        for tensors in (self.keys, self.values):
-            for number, old in enumerate(tensors):
-                missing = -(-num_tokens // BLOCK) - len(old)
-                if missing > 0:
-                    tensors[number] = torch.cat([old, old.new_zeros(missing, *old.shape[1:])])
+    @property
+    def adaptable(self) -> list[FusedLinear]:
+        return [*self._held.linears, self._output, *self._tables]
 
-    def fill(self, slot: int, prompt: Prefilled) -> None:
-        self.reserve(prompt.num_tokens)
-        for tensors, sources in ((self.keys, prompt.keys), (self.values, prompt.values)):
-            for target, source_GTD in zip(tensors, sources, strict=True):
-                for block, start in enumerate(range(0, prompt.num_tokens, BLOCK)):
-                    part_GTD = source_GTD[:, start : start + BLOCK]
-                    target[block, slot, :, : part_GTD.shape[1]] = part_GTD
+    def stream(self, token_T: Tensor, position_T: Tensor, run: Pass) -> Tensor:
+        """Return the tokens' states after the last layer, [T, H]."""
+        run.rotary = {rope: rope_tables(rope, position_T, each, self.dtype) for rope, each in self._frequencies.items()}
+        x_TH = with_tokens(F.embedding(token_T, self._embedding_VH), token_T, run.lora_weights)
+        if self._embedding_scale != 1:
+            x_TH = x_TH * self._embedding_scale
+        run.per_layer_TLX = self._inputs_of_layers(token_T, x_TH)
+        for layer in self._layers:
+            x_TH = layer(x_TH, run)
+        return x_TH
 
+    def _inputs_of_layers(self, token_T: Tensor, x_TH: Tensor) -> Tensor | None:
+        """Return the input of each layer from tokens' ids and their embeddings, [T, L, X], if layers have any."""
+        (table, projection), block = self._per_layer, self.architecture.block
+        if table is None or projection is None or block is None:
+            return None
+        by_id = F.embedding(token_T, table) * float(torch.tensor(block.per_layer_size**0.5, dtype=self.dtype))
+        projected = F.linear(x_TH, projection) * x_TH.shape[-1] ** -0.5
+        by_id, projected = (x.unflatten(-1, (-1, block.per_layer_size)) for x in (by_id, projected))
+        return (self._per_layer_norm(projected) + by_id) * 2**-0.5
 
-def computes(a: Architecture) -> bool:
-    """Return True if `Decoder` computes an architecture: attention to all tokens before, and SwiGLU MLPs."""
-    factors = a.logit_cap, a.embedding_scale, a.residual_scale, a.logit_divisor
-    is_plain = a.block is None and not a.zero_centred_norms and factors == (None, 1, 1, 1)
-    return is_plain and all(map(_attends, a.mixers)) and all(map(_has, a.mlps))
-
-
-def _attends(mixer: Mixer | None) -> bool:
-    if type(mixer) is not Attention or mixer.is_gated or mixer.has_sinks or mixer.norms_all_heads:
-        return False
-    return mixer.window is None and mixer.scale is None
-
-
-def _has(mlp: architecture.Mlp | Mixture | None) -> bool:
-    if mlp is None or mlp.activation != "silu" or not mlp.is_gated:
-        return False
-    if isinstance(mlp, architecture.Mlp):
-        return True
-    return mlp.scoring == "softmax" and mlp.stacked is None and not mlp.latent_size and not mlp.shared_ffn_size
+    def logits(self, hidden_TH: Tensor, lora_weights: Factors) -> Tensor:
+        return self._vocabulary.logits(self._output(hidden_TH, lora_weights).float())
 
 
 class Decoder:
-    """A decoder of one of our families, whole on one device. Raises InvalidInput when the folder cannot be used."""
+    """A model, whole on one device. Raises InvalidInput when the folder cannot be used."""
 
-    computes_slots_alone = False
+    _model: "OwnModel | TransformersModel"
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = read_architecture(folder)
-        if not computes(self.architecture):
-            family = self.architecture.family
-            raise InvalidInput(f"the small sampler has no decoder of its own for {family}", str(folder))
         self.folder, self.dtype, self.device = folder, dtype, device
-        weights = _read(folder, self.architecture, dtype, device)
-        a = self.architecture
-        self._embedding_VH = weights[f"{a.tensor_prefix}.embed_tokens.weight"]
-        output_VH = self._embedding_VH if a.tied else weights[a.output_name]
-        self._output = FusedLinear("lm_head", (output_slice(a, 1),), output_VH, None)
-        self._final_norm = Norm(weights[f"{a.tensor_prefix}.norm.weight"], a.norm_eps)
-        self._slices = slices_of(a, 1)
-        slices = {s.name: s for s in self._slices}
-        self._table = token_table(slices[f"{a.tensor_prefix}.embed_tokens.weight"], self._embedding_VH)
-        self._layers = [_layer(a, weights, slices, number) for number in range(a.num_layers)]
-        self._unfused = weights  # what `fuse` has left of them
-        self._frequencies = frequencies_of(a, device)
+        if self.architecture.is_generic:
+            # Its import takes seconds, and most samplers do without it.
+            from megatron_worker.sampler.by_transformers import TransformersModel
+
+            self._model = TransformersModel(folder, self.architecture, dtype, device)
+        else:
+            self._model = OwnModel(self.architecture, dtype, device)
+        self.read_weights(folder)
+        if self.architecture.is_generic:
+            self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Refuse a model whose layers keep more than what attention tells: its steps would mix slots."""
+        token_ids, cache = range(1, 10), self.new_cache(2)
+        cache.fill(1, self.prefill(token_ids[:-1], {}))
+        token_B, position_B = (torch.tensor([0, last], device=self.device) for last in (token_ids[-1], 8))
+        stepped_H, whole_H = self.step(token_B, position_B, 1, cache, {})[1], self.prefill(token_ids, {}).hidden_H
+        bound = 1e-4 if self.dtype == torch.float32 else 0.1
+        if not (stepped_H - whole_H).abs().max() <= bound * whole_H.abs().max():
+            problem = f"{self.architecture.family} keeps more of earlier tokens than keys and values"
+            raise InvalidInput(f"{problem}: it is not computed", str(self.folder))
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return every tensor by its Hugging Face name: what is written to one is computed with from then on."""
-        named = dict(self._unfused)
-        for linear in self.linears:
-            named |= linear.named_weights()
-        return named
+        tensors = self._model.tensors
+        return {s.name: tensors[s.name] for s in self._model.slices}
 
     def read_weights(self, folder: Path) -> None:
         """Replace all weights by those of a Hugging Face folder of the same architecture.
@@ -163,41 +145,37 @@ class Decoder:
         Raises:
             InvalidInput: the folder cannot be used. The weights may have been replaced in part, if a file is damaged.
         """
-        read_into(self.named_weights(), folder, self.architecture, self._slices)
-
-    @property
-    def linears(self) -> list[FusedLinear]:
-        return [x for layer in self._layers for x in (*layer.attention.linears, *layer.mlp.linears)]
+        if read_architecture(folder) != self.architecture:
+            raise InvalidInput("the weights are of another architecture than the model", str(folder / "config.json"))
+        slices, tensors = [*self._model.slices, *self.architecture.constants], self._model.tensors
+        with model_files(folder) as files:
+            files.assign(slices, folder, self.architecture.carried)
+            for s in slices:
+                tensors[s.name].copy_(files.local(s, s.name, 0, 1))
 
     @property
     def adaptable(self) -> list[FusedLinear]:
         """The linears that an adapter can have factors for."""
-        return [*self.linears, self._output, self._table]
+        return self._model.adaptable
 
     def new_cache(self, num_slots: int) -> Cache:
-        return Cache(self.architecture, num_slots, self.dtype, self.device)
+        return Cache(self._model.architecture, num_slots, self.dtype, self.device)
 
     @torch.inference_mode()
-    def prefill(self, token_ids: tuple[int, ...], lora_weights: Mapping[str, LoraFactors]) -> Prefilled:
+    def prefill(self, token_ids: Sequence[int], lora_weights: Factors) -> Prefilled:
         """Read one prompt."""
-        x_TH = self._embedded(torch.tensor(token_ids, device=self.device), lora_weights)
-        rotary = self._rotary(torch.arange(len(token_ids), device=self.device))
-        keys, values, experts = [], [], list[Tensor]()
-        for layer in self._layers:
-            attended_TH, key, value = layer.attention.read(layer.attention_norm(x_TH), lora_weights, rotary)
-            keys.append(key)
-            values.append(value)
-            x_TH = x_TH + attended_TH
-            x_TH = x_TH + self._mlp(layer, x_TH, lora_weights, experts, fixed_shapes=False)
-        last_1H = x_TH[-1:]
-        return Prefilled(lora_weights, self._final_norm(last_1H)[0], x_TH, keys, values, experts)
+        token_T = torch.tensor(token_ids, device=self.device)
+        run = PromptPass(self._model.architecture, token_T, self.dtype, lora_weights)
+        stream_TH = self._model.stream(token_T, torch.arange(len(token_T), device=self.device), run)
+        hidden_H = self._model.final_norm(stream_TH[-1:])[0]
+        return Prefilled(lora_weights, hidden_H, stream_TH, run.states, run.chosen)
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: Prefilled, num_top: int = 0) -> PromptScores:
         """Score a prompt's tokens but the first, with `num_top` of the likeliest in the place of each."""
 
         def logits(x_CH: Tensor) -> Tensor:
-            return self.logits(self._final_norm(x_CH), prompt.lora_weights)
+            return self.logits(self._model.final_norm(x_CH), prompt.lora_weights)
 
         return score_prompt(token_ids, prompt.stream_TH, logits, num_top)
 
@@ -208,7 +186,7 @@ class Decoder:
         position_B: Tensor,
         num_blocks: int,
         cache: Cache,
-        lora_weights: Mapping[str, LoraFactors],
+        lora_weights: Factors,
         chosen: list[Tensor] | None = None,
     ) -> Tensor:
         """Compute one token of every slot at its position. Returns final hidden states, [B, H].
@@ -217,76 +195,11 @@ class Decoder:
             num_blocks: blocks that any slot has tokens in; more change nothing.
             chosen: the slots' experts in each layer with experts are appended, [B, K].
         """
-        x_BH, chosen = self._embedded(token_B, lora_weights), [] if chosen is None else chosen
-        rotary, masks = self._rotary(position_B), masks_of(position_B, num_blocks)
-        places = position_B // BLOCK, cache.slots_B, position_B % BLOCK
-        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
-            x_BH = x_BH + layer.attention.step(
-                layer.attention_norm(x_BH), lora_weights, rotary, keys, values, places, masks
-            )
-            x_BH = x_BH + self._mlp(layer, x_BH, lora_weights, chosen, fixed_shapes=True)
-        return self._final_norm(x_BH)
+        masks = {window: masks_of(position_B, num_blocks, window) for window in self._model.architecture.windows}
+        run = StepPass(cache, position_B, masks, lora_weights, [] if chosen is None else chosen)
+        return self._model.final_norm(self._model.stream(token_B, position_B, run))
 
     @torch.inference_mode()
-    def logits(self, hidden_BH: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
+    def logits(self, hidden_BH: Tensor, lora_weights: Factors) -> Tensor:
         """Return logits, float32 [B, V]."""
-        return self._output(hidden_BH, lora_weights).float()
-
-    def _mlp(
-        self,
-        layer: Layer,
-        x_TH: Tensor,
-        lora_weights: Mapping[str, LoraFactors],
-        chosen: list[Tensor],
-        *,
-        fixed_shapes: bool,
-    ) -> Tensor:
-        """Return the output of a layer's MLP for the residual stream. `chosen`, `fixed_shapes`: see SamplerExperts."""
-        normed_TH = layer.mlp_norm(x_TH)
-        match layer.mlp:
-            case Mlp() as mlp:
-                return mlp(normed_TH, lora_weights)
-            case SamplerExperts() as experts:
-                return experts(normed_TH, lora_weights, chosen, fixed_shapes=fixed_shapes)
-
-    def _embedded(self, token_T: Tensor, lora_weights: Mapping[str, LoraFactors]) -> Tensor:
-        return with_tokens(F.embedding(token_T, self._embedding_VH), token_T, lora_weights)
-
-    def _rotary(self, position_T: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
-        return {rope: rope_tables(rope, position_T, each, self.dtype) for rope, each in self._frequencies.items()}
-
-
-def _read(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Read every tensor, by its Hugging Face name."""
-    slices = slices_of(a, 1)
-    with model_files(folder) as files:
-        files.assign(slices, folder, a.carried)
-        return {s.name: files.local(s, s.name, 0, 1).to(device, dtype, copy=True) for s in slices}
-
-
-def read_into(targets: Mapping[str, Tensor], folder: Path, a: Architecture, slices: Sequence[TensorSlice]) -> None:
-    """Read every tensor into the one of its Hugging Face name, which may be of another dtype.
-
-    Raises InvalidInput: the folder cannot be used, or is of another architecture.
-    """
-    if read_architecture(folder) != a:
-        raise InvalidInput("the weights are of another architecture than the model", str(folder / "config.json"))
-    with model_files(folder) as files:
-        files.assign(slices, folder, a.carried)
-        for s in slices:
-            targets[s.name].copy_(files.local(s, s.name, 0, 1))
-
-
-def _layer(a: Architecture, weights: dict[str, Tensor], slices: dict[str, TensorSlice], number: int) -> Layer:
-    prefix, attention, mlp = f"{a.tensor_prefix}.layers.{number}", a.mixers[number], a.mlps[number]
-    assert isinstance(attention, Attention)  # else the family was refused
-    return Layer(
-        attention_norm=Norm(weights[f"{prefix}.{a.names.mixer_norm}.weight"], a.norm_eps),
-        attention=fuse_attention(f"{prefix}.self_attn", attention, a.norm_eps, weights, slices),
-        mlp_norm=Norm(weights[f"{prefix}.{a.names.mlp_norm}.weight"], a.norm_eps),
-        mlp=(
-            fuse_experts(f"{prefix}.mlp", mlp, weights, slices)
-            if isinstance(mlp, Mixture)
-            else fuse_mlp(f"{prefix}.mlp", weights, slices)
-        ),
-    )
+        return self._model.logits(hidden_BH, lora_weights)

@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from megatron_worker.lora import AppliedLora
 from megatron_worker.sampler.adapters import LoadedAdapter
-from megatron_worker.sampler.decoders import AnyCache, AnyDecoder, AnyPrompt
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.drawing import NO_PENALTIES, Cuts, Drawn, Penalties, PromptScores, draw, likeliest, uniform
-from megatron_worker.sampler.layers import BLOCK, LoraFactors
+from megatron_worker.sampler.layers import BLOCK, Cache, Factors, Prefilled
 from shared.chat.completions import DrawnBy, Sampling
 from shared.errors import InvalidInput
 
@@ -134,7 +135,7 @@ class Sequence:
         return len(self.prompt) + len(self.token_ids) - 1
 
 
-class Ticket:
+class RequestGroup:
     """Sequences that were submitted together. `done` is set when all have ended.
 
     `num_changes`: the generator's when the adapter was looked up. `is_late`: the weights have changed since then, and
@@ -205,16 +206,16 @@ class Generator:
     `num_changes` counts the changes of weights that have begun, except changes with `continues`.
     """
 
-    def __init__(self, decoder: AnyDecoder, num_slots: int) -> None:
+    def __init__(self, decoder: Decoder, num_slots: int) -> None:
         self._decoder = decoder
         self._num_slots = num_slots
-        self._arrivals: queue.SimpleQueue[Ticket | Pause | None] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[RequestGroup | Pause | None] = queue.SimpleQueue()
         self._pause: Pause | None = None
         self.num_changes = 0
-        self._lanes: dict[LoadedAdapter, _Lane] = {}
+        self._lanes: dict[LoadedAdapter, _AdapterBatch] = {}
         self._widths = dict[Shapes, int]()
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: RequestGroup) -> None:
         self._arrivals.put(ticket)
 
     def change(self, call: Callable[[], None], continues: bool = False) -> None:
@@ -255,10 +256,10 @@ class Generator:
                     self._renew_lanes(pause)
                 case Pause() as pause:
                     self._pause = pause
-                case Ticket() as ticket if ticket.num_changes != self.num_changes:
+                case RequestGroup() as ticket if ticket.num_changes != self.num_changes:
                     ticket.is_late = True
                     ticket.done.set()
-                case Ticket() as ticket:
+                case RequestGroup() as ticket:
                     self._lane(ticket.adapter).add(ticket)
         return True
 
@@ -277,24 +278,24 @@ class Generator:
         """Bytes of keys and values of the running sequences, and of their prompts."""
         return sum(lane.cache_bytes for lane in list(self._lanes.values()))
 
-    def _lane(self, adapter: LoadedAdapter) -> "_Lane":
+    def _lane(self, adapter: LoadedAdapter) -> "_AdapterBatch":
         if adapter not in self._lanes:
             if (shapes := shapes_of(adapter.lora_weights)) not in self._widths:
                 self._widths[shapes] = reliable_width(self._decoder, shapes, self._num_slots)
-            self._lanes[adapter] = _Lane(self._decoder, adapter, self._widths[shapes])
+            self._lanes[adapter] = _AdapterBatch(self._decoder, adapter, self._widths[shapes])
         return self._lanes[adapter]
 
 
 @dataclass(frozen=True)
-class _Seat:
+class _RunningSequence:
     sequence: Sequence
-    ticket: Ticket
+    ticket: RequestGroup
 
 
-class _Lane:
+class _AdapterBatch:
     """The slots that draw from one adapter."""
 
-    def __init__(self, decoder: AnyDecoder, adapter: LoadedAdapter, num_slots: int) -> None:
+    def __init__(self, decoder: Decoder, adapter: LoadedAdapter, num_slots: int) -> None:
         self._decoder = decoder
         self._adapter = adapter
         self._drawn_by = adapter.drawn_by
@@ -302,9 +303,9 @@ class _Lane:
         self._hidden_BH = torch.zeros(
             num_slots, decoder.architecture.hidden_size, dtype=decoder.dtype, device=decoder.device
         )
-        self._slots: list[_Seat | None] = [None] * num_slots
-        self._waiting: deque[_Seat] = deque()
-        self._prompts: OrderedDict[tuple[int, ...], AnyPrompt] = OrderedDict()
+        self._slots: list[_RunningSequence | None] = [None] * num_slots
+        self._waiting: deque[_RunningSequence] = deque()
+        self._prompts: OrderedDict[tuple[int, ...], Prefilled] = OrderedDict()
 
     @property
     def is_idle(self) -> bool:
@@ -314,11 +315,11 @@ class _Lane:
     def cache_bytes(self) -> int:
         return self._cache.num_bytes + sum(prompt.num_bytes for prompt in list(self._prompts.values()))
 
-    def add(self, ticket: Ticket) -> None:
-        self._waiting.extend(_Seat(sequence, ticket) for sequence in ticket.sequences)
+    def add(self, ticket: RequestGroup) -> None:
+        self._waiting.extend(_RunningSequence(sequence, ticket) for sequence in ticket.sequences)
 
     @property
-    def _lora(self) -> Mapping[str, LoraFactors]:
+    def _lora(self) -> Factors:
         return self._adapter.lora_weights
 
     def renew(self) -> None:
@@ -359,7 +360,7 @@ class _Lane:
                     arrival.sequence.following = arrival.sequence.grammar.begin()
                 self._slots[slot] = arrival
 
-    def _next_waiting(self) -> _Seat | None:
+    def _next_waiting(self) -> _RunningSequence | None:
         """Return the next sequence that draws tokens. Prompts are scored here, and some are only scored."""
         while self._waiting:
             seat = self._waiting.popleft()
@@ -378,7 +379,7 @@ class _Lane:
             seat.ticket.one_ended()
         return None
 
-    def _prefilled(self, prompt: tuple[int, ...]) -> AnyPrompt:
+    def _prefilled(self, prompt: tuple[int, ...]) -> Prefilled:
         if prompt not in self._prompts:
             self._prompts[prompt] = self._decoder.prefill(prompt, self._lora)
             if len(self._prompts) > _KEPT_PROMPTS:
@@ -466,7 +467,7 @@ def _together(chosen: list[torch.Tensor]) -> NDArray[np.int16]:
     return experts
 
 
-def _drawing(seat: _Seat | None) -> tuple[float, float, int, float, float]:
+def _drawing(seat: _RunningSequence | None) -> tuple[float, float, int, float, float]:
     """Return temperature, top_p, top_k, min_p and the number that draws a slot's next token."""
     if seat is None:
         return 0.0, 1.0, sys.maxsize, 0.0, 0.0
@@ -476,11 +477,11 @@ def _drawing(seat: _Seat | None) -> tuple[float, float, int, float, float]:
 
 
 def forward(
-    decoder: AnyDecoder,
+    decoder: Decoder,
     token_B: torch.Tensor,
     position_B: torch.Tensor,
-    cache: AnyCache,
-    lora_weights: Mapping[str, LoraFactors],
+    cache: Cache,
+    lora_weights: Factors,
     chosen: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Call `Decoder.step` over as many blocks as the longest sequence needs."""
@@ -489,24 +490,24 @@ def forward(
     return decoder.step(token_B, position_B, -(-num_tokens // BLOCK), cache, lora_weights, chosen)
 
 
-def shapes_of(lora_weights: Mapping[str, LoraFactors]) -> Shapes:
+def shapes_of(lora_weights: Factors) -> Shapes:
     return tuple((name, each.a_RI.shape, each.b_OR.shape) for name, each in sorted(lora_weights.items()))
 
 
 @torch.inference_mode()
-def reliable_width(decoder: AnyDecoder, shapes: Shapes, num_slots: int) -> int:
+def reliable_width(decoder: Decoder, shapes: Shapes, num_slots: int) -> int:
     """Return the largest of num_slots, num_slots / 2, …, 1 whose slots compute the same bits from the same tokens.
 
     How a sum is computed depends on shapes, not on values. So an adapter of random values is tried: one that begins,
     whose second matrices are zeros, would hide differences that its later versions have.
     """
     lora_weights = _random_weights(decoder, shapes)
-    while num_slots > 1 and not decoder.computes_slots_alone and not _slots_are_equal(decoder, lora_weights, num_slots):
+    while num_slots > 1 and not _slots_are_equal(decoder, lora_weights, num_slots):
         num_slots //= 2
     return num_slots
 
 
-def _random_weights(decoder: AnyDecoder, shapes: Shapes) -> dict[str, LoraFactors]:
+def _random_weights(decoder: Decoder, shapes: Shapes) -> Factors:
     """Return an adapter that adds to each linear about as much as an input of that size has."""
     device, dtype = decoder.device, decoder.dtype
     drawn = torch.Generator(device).manual_seed(0)
@@ -514,10 +515,10 @@ def _random_weights(decoder: AnyDecoder, shapes: Shapes) -> dict[str, LoraFactor
     def matrix(shape: torch.Size) -> torch.Tensor:
         return (torch.randn(shape, generator=drawn, device=device) / math.sqrt(shape[1])).to(dtype)
 
-    return {name: LoraFactors(matrix(a_shape), matrix(b_shape), 1.0) for name, a_shape, b_shape in shapes}
+    return {name: AppliedLora(matrix(a_shape), matrix(b_shape), 1.0) for name, a_shape, b_shape in shapes}
 
 
-def _slots_are_equal(decoder: AnyDecoder, lora_weights: Mapping[str, LoraFactors], num_slots: int) -> bool:
+def _slots_are_equal(decoder: Decoder, lora_weights: Factors, num_slots: int) -> bool:
     """Compare two tokens in all slots, then in slots at either end and in the middle, among others."""
     other = torch.arange(num_slots, device=decoder.device) % decoder.architecture.vocab_size
     alike = _two_tokens(decoder, lora_weights, torch.full_like(other, 1))
@@ -531,7 +532,7 @@ def _slots_are_equal(decoder: AnyDecoder, lora_weights: Mapping[str, LoraFactors
     return True
 
 
-def _two_tokens(decoder: AnyDecoder, lora_weights: Mapping[str, LoraFactors], token_B: torch.Tensor) -> torch.Tensor:
+def _two_tokens(decoder: Decoder, lora_weights: Factors, token_B: torch.Tensor) -> torch.Tensor:
     cache = decoder.new_cache(len(token_B))
     for position in range(2):
         hidden_BH = forward(decoder, token_B, torch.full_like(token_B, position), cache, lora_weights)

@@ -18,7 +18,7 @@ from torch import Tensor
 from longshore.fields import Sha256
 from longshore.training import Lora
 from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter, versioned
-from megatron_worker.sampler.decoders import AnyDecoder
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.tensors.offload import HostCopy
 from megatron_worker.tensors.safetensors_files import file_sha256
@@ -72,7 +72,7 @@ class Models:
     loaded.
     """
 
-    def __init__(self, name: str, folder: Path, decoder: AnyDecoder, generator: Generator, max_model_len: int) -> None:
+    def __init__(self, name: str, folder: Path, decoder: Decoder, generator: Generator, max_model_len: int) -> None:
         self._decoder = decoder
         self._base: LoadedAdapter | None = self._whole(name, str(folder))
         self._synced: SyncedWeights | None = None
@@ -416,7 +416,7 @@ class Sleep:
     device, drops them: `wake` reads weights from their folders again, others must be sent or loaded anew.
     """
 
-    def __init__(self, decoder: AnyDecoder, models: Models, generator: Generator) -> None:
+    def __init__(self, decoder: Decoder, models: Models, generator: Generator) -> None:
         self._decoder = decoder
         self._models = models
         self._generator = generator
@@ -441,7 +441,7 @@ class Sleep:
 
     def memory(self) -> SamplerMemory:
         """Count the bytes of each part, on the device and in the host's memory."""
-        adapters = sum(tensor.nbytes for adapter in self._models.adapters() for tensor in _tensors_of(adapter))
+        adapters = sum(tensor.nbytes for adapter in self._models.adapters() for _, tensor in adapter.named_tensors())
         return SamplerMemory(
             asleep=self._level,
             weights=PartMemory(device=self._weights.device_bytes, host=self._weights.host_bytes),
@@ -454,7 +454,7 @@ class Sleep:
             return
         self._models.is_asleep = True
         if level == 1 and self._decoder.device.type != "cpu":
-            tensors = [_tensors_of(adapter) for adapter in self._models.adapters()]
+            tensors = [[x for _, x in adapter.named_tensors()] for adapter in self._models.adapters()]
             self._adapters = [HostCopy(of_one) for of_one in tensors if of_one]
             for copy in (self._weights, *self._adapters):
                 copy.offload()
@@ -492,11 +492,6 @@ class Sleep:
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return one tensor of each storage."""
     return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
-
-
-def _tensors_of(adapter: LoadedAdapter) -> list[Tensor]:
-    factors = [tensor for weights in adapter.lora_weights.values() for tensor in (weights.a_RI, weights.b_OR)]
-    return factors if adapter.head is None else [*factors, adapter.head.weight_LH]
 
 
 def _give_back(device: torch.device) -> None:

@@ -29,9 +29,10 @@ from longshore.training import Dtype
 from megatron_worker.process.startup import PERIOD_S, host_is_gone
 from shared.chat.completions import ErrorResponse, SamplerReady
 from shared.child_environment import child_environment
+from shared.families import read_model_config
+from shared.families.model_slices import shape_of
 from shared.log_lines import escape_output
-from shared.models.config import GENERATION, read_model_config
-from shared.models.shape import shape_of
+from shared.models.end_tokens import GENERATION
 from shared.storage.files import reachable, write_atomically
 
 _SOCKET = "vllm.sock"
@@ -139,7 +140,7 @@ def _watch(server: "subprocess.Popen[bytes]", ready: SamplerReady, parent: int, 
             if status == httpx.codes.OK and not is_ready:
                 write_atomically(options.ready_file, ready.model_dump_json().encode())
             if status == httpx.codes.SERVICE_UNAVAILABLE and is_ready:
-                return f"vLLM is of no use any more: {_told(answer) or _cause()}"
+                return f"vLLM is of no use any more: {_error_text(answer) or _cause()}"
             look_at = time.monotonic() + _LOOK_EVERY_S
         time.sleep(PERIOD_S)
     told = " (routing_replay: off asks for no routes, which need CUDA and vLLM 0.32)" if tells_routes(options) else ""
@@ -155,7 +156,7 @@ def health(ready: SamplerReady) -> httpx.Response | None:
         return None
 
 
-def _told(answer: httpx.Response | None) -> str | None:
+def _error_text(answer: httpx.Response | None) -> str | None:
     """Return the error text of an answer about weights that could not be replaced; None if the engine has died."""
     try:
         return ErrorResponse.model_validate_json(answer.content).error.message if answer is not None else None

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from longshore.training import Full, Lora, Optimizer, ScalarHead
 from megatron_worker.engine import (
     Batch,
-    Facts,
+    EngineInfo,
     LossFunction,
     Memory,
     Norms,
@@ -29,10 +29,8 @@ from megatron_worker.engine import (
     TeacherStates,
     Where,
 )
-from megatron_worker.families import local_of, write_slice
 from megatron_worker.head import scalar
 from megatron_worker.head.logprobs import VocabShard
-from megatron_worker.tensors.adapter_tensors import Masks, norms_of_rows
 from megatron_worker.tensors.offload import Flat, HostCopy, Residency, Resident
 from megatron_worker.tensors.state_files import (
     Held,
@@ -41,7 +39,7 @@ from megatron_worker.tensors.state_files import (
     StateRanks,
     block_reader,
     blocks_of,
-    only_here,
+    local_only,
     read_adapter,
     read_model,
     read_optimizer,
@@ -54,21 +52,32 @@ from shared.families import read_architecture
 from shared.families.architecture import Architecture
 from shared.families.tensor_slices import TensorSlice, modules_of
 from shared.models import peft as peft_format
-from shared.models.peft import OUTPUT, beside
+from shared.models.peft import OUTPUT, beside, module_of
 
 # --- The slots of an engine: adapters on one base model, their training state, and moving them to the host ---
 
 
+class DropoutMasks(Protocol):
+    """See megatron_worker/lora.py."""
+
+    seed: int
+    moment: tuple[int, int] | None
+
+    def at(self, moment: tuple[int, int] | None, /) -> AbstractContextManager[None]: ...
+
+
 class SlotAdapter(Protocol):
-    """An adapter's weights, in one buffer."""
+    """An adapter's weights, in one buffer (megatron_worker/lora.py)."""
 
     lora: Lora
-    masks: Masks
     slices: list[TensorSlice]
     flat: Flat
     parameters: dict[str, Parameter]
 
-    def initialise(self, seed: int) -> None: ...
+    @property
+    def masks(self) -> DropoutMasks: ...
+
+    def initialise(self, seed: int, weight_of: Callable[[str], Tensor]) -> None: ...
 
 
 AdapterT = TypeVar("AdapterT", bound=SlotAdapter)
@@ -144,18 +153,17 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
         return self.trainings[self.active]
 
     @contextmanager
-    def dropping(self) -> Iterator[None]:
+    def dropout_scope(self) -> Iterator[None]:
         """Let a bin's forward pass drop inputs of the adapter that is trained. Enter it once for each bin."""
         training = self.trained
         moment = training.optimizer.step_count, training.num_bins
         training.num_bins += 1
-        with self.masks.at(moment):
+        with self._dropping(self.active, moment):
             yield
 
-    @property
-    def masks(self) -> Masks:
-        """The dropout masks of the active slot; the base has no dropout."""
-        return Masks(0.0, 0) if self.active is None else self.adapters[self.active].masks
+    def _dropping(self, slot: str | None, moment: tuple[int, int] | None) -> AbstractContextManager[None]:
+        """The base has no dropout."""
+        return nullcontext() if slot is None else self.adapters[slot].masks.at(moment)
 
     def add_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Install a fresh adapter, trainable and active. Raises InvalidInput if the model has none of its targets.
@@ -165,19 +173,14 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
         own = beside(lora, self._modules, is_new=True)
         self.residency.bring_base()
         adapter = self._new_adapter(own, self._device)
-        adapter.initialise(seed)
-        self._begin_with_norms(adapter)
+        adapter.initialise(seed, self._weight_of)
         self._install(name, adapter, trainable=True, seed=seed)
 
-    def _begin_with_norms(self, adapter: AdapterT) -> None:
-        """Let DoRA, if it is that, begin with the norms of the model's own rows. Collective."""
-        weights = {peft_format.norms_of(s.name): s for s in self._base.slices if s.name.endswith(".weight")}
-        for s in (s for s in adapter.slices if s.name.endswith(peft_format.NORMS)):
-            weight_OI = self._state_ranks.whole(weights[s.name], self._base.parameters, self._base.dtype)
-            if s.parameter in adapter.flat.views:
-                place = self._state_ranks.splitting(s)
-                local = local_of(s, norms_of_rows(weight_OI), place.rank, place.size)
-                write_slice(s, adapter.flat.views[s.parameter], local)
+    def _weight_of(self, factor: str) -> Tensor:
+        """Gather the weight of the model whose adapter has this factor. Collective."""
+        module = factor.removeprefix(peft_format.PREFIX).rpartition(".lora_")[0]
+        found = next(s for s in self._base.slices if s.name.endswith(".weight") and module_of(s.name) == module)
+        return self._state_ranks.whole(found, self._base.parameters, self._base.dtype)
 
     def load_adapter(self, name: str, folder: Path, lora: Lora | None, trainable: bool, seed: int = 0) -> None:
         """Install a PEFT adapter from a folder and make it active. `seed`: of its dropout.
@@ -218,9 +221,9 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
         self.residency.add(None, {"weights": Resident([HostCopy(self._base.storages), *heads])})
         parts = [(self._new_base_optimizer(self._device), self._base.slices)]
         if head is not None:
-            head.initialise(seed)
+            head.initialise(seed, self._weight_of)
             own = [replace(s, name=s.name.removeprefix(peft_format.PREFIX)) for s in head.slices]
-            others = [s for s in self._base.slices if peft_format.module_of(s.name) != OUTPUT]
+            others = [s for s in self._base.slices if module_of(s.name) != OUTPUT]
             parts = [(parts[0][0], others), (self._new_optimizer(head), own)]
             self.set_adapter(None)
         self._train(None, parts)
@@ -228,8 +231,9 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
     def _new_head(self, head: ScalarHead, device: torch.device) -> AdapterT:
         return self._new_adapter(Lora(target_pattern=_NO_LINEARS, head=head), device)
 
-    def train_own(self, slot: str | None, parameters: Mapping[str, Parameter]) -> None:
+    def train_own(self, slot: str | None, parameters: Mapping[str, Parameter], buffers: Mapping[str, Tensor]) -> None:
         """Train parameters of the user's code with a slot: they step together, and `save` and `load` handle both.
+        Buffers are only saved, as rank 0 has them, and loaded in place.
 
         They are whole and equal on every rank, and stay on the device. Ranks that share data must compute the same with
         them.
@@ -237,9 +241,10 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
         own = self._new_adapter(Lora(target_pattern=_NO_LINEARS), self._device, scalar.own_slices(parameters))
         for name, parameter in parameters.items():
             parameter.data = own.flat.views[scalar.OWN + name].copy_(parameter.data)
-            parameter.register_hook(lambda grad: grad / self._state_ranks.num_alike)
+            parameter.register_hook(lambda grad: grad / self._state_ranks.num_replicas)
             own.parameters[scalar.OWN + name] = parameter
         self.trainings[slot].own = self._new_optimizer(own), own.slices
+        self.trainings[slot].buffers = buffers
 
     def _train(self, slot: str | None, parts: list[tuple[OptimizerT, list[TensorSlice]]]) -> None:
         self.trainings[slot] = SlotTraining(slot, parts)
@@ -365,12 +370,12 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
         """Return a slot's weights (None: the base's), to be read before they change."""
         base, side = self._base, self._state_ranks.side
         if slot is None:
-            return self._outgoing(None, base.dtype, base.slices, only_here(base.parameters, side.rank))
+            return self._outgoing(None, base.dtype, base.slices, local_only(base.parameters, side.rank))
         adapter, training = self.adapters[slot], self.trainings.get(slot)
         if training is not None:
             held, is_shared = training.optimizer.masters_on(side), training.optimizer.shares_masters
             return self._outgoing(adapter.lora, torch.float32, adapter.slices, held, is_shared)
-        return self._outgoing(adapter.lora, torch.float32, adapter.slices, only_here(adapter.flat.views, side.rank))
+        return self._outgoing(adapter.lora, torch.float32, adapter.slices, local_only(adapter.flat.views, side.rank))
 
     def _outgoing(
         self, lora: Lora | None, dtype: torch.dtype, slices: list[TensorSlice], held: Held, is_shared: bool = False
@@ -445,7 +450,7 @@ class Engine(Slots[AdapterT, OptimizerT]):
     """See the docstring of megatron_worker/engine.py. An engine holds one base model and any number of named adapter
     slots beside it, which may all be trained. Forwards, backwards and steps use the active one."""
 
-    facts: Facts
+    facts: EngineInfo
     recompute = False
     """Layers keep their inputs alone of a pass, and compute again in its backward (Chen et al. 2016, arXiv:1604.06174).
     Gradients are the same bits. A backward may leave the adapter of its forward active."""
@@ -463,8 +468,8 @@ class Engine(Slots[AdapterT, OptimizerT]):
         """
         if not (self.recompute and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        masks, name = self.masks, self.active
-        moment = masks.moment
+        name = self.active
+        moment = None if name is None else self.adapters[name].masks.moment
 
         def beside_its_adapter(*args: Any, **kwargs: Any) -> Any:
             if self.active != name:
@@ -472,7 +477,7 @@ class Engine(Slots[AdapterT, OptimizerT]):
             return forward(*args, **kwargs)
 
         again = partial(copy_context().run, beside_its_adapter)  # of the FSDP engine: the bin's forests
-        how: Any = {"context_fn": lambda: (nullcontext(), masks.at(moment)), "preserve_rng_state": False}
+        how: Any = {"context_fn": lambda: (nullcontext(), self._dropping(name, moment)), "preserve_rng_state": False}
         return checkpoint(again, *args, use_reentrant=False, **how, **kwargs)
 
     # A step.

@@ -10,7 +10,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -36,11 +36,13 @@ from megatron_worker.tensors.safetensors_files import (
     write_model,
     write_safetensors,
 )
+from shared.errors import InvalidInput
 from shared.families.tensor_slices import TensorSlice
 from shared.models import peft as peft_format
 
 OPTIMIZER = "optimizer.safetensors"
 STEP = "step"
+_BUFFER = "buffer."
 _MAX_FILE_BYTES = 5 << 30
 _COPIED = (
     *("generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "LICENSE"),
@@ -71,7 +73,7 @@ class StateRanks(Protocol):
     def side(self) -> SideRanks: ...
 
     @property
-    def num_alike(self) -> int:
+    def num_replicas(self) -> int:
         """The number of ranks that compute the same after the model, and whose gradients are summed."""
         ...
 
@@ -174,12 +176,13 @@ class SlotTraining(Generic[OptimizerT]):
 
     Args:
         parts: an optimizer with the tensors that it trains; a base with a head has two. All step as one.
-        own: parameters of one's own code, which `weights/` do not have.
+        own: parameters of one's own code, which `weights/` do not have; `buffers`: its other tensors.
     """
 
     slot: str | None
     parts: list[tuple[OptimizerT, list[TensorSlice]]]
     own: tuple[OptimizerT, list[TensorSlice]] | None = None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
     num_bins: int = 0
     weight: Tensor | float = 0.0
 
@@ -368,7 +371,13 @@ def read_optimizer(folder: Path, training: SlotTraining[OptimizerT], ranks: Stat
     """Read moments and step count. Raises InvalidInput when the file is missing, damaged, or of another model."""
     path = folder / OPTIMIZER
     with single_file(path) as files:
-        check_names(files, {f"{state}.{s.name}" for state, _, slices in training.saved for s in slices} | {STEP}, path)
+        known = {f"{state}.{s.name}" for state, _, slices in training.saved for s in slices}
+        check_names(files, known | {STEP} | {_BUFFER + name for name in training.buffers}, path)
+        for name, buffer in training.buffers.items():
+            if files.shape(_BUFFER + name) != buffer.shape:
+                message = f"{name!r} has shape {files.shape(_BUFFER + name)}, expected {tuple(buffer.shape)}"
+                raise InvalidInput(message, str(path))
+            buffer.copy_(files.whole(_BUFFER + name))
         for state, optimizer, slices in training.saved:
             values = optimizer.grad.like(torch.float32)
             _read(files, slices, values.views, ranks, prefix=f"{state}.")
@@ -382,8 +391,10 @@ def write_optimizer(folder: Path | None, training: SlotTraining[OptimizerT], ran
         WrittenTensor(f"{state}.{s.name}", torch.float32, s.shape) for state, _, own in training.saved for s in own
     ]
     entries.append(WrittenTensor(STEP, torch.int64, ()))
+    entries += [WrittenTensor(_BUFFER + name, b.dtype, tuple(b.shape)) for name, b in training.buffers.items()]
     found = (_whole(slices, each.gathered(state), ranks, torch.float32) for state, each, slices in training.saved)
-    tensors = chain(chain.from_iterable(found), [torch.tensor(training.optimizer.step_count)])
+    step_count = torch.tensor(training.optimizer.step_count)
+    tensors = chain(chain.from_iterable(found), [step_count], (b.detach().cpu() for b in training.buffers.values()))
     with all_drawn(tensors):
         write_safetensors(folder and folder / OPTIMIZER, entries, tensors)
 
@@ -415,7 +426,7 @@ Held = Callable[[str, int], Tensor | None]
 """Returns this rank's parameter of a name, if this is the rank of that number; None otherwise."""
 
 
-def only_here(parameters: Mapping[str, Tensor], own_rank: int) -> Held:
+def local_only(parameters: Mapping[str, Tensor], own_rank: int) -> Held:
     return lambda name, rank: parameters[name] if rank == own_rank else None
 
 

@@ -1,14 +1,23 @@
 """Custom training code on a rank: typed forwards, adapters by name, micro-batches that fit memory."""
 
 from megatron_worker.forwards import ACTIVE, ForwardInput, ForwardOutput, TopK
-from megatron_worker.trainer_rank.micro_batches import MicroBatch, Planning
-from megatron_worker.trainer_rank.rank import Head, Snapshot, TrainerRank, start, train_head
+from megatron_worker.trainer_rank.rank import (
+    Head,
+    MemoryFigures,
+    MicroBatch,
+    Planning,
+    Snapshot,
+    TrainerRank,
+    start,
+    train_head,
+)
 
 __all__ = [
     "ACTIVE",
     "ForwardInput",
     "ForwardOutput",
     "Head",
+    "MemoryFigures",
     "MicroBatch",
     "Planning",
     "Snapshot",

@@ -9,35 +9,48 @@ are collective as well; each rank has different inputs and another loss, or none
 
 import math
 import os
+import resource
 import weakref
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from longshore.layout import EngineName, Layout
-from longshore.training import Dtype, Full, Lora, Optimizer, OptimizerStates, Quantization, Recompute, held_otherwise
-from megatron_worker.dispatch import Dispatcher, SlotName
-from megatron_worker.engine import Batch, Facts, Norms
+from longshore.training import (
+    Dtype,
+    Full,
+    Lora,
+    Optimizer,
+    OptimizerStates,
+    Quantization,
+    Recompute,
+    storage_not_supported,
+)
+from megatron_worker.dispatch import WAYS, Dispatcher, SlotName
+from megatron_worker.engine import Batch, EngineInfo, Norms
 from megatron_worker.forwards import (
     LEAST_SAVED,
     CheckedInput,
     ForwardInput,
     ForwardOutput,
-    HeadCall,
+    HeadRequest,
     Inputs,
     Ints,
     Pack,
+    Pass,
     answers,
     check,
     empty_output,
@@ -45,15 +58,17 @@ from megatron_worker.forwards import (
     nested_alike,
     pack,
 )
-from megatron_worker.memory import PlannedSlot
+from megatron_worker.memory import PlannedSlot, Planner, RankShare, default_budget, new_meter
 from megatron_worker.process.ranks import agreement, backend, everyone, start_group
 from megatron_worker.tensors.safetensors_files import WrittenTensor, write_safetensors
 from megatron_worker.tensors.slot_engine import Engine
-from megatron_worker.trainer_rank.micro_batches import MicroBatch, base_first, micro_batches, resident
 from megatron_worker.warm_engine import new_engine
 from shared.errors import InvalidInput
 from shared.models import peft as peft_format
 from shared.models.peft import OUTPUT, AdaptedModules
+
+T = TypeVar("T")
+
 
 # --- Graphs ---
 # Tracks which slots have a live autograd graph, by objects that autograd saves for the backward and frees with it.
@@ -132,13 +147,13 @@ class Lockstep:
         self._graphs = Graphs()
         self._num_cut = 0
 
-    def slots(self, own: Iterable[str | None]) -> set[str | None]:
-        """Return the slots that any rank uses. Raises InvalidInput if some ranks keep graphs and others do not."""
+    def passes(self, own: Iterable[Pass]) -> set[Pass]:
+        """Return the passes that any rank makes. Raises InvalidInput if some ranks keep graphs and others do not."""
         self.release()
         found = everyone(self._world_size, (list(set(own)), torch.is_grad_enabled()))
         if len({keeps_graph for _, keeps_graph in found}) > 1:
             raise InvalidInput("some ranks keep a graph and others are under no_grad; here they go in step", "forward")
-        return {name for names, _ in found for name in names}
+        return {Pass(*each) for passes, _ in found for each in passes}
 
     def cut(self, hidden_NH: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
         """Return hidden states and embedding for the heads, detached from the backbone's graph, which is kept here."""
@@ -205,7 +220,8 @@ def forward_slot(
 
     Without requests an empty pack goes through the backbone, as other ranks may need this one's part.
     """
-    packed = pack([request.token_L for request in requests], least_saved_tokens)
+    routes = [request.route_LEK for request in requests]
+    packed = pack([request.token_L for request in requests], least_saved_tokens, routes)
     asked = _by_question(requests, packed.order)
     rows = [[packed.index_of[n][requests[n].position_P] for n in numbers] for numbers in asked.values()]
     batch = _batch(packed, [index_P for of_question in rows for index_P in of_question], engine.facts.device)
@@ -219,9 +235,9 @@ def forward_slot(
     return outputs
 
 
-def _by_question(requests: Sequence[CheckedInput], order: Sequence[int]) -> dict[HeadCall, list[int]]:
+def _by_question(requests: Sequence[CheckedInput], order: Sequence[int]) -> dict[HeadRequest, list[int]]:
     """Return the requests of each question, in the planner's order: heads with a high peak before whole logits."""
-    found: dict[HeadCall, list[int]] = {}
+    found: dict[HeadRequest, list[int]] = {}
     for number in order:
         for question in requests[number].questions:
             found.setdefault(question, []).append(number)
@@ -232,7 +248,8 @@ def _batch(packed: Pack, rows: Sequence[Ints], device: torch.device) -> Batch:
     """The pack, and a target for each row. Labels, which heads have from the requests, are 0."""
     index_N = np.concatenate([np.zeros(0, dtype=np.int64), *rows])
     arrays = packed.token_id_T, packed.position_T, packed.parent_T, index_N, np.zeros_like(index_N)
-    return Batch.to_score(*(torch.from_numpy(array).to(device) for array in arrays))
+    batch = Batch.to_score(*(torch.from_numpy(array).to(device) for array in arrays))
+    return batch if packed.route_TEK is None else batch.with_routes(packed.route_TEK)
 
 
 # --- A copy of an adapter's weights, apart from the engine: to write while training continues, or to look at ---
@@ -251,6 +268,169 @@ class Snapshot:
         peft_format.write_config(folder, self.lora, self.tensors)
         metadata = peft_format.metadata_of(self.lora)
         write_safetensors(folder / peft_format.WEIGHTS, entries, iter(self.tensors.values()), metadata)
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """Bytes of a rank's memory.
+
+    Attributes:
+        allocated: of tensors on the device: on CUDA all that torch has allocated, on the CPU weights and optimizers.
+        reserved: what torch holds of the device, with its cache; on the CPU what the process has in memory.
+        process_peak: the most that the process has had in host memory since it began.
+    """
+
+    allocated: int
+    reserved: int
+    process_peak: int
+
+
+# --- Micro-batches that fit the memory: agree, plan, forward, hand over, measure ---
+
+
+@dataclass(frozen=True)
+class Planning:
+    """The plan of this rank's micro-batch, and the peak of the one before, if it was measured.
+
+    `num_logical_tokens`: tokens if prefixes were not shared. Bytes do not include weights and optimizer.
+    """
+
+    number: int
+    num_items_left: int
+    num_tokens: int
+    num_logical_tokens: int
+    estimated_bytes: int
+    budget_bytes: int
+    previous_peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """This rank's share of a micro-batch: its items as they were given, their outputs, and their indices.
+
+    `outputs`: for each item, ForwardOutputs in the same lists and dicts as the item's inputs.
+    """
+
+    inputs: tuple[Inputs, ...]
+    outputs: tuple[Any, ...]
+    indices: tuple[int, ...]
+    planning: Planning
+
+    def select(self, values: Sequence[T]) -> tuple[T, ...]:
+        """Return the entries of these items from a list with one value for each item, such as advantages."""
+        return tuple(values[index] for index in self.indices)
+
+
+def micro_batches(rank: "TrainerRank", items: Sequence[Inputs], budget_bytes: int | None) -> Iterator[MicroBatch]:
+    """See `TrainerRank.forward_micro_batches`. `budget_bytes` None: `default_budget`."""
+    requests = _agreed_requests(rank, items)
+    world_size, device = rank.facts.layout.world_size, rank.facts.device
+    measures = budget_bytes is not None or device.type == "cuda"
+    in_all = min(everyone(world_size, default_budget(device) if budget_bytes is None else budget_bytes))
+    planner, in_step = rank.dispatcher.planner, rank.engine.needs_lockstep
+    for recomputes in WAYS[rank.recompute]:
+        rank.recomputes = recomputes
+        slots = measured_slots(rank, requests, in_all)
+        with suppress(InvalidInput):  # it says which item is too large
+            for item in range(len(items)):
+                planner.next_shares(requests, item, slots, in_step, in_all, most=1)
+            break
+    first, number, peak = 0, 0, None
+    meter = new_meter(device)
+    if measures:
+        meter.start()
+    try:
+        while first < len(items):
+            held = max(everyone(world_size, meter.mark() if measures else 0))
+            plan = partial(planner.next_shares, requests, first, slots, in_step, in_all - held, held)
+            shares, answered = _as_many_as_fit(rank, items, plan)
+            first += sum(len(share.items) for share in shares)
+            own = shares[rank.facts.dp_rank]
+            sizes = own.num_tokens, own.num_logical_tokens, int(own.planned_bytes)
+            planning = Planning(number, len(items) - first, *sizes, in_all - held, peak)
+            inputs = tuple(items[place] for place in own.items)
+            yield MicroBatch(inputs, tuple(answered.pop()), own.items, planning)  # nothing here holds its outputs
+            if measures:
+                peak = meter.peak() - held
+                _learn(rank, planner, own, peak / own.planned_bytes if peak > in_all - held and own.items else 1.0)
+            number += 1
+    finally:
+        rank.recomputes = rank.recompute == "on"
+        if measures:
+            meter.stop()
+
+
+def _as_many_as_fit(
+    rank: "TrainerRank", items: Sequence[Inputs], plan: Callable[..., list[RankShare]]
+) -> tuple[list[RankShare], list[list[Any]]]:
+    """Plan and do the forward; if a device runs out of memory, plan again with half of the items.
+
+    Ranks that share a pack, or go in step, wait for each other inside a forward, and cannot recover from that error.
+    """
+    shares = plan()
+    while True:
+        own, answered = shares[rank.facts.dp_rank], []
+        with suppress(torch.OutOfMemoryError):
+            answered.append(rank.forward([items[place] for place in own.items]))
+        if all(everyone(rank.facts.layout.world_size, len(answered) > 0)):
+            return shares, answered
+        answered.clear()
+        num_items = sum(len(share.items) for share in shares)
+        if num_items == 1:
+            raise InvalidInput(
+                "it alone takes more memory than the device has", f"items[{max(s.items for s in shares)[0]}]"
+            )
+        shares = plan(most=num_items // 2)
+
+
+def _learn(rank: "TrainerRank", planner: Planner, own: RankShare, times: float) -> None:
+    """Tell the planner by which factor each rank exceeded its estimate, if it did."""
+    for kind, most in everyone(rank.facts.layout.world_size, (sorted(own.kind), times)):
+        if most > 1:
+            planner.exceeded(frozenset(kind), most)
+
+
+def _agreed_requests(rank: "TrainerRank", items: Sequence[Inputs]) -> list[list[CheckedInput]]:
+    """Check the items. Raises InvalidInput on every rank if they differ between ranks, or one of them is wrong."""
+    with rank.agreement():
+        requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items)]
+    if len(set(everyone(rank.facts.layout.world_size, _digest(requests)))) > 1:
+        raise InvalidInput("every rank must give the same items; they are dealt out here", "items")
+    return requests
+
+
+def _digest(requests: list[list[CheckedInput]]) -> int:
+    digest = zlib.crc32(str(torch.is_grad_enabled()).encode())
+    for item in requests:
+        digest = zlib.crc32(str(len(item)).encode(), digest)
+        for r in item:
+            asked = (r.goes_in, sorted(r.kinds), r.asked.top_k, r.asked.temperature)
+            digest = zlib.crc32(repr(asked).encode(), digest)
+            for array in (r.token_L, r.position_P, r.label_PK, r.route_LEK):
+                digest = digest if array is None else zlib.crc32(array.tobytes(), digest)
+    return digest
+
+
+def measured_slots(rank: "TrainerRank", requests: list[list[CheckedInput]], budget_bytes: float) -> list[PlannedSlot]:
+    """Return the slots that are used, by passes in the order of their forwards, and measure their unknown costs."""
+    of_pass: dict[Pass, list[CheckedInput]] = {}
+    for request in (request for item in requests for request in item):
+        of_pass.setdefault(request.goes_in, []).append(request)
+    found = []
+    for each in sorted(of_pass, key=lambda each: each.place):
+        found.append(rank.planned_slot(each))
+        with resident(rank, each.adapter):
+            rank.dispatcher.planner.measure(rank.engine, found[-1], of_pass[each], budget_bytes)
+    return found
+
+
+def resident(rank: "TrainerRank", name: str | None) -> AbstractContextManager[None]:
+    """Have an adapter on the device, for passes that recompute layers if `recomputes` is set."""
+    rank.dispatcher.set_recompute(slot := rank.slot(name), rank.recomputes)
+    return rank.dispatcher.resident(slot)
+
+
+# --- The interface ---
 
 
 def refuse_beyond_passes(lora: Lora) -> None:
@@ -316,7 +496,7 @@ class TrainerRank:
         self._lockstep = Lockstep(world_size, device) if engine.needs_lockstep else None
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EngineInfo:
         return self.engine.facts
 
     # What is trained.
@@ -423,26 +603,27 @@ class TrainerRank:
     def forward(self, inputs: Inputs) -> Any:
         """Return the outputs of this data-parallel rank's own inputs. Keeps the graph unless under `no_grad`.
 
-        Inputs may be nested in lists and dicts; outputs are nested in the same way. They are grouped by adapter: one
-        packed forward for each. Raises InvalidInput naming the input and the rule.
+        Inputs may be nested in lists and dicts; outputs are nested in the same way. They are grouped by adapter, by
+        `no_grad` and by whether they have routes: one packed forward for each. Raises InvalidInput naming the input
+        and the rule.
         """
-        requests, slots = self._to_answer(inputs)
+        requests, passes = self._to_answer(inputs)
         outputs = [empty_output(request, self.facts) for request in requests]
-        for name in sorted(slots, key=base_first):
-            places = [i for i, r in enumerate(requests) if r.adapter == name and not r.is_empty]
-            own, watched = [requests[i] for i in places], partial(self._watched, name=name)
-            with resident(self, name):
+        for each in sorted(passes, key=lambda each: each.place):
+            places = [i for i, r in enumerate(requests) if r.goes_in == each and not r.is_empty]
+            own, watched = [requests[i] for i in places], partial(self._watched, name=each.adapter)
+            with resident(self, each.adapter), torch.no_grad() if each.no_grad else nullcontext():
                 answers = forward_slot(self.engine, own, self.least_saved_tokens, watched)
             for place, answer in zip(places, answers, strict=True):
                 outputs[place] = answer
         return nested_alike(inputs, iter(outputs))
 
-    def _to_answer(self, inputs: Inputs) -> tuple[list[CheckedInput], set[str | None]]:
-        """Check inputs. Returns them, and the slots whose backbones must be run."""
+    def _to_answer(self, inputs: Inputs) -> tuple[list[CheckedInput], set[Pass]]:
+        """Check inputs. Returns them, and the passes that must be made."""
         with nullcontext() if self._lockstep is None else self.agreement():
             requests = self.checked(inputs, "inputs")
-        asked = {request.adapter for request in requests if not request.is_empty}
-        return requests, asked if self._lockstep is None else self._lockstep.slots(asked)
+        asked = {request.goes_in for request in requests if not request.is_empty}
+        return requests, asked if self._lockstep is None else self._lockstep.passes(asked)
 
     def _watched(self, hidden_NH: Tensor, weight_VH: Tensor, name: str | None) -> tuple[Tensor, Tensor]:
         if self._lockstep is not None:
@@ -462,7 +643,7 @@ class TrainerRank:
     def checked(self, inputs: Inputs, place: str) -> list[CheckedInput]:
         requests = []
         for where, asked in leaves(inputs, place):
-            requests.append(check(asked, where, self.facts.vocab_size, self._active))
+            requests.append(check(asked, where, self.facts.vocab_size, self._active, self.facts.routes))
             self.slot(requests[-1].adapter, f"{where}.adapter")
         return requests
 
@@ -535,6 +716,14 @@ class TrainerRank:
         """Scalars of all data-parallel ranks added up; those whose names end in `:max` by their maximum."""
         return self.engine.reduce(sums)
 
+    def memory(self) -> MemoryFigures:
+        """Return what this rank's memory holds now."""
+        device = self.facts.device
+        on_cuda = device.type == "cuda"
+        reserved = torch.cuda.memory_reserved(device) if on_cuda else psutil.Process().memory_info().rss
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return MemoryFigures(self.engine.memory().device_bytes, reserved, peak)
+
     # State.
 
     def snapshot(self, name: str) -> Snapshot:
@@ -584,10 +773,11 @@ class TrainerRank:
             raise InvalidInput(f"there is no adapter {name!r}; loaded: {known}", place)
         return self._slots[name].name
 
-    def planned_slot(self, name: str | None) -> PlannedSlot:
-        """Return an adapter as the planner knows it. A forward with it has a graph if it is trained."""
-        keeps_graph = (self._slots[name].trainable or self.trains_base) and torch.is_grad_enabled()
-        return PlannedSlot(name, self._slots[name].lora, keeps_graph, self.least_saved_tokens, self.recomputes)
+    def planned_slot(self, each: Pass) -> PlannedSlot:
+        """Return a pass's adapter as the planner knows it. A forward with it has a graph if it is trained."""
+        slot = self._slots[each.adapter]
+        keeps_graph = (slot.trainable or self.trains_base) and torch.is_grad_enabled() and not each.no_grad
+        return PlannedSlot(each, slot.lora, keeps_graph, self.least_saved_tokens, self.recomputes)
 
     def agreement(self) -> AbstractContextManager[None]:
         """If one rank raises in the block, all do."""
@@ -628,19 +818,22 @@ class Head(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]: ...
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+
     def scores(self, hidden_NH: Tensor) -> dict[str, Tensor]: ...
 
 
 def train_head(rank: TrainerRank, name: str | None, head: Head) -> None:
     """Train a head with an adapter, or (None) with the base, once that was made. Heads are equal on all ranks.
 
-    `optim_step` steps both, by the norm of both; `save` and `load` have both. Parameters take the engine's dtype, and
-    lie in a buffer of the slot from then on. Raises InvalidInput if the slot is not trained. Collective.
+    `optim_step` steps both, by the norm of both; `save` and `load` have both, and the head's buffers as rank 0 has
+    them. Parameters take the engine's dtype, and lie in a buffer of the slot from then on. Raises InvalidInput if the
+    slot is not trained. Collective.
     """
     with rank.agreement():
         if not (rank.trains_base if name is None else rank.adapters.get(name)):
             raise InvalidInput("what it is to be trained with is not trained", "head")
-    rank.engine.train_own(rank.slot(name), dict(head.named_parameters()))
+    rank.engine.train_own(rank.slot(name), dict(head.named_parameters()), dict(head.named_buffers()))
 
 
 # --- Starts a TrainerRank in a process that a launcher started as a rank, or in a single process ---
@@ -668,7 +861,7 @@ def start(
     Raises:
         InvalidInput: the folder or the layout cannot be used, or the engine does not hold weights or moments so.
     """
-    if rule := held_otherwise(engine, quantize_base, optimizer_states):
+    if rule := storage_not_supported(engine, quantize_base, optimizer_states):
         raise InvalidInput(rule, "start")
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if torch.cuda.is_available():

@@ -186,10 +186,8 @@ def to_batch(packed: PackedBin, device: torch.device) -> Batch:
         return torch.from_numpy(values.astype(np.int64 if values.dtype.kind in "iu" else np.float32)).to(device)
 
     columns: dict[str, Any] = {name: tensor(values) for name, values in vars(packed).items() if name != "route_TLK"}
-    route_TLK = None
-    if (stored := packed.route_TLK) is not None:  # torch knows few functions of uint16
-        route_TLK = torch.from_numpy(stored.astype(np.uint8 if stored.itemsize == 1 else np.int16)).to(device)
-    return Batch(**columns, sampler_logprob_N=columns["old_logprob_N"], route_TLK=route_TLK)
+    batch = Batch(**columns, sampler_logprob_N=columns["old_logprob_N"])
+    return batch if packed.route_TLK is None else batch.with_routes(packed.route_TLK)
 
 
 class Sums:

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from longshore.fields import Frozen, Sha256
-from longshore.training import Lora
+from longshore.training import Evaluations, Lora
 from megatron_worker.process.ranks import WorkerRanks
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.field_rules import first_rule
@@ -34,7 +34,8 @@ class CheckpointState(Frozen):
 
     `model_sha256`: of the contents of the base model's files (`Manifest.contents_sha256`). `micro_batch_tokens`: of the
     largest, if the job has a memory budget; not written elsewhere. `recompute`: layers were recomputed in the backward;
-    not written otherwise. A session has no data on file, and as many steps as commands.
+    not written otherwise. A session has no data on file, and as many steps as commands. `evaluations`: by step, the
+    values of the metrics that the job's evaluation watches.
     """
 
     schema_version: Literal[2] = 2
@@ -47,6 +48,7 @@ class CheckpointState(Frozen):
     plan_sha256: Sha256 | None = None
     micro_batch_tokens: int | None = Field(default=None, exclude_if=lambda value: value is None)
     recompute: bool = Field(default=False, exclude_if=lambda value: not value)
+    evaluations: Evaluations = Field(default_factory=dict, exclude_if=lambda value: not value)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def save_checkpoint(
     step: int,
     micro_batch_tokens: int | None = None,
     recompute: bool = False,
+    evaluations: Evaluations | None = None,
 ) -> Written:
     """Write the checkpoint of `step`; durable on return. All ranks call it.
 
@@ -77,7 +80,10 @@ def save_checkpoint(
     """
     final = Path(job.checkpoint_dir) / f"step-{step:08d}"
     temporary = Path(job.scratch_dir) / final.name
-    state, drawn = _state(job.plan, model_sha256, step, micro_batch_tokens, recompute), random_state()
+    state = _state(job.plan, model_sha256, step).model_copy(
+        update={"micro_batch_tokens": micro_batch_tokens, "recompute": recompute, "evaluations": evaluations or {}}
+    )
+    drawn = random_state()
 
     def write() -> str:
         try:
@@ -173,9 +179,7 @@ def _check_model(state: CheckpointState, model_sha256: str, folder: Path) -> Non
         )
 
 
-def _state(
-    plan: WorkerPlan, model_sha256: str, step: int, micro_batch_tokens: int | None = None, recompute: bool = False
-) -> CheckpointState:
+def _state(plan: WorkerPlan, model_sha256: str, step: int) -> CheckpointState:
     data = next(iter(plan.packed), None)
     return CheckpointState(
         run_id=plan.run_id,
@@ -185,8 +189,6 @@ def _state(
         model_sha256=model_sha256,
         units_sha256=data.units.sha256 if data else None,
         plan_sha256=data.plan.sha256 if data else None,
-        micro_batch_tokens=micro_batch_tokens,
-        recompute=recompute,
     )
 
 

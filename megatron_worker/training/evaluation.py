@@ -13,6 +13,8 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from longshore.algorithms import Loss, is_policy_loss, reference_of
+from longshore.events import EvaluationSample
 from longshore.fields import Frozen
 from longshore.losses import CrossEntropy
 from megatron_worker.engine import PART, SUM, LossFunction, reported
@@ -20,10 +22,8 @@ from megatron_worker.losses import loss_function
 from megatron_worker.training.batches import PackedBatches
 from shared.errors import CorruptArtifact
 from shared.field_rules import first_rule
-from shared.jobs.events import EvaluationSample
 from shared.jobs.job import Evaluation
-from shared.jobs.losses import Loss, is_policy_loss, reference_of
-from shared.models.config import read_end_ids
+from shared.models.end_tokens import read_end_ids
 
 T = TypeVar("T")
 Greedy = Callable[[list[list[int]], int, frozenset[int]], list[list[int]]]
@@ -43,24 +43,19 @@ class HeldOutPrompt(Frozen):
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates a job on its held-out data. `data` is None if it has none."""
+    """Evaluates a job on held-out data. `name`: its name in metrics; empty if it is the only one."""
 
     evaluation: Evaluation
-    data: PackedBatches | None
+    name: str
+    data: PackedBatches
     prompts: list[HeldOutPrompt]
     model: Path
     loss: Loss
 
-    def is_due(self, step: int, num_steps: int) -> bool:
-        """Return True before the first step, after the last, and every `every_steps` between, if there is data."""
-        every = self.evaluation.every_steps
-        wanted = self.data is not None
-        return wanted and (step in (0, num_steps) or (every > 0 and step % every == 0))
-
     @property
-    def wants_reference(self) -> PackedBatches | None:
-        """Return the held-out data if its loss needs the reference's log-probabilities."""
-        return None if reference_of(self.loss) is None else self.data
+    def wants_reference(self) -> bool:
+        """True if the loss needs the reference's log-probabilities."""
+        return reference_of(self.loss) is not None
 
     @property
     def num_sampling_passes(self) -> int:
@@ -76,7 +71,7 @@ class Evaluator:
         held_out = _held_out(sums)
         if isinstance(self.loss, CrossEntropy) and "loss" in held_out:
             held_out["perplexity"] = math.exp(min(held_out["loss"], 700.0))
-        return held_out
+        return {f"{self.name}_{metric}": value for metric, value in held_out.items()} if self.name else held_out
 
     def samples(
         self, greedy: Greedy, cancelled: Callable[[], bool]
@@ -90,7 +85,7 @@ class Evaluator:
             return None
         texts = _decode(self.model, completions)
         return tuple(
-            EvaluationSample(prompt=p.prompt, completion=text, reference=p.reference)
+            EvaluationSample(prompt=p.prompt, completion=text, reference=p.reference, evaluation=self.name)
             for p, text in zip(prompts, texts, strict=True)
         )
 
@@ -115,6 +110,12 @@ class Evaluator:
     def _end_ids(self) -> frozenset[int]:
         """Return the tokens that end an answer: what the model's files name, and what training puts there."""
         return frozenset(read_end_ids(self.model)).union(*(prompt.end_ids for prompt in self.prompts))
+
+
+def is_due(evaluation: Evaluation, step: int, num_steps: int) -> bool:
+    """Return True before the first step, after the last, and every `every_steps` between, if there is data."""
+    every = evaluation.every_steps
+    return bool(evaluation.held_out) and (step in (0, num_steps) or (every > 0 and step % every == 0))
 
 
 def _held_out(sums: dict[str, float]) -> dict[str, float]:

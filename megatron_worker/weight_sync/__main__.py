@@ -1,19 +1,18 @@
 """The transports that work on this machine: `python -m megatron_worker.weight_sync` prints a JSON object.
 
-It has every transport, with null if it works, and otherwise the reason; experimental ones only if they are given as
-arguments, so that no other packages are imported. Hosts run it before they start anything.
+It has every transport, with null if it works, and otherwise the reason; `external` only if it is given as an argument,
+so that no package is loaded that an operator has not allowed. Hosts run it before they start anything.
 """
 
 import json
 import sys
-from collections.abc import Sequence
 from typing import get_args
 
-from shared.jobs.job import EXPERIMENTAL, Transport
+from longshore.weight_sync import Transport
 
 
-def reasons(experimental: Sequence[str]) -> dict[str, str | None]:
-    names = [name for name in get_args(Transport) if name not in EXPERIMENTAL or name in experimental]
+def reasons(external: bool) -> dict[str, str | None]:
+    names = [name for name in get_args(Transport) if name != "external" or external]
     try:
         import torch
 
@@ -25,4 +24,4 @@ def reasons(experimental: Sequence[str]) -> dict[str, str | None]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(reasons(sys.argv[1:])))
+    print(json.dumps(reasons("external" in sys.argv[1:])))

@@ -1,7 +1,6 @@
 """A sampler's end of a sync: buckets in their order, each read while the next one travels."""
 
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,30 +11,20 @@ import torch
 from torch import Tensor
 
 from longshore.fields import Sha256
-from megatron_worker.weight_sync.buckets import Announcement, Bucket, SyncBroken, SyncMessage, SyncReply
+from megatron_worker.weight_sync.buckets import (
+    Announcement,
+    Bucket,
+    Commit,
+    Connect,
+    SyncBroken,
+    SyncMessage,
+    SyncReply,
+)
 from megatron_worker.weight_sync.connections import SyncConnection
 from megatron_worker.weight_sync.transports.table import ends_of, why_not
 from shared.errors import InvalidInput
 
 _WAITS_S = 10.0
-
-
-class TrainerMessages:
-    """The trainer's messages. Messages read while looking for an interruption are kept for `next`."""
-
-    def __init__(self, connection: SyncConnection) -> None:
-        self.connection = connection
-        self._ahead: deque[SyncMessage] = deque()
-
-    def next(self) -> SyncMessage:
-        return self._ahead.popleft() if self._ahead else self.connection.read(SyncMessage)
-
-    def is_interrupted(self) -> bool:
-        while self.connection.is_readable():
-            self._ahead.append(self.connection.read(SyncMessage))
-            if self._ahead[-1].connect is not None:
-                return True
-        return False
 
 
 class Receiving:
@@ -49,8 +38,7 @@ class Receiving:
         self._device = device
         if (reason := why_not(announcement.transport, device)) is not None:
             raise InvalidInput(f"the sampler does not take it: {reason}", "weight_sync.backend")
-        self._inbound = ends_of(announcement.transport).inbound(device)
-        self._inbound.prepare(announcement.buffer_bytes)
+        self._inbound = ends_of(announcement.transport).inbound(device, announcement.buffer_bytes)
         self._read: SimpleQueue[tuple[Bucket, Tensor] | str | SyncBroken] = SimpleQueue()
         self._has_come = threading.Event()  # set when `_read` gets its first entry
         self._broken: SyncBroken | None = None
@@ -113,10 +101,10 @@ class Receiving:
     def _read_all(self) -> None:
         try:
             with torch.inference_mode():
-                self._read_messages(TrainerMessages(self._connection))
+                self._read_messages()
         except SyncBroken as broken:
             self._broken = broken
-        except OSError as error:  # no memory for buffers
+        except OSError as error:  # no memory for buffers, or a group that broke
             self._broken = SyncBroken(str(error))
             with suppress(SyncBroken):
                 self.reply(SyncReply(refused=str(error)))
@@ -129,29 +117,22 @@ class Receiving:
         self._read.put(one)
         self._has_come.set()
 
-    def _read_messages(self, messages: TrainerMessages) -> None:
-        due = 0  # buckets that come again, because others have missed them, are not read twice
+    def _read_messages(self) -> None:
+        due = 0
         while True:
-            match messages.next():
-                case SyncMessage(connect=connect, bucket=None, commit=None) if connect is not None:
-                    self._inbound.connect(messages, connect)
-                case SyncMessage(connect=None, bucket=None, commit=commit) if commit is not None:
-                    self._put(commit.digest)
+            match self._connection.read(SyncMessage):
+                case SyncMessage(connect=Connect() as connect, bucket=None, commit=None):
+                    self._inbound.connect(self._connection, connect)
+                case SyncMessage(connect=None, bucket=None, commit=Commit(digest=digest)):
+                    self._put(digest)
                     return
-                case SyncMessage(connect=None, bucket=bucket, commit=None) if bucket is not None:
-                    buffer = self._received(bucket, due)
-                    if buffer is None or bucket.number < due:
-                        self.reply(SyncReply(interrupted=buffer is None))
-                    else:
-                        due += 1
-                        self._put((bucket, buffer))
+                case SyncMessage(connect=None, bucket=Bucket() as bucket, commit=None):
+                    if bucket.num_bytes > self.announcement.buffer_bytes or bucket.number != due:
+                        raise SyncBroken(f"bucket {bucket.number} of {bucket.num_bytes} bytes, where {due} is due")
+                    self._put((bucket, self._inbound.receive(bucket)))
+                    due += 1
                 case _:
                     raise SyncBroken("an empty message")
-
-    def _received(self, bucket: Bucket, due: int) -> Tensor | None:
-        if bucket.num_bytes > self.announcement.buffer_bytes or bucket.number > due:
-            raise SyncBroken(f"bucket {bucket.number} of {bucket.num_bytes} bytes, where {due} is due")
-        return self._inbound.receive(bucket)
 
     def close(self) -> None:
         """End the sync: the trainer notices by the reply, or by the end of the connection."""

@@ -3,8 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import reduce
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from longshore.fields import Frozen, Sha256
 from longshore.training import Lora
+from longshore.weight_sync import Transport
 from megatron_worker.engine import Outgoing, TensorBlock
 from shared.errors import InvalidInput
-from shared.jobs.job import Transport
 
 # --- Changes: the elements of a tensor that differ from an earlier version, exactly, in three bytes each ---
 #
@@ -120,7 +119,7 @@ class BucketPart(Frozen):
     """Some rows of a tensor in a bucket, at byte `start`; a tensor without a dimension is one row.
 
     With `num_columns` only this many columns of the rows, from `first_column` on. With `num_changes` the bucket holds
-    this many changes of the rows instead of the rows.
+    this many changes of the rows instead of the rows. `checksum`: of the rows, whichever it holds.
     """
 
     name: str = Field(max_length=512)
@@ -132,6 +131,7 @@ class BucketPart(Frozen):
     num_columns: int | None = Field(default=None, ge=1)
     start: int = Field(ge=0, multiple_of=ALIGNMENT)
     num_changes: int | None = Field(default=None, ge=0)
+    checksum: int = 0
 
     @model_validator(mode="after")
     def _holds_rows(self) -> Self:
@@ -176,12 +176,11 @@ class BucketPart(Frozen):
 
 
 class Bucket(Frozen):
-    """The description of a bucket. `checksum`: of its parts' rows, as `joined` makes it of the checksum of each."""
+    """The description of a bucket."""
 
     number: int = Field(ge=0)
     parts: tuple[BucketPart, ...] = Field(min_length=1, max_length=MAX_PARTS)
     num_bytes: int = Field(ge=0, le=MAX_BUCKET_BYTES, description="of the buffer that are in use")
-    checksum: int
 
 
 class Digest:
@@ -192,9 +191,8 @@ class Digest:
 
     def add(self, bucket: Bucket) -> None:
         for part in bucket.parts:
-            rows = f"{part.first_row} {part.num_rows} {part.first_column} {part.num_columns}"
+            rows = f"{part.first_row} {part.num_rows} {part.first_column} {part.num_columns} {part.checksum}"
             self._hash.update(f"{part.name} {part.dtype} {part.shape} {rows}\n".encode())
-        self._hash.update(f"{bucket.checksum}\n".encode())
 
     @property
     def value(self) -> Sha256:
@@ -287,11 +285,6 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return found
 
 
-def joined(checksums: Iterable[int]) -> int:
-    """Return a bucket's checksum, computed from the checksums of its parts."""
-    return reduce(lambda found, one: (found * _PRIME + one) % (1 << 64), checksums, 0)
-
-
 class Assembly:
     """Puts the rows of a version's buckets into tensors, and sees that every element comes exactly once.
 
@@ -339,19 +332,19 @@ class Assembly:
 
         Raises InvalidInput: see `rows`; or the rows are not those that were sent.
         """
-        pairs = [(part, self.rows(part)) for part in bucket.parts]
-        for part, rows in pairs:
+        for part in bucket.parts:
+            rows = self.rows(part)
             self.names[part.name] = None
-            if part.num_changes is not None:
-                _change(buffer, part, rows)
-        # Rows that came whole are checked before they are written.
-        if joined(checksum([_source(buffer, *pair)]) for pair in pairs) != bucket.checksum:
-            raise InvalidInput(
-                "the checksum differs: these are not the bytes that were sent", f"bucket {bucket.number}"
-            )
-        for part, rows in pairs:
             if part.num_changes is None:
-                rows.copy_(view_of(buffer, part))
+                came = view_of(buffer, part)
+            else:
+                _change(buffer, part, rows)
+                came = rows.to(DTYPES[part.dtype]).contiguous()
+            if checksum([came]) != part.checksum:
+                message = "the checksum differs: these are not the bytes that were sent"
+                raise InvalidInput(message, f"bucket {bucket.number}")
+            if part.num_changes is None:
+                rows.copy_(came)
         self._digest.add(bucket)
 
     def finish(self) -> Sha256:
@@ -360,10 +353,6 @@ class Assembly:
         if missing:
             raise InvalidInput(f"{len(missing)} tensors are not complete, the first is {missing[0]}", "weight_sync")
         return self._digest.value
-
-
-def _source(buffer: Tensor, part: BucketPart, rows: Tensor) -> Tensor:
-    return view_of(buffer, part) if part.num_changes is None else rows.to(DTYPES[part.dtype]).contiguous()
 
 
 def _change(buffer: Tensor, part: BucketPart, rows: Tensor) -> None:
@@ -388,17 +377,16 @@ def aligned(number: int) -> int:
 # The trainer begins.
 #
 #     trainer: Announcement     sampler: Reply
-#     trainer: connect          sampler: Reply, when it has the buffers; or calls, until it is in the group
+#     trainer: connect          sampler: Reply, when it has the buffers; calls before it while it joins a group
 #     trainer: bucket           sampler: Reply, when it has read it
 #     trainer: commit           sampler: Reply, when samples are drawn from the version
 #
-# The trainer sends `bucket` messages before earlier ones are answered, as far as there are buffers. It sends `connect`
-# again when a group is formed anew.
+# The trainer sends `bucket` messages before earlier ones are answered, as far as there are buffers. By `tcp` the
+# bucket's bytes follow its message.
 
 NUM_BUFFERS = 2
 HANDLE = r"^([0-9a-f]{2}){0,512}$"
 VALUE = r"^([0-9a-f]{2}){0,8192}$"
-ENDPOINT = r"^([0-9a-f]{2}){1,32768}$|^[0-9a-f.:\[\]]{3,64}:[0-9]{1,5}$"
 
 
 class SyncBroken(Exception):
@@ -446,24 +434,11 @@ class CudaHandle(Frozen):
     needs_event: bool
 
 
-class RemoteBuffers(Frozen):
-    """The trainer's buffers, for an engine that reads another process's memory.
-
-    `endpoint`: how that engine reaches the trainer's: of NIXL its metadata in hexadecimal, of Mooncake `host:port`.
-    """
-
-    endpoint: str = Field(pattern=ENDPOINT)
-    addresses: tuple[Annotated[int, Field(ge=1, lt=1 << 64)], ...] = Field(
-        min_length=NUM_BUFFERS, max_length=NUM_BUFFERS
-    )
-
-
 class Connect(Frozen):
     """What a sampler needs besides the announcement. For shared_memory, file descriptors follow with a zero byte."""
 
     group: GroupPlace | None = None
     handles: tuple[CudaHandle, ...] = Field(default=(), max_length=NUM_BUFFERS)
-    remote: RemoteBuffers | None = None
 
 
 class Commit(Frozen):
@@ -479,10 +454,10 @@ class SyncMessage(Frozen):
 
 
 class SyncCall(Frozen):
-    """A sampler's call while it joins a group (transports/collective.py); the last is `joined` or `failed`."""
+    """A sampler's call of the store of a group that it joins (transports/collective.py)."""
 
-    do: Literal["set", "get", "check", "joined", "failed"]
-    key: str = Field(default="", max_length=512)
+    do: Literal["set", "get", "check"]
+    key: str = Field(max_length=512)
     value: str = Field(default="", pattern=VALUE)
 
 
@@ -495,12 +470,11 @@ class SyncAnswer(Frozen):
 class SyncReply(Frozen):
     """`refused`: why the sampler takes no more. `needs_all`: it does not have the version that the changes apply to.
 
-    `waits`: the reply will follow, as samples are still drawn from the version before. `interrupted`: the group broke
-    before this message's work was done. `call`: this is no reply but a call, which the trainer answers.
+    `waits`: the reply will follow, as samples are still drawn from the version before. `call`: this is no reply but a
+    call, which the trainer answers.
     """
 
     refused: str | None = None
     needs_all: bool = False
     waits: bool = False
-    interrupted: bool = False
     call: SyncCall | None = None

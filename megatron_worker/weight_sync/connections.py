@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,11 @@ from typing import TypeVar
 from pydantic import Field, ValidationError
 
 from longshore.fields import Frozen, Sha256
+from longshore.weight_sync import OVER_TCP
 from megatron_worker.weight_sync.buckets import Announcement, SyncBroken, SyncMessage, SyncReply
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
-from shared.jobs.job import OVER_TCP, SyncPlace, secret_of_run
+from shared.jobs.job import SyncPlace, secret_of_run
 from shared.storage.files import listen_privately, reachable
 
 PATIENCE_S = 120.0  # for the other end's next message; it lives but is stuck
@@ -41,6 +42,7 @@ _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _MAX_MESSAGE_BYTES = 64 << 20
 _MAX_FIRST_BYTES = 1 << 16
+_SENT_BYTES = 1 << 24  # of a buffer within PATIENCE_S
 M = TypeVar("M", bound=Frozen)
 
 
@@ -70,14 +72,17 @@ class SyncConnection:
         """The address of this machine that the other end talks to."""
         return str(self.socket.getsockname()[0])
 
-    def write(self, message: Frozen) -> None:
-        """Raises SyncBroken when the other end is gone."""
+    def write(self, message: Frozen, buffer: memoryview | None = None) -> None:
+        """Write a message, and the bytes of a buffer after it. Raises SyncBroken when the other end is gone."""
         data = message.model_dump_json(exclude_defaults=True).encode()
         with self._lock:
             sealed = self._seal(self._names[0], self._num_written, data) + data
             self._num_written += 1
             try:
                 self.socket.sendall(struct.pack(">I", len(data)) + sealed)
+                for first in range(0, len(buffer or ()), _SENT_BYTES):
+                    assert buffer is not None
+                    self.socket.sendall(buffer[first : first + _SENT_BYTES])
             except OSError as error:
                 raise SyncBroken(f"the other end is gone: {error}") from error
 
@@ -99,6 +104,10 @@ class SyncConnection:
         except ValidationError as error:
             raise SyncBroken(f"no message of this schema: {first_rule(error)}") from error
 
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes that follow a message. Raises SyncBroken."""
+        fill(self.socket, buffer)
+
     def _seal(self, writer: bytes, number: int, data: bytes) -> bytes:
         if self.key is None:
             return b""
@@ -109,9 +118,11 @@ class SyncConnection:
         assert self.key is not None
         return hmac.digest(self.key, f"{of} in {name}".encode(), "sha256")
 
-    def is_readable(self) -> bool:
-        """Return True if something can be read, or the other end is gone."""
-        return bool(select.select([self.socket], [], [], 0)[0])
+    def is_gone(self) -> bool:
+        """Return True if the other end is gone, whatever of it is still to be read."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def shut(self) -> None:
         """End the connection for both ends; a thread that waits in it wakes."""
@@ -271,19 +282,24 @@ def _key(secret: bytes, nonce: bytes, hello: Hello) -> bytes:
 
 def exactly(own: socket.socket, num_bytes: int, until: float | None = None) -> bytes:
     """Read exactly `num_bytes` bytes. Raises SyncBroken."""
-    data = bytearray()
-    while len(data) < num_bytes:
+    data = bytearray(num_bytes)
+    fill(own, memoryview(data), until)
+    return bytes(data)
+
+
+def fill(own: socket.socket, buffer: memoryview, until: float | None = None) -> None:
+    """Read as many bytes as a buffer has. Raises SyncBroken."""
+    while buffer:
         try:
             own.settimeout(PATIENCE_S if until is None else max(0.001, until - time.monotonic()))
-            chunk = own.recv(min(1 << 20, num_bytes - len(data)))
+            num_read = own.recv_into(buffer)
         except TimeoutError as error:
             raise SyncBroken(f"the other end was silent for {own.gettimeout():.3g} s") from error
         except OSError as error:
             raise SyncBroken(f"the other end is gone: {error}") from error
-        if not chunk:
+        if not num_read:
             raise SyncBroken("the other end is gone")
-        data += chunk
-    return bytes(data)
+        buffer = buffer[num_read:]
 
 
 # --- A trainer's connections to the samplers of a sync ---
@@ -292,19 +308,15 @@ def exactly(own: socket.socket, num_bytes: int, until: float | None = None) -> b
 
 @dataclass
 class Receiver:
-    """A connection to one sampler. `num_owed`: messages that it has not answered.
-
-    `is_interrupted`: it has answered that its group broke; forming another group resets it.
-    """
+    """A connection to one sampler. `num_owed`: messages that it has not answered."""
 
     place: SyncPlace
     connection: SyncConnection
     num_owed: int = 0
-    is_interrupted: bool = False
 
-    def send(self, message: SyncMessage) -> None:
-        """Send a message without waiting for its reply. Raises SyncBroken."""
-        self.connection.write(message)
+    def send(self, message: SyncMessage, buffer: memoryview | None = None) -> None:
+        """Send a message, and bytes after it, without waiting for its reply. Raises SyncBroken."""
+        self.connection.write(message, buffer)
         self.num_owed += 1
 
     def take_reply(self) -> SyncReply:
@@ -314,7 +326,6 @@ class Receiver:
             raise SyncBroken(reply.refused)
         if not reply.waits and reply.call is None:
             self.num_owed -= 1
-            self.is_interrupted |= reply.interrupted
         return reply
 
 
@@ -346,40 +357,29 @@ class Receivers:
                     connection.close()
         return needs_all
 
-    def each(self, action: Callable[[Receiver], None]) -> None:
+    def each(self, action: Callable[[Receiver], object]) -> None:
         """Call an action with every sampler; a sampler is lost if the action fails with it."""
         for receiver in list(self.living):
-            try:
-                action(receiver)
-            except SyncBroken as broken:
-                self.lose(receiver, str(broken))
+            self.do(action, receiver)
+
+    def do(self, action: Callable[[Receiver], object], receiver: Receiver) -> None:
+        try:
+            action(receiver)
+        except SyncBroken as broken:
+            self.lose(receiver, str(broken))
 
     def send(self, message: SyncMessage) -> None:
         self.each(lambda receiver: receiver.send(message))
 
     def settle(self, num_owed: int) -> None:
         """Read replies until no sampler owes more than `num_owed`. Samplers that are lost do not disturb the others."""
-        while owing := self._owing(num_owed):
-            self._take_replies(owing)
-
-    def settle_together(self, num_owed: int) -> None:
-        """The same for members of a group. Returns as soon as any of them is lost or interrupted."""
-        num_before = len(self.living)
-        while self._owing(num_owed):
-            self._take_replies(self.living)
-            if len(self.living) < num_before or any(one.is_interrupted for one in self.living):
-                return
-
-    def _owing(self, num_owed: int) -> list[Receiver]:
-        return [receiver for receiver in self.living if receiver.num_owed > num_owed]
-
-    def _take_replies(self, some: list[Receiver]) -> None:
-        """Read what some of the samplers have sent. Those that owe and are silent for too long are lost."""
-        readable, _, _ = select.select([one.connection.socket for one in some], [], [], PATIENCE_S)
-        self.each(lambda one: _read(one, readable))
-        if not readable:
-            for one in self._owing(0):
-                self.lose(one, f"the sampler was silent for {PATIENCE_S:g} s")
+        while owing := [receiver for receiver in self.living if receiver.num_owed > num_owed]:
+            readable, _, _ = select.select([one.connection.socket for one in owing], [], [], PATIENCE_S)
+            for one in owing:
+                if one.connection.socket in readable:
+                    self.do(Receiver.take_reply, one)
+                elif not readable:
+                    self.lose(one, f"the sampler was silent for {PATIENCE_S:g} s")
 
     def lose(self, receiver: Receiver, why: str) -> None:
         self.problems[receiver.place.socket] = why
@@ -389,11 +389,6 @@ class Receivers:
     def close(self) -> None:
         for receiver in self.living:
             receiver.connection.close()
-
-
-def _read(receiver: Receiver, readable: Sequence[object]) -> None:
-    if receiver.connection.socket in readable:
-        receiver.take_reply()
 
 
 def _connected(place: SyncPlace, announcement: Announcement, secret: bytes | None) -> SyncConnection:

@@ -6,13 +6,14 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longshore.fields import Sha256
+from longshore.weight_sync import SyncOutcome
 from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.ranks import BackgroundCall, SideRanks
 from megatron_worker.weight_sync import buckets
@@ -30,32 +31,17 @@ from megatron_worker.weight_sync.buckets import (
     check_divisible,
     checksum,
     cut_buckets,
-    joined,
     shapes_sha256,
 )
 from megatron_worker.weight_sync.connections import Receivers
 from megatron_worker.weight_sync.transports.protocol import Outbound
 from megatron_worker.weight_sync.transports.table import choose, ends_of, why_not
-from shared.jobs.job import SyncAccess, SyncOutcome, SyncPlace, SyncTarget
+from shared.jobs.job import SyncAccess, SyncPlace, SyncTarget
 
 # --- Profile ---
 # The phases of a sync as the trainer sees them, and their trace in a file that chrome://tracing and Perfetto read.
 
 _MAX_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class _Phase:
-    name: str
-    began: float  # seconds since 1970
-    duration_s: float
-
-    def line(self, whose: dict[str, object]) -> str:
-        """Return it as an event of Chrome's trace format, whose times are in microseconds."""
-        name, _, bucket = self.name.partition(" ")
-        arguments = whose | ({"bucket": int(bucket)} if bucket else {})
-        times = {"ts": round(self.began * 1e6), "dur": round(self.duration_s * 1e6)}
-        return json.dumps({"name": name, "ph": "X", "pid": os.getpid(), "tid": 0, **times, "args": arguments}) + ",\n"
 
 
 class SyncProfile:
@@ -66,7 +52,7 @@ class SyncProfile:
 
     def __init__(self, path: str | None) -> None:
         self._path = path
-        self._phases: list[_Phase] = []
+        self._events: list[dict[str, Any]] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -75,15 +61,17 @@ class SyncProfile:
         try:
             yield
         finally:
-            if self._path is not None:
-                self._phases.append(_Phase(name, began, time.time() - began))
+            name, _, bucket = name.partition(" ")
+            times = {"ts": round(began * 1e6), "dur": round((time.time() - began) * 1e6)}  # microseconds
+            arguments = {"bucket": int(bucket)} if bucket else {}
+            self._events.append({"name": name, "ph": "X", "pid": os.getpid(), "tid": 0, **times, "args": arguments})
 
     def end(self, announcement: Announcement) -> str | None:
         """End a sync. Returns why its trace could not be written."""
         if self._path is None:
             return None
         whose = {"run": announcement.run_id, "version": announcement.version, "transport": announcement.transport}
-        lines = "".join(phase.line(whose) for phase in self._phases)
+        lines = "".join(json.dumps(event | {"args": whose | event["args"]}) + ",\n" for event in self._events)
         try:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             with os.fdopen(os.open(self._path, flags, 0o600), "w") as file:
@@ -106,7 +94,7 @@ _STOP, _ROWS, _CHANGES = 0, 1, 2  # orders
 _WHOLE, _FAILED = -1, -2  # in the place of a number of changes
 
 
-class LastSent:
+class DeltaBase:
     """This rank's part of the last version that was sent, copied to the host, to find changes against.
 
     `digest`: of that version, on rank 0; None while the copies are not of one version.
@@ -126,7 +114,7 @@ class LastSent:
 class OwnBlocks:
     """This rank's blocks, one at a time: asking for a block's first rows makes it, and frees the one before."""
 
-    def __init__(self, outgoing: Outgoing, sent: LastSent | None) -> None:
+    def __init__(self, outgoing: Outgoing, sent: DeltaBase | None) -> None:
         self._outgoing, self._sent = outgoing, sent
         self._block: TensorBlock | None = None
         self._held: Tensor | None = None
@@ -157,7 +145,7 @@ class OwnBlocks:
 class Gathering:
     """Rank 0's end. `end` must be called once, after errors too."""
 
-    def __init__(self, outgoing: Outgoing, sent: LastSent | None) -> None:
+    def __init__(self, outgoing: Outgoing, sent: DeltaBase | None) -> None:
         self._own = OwnBlocks(outgoing, sent)
         self._ranks = outgoing.ranks
         self._others = [rank for rank in outgoing.members if rank != outgoing.ranks.rank]
@@ -168,7 +156,7 @@ class Gathering:
         Raises OSError: another rank could not read what it holds. Every rank has ended with this bucket, as without it.
         """
         self._order(_CHANGES if only_changes else _ROWS)
-        parts, sums, end = list[BucketPart](), list[int](), 0
+        parts, end = list[BucketPart](), 0
         fault: Exception | None = None
         for piece in pieces:
             part, start = piece[1], aligned(end)
@@ -177,12 +165,11 @@ class Gathering:
                 num, found = self._fill_part(piece, room, only_changes)
             except Exception as error:  # the other ranks continue sending
                 fault, num, found = fault or error, 0, 0
-            parts.append(part.model_copy(update={"start": start, "num_changes": num}))
-            sums.append(found)
+            parts.append(part.model_copy(update={"start": start, "num_changes": num, "checksum": found}))
             end = start + (part.num_bytes if num is None else buckets.num_bytes(num))
         if fault is not None:
             raise fault
-        return Bucket(number=number, parts=tuple(parts), num_bytes=end, checksum=joined(sums))
+        return Bucket(number=number, parts=tuple(parts), num_bytes=end)
 
     def _fill_part(self, piece: Piece, room: Tensor, only_changes: bool) -> tuple[int | None, int]:
         """Fill `room` with a part. Returns the number of changes (None: it is the rows), and the rows' checksum."""
@@ -214,10 +201,10 @@ class Gathering:
             self._ranks.send(torch.tensor([what]), rank)
 
 
-class Giving:
+class BlockSender:
     """Another member's end. Its weights must not change before `wait` has returned."""
 
-    def __init__(self, outgoing: Outgoing, bucket_bytes: int, sent: LastSent | None) -> None:
+    def __init__(self, outgoing: Outgoing, bucket_bytes: int, sent: DeltaBase | None) -> None:
         self._call = BackgroundCall(lambda _: _give_all(outgoing, bucket_bytes, sent))
 
     def wait(self) -> None:
@@ -226,7 +213,7 @@ class Giving:
 
 
 @torch.inference_mode()
-def _give_all(outgoing: Outgoing, bucket_bytes: int, sent: LastSent | None) -> None:
+def _give_all(outgoing: Outgoing, bucket_bytes: int, sent: DeltaBase | None) -> None:
     own, order = OwnBlocks(outgoing, sent), torch.zeros(1, dtype=torch.int64)
     for pieces in chain(
         cut_buckets(outgoing, bucket_bytes), [[]]
@@ -267,10 +254,10 @@ def send(
     outgoing: Outgoing,
     target: SyncTarget,
     run_id: str,
-    sent: LastSent | None = None,
+    sent: DeltaBase | None = None,
     host: SyncAccess | None = None,
     phases: SyncProfile | None = None,
-) -> "Sending | Giving | None":
+) -> "Sending | BlockSender | None":
     """Begin to send a slot's weights: rank 0 sends, the other ranks give it their parts. Every rank calls this.
 
     It returns at once: a thread on each rank works during the passes. The send before must have ended.
@@ -292,7 +279,7 @@ def send(
     bucket_bytes = min(target.bucket_bytes, all_bytes(outgoing))
     sent = sent if target.backend == "delta" and outgoing.lora is None else None
     if outgoing.ranks.rank != 0:
-        return Giving(outgoing, bucket_bytes, sent)
+        return BlockSender(outgoing, bucket_bytes, sent)
     announcement = Announcement(
         run_id=run_id,
         version=target.version,
@@ -305,9 +292,7 @@ def send(
         waits=target.waits,
     )
     host = host or SyncAccess()
-    sending = Sending(announcement, outgoing, target.places, host, phases or SyncProfile(host.profile), sent)
-    sending.start()
-    return sending
+    return Sending(announcement, outgoing, target.places, host, phases or SyncProfile(host.profile), sent)
 
 
 class Sending:
@@ -323,7 +308,7 @@ class Sending:
         places: tuple[SyncPlace, ...],
         host: SyncAccess,
         phases: SyncProfile,
-        sent: LastSent | None = None,
+        sent: DeltaBase | None = None,
     ) -> None:
         self._announcement = announcement
         self._outgoing = outgoing
@@ -335,27 +320,21 @@ class Sending:
         self._receivers = Receivers()
         self._digest = Digest()
         self._num_bytes = self._weight_bytes = 0
-        self._blocked_s = self._duration_s = 0.0
+        self._duration_s = 0.0
         self._profile_problem: str | None = None
         self._began = time.perf_counter()
-
-    def start(self) -> None:
-        """Begin to send."""
-        began = time.perf_counter()
         self._call = BackgroundCall(lambda _: self._send())
-        self._blocked_s += time.perf_counter() - began
 
     def wait(self) -> SyncOutcome:
         """Wait until every sampler has the version, or has failed; the weights may change afterwards."""
         began = time.perf_counter()
         self._call.result()
-        self._blocked_s += time.perf_counter() - began
         return SyncOutcome(
             version=self._announcement.version,
             digest=self._digest.value if self._receivers.living else None,
             num_bytes=self._num_bytes,
             weight_bytes=self._weight_bytes,
-            blocked_s=self._blocked_s,
+            blocked_s=time.perf_counter() - began,
             duration_s=self._duration_s,
             problems=self._receivers.problems,
             transport=self._announcement.transport,

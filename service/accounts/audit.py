@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import delete, select
 
-from longshore.fields import Frozen
+from longshore.accounts import AuditEntry, AuditPage
 from service.accounts.limits import RateLimit
 from service.database.engine import AuditRow, Database
 from service.errors import DatabaseUnavailable
@@ -40,28 +40,6 @@ def collect_touched() -> list[str]:
     targets: list[str] = []
     _touched.set(targets)
     return targets
-
-
-class AuditEntry(Frozen):
-    """One request. `path` omits the query string, which may hold secrets. `target`: what it changed, if anything."""
-
-    id: int
-    time: float
-    tenant: str | None
-    key_id: str | None
-    method: str
-    path: str
-    target: str | None
-    status: int
-    address: str | None
-    request_id: str
-
-
-class AuditPage(Frozen):
-    """Entries, newest first. `next` is the `before` of the following page."""
-
-    entries: tuple[AuditEntry, ...]
-    next: int | None
 
 
 class Audit:

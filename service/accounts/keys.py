@@ -1,48 +1,36 @@
 """API keys, `ls-<prefix>-<secret>`, and the page's sessions of signed-in browsers. Only hashes are stored."""
 
-import asyncio
 import hashlib
 import hmac
 import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Annotated, Literal, TypeGuard, get_args
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
-from longshore.fields import Frozen
+from longshore.accounts import ALL_SCOPES, KeyHolder, KeyView, NewKey, Scope, hash_key, new_key
+from longshore.runs import FIRST_TENANT
 from service.accounts import audit
 from service.database.engine import Database, KeyRow, SignInRow
 from service.errors import Conflict, DatabaseUnavailable, Forbidden
 from shared.errors import InvalidInput, NotFound
-from shared.runs.requests import FIRST_TENANT, Tenant
 from shared.settings import Settings
-from shared.storage import paths
-from shared.storage.store import ObjectStore
 
 # --- Principals ---
 # The tenant and the scopes of a request's API key. The edge finds them; endpoints declare what they need.
 #
 # Dependencies are coroutines, though they wait for nothing: FastAPI calls a plain function on a thread, each time.
 
-Scope = Literal["read", "write", "inference", "admin"]
-"""`admin`: the tenant's keys and audit log; in the first tenant also tenants, quotas and Temporal's payloads. No scope
-contains another."""
-ALL_SCOPES: tuple[Scope, ...] = get_args(Scope)
 
-
-class Principal(Frozen):
-    """The holder of an API key."""
-
-    tenant: Tenant
-    key_id: str
-    title: str = ""
-    scopes: frozenset[Scope]
+class Principal(KeyHolder):
+    """The holder of the API key of a request."""
 
     @property
     def is_operator(self) -> bool:
@@ -68,49 +56,43 @@ async def principal(request: Request) -> Principal:
 Asking = Annotated[Principal, Depends(principal)]
 
 
-Demand = Callable[[Request], Awaitable[None]]
+@dataclass(frozen=True)
+class Demand:
+    """A dependency: raises Forbidden unless the request's key may make the request."""
+
+    check: Callable[[Principal, Request], None]
+
+    async def __call__(self, request: Request) -> None:
+        self.check(await principal(request), request)
 
 
 def require(*scopes: Scope) -> Demand:
-    """A dependency: the key must have this scope, or one of these."""
+    """Return a dependency: the key must have this scope, or one of these."""
 
-    async def demand(request: Request) -> None:
-        asking = await principal(request)
+    def check(asking: Principal, _: Request) -> None:
         if not asking.scopes & set(scopes):
             asking.demand(scopes[0])
 
-    return _noted(demand)
+    return Demand(check)
 
 
 def require_operator(what: str) -> Demand:
-    """A dependency: the key must be of an admin of the first tenant. `what`: what only they may do, for the message."""
+    """Return a dependency: the key must be of an admin of the first tenant.
 
-    async def demand(request: Request) -> None:
-        if not (await principal(request)).is_operator:
+    `what`: what only they may do, for the message.
+    """
+
+    def check(asking: Principal, _: Request) -> None:
+        if not asking.is_operator:
             raise Forbidden(f"{what} the first tenant's admins")
 
-    return _noted(demand)
+    return Demand(check)
 
 
-async def reads_or_writes(request: Request) -> None:
-    """A FastAPI dependency: GET and HEAD need the scope `read`, other methods `write`. Raises Forbidden."""
-    (await principal(request)).demand("read" if request.method in ("GET", "HEAD") else "write")
-
-
-def is_demand(call: object) -> TypeGuard[Demand]:
-    """True for a dependency that demands a scope of the request's key."""
-    return call in _demands
-
-
-_demands: set[object] = set()
-
-
-def _noted(demand: Demand) -> Demand:
-    _demands.add(demand)
-    return demand
-
-
-_noted(reads_or_writes)
+reads_or_writes = Demand(
+    lambda asking, request: asking.demand("read" if request.method in ("GET", "HEAD") else "write")
+)
+"""A dependency: GET and HEAD need the scope `read`, other methods `write`."""
 
 
 logger = logging.getLogger("longshore.service")
@@ -127,50 +109,10 @@ _LINK_LASTS_S = 600.0
 _MOST_KEYS = 10_000  # a tenant whose quota of bytes is used up may have to change its keys, so they do not count there
 
 
-class KeyRecord(Frozen):
-    """A key's record in the store. `prefix`: its first characters, for its holder to recognise it."""
-
-    key_id: str
-    tenant: Tenant
-    title: str = ""
-    prefix: str
-    sha256: str
-    scopes: tuple[Scope, ...]
-    created_by: str | None = None
-    created_at: float
-    expires_at: float | None = None
-    revoked_at: float | None = None
-
-    def row(self) -> KeyRow:
-        return KeyRow(**self.model_dump() | {"scopes": list(self.scopes)})
-
-
-class KeyView(Frozen):
-    """A key as the API shows it. `last_used_at` is at most a minute old."""
-
-    key_id: str
-    tenant: Tenant
-    title: str
-    prefix: str
-    scopes: tuple[Scope, ...]
-    created_by: str | None
-    created_at: float
-    expires_at: float | None
-    revoked_at: float | None
-    last_used_at: float | None
-
-
-class NewKey(KeyView):
-    """A key that was just made. No other answer shows it."""
-
-    key: str
-
-
 class Keys:
-    """Keeps keys: their records in the store, and the rows that find them by hash."""
+    """Keeps keys in the database."""
 
-    def __init__(self, settings: Settings, store: ObjectStore, database: Database) -> None:
-        self._store = store
+    def __init__(self, settings: Settings, database: Database) -> None:
         self._database = database
         self._bootstrap = [settings.api_key_sha256] if settings.api_key_sha256 else []
         if settings.api_key:
@@ -253,25 +195,27 @@ class Keys:
             raise InvalidInput(f"a key has at least one scope of {', '.join(ALL_SCOPES)}", "scopes")
         if expires_at is not None and expires_at <= time.time():
             raise InvalidInput("this moment has passed: seconds since 1970", "expires_at")
-        num_keys = select(func.count()).where(KeyRow.tenant == tenant)
-        if await self._database.reading(lambda session: session.scalars(num_keys).one()) >= _MOST_KEYS:
-            raise Conflict(f"a tenant makes at most {_MOST_KEYS:,} keys: revoked ones stay on record")
         key, mark = new_key()
-        record = KeyRecord(
+        row = KeyRow(
             key_id=f"key-{mark}",
             tenant=tenant,
             title=title,
             prefix=f"ls-{mark}",
             sha256=hash_key(key),
-            scopes=scopes,
+            scopes=list(scopes),
             created_by=created_by,
             created_at=time.time(),
             expires_at=expires_at,
         )
-        audit.touched(record.key_id)
-        await self._put(record)
-        # `merge`, since a concurrent `db rebuild` may have added the row from the record.
-        row = await self._database.writing(lambda session: session.merge(record.row()))
+
+        def add(session: Session) -> None:
+            num_keys = session.scalars(select(func.count()).where(KeyRow.tenant == tenant)).one()
+            if num_keys >= _MOST_KEYS:
+                raise Conflict(f"a tenant makes at most {_MOST_KEYS:,} keys: revoked ones stay on record")
+            session.add(row)
+
+        audit.touched(row.key_id)
+        await self._database.writing(add)
         return NewKey(**_view(row).model_dump(), key=key)
 
     async def list(self, tenant: str) -> tuple[KeyView, ...]:
@@ -282,27 +226,18 @@ class Keys:
 
     async def revoke(self, tenant: str, key_id: str) -> KeyView:
         """End a key, at once in this process and within two seconds in others. Raises NotFound."""
-        row = await self._database.reading(lambda session: session.get(KeyRow, key_id))
-        if row is None or row.tenant != tenant:
-            raise NotFound(f"there is no key {key_id}")
+
+        def end(session: Session) -> KeyRow:
+            row = session.get(KeyRow, key_id)
+            if row is None or row.tenant != tenant:
+                raise NotFound(f"there is no key {key_id}")
+            row.revoked_at = row.revoked_at or time.time()
+            return row
+
+        row = await self._database.writing(end)
         audit.touched(key_id)
-        if row.revoked_at is None:
-            row.revoked_at = time.time()
-            await self._put(KeyRecord.model_validate(row, from_attributes=True))
-            change = update(KeyRow).where(KeyRow.key_id == key_id).values(revoked_at=row.revoked_at)
-            await self._database.writing(lambda session: session.execute(change))
-            self._trusted.pop(row.sha256, None)
+        self._trusted.pop(row.sha256, None)
         return _view(row)
-
-    async def _put(self, record: KeyRecord) -> None:
-        data = record.model_dump_json(indent=1).encode()
-        await asyncio.to_thread(self._store.put_bytes, paths.key_record(record.key_id), data)
-
-
-def new_key() -> tuple[str, str]:
-    """Make a key of 256 random bits. Returns it, and the part of it that may be shown."""
-    mark = secrets.token_hex(6)
-    return f"ls-{mark}-{secrets.token_urlsafe(32)}", mark
 
 
 def sent_key(authorization: str | None) -> str:
@@ -315,10 +250,6 @@ def shown_prefix(key: str) -> str | None:
     """The part of a key that may be shown; None for text that has not the form of a key that is made here."""
     found = _MADE_HERE.match(key)
     return found["shown"] if found else None
-
-
-def hash_key(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _view(row: KeyRow) -> KeyView:

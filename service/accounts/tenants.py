@@ -4,30 +4,32 @@ Quotas of a tenant: runs at once, GPU hours of thirty days, bytes in the store.
 """
 
 import asyncio
+import logging
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, JsonValue
-from sqlalchemy import ColumnElement, and_, func, select
+from pydantic import BaseModel, JsonValue, ValidationError
+from sqlalchemy import ColumnElement, and_, delete, func, select
 from sqlalchemy.orm import Session
 
+from longshore.accounts import Measured, QuotaSettings, Room, TenantUsage, TenantView
 from longshore.fields import Frozen
 from service.accounts import audit
-from service.database.engine import Database, KeyedLocks, RemovedRow, RunRow, TenantRow
+from service.database.engine import Database, DocumentRow, FileRow, RemovedRow, RunRow, StoredRow, TenantRow
 from service.errors import Conflict, QuotaExceeded
 from shared.errors import InvalidInput, NotFound
-from shared.limits import ClientSettings, PriceSettings, QuotaSettings
-from shared.runs.requests import FIRST_TENANT, Tenant
+from shared.limits import ClientSettings, PriceSettings
 from shared.settings import Settings
 from shared.storage import paths
 from shared.storage.places import OpenPlaces, without_queries
 from shared.storage.store import ObjectStore
-from shared.storage.stored_bytes import Ledger, Measured, Reservation, StoredCount, measured, no_room
+from shared.storage.stored_bytes import PUBLISHED, Measurement, Stored, no_room, stored_as_published, stored_of_run
 
 # --- Check a tenant's URIs: those into our own store must lead into the tenant's own folder ---
 
@@ -79,108 +81,79 @@ def _strings(value: JsonValue, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 WINDOW_S = 30 * 86_400
-_BYTES_TRUSTED_S = 60.0
+_BELIEVED_S = 900.0  # a reservation of a process that died
+_RENEWED_S = 300.0
 _STEP_BYTES = 1 << 20
-_LITTLE_BYTES = 512
-_QUERIES = "queries"
+_FILE_ROW_BYTES = 512
+QUERIES, PARTS, _RESERVED = "queries", "parts", "reserved"
+_NOTED = (QUERIES, PARTS, _RESERVED)
+"""Owners of bytes that the service alone writes and counts: no measurement has them."""
 _MOST_NAMED = 5
 _MOST_IDLE = 100  # runs of a tenant that wait for their clients without a place of the quota; more of them count
 F = TypeVar("F", bound=Frozen)
 
 
-class TenantRecord(Frozen):
-    """A tenant, as the store keeps it. `quotas`: fields that are set override the installation's."""
-
-    tenant: Tenant
-    title: str = ""
-    quotas: QuotaSettings = QuotaSettings()
-    created_at: float
-
-    def row(self) -> TenantRow:
-        quotas = self.quotas.model_dump(exclude_unset=True)
-        return TenantRow(tenant=self.tenant, title=self.title, quotas=quotas, created_at=self.created_at)
+class TenantRecord(TenantView):
+    """A tenant, as the database keeps it."""
 
 
 class Tenants:
-    """Keeps tenants: their records in the store, and the rows that list them."""
+    """Keeps tenants in the database."""
 
-    def __init__(self, store: ObjectStore, database: Database) -> None:
-        self._store = store
+    def __init__(self, database: Database) -> None:
         self._database = database
 
     async def create(self, tenant: str, title: str = "", quotas: QuotaSettings | None = None) -> TenantRecord:
-        """Create a tenant: its record, then its row. Raises Conflict when the name is taken."""
-        record = TenantRecord(tenant=tenant, title=title, quotas=quotas or QuotaSettings(), created_at=time.time())
-        data = _json(record)
-        key = paths.tenant_record(tenant)
-        # The first tenant always exists, even without a record: it gets one when its quotas are set.
-        if tenant == FIRST_TENANT or not await asyncio.to_thread(self._store.put_if_absent, key, data):
-            raise Conflict(f"there is a tenant {tenant} already")
-        await self._save(record)
-        return record
+        """Create a tenant. Raises Conflict when the name is taken."""
+        row = TenantRow(tenant=tenant, title=title, quotas=_quotas_json(quotas), created_at=time.time())
 
-    async def complete(self, tenant: str) -> TenantRecord:
-        """Add the row of a tenant that has a record only, since its creation was interrupted.
+        def add(session: Session) -> None:
+            if session.get(TenantRow, tenant) is not None:
+                raise Conflict(f"there is a tenant {tenant} already")
+            session.add(row)
 
-        Raises NotFound: it is not on record.
-        """
-        data = await asyncio.to_thread(self._store.get_bytes, paths.tenant_record(tenant))
-        record = TenantRecord.model_validate_json(data)
-        await self._save(record)
-        return record
+        await self._database.writing(add)
+        audit.touched(tenant)
+        return _tenant(row)
 
     async def list(self) -> tuple[TenantRecord, ...]:
-        """List all tenants, by name."""
         rows = await self._database.reading(lambda s: s.scalars(select(TenantRow).order_by(TenantRow.tenant)).all())
-        return tuple(TenantRecord.model_validate(row, from_attributes=True) for row in rows)
+        return tuple(map(_tenant, rows))
 
     async def show(self, tenant: str) -> TenantRecord:
         """Return a tenant. Raises NotFound."""
-        row = await self._database.reading(lambda session: session.get(TenantRow, tenant))
-        if row is None:
-            raise NotFound(f"there is no tenant {tenant}")
-        return TenantRecord.model_validate(row, from_attributes=True)
+        return _tenant(await self._database.reading(partial(_tenant_row, tenant)))
 
     async def set_quotas(self, tenant: str, quotas: QuotaSettings) -> TenantRecord:
-        """Set a tenant's quotas. They replace the ones set before."""
-        record = (await self.show(tenant)).model_copy(update={"quotas": quotas})
-        await asyncio.to_thread(self._store.put_bytes, paths.tenant_record(tenant), _json(record))
-        await self._save(record)
-        return record
+        """Set a tenant's quotas. They replace the ones set before. Raises NotFound."""
 
-    async def _save(self, record: TenantRecord) -> None:
-        audit.touched(record.tenant)
-        await self._database.writing(lambda session: session.merge(record.row()))
+        def change(session: Session) -> TenantRow:
+            row = _tenant_row(tenant, session)
+            row.quotas = _quotas_json(quotas)
+            return row
 
-
-def ensure_first(session: Session) -> None:
-    """Add the row of the first tenant, which is never created otherwise, if it is missing."""
-    if session.get(TenantRow, FIRST_TENANT) is None:
-        session.add(TenantRecord(tenant=FIRST_TENANT, created_at=0.0).row())
+        row = await self._database.writing(change)
+        audit.touched(tenant)
+        return _tenant(row)
 
 
-def _json(record: TenantRecord) -> bytes:
-    return record.model_dump_json(indent=1, exclude_unset=True).encode()
+def _tenant_row(tenant: str, session: Session) -> TenantRow:
+    row = session.get(TenantRow, tenant)
+    if row is None:
+        raise NotFound(f"there is no tenant {tenant}")
+    return row
 
 
-class TenantUsage(Frozen):
-    """A tenant's usage and quotas; a quota of None is no limit.
+def _tenant(row: TenantRow) -> TenantRecord:
+    return TenantRecord.model_validate(row, from_attributes=True)
 
-    `cost`: of its GPU hours; None if they have no price. `measured`: the bytes that are only measured periodically.
-    """
 
-    tenant: Tenant
-    concurrent_runs: int
-    gpu_hours: float
-    stored_bytes: int
-    measured: Measured = Measured()
-    cost: float | None = None
-    currency: str = "USD"
-    quotas: QuotaSettings
+def _quotas_json(quotas: QuotaSettings | None) -> dict[str, Any]:
+    return {} if quotas is None else quotas.model_dump(mode="json", exclude_unset=True)
 
 
 class Quotas:
-    """Checks the quotas of tenants: on runs, which are counted in the database, and bytes, counted in the store."""
+    """Checks the quotas of tenants: on runs, and on bytes, all counted in the database."""
 
     def __init__(
         self,
@@ -195,12 +168,8 @@ class Quotas:
         self._prices = prices or PriceSettings()
         self._store = store
         self._database = database
-        self._counted: dict[str, tuple[float, StoredCount]] = {}
-        self._locks = KeyedLocks()
 
     async def usage(self, tenant: str) -> TenantUsage:
-        """Return a tenant's usage and quotas. Its count of bytes may be a minute old."""
-
         def look(session: Session) -> TenantUsage:
             hours = _gpu_hours(session, tenant)
             return TenantUsage(
@@ -209,17 +178,14 @@ class Quotas:
                 gpu_hours=hours,
                 cost=None if self._prices.gpu_hour is None else hours * self._prices.gpu_hour,
                 currency=self._prices.currency,
-                stored_bytes=stored,
-                measured=parts,
+                stored_bytes=_stored_bytes(session, tenant),
+                measured=_measured(session, tenant),
                 quotas=self.of(session, tenant),
             )
 
-        stored = await self.stored_bytes(tenant)
-        parts = await asyncio.to_thread(measured, self._store, tenant)
         return await self._database.reading(look)
 
     def of(self, session: Session, tenant: str) -> QuotaSettings:
-        """The quotas that apply to a tenant."""
         row = session.get(TenantRow, tenant)
         return self._settings.model_copy(update=row.quotas if row else {})
 
@@ -228,8 +194,7 @@ class Quotas:
 
         Raises QuotaExceeded: one more would break a quota.
         """
-        # PostgreSQL has concurrent writers; those of one tenant wait here for each other. SQLite has one writer.
-        session.execute(select(TenantRow.tenant).where(TenantRow.tenant == tenant).with_for_update()).all()
+        lock_tenant(session, tenant)
         quotas = self.of(session, tenant)
         most = quotas.concurrent_runs
         if most is not None and len(going_on := self._concurrent_runs(session, tenant)) >= most:
@@ -270,71 +235,58 @@ class Quotas:
 
     async def admit_bytes(self, tenant: str, more: int) -> None:
         """Raise QuotaExceeded if `more` bytes would exceed the quota. Nothing is reserved (see `reservation`)."""
-        async with self.reservation(tenant) as reserved:
-            await reserved.hold(more)
+        await self._database.reading(lambda session: self.check_bytes(session, tenant, more))
+
+    def check_bytes(self, session: Session, tenant: str, more: int) -> None:
+        """Check the quota for `more` bytes, in the transaction that adds them and has locked the tenant.
+
+        Raises QuotaExceeded.
+        """
+        most = self.of(session, tenant).stored_bytes
+        if most is not None and (used := _stored_bytes(session, tenant)) + more > most:
+            raise QuotaExceeded("stored_bytes", no_room(tenant, used, most, more))
+
+    async def room(self, tenant: str) -> Room:
+        """Return what a tenant stores and may store, for hosts that write for it."""
+
+        def look(session: Session) -> Room:
+            most = self.of(session, tenant).stored_bytes
+            return Room(used=0 if most is None else _stored_bytes(session, tenant), most=most)
+
+        return await self._database.reading(look)
 
     @asynccontextmanager
-    async def reservation(self, tenant: str) -> AsyncIterator["WriteReservation"]:
-        """Reserve bytes that are written in the block. Those that are not settled by its end are released."""
+    async def reservation(self, tenant: str) -> AsyncIterator["Reservation"]:
+        """Reserve bytes that are written in the block. At its end bytes that are not settled are released."""
         quotas = await self._database.reading(lambda session: self.of(session, tenant))
-        reserved = WriteReservation(self, Reservation(self._store, tenant), tenant, quotas.stored_bytes)
+        reserved = Reservation(self._database, self, tenant, quotas.stored_bytes is not None)
         try:
             yield reserved
         finally:
-            await asyncio.to_thread(reserved.reservation.drop)
+            await reserved.release()
 
-    async def put_record(self, tenant: str, key: str, data: bytes, *, only_new: bool = False) -> bool:
-        """Put a record that a tenant's request makes or changes, and count its bytes.
+    async def put_noted(
+        self, tenant: str, owner: str, what: str, num_bytes: int, put: Callable[[], Awaitable[bool]]
+    ) -> bool:
+        """Put an object of `num_bytes`, which count before it is there. `put` returns False if it was there.
 
-        Every such record is written here or by `put_noted`; `paths.counted_records` has their prefixes. A small change
-        is written even if the quota is used up, so that whatever exists can be ended.
+        If the process dies in between they count until `owner` is measured.
 
-        Args:
-            only_new: do not overwrite an existing record.
-
-        Returns:
-            True if the record was put.
-
-        Raises:
-            QuotaExceeded
-        """
-        before = await asyncio.to_thread(self._store.head, key)
-        if before is not None and only_new:
-            return False
-        more = len(data) - (before.size if before else 0)
-        async with self.reservation(tenant) as reserved:
-            if before is None or more > _LITTLE_BYTES:
-                await reserved.hold(more)
-            put = self._store.put_if_absent if only_new else self._store.put_bytes
-            is_put = await asyncio.to_thread(put, key, data) is not False
-            if is_put:
-                await reserved.settle(max(0, more))
-        return is_put
-
-    async def put_noted(self, tenant: str, owner: str, name: str, data: bytes, put: Callable[[], bool]) -> bool:
-        """Put a record that no prefix of the tenant's has, and note its bytes in the tenant's ledger.
-
-        Args:
-            owner: the run that it is of, or the kind of record.
-            name: the record's name among its owner's.
-            put: puts it; returns False if it is there. Blocking.
-
-        Returns:
-            True if the record was put.
-
-        Raises:
-            QuotaExceeded
+        Raises QuotaExceeded, and what `put` raises.
         """
 
-        def put_and_note() -> bool:
-            if is_put := put():
-                Ledger(self._store, tenant).bring(owner, name, len(data))
-            return is_put
+        def add(more: int, session: Session) -> None:
+            lock_tenant(session, tenant)
+            self.check_bytes(session, tenant, more)
+            add_stored(session, tenant, owner, what, more)
 
-        async with self.reservation(tenant) as reserved:
-            await reserved.hold(len(data))
-            if is_put := await asyncio.to_thread(put_and_note):
-                await reserved.settle(len(data))
+        await self._database.writing(partial(add, num_bytes))
+        is_put = False
+        try:
+            is_put = await put()
+        finally:
+            if not is_put:
+                await self._database.writing(lambda s: add_stored(s, tenant, owner, what, -num_bytes))
         return is_put
 
     async def sealed(self, tenant: str, request: F) -> F:
@@ -346,76 +298,143 @@ class Quotas:
         """
         request, queries = without_queries(request)
         for query_id, uri in queries.items():
-            key = paths.query_record(query_id)
-            if await asyncio.to_thread(self._store.head, key) is None:
-                put = partial(self._store.put_if_absent, key, uri)
-                await self.put_noted(tenant, _QUERIES, query_id, uri, put)
+            put = partial(asyncio.to_thread, self._store.put_if_absent, paths.query_record(query_id), uri)
+            await self.put_noted(tenant, QUERIES, QUERIES, len(uri), put)
         return request
 
-    async def reserve(self, reservation: Reservation, tenant: str, most: int, num_bytes: int) -> None:
-        """Reserve bytes for a write. Within this process, a tenant's writers do this one after another.
+    async def measure(self, tenant: str, run_id: str | None = None, *, published: bool = True) -> None:
+        """Measure what a tenant has published, and what one of its runs holds."""
+        began, stored, owners = time.time(), list[Stored](), list[str]()
+        if published:
+            owners.append(PUBLISHED)
+            stored.append(await asyncio.to_thread(stored_as_published, self._store, tenant))
+        if run_id is not None:
+            owners.append(run_id)
+            stored += await asyncio.to_thread(stored_of_run, self._store, tenant, run_id)
+        of = (StoredRow.tenant == tenant, StoredRow.owner.in_(owners))
+        await self.note_measured(Measurement(began=began, stored=tuple(stored)), *of, run_id=run_id)
 
-        Raises QuotaExceeded: together with the bytes that others are writing they are too many.
+    async def note_measured(
+        self, measurement: Measurement, *of: ColumnElement[bool], run_id: str | None = None
+    ) -> None:
+        """Replace what was known of the store's bytes by a measurement, which was `of` these rows, or of all.
+
+        Rows that were noted after it began stay unchanged. `run_id`: the run that was measured; if it was removed
+        meanwhile, nothing is noted.
         """
-        async with self._locks.of(tenant):
-            counted = await self._count_of(tenant)
-            used = await asyncio.to_thread(reservation.admit, num_bytes, most, counted)
-        if used > most:
-            raise QuotaExceeded("stored_bytes", no_room(tenant, used - num_bytes, most, num_bytes))
 
-    def recount(self, tenant: str | None = None) -> None:
-        """Count a tenant's bytes again at the next request for them; without a tenant, all tenants'."""
-        for each in [tenant] if tenant else list(self._counted):
-            self._counted.pop(each, None)
+        def note(session: Session) -> None:
+            if run_id is not None:
+                session.get(RunRow, run_id, with_for_update=True)  # a removal comes before this, or waits
+                if session.get(RemovedRow, run_id) is not None:
+                    return
+            known = select(StoredRow).where(StoredRow.owner.not_in(_NOTED), *of).with_for_update()
+            rows = {(row.tenant, row.owner, row.what): row for row in session.scalars(known)}
+            for found in measurement.stored:
+                row = rows.pop((found.tenant, found.owner, found.what), None)
+                if row is None:
+                    session.add(StoredRow(**dict(found), at=measurement.began))
+                elif row.at <= measurement.began:
+                    row.num_bytes, row.at = found.num_bytes, measurement.began
+            for row in rows.values():
+                if row.at <= measurement.began:
+                    session.delete(row)
 
-    def remove_bytes(self, tenant: str, fewer: int) -> None:
-        """Subtract bytes that were deleted since the last count."""
-        if (known := self._counted.get(tenant)) is not None:
-            self._counted[tenant] = known[0], StoredCount(known[1].at, known[1].num_bytes - fewer)
-
-    async def stored_bytes(self, tenant: str) -> int:
-        """Count the bytes in the store, those that are being written included."""
-        counted = await self._count_of(tenant)
-        ledger = Ledger(self._store, tenant)
-        return counted.num_bytes + await asyncio.to_thread(ledger.written_since, counted.at)
-
-    async def _count_of(self, tenant: str) -> StoredCount:
-        counted_at, counted = self._counted.get(tenant, (0.0, None))
-        if counted is None or time.monotonic() - counted_at > _BYTES_TRUSTED_S:
-            counted_at = time.monotonic()
-            counted = await asyncio.to_thread(Ledger(self._store, tenant).count)
-            self._counted[tenant] = counted_at, counted
-        return counted
+        await self._database.writing(note)
 
 
-class WriteReservation:
-    """Bytes of a tenant's quota that are reserved before they are written."""
+def lock_tenant(session: Session, tenant: str) -> None:
+    """Let the writing transactions of a tenant wait for each other on PostgreSQL. SQLite has one writer anyway."""
+    session.execute(select(TenantRow.tenant).where(TenantRow.tenant == tenant).with_for_update()).all()
 
-    def __init__(self, quotas: Quotas, reservation: Reservation, tenant: str, most: int | None) -> None:
+
+def bytes_of_rows(session: Session, tenant: str) -> int:
+    """Return the bytes of a tenant's records in the database, those of files' rows by a flat rate."""
+    documents = select(func.coalesce(func.sum(DocumentRow.num_bytes), 0)).where(DocumentRow.tenant == tenant)
+    files = select(func.count()).where(FileRow.tenant == tenant)
+    return int(session.scalars(documents).one()) + _FILE_ROW_BYTES * session.scalars(files).one()
+
+
+def _stored_bytes(session: Session, tenant: str) -> int:
+    """Return the bytes that a tenant stores or reserves: records, files, and what was noted or measured."""
+    # Files with equal bytes and names share an object. While it is written, a reservation counts.
+    kept = select(func.max(FileRow.size).label("size")).where(FileRow.tenant == tenant, FileRow.state != "writing")
+    files = select(func.coalesce(func.sum(kept.group_by(FileRow.uri).subquery().c.size), 0))
+    is_valid = StoredRow.expires_at.is_(None) | (StoredRow.expires_at > time.time())
+    stored = select(func.coalesce(func.sum(StoredRow.num_bytes), 0)).where(StoredRow.tenant == tenant, is_valid)
+    return bytes_of_rows(session, tenant) + sum(int(session.scalars(query).one()) for query in (files, stored))
+
+
+def _measured(session: Session, tenant: str) -> Measured:
+    query = select(StoredRow.what, func.sum(StoredRow.num_bytes), func.max(StoredRow.at))
+    query = query.where(StoredRow.tenant == tenant, StoredRow.owner.not_in(_NOTED)).group_by(StoredRow.what)
+    found = session.execute(query.order_by(StoredRow.what)).all()
+    return Measured(
+        at=max((at for *_, at in found), default=0.0), num_bytes={what: int(n) for what, n, _ in found if n}
+    )
+
+
+def add_stored(session: Session, tenant: str, owner: str, what: str, more: int) -> None:
+    row = session.get(StoredRow, (tenant, owner, what), with_for_update=True)
+    if row is None:
+        row = StoredRow(tenant=tenant, owner=owner, what=what, num_bytes=0)
+        session.add(row)
+    row.num_bytes, row.at = max(0, row.num_bytes + more), time.time()
+
+
+def forget_stored(session: Session, tenant: str, owner: str, what: str | None = None) -> None:
+    """Count no more what an owner holds, of one category or of all."""
+    gone = delete(StoredRow).where(StoredRow.tenant == tenant, StoredRow.owner == owner)
+    session.execute(gone if what is None else gone.where(StoredRow.what == what))
+
+
+class Reservation:
+    """Bytes of a tenant's quota that are reserved in a row before they are written."""
+
+    def __init__(self, database: Database, quotas: Quotas, tenant: str, is_limited: bool) -> None:
+        self._database = database
         self._quotas = quotas
         self._tenant = tenant
-        self._most = most
-        self.reservation = reservation
+        self._is_limited = is_limited
+        self._key = tenant, _RESERVED, uuid.uuid4().hex
+        self._num_bytes = 0
+        self._renew_at = 0.0
 
     async def hold(self, num_bytes: int, *, grows: bool = False) -> None:
         """Reserve `num_bytes` in all. For a body that grows, a quarter more is reserved if the quota allows it.
 
-        Raises QuotaExceeded.
+        Raises QuotaExceeded: then an earlier reservation does not change.
         """
-        if self._most is None or self.reservation.covers(num_bytes):
+        if not self._is_limited or (num_bytes <= self._num_bytes and time.time() < self._renew_at):
             return
         if grows and num_bytes > _STEP_BYTES:
             with suppress(QuotaExceeded):
-                await self._quotas.reserve(self.reservation, self._tenant, self._most, num_bytes + num_bytes // 4)
-        if not self.reservation.covers(num_bytes):
-            await self._quotas.reserve(self.reservation, self._tenant, self._most, num_bytes)
+                await self._reserve(num_bytes + num_bytes // 4)
+                return
+        await self._reserve(num_bytes)
 
-    async def settle(self, num_bytes: int) -> None:
-        """Count the bytes as written: they stay."""
-        if self._most is None:
-            self._quotas.remove_bytes(self._tenant, -num_bytes)
-        else:
-            await asyncio.to_thread(self.reservation.settle, num_bytes)
+    async def _reserve(self, num_bytes: int) -> None:
+        def reserve(session: Session) -> None:
+            lock_tenant(session, self._tenant)
+            session.execute(delete(StoredRow).where(StoredRow.expires_at < now))  # of processes that died
+            row = session.get(StoredRow, self._key)
+            self._quotas.check_bytes(session, self._tenant, num_bytes - (row.num_bytes if row else 0))
+            held = StoredRow(**dict(zip(("tenant", "owner", "what"), self._key, strict=True)))
+            held.num_bytes, held.at, held.expires_at = num_bytes, now, now + _BELIEVED_S
+            session.merge(held)
+
+        now = time.time()
+        await self._database.writing(reserve)
+        self._num_bytes, self._renew_at = num_bytes, now + _RENEWED_S
+
+    def settle(self, session: Session) -> None:
+        """Release the reservation, in the transaction that notes what was written."""
+        session.execute(delete(StoredRow).where(StoredRow.tenant == self._tenant, StoredRow.what == self._key[2]))
+
+    async def release(self) -> None:
+        if self._num_bytes:
+            self._num_bytes = 0
+            await self._database.writing(self.settle)
 
 
 def waits_for_client(since: float) -> ColumnElement[bool]:
@@ -446,3 +465,172 @@ def used_gpu_seconds(session: Session) -> list[tuple[str, float]]:
         for tenant, seconds in session.execute(query):
             used[tenant] += float(seconds)
     return sorted(used.items(), key=itemgetter(1), reverse=True)
+
+
+# --- Small records of tenants, as JSON in rows: what the service notes of requests, and nobody else reads ---
+
+logger = logging.getLogger("longshore.service")
+
+R = TypeVar("R", bound=BaseModel)
+_LITTLE_BYTES = 512
+_MOST_BYTES = 4 << 20
+_LAST = chr(0x10FFFF)
+
+
+class Documents(Generic[R]):
+    """The records of one kind, each found by its tenant and key. Lists are in the order of keys.
+
+    Every record counts in its tenant's quota of bytes. A change that adds little is always written, so that whatever
+    exists can be ended.
+    """
+
+    def __init__(
+        self, database: Database, quotas: Quotas, kind: str, model: type[R], *, is_counted: bool = True
+    ) -> None:
+        """`is_counted`: False for records that are not of requests, and whose number is bounded otherwise."""
+        self._database = database
+        self._quotas = quotas
+        self._kind = kind
+        self._model = model
+        self._is_counted = is_counted
+
+    async def find(self, tenant: str, key: str) -> R | None:
+        row = await self._database.reading(partial(self._row, tenant, key, None))
+        return None if row is None else self._parsed(row)
+
+    async def find_alias(self, tenant: str, alias: str) -> R | None:
+        row = await self._database.reading(partial(self._row, tenant, "", alias))
+        return None if row is None else self._parsed(row)
+
+    async def get(self, tenant: str, key: str) -> R:
+        """Return a record. Raises NotFound."""
+        if (found := await self.find(tenant, key)) is None:
+            raise NotFound(f"there is no {self._kind} {key[:120]}")
+        return found
+
+    async def keys(self, tenant: str, below: str = "") -> list[str]:
+        """List the keys of a tenant's records that begin with `below`."""
+        query = select(DocumentRow.key).where(*self._below(tenant, below)).order_by(DocumentRow.key)
+        return await self._database.reading(lambda session: list(session.scalars(query)))
+
+    async def all(self, tenant: str, below: str = "") -> list[R]:
+        """List a tenant's records whose keys begin with `below`."""
+        return await self._database.reading(lambda session: self._all(session, tenant, below))
+
+    async def everybodys(self) -> list[tuple[str, R]]:
+        """List the records of all tenants, each with its tenant."""
+        query = select(DocumentRow).where(DocumentRow.kind == self._kind).order_by(DocumentRow.tenant, DocumentRow.key)
+        rows = await self._database.reading(lambda session: session.scalars(query).all())
+        return [(row.tenant, record) for row, record in self._readable(rows)]
+
+    async def add(
+        self,
+        tenant: str,
+        key: str,
+        record: R,
+        *,
+        alias: str | None = None,
+        check: Callable[[Sequence[R]], None] | None = None,
+    ) -> R | None:
+        """Add a record unless there is one with this key, or this alias. Returns the one that was there, else None.
+
+        Args:
+            alias: a second key, for `find_alias`.
+            check: called with the tenant's records of this kind, in the transaction that adds this one. What it raises
+                is raised, and nothing is added.
+
+        Raises QuotaExceeded.
+        """
+        return (await self._write(tenant, key, lambda before: before or record, alias, check))[0]
+
+    async def put(self, tenant: str, key: str, record: R) -> None:
+        """Add or replace a record. Raises QuotaExceeded."""
+        await self._write(tenant, key, lambda _: record)
+
+    async def change(self, tenant: str, key: str, change: Callable[[R], R], *, always: bool = False) -> R:
+        """Replace a record by the one that `change` makes, in one transaction. Returns the new one.
+
+        `always`: also beyond the quota, as for an end, however much it adds.
+
+        Raises NotFound, QuotaExceeded, and what `change` raises: then nothing is written.
+        """
+
+        def changed(before: R | None) -> R:
+            if before is None:
+                raise NotFound(f"there is no {self._kind} {key[:120]}")
+            return change(before)
+
+        return (await self._write(tenant, key, changed, always=always))[1]
+
+    async def delete(self, tenant: str, key: str) -> None:
+        where = (DocumentRow.tenant == tenant, DocumentRow.kind == self._kind, DocumentRow.key == key)
+        await self._database.writing(lambda session: session.execute(delete(DocumentRow).where(*where)))
+
+    async def delete_below(self, tenant: str, below: str) -> None:
+        where = self._below(tenant, below)
+        await self._database.writing(lambda session: session.execute(delete(DocumentRow).where(*where)))
+
+    async def delete_older(self, age_s: float) -> None:
+        """Delete the records of all tenants that were written longer ago."""
+        where = (DocumentRow.kind == self._kind, DocumentRow.written_at < time.time() - age_s)
+        await self._database.writing(lambda session: session.execute(delete(DocumentRow).where(*where)))
+
+    async def _write(
+        self,
+        tenant: str,
+        key: str,
+        change: Callable[[R | None], R],
+        alias: str | None = None,
+        check: Callable[[Sequence[R]], None] | None = None,
+        *,
+        always: bool = False,
+    ) -> tuple[R | None, R]:
+        def write(session: Session) -> tuple[R | None, R]:
+            lock_tenant(session, tenant)
+            row = self._row(tenant, key, alias, session)
+            before = None if row is None else self._parsed(row)
+            after = change(before)
+            if after is before:
+                return before, after
+            body = after.model_dump_json()
+            num_bytes = len(key.encode()) + len(body.encode())
+            if num_bytes > _MOST_BYTES:
+                raise InvalidInput(f"a {self._kind} has at most {_MOST_BYTES:,} bytes in all")
+            more = num_bytes - (0 if row is None else row.num_bytes)
+            if self._is_counted and not always and (row is None or more > _LITTLE_BYTES):
+                self._quotas.check_bytes(session, tenant, more)
+            if row is None and check is not None:
+                check(self._all(session, tenant))
+            if row is None:
+                row = DocumentRow(tenant=tenant, kind=self._kind, key=key, alias=alias)
+                session.add(row)
+            row.body, row.num_bytes, row.written_at = body, num_bytes if self._is_counted else 0, time.time()
+            return before, after
+
+        return await self._database.writing(write)
+
+    def _row(self, tenant: str, key: str, alias: str | None, session: Session) -> DocumentRow | None:
+        own = (DocumentRow.tenant == tenant, DocumentRow.kind == self._kind)
+        is_named = DocumentRow.key == key if alias is None else DocumentRow.alias == alias
+        return session.scalars(select(DocumentRow).where(*own, is_named)).one_or_none()
+
+    def _all(self, session: Session, tenant: str, below: str = "") -> list[R]:
+        query = select(DocumentRow).where(*self._below(tenant, below)).order_by(DocumentRow.key)
+        return [record for _, record in self._readable(session.scalars(query).all())]
+
+    def _readable(self, rows: Sequence[DocumentRow]) -> Iterator[tuple[DocumentRow, R]]:
+        """Parse rows. One that cannot be read, such as another version's, is logged and left out."""
+        for row in rows:
+            try:
+                yield row, self._parsed(row)
+            except ValidationError as error:
+                # Without the input that pydantic quotes, which may be secret.
+                rules = error.errors(include_url=False, include_context=False, include_input=False)
+                logger.error("%s %s of %s cannot be read: %s", self._kind, row.key, row.tenant, rules)
+
+    def _below(self, tenant: str, below: str) -> tuple[ColumnElement[bool], ...]:
+        own = (DocumentRow.tenant == tenant, DocumentRow.kind == self._kind)
+        return (*own, DocumentRow.key >= below, DocumentRow.key < below + _LAST)
+
+    def _parsed(self, row: DocumentRow) -> R:
+        return self._model.model_validate_json(row.body)

@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from service.accounts.keys import is_demand, principal
+from service.accounts.keys import Demand, principal
 from service.decoding import SMALL_BYTES, Decoding
 from service.files import PublishedFiles
 from shared.errors import InvalidInput, LongshoreError
@@ -30,6 +30,7 @@ from shared.field_rules import rule_in_words
 
 T = TypeVar("T")
 _TYPES = ("int_type", "float_type", "bool_type", "string_type")
+_OF_NAMES = ("eval_datasets", "sets")  # objects of a user's own names, none of which may be there twice
 
 
 MAX_DEPTH = 100
@@ -50,7 +51,7 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle, body_field = super().get_route_handler(), self.body_field
         endpoint = f"{self.endpoint.__module__}:{self.endpoint.__qualname__}"
-        demands = [each.call for each in self.dependant.dependencies if is_demand(each.call)]
+        demands = [each.call for each in self.dependant.dependencies if isinstance(each.call, Demand)]
 
         def validate(sent: "_Sent") -> None:
             if body_field is not None:
@@ -113,8 +114,11 @@ class _Sent:
             return model.of_packed(self.packed)
         if not self.is_checked and self.problem is None:
             try:
-                self.text = self.text or _accepted(adapter, self.value)
-                self.found = adapter.validate_json(self.text[0], strict=self.text[1])
+                if self.text is None:
+                    self.found, text, is_strict = _accepted(adapter, self.value)
+                    self.text = text, is_strict
+                else:
+                    self.found = adapter.validate_json(self.text[0], strict=self.text[1])
             except (ValidationError, PydanticCustomError) as error:
                 self.problem = error
         self.is_checked = True
@@ -199,35 +203,42 @@ class _AsJson:
         return core_schema.no_info_wrap_validator_function(check_once, handler(source))
 
 
-def _accepted(adapter: TypeAdapter[Any], value: Any) -> tuple[str, bool]:
-    """Return the JSON that a model accepts, and whether strictly. Raises ValidationError, PydanticCustomError."""
+def _accepted(adapter: TypeAdapter[Any], value: Any) -> tuple[Any, str, bool]:
+    """Return the model of a body, its JSON, and whether that is accepted strictly.
+
+    Raises ValidationError, PydanticCustomError.
+    """
     text = _text(value)
     try:
-        adapter.validate_json(text, strict=True)
-        return text, True
+        return adapter.validate_json(text, strict=True), text, True
     except ValidationError as error:
         _check_errors(error, 10 * MAX_ERRORS)  # most of these are harmless: whole floats, lists for tuples
         guessed = _guessed(error)
     try:
-        adapter.validate_json(text)
+        found = adapter.validate_json(text)
     except ValidationError as error:
         _check_errors(error, MAX_ERRORS)
         raise
     if guessed:
         raise ValidationError.from_exception_data("body", guessed[:MAX_ERRORS])
-    return text, False
+    return found, text, False
 
 
 def _parsed(body: bytes) -> tuple[Any, PydanticCustomError | None]:
     """Parse a body, and check its size in fields, values and depth. Raises json.JSONDecodeError, RecursionError."""
-    most_fields = 0
+    most_fields, repeats, twice = 0, dict[int, dict[str, Any]](), ""
 
     def count(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        nonlocal most_fields
-        most_fields = max(most_fields, len(pairs))
-        return dict(pairs)
+        nonlocal most_fields, twice
+        most_fields, fields = max(most_fields, len(pairs)), dict(pairs)
+        if len(fields) < len(pairs):
+            repeats[id(fields)] = fields  # held, so that no other object gets its id
+        twice = twice or next((name for name in _OF_NAMES if id(fields.get(name)) in repeats), "")
+        return fields
 
     value = json.loads(body, object_pairs_hook=count)
+    if twice:
+        return value, PydanticCustomError("name_twice", f"{twice}: two evaluations have one name")
     if most_fields > MAX_FIELDS:
         return value, PydanticCustomError("too_many_fields", f"an object has at most {MAX_FIELDS:,} fields here")
     return value, _excess(value)

@@ -6,8 +6,9 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from urllib.parse import urlencode
 
 from fastapi import HTTPException
@@ -22,7 +23,7 @@ from service.accounts.keys import COOKIE, CSRF_HEADER, Keys, Principal, SignIns,
 from service.accounts.limits import RateLimit
 from service.apis import errors as problems
 from service.apis.art.wandb_artifacts import TELEMETRY, WANDB, wandb_key
-from service.apis.native import codec
+from service.apis.native.installation import CODEC
 from service.apis.page import pages
 from service.apis.tinker.wire import BATCH_PATHS, TINKER, TINKER_FILES, tinker_key
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES as MAX_BATCH_BYTES
@@ -49,57 +50,45 @@ _SESSION_OVER = "this session has ended, or its key has: sign in again"
 _HOST = re.compile(r"^\[?(?P<name>[^\]]*?)\]?(:\d+)?$")
 
 
+@dataclass(frozen=True, eq=False)
 class Edge:
-    """The outermost middleware. It refuses a request or passes it on, and never reads a body itself."""
+    """The outermost middleware. It refuses a request or passes it on, and never reads a body itself.
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: Keys,
-        sign_ins: SignIns,
-        audit: Audit,
-        rate_limit: RateLimit,
-        allowed_hosts: Iterable[str] | None,
-        max_body_bytes: int,
-        max_upload_bytes: int,
-        in_hand: set[object],
-        temporal_ui: str | None = None,
-    ) -> None:
-        """
-        Args:
-            rate_limit: of each key.
-            allowed_hosts: names that a Host header may carry (DNS rebinding sends others); None for any.
-            max_body_bytes: the largest JSON body.
-            max_upload_bytes: the largest file.
-            in_hand: has an entry for each unanswered request, so that shutdown can wait for the last ones.
-            temporal_ui: the origin of a page that may ask the codec with the session of whoever is signed in here.
-        """
-        self._app = app
-        self._keys = keys
-        self._sign_ins = sign_ins
-        self._audit = audit
-        self._rate_limit = rate_limit
-        self._hosts = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
-        self._max_body_bytes = max_body_bytes
-        self._max_upload_bytes = max_upload_bytes
-        self._in_hand = in_hand
-        self._temporal_ui = temporal_ui
+    Args:
+        rate_limit: of each key.
+        allowed_hosts: names that a Host header may carry, in lower case (DNS rebinding sends others); None for any.
+        max_body_bytes: the largest JSON body.
+        max_upload_bytes: the largest file.
+        in_hand: has an entry for each unanswered request, so that shutdown can wait for the last ones.
+        temporal_ui: the origin of a page that may ask the codec with the session of whoever is signed in here.
+    """
+
+    app: ASGIApp
+    keys: Keys
+    sign_ins: SignIns
+    audit: Audit
+    rate_limit: RateLimit
+    allowed_hosts: Collection[str] | None
+    max_body_bytes: int
+    max_upload_bytes: int
+    in_hand: set[object]
+    temporal_ui: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         scope.setdefault("state", {})
-        exchange = _Exchange(send, _request_id(headers), scope, self._audit)
+        exchange = _Exchange(send, headers.get("x-request-id", ""), scope, self.audit)
         refusal = await self._refusal(scope, headers, exchange)
         if refusal is not None:
             await refusal(scope, receive, exchange.send)
             return
         body = _LimitedBody(receive, self._limit(scope))
-        self._in_hand.add(exchange)
+        self.in_hand.add(exchange)
         try:
-            await self._app(scope, body.receive, self._while_known(scope, headers, exchange))
+            await self.app(scope, body.receive, self._while_known(scope, headers, exchange))
         except asyncio.CancelledError:  # the service is shutting down, and its grace time is over
             if exchange.begun or (task := asyncio.current_task()) is None:
                 raise
@@ -107,15 +96,18 @@ class Edge:
             text = "the service is leaving, or starting anew: ask again"
             answer = problems.error_response(503, text, headers={"retry-after": "2"}, path=scope["path"])
             await answer(scope, receive, exchange.send)
-        except _NoLongerKnown:
-            await self._end(exchange, scope, receive)
+        except _NoLongerKnown:  # the connection of a stream that has begun is closed
+            logger.info("%s: its key or session ended under it", exchange)
+            if not exchange.begun:
+                text = "the key or session that asked has ended meanwhile"
+                await _unauthorized(text, scope["path"])(scope, receive, exchange.send)
         except Exception as error:  # no handler has caught it, or its answer had begun
             logger.error("%s failed", exchange, exc_info=error)
             if not exchange.begun:
                 text = "the service failed; its log has the reason under this answer's x-request-id"
                 await problems.error_response(500, text, path=scope["path"])(scope, receive, exchange.send)
         finally:
-            self._in_hand.discard(exchange)
+            self.in_hand.discard(exchange)
 
     def _while_known(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Send:
         """Return a `send` that checks the key or session again, since streams and waits can last long."""
@@ -135,28 +127,24 @@ class Edge:
 
         return send
 
-    async def _end(self, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
-        """Refuse with 401, or close the connection of a stream that has begun."""
-        logger.info("%s: its key or session ended under it", exchange)
-        if not exchange.begun:
-            text = "the key or session that asked has ended meanwhile"
-            refusal = problems.error_response(401, text, headers={"www-authenticate": "Bearer"}, path=scope["path"])
-            await refusal(scope, receive, exchange.send)
-
     async def _principal(self, path: str, headers: Headers) -> Principal | None:
         """The principal of a request; None for an unknown key or session. Raises DatabaseUnavailable."""
         if token := _sign_in_token(path, headers):
-            return await self._sign_ins.find(token)
-        return await self._keys.find(_authorization(path, headers))
+            return await self.sign_ins.find(token)
+        return await self.keys.find(_authorization(path, headers))
 
     async def _refusal(self, scope: Scope, headers: Headers, exchange: "_Exchange") -> Response | None:
         """Return the answer that refuses a request; None lets it pass, with its principal in the request's state."""
-        path, host = scope["path"], _host_name(headers.get("host", ""))
-        if self._hosts is not None and host not in self._hosts:
+        path, host = scope["path"], headers.get("host", "")
+        if named := _HOST.match(host):
+            host = named["name"].lower()
+        if self.allowed_hosts is not None and host not in self.allowed_hosts:
             return problems.error_response(403, f"this service does not answer to the host name {host!r}", path=path)
         if path not in OPEN_PATHS and not path.startswith((f"{pages.STATIC}/", TINKER_FILES)):
             token = _sign_in_token(path, headers)
-            is_ours = is_from_page(token, headers.get(CSRF_HEADER)) or self._is_from_temporal_ui(path, headers)
+            # Temporal's page, which may ask the codec, is known by a header that pages cannot forge.
+            is_from_ui = path.startswith(f"{CODEC}/") and headers.get("origin", "") == self.temporal_ui
+            is_ours = is_from_ui or is_from_page(token, headers.get(CSRF_HEADER))
             if token and scope["method"] not in _LOOKS and not is_ours:
                 text = f"a session changes things from its own page alone, which sends {CSRF_HEADER}"
                 return problems.error_response(403, text, path=path)
@@ -170,10 +158,10 @@ class Edge:
                     return RedirectResponse(f"{pages.SIGN_IN}?{urlencode({'after': path})}", 303)
                 text = _KEY_UNKNOWN if sent_key(_authorization(path, headers)) else _KEY_MISSING
                 text = _SESSION_OVER if token else text
-                return problems.error_response(401, text, headers={"www-authenticate": "Bearer"}, path=path)
+                return _unauthorized(text, path)
             scope["state"] |= {"principal": principal, "is_from_page": bool(token)}
-            if wait_s := self._rate_limit.wait_s(principal.key_id):
-                text = f"this key asks too often: at most {self._rate_limit} here"
+            if wait_s := self.rate_limit.wait_s(principal.key_id):
+                text = f"this key asks too often: at most {self.rate_limit} here"
                 return problems.error_response(429, text, headers={"retry-after": str(math.ceil(wait_s))}, path=path)
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._limit(scope):
@@ -181,14 +169,10 @@ class Edge:
             return problems.error_response(413, text, path=path)
         return None
 
-    def _is_from_temporal_ui(self, path: str, headers: Headers) -> bool:
-        """True for a request to the codec from Temporal's page, by the Origin header, which pages cannot forge."""
-        return path.startswith(f"{codec.PREFIX}/") and headers.get("origin", "") == self._temporal_ui
-
     def _limit(self, scope: Scope) -> int:
         if scope["path"] in BATCH_PATHS:
             return MAX_BATCH_BYTES
-        return self._max_upload_bytes if UPLOAD_PATHS.fullmatch(scope["path"]) else self._max_body_bytes
+        return self.max_upload_bytes if UPLOAD_PATHS.fullmatch(scope["path"]) else self.max_body_bytes
 
 
 class _Exchange:
@@ -196,7 +180,7 @@ class _Exchange:
 
     def __init__(self, send: Send, request_id: str, scope: Scope, audit_log: Audit) -> None:
         self._send = send
-        self._request_id = request_id
+        self._request_id = request_id if _REQUEST_ID.match(request_id) else f"req-{secrets.token_hex(8)}"
         self._scope = scope
         self._start = time.monotonic()
         self._audit = audit_log
@@ -283,14 +267,8 @@ def _sign_in_token(path: str, headers: Headers) -> str:
     return "" if is_keyed else cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
 
 
-def _request_id(headers: Headers) -> str:
-    given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.match(given) else f"req-{secrets.token_hex(8)}"
-
-
-def _host_name(header: str) -> str:
-    found = _HOST.match(header)
-    return found["name"].lower() if found else header
+def _unauthorized(text: str, path: str) -> Response:
+    return problems.error_response(401, text, headers={"www-authenticate": "Bearer"}, path=path)
 
 
 class HeadRequests:

@@ -3,22 +3,24 @@
 import errno
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import iter_route_contexts
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import compile_path
 
+from longshore.dataset_runs import TrainedRun
 from longshore.fields import Frozen
+from longshore.runs import Kind, Run
 from service.apis.tinker.wire import error_body, is_tinker
 from service.errors import Busy, Conflict, DatabaseUnavailable, Forbidden, QueueFull, QuotaExceeded, TemporalUnavailable
 from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, SamplerUnavailable, StoreUnavailable
 from shared.field_rules import location_of, rule_in_words
-from shared.runs.requests import Run
 
 
 class ApiProblem(Frozen):
@@ -67,6 +69,7 @@ FOREIGN_RESPONSES: dict[int | str, dict[str, Any]] = {
 _IN_PATHS = {"run_id": "run", "webhook_id": "webhook", "name": "schedule", "tenant": "tenant"}
 # Tags of the union `trainable`, which pydantic puts into locations after the field. (As the last part it is a field.)
 _TAGS = ("lora", "full")
+_KINDS = get_args(Kind)
 _MOST_RULES = 20
 _RUN_FIELDS = frozenset(name for model in get_args(get_args(Run)[0]) for name in model.model_fields)
 _NO_RETRY = {"x-should-retry": "false"}
@@ -105,18 +108,15 @@ def error_response(
     kind = kind or _BY_STATUS.get(status, "error")
     if is_tinker(path):
         status, told = error_body(status, kind, message, place)
-        return JSONResponse(told, status_code=status, headers=dict(headers or {}))
-    if is_foreign(path):
+    elif is_foreign(path):
         status = 400 if status == 422 else status
-        error = {
-            "message": message,
-            "type": _openai_type(status, kind),
-            "param": place,
-            "code": _OPENAI_CODES.get(kind, kind),
-        }
-        return JSONResponse({"error": error}, status_code=status, headers=dict(headers or {}))
-    body = ErrorBody(error=ApiProblem(type=kind, message=message, place=place))
-    return JSONResponse(body.model_dump(), status_code=status, headers=dict(headers or {}))
+        general = "server_error" if status >= 500 else "invalid_request_error"
+        theirs = "insufficient_quota" if kind == "quota_exceeded" else _OPENAI_TYPES.get(status, general)
+        error = {"message": message, "type": theirs, "param": place, "code": _OPENAI_CODES.get(kind, kind)}
+        told = {"error": error}
+    else:
+        told = ErrorBody(error=ApiProblem(type=kind, message=message, place=place)).model_dump()
+    return JSONResponse(told, status_code=status, headers=dict(headers or {}))
 
 
 def is_foreign(path: str) -> bool:
@@ -129,18 +129,7 @@ _OPENAI_CODES = {
     "rate_limited": "rate_limit_exceeded",
     "quota_exceeded": "insufficient_quota",
 }
-
-
-def _openai_type(status: int, kind: str) -> str:
-    match status:
-        case 401:
-            return "authentication_error"
-        case 403:
-            return "permission_error"
-        case 429:
-            return "insufficient_quota" if kind == "quota_exceeded" else "rate_limit_error"
-        case _:
-            return "server_error" if status >= 500 else "invalid_request_error"
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def install(app: FastAPI) -> None:
@@ -157,7 +146,8 @@ def validation_problem(errors: Sequence[Any]) -> ApiProblem:
 
     `errors`: `error.errors()` of a ValidationError.
     """
-    found = [(_place(location_of(e, _RUN_FIELDS)), rule_in_words(e)) for e in errors[:_MOST_RULES]]
+    told = [dict(error) | {"loc": _without_kind(error["loc"])} for error in errors[:_MOST_RULES]]
+    found = [(_place(location_of(error, _RUN_FIELDS)), rule_in_words(error)) for error in told]
     if errors[0]["type"] == "missing" and errors[0]["loc"] == ("body",):
         found[0] = ("body", found[0][1])
     first, rule = found[0]
@@ -165,6 +155,42 @@ def validation_problem(errors: Sequence[Any]) -> ApiProblem:
     if len(errors) > _MOST_RULES:
         rest += f"; and {len(errors) - _MOST_RULES:,} more"
     return ApiProblem(type="invalid_input", message=rule + rest, place=first)
+
+
+RunT = TypeVar("RunT", bound=TrainedRun)
+
+
+def made(kind: type[RunT], fields: Mapping[str, Any], names: Mapping[str, str]) -> RunT:
+    """Make a job's run. Raises InvalidInput: names the client's field, as `client_place` does."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        problem = validation_problem(error.errors())
+        raise InvalidInput(problem.message, client_place(problem.place, names)) from None
+
+
+def client_place(place: str | None, names: Mapping[str, str]) -> str:
+    """Return the client's name of a run's field: its own by `names`, else the setting's below `longshore`.
+
+    An item of a list has the list's name.
+    """
+    if place is None:
+        return "longshore"
+    known = [name for name in names if place == name or place.startswith(f"{name}.")]
+    if known:
+        longest = max(known, key=len)
+        rest = place[len(longest) :]
+        return names[longest] + (rest if rest.strip(".0123456789") else "")
+    for prefix in ("trainable.", "rollouts.held_out.", "rollouts.", "dataset."):
+        place = place.removeprefix(prefix)
+    return f"longshore.{place}"
+
+
+def _without_kind(loc: Sequence[int | str]) -> tuple[int | str, ...]:
+    """Return a location without the kind of a run, which pydantic puts before the fields of such a union's member."""
+    return tuple(
+        part for i, part in enumerate(loc) if part not in _KINDS or loc[i - 1 : i] not in (("body",), ("run",))
+    )
 
 
 def _place(loc: Sequence[int | str]) -> str | None:

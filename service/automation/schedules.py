@@ -4,14 +4,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any
 
-from pydantic import ValidationError
 from temporalio import activity
 from temporalio.client import (
     Client,
@@ -31,38 +29,25 @@ from temporalio.client import (
     WorkflowExecutionStatus,
 )
 from temporalio.service import RPCError, RPCStatusCode
-from temporalio.worker import Worker
 
+from longshore.automation import Action, ActionView, Backfill, Overlap, ScheduledRun, ScheduleView
+from longshore.runs import RunRecord, Source
 from service.accounts import audit
-from service.accounts.tenants import Access, Quotas
-from service.automation.schedule_views import ActionView, Backfill, ScheduleView
-from service.database.engine import KeyedLocks
+from service.accounts.tenants import Access, Documents, Quotas
 from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
 from service.inference.published_models import NamedModels, PublishedModels
-from service.runs.runs import Runs, RunStates
+from service.runs.runs import Runs
 from service.sealing import key_of, seal_keys
 from service.temporal import PATIENCE, Temporal, memo_of, share_of, unless_unknown
-from shared.automation import (
-    ACTION_MEMO,
-    AcceptRequest,
-    Action,
-    Decision,
-    LastScheduled,
-    Overlap,
-    ScheduledAction,
-    ScheduledRun,
-    ScheduleRecord,
-)
+from shared.automation import ACTION_MEMO, AcceptRequest, Decision, LastScheduled, ScheduledAction, ScheduleRecord
 from shared.errors import InvalidInput, NotFound
 from shared.runs.acceptance import check_startable
-from shared.runs.requests import RunRecord, Source
 from shared.settings import Settings
-from shared.storage.paths import RunKeys, content_key, last_scheduled, schedule_record
+from shared.storage.paths import RunKeys, content_key
 from shared.storage.store import ObjectStore
-from shared.storage.stored_bytes import Ledger
-from workflows.policies import service_queue
+from shared.storage.stored_bytes import stored_of_run
 
-# --- Schedules for the APIs: records in the store, and Temporal's schedules, which are derived from them ---
+# --- Schedules for the APIs: records, and Temporal's schedules, which are derived from them ---
 
 logger = logging.getLogger("longshore.service")
 
@@ -86,15 +71,19 @@ class Schedules:
     """Creates, lists, changes and deletes schedules. Those of other tenants are not found."""
 
     def __init__(
-        self, settings: Settings, store: ObjectStore, temporal: Temporal, access: Access, quotas: Quotas
+        self,
+        settings: Settings,
+        temporal: Temporal,
+        access: Access,
+        quotas: Quotas,
+        records: Documents[ScheduleRecord],
     ) -> None:
         self._settings = settings
-        self._store = store
         self._temporal = temporal
         self._access = access
         self._quotas = quotas
+        self._records = records
         self._key_id = seal_keys(settings)[0].id
-        self._locks = KeyedLocks()  # held while a schedule is changed in the store and in Temporal
 
     async def create(self, tenant: str, owner: str | None, scheduled: ScheduledRun) -> ScheduleView:
         """Create a schedule. The same request again gives the same schedule.
@@ -109,14 +98,14 @@ class Schedules:
         record = ScheduleRecord(
             tenant=tenant, owner=owner, scheduled=scheduled, created_at=time.time(), salt=secrets.token_hex(8)
         )
-        async with self._locks.of(tenant, scheduled.name), self._temporal.client() as client:
-            record = await self._accept(record)
+        async with self._temporal.client() as client:
+            record = await self._accept(client, record)
             audit.touched(scheduled.name)
             try:
                 await self._make(client, record)
             except RPCError as error:
                 if error.status == RPCStatusCode.INVALID_ARGUMENT:
-                    await asyncio.to_thread(self._remove, record)
+                    await self._records.delete(tenant, scheduled.name)
                     raise InvalidInput(error.message, "cron") from None
                 raise  # it is on record: the same request once more, or `restore`, makes it
         return await self.show(tenant, scheduled.name)
@@ -125,18 +114,15 @@ class Schedules:
         """List a tenant's schedules by name, without their actions."""
         places = asyncio.Semaphore(_CONCURRENT)
 
-        async def view(name: str) -> ScheduleView | None:
-            with suppress(NotFound):  # removed since
-                async with places, self._temporal.client() as client:
-                    record = await asyncio.to_thread(self._read, tenant, name)
-                    return _view(record, await _describe(client, record))
-            return None
+        async def view(record: ScheduleRecord) -> ScheduleView:
+            async with places, self._temporal.client() as client:
+                return _view(record, await _describe(client, record))
 
-        found = await asyncio.gather(*map(view, sorted(await asyncio.to_thread(self._names, tenant))))
-        return tuple(each for each in found if each is not None)
+        found = [record for record in await self._records.all(tenant) if not record.is_deleted]
+        return tuple(await asyncio.gather(*map(view, found)))
 
     async def show(self, tenant: str, name: str) -> ScheduleView:
-        record = await asyncio.to_thread(self._read, tenant, name)
+        record = await self._read(tenant, name)
         async with self._temporal.client() as client:
             known = await _describe(client, record)
             actions = () if known is None else await _actions(client, record, known.info.created_at)
@@ -157,7 +143,7 @@ class Schedules:
 
     async def backfill(self, tenant: str, name: str, span: Backfill) -> ScheduleView:
         """Start runs for the times of a span, as if it were then. Raises InvalidInput for too many times."""
-        span.check_times((await asyncio.to_thread(self._read, tenant, name)).scheduled)
+        check_times(span, (await self._read(tenant, name)).scheduled)
         times = ScheduleBackfill(
             start_at=datetime.fromtimestamp(span.begin, UTC),
             end_at=datetime.fromtimestamp(span.end, UTC),
@@ -167,47 +153,47 @@ class Schedules:
 
     async def delete(self, tenant: str, name: str) -> ScheduleView:
         """Delete a schedule. Its runs stay, and one that is going on continues."""
-        async with self._locks.of(tenant, name):
-            record = await asyncio.to_thread(self._read, tenant, name)
-            async with self._temporal.client() as client:
-                await _forget(client, record)
-            await asyncio.to_thread(self._remove, record)
+        await self._read(tenant, name)
+        record = await self._records.change(tenant, name, lambda r: r.model_copy(update={"is_deleted": True}))
         audit.touched(name)
+        async with self._temporal.client() as client:
+            await self._finish_deletion(client, record)
         return _view(record, None)
+
+    async def _finish_deletion(self, client: Client, record: ScheduleRecord) -> None:
+        """Delete a schedule in Temporal, and then its record. If that is cut off, `restore` does it."""
+        await _forget(client, record)
+        await self._records.delete(record.tenant, record.scheduled.name)
 
     async def restore(self) -> None:
         """Make every schedule in Temporal that has a record, but is not known there, or sealed by a key that only opens
-        by now.
+        by now. Finish deletions.
         """
-        prefix = schedule_record()
-        for key in await asyncio.to_thread(lambda: [item.key for item in self._store.list(prefix)]):
-            tenant, _, name = key.removeprefix(prefix).partition("/")
-            try:
-                async with self._locks.of(tenant, name):
-                    await self._restore(tenant, name)
-            except NotFound:  # removed since
-                continue
-            except ValidationError as error:  # a record that cannot be read must not keep others from being restored
-                logger.error("%s cannot be restored: %s", key, error)
-
-    async def _restore(self, tenant: str, name: str) -> None:
-        record = await asyncio.to_thread(self._read, tenant, name)
-        async with self._temporal.client() as client:
-            known = await _describe(client, record)
-            if known is None or not _is_sealed_anew(known, self._key_id):
-                await self._make(client, record)
-                logger.info("schedule %s of %s was made in Temporal", name, tenant)
-                # If another service has removed the schedule meanwhile, remove it from Temporal again.
-                if await asyncio.to_thread(self._store.head, schedule_record(tenant, name)) is None:
-                    await _forget(client, record)
+        for _, record in await self._records.everybodys():
+            async with self._temporal.client() as client:
+                if record.is_deleted:
+                    await self._finish_deletion(client, record)
+                    continue
+                known = await _describe(client, record)
+                if known is None or not _is_sealed_anew(known, self._key_id):
+                    with suppress(NotFound):  # removed since
+                        await self._make(client, record)
+                        logger.info("schedule %s of %s was made in Temporal", record.scheduled.name, record.tenant)
 
     async def _make(self, client: Client, record: ScheduleRecord) -> None:
-        """Make or update Temporal's schedule from its record: one of this id may be left from another store."""
+        """Make or update Temporal's schedule from its record: one of this id may be left from another store.
+
+        Raises NotFound: another request has deleted it meanwhile. Then Temporal has it no more.
+        """
         id, schedule = record.temporal_id, self._schedule(record)
         try:
             await client.create_schedule(id, schedule, rpc_timeout=PATIENCE)
         except ScheduleAlreadyRunningError:
             await client.get_schedule_handle(id).update(lambda _: ScheduleUpdate(schedule), rpc_timeout=PATIENCE)
+        now = await self._records.find(record.tenant, record.scheduled.name)
+        if now is None or now.is_deleted or now.salt != record.salt:
+            await _forget(client, record)
+            raise NotFound(f"there is no schedule {record.scheduled.name}")
 
     def _schedule(self, record: ScheduleRecord) -> Schedule:
         scheduled = record.scheduled
@@ -236,50 +222,37 @@ class Schedules:
         self, tenant: str, name: str, ask: Callable[[ScheduleHandle], Awaitable[None]], **changes: object
     ) -> ScheduleView:
         """Apply `ask` to a schedule in Temporal, after making it again if it is missing; then record `changes`."""
-        async with self._locks.of(tenant, name):
-            record = await asyncio.to_thread(self._read, tenant, name)
-            async with self._temporal.client() as client:
-                if await _describe(client, record) is None:
-                    await self._make(client, record)
-                await ask(client.get_schedule_handle(record.temporal_id))
-            if changes:
-                await self._write(record.model_copy(update=changes))
+        record = await self._read(tenant, name)
+        async with self._temporal.client() as client:
+            if await _describe(client, record) is None:
+                await self._make(client, record)
+            await ask(client.get_schedule_handle(record.temporal_id))
+        if changes:
+            await self._records.change(tenant, name, lambda before: before.model_copy(update=changes))
         audit.touched(name)
         return await self.show(tenant, name)
 
-    # Records.
-
-    async def _accept(self, record: ScheduleRecord) -> ScheduleRecord:
+    async def _accept(self, client: Client, record: ScheduleRecord) -> ScheduleRecord:
         """Put a schedule on record, unless its name has one; return the record of that name."""
-        name, names = record.scheduled.name, await asyncio.to_thread(self._names, record.tenant)
-        if name not in names and len(names) >= _MOST_SCHEDULES:
-            raise Conflict(f"a tenant has at most {_MOST_SCHEDULES} schedules: remove one")
-        if await self._write(record, only_new=True):
-            return record
-        first = await asyncio.to_thread(self._read, record.tenant, name)
-        if first.scheduled != record.scheduled:
-            raise Conflict(f"there is a schedule {name} already: remove it, or take another name")
-        return first
 
-    async def _write(self, record: ScheduleRecord, *, only_new: bool = False) -> bool:
-        key, data = schedule_record(record.tenant, record.scheduled.name), record.model_dump_json(indent=1).encode()
-        return await self._quotas.put_record(record.tenant, key, data, only_new=only_new)
+        def check(others: Sequence[ScheduleRecord]) -> None:
+            if len(others) >= _MOST_SCHEDULES:
+                raise Conflict(f"a tenant has at most {_MOST_SCHEDULES} schedules: remove one")
 
-    # Blocking.
+        name = record.scheduled.name
+        while (first := await self._records.add(record.tenant, name, record, check=check)) is not None:
+            if not first.is_deleted:
+                if first.scheduled != record.scheduled:
+                    raise Conflict(f"there is a schedule {name} already: remove it, or take another name")
+                return first
+            await self._finish_deletion(client, first)
+        return record
 
-    def _names(self, tenant: str) -> list[str]:
-        prefix = schedule_record(tenant)
-        return [item.key.removeprefix(prefix) for item in self._store.list(prefix)]
-
-    def _read(self, tenant: str, name: str) -> ScheduleRecord:
-        try:
-            return ScheduleRecord.model_validate_json(self._store.get_bytes(schedule_record(tenant, name)))
-        except NotFound:
-            raise NotFound(f"there is no schedule {name}") from None
-
-    def _remove(self, record: ScheduleRecord) -> None:
-        self._store.delete(schedule_record(record.tenant, record.scheduled.name))
-        self._store.delete(last_scheduled(record.tenant, record.scheduled.name))
+    async def _read(self, tenant: str, name: str) -> ScheduleRecord:
+        record = await self._records.find(tenant, name)
+        if record is None or record.is_deleted:
+            raise NotFound(f"there is no schedule {name}")
+        return record
 
 
 async def _describe(client: Client, record: ScheduleRecord) -> ScheduleDescription | None:
@@ -357,22 +330,12 @@ async def _action(execution: WorkflowExecution) -> ActionView:
 class ScheduledRuns:
     """Decides whether a schedule's data has changed, and a quota allows a run. Several services may do so at once."""
 
-    _settings: Settings
     _store: ObjectStore
-    _temporal: Temporal
     _runs: Runs
-    _states: RunStates
     _published: PublishedModels
     _names: NamedModels
-
-    async def serve(self, *others: Callable[..., Any]) -> None:
-        """Answer the workflows of schedules, until cancelled. `others`: activities of the service for other workflows.
-
-        Raises TemporalUnavailable: before the first question. Later ones wait for the server.
-        """
-        async with self._temporal.client() as client:
-            queue = service_queue(self._settings.control_queue)
-            await Worker(client, task_queue=queue, activities=[self.accept_scheduled, *others]).run()
+    _schedules: Documents[ScheduleRecord]
+    _quotas: Quotas
 
     @activity.defn(name="accept_scheduled")
     async def accept_scheduled(self, request: AcceptRequest) -> Decision:
@@ -390,19 +353,28 @@ class ScheduledRuns:
             # An attempt that was given up as too slow may have gone on, and have accepted it meanwhile.
             record = record or await self._record(request.run_id)
             if record is None:
-                await asyncio.to_thread(self._remove_dataset, request)
+                # The dataset was downloaded to be compared alone.
+                prefix = f"{RunKeys(request.run_id).prefix}/"
+                for item in await asyncio.to_thread(lambda: list(self._store.list(prefix))):
+                    await asyncio.to_thread(self._store.delete, item.key)
                 return Decision(reason=reason)
-        await asyncio.to_thread(self._remember, request)
+        last = LastScheduled(run_id=request.run_id, dataset_sha256=request.data_sha256)
+        with suppress(NotFound):  # the schedule was removed meanwhile
+            name = request.action.scheduled.name
+            await self._schedules.change(request.action.tenant, name, lambda r: r.model_copy(update={"last": last}))
+        await self._runs.put_record(record)  # an attempt before may have died behind the row
         workflow, start = await self._runs.workflow_of(record, start_id=content_key(request.run_id))
         return Decision(workflow=workflow, start=start)
 
     async def _record(self, run_id: str) -> RunRecord | None:
         with suppress(NotFound):
-            return await self._states.record(run_id)
+            return await self._runs.accepted(run_id)
         return None
 
     async def _accept(self, request: AcceptRequest) -> RunRecord:
         action = request.action
+        held = await asyncio.to_thread(stored_of_run, self._store, action.tenant, request.run_id)
+        await self._quotas.admit_bytes(action.tenant, sum(each.num_bytes for each in held))
         run = await asyncio.to_thread(self._names.resolved, action.tenant, action.scheduled.run)
         source = Source(schedule=action.scheduled.name)
         if action.scheduled.continues and run.name is not None:
@@ -412,30 +384,50 @@ class ScheduledRuns:
 
     async def _unchanged(self, request: AcceptRequest) -> str | None:
         """The reason to start no run: its data equals that of the last one; None if it differs."""
-        last = None if request.action.scheduled.even_unchanged else await asyncio.to_thread(self._last, request.action)
-        if last is None or last.dataset_sha256 != request.dataset.sha256:
+        action = request.action
+        record = await self._schedules.find(action.tenant, action.scheduled.name)
+        last = None if record is None or action.scheduled.even_unchanged else record.last
+        if last is None or last.dataset_sha256 != request.data_sha256:
             return None
-        result = await self._states.result(last.run_id)
-        if result is not None and result.state in ("failed", "cancelled"):
-            return None
+        with suppress(NotFound):  # it was removed
+            if (await self._runs.view(request.action.tenant, last.run_id)).state in ("failed", "cancelled"):
+                return None
         return f"the dataset is the one that {last.run_id} had"
 
-    # The store. Blocking.
 
-    def _last(self, action: ScheduledAction) -> LastScheduled | None:
-        try:
-            data = self._store.get_bytes(last_scheduled(action.tenant, action.scheduled.name))
-        except NotFound:
-            return None
-        return LastScheduled.model_validate_json(data)
+_MOST_BACKFILLED = 200
 
-    def _remember(self, request: AcceptRequest) -> None:
-        last = LastScheduled(run_id=request.run_id, dataset_sha256=request.dataset.sha256)
-        key = last_scheduled(request.action.tenant, request.action.scheduled.name)
-        self._store.put_bytes(key, last.model_dump_json(indent=1).encode())
 
-    def _remove_dataset(self, request: AcceptRequest) -> None:
-        """Remove the dataset that was downloaded only to be compared."""
-        for item in list(self._store.list(f"{RunKeys(request.run_id).prefix}/")):
-            self._store.delete(item.key)
-        Ledger(self._store, request.action.tenant).forget(request.run_id)
+def check_times(span: Backfill, scheduled: ScheduledRun) -> None:
+    """Raises InvalidInput when there may be more times in the span than one request may act at."""
+    span_s = span.end - span.begin
+    num_times = span_s / (scheduled.every_s or _least_s(scheduled.cron or "")) + 1
+    if num_times > _MOST_BACKFILLED:
+        raise InvalidInput(f"up to {int(num_times):,} times; one backfill acts at {_MOST_BACKFILLED} at most", "end")
+
+
+def _least_s(cron: str) -> float:
+    """A lower bound in seconds for the mean distance between the times of a cron line."""
+    match cron.split():
+        case ["@hourly"]:
+            return 3600.0
+        case [minutes, hours, *_]:
+            return 86_400.0 / (_num_values(minutes, 60) * _num_values(hours, 24))
+        case _:
+            return 86_400.0
+
+
+def _num_values(field: str, most: int) -> int:
+    """The number of values of a cron field: exact for numbers, lists, ranges and steps; `most` for the rest."""
+    total = 0
+    for part in field.split(","):
+        span, _, step = part.partition("/")
+        first, _, last = span.partition("-")
+        if span == "*":
+            num = most
+        elif first.isdecimal() and (last.isdecimal() or not last):
+            num = int(last) - int(first) + 1 if last else (most if step else 1)
+        else:
+            return most
+        total += -(-num // int(step)) if step.isdecimal() and int(step) else num
+    return min(most, max(1, total))

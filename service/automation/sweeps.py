@@ -6,10 +6,12 @@ records have their values; which one is pruned and which is best follows from th
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -17,46 +19,106 @@ from starlette.requests import Request
 from temporalio import activity
 from temporalio.exceptions import WorkflowAlreadyStartedError
 
-from longshore.fields import Artifact
+from longshore.automation import Report, Space, Sweep, SweepRecord, SweepView, TrialView, Values
+from longshore.fields import Artifact, Frozen
+from longshore.runs import Source, SweepTrial
 from service.accounts import audit
 from service.accounts.keys import Principal
-from service.accounts.tenants import Access, Quotas
-from service.automation.sweep_views import SweepView, Trial, best_of, reports_of, sweep_view
-from service.database.engine import KeyedLocks
+from service.accounts.tenants import Access, Documents, Quotas
 from service.decoding import Decoding, while_connected
 from service.errors import Conflict, QuotaExceeded
 from service.inference.published_models import NamedModels
-from service.runs.history import Histories
+from service.runs.files import Histories, RunHistory
 from service.runs.rows import IndexedRun
 from service.runs.runs import Runs, new_run_id
 from service.temporal import Temporal
 from shared.automation import (
     BestRequest,
     Reports,
-    Space,
-    Sweep,
     SweepEnd,
     SweepEnding,
-    SweepRecord,
     SweepRef,
     SweepTurn,
-    Values,
     candidates,
     grid_values,
     pruned,
+    trial_id,
     with_values,
 )
 from shared.errors import InvalidInput, NotFound
 from shared.runs.acceptance import check_startable
-from shared.runs.requests import Source, SweepTrial
 from shared.settings import SamplingSettings, Settings
-from shared.storage.artifacts import read_record
-from shared.storage.paths import SweepKeys, content_key
-from shared.storage.store import ObjectStore
+from shared.storage.paths import content_key
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
+
+
+@dataclass(frozen=True)
+class Trial:
+    number: int
+    run: IndexedRun
+    pruned_by: Report | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.run.status.state in ("succeeded", "failed", "cancelled")
+
+    @property
+    def values(self) -> Values:
+        assert self.run.record.source.trial is not None
+        return self.run.record.source.trial.values
+
+    def value(self, metric: str) -> float | None:
+        found = self.run.status.metrics.get(metric, math.nan) if self.pruned_by is None else self.pruned_by.value
+        return found if math.isfinite(found) else None
+
+    def view(self, metric: str) -> TrialView:
+        status = self.run.status
+        return TrialView(
+            number=self.number,
+            run_id=self.run.run_id,
+            values=self.values,
+            state=status.state if self.pruned_by is None else "pruned",
+            step=status.step,
+            value=self.value(metric),
+            gpu_seconds=status.gpu_seconds,
+            problem=status.problem.message if status.problem else None,
+        )
+
+
+def best_of(sweep: Sweep, trials: Sequence[Trial]) -> Trial | None:
+    """Return the best of the trials that succeeded and were not pruned: of equal ones the first."""
+    able = [trial for trial in trials if trial.run.status.state == "succeeded" and trial.pruned_by is None]
+    valued = [(value, trial) for trial in able if (value := trial.value(sweep.measured)) is not None]
+    best = (max if sweep.maximizes else min)(valued, key=lambda each: each[0], default=None)
+    return None if best is None else best[1]
+
+
+def sweep_view(record: SweepRecord, trials: Sequence[Trial], end: SweepEnd | None) -> SweepView:
+    sweep, best = record.sweep, best_of(record.sweep, trials)
+    return SweepView(
+        **dict(record),
+        metric=sweep.measured,
+        direction="maximize" if sweep.maximizes else "minimize",
+        num_trials=sweep.num_trials,
+        trials=tuple(trial.view(sweep.measured) for trial in trials),
+        best=best.number if best is not None else None,
+        state="running" if end is None else end.state,
+        **({} if end is None else end.model_dump(include={"ended_at", "problem", "adapter", "version"})),
+    )
+
+
+def reports_of(run: IndexedRun, history: RunHistory, metric: str) -> dict[int, float]:
+    """Return a run's metric by train step of an RL run, else by optimizer step. Evaluations' are `eval_...`."""
+    found = history.metrics()
+    if run.record.run.kind == "rl":
+        reported = [(step.step, step.metrics) for step in found.train_steps]
+    else:
+        reported = [(step.step, step.metrics) for step in found.steps]
+        reported += [(e.step, {f"eval_{name}": value for name, value in e.metrics.items()}) for e in found.evaluations]
+    return {step: metrics[metric] for step, metrics in reported if metric in metrics}
 
 
 # --- The values of a sweep's next trial ---
@@ -93,7 +155,8 @@ def next_values(sweep: Sweep, trials: Sequence[Trial], attempt: int = 0) -> Valu
         told = (_told(sweep, trial, spaces, trial.number < num_known) for trial in trials)
         study.add_trials([each for each in told if each is not None])
     drawn = study.ask(spaces).params
-    return {path: _value(space, drawn[path]) for path, space in sweep.parameters.items()}
+    found = sweep.parameters.items()
+    return {path: drawn[path] if space.choices is None else space.choices[drawn[path]] for path, space in found}
 
 
 def _num_known(sweep: Sweep, number: int) -> int:
@@ -114,7 +177,10 @@ def _told(sweep: Sweep, trial: Trial, spaces: "dict[str, BaseDistribution]", is_
         state, given = TrialState.COMPLETE, {"value": value}
     elif is_known:
         return None
-    params = {path: _param(sweep.parameters[path], value) for path, value in trial.values.items()}
+    params = dict(trial.values)
+    for path, space in sweep.parameters.items():
+        if space.choices is not None:
+            params[path] = [*map(json.dumps, space.choices)].index(json.dumps(params[path]))
     return create_trial(state=state, params=params, distributions=spaces, **given)
 
 
@@ -127,14 +193,6 @@ def _distribution(space: Space) -> "BaseDistribution":
     return (IntDistribution if space.integer else FloatDistribution)(low, high, log=space.log)  # type: ignore[arg-type]
 
 
-def _value(space: Space, param: Any) -> Any:
-    return param if space.choices is None else space.choices[param]
-
-
-def _param(space: Space, value: Any) -> Any:
-    return value if space.choices is None else [*map(json.dumps, space.choices)].index(json.dumps(value))
-
-
 SWEEP_WORKFLOW = "SweepWorkflow"
 _MOST_OPEN = 16
 _TURN_S, _LOOK_EVERY_S = 15.0, 0.5
@@ -142,12 +200,21 @@ _MOST_KEPT = 4096
 _MOST_DRAWN = 16  # values that do not fit together are drawn again
 
 
+class SweepState(Frozen):
+    """An accepted sweep, whether it is to end, and its end."""
+
+    record: SweepRecord
+    is_cancelled: bool = False
+    end: SweepEnd | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Sweeps:
     """Creates, lists, shows and cancels sweeps, and looks after their trials. Those of other tenants are not found."""
 
     _settings: Settings
-    _store: ObjectStore
+    _states: Documents[SweepState]
+    _open: Documents[SweepRef]  # one for each running sweep
     _temporal: Temporal
     _runs: Runs
     _names: NamedModels
@@ -155,7 +222,6 @@ class Sweeps:
     _access: Access
     _quotas: Quotas
     _decoding: Decoding
-    _locks: KeyedLocks = field(default_factory=KeyedLocks)
     _reported: dict[tuple[str, float], dict[int, float]] = field(default_factory=dict)  # of trials that have ended
     _told_to_end: set[str] = field(default_factory=set)
     _waiting: dict[str, str] = field(default_factory=dict)  # the exceeded quota, while this process advances the sweep
@@ -176,7 +242,7 @@ class Sweeps:
         """
         tenant = asking.tenant
         if idempotency_key is None:
-            await self._check_open(tenant)
+            _check_open(tenant, await self._open.all(tenant))
         await asyncio.to_thread(self._check_names, tenant, sweep)
         limits = self._settings.max_ranks, self._settings.max_hosts, self._settings.sampling.url
         checking = self._decoding.call_for(tenant, check_trials, sweep.model_dump_json(exclude_unset=True), *limits)
@@ -192,47 +258,46 @@ class Sweeps:
             sweep=await self._quotas.sealed(tenant, sweep),
             created_at=time.time(),
         )
-        key, data = SweepKeys(tenant, sweep_id).record, record.model_dump_json(indent=1).encode()
-        async with self._locks.of(tenant):
-            await self._check_open(tenant, sweep_id)
-            await self._quotas.put_record(tenant, key, data, only_new=True)
+        if await self._states.find(tenant, sweep_id) is None:
+            ref = SweepRef(tenant=tenant, sweep_id=sweep_id)
+            await self._open.add(tenant, sweep_id, ref, check=partial(_check_open, tenant))
+            await self._states.add(tenant, sweep_id, SweepState(record=record))
         await self._begin(tenant, sweep_id)
         return await self.show(tenant, sweep_id)
 
-    async def _check_open(self, tenant: str, sweep_id: str = "") -> None:
-        others = await asyncio.to_thread(self._open, f"{tenant}/")
-        if len(others) >= _MOST_OPEN and (tenant, sweep_id) not in others:
-            raise Conflict(f"{_MOST_OPEN} of {tenant}'s sweeps are going on: wait for one, or cancel it")
-
     async def of(self, tenant: str, limit: int) -> tuple[SweepView, ...]:
-        """The tenant's last sweeps, newest first."""
-        ids = await asyncio.to_thread(self._ids, SweepKeys.ALL, f"{tenant}/")
-        return tuple([await self.show(tenant, sweep_id) for _, sweep_id in sorted(ids, reverse=True)[:limit]])
+        ids = await self._states.keys(tenant)
+        return tuple([await self.show(tenant, sweep_id) for sweep_id in ids[: -limit - 1 : -1]])
 
     async def show(self, tenant: str, sweep_id: str) -> SweepView:
         """Return a sweep and its trials, as they stood a second ago at most. Raises NotFound."""
-        record = await asyncio.to_thread(self._read, tenant, sweep_id)
-        end = await asyncio.to_thread(self._end, tenant, sweep_id)
-        view = sweep_view(record, await self._trials(record, end), end)
-        return view if end is not None else view.model_copy(update={"problem": self._waiting.get(sweep_id)})
+        state = await self._states.get(tenant, sweep_id)
+        view = sweep_view(state.record, await self._trials(state.record, state.end), state.end)
+        return view if state.end is not None else view.model_copy(update={"problem": self._waiting.get(sweep_id)})
 
     async def cancel(self, tenant: str, sweep_id: str) -> SweepView:
         """Start no more trials, and cancel the active ones. Raises NotFound; Conflict when the sweep has ended."""
-        await asyncio.to_thread(self._read, tenant, sweep_id)
-        if await asyncio.to_thread(self._end, tenant, sweep_id) is not None:
-            raise Conflict(f"{sweep_id} has ended")
+
+        def cancelled(before: SweepState) -> SweepState:
+            if before.end is not None:
+                raise Conflict(f"{sweep_id} has ended")
+            return before.model_copy(update={"is_cancelled": True})
+
+        await self._states.change(tenant, sweep_id, cancelled)
         audit.touched(sweep_id)
-        await asyncio.to_thread(self._store.put_bytes, SweepKeys(tenant, sweep_id).is_cancelled, b"")
         return await self.show(tenant, sweep_id)
 
     async def restore(self) -> None:
         """Start the workflow of every active sweep that Temporal has lost."""
-        for tenant, sweep_id in await asyncio.to_thread(self._open):
-            await self._begin(tenant, sweep_id)
+        for tenant, ref in await self._open.everybodys():
+            if await self._states.find(tenant, ref.sweep_id) is None:  # its service died before it was accepted
+                await self._open.delete(tenant, ref.sweep_id)
+            else:
+                await self._begin(tenant, ref.sweep_id)
 
     async def _begin(self, tenant: str, sweep_id: str) -> None:
         ref = SweepRef(tenant=tenant, sweep_id=sweep_id)
-        if await asyncio.to_thread(self._end, tenant, sweep_id) is None:
+        if (await self._states.get(tenant, sweep_id)).end is None:
             with suppress(WorkflowAlreadyStartedError):
                 await self._temporal.start(SWEEP_WORKFLOW, ref, f"{tenant}/{sweep_id}", tenant)
 
@@ -248,15 +313,18 @@ class Sweeps:
 
         Repeated, and by several services at once, it starts no trial twice.
         """
-        record = await asyncio.to_thread(self._read, ref.tenant, ref.sweep_id)
+        record = (await self._states.get(ref.tenant, ref.sweep_id)).record
         until, problem = time.monotonic() + _TURN_S, None
         while time.monotonic() < until:
             activity.heartbeat()
             trials = await self._trials(record, None)
-            is_cancelled = await asyncio.to_thread(self._is_cancelled, ref)
+            is_cancelled = (await self._states.get(ref.tenant, ref.sweep_id)).is_cancelled
             for trial in trials:
-                if not trial.has_ended and (is_cancelled or trial.pruned_by is not None):
-                    await self._end_trial(trial.run)
+                is_to_end = not trial.has_ended and (is_cancelled or trial.pruned_by is not None)
+                if is_to_end and trial.run.run_id not in self._told_to_end:  # it takes a while to end
+                    with suppress(Conflict, NotFound):  # it has just ended
+                        await self._runs.cancel(record.tenant, trial.run.run_id)
+                    self._told_to_end.add(trial.run.run_id)
             if not is_cancelled and problem is None and may_start(record.sweep, trials):
                 try:
                     await self._start_next(record, trials)
@@ -274,13 +342,16 @@ class Sweeps:
 
     @activity.defn(name="end_sweep")
     async def end_sweep(self, ending: SweepEnding) -> None:
-        """Record the end of a sweep."""
-        data = ending.end.model_dump_json(indent=1).encode()
-        await asyncio.to_thread(self._store.put_if_absent, SweepKeys(ending.tenant, ending.sweep_id).end, data)
+
+        def ended(before: SweepState) -> SweepState:
+            return before if before.end is not None else before.model_copy(update={"end": ending.end})
+
+        await self._states.change(ending.tenant, ending.sweep_id, ended, always=True)
+        await self._open.delete(ending.tenant, ending.sweep_id)
 
     async def _trials(self, record: SweepRecord, end: SweepEnd | None) -> list[Trial]:
         """Return the trials that have begun, in order; with a sweep's end, those that it says were pruned as such."""
-        ids = [record.trial_id(number) for number in range(record.sweep.num_trials)]
+        ids = [trial_id(record, number) for number in range(record.sweep.num_trials)]
         runs = {run.run_id: run for run in await self._runs.of(record.tenant, ids)}
         begun = [runs[run_id] for run_id in takewhile(runs.__contains__, ids)]
         found = end.pruned if end is not None else {}
@@ -314,16 +385,9 @@ class Sweeps:
                 if record.sweep.sampler == "grid" or attempt == _MOST_DRAWN - 1:
                     raise
         source = Source(trial=SweepTrial(sweep=record.sweep_id, number=number, values=values))
-        accepted, _ = await self._runs.accept(record.trial_id(number), run, tenant, record.owner, source)
+        accepted, _ = await self._runs.accept(trial_id(record, number), run, tenant, record.owner, source)
         await self._runs.make_sure(accepted)
         await self._runs.record(tenant, accepted.run_id)  # if it was accepted before, its row may be lost
-
-    async def _end_trial(self, run: IndexedRun) -> None:
-        """Cancel a run, once: it takes a while to end."""
-        if run.run_id not in self._told_to_end:
-            with suppress(Conflict, NotFound):  # it has just ended
-                await self._runs.cancel(run.record.tenant, run.run_id)
-            self._told_to_end.add(run.run_id)
 
     # Blocking.
 
@@ -335,27 +399,10 @@ class Sweeps:
             for value in space.choices or ():
                 self._access.check_value(tenant, value, f"run.{path}")
 
-    def _ids(self, root: str, below: str = "") -> set[tuple[str, str]]:
-        """The tenants and ids of sweeps that have something below this key."""
-        keys = (info.key.removeprefix(root).split("/") for info in self._store.list(root + below))
-        return {(parts[0], parts[1]) for parts in keys}
 
-    def _open(self, below: str = "") -> set[tuple[str, str]]:
-        return self._ids(SweepKeys.ALL, below) - self._ids(SweepKeys.ENDS, below)
-
-    def _read(self, tenant: str, sweep_id: str) -> SweepRecord:
-        try:
-            return read_record(self._store, SweepKeys(tenant, sweep_id).record, SweepRecord)
-        except NotFound:
-            raise NotFound(f"there is no sweep {sweep_id}") from None
-
-    def _end(self, tenant: str, sweep_id: str) -> SweepEnd | None:
-        with suppress(NotFound):
-            return read_record(self._store, SweepKeys(tenant, sweep_id).end, SweepEnd)
-        return None
-
-    def _is_cancelled(self, ref: SweepRef) -> bool:
-        return self._store.head(SweepKeys(ref.tenant, ref.sweep_id).is_cancelled) is not None
+def _check_open(tenant: str, others: Sequence[SweepRef]) -> None:
+    if len(others) >= _MOST_OPEN:
+        raise Conflict(f"{_MOST_OPEN} of {tenant}'s sweeps are going on: wait for one, or cancel it")
 
 
 def check_trials(sweep: str, max_ranks: int, max_hosts: int | None, sampler_url: str | None) -> None:

@@ -1,111 +1,79 @@
-"""Webhooks for the APIs: a tenant's records in the store, and the outbox of changes to send."""
+"""Webhooks: a tenant's records, the outbox of changes to send, and deliveries."""
 
 import asyncio
+import base64
+import hashlib
+import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
+from email.utils import parsedate_to_datetime
+from functools import partial
+from http import HTTPStatus
+from http.client import HTTPException
 from operator import methodcaller
-from typing import Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from sqlalchemy import delete, select
+from temporalio import activity
 from temporalio.common import WorkflowIDReusePolicy
-from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
 
-from longshore.fields import Frozen
+from activities.sources.http import requested
+from longshore.automation import (
+    Attempt,
+    Delivery,
+    NewWebhook,
+    Pinged,
+    Rotation,
+    WebhookChange,
+    WebhookChoice,
+    WebhookView,
+)
 from service.accounts import audit
-from service.accounts.tenants import Quotas
-from service.database.engine import Database, KeyedLocks, OutboxRow
+from service.accounts.tenants import Documents, Quotas
+from service.database.engine import Database, OutboxRow
 from service.errors import Conflict
+from service.runs.rows import serve
 from service.temporal import Temporal
 from shared.addresses import is_plainly_private, private_host
-from shared.automation import (
-    Delivery,
-    Notice,
-    NoticeId,
-    NoticeType,
-    Webhook,
-    WebhookId,
-    WebhookRequest,
-    WebhookUrl,
-    new_notice_id,
-    new_secret,
-)
-from shared.errors import InvalidInput, NotFound
-from shared.settings import Settings
-from shared.storage.paths import delivery_record, webhook_record
-from shared.storage.store import ObjectStore
+from shared.automation import DeliverRequest, Notice, Webhook, WebhookRequest, new_notice_id, new_secret
+from shared.errors import InvalidInput, LongshoreError
+from shared.settings import DownloadSettings, Settings
+from workflows.policies import queue_of
 
 logger = logging.getLogger("longshore.service")
 
 WEBHOOK_WORKFLOW = "WebhookWorkflow"
 _MOST_WEBHOOKS = 20
-_OVERLAP_S = 86_400.0
 _OUTBOX_PAGE = 100
+_OPENED_BY = "webhooks.allow_private_addresses"
+_KEPT_ATTEMPTS = 20
+_LONGEST_WAIT_S = 6 * 3600.0
+"""The longest pause that a receiver's Retry-After is granted; it equals the retry policy's longest pause."""
+_KEPT_DELIVERIES = 200
+_AT_ONCE = 8  # deliveries, which wait for receivers
 
 
-class WebhookChoice(Frozen):
-    """A webhook, as a user asks for it."""
-
-    url: WebhookUrl
-    events: tuple[NoticeType, ...] = Field(default=(), description="only these events are sent; all if empty")
-
-
-class WebhookChange(Frozen):
-    """The fields to change; the rest stays."""
-
-    url: WebhookUrl | None = None
-    events: tuple[NoticeType, ...] | None = None
-    enabled: bool | None = None
-
-
-class WebhookView(Frozen):
-    """A webhook without its secret."""
-
-    id: WebhookId = Field(validation_alias="webhook_id")
-    url: str
-    events: tuple[NoticeType, ...]
-    enabled: bool
-    created_at: float
-    previous_until: float | None = Field(default=None, description="the previous secret also signs until this time")
-
-    @classmethod
-    def of(cls, webhook: Webhook) -> Self:
-        return cls.model_validate(webhook, from_attributes=True)
-
-
-class Rotation(Frozen):
-    """How long the old secret is still used together with the new one."""
-
-    overlap_s: float = Field(
-        default=_OVERLAP_S, ge=0, le=7 * _OVERLAP_S, description="how long the old secret signs with the new one"
-    )
-
-
-class NewWebhook(WebhookView):
-    """A webhook with its new secret, which no other answer shows."""
-
-    secret: str = Field(repr=False, description="secret to verify signatures with (standardwebhooks.com)")
-
-
-class Pinged(Frozen):
-    """The ping that was sent; `GET …/deliveries` shows its outcome."""
-
-    notice_id: NoticeId
+class NotDelivered(LongshoreError):
+    """The receiver cannot be reached, or did not accept the notice. The delivery is retried later."""
 
 
 class Webhooks:
     """A tenant's webhooks. Those of another are not found."""
 
-    def __init__(self, settings: Settings, store: ObjectStore, temporal: Temporal, quotas: Quotas) -> None:
+    def __init__(self, settings: Settings, database: Database, temporal: Temporal, quotas: Quotas) -> None:
         self._settings = settings
-        self._store = store
+        self._database = database
         self._temporal = temporal
-        self._quotas = quotas
-        self._locks = KeyedLocks()  # held while a webhook's record is read and written
+        self._records = Documents(database, quotas, "webhook", Webhook)
+        self._deliveries = Documents(database, quotas, "delivery", Delivery, is_counted=False)
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "webhooks")
 
     async def create(self, tenant: str, owner: str | None, choice: WebhookChoice) -> NewWebhook:
         """Create a webhook with a new secret, which only this answer contains.
@@ -116,8 +84,6 @@ class Webhooks:
             QuotaExceeded
         """
         self._check(choice.url)
-        if len(await asyncio.to_thread(self._ids, tenant)) >= _MOST_WEBHOOKS:
-            raise Conflict(f"a tenant has at most {_MOST_WEBHOOKS} webhooks: delete one")
         webhook = Webhook(
             webhook_id=f"wh-{secrets.token_hex(12)}",
             tenant=tenant,
@@ -127,17 +93,16 @@ class Webhooks:
             secret=new_secret(),
             created_at=time.time(),
         )
-        await self._write(webhook)
+        await self._records.add(tenant, webhook.webhook_id, webhook, check=_check_number)
         audit.touched(webhook.webhook_id)
         return NewWebhook.of(webhook)
 
     async def of(self, tenant: str) -> tuple[WebhookView, ...]:
-        """List a tenant's webhooks, oldest first."""
-        found = await asyncio.to_thread(self._all, tenant)
+        found = await self._records.all(tenant)
         return tuple(WebhookView.of(webhook) for webhook in sorted(found, key=lambda w: w.created_at))
 
     async def show(self, tenant: str, webhook_id: str) -> WebhookView:
-        return WebhookView.of(await asyncio.to_thread(self._read, tenant, webhook_id))
+        return WebhookView.of(await self._records.get(tenant, webhook_id))
 
     async def change(self, tenant: str, webhook_id: str, change: WebhookChange) -> WebhookView:
         """Change a webhook. Messages under way go to the new url; a webhook that is not enabled gets none.
@@ -167,29 +132,26 @@ class Webhooks:
         return NewWebhook.of(await self._update(tenant, webhook_id, change))
 
     async def _update(self, tenant: str, webhook_id: str, change: Callable[[Webhook], dict[str, object]]) -> Webhook:
-        async with self._locks.of(tenant, webhook_id):
-            before = await asyncio.to_thread(self._read, tenant, webhook_id)
-            after = before.model_copy(update=change(before))
-            await self._write(after)
+        after = await self._records.change(tenant, webhook_id, lambda w: w.model_copy(update=change(w)))
         audit.touched(webhook_id)
         return after
 
     async def delete(self, tenant: str, webhook_id: str) -> WebhookView:
         """Delete a webhook, its secret and its deliveries."""
-        async with self._locks.of(tenant, webhook_id):
-            webhook = await asyncio.to_thread(self._read, tenant, webhook_id)
-            await asyncio.to_thread(self._remove, webhook)
+        webhook = await self._records.get(tenant, webhook_id)
+        await self._records.delete(tenant, webhook_id)
+        await self._deliveries.delete_below(tenant, f"{webhook_id}/")
         audit.touched(webhook_id)
         return WebhookView.of(webhook)
 
     async def deliveries(self, tenant: str, webhook_id: str, limit: int) -> tuple[Delivery, ...]:
         """Deliveries of notices, the newest first. A webhook keeps about 200."""
-        await asyncio.to_thread(self._read, tenant, webhook_id)
-        return await asyncio.to_thread(self._deliveries, tenant, webhook_id, limit)
+        await self._records.get(tenant, webhook_id)
+        return tuple((await self._deliveries.all(tenant, f"{webhook_id}/"))[: -limit - 1 : -1])
 
     async def ping(self, tenant: str, webhook_id: str) -> Pinged:
         """Send a webhook a `ping`, whatever events it asked for. Raises Conflict when it is not enabled."""
-        webhook = await asyncio.to_thread(self._read, tenant, webhook_id)
+        webhook = await self._records.get(tenant, webhook_id)
         if not webhook.enabled:
             raise Conflict(f"{webhook_id} is not enabled")
         notice = Notice(
@@ -204,18 +166,18 @@ class Webhooks:
 
     # The outbox.
 
-    async def send_outbox(self, database: Database) -> int:
+    async def send_outbox(self) -> int:
         """Start a workflow for each row of the outbox, then delete the row. Returns the number of rows.
 
         Two services may do so at once, since the id of a workflow is that of the notice.
         """
         num_done = 0
         oldest = select(OutboxRow).order_by(OutboxRow.created_at, OutboxRow.id).limit(_OUTBOX_PAGE)
-        while rows := await database.reading(lambda session: session.scalars(oldest).all()):
+        while rows := await self._database.reading(lambda session: session.scalars(oldest).all()):
             for row in rows:
                 await self._send(row)
                 sent = delete(OutboxRow).where(OutboxRow.id == row.id)
-                await database.writing(methodcaller("execute", sent))
+                await self._database.writing(methodcaller("execute", sent))
                 num_done += 1
         return num_done
 
@@ -226,7 +188,7 @@ class Webhooks:
         except ValidationError:  # written by another version: it must not block the rows after it
             logger.exception("%s is not sent to any webhook", row.id)
             return
-        webhooks = await asyncio.to_thread(self._all, notice.tenant)
+        webhooks = await self._records.all(notice.tenant)
         if wanting := tuple(webhook.webhook_id for webhook in webhooks if webhook.wants(notice.type)):
             await self._send_to(notice, wanting)
 
@@ -237,40 +199,141 @@ class Webhooks:
         with suppress(WorkflowAlreadyStartedError):
             await self._temporal.start(WEBHOOK_WORKFLOW, request, notice.notice_id, notice.tenant, id_reuse_policy=once)
 
-    # Records. What follows `_write` is blocking.
+    # Deliveries.
 
-    async def _write(self, webhook: Webhook) -> None:
-        key, data = webhook_record(webhook.tenant, webhook.webhook_id), webhook.model_dump_json(indent=1).encode()
-        await self._quotas.put_record(webhook.tenant, key, data)
+    async def serve(self) -> None:
+        """Deliver notices, until cancelled. Raises TemporalUnavailable: before the first one."""
+        queue = queue_of("deliver", self._settings.control_queue)
+        await serve(self._temporal, queue, self.deliver, self.give_up, at_once=_AT_ONCE)
 
-    def _ids(self, tenant: str) -> list[str]:
-        prefix = webhook_record(tenant)
-        return [item.key.removeprefix(prefix) for item in self._store.list(prefix)]
+    @activity.defn(name="deliver")
+    async def deliver(self, request: DeliverRequest) -> None:
+        """Make one attempt at a delivery, unless the webhook was deleted or disabled.
 
-    def _all(self, tenant: str) -> list[Webhook]:
-        found = []
-        for webhook_id in self._ids(tenant):
-            try:
-                found.append(self._read(tenant, webhook_id))
-            except NotFound:  # deleted since
-                continue
-            except ValidationError as error:  # one record that cannot be read must not strand the others
-                # Without the input that pydantic quotes, which may be the secret.
-                rules = error.errors(include_url=False, include_context=False, include_input=False)
-                logger.error("webhook %s of %s cannot be read, and gets nothing: %s", webhook_id, tenant, rules)
-        return found
+        Raises:
+            NotDelivered: another attempt may succeed.
+            ApplicationError: the same; the receiver asks for a longer pause than the retry policy has.
+            InvalidInput: the receiver's address is not allowed, or it answers that it is gone for good (410).
+        """
+        webhook = await self._records.find(request.notice.tenant, request.webhook_id)
+        if webhook is None or not webhook.enabled:
+            return
+        loop = asyncio.get_running_loop()
+        attempt, is_final = await loop.run_in_executor(self._threads, self._attempt, webhook, request.notice)
+        await self._note(request, partial(_with_attempt, attempt))
+        if attempt.problem is None:
+            return
+        if is_final:
+            raise InvalidInput(attempt.problem, request.webhook_id)
+        wait_s = min(attempt.retry_after_s or 0, _LONGEST_WAIT_S)
+        if wait_s > _planned_pause_s():
+            later = timedelta(seconds=wait_s)
+            raise ApplicationError(attempt.problem, type=NotDelivered.__name__, next_retry_delay=later)
+        raise NotDelivered(attempt.problem)
 
-    def _read(self, tenant: str, webhook_id: str) -> Webhook:
+    @activity.defn(name="give_up_delivery")
+    async def give_up(self, request: DeliverRequest) -> None:
+        if await self._records.find(request.notice.tenant, request.webhook_id) is not None:
+            await self._note(request, lambda before: before.model_copy(update={"state": "failed"}))
+
+    async def _note(self, request: DeliverRequest, change: Callable[[Delivery], Delivery]) -> None:
+        """Change the record of a delivery. A webhook keeps its newest ones."""
+        notice, run_id = request.notice, request.notice.data.get("id")
+        key = f"{request.webhook_id}/{notice.notice_id}"
+        new = Delivery(
+            notice_id=notice.notice_id,
+            type=notice.type,
+            run_id=run_id if isinstance(run_id, str) else None,
+            created_at=notice.created_at,
+        )
+        if await self._deliveries.add(notice.tenant, key, new) is None:
+            keys = await self._deliveries.keys(notice.tenant, f"{request.webhook_id}/")
+            for old in keys[:-_KEPT_DELIVERIES]:
+                await self._deliveries.delete(notice.tenant, old)
+        await self._deliveries.change(notice.tenant, key, change)
+
+    def _attempt(self, webhook: Webhook, notice: Notice) -> tuple[Attempt, bool]:
+        """Make one attempt. Returns its record, and True if it must not be retried."""
+        at = time.time()
         try:
-            return Webhook.model_validate_json(self._store.get_bytes(webhook_record(tenant, webhook_id)))
-        except NotFound:
-            raise NotFound(f"there is no webhook {webhook_id}") from None
+            status, retry_after = self._post(webhook, notice, at)
+        except InvalidInput as error:
+            return Attempt(at=at, problem=error.message), True
+        except TimeoutError:
+            return Attempt(at=at, problem="the receiver does not answer in time"), False
+        except (OSError, HTTPException) as error:
+            return Attempt(at=at, problem=f"the receiver cannot be reached ({type(error).__name__})"), False
+        problem = _refusal(status)
+        wait_s = retry_after_s(retry_after, at) if problem else None
+        return Attempt(at=at, status=status, problem=problem, retry_after_s=wait_s), status == HTTPStatus.GONE
 
-    def _remove(self, webhook: Webhook) -> None:
-        self._store.delete(webhook_record(webhook.tenant, webhook.webhook_id))
-        for item in list(self._store.list(delivery_record(webhook.tenant, webhook.webhook_id))):
-            self._store.delete(item.key)
+    def _post(self, webhook: Webhook, notice: Notice, at: float) -> tuple[int, str | None]:
+        """Returns status and Retry-After of the answer. Its body is not read; a redirect is an answer like others."""
+        body, timestamp = notice.body(), int(at)
+        signatures = (signature(key, notice.notice_id, timestamp, body) for key in webhook.keys(at))
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": "longshore",
+            "Connection": "close",
+            "webhook-id": notice.notice_id,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": " ".join(signatures),
+        }
+        settings = self._settings.webhooks
+        reach = DownloadSettings(allow_private_addresses=settings.allow_private_addresses, timeout_s=settings.timeout_s)
+        with requested("POST", webhook.url, reach, headers, body, _OPENED_BY) as response:
+            return response.status, response.getheader("Retry-After")
 
-    def _deliveries(self, tenant: str, webhook_id: str, limit: int) -> tuple[Delivery, ...]:
-        keys = [item.key for item in self._store.list(delivery_record(tenant, webhook_id))]
-        return tuple(Delivery.model_validate_json(self._store.get_bytes(key)) for key in reversed(keys[-limit:]))
+
+def _check_number(others: Sequence[Webhook]) -> None:
+    if len(others) >= _MOST_WEBHOOKS:
+        raise Conflict(f"a tenant has at most {_MOST_WEBHOOKS} webhooks: delete one")
+
+
+def signature(key: bytes, notice_id: str, timestamp: int, body: bytes) -> str:
+    """HMAC-SHA256 over `id.timestamp.body` (Standard Webhooks, symmetric signatures, v1)."""
+    signed = b"%s.%d.%s" % (notice_id.encode(), timestamp, body)
+    return "v1," + base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()
+
+
+def retry_after_s(header: str | None, now: float) -> float | None:
+    """Parse a Retry-After header (RFC 9110, 10.2.3), a number of seconds or a date; None for neither."""
+    text = (header or "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text[:9])
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _planned_pause_s() -> float:
+    """The pause before the next attempt by the retry policy alone, in seconds."""
+    info = activity.info()
+    policy = info.retry_policy
+    if policy is None:
+        return 0.0
+    longest = policy.maximum_interval or timedelta(seconds=_LONGEST_WAIT_S)
+    exponent = min(info.attempt - 1, 64)
+    planned_s = policy.initial_interval.total_seconds() * policy.backoff_coefficient**exponent
+    return min(planned_s, longest.total_seconds())
+
+
+def _refusal(status: int) -> str | None:
+    match status // 100:
+        case 2:
+            return None
+        case 3:
+            return f"the receiver answered {status}: redirects are not followed"
+        case _:
+            return f"the receiver answered {status}"
+
+
+def _with_attempt(attempt: Attempt, before: Delivery) -> Delivery:
+    return before.model_copy(
+        update={
+            "state": "delivered" if attempt.problem is None else "pending",
+            "num_attempts": before.num_attempts + 1,
+            "attempts": (*before.attempts, attempt)[-_KEPT_ATTEMPTS:],
+        }
+    )

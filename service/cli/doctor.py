@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from longshore.server import with_import_path
+from service.cli.render import stop_of
 from shared.errors import LongshoreError
 from shared.settings import Settings
 from shared.storage.host_states import WORKER_PACKAGES, is_bf16_fast
@@ -19,6 +20,7 @@ from shared.storage.store import open_store
 
 _CONTROL_PACKAGES = ("temporalio", "fastapi", "uvicorn", "pyarrow", "tokenizers", "boto3", "wandb")
 _ENOUGH_DISK_BYTES = 5 << 30
+_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -84,39 +86,37 @@ def _temporal_program() -> Check:
 
 
 def _service(api_url: str, api_key: str | None) -> Check:
-    from service.cli.client import CliClient
-    from service.cli.render import Stop
+    from longshore.client import Client, ServiceError
 
     try:
-        with CliClient(api_url, api_key) as client:
+        with Client(api_url, api_key, patience_s=_PATIENCE_S) as client:
             health = client.health()
-            away = [name for name in ("temporal", "store") if health.get(name) != "ok"]
+            away = [name for name in ("temporal", "store") if getattr(health, name) != "ok"]
             if away:
                 advice = "the logs of the service say why; `longshore dev` restarts what died"
                 return Check("service", "fail", f"{api_url} answers, but away: {', '.join(away)}", advice)
-            client.runs(1, None)
-    except Stop as stop:
-        return Check("service", "fail", stop.message, stop.advice)
+            client.runs.list(1)
+    except ServiceError as error:
+        return Check("service", "fail", str(error), stop_of(error).advice)
     return Check("service", "ok", f"{api_url} answers, and so do Temporal and the store behind it")
 
 
 def _hosts(api_url: str, api_key: str | None) -> Check:
-    from service.cli.client import CliClient
-    from service.cli.render import Stop
+    from longshore.client import Client, ServiceError
 
     try:
-        with CliClient(api_url, api_key) as client:
-            found = client.ask("GET", "/hosts")
-    except Stop as stop:
-        return Check("hosts", "warn", f"not known: {stop.message}")
-    text = ", ".join(f"{each['num_polling']} {each['role']} ({each['queue']})" for each in found)
-    for precision in (each["precision"] for each in found if each["precision"]):
-        text += f"; runs that name no dtype take {precision['dtype']}: {precision['reason']}"
-    lacking = [f"{each['role']} host {told}" for each in found for told in each["lacking"]]
+        with Client(api_url, api_key, patience_s=_PATIENCE_S) as client:
+            found = client.hosts()
+    except ServiceError as error:
+        return Check("hosts", "warn", f"not known: {error}")
+    text = ", ".join(f"{each.num_polling} {each.role} ({each.queue})" for each in found)
+    for precision in (each.precision for each in found if each.precision):
+        text += f"; runs that name no dtype take {precision.dtype}: {precision.reason}"
+    lacking = [f"{each.role} host {told}" for each in found for told in each.lacking]
     if lacking:
-        advice = "mend it: hosts check themselves each minute, and `longshore doctor` there checks that machine"
+        advice = "mend it: the host is started again, and `longshore doctor` there checks that machine"
         return Check("hosts", "fail", f"poll: {text}; takes no runs: {'; '.join(lacking)}", advice)
-    missing = [each["role"] for each in found if not each["num_polling"]]
+    missing = [each.role for each in found if not each.num_polling]
     if not missing:
         return Check("hosts", "ok", f"poll: {text}")
     advice = "; ".join(f"start one with `python -P -m longshore.server service.host --role {role}`" for role in missing)
@@ -166,18 +166,17 @@ def _isolation() -> Check:
     done = subprocess.run(command, env=with_import_path(), capture_output=True, text=True, timeout=60)
     match done.stdout.strip():
         case "bubblewrap":
-            return Check("isolation", "ok", "bubblewrap isolates python graders and chat templates")
+            return Check("isolation", "ok", "bubblewrap isolates datasets, python graders and chat templates")
         case "namespaces":
-            text = "namespaces of our own isolate python graders and chat templates"
-            return Check("isolation", "ok", text, "install bubblewrap 0.8 or newer, which is preferred")
+            return Check("isolation", "ok", "namespaces isolate datasets, python graders and chat templates")
         case refusal:
             advice = "python graders run nowhere here: allow user namespaces (docs/graders.md)"
             return Check("isolation", "warn", refusal or "not found out: the sandbox does not start", advice)
 
 
 def _tiny_pass() -> Check:
-    """Check this machine as a GPU host does before it takes runs."""
-    command = [sys.executable, "-P", "-m", "activities.hosts.standing", "--role", "gpu"]
+    """Check this machine as a GPU host does after it has lost a worker."""
+    command = [sys.executable, "-P", "-m", "activities.hosts.health", "--role", "gpu"]
     done = subprocess.run(command, env=with_import_path(), capture_output=True, text=True, timeout=600)
     lacks = done.stdout.splitlines() or done.stderr.splitlines()[-1:]
     if lacks:

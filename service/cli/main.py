@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from service.cli.command import LONGEST_HELP
-from service.cli.connection import TRACE_PARENT, Globals, Json, profile_names
-from service.cli.render import DONE, INTERRUPTED, Stop, print_json, say
+from longshore.connection import ConnectionProblem
+from service.cli.command import LONGEST_HELP, TRACE_PARENT, Globals, Json, profile_names
+from service.cli.render import DONE, INTERRUPTED, USAGE, Stop, print_json, say, stop_of
 
 # --- The headings of `longshore --help`, and the module that defines each command ---
 #
@@ -39,6 +39,7 @@ HEADINGS = {
         **{"login": "account", "logout": "account"},
         **dict.fromkeys(("whoami", "usage", "keys", "tenants", "audit", "gc"), "account"),
         "config": "account",
+        "api": "account",
     },
     "This machine": dict.fromkeys(("dev", "doctor", "db", "builds"), "stack"),
 }
@@ -144,27 +145,42 @@ def main() -> None:
         with _traced():
             code = app(prog_name="longshore", standalone_mode=False)
     except Stop as stop:
-        say(f"error: {stop.message}")
-        if stop.advice:
-            say(stop.advice)
         code = _ended_by(stop)
+    except ConnectionProblem as error:
+        code = _ended_by(Stop(str(error), USAGE, error.advice))
     except typer.TyperException as error:  # an option that there is not, an argument that is missing
         error.show()  # type: ignore[attr-defined]  # all that Typer raises have it, and no public class does
-        code = _ended_by(Stop(error.format_message(), error.exit_code))
+        code = _ended_by(Stop(error.format_message(), error.exit_code), is_shown=True)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:  # `longshore ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = DONE
     except OSError as error:  # a file of this machine: a full disk, a folder that may not be written
-        say(f"error: {error}")
         code = _ended_by(Stop(str(error)))
+    except Exception as error:
+        if (ended := _of_client(error)) is None:
+            raise
+        code = _ended_by(ended)
     if code:
         sys.exit(code)
 
 
-def _ended_by(stop: Stop) -> int:
+def _of_client(error: Exception) -> Stop | None:
+    """Return what ends a command when the client raises; None for other errors. Without httpx, no client was made."""
+    if (client := sys.modules.get("longshore.client")) is None:
+        return None
+    if isinstance(error, client.ServiceError):
+        return stop_of(error)
+    return Stop(str(error)) if isinstance(error, client.DownloadFailed) else None
+
+
+def _ended_by(stop: Stop, is_shown: bool = False) -> int:
     """Print an error, as JSON if requested; parsing the arguments itself may have failed. Returns the exit code."""
+    if not is_shown:
+        say(f"error: {stop.message}")
+        if stop.advice:
+            say(stop.advice)
     words = sys.argv[1:]
     if "--json" in (words[: words.index("--")] if "--" in words else words):
         print_json(stop.document())

@@ -150,7 +150,6 @@ def printable(text: str) -> str:
 
 
 def _told(answer: httpx.Response) -> str:
-    """Return the beginning of an error's body."""
     for chunk in answer.iter_raw(1024):
         return printable(chunk.decode(errors="replace"))
     return ""

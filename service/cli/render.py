@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from longshore.client import ServiceError
 
 DONE = 0
 USAGE = 2
@@ -38,34 +39,62 @@ class Stop(Exception):
         message: what is wrong, with its place and rule.
         code: the exit code.
         advice: what to do next.
+        details: more fields of the error's JSON document.
     """
 
-    def __init__(self, message: str, code: int = FAILED, advice: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        code: int = FAILED,
+        advice: str | None = None,
+        details: dict[str, str | None] | None = None,
+    ) -> None:
         self.message = message
         self.code = code
         self.advice = advice
+        self._details = details or {}
         super().__init__(message)
 
     def document(self) -> dict[str, dict[str, str | int | None]]:
         """Return the error's JSON document for `--json`."""
-        return {"error": {"message": self.message, "advice": self.advice, "exit_code": self.code}}
+        return {"error": {"message": self.message, "advice": self.advice, "exit_code": self.code, **self._details}}
 
 
-class ServiceRefused(Stop):
-    """The service refused a request. `place`: the field, if it named one; `rule`: the rule that it breaks."""
+def stop_of(error: "ServiceError") -> Stop:
+    """Return the error that ends a command which the service refuses, with advice."""
+    status, message, advice = error.status, str(error), None
+    path = "" if error.response is None else error.response.url.path
+    code = NOT_FOUND if status == 404 else FAILED
+    match status:
+        case 0:
+            advice = "start the stack with `longshore dev`, or name another service with --api-url"
+        case 401:
+            advice = "`longshore login` keeps a key; or set LONGSHORE_API_KEY, or give --api-key"
+            if error.response is not None and "authorization" in error.response.request.headers:
+                advice = f"`longshore config show --origin` says where it comes from; {advice}"
+        case 403:
+            advice = "`longshore whoami` shows your scopes; an admin's `longshore keys create` gives others"
+        case 404:
+            advice = _list_command_hint(path)
+        case 429 if "quota" in message or getattr(error, "is_quota", False):
+            advice = "`longshore usage` shows what is used, and the quotas"
+        case 429 if error.response is not None:
+            advice = f"ask again in {error.response.headers.get('retry-after', 'a few')} seconds"
+        case 502 | 503 | 504:
+            advice = "`longshore doctor` says what is away"
+        case 500 if error.response is not None:
+            message = f"{message} ({error.response.headers.get('x-request-id')})"
+    found = {} if status != 422 else {"place": error.place, "rule": error.rule}
+    return Stop(message, code, advice, found)
 
-    def __init__(self, rule: str, place: str | None) -> None:
-        self.rule = rule
-        self.place = place
-        super().__init__(f"{place}: {rule}" if place else rule)
 
-    def document(self) -> dict[str, dict[str, str | int | None]]:
-        found = super().document()
-        return {"error": {**found["error"], "place": self.place, "rule": self.rule}}
-
-
-class Unreachable(Stop):
-    """The service does not answer, or is temporarily unavailable. The call may be retried."""
+def _list_command_hint(path: str) -> str:
+    """Name the command that lists the resources of a kind."""
+    kinds = {"files": "files", "keys": "keys", "tenants": "tenants", "schedules": "schedule", "webhooks": "webhook"}
+    kinds |= {"models": "models", "chat": "models", "sweeps": "sweep"}
+    kind = path.removeprefix("/api").removeprefix("/v1/").partition("/")[0]
+    command = f"longshore {kinds[kind]} ls" if kind in kinds else "longshore ls"
+    return f"`{command}` shows what there is"
 
 
 # --- Print to stdout and stderr: JSON, tables, lines; format times, durations and sizes ---
@@ -137,6 +166,28 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         out.print(table)
     for line in printed.get().splitlines():
         print(line.rstrip())
+
+
+def print_items(items: Iterable[Any], columns: Mapping[str, str | Callable[[Any], str]]) -> None:
+    """Print a table of models. `columns`: by its heading the name of a field, which says how it is shown; or a function
+    that returns a cell."""
+    print_table(tuple(columns), ([_cell(item, column) for column in columns.values()] for item in items))
+
+
+def _cell(item: Any, name: str | Callable[[Any], str]) -> str:
+    if not isinstance(name, str):
+        return name(item)
+    match value := getattr(item, name):
+        case None | "":
+            return "never" if name == "last_used_at" else ""
+        case float() if name.endswith(("_at", "time")):
+            return ago(value)
+        case tuple() | list() | frozenset():
+            return ", ".join(map(str, value))
+        case int() | float() if not isinstance(value, bool):
+            return f"{value:,}"
+        case _:
+            return plain(str(value))
 
 
 def coloured(state: str) -> str:

@@ -1,6 +1,6 @@
 """Options of runs, made from the models of runs; and the page of docs that lists them.
 
-`python -m service.cli.run_options > docs/runs.md` after a change of shared/runs/requests.py; a test compares them."""
+`python -m service.cli.run_options > docs/runs.md` after a change of longshore/runs.py; a test compares them."""
 
 import inspect
 import json
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 
-# --- Make the options of `longshore submit` from the fields of the run models (shared/runs/requests.py) ---
+# --- Make the options of `longshore submit` from the fields of the run models (longshore/runs.py) ---
 #
 # A field's option has the field's name; nested fields have their own names without those of the models around them.
 # Type, default, choices, bounds and help are the field's. The tables below hold the few names that differ.
@@ -35,6 +35,12 @@ NAMES = {
     "rollouts.held_out.every_steps": "eval-every",
     "rollouts.held_out.samples_per_prompt": "eval-samples",
     "rollouts.held_out.target": "target",
+    "rollouts.held_out.keep": "keep",
+    "rollouts.held_out.best_by": "best-by",
+    "early_stop.metric": "stop-by",
+    "eval_datasets": "eval",
+    "rollouts.held_out.sets": "eval",
+    "rollouts.held_out.early_stop.metric": "stop-by",
 }
 _PREFIXES = {"held_out": "eval-", "weight_sync": "sync-", "critic": "critic-"}
 _WHOLE = ("critic.trainable",)  # objects that one option gives
@@ -43,12 +49,26 @@ _SHORT = {"model": "-m", "dataset": "-d", "learning_rate": "--lr"}
 UNLESS = {"epochs": (1.0, "steps"), "batch_size": (8, "batch_tokens")}
 # The headings of `--help`: common options first, others by the field that they are in; the rest comes last.
 _FIRST = (
-    *("model", "dataset", "eval_dataset", "rollouts.prompts", "rollouts.grader", "teacher", "algorithm", "objective"),
+    *(
+        "model",
+        "dataset",
+        "eval_dataset",
+        "eval_datasets",
+        "rollouts.prompts",
+        "rollouts.held_out.prompts",
+        "rollouts.held_out.sets",
+        "rollouts.grader",
+        "teacher",
+        "algorithm",
+        "objective",
+    ),
     *("name", "epochs", "steps", "rollouts.steps", "batch_size", "rollouts.prompts_per_step", "rollouts.group_size"),
     *("learning_rate", "beta", "max_tokens", "rollouts.max_completion_tokens", "trainable.rank", "trainable"),
 )
 _HEADINGS = {"trainable": "The adapter", "rollouts": "Rollouts", "critic": "The critic", "layout": "Machines"}
 _HEADINGS |= dict.fromkeys(("engine", "dtype", "quantize_base", "optimizer_states", "recompute"), "Machines")
+_HEADINGS |= dict.fromkeys(("concurrent_runs", "gpu_hours", "spending", "stored_bytes"), "Quotas")
+_HEADINGS |= dict.fromkeys(("worker_sharing", "worker_weight"), "Quotas")
 _OF_FIRST, _OF_REST = "What is set first", "Training"
 # Fields of a DatasetSource that its validators refuse in a kind of run.
 _NOT_READ = {
@@ -57,9 +77,10 @@ _NOT_READ = {
     "rl": ("completion_field", "assistant_turns", "assistant_pattern"),
 }
 _REFUSED = {"head"}  # fields of `trainable` that these runs refuse, or have by another field
-# value: as Typer parses it; names: comma-separated; source: a file or URI of rows; reading: how sources are read;
+# value: as Typer parses it; names: comma-separated; source: a file or URI of rows; sources: one or several of them,
+# with weights; named: several, each behind its name; reading: how sources are read;
 # kind: one of a union's kinds, or JSON; json: JSON, or a file of it; layout: a label; variant: a flag for a kind.
-Form = Literal["value", "names", "source", "reading", "kind", "json", "layout", "variant"]
+Form = Literal["value", "names", "source", "sources", "named", "reading", "kind", "json", "layout", "variant"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +129,7 @@ def options_of(model: "type[BaseModel]", only: Sequence[str] = ()) -> tuple[RunO
     """
     found = list(_walk(model, (), "", is_required=True))
     found = [option for option in found if not only or option.path[0] in only]
-    if any(option.form == "source" for option in found):
+    if any(option.form in ("source", "sources") for option in found):
         found += _reading(str(model.model_fields["kind"].default))
     return tuple(found)
 
@@ -121,7 +142,7 @@ class HeadedCommand(TyperCommand):
         for each in self.get_params(ctx):
             if (record := each.get_help_record(ctx)) is not None:
                 found.setdefault(getattr(each, "rich_help_panel", None) or "This command", []).append(record)
-        for heading, records in found.items():
+        for heading, records in ((each, records) for each, records in found.items() if records):
             with formatter.section(heading):
                 formatter.write_dl(records)
 
@@ -166,7 +187,7 @@ def run_command(
 
 
 def run_model(kind: str) -> "type[BaseModel]":
-    """The model that a request of this kind is checked by.
+    """The model that a request of this kind is checked by: a kind of run, or `quotas`.
 
     Its validators are built when a request is checked, and not on import: they are a third of the time of `--help`.
     """
@@ -175,11 +196,12 @@ def run_model(kind: str) -> "type[BaseModel]":
     # This changes the config of all models imported from here on, in the process of the command line only. In hosts
     # and the service the first request or workflow would wait for validators to be built, possibly by two threads.
     Frozen.model_config["defer_build"] = True
-    from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
-    from shared.runs.requests import RLRun
+    from longshore.accounts import QuotaSettings
+    from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
+    from longshore.runs import RLRun
 
-    models: tuple[type[BaseModel], ...] = (SFTRun, DPORun, DistillRun, RewardRun, RLRun)
-    return {str(model.model_fields["kind"].default): model for model in models}[kind]
+    models: dict[str, type[BaseModel]] = {"sft": SFTRun, "dpo": DPORun, "distill": DistillRun, "reward": RewardRun}
+    return (models | {"rl": RLRun, "quotas": QuotaSettings})[kind]
 
 
 def _with_options(command: Callable[..., None], options: Sequence[RunOption]) -> Callable[..., None]:
@@ -257,18 +279,25 @@ def _walk(model: "type[BaseModel]", path: tuple[str, ...], prefix: str, is_requi
 
 
 def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required: bool) -> Iterator[RunOption]:
+    from longshore.dataset_runs import DatasetSource
     from longshore.layout import Layout
-    from shared.runs.dataset_runs import DatasetSource
 
     type_ = _plain_type(field.annotation)
     option = _option(field, path, prefix, is_required)
     variants = [each for each in get_args(type_) if hasattr(each, "model_fields")]
     if get_origin(type_) is Literal and len(get_args(type_)) == 1:
         return
-    if type_ is DatasetSource:
+    if type_ is DatasetSource or DatasetSource in get_args(type_):
         words = f"{option.help or 'Rows'}: a file (uploaded), or a file://, s3:// or https:// URI"
         words += ", or a JSON object with `uri` and fields that say how it alone is read"
-        yield replace(option, form="source", help=words)
+        if type_ is DatasetSource:
+            yield replace(option, form="source", help=words)
+        else:
+            words += "; several are a mixture, each with :WEIGHT behind it or with `weight` or `epochs` in its object"
+            yield replace(option, form="sources", parsed_as=list[str], help=words)
+    elif get_origin(type_) is dict:
+        words = f"{option.help}: NAME=URI, with a file or an object for the URI as in --dataset"
+        yield replace(option, form="named", parsed_as=list[str], default=None, help=words)
     elif field.discriminator == "type" or ".".join(path) in _WHOLE:  # a grader, or such an object
         yield replace(option, form="json", default=None, help=f"{option.help}: JSON, or a file of it")
     elif field.discriminator and all(
@@ -332,7 +361,7 @@ def _option(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required:
 
 
 def _reading(kind: str) -> Iterator[RunOption]:
-    from shared.runs.dataset_runs import DatasetSource
+    from longshore.dataset_runs import DatasetSource
 
     for name, field in DatasetSource.model_fields.items():
         if name != "uri" and name not in _NOT_READ.get(kind, ()):
@@ -354,7 +383,6 @@ def _plain_type(annotation: Any) -> Any:
 
 
 def _bounds(field: "FieldInfo") -> str:
-    """Return the bounds of a number in words."""
     limits = {
         name: getattr(rule, name) for rule in field.metadata for name in ("ge", "gt", "le", "lt") if hasattr(rule, name)
     }
@@ -401,8 +429,16 @@ def _read(option: RunOption, value: Any, reading: Mapping[str, Any], uri_of: Cal
         case "names":
             return value.split(",")
         case "source":
-            own = json_of(value, flag) if value.lstrip().startswith("{") else {"uri": value, **reading}
-            return own | {"uri": uri_of(own["uri"], flag)} if "uri" in own else own
+            return _source(value, flag, reading, uri_of)
+        case "sources":
+            sources = [_weighted(text, flag, reading, uri_of) for text in value]
+            is_mixture = len(sources) > 1 or not {"name", "weight", "epochs"}.isdisjoint(sources[0])
+            return sources if is_mixture else sources[0]
+        case "named":
+            if bare := next((text for text in value if "=" not in text), None):
+                raise Stop(f"{flag}: {bare}: give NAME=URI", USAGE, "--help lists the options")
+            named = [text.partition("=") for text in value]
+            return [(name, _source(text, flag, reading, uri_of)) for name, _, text in named]
         case "kind":
             return json_of(value, flag) if value.lstrip().startswith("{") else {"kind": value}
         case "json":
@@ -413,6 +449,24 @@ def _read(option: RunOption, value: Any, reading: Mapping[str, Any], uri_of: Cal
             return {"kind": option.kind}
         case _:
             return value
+
+
+def _source(text: str, flag: str, reading: Mapping[str, Any], uri_of: Callable[[str, str], str]) -> dict[str, Any]:
+    own: dict[str, Any] = json_of(text, flag) if text.lstrip().startswith("{") else {"uri": text, **reading}
+    return own | {"uri": uri_of(own["uri"], flag)} if "uri" in own else own
+
+
+def _weighted(text: str, flag: str, reading: Mapping[str, Any], uri_of: Callable[[str, str], str]) -> dict[str, Any]:
+    """Read a source with or without a weight behind its last colon. The port of a web server is none."""
+    uri, _, end = text.rpartition(":")
+    has_path = "://" not in uri or "/" in uri.partition("://")[2]
+    if not uri or not has_path or text.lstrip().startswith("{") or Path(text).exists():
+        return _source(text, flag, reading, uri_of)
+    try:
+        weight = float(end)
+    except ValueError:
+        return _source(text, flag, reading, uri_of)
+    return _source(uri, flag, reading, uri_of) | {"weight": weight}
 
 
 def _layout(label: str) -> dict[str, Any]:
@@ -427,20 +481,30 @@ def _layout(label: str) -> dict[str, Any]:
 
 # --- Print docs/runs.md: the fields of a run, its options and its defaults, from the run models ---
 #
-# `python -m service.cli.run_options > docs/runs.md` after a change of shared/runs/requests.py; a test compares them.
+# `python -m service.cli.run_options > docs/runs.md` after a change of longshore/runs.py; a test compares them.
 
 _HEAD = """# The fields of a run
 
 A run is a JSON object: the body of `POST /api/v1/runs/sft`, `/dpo`, `/distill`, `/reward` or `/rl` ([api.md](api.md)),
 and the options of `longshore submit` ([cli.md](cli.md)). A dot leads into an object: `layout.tp` means
-`{"layout": {"tp": 2}}`. On the command line a dataset is a URI. In JSON it is an object with `uri`, `format`,
-`prompt_field`, `completion_field`, `assistant_turns` and `assistant_pattern`. `trainable` has a `kind`, `lora` or
-`full`. `python -m service.cli.run_options` prints this page.
+`{"layout": {"tp": 2}}`. On the command line a dataset is a URI. In JSON it is a URI, too, or an object with `uri`,
+`format`, `prompt_field`, `completion_field`, `assistant_turns` and `assistant_pattern`; or a list of them, a
+[mixture](datasets.md#mixtures). `trainable` has a `kind`, `lora` or `full`. `python -m service.cli.run_options` prints
+this page.
 
 `dtype` is chosen once, when a run is accepted, and kept on every host that trains it. `auto` is `bfloat16` if the GPU
 hosts compute it fast, else `float32` ([how](hosts.md#precision)). The field `precision` of a run and of an estimate has
 the choice and the reason. A run that sets `dtype` gets that dtype. If the other one would be faster on these hosts, the
 run carries a notice saying so.
+
+`keep` and `early_stop` let evaluations decide (`eval_every` with `eval_dataset`, or `rollouts.held_out.every_steps`).
+`--keep best` publishes the weights of the best evaluation, and keeps their checkpoint beside the newest. With
+`--patience 3` the run ends after three evaluations in a row without a better value. The metric is `eval_loss`, or
+`eval_reward_mean` of an `rl` run; others are named by `--best-by` and `--stop-by`. More is better if `reward` or
+`accuracy` is in the name. The first of equal values is the best. The evaluation before the first step does not count.
+A run that was killed decides the same. The metrics `best_step` and `best_eval_...`, and a notice, say what was
+decided. An `rl` run publishes each policy that it evaluates, and at its end the best one again, as the newest
+version.
 
 | field | option | runs | type | default | meaning |
 |---|---|---|---|---|---|
@@ -483,6 +547,10 @@ def _type(option: RunOption) -> str:
             words = f"`{option.kind}`"
         case "source":
             words = "dataset"
+        case "sources":
+            words = "dataset, or a list of them"
+        case "named":
+            words = "object of datasets"
         case _:
             words = "object"
     return f"{words}, {option.bounds}" if option.bounds else words

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from service.cli.render import (
     INTERRUPTED,
     NOT_FINISHED,
+    OF_STATE,
     Stop,
-    Unreachable,
     ago,
     coloured,
     plain,
@@ -25,13 +25,11 @@ from service.cli.render import (
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from service.automation.sweep_views import SweepView, TrialView
-    from service.cli.client import CliClient
-    from service.runs.history import TrainStepMetrics
-    from service.runs.views import RunView
-    from shared.runs.events import RunEvent
-    from shared.runs.requests import Precision
-    from shared.runs.status import StepStatus
+    from longshore import Client
+    from longshore.automation import SweepView, TrialView
+    from longshore.events import RunEvent
+    from longshore.runs import Precision
+    from longshore.views import RunView, StepStatus, TrainStepMetrics
 
 
 # --- Print train steps of RL runs: as a table, or one as a line ---
@@ -42,7 +40,6 @@ _HEADERS = {"held-out": "held-\nout", "seconds": "seconds:\nsample/grade/\ntrain
 
 
 def print_steps(steps: Iterable["StepStatus"]) -> None:
-    """Print the state and the metrics of each step."""
     from rich.markup import escape
 
     _print(
@@ -60,7 +57,6 @@ def print_steps(steps: Iterable["StepStatus"]) -> None:
 
 
 def print_step_metrics(rows: Iterable["TrainStepMetrics"]) -> None:
-    """Print the metrics of each step."""
     _print([{"train step": str(row.step), **_cells(row.metrics)} for row in rows])
 
 
@@ -241,7 +237,7 @@ def phases(view: "RunView") -> list[tuple[str, float, float | None]]:
     """
     found: list[tuple[str, float, float | None]] = []
     times: Counter[str] = Counter()
-    is_twice = view.run.kind in ("sft", "dpo", "distill", "reward") and view.run.eval_dataset is not None
+    is_twice = view.run.kind in ("sft", "dpo", "distill", "reward") and bool(view.run.evaluations)
     for each in view.timeline:
         if each.phase == "checking":  # a new execution of the run
             times.clear()
@@ -264,7 +260,6 @@ def phases(view: "RunView") -> list[tuple[str, float, float | None]]:
 
 
 def print_sweep(view: "SweepView") -> None:
-    """Print a sweep and a table of its trials."""
     print(f"{view.sweep_id} ({view.sweep.name}): {view.state}, {progress(view)} trials have ended")
     if view.problem:
         print(view.problem)
@@ -301,15 +296,6 @@ _LONG_POLL_S = 1.0
 _AWAY_FOR_S = 120.0
 _GAP = 2
 _LEAST_BAR, _GOOD_BAR, _LONGEST_BAR = 6, 20, 40
-
-
-class Detached(Exception):
-    """Following ended before the run did: by Ctrl-C, or after the timeout. Carries the last view of the run."""
-
-    def __init__(self, view: "RunView", code: int) -> None:
-        self.view = view
-        self.code = code
-        super().__init__(view.run_id)
 
 
 @contextmanager
@@ -395,7 +381,7 @@ class Bar:
     def event(self, event: "RunEvent") -> None:
         from rich.markup import escape
 
-        from service.runs.views import event_in_words
+        from service.runs.views import format_event
 
         body = event.event
         self._evaluating = f"evaluating {body.fraction:.0%}" if body.event == "evaluating" else ""
@@ -404,7 +390,7 @@ class Bar:
                 self._step = body.step
                 self._metrics |= body.metrics
         elif body.event not in ("evaluating", "offloaded", "probed", "saved"):
-            self.console.print(escape(event_in_words(body)))
+            self.console.print(escape(format_event(body)))
 
     def status(self, view: "RunView") -> None:
         self._view = view
@@ -458,26 +444,24 @@ class Bar:
         return min(_LONGEST_BAR, left) if left >= _LEAST_BAR else 0
 
 
-def follow(client: "CliClient", view: "RunView", timeout_s: float | None) -> "RunView":
-    """Show a run on stderr until it ends.
+def follow(client: "Client", view: "RunView", timeout_s: float | None) -> "tuple[RunView, int]":
+    """Show a run on stderr until it ends, Ctrl-C, or the timeout; the run continues after these.
 
-    Args:
-        view: the run's current view.
-        timeout_s: when to stop looking; None for never.
-
-    Raises:
-        Detached: on Ctrl-C, or after the timeout. The run continues.
+    Returns its last view, and the exit code.
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
-    followed = _Followed(client, view)
+    followed, code = _Followed(client, view), NOT_FINISHED
     try:
         with display(view) as shown:
             while not followed.look(shown):
                 if end is not None and time.monotonic() > end:
-                    raise Detached(followed.view, NOT_FINISHED)
+                    break
+            else:
+                return followed.view, OF_STATE[followed.view.state]
     except KeyboardInterrupt:
-        raise Detached(followed.view, INTERRUPTED) from None
-    return followed.view
+        code = INTERRUPTED
+    say(attach_again(view.run_id))
+    return followed.view, code
 
 
 def attach_again(run_id: str) -> str:
@@ -487,7 +471,7 @@ def attach_again(run_id: str) -> str:
 class _Followed:
     """The state of following a run: its newest view, the events and steps read, and since when the service is away."""
 
-    def __init__(self, client: "CliClient", view: "RunView") -> None:
+    def __init__(self, client: "Client", view: "RunView") -> None:
         self.view = view
         self._client = client
         self._cursor: str | None = None
@@ -497,24 +481,26 @@ class _Followed:
 
     def look(self, shown: Lines | Bar) -> bool:
         """Ask the service once, and show news. Returns True when the run has ended and all events were shown."""
+        from longshore.client import Unreachable
+
         try:
             return self._look(shown)
         except Unreachable as error:
             now = time.monotonic()
             if self._away_since is None:
                 self._away_since = now
-                shown.note(f"{error.message}; trying again")
+                shown.note(f"{error}; trying again")
             if now - self._away_since > _AWAY_FOR_S:
-                raise Stop(error.message, error.code, attach_again(self.view.run_id)) from None
+                raise Stop(str(error), advice=attach_again(self.view.run_id)) from None
             time.sleep(0.5)
             return False
 
     def _look(self, shown: Lines | Bar) -> bool:
         # The status first: events read after the end are complete.
-        self.view = self._client.run(self.view.run_id)
+        self.view = self._client.runs.get(self.view.run_id)
         has_ended = self.view.state != "running"
         shown.status(self.view)
-        page = self._client.events(self.view.run_id, self._cursor, 0 if has_ended else _LONG_POLL_S)
+        page = self._client.runs.events(self.view.run_id, self._cursor, wait_s=0 if has_ended else _LONG_POLL_S)
         num_known = len(self._steps)
         self._read_steps()
         for event in page.events:
@@ -536,9 +522,12 @@ class _Followed:
         Jobs have the numbers of their steps, and a step is recorded after its job's events and before the next job
         begins. So if a step was known when no more events were found, all events of its job have been shown.
         """
-        if self.view.kind == "rl" and (found := list(self._client.steps(self.view.run_id, self._last_step))):
-            self._steps += found
-            self._last_step = found[-1].step
+        while self.view.kind == "rl":
+            page = self._client.runs.steps(self.view.run_id, self._last_step)
+            self._steps += page.steps
+            self._last_step = page.next
+            if not page.has_more:
+                return
 
     def _show_step(self, shown: Lines | Bar) -> None:
         shown.note(step_line(self._steps.popleft()))

@@ -40,7 +40,7 @@ from shared.errors import InvalidInput
 from shared.settings import Settings
 
 # --- The tables ---
-# Times are seconds since 1970. Rows with a record in the store can be rebuilt from it (rebuild.py).
+# Times are seconds since 1970.
 
 
 class Table(DeclarativeBase):
@@ -84,7 +84,7 @@ class KeyRow(Table):
 
 
 class SignInRow(Table):
-    """A browser that is signed in to the page: hashes of its token and key. There is no record of it in the store."""
+    """A browser that is signed in to the page: hashes of its token and key."""
 
     __tablename__ = "sessions"
 
@@ -95,10 +95,18 @@ class SignInRow(Table):
 
 
 class FileRow(Table):
-    """An uploaded file. `deleted_at`: since when its record, and its bytes if no other file has them, are deleted."""
+    """An uploaded file. Files with equal bytes and names share an object.
+
+    `state`: `writing` before its bytes are in the store, then `kept`; `deleting` until they are gone. `state_at`: since
+    when. A file whose process died in between is deleted later.
+    """
 
     __tablename__ = "files"
-    __table_args__ = (Index("files_by_time", "tenant", "created_at", "file_id"),)
+    __table_args__ = (
+        Index("files_by_time", "tenant", "created_at", "file_id"),
+        Index("files_by_uri", "tenant", "uri"),
+        Index("files_by_state", "state", "state_at"),
+    )
 
     file_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     tenant: Mapped[str] = mapped_column(String(48), primary_key=True)
@@ -108,13 +116,48 @@ class FileRow(Table):
     sha256: Mapped[str] = mapped_column(String(64))
     uri: Mapped[str] = mapped_column(Text)
     created_at: Mapped[float]
-    deleted_at: Mapped[float | None]
+    state: Mapped[str] = mapped_column(String(16))
+    state_at: Mapped[float]
+
+
+class DocumentRow(Table):
+    """A small record of a tenant, as JSON (accounts/tenants.py). Keys sort by their bytes."""
+
+    __tablename__ = "documents"
+    __table_args__ = (
+        Index("documents_by_bytes", "tenant", "num_bytes"),
+        Index("documents_by_age", "kind", "written_at"),
+        Index("documents_by_alias", "tenant", "kind", "alias", unique=True),
+    )
+
+    tenant: Mapped[str] = mapped_column(String(48), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(32), primary_key=True)
+    key: Mapped[str] = mapped_column(Text().with_variant(Text(collation="C"), "postgresql"), primary_key=True)
+    alias: Mapped[str | None] = mapped_column(Text)
+    body: Mapped[str] = mapped_column(Text)
+    num_bytes: Mapped[int]
+    written_at: Mapped[float]
+
+
+class StoredRow(Table):
+    """Bytes that count for a tenant beside its files and documents: what `owner`, a run or a shared unit, holds of a
+    category, as it was at `at`. With `expires_at`: a reservation, which ends then if its process has died.
+    """
+
+    __tablename__ = "stored_bytes"
+
+    tenant: Mapped[str] = mapped_column(String(48), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(128), primary_key=True)
+    what: Mapped[str] = mapped_column(String(64), primary_key=True)
+    num_bytes: Mapped[int]
+    at: Mapped[float]
+    expires_at: Mapped[float | None]
 
 
 class RunRow(Table):
     """A run. `record` and `status` are JSON of RunRecord and RunStatus; the other columns are for questions to them.
 
-    A row is only changed if its state and updated_at are still those that were read (runs/rows.py).
+    `recorded_at`: the time, by Temporal's clock, of the last change that the run's workflow has recorded; else 0.
     """
 
     __tablename__ = "runs"
@@ -146,10 +189,13 @@ class RunRow(Table):
     record: Mapped[str] = mapped_column(Text)
     status: Mapped[str] = mapped_column(Text)
     updated_at: Mapped[float]
+    recorded_at: Mapped[float]
 
 
 class RemovedRow(Table):
-    """A run that was removed. Its GPU seconds count in its tenant's quota as if it were there."""
+    """A run that was removed, even if some of its files remain. Its GPU seconds count in its tenant's quota as if it
+    were there. `stays_published`: its published versions stay, and need its record and one job file.
+    """
 
     __tablename__ = "removed_runs"
     __table_args__ = (Index("removed_by_end", "tenant", "ended_at"),)
@@ -159,6 +205,28 @@ class RemovedRow(Table):
     created_at: Mapped[float]
     ended_at: Mapped[float]
     gpu_seconds: Mapped[float]
+    stays_published: Mapped[bool]
+
+
+class UnitRow(Table):
+    """An artifact that several runs may share, or the folder of a run. `claimed_at`: since when a process deletes it;
+    0: none does.
+    """
+
+    __tablename__ = "units"
+
+    unit: Mapped[str] = mapped_column(String(128), primary_key=True)
+    claimed_at: Mapped[float]
+
+
+class UseRow(Table):
+    """A run that uses a unit until it has ended. `at`: when it last said so."""
+
+    __tablename__ = "uses"
+
+    unit: Mapped[str] = mapped_column(String(128), primary_key=True)
+    run_id: Mapped[str] = mapped_column(String(255), primary_key=True)
+    at: Mapped[float]
 
 
 class OutboxRow(Table):
@@ -248,6 +316,10 @@ class Database:
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._do, work, self._writer)
 
+    def read(self, work: Callable[[Session], ResultT]) -> ResultT:
+        """Like `reading`, but blocking."""
+        return self._do(work, self.engine)
+
     def write(self, work: Callable[[Session], ResultT]) -> ResultT:
         """Like `writing`, but blocking."""
         return self._do(work, self._writer)
@@ -289,7 +361,9 @@ def _engine(url: str) -> Engine:
         parsed = make_url(url)
         match parsed.get_backend_name():
             case "sqlite":
-                engine = create_engine(parsed, pool_size=_THREADS, connect_args={"timeout": _BUSY_MS / 1000})
+                engine = create_engine(
+                    parsed, pool_size=_THREADS, connect_args={"timeout": _BUSY_MS / 1000}, hide_parameters=True
+                )
                 event.listen(engine, "connect", _set_up_sqlite)
                 event.listen(engine, "begin", _begin_sqlite)
                 return engine
@@ -298,6 +372,7 @@ def _engine(url: str) -> Engine:
                     parsed.set(drivername="postgresql+psycopg"),
                     pool_size=_THREADS,
                     pool_pre_ping=True,
+                    hide_parameters=True,  # webhooks' secrets are among them
                     connect_args={"connect_timeout": _CONNECT_S},
                 )
     except (ArgumentError, NoSuchModuleError, ValueError):
@@ -309,7 +384,7 @@ def _set_up_sqlite(connection: Any, _: Any) -> None:
     connection.isolation_level = None  # SQLAlchemy begins transactions, not the driver
     connection.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
     _write_ahead(connection)
-    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute("PRAGMA synchronous=FULL")  # what was accepted survives a power failure
     connection.execute("PRAGMA foreign_keys=ON")
 
 
@@ -362,7 +437,8 @@ def upgrade(database: Database) -> bool:
         if not database.is_sqlite:
             connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
         before = revision(connection)
-        if before is not None and before not in _revisions():
+        ours = {each.revision for each in ScriptDirectory.from_config(_config()).walk_revisions()}
+        if before is not None and before not in ours:
             _log.warning("a newer version has migrated the database to revision %s: it stays so", before)
             return False
         command.upgrade(_config(connection), "head")
@@ -375,12 +451,7 @@ def revision(connection: Connection) -> str | None:
 
 
 def newest() -> str | None:
-    """Return the revision that this code needs."""
     return ScriptDirectory.from_config(_config()).get_current_head()
-
-
-def _revisions() -> set[str]:
-    return {each.revision for each in ScriptDirectory.from_config(_config()).walk_revisions()}
 
 
 def _config(connection: Connection | None = None) -> Config:

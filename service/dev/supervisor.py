@@ -1,4 +1,4 @@
-"""The stack on one machine: Temporal, the web service and three hosts as children of one supervisor.
+"""The stack on one machine: Temporal, the web service and a host as children of one supervisor.
 
     longshore dev [--detach | --stop] [--root FOLDER]
 
@@ -22,22 +22,103 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Self
 
 import psutil
 
-from activities.confined import programs
+from activities.sandbox.kernel import die_with_parent
+from longshore.accounts import hash_key, new_key
 from longshore.server import with_import_path
-from service.accounts.keys import hash_key, new_key
-from service.dev.connection import Connection, add_folders, read_folders, write_folders
 from service.errors import DevError
 from shared.child_environment import STACK_MARK, Kind, child_environment
 from shared.log_lines import escape_output
-from shared.settings import Settings
+from shared.settings import FROM_FILE, Settings
 from shared.storage.files import private_folder, write_atomically
+
+# --- The folders of this machine that a stack's users may read ---
+# A file in its root. Service and hosts read the setting `download.file_roots` from it.
+
+
+def folders_file(root: Path) -> Path:
+    return root / "opened.json"
+
+
+def write_folders(root: Path, folders: Sequence[str]) -> None:
+    write_atomically(folders_file(root), json.dumps(folders).encode())
+
+
+def add_folders(root: Path, supervisor: psutil.Process, folders: Sequence[Path]) -> list[str]:
+    """Open more folders to a running stack; its web service restarts if one is new. Returns all open folders."""
+    known: list[str] = json.loads(folders_file(root).read_text())
+    added = [path for folder in folders if (path := str(folder.resolve())) not in known]
+    if added:
+        write_folders(root, known + added)
+        supervisor.send_signal(signal.SIGUSR1)
+    return known + added
+
+
+_LINK_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Addresses and key of a stack, for this user alone. `pid` is its supervisor's; absent while none runs."""
+
+    root: str
+    api_url: str
+    api_key: str
+    temporal_address: str
+    temporal_ui: str | None
+    pid: int | None = None
+
+    def write(self) -> None:
+        """Readable by its owner alone, from its first byte on."""
+        previous = os.umask(0o077)
+        try:
+            write_atomically(_path(Path(self.root)), json.dumps(asdict(self), indent=1).encode() + b"\n")
+        finally:
+            os.umask(previous)
+
+    def banner(self, link: str | None = None) -> str:
+        """Return the lines of a stack that is up. `link`: one that signs a browser in once."""
+        lines = [
+            f"Longshore is up, its state in {self.root}",
+            f"  API, page    {self.api_url}",
+            f"  Temporal     {self.temporal_address}",
+            f"  Temporal UI  {self.temporal_ui or '(off: `longshore dev --ui`)'}",
+            f"  logs         {self.root}/logs",
+        ]
+        if link:
+            lines.insert(2, f"  sign in      {link} (once, within ten minutes; another: `longshore dev --link`)")
+        if Path(self.root) != Path("~/.longshore").expanduser().resolve():
+            lines.append(f"  elsewhere    export LONGSHORE_ROOT={self.root}")
+        return "\n".join(lines)
+
+    def sign_in_link(self) -> str | None:
+        """Return a link that signs a browser in once, as the holder of the stack's key; None if none is given."""
+        import httpx
+
+        headers = {"authorization": f"Bearer {self.api_key}"}
+        try:
+            with httpx.Client(headers=headers, timeout=_LINK_PATIENCE_S, trust_env=False) as client:
+                answer = client.post(f"{self.api_url}/login/link")
+            return f"{self.api_url}{answer.raise_for_status().json()['path']}"
+        except (httpx.HTTPError, ValueError, KeyError):
+            return None
+
+    @classmethod
+    def read(cls, root: Path) -> "Connection | None":
+        """Read the file of a root; None if no stack ever ran there, or another user's did."""
+        path = _path(root)
+        return cls(**json.loads(path.read_bytes())) if os.access(path, os.R_OK) else None
+
+
+def _path(root: Path) -> Path:
+    return root / "dev.json"
+
 
 # --- Ports of stacks: each of several on one machine keeps its own, even while a server restarts ---
 
@@ -65,7 +146,6 @@ class Ports:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Unlock all ports."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
@@ -122,8 +202,7 @@ class StackProcess:
     environment: dict[str, str]
     log: Path
     grace_s: float = 8.0
-    role: Kind = "temporal"
-    process: programs.RunningProgram | None = None
+    process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     wait_s: float = _SHORTEST_WAIT_S
     start_at: float = 0.0
@@ -134,8 +213,14 @@ class StackProcess:
         if self.log.exists() and self.log.stat().st_size > _LOG_BYTES:
             self.log.rename(self.log.with_suffix(".log.1"))
         with self.log.open("ab") as log:
-            self.process = programs.start(
-                self.command, self.environment, log.fileno(), log.fileno(), dies_by=signal.SIGTERM
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # by a kill: without Temporal a host cannot leave in an orderly way
             )
         self.started_at = time.monotonic()
 
@@ -164,9 +249,10 @@ class StackProcess:
             return sum(psutil.Process(self.process.pid).cpu_times()[:2]) if self.process else 0.0
         return 0.0
 
-    def ask_to_leave(self) -> None:
+    def tell(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send the process a signal, by default that it is to leave."""
         if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(number)
 
     def end(self) -> None:
         """Wait for the process to leave, then end its process group."""
@@ -196,15 +282,19 @@ def end_leftovers(root: Path) -> int:
 
 def _carries(process: psutil.Process, root: str) -> bool:
     try:
-        is_me = process.pid == os.getpid()
-        return not is_me and process.status() != psutil.STATUS_ZOMBIE and process.environ().get(STACK_MARK) == root
+        if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        # Forked workers have no mark, but a folder below the root.
+        is_worker = "megatron_worker" in (command := " ".join(process.cmdline())) and f" {root}/" in command
+        return is_worker or process.environ().get(STACK_MARK) == root
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 
 
 TEMPORAL_PORT, API_PORT = 7233, 8484
-_HOSTS: tuple[Kind, ...] = ("control", "gpu", "sampler")
-_OBSERVED: tuple[Kind, ...] = ("web", *_HOSTS)  # in the order of their metrics' ports
+_ROLES: tuple[Kind, ...] = ("control", "gpu", "sampler")
+_WEB = "web service"
+_FILE_ROOTS = "LONGSHORE_DOWNLOAD__FILE_ROOTS"
 _TICK_S = 0.1
 _TELL_EVERY_S = 5.0
 _LOCK_FILE = "dev.lock"
@@ -266,12 +356,14 @@ class Stack:
             temporal, others = self._children(connection)
             try:
                 self._start(temporal, others, connection)
-                self._supervise([*temporal, *others], connection)
+                while not self._leaving:
+                    self._look_after([*temporal, *others])
+                    time.sleep(_TICK_S)
             finally:
                 # Hosts and the service end together; Temporal after them, as they need it until then.
                 for group in (others, temporal):
                     for child in group:
-                        child.ask_to_leave()
+                        child.tell()
                     for child in group:
                         child.end()
                 end_leftovers(self.root)
@@ -284,13 +376,14 @@ class Stack:
     def _open(self, number: int, frame: FrameType | None) -> None:
         self._has_opened = True
 
-    def _start_anew(self, children: list[StackProcess], connection: Connection) -> None:
-        """Let the processes that read users' paths start again, with the folders that are open now."""
-        self._folders, self._has_opened = read_folders(self.root), False
+    def _reread(self, children: list[StackProcess]) -> None:
+        """Have the processes that read users' paths find the folders that are open now. Hosts keep their leases."""
+        self._has_opened = False
         for child in children:
-            if child.role in ("web", "control"):
-                child.environment = self._environment(child.role, connection)
-                child.ask_to_leave()
+            if child.name == _WEB:
+                child.tell()
+            elif "control" in child.command:
+                child.tell(signal.SIGHUP)
 
     def _connection(self, ports: Ports) -> Connection:
         """Choose the ports: those of last time, or the usual ones; the next free ones where they are taken."""
@@ -336,38 +429,35 @@ class Stack:
         # -P: a folder named `shared` in the current directory must not be taken for ours.
         python = [sys.executable, "-P", "-m"]
         web = [*python, "service.app", "--port", str(_port_of(connection.api_url))]
-        hosts = {role: [*python, "service.host", "--role", role] for role in _HOSTS}
-        others = [
-            StackProcess("web service", web, self._environment("web", connection), logs / "web.log", role="web"),
-            *(
-                StackProcess(
-                    f"{role} host", host, self._environment(role, connection), logs / f"{role}.log", _HOST_GRACE_S, role
-                )
-                for role, host in hosts.items()
-            ),
-        ]
+        others = [StackProcess(_WEB, web, self._environment(connection, "web"), logs / "web.log")]
+        for roles in [(role,) for role in _ROLES] if self._settings.separate_hosts else [_ROLES]:
+            name = roles[0] if len(roles) == 1 else "all"
+            command = [*python, "service.host", *(word for role in roles for word in ("--role", role))]
+            environment = self._environment(connection, *roles, place=len(others))
+            others.append(StackProcess(f"{name} host", command, environment, logs / f"{name}.log", _HOST_GRACE_S))
         if self._given_temporal():
             return [], others
         command = _temporal_command(connection, self.root / "temporal.db")
-        collected = {"GOGC": _TEMPORAL_GARBAGE_PERCENT} | self._environment("temporal", connection)
+        collected = {"GOGC": _TEMPORAL_GARBAGE_PERCENT} | self._environment(connection, "temporal")
         return [StackProcess("Temporal", command, collected, logs / "temporal.log")], others
 
-    def _environment(self, kind: Kind, connection: Connection) -> dict[str, str]:
-        known = os.environ | {
+    def _environment(self, connection: Connection, *kinds: Kind, place: int = 0) -> dict[str, str]:
+        """Return the variables of a process that is of all these kinds. `place`: among those that show metrics."""
+        known = {name: value for name, value in os.environ.items() if name.upper() != _FILE_ROOTS} | {
             STACK_MARK: str(self.root),
             "LONGSHORE_ROOT": str(self.root),
             "LONGSHORE_API_URL": connection.api_url,
-            "LONGSHORE_MAX_HOSTS": str(self._settings.max_hosts or _HOSTS.count("gpu")),
+            "LONGSHORE_MAX_HOSTS": str(self._settings.max_hosts or 1),
             "LONGSHORE_DRAIN_GRACE_S": f"{min(self._settings.drain_grace_s, _HOST_GRACE_S / 2):g}",
             "LONGSHORE_API_KEY_SHA256": hash_key(connection.api_key),
             "LONGSHORE_TEMPORAL_ADDRESS": connection.temporal_address,
+            _FILE_ROOTS + FROM_FILE.upper(): str(folders_file(self.root)),  # `longshore dev --open` adds to it
         }
         if connection.temporal_ui:
             known["LONGSHORE_TEMPORAL_UI"] = connection.temporal_ui
-        if (port := self._settings.metrics.port) and kind in _OBSERVED:
-            known["LONGSHORE_METRICS__PORT"] = str(port + _OBSERVED.index(kind))
-        known["LONGSHORE_DOWNLOAD__FILE_ROOTS"] = json.dumps(self._folders)
-        return child_environment(kind, known)
+        if port := self._settings.metrics.port:
+            known["LONGSHORE_METRICS__PORT"] = str(port + place)
+        return {name: value for kind in kinds for name, value in child_environment(kind, known).items()}
 
     def _start(self, temporal: list[StackProcess], others: list[StackProcess], connection: Connection) -> None:
         """Start all children, and wait until Temporal and the web service listen.
@@ -380,12 +470,12 @@ class Stack:
             self._say_awaited(f"starting {child.name}")
             child.start()
         awaited = [(child, connection.temporal_address) for child in temporal]
-        awaited += [(child, connection.api_url.removeprefix("http://")) for child in others if child.role == "web"]
+        awaited += [(child, connection.api_url.removeprefix("http://")) for child in others if child.name == _WEB]
         for child, address in awaited:
             self._say_awaited(f"waiting until {child.name} listens on {address} (log: {child.log})")
             worked_s, worked_at = 0.0, time.monotonic()
             while not listens(address) and not self._leaving:
-                self._look_after(children, connection)
+                self._look_after(children)
                 if (now_s := child.cpu_s()) != worked_s:
                     worked_s, worked_at = now_s, time.monotonic()
                 if child.num_ends >= _MAX_FAILED_STARTS or time.monotonic() > worked_at + _IDLE_START_S:
@@ -401,14 +491,9 @@ class Stack:
         write_atomically(self.root / _STARTING_FILE, text.encode())
         say(text)
 
-    def _supervise(self, children: list[StackProcess], connection: Connection) -> None:
-        while not self._leaving:
-            self._look_after(children, connection)
-            time.sleep(_TICK_S)
-
-    def _look_after(self, children: list[StackProcess], connection: Connection) -> None:
+    def _look_after(self, children: list[StackProcess]) -> None:
         if self._has_opened:
-            self._start_anew(children, connection)
+            self._reread(children)
         for child in children:
             if message := child.revive():
                 say(message)
@@ -562,7 +647,6 @@ def _port_of(url: str) -> int:
 
 
 def tail(log: Path, num_lines: int = 5) -> str:
-    """Return the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) if log.exists() else ""
 
 
@@ -571,7 +655,6 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    """Run the supervisor as a program."""
     parser = argparse.ArgumentParser(description="The Longshore stack on one machine.")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--port", type=int)

@@ -1,35 +1,39 @@
-"""What a host answers to the web service: questions to its sampler, news of sessions' commands."""
+"""What a host answers to the web service: questions to its sampler, sessions' commands."""
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from typing import Protocol
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from activities.hosts.session import Bells
+from activities.hosts.session import ServedSessions
 from activities.sampling.questions import OpenQuestion
+from shared.chat.completions import CompletionResponse
+from shared.chat.messages import ChatCompletion
+from shared.chat.streams import KEEP_ALIVE, EventStream
 from shared.errors import InvalidInput, LongshoreError, SamplerUnavailable, StoreUnavailable, WorkerLost
-from shared.serving import AnswerLine, CompleteRequest, QuestionFailure
+from shared.serving import LOST, AnswerHead, CompleteRequest, QuestionFailure
 from shared.storage.host_states import BEAT_S, HostAddress, announce
 from shared.storage.store import ObjectStore
 
 # --- Answers questions of the web service with the samplers that a host reaches ---
 #
-#     POST /answers, a CompleteRequest ──► AnswerLines while text is drawn, then the answer's JSON
+#     POST /answers, a CompleteRequest ──► an AnswerHead, then the answer's JSON, or its events as they are sampled
 #
-# An empty line is a sign of life. A client that hangs up stops its question at the sampler.
+# Empty lines before the head are signs of life. A client that hangs up stops its question at the sampler.
 
 
 class Answerer(Protocol):
     """Answers questions, in several threads at once. Its errors are sent to the caller."""
 
-    def answer(self, request: CompleteRequest, asking: OpenQuestion) -> BaseModel: ...
+    def answer(self, request: CompleteRequest, asking: OpenQuestion) -> ChatCompletion | CompletionResponse: ...
     def close(self) -> None: ...
 
 
@@ -81,74 +85,85 @@ class _Answers:
 
     async def _reply(self, asked: CompleteRequest) -> AsyncIterator[bytes]:
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-        drawn = _Drawn(lambda: loop.call_soon_threadsafe(news.set))
+        drawn = _Drawn(asked, lambda: loop.call_soon_threadsafe(news.set))
         asking = OpenQuestion(drawn.tell)
-        answering = loop.run_in_executor(self._threads, self._answered, asked, asking)
+        answering = loop.run_in_executor(self._threads, self._answered, asked, asking, drawn)
         answering.add_done_callback(lambda _: news.set())
+        is_begun = False
         try:
             while not answering.done():
                 with suppress(TimeoutError):
                     await asyncio.wait_for(news.wait(), _SIGN_OF_LIFE_S)
                 news.clear()
-                if not answering.done():
-                    yield drawn.line()
+                if data := drawn.take():
+                    yield data if is_begun else _head() + data
+                    is_begun = True
                     await asyncio.sleep(_PAUSE_S)
-            yield _last_line(answering.exception())
-            if answering.exception() is None:
-                yield answering.result()
+                elif not answering.done():
+                    yield KEEP_ALIVE if is_begun else b"\n"
+            if (error := answering.exception()) is None:
+                yield (b"" if is_begun else _head()) + drawn.take() + answering.result()
+                return
+            failure = _failure(error)
+            if not is_begun:
+                yield _head(failure)
+            elif failure.kind == "lost":
+                yield LOST + failure.message.encode()
+            else:
+                yield drawn.failed(failure.message)
         finally:
             asking.hang_up()
             answering.cancel()
             answering.add_done_callback(_forget)
 
-    def _answered(self, asked: CompleteRequest, asking: OpenQuestion) -> bytes:
-        return self._questions.answer(asked, asking).model_dump_json().encode()
+    def _answered(self, asked: CompleteRequest, asking: OpenQuestion, drawn: "_Drawn") -> bytes:
+        answer = self._questions.answer(asked, asking)
+        return answer.model_dump_json().encode() if drawn.stream is None else drawn.stream.rest(answer)
 
 
 class _Drawn:
-    """The texts of an answer's choices so far, set by a thread, and how much of each has been sent."""
+    """The events of an answer that a thread has written, and that have not been sent yet."""
 
-    def __init__(self, has_news: Callable[[], object]) -> None:
+    def __init__(self, asked: CompleteRequest, has_news: Callable[[], object]) -> None:
+        self.stream = EventStream(asked.stream, asked.asked) if asked.stream is not None else None
         self._has_news = has_news
-        self._texts: tuple[str, ...] = ()
-        self._sent: list[int] = []
+        self._lock = threading.Lock()
+        self._waiting = b""
 
     def tell(self, texts: tuple[str, ...]) -> None:
         """Take the texts so far. A repeated request to a sampler begins with shorter ones, which are ignored."""
-        if sum(map(len, texts)) > sum(map(len, self._texts)):
-            self._texts = texts
+        if self.stream is not None and (events := self.stream.grown(texts)):
+            with self._lock:
+                self._waiting += events
             self._has_news()
 
-    def line(self) -> bytes:
-        """Return a line with the new text; an empty line if there is none."""
-        texts = self._texts
-        self._sent += [0] * (len(texts) - len(self._sent))
-        grown = tuple(text[sent:] for text, sent in zip(texts, self._sent, strict=True))
-        if not any(grown):
-            return b"\n"
-        self._sent = [max(sent, len(text)) for text, sent in zip(texts, self._sent, strict=True)]
-        return _line(AnswerLine(grown=grown))
+    def take(self) -> bytes:
+        """Return the events since the last call."""
+        with self._lock:
+            data, self._waiting = self._waiting, b""
+        return data
+
+    def failed(self, message: str) -> bytes:
+        """Return the rest of the events, and the end of a stream whose answer does not come."""
+        assert self.stream is not None
+        return self.take() + self.stream.failed(message)
 
 
-def _last_line(error: BaseException | None) -> bytes:
-    """Return the line before the answer, or the line with the reason why there is none."""
+def _failure(error: BaseException) -> QuestionFailure:
     match error:
-        case None:
-            return _line(AnswerLine(ends=True))
         case WorkerLost() | SamplerUnavailable() | StoreUnavailable():
-            failure = QuestionFailure(kind="lost", message=str(error))
+            return QuestionFailure(kind="lost", message=str(error))
         case InvalidInput():
-            failure = QuestionFailure(kind="refused", message=error.message, place=error.place)
+            return QuestionFailure(kind="refused", message=error.message, place=error.place)
         case LongshoreError():
-            failure = QuestionFailure(kind="refused", message=str(error))
+            return QuestionFailure(kind="refused", message=str(error))
         case _:
             _log.error("a question failed", exc_info=error)
-            failure = QuestionFailure(kind="failed", message="the host that was asked failed")
-    return _line(AnswerLine(failure=failure, ends=True))
+            return QuestionFailure(kind="failed", message="the host that was asked failed")
 
 
-def _line(line: AnswerLine) -> bytes:
-    return line.model_dump_json(exclude_defaults=True).encode() + b"\n"
+def _head(failure: QuestionFailure | None = None) -> bytes:
+    return AnswerHead(failure=failure).model_dump_json(exclude_defaults=True).encode() + b"\n"
 
 
 def _forget(answering: "asyncio.Future[bytes]") -> None:
@@ -157,50 +172,27 @@ def _forget(answering: "asyncio.Future[bytes]") -> None:
         answering.exception()
 
 
-# --- A host's endpoints for session notices ---
-# Commands from the web service, results to it (activities/hosts/session.py).
+# --- A host's endpoint for sessions' commands (activities/hosts/session.py) ---
 #
-# POST /sessions/RUN/bell?number=N ──► 204, or 404 if the session is not active here. Its body: command N, or empty
-# GET /sessions/RUN/results ──► a line whenever results are stored: the number of the next command without a result,
-# then the JSON of the result before that, if it is small
-
-SIGN_OF_LIFE_S = 1.0
+# POST /sessions/RUN/commands/N?wait_s=S, command N or nothing ──► 200 and its result; 202 if it is not done in time;
+# 204 if the store has it, or the session has just left this host; 404 if it is not here
 
 
-def bell_routes(bells: Bells) -> list[Route]:
-    async def ring(request: Request) -> Response:
-        if (session := bells.find(request.path_params["run_id"])) is None:
+def session_routes(sessions: ServedSessions) -> list[Route]:
+    async def ask(request: Request) -> Response:
+        try:
+            number, wait_s = int(request.path_params["number"]), float(request.query_params.get("wait_s", 0))
+        except ValueError:  # of another version of Longshore
+            return PlainTextResponse("this is no command", 400)
+        command = await request.body()
+        if (session := sessions.find(request.path_params["run_id"])) is None:
             return Response(status_code=404)
-        if "number" in request.query_params and (command := await request.body()):
-            session.bring(int(request.query_params["number"]), command)
-        session.rung.set()
-        return Response(status_code=204)
+        waiting = session.ask(number, command)
+        try:
+            is_over = waiting.done()  # else a wait of no time would end first
+            result = waiting.result() if is_over else await asyncio.wait_for(asyncio.wrap_future(waiting), wait_s)
+        except TimeoutError:
+            return Response(status_code=202)
+        return Response(result, media_type="application/json") if result is not None else Response(status_code=204)
 
-    async def results(request: Request) -> Response:
-        if (session := bells.find(request.path_params["run_id"])) is None:
-            return Response(status_code=404)
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int | None, bytes | None]]()
-        end = session.listen(lambda *told: loop.call_soon_threadsafe(news.put_nowait, told))
-        return StreamingResponse(_lines(news, end), media_type="text/plain")
-
-    return [
-        Route("/sessions/{run_id}/bell", ring, methods=["POST"]),
-        Route("/sessions/{run_id}/results", results, methods=["GET"]),
-    ]
-
-
-async def _lines(
-    news: "asyncio.Queue[tuple[int | None, bytes | None]]", end: Callable[[], None]
-) -> AsyncIterator[bytes]:
-    try:
-        while True:
-            try:
-                next, result = await asyncio.wait_for(news.get(), SIGN_OF_LIFE_S)
-            except TimeoutError:
-                yield b"\n"
-                continue
-            if next is None:
-                return
-            yield b"%d %b\n" % (next, result or b"")
-    finally:
-        end()
+    return [Route("/sessions/{run_id}/commands/{number:int}", ask, methods=["POST"])]

@@ -1,9 +1,9 @@
-"""Clients of hosts' HTTP servers: questions to samplers, news of sessions' commands."""
+"""Clients of hosts' HTTP servers: questions to samplers, sessions' commands."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -20,7 +20,7 @@ from shared.storage.store import ObjectStore
 
 # --- The web service's connections to hosts ---
 
-_CONNECT_S = 5.0
+_CONNECT_S, _PATIENCE_S = 5.0, 5.0
 
 
 class HostUnreachable(Exception):
@@ -74,109 +74,65 @@ class HostClients:
         return client
 
 
-# --- Notifies sessions' hosts of commands, and receives results from them, instead of polling the store ---
+# --- Sends sessions' commands to their hosts, and waits for the results ---
 
 # Intervals of looking for the host of a session without one: at first, and after some failed attempts.
 _LOOK_AGAIN_S, _LOOK_SLOWLY_S = 0.05, 1.0
-_UNUSED_S = 30.0
-_MOST_HELD = 16  # results of a session that a host has sent and nobody has asked for yet
 _MOST_KNOWN = 4096
 _LOST = (httpx.HTTPError, OSError, StoreUnavailable, HostUnreachable)
 
 
-class _Listening:
-    """Results of one session as its host sent them. Those before `next` are stored; `is_over`: no more will come.
+@dataclass(frozen=True)
+class HostReply:
+    """What a session's host says about a command: its `result`, or else whether the host will do it (`is_served`).
 
-    `results`: the newest small ones, by number.
+    Without either, the store may have the result, or the session may have no host.
     """
 
-    def __init__(self) -> None:
-        self.next = 0
-        self.is_over = False
-        self.used_at = time.monotonic()
-        self.changed = asyncio.Event()
-        self.results: dict[int, bytes] = {}
-
-    def put(self, next: int | None, result: bytes = b"") -> None:
-        self.next, self.is_over = next or self.next, next is None
-        if result:
-            self.results[self.next - 1] = result
-            if len(self.results) > _MOST_HELD:
-                del self.results[min(self.results)]
-        self.changed.set()
-        self.changed = asyncio.Event()
+    is_served: bool
+    result: bytes | None = None
 
 
-class SessionBells:
-    """Connections to the hosts of sessions that are being waited for."""
+class SessionHosts:
+    """The hosts of sessions, whose addresses are in the store."""
 
     def __init__(self, store: ObjectStore, clients: HostClients) -> None:
         self._store = store
         self._clients = clients
         self._hosts: dict[str, HostAddress] = {}
         self._in_vain: dict[str, tuple[int, float]] = {}  # how often a host was looked for, and when it may be again
-        self._listening: dict[str, _Listening] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def ring(self, run_id: str, number: int | None = None, command: bytes = b"") -> None:
-        """Tell the host of a session's worker that there is something new in the store, if there is such a host.
+    async def ask(self, run_id: str, number: int, wait_s: float, command: bytes = b"") -> HostReply:
+        """Send a command that is in the store to the session's host, if there is one, and wait for the result.
 
-        `command`: the object in the store under that number.
+        `command`: the object in the store; it may be empty. `number` 0 only says that the store has something new.
         """
-        brought = {"number": number} if number is not None and len(command) <= MOST_TOLD_BYTES else None
         try:
             if (host := await self._host(run_id)) is None:
-                return
-            client, content = await self._clients.to(host), command if brought else b""
-            answer = await client.post(f"/sessions/{run_id}/bell", params=brought, content=content)
-            if answer.status_code != httpx.codes.NO_CONTENT:
-                self._forget(run_id)
-        except _LOST:
-            self._forget(run_id)
-
-    def result(self, run_id: str, number: int) -> bytes | None:
-        """Return a stored result, once, if a host has sent it with its notice."""
-        heard = self._listening.get(run_id)
-        return None if heard is None else heard.results.pop(number, None)
-
-    async def wait(self, run_id: str, number: int, wait_s: float) -> None:
-        """Wait until a command's result seems to be in the store, or it is time to look by oneself."""
-        heard = self._listening.get(run_id)
-        if heard is None:
-            heard = self._listening[run_id] = _Listening()
-            task = asyncio.create_task(self._listen(run_id, heard))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        heard.used_at = time.monotonic()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                while heard.next <= number:
-                    if heard.is_over:  # and the session's next host is not known yet
-                        await asyncio.sleep(self._pause_s(run_id))
-                        return
-                    await heard.changed.wait()
-
-    async def _listen(self, run_id: str, heard: _Listening) -> None:
-        try:
-            if (host := await self._host(run_id)) is None:
-                return
+                return HostReply(is_served=False)
             client = await self._clients.to(host)
-            async with client.stream("GET", f"/sessions/{run_id}/results") as response:
-                if response.status_code != httpx.codes.OK:
-                    self._forget(run_id)
-                    return
-                async for line in _lines(response.aiter_raw()):
-                    if line:
-                        self._in_vain.pop(run_id, None)
-                        next, _, result = line.partition(b" ")
-                        heard.put(int(next), result)
-                    elif heard.used_at < time.monotonic() - _UNUSED_S:
-                        return
+            content = command if len(command) <= MOST_TOLD_BYTES else b""
+            path, wanted = f"/sessions/{run_id}/commands/{number}", {"wait_s": f"{wait_s:.3f}"}
+            timeout = httpx.Timeout(wait_s + _PATIENCE_S, connect=_CONNECT_S)
+            answer = await client.post(path, params=wanted, content=content, timeout=timeout)
         except _LOST:
-            self._forget(run_id)
-        finally:
-            del self._listening[run_id]
-            heard.put(None)
+            self._hosts.pop(run_id, None)
+            return HostReply(is_served=False)
+        match answer.status_code:
+            case httpx.codes.OK:
+                self._in_vain.pop(run_id, None)
+                return HostReply(is_served=True, result=answer.content)
+            case httpx.codes.ACCEPTED:
+                return HostReply(is_served=True)
+            case httpx.codes.NO_CONTENT:
+                return HostReply(is_served=False)
+        self._hosts.pop(run_id, None)
+        return HostReply(is_served=False)
+
+    def pause_s(self, run_id: str) -> float:
+        """Return how long to wait before a session without a host is asked again."""
+        times, _ = self._in_vain.get(run_id, (0, 0.0))
+        return float(min(_LOOK_SLOWLY_S, _LOOK_AGAIN_S * 2 ** min(times, 10)))
 
     async def _host(self, run_id: str) -> HostAddress | None:
         """Return the address of a session's host, if it is known or may be looked up again by now."""
@@ -184,28 +140,12 @@ class SessionBells:
             for known in (self._hosts, self._in_vain):
                 if len(known) >= _MOST_KNOWN:
                     known.clear()
-            self._in_vain[run_id] = self._in_vain.get(run_id, (0, 0.0))[0] + 1, time.monotonic() + self._pause_s(run_id)
+            self._in_vain[run_id] = self._in_vain.get(run_id, (0, 0.0))[0] + 1, time.monotonic() + self.pause_s(run_id)
             if (host := await asyncio.to_thread(self._read, run_id)) is not None:
                 self._hosts[run_id] = host
         return self._hosts.get(run_id)
-
-    def _pause_s(self, run_id: str) -> float:
-        times, _ = self._in_vain.get(run_id, (0, 0.0))
-        return float(min(_LOOK_SLOWLY_S, _LOOK_AGAIN_S * 2 ** min(times, 10)))
-
-    def _forget(self, run_id: str) -> None:
-        self._hosts.pop(run_id, None)
 
     def _read(self, run_id: str) -> HostAddress | None:
         with suppress(NotFound, ValidationError):
             return HostAddress.model_validate_json(self._store.get_bytes(RunKeys(run_id).host))
         return None
-
-
-async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield whole lines, each a result. httpx's own line iterator would also split at U+2028 within texts."""
-    rest = b""
-    async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line

@@ -14,26 +14,33 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 from temporalio.common import WorkflowIDConflictPolicy
 
+from longshore.dataset_runs import TrainedRun
 from longshore.fields import Artifact, Frozen, Name, pattern
 from longshore.layout import EngineName
-from longshore.training import Dtype
+from longshore.runs import RLRun, Tenant
+from longshore.training import Dtype, Lora
+from longshore.views import RunStatus, StepStatus
 from service.accounts import audit
-from service.accounts.tenants import Quotas
-from service.database.engine import KeyedLocks
+from service.accounts.tenants import Documents, Quotas
+from service.database.engine import Database, KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
-from service.inference.published_models import PublishedModel, PublishedModels, Target, one_form
-from service.runs.own_settings import OwnSettings
+from service.inference.published_models import (
+    LORA_FIELDS,
+    PublishedModel,
+    PublishedModels,
+    Target,
+    one_form,
+    settings_of,
+)
 from service.temporal import Temporal
 from shared.chat.messages import ServedModel
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.runs.acceptance import precision_of
-from shared.runs.requests import Tenant
 from shared.runs.start import ModelRequest, ResolvedModel
-from shared.runs.status import RunStatus, StepStatus
 from shared.settings import Settings
 from shared.storage import paths
 from shared.storage.paths import content_key
@@ -54,14 +61,20 @@ _PATIENCE = timedelta(hours=2)  # a large model may have to be downloaded
 _TRUSTED_S = 600.0
 
 
-class ArtSettings(OwnSettings):
-    """Settings of a model's jobs that ART's clients have no fields for, by their native names.
+RL_SETTINGS = {"temperature", "idle_s", "between_steps", "equal_rewards", "broken"}
+_JOBS_OWN = {"kind", "schema_version", "name", "model", "initial_adapter", "trainable"}
+
+
+_settings: Any = settings_of(
+    {Lora: set(LORA_FIELDS), RLRun: TrainedRun.model_fields.keys() - _JOBS_OWN | {"max_tokens"} | RL_SETTINGS}
+)
+
+
+class ArtSettings(_settings):
+    """Settings of a model's jobs that ART's clients have no fields for, by their native names (docs/runs.md).
 
     `temperature`, `idle_s`, `between_steps`, `equal_rewards` and `broken` are of reinforcement jobs alone.
     """
-
-    seed: int | None = None
-    broken: Literal["refuse", "drop"] | None = None
 
 
 class ArtModel(Frozen):
@@ -109,8 +122,9 @@ class UntrainedModels:
     The installation can give some of them names for requests (LONGSHORE_TINKER__MODELS).
     """
 
-    def __init__(self, settings: Settings, temporal: Temporal, store: ObjectStore) -> None:
+    def __init__(self, settings: Settings, temporal: Temporal, store: ObjectStore, quotas: Quotas) -> None:
         self._settings = settings
+        self._quotas = quotas
         self._temporal = temporal
         self._store = store
         self._known: dict[ModelRequest, tuple[float, Artifact]] = {}
@@ -129,7 +143,7 @@ class UntrainedModels:
             return known
         found = await self._temporal.ask(
             UNTRAINED_MODEL_WORKFLOW,
-            request,
+            request.model_copy(update={"room": await self._quotas.room(tenant)}),
             ResolvedModel,
             workflow_id=f"untrained-model-{content_key(self._settings.control_queue, request)}",
             tenant=tenant,
@@ -162,10 +176,15 @@ class ArtModels:
     """Registers, finds, lists and deletes models with their checkpoints. Another tenant's are not found."""
 
     def __init__(
-        self, store: ObjectStore, published: PublishedModels, untrained: UntrainedModels, quotas: Quotas
+        self,
+        store: ObjectStore,
+        database: Database,
+        published: PublishedModels,
+        untrained: UntrainedModels,
+        quotas: Quotas,
     ) -> None:
         self._store = store
-        self._quotas = quotas
+        self._records = Documents(database, quotas, "model", ArtModel)  # their alias is a hash of their title
         self._published = published
         self._untrained = untrained
         self._locks = KeyedLocks()
@@ -197,54 +216,38 @@ class ArtModels:
             InvalidInput: its base is none that can be used here.
             QuotaExceeded
         """
-        while True:
-            found = await asyncio.to_thread(self._by_title, model.tenant, model.title)
+        found = await self._by_title(model.tenant, model.title)
+        if found is None:
+            await self._check_base(model)
+            found = await self._records.add(model.tenant, model.model_id, model, alias=_digest(model.title))
             if found is None:
-                await self._check_base(model)
-                await self._quotas.put_record(model.tenant, _record_key(model), model.model_dump_json().encode())
-                claim = paths.art_name(model.tenant, _digest(model.title))
-                if await asyncio.to_thread(self._store.put_if_absent, claim, model.model_id.encode()):
-                    audit.touched(model.model_id)
-                    return model
-                await asyncio.to_thread(self._store.delete, _record_key(model))
-            elif not return_existing:
-                raise Conflict(f"{model.title} is registered: return_existing answers with it")
-            elif one_form(found.base_model) != one_form(model.base_model):
-                raise Conflict(f"{model.title} is registered with the base model {found.base_model}")
-            elif model.settings not in (ArtSettings(), found.settings):
-                raise Conflict(f"{model.title} is registered with other settings, which hold for all of its jobs")
-            else:
-                return found
+                audit.touched(model.model_id)
+                return model
+        if not return_existing:
+            raise Conflict(f"{model.title} is registered: return_existing answers with it")
+        if one_form(found.base_model) != one_form(model.base_model):
+            raise Conflict(f"{model.title} is registered with the base model {found.base_model}")
+        if model.settings not in (ArtSettings(), found.settings):
+            raise Conflict(f"{model.title} is registered with other settings, which hold for all of its jobs")
+        return found
 
-    def _by_title(self, tenant: str, title: str) -> ArtModel | None:
-        try:
-            model_id = self._store.get_bytes(paths.art_name(tenant, _digest(title))).decode()
-            return self._read(tenant, model_id)
-        except NotFound:
-            return None
-
-    def _read(self, tenant: str, model_id: str) -> ArtModel:
-        return ArtModel.model_validate_json(self._store.get_bytes(paths.art_model(tenant, model_id)))
+    async def _by_title(self, tenant: str, title: str) -> ArtModel | None:
+        return await self._records.find_alias(tenant, _digest(title))
 
     async def show(self, tenant: str, model_id: str) -> ArtModel:
-        """Return the record of a tenant's model. Raises NotFound, also for a malformed id."""
-        with suppress(NotFound):
-            if _MODEL_ID.fullmatch(model_id):
-                return await asyncio.to_thread(self._read, tenant, model_id)
-        raise NotFound(f"there is no model {model_id[:80]}")
+        """Return the record of a tenant's model. Raises NotFound."""
+        return await self._records.get(tenant, model_id)
 
-    def all(self, tenant: str) -> list[ArtModel]:
-        """List a tenant's models in order of registration. Blocking."""
-        keys = [item.key for item in self._store.list(paths.art_model(tenant))]
-        return [ArtModel.model_validate_json(self._store.get_bytes(key)) for key in keys]
+    async def all(self, tenant: str) -> list[ArtModel]:
+        """List a tenant's models in order of registration."""
+        return await self._records.all(tenant)
 
-    def delete(self, model: ArtModel) -> None:
-        """Delete a model and its checkpoints. Its runs stay on record. Blocking."""
+    async def delete(self, model: ArtModel) -> None:
+        """Delete a model and its checkpoints. Its runs stay on record."""
         audit.touched(model.model_id)
-        self._store.delete(paths.art_name(model.tenant, _digest(model.title)))
-        for step in self.steps(model):
-            self._published.delete(model.tenant, _published(model, step))
-        self._store.delete(_record_key(model))
+        for step in await asyncio.to_thread(self.steps, model):
+            await asyncio.to_thread(self._published.delete, model.tenant, _published(model, step))
+        await self._records.delete(model.tenant, model.model_id)
 
     # Checkpoints.
 
@@ -287,7 +290,7 @@ class ArtModels:
 
     async def target(self, tenant: str, name: ArtName) -> Target:
         """Return the adapter and base model of a model's step. Raises NotFound."""
-        model = await asyncio.to_thread(self._by_title, tenant, name.title)
+        model = await self._by_title(tenant, name.title)
         if model is None:
             raise NotFound(f"there is no model {name.title}")
         if name.step != 0:
@@ -329,10 +332,6 @@ def finite_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 def _published(model: ArtModel, step: int) -> PublishedModel:
     return PublishedModel("adapters", model.published_as, step)
-
-
-def _record_key(model: ArtModel) -> str:
-    return paths.art_model(model.tenant, model.model_id)
 
 
 def _digest(title: str) -> str:

@@ -1,27 +1,38 @@
-"""Published models, and what the names in requests mean."""
+"""Published models, their exports, and what the names and settings in requests of other APIs mean."""
 
+import asyncio
 import builtins
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
+from temporalio.client import WorkflowExecutionStatus, WorkflowFailureError
+from temporalio.common import WorkflowIDConflictPolicy
 
+from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from longshore.fields import Artifact, Frozen
+from longshore.grading import Grader, MultiGrader, RewardModelGrader
 from longshore.losses import Distillation
+from longshore.previews import PreviewRequest
+from longshore.runs import RLRun, Run, RunRecord
 from longshore.training import Dtype, Lora, ScalarHead, SessionRun
+from longshore.views import Envelope, Export, ExportView, ModelView
+from service.accounts import audit
+from service.accounts.tenants import Quotas
+from service.errors import Conflict
+from service.temporal import PATIENCE, Temporal, cause_of, unless_unknown
 from shared import provenance
 from shared.chat.messages import ServedModel
 from shared.errors import InvalidInput, NotFound
-from shared.grading import Grader, MultiGrader, RewardModelGrader, chosen_scalar
 from shared.jobs.job import Job
-from shared.provenance import Envelope
-from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
-from shared.runs.previews import PreviewRequest
-from shared.runs.requests import RLRun, Run, RunRecord
+from shared.runs.acceptance import chosen_scalar
+from shared.runs.start import LABELS, ExportRequest
+from shared.settings import Settings
 from shared.storage.artifacts import (
     PUBLISHED_NAME,
     CheckpointName,
@@ -33,7 +44,15 @@ from shared.storage.artifacts import (
     read_manifest,
     refer,
 )
-from shared.storage.paths import MANIFEST, RunKeys, checkpoint_adapter, published, published_version, version_claim
+from shared.storage.paths import (
+    MANIFEST,
+    RunKeys,
+    checkpoint_adapter,
+    content_key,
+    published,
+    published_version,
+    version_claim,
+)
 from shared.storage.store import ObjectStore, uri_of
 
 # --- Published adapters and models by name ---
@@ -72,25 +91,6 @@ class PublishedModel:
         if self.kind == "checkpoints":
             return str(CheckpointName(self.name, self.version))
         return f"{self.name}:v{self.version}"
-
-
-class ModelView(Frozen):
-    """A published model. `id`: that of its newest version, or of the requested version.
-
-    `base`: the model that an adapter was trained on, as its run named it. `versions`: those in the store, in order.
-    `num_bytes`: of all files of this version. `rewards`: the names of a reward model's outputs.
-    """
-
-    id: str
-    name: str
-    kind: Literal["adapter", "model", "checkpoint"]
-    version: int
-    versions: tuple[int, ...] = ()
-    base: str | None = None
-    run_id: str
-    created_at: float
-    num_bytes: int | None = None
-    rewards: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,12 +204,14 @@ class PublishedModels:
 
     def find(self, tenant: str, model_id: str) -> PublishedModel:
         """Find a version by its id. Raises NotFound if the id is malformed, or not of a version of this tenant."""
-        if name := CheckpointName.parse(model_id):
-            return self._checkpoint(tenant, name)
+        if checkpoint := CheckpointName.parse(model_id):
+            return self._checkpoint(tenant, checkpoint)
         match = PUBLISHED_NAME.fullmatch(model_id)
         found = None
         if match is not None and match["version"] is not None:
-            found = self._exact(tenant, match["name"], int(match["version"]))
+            name, version = match["name"], int(match["version"])
+            places = ((kind, f"{published_version(tenant, kind, name, version)}/{MANIFEST}") for kind in _KINDS)
+            found = next((PublishedModel(kind, name, version) for kind, key in places if self._store.head(key)), None)
         elif match is not None:
             found = self._newest(tenant, match["name"])
         if found is None:
@@ -226,10 +228,6 @@ class PublishedModels:
             raise NotFound(f"there is no published model {name}")
         adapter_of_step(self._store, record, name.step)
         return found
-
-    def _exact(self, tenant: str, name: str, version: int) -> PublishedModel | None:
-        present = (k for k in _KINDS if self._store.head(f"{published_version(tenant, k, name, version)}/{MANIFEST}"))
-        return next((PublishedModel(kind, name, version) for kind in present), None)
 
     def _newest(self, tenant: str, name: str) -> PublishedModel | None:
         """Find the newest version. There may be newer claims of versions that are not published yet."""
@@ -471,20 +469,10 @@ class NamedModels:
             ):
                 adapter = self._adapter(tenant, kl.reference, f"{below}loss.{loss.kind}.kl.reference")
                 changes["loss"] = loss.model_copy(update={"kl": kl.model_copy(update={"reference": adapter})})
-        if isinstance(run, RLRun):
-            changes["rollouts"] = self.with_rewards(tenant, run, f"{below}rollouts.grader").rollouts
+        if isinstance(run, RLRun) and run.rollouts is not None:
+            grader = self._grader(tenant, run.rollouts.grader, f"{below}rollouts.grader")
+            changes["rollouts"] = run.rollouts.model_copy(update={"grader": grader})
         return changes
-
-    def with_rewards(self, tenant: str, run: RLRun, place: str) -> RLRun:
-        """Return a run with URIs in place of the names of the reward models that grade it. Raises as `resolved` does.
-
-        Args:
-            place: path of its grader in the request.
-        """
-        if run.rollouts is None:
-            return run
-        grader = self._grader(tenant, run.rollouts.grader, place)
-        return run.model_copy(update={"rollouts": run.rollouts.model_copy(update={"grader": grader})})
 
     def _grader(self, tenant: str, grader: Grader, place: str) -> Grader:
         """Return a grader with URIs in place of the names of its reward models, and of the models that they are on."""
@@ -524,3 +512,126 @@ class NamedModels:
             return self._published.find(tenant, name)
         except NotFound as error:
             raise InvalidInput(str(error) if CheckpointName.parse(name) else _UNKNOWN, place) from None
+
+
+# --- Exports of published adapters and models: start, follow, list, delete. Each belongs to a version ---
+
+EXPORT_WORKFLOW = "ExportWorkflow"
+
+
+@dataclass(frozen=True, eq=False)
+class Exports:
+    """Starts exports and shows their status. A finished export is not repeated."""
+
+    _settings: Settings
+    _store: ObjectStore
+    _temporal: Temporal
+    _published: PublishedModels
+    _quotas: Quotas
+
+    async def start(self, tenant: str, model_id: str, export: Export) -> ExportView:
+        """Start an export, unless it is there or under way.
+
+        Raises:
+            NotFound: nothing is published under this name.
+            InvalidInput: it is a run's checkpoint, or a whole model that is to be merged.
+        """
+        name, key = await asyncio.to_thread(self._place, tenant, model_id, export.label)
+        audit.touched(name)
+        target = await asyncio.to_thread(self._published.target_of, tenant, name)
+        if target.adapter is None and export.format == "merged":
+            raise InvalidInput("this is a whole model: there is nothing to merge, and its files are as they are", name)
+        if await asyncio.to_thread(find_artifact, self._store, key) is None:
+            await self._quotas.measure(tenant)  # exports that ended are counted, too
+            request = ExportRequest(
+                key=key,
+                name=name,
+                tenant=tenant,
+                model=target.model,
+                adapter=target.adapter,
+                export=export,
+                room=await self._quotas.room(tenant),
+            )
+            conflict = WorkflowIDConflictPolicy.USE_EXISTING
+            await self._temporal.start(
+                EXPORT_WORKFLOW, request, self._workflow(key), tenant, id_conflict_policy=conflict
+            )
+        return await self.view(tenant, name, export.label)
+
+    async def view(self, tenant: str, model_id: str, label: str) -> ExportView:
+        """Return an export's status. Raises NotFound if nobody requested it."""
+        name, key = await asyncio.to_thread(self._place, tenant, model_id, label)
+        view = ExportView(model=name, label=label, state="running")
+        async with self._temporal.client() as client:
+            handle = client.get_workflow_handle(self._workflow(key), result_type=Artifact)
+            with unless_unknown():
+                # All files exist shortly before the workflow has ended; until then it cannot be started again.
+                if (await handle.describe(rpc_timeout=PATIENCE)).status == WorkflowExecutionStatus.RUNNING:
+                    return view
+                if await asyncio.to_thread(find_artifact, self._store, key) is None:
+                    try:
+                        await handle.result(rpc_timeout=PATIENCE)
+                    except WorkflowFailureError as error:
+                        return view.model_copy(update={"state": "failed", "error": str(cause_of(error))})
+        artifact = await asyncio.to_thread(self.artifact, tenant, name, label)
+        manifest = await asyncio.to_thread(read_manifest, self._store, key, artifact.sha256)
+        return view.model_copy(update={"state": "succeeded", "num_bytes": manifest.num_bytes})
+
+    def artifact(self, tenant: str, model_id: str, label: str) -> Artifact:
+        """Return the files of an export. Blocking. Raises NotFound while it is not complete."""
+        name, key = self._place(tenant, model_id, label)
+        if (artifact := find_artifact(self._store, key)) is None:
+            raise NotFound(f"there is no export {label} of {name}, or it is not complete")
+        return artifact
+
+    async def delete(self, tenant: str, model_id: str, label: str) -> ExportView:
+        """Delete an export's files. Raises NotFound; Conflict while it is being written."""
+        view = await self.view(tenant, model_id, label)
+        if view.state == "running":
+            raise Conflict("this export is being written: delete it when it has ended")
+        audit.touched(view.model)
+        await asyncio.to_thread(self._published.delete_below, self._place(tenant, view.model, label)[1])
+        await self._quotas.measure(tenant)
+        return view
+
+    def _place(self, tenant: str, model_id: str, label: str) -> tuple[str, str]:
+        """Return the name of a version, and the key of its export: below the version's own, to go when it goes."""
+        if label not in LABELS:
+            raise NotFound(f"there is no export {label[:32]}; these are: {', '.join(LABELS)}")
+        found = self._published.find(tenant, model_id)
+        if found.kind == "checkpoints":
+            rule = "it goes when its run keeps newer ones; publish it, or download the adapter"
+            raise InvalidInput(f"a checkpoint is not exported: {rule}", found.id)
+        return found.id, f"{published_version(tenant, found.kind, found.name, found.version)}/exports/{label}"
+
+    def _workflow(self, key: str) -> str:
+        return f"export-{content_key(self._settings.control_queue, key)}"
+
+
+# --- Longshore's own settings in jobs of other APIs: fields of the run models, by their own names (docs/runs.md) ---
+
+LORA_FIELDS = tuple(name for name in Lora.model_fields if name not in ("kind", "head"))
+"""Fields of `trainable` in a run of a language loss."""
+
+
+def settings_of(fields: dict[type[BaseModel], set[str]]) -> Any:
+    """Make a model of these fields of run models, by their names, types, bounds and descriptions.
+
+    Each may be absent or null, which means its native default. If two models have a field, it is the first one's.
+    """
+    made: dict[str, Any] = {}
+    for model, names in fields.items():
+        for name in model.model_fields:
+            if name in names and name not in made:
+                field = copy(model.model_fields[name])
+                field.default, field.default_factory = None, None
+                assert field.annotation is not None
+                made[name] = field.annotation | None, field
+    return create_model("OwnSettings", __base__=_OwnSettings, **made)
+
+
+class _OwnSettings(Frozen):
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that were sent, by name; null counts as absent."""
+        return {name: value for name, value in self.model_dump(exclude_unset=True).items() if value is not None}

@@ -8,8 +8,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,13 @@ from typing import Any, Generic, TypeVar
 import httpx
 from pydantic import BaseModel
 from temporalio.api.enums.v1 import PendingActivityState
-from temporalio.client import Client, WorkflowExecution, WorkflowUpdateFailedError
+from temporalio.client import (
+    Client,
+    WithStartWorkflowOperation,
+    WorkflowHandle,
+    WorkflowUpdateFailedError,
+    WorkflowUpdateRPCTimeoutOrCancelledError,
+)
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
@@ -27,17 +33,18 @@ from service.host_http.clients import HostClients, HostUnreachable
 from service.inference.art_models import ArtModels, ArtName, UntrainedModels
 from service.inference.published_models import PublishedModels, Target
 from service.runs.rows import RunRows
-from service.temporal import LIST_PATIENCE, LOST_UPDATES, PATIENCE, Temporal, causes_of, memo_of, unless_unknown
+from service.temporal import LOST_UPDATES, PATIENCE, Temporal, causes_of, unless_unknown
 from shared.chat import trajectories
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
+from shared.chat.streams import EventStream, ResponseObject, StreamStart
 from shared.chat.trajectories import new_answer_id
 from shared.errors import InvalidInput, NotFound, SamplerUnavailable
 from shared.jobs.job import LeaseGrant, SamplerKey
-from shared.runs.start import RL_WORKFLOW, SESSION_WORKFLOW, timing_of
-from shared.runs.status import STATUS_MEMO, RunStatus
+from shared.runs.start import timing_of
 from shared.serving import (
-    AnswerLine,
+    LOST,
+    AnswerHead,
     CompleteRequest,
     LeasedSampler,
     QuestionFailure,
@@ -61,7 +68,7 @@ _MAX_BYTES = 256 << 20
 _READ_BYTES = 8 << 20  # reading more takes so long that others would notice
 
 
-class QuestionLost(Exception):
+class SamplerLost(Exception):
     """The sampler, or its host, was lost during a question. Another one may answer."""
 
 
@@ -75,45 +82,78 @@ class Reply(Generic[T]):
     def read(self) -> T:
         """Raises InvalidInput if it is too large to be read here."""
         if len(self.content) > _READ_BYTES:
-            rule = f"the answer has {len(self.content):,} bytes, and {_READ_BYTES:,} may be streamed or translated"
-            raise InvalidInput(f"{rule}: ask without `stream`, or for less", "n")
+            raise _too_large(len(self.content))
         return self.kind.model_validate_json(self.content)
 
 
-class PartialAnswer:
-    """The texts of an answer's choices, which only grow.
+class StreamedAnswer:
+    """The events of a streamed answer, as its host writes them.
 
     Attributes:
-        answer_id: the id that the answer will have.
-        created: when it was asked for, in seconds since 1970.
-        changed: is set when the texts have grown.
+        changed: is set when there are events to take.
     """
 
-    def __init__(self) -> None:
-        self.created = int(time.time())
-        self.answer_id = new_answer_id(self.created)
-        self.texts: tuple[str, ...] = ()
+    def __init__(
+        self,
+        asked: ChatRequest | CompletionRequest,
+        response: Callable[[str, int], ResponseObject] | None = None,
+    ) -> None:
+        """`response`: makes the response that an answer belongs to, from its id and time."""
+        self._asked = asked
+        created = int(time.time())
+        answer_id = new_answer_id(created)
+        begun = response(answer_id, created) if response is not None else None
+        self._start = StreamStart(answer_id=answer_id, created=created, response=begun)
+        self._events, self._num_taken, self._part = bytearray(), 0, b""
         self.changed = asyncio.Event()
 
-    def put(self, texts: tuple[str, ...]) -> None:
-        """Take texts that are longer. A sampler that takes the place of a lost one begins with shorter ones."""
-        if sum(map(len, texts)) > sum(map(len, self.texts)):
-            self.texts = texts
+    @property
+    def start(self) -> StreamStart:
+        """The stream from here on, for the next host."""
+        return self._start.model_copy(update={"sent": self._events.decode()})
+
+    def begin(self) -> None:
+        """Forget the part of an event that a lost host has sent."""
+        self._part = b""
+
+    def put(self, data: bytes) -> None:
+        """Take bytes of the stream. Raises InvalidInput: there are too many to continue it after a loss."""
+        whole, end, self._part = (self._part + data).rpartition(b"\n\n")
+        if len(self._events) + len(whole) > _READ_BYTES:
+            raise _too_large(len(self._events) + len(whole))
+        self._events += whole + end
+        if end:
             self.changed.set()
 
+    def take(self) -> bytes:
+        """Return the whole events since the last call."""
+        data = bytes(memoryview(self._events)[self._num_taken :])
+        self._num_taken = len(self._events)
+        self.changed.clear()
+        return data
 
-class AnsweringHosts:
+    def failed(self, message: str) -> bytes:
+        """Return the end of the stream if no host can continue it."""
+        return EventStream(self.start, self._asked).failed(message)
+
+
+def _too_large(num_bytes: int) -> InvalidInput:
+    rule = f"the answer has {num_bytes:,} bytes, and {_READ_BYTES:,} may be streamed or translated"
+    return InvalidInput(f"{rule}: ask without `stream`, or for less", "n")
+
+
+class SamplerHostClient:
     """Hosts that answer questions."""
 
     def __init__(self, clients: HostClients) -> None:
         self._clients = clients
         self._large = FairShare("large answers", 1, 600.0)
 
-    async def ask(self, at: HostAddress, request: CompleteRequest, draft: PartialAnswer | None = None) -> bytes:
-        """Return an answer's JSON. A caller that is cancelled hangs up.
+    async def ask(self, at: HostAddress, request: CompleteRequest, draft: StreamedAnswer | None = None) -> bytes:
+        """Return an answer's JSON; or put its events into `draft`. A caller that is cancelled hangs up.
 
         Raises:
-            QuestionLost: host or sampler was lost, or cannot be reached. InvalidInput: the question cannot be answered.
+            SamplerLost: host or sampler was lost, or cannot be reached. InvalidInput: the question cannot be answered.
             RuntimeError: the host failed. Busy: the tenant's large answers are awaited already.
         """
         content = request.model_dump_json().encode()
@@ -121,44 +161,53 @@ class AnsweringHosts:
             client = await self._clients.to(at)
             async with client.stream("POST", "/answers", content=content) as response:
                 if response.status_code != httpx.codes.OK:
-                    raise QuestionLost(f"the sampler's host refuses: {response.status_code}")
-                return await self._read(response.aiter_raw(), request.tenant, draft)
+                    raise SamplerLost(f"the sampler's host refuses: {response.status_code}")
+                body = _body(response.aiter_raw())
+                if draft is None:
+                    return await self._whole(body, request.tenant)
+                draft.begin()
+                async for piece in body:
+                    draft.put(piece)
+                return b""
         except HostUnreachable as error:
-            raise QuestionLost(f"the sampler's host cannot be asked: {error}") from error
+            raise SamplerLost(f"the sampler's host cannot be asked: {error}") from error
         except (httpx.TransportError, OSError) as error:
-            raise QuestionLost(f"the sampler's host does not answer: {error!r}") from error
+            raise SamplerLost(f"the sampler's host does not answer: {error!r}") from error
 
-    async def _read(self, chunks: AsyncIterator[bytes], tenant: str, draft: PartialAnswer | None) -> bytes:
-        found, texts, has_ended, is_large = bytearray(), list[str](), False, False
+    async def _whole(self, body: AsyncIterator[bytes], tenant: str) -> bytes:
+        found, is_large = bytearray(), False
         async with AsyncExitStack() as held:
-            async for chunk in chunks:
-                found += chunk
-                while not has_ended and (end := found.find(b"\n")) >= 0:
-                    line = AnswerLine.model_validate_json(bytes(found[:end]) or b"{}")
-                    del found[: end + 1]
-                    has_ended = line.ends
-                    if line.failure is not None:
-                        _refuse(line.failure)
-                    if line.grown and draft is not None:
-                        texts += [""] * (len(line.grown) - len(texts))
-                        texts = [text + new for text, new in zip(texts, line.grown, strict=True)]
-                        draft.put(tuple(texts))
+            async for piece in body:
+                found += piece
                 if len(found) > _MAX_BYTES:
                     raise InvalidInput(f"the answer has more than {_MAX_BYTES:,} bytes: ask for less", "n")
                 if len(found) > _LARGE_BYTES and not is_large:
                     is_large = True
                     await held.enter_async_context(self._large.place(tenant))
-            return bytes(found)
+        return bytes(found)
 
 
-def _refuse(failure: QuestionFailure) -> None:
-    match failure.kind:
-        case "refused":
-            raise InvalidInput(failure.message, failure.place)
-        case "lost":
-            raise QuestionLost(failure.message)
-        case "failed":
-            raise RuntimeError(failure.message)
+async def _body(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield an answer behind its head. Raises the failure that the head says; SamplerLost: LOST was in its middle."""
+    head, is_begun = b"", False
+    async for chunk in chunks:
+        data = chunk
+        while not is_begun and b"\n" in (head := head + data):
+            line, _, data = head.partition(b"\n")
+            head = b""
+            if is_begun := bool(line):
+                match AnswerHead.model_validate_json(line).failure:
+                    case QuestionFailure(kind="refused", message=message, place=place):
+                        raise InvalidInput(message, place)
+                    case QuestionFailure(kind="lost", message=message):
+                        raise SamplerLost(message)
+                    case QuestionFailure(message=message):
+                        raise RuntimeError(message)
+        if is_begun:
+            data, lost, why = data.partition(LOST)
+            yield data
+            if lost:
+                raise SamplerLost(why.decode(errors="replace"))
 
 
 logger = logging.getLogger("longshore.service")
@@ -211,7 +260,6 @@ class SamplerLeases:
         return SamplerLease(workflow_id, grant)
 
     def forget(self, lease: SamplerLease) -> None:
-        """Forget a lease whose sampler seems lost."""
         self._known.pop(lease.serving_id, None)
 
     def waiting(self) -> frozenset[str]:
@@ -233,51 +281,56 @@ class SamplerLeases:
             self._known[serving_id] = (task.result(), time.monotonic() + self._reuse_s)
 
     async def _ask(self, serving_id: str, key: SamplerKey) -> LeaseGrant:
-        patience_s = self._settings.serving.patience_s
-        async with self._temporal.client() as client:
-            try:
-                async with asyncio.timeout(patience_s + _CONTROL_PATIENCE_S):
-                    for _ in range(_TRIES):
-                        if grant := await self._serve(client, serving_id, patience_s):
-                            return grant
-                        await self._start(client, serving_id, key)
-            except TimeoutError:
-                raise SamplerUnavailable("no control host answers") from None
-        raise SamplerUnavailable("the sampler's workflow ended as often as it was started")
-
-    async def _serve(self, client: Client, serving_id: str, patience_s: float) -> LeaseGrant | None:
-        """Ask the serving workflow for its sampler; None where there is no workflow, or it has just ended."""
-        handle = client.get_workflow_handle(serving_id)
-        try:
-            request = ServeRequest(patience_s=patience_s)
-            grant: LeaseGrant = await handle.execute_update("serve", request, result_type=LeaseGrant)
-        except RPCError as error:
-            if error.status == RPCStatusCode.NOT_FOUND:
-                return None
-            raise
-        except WorkflowUpdateFailedError as error:
-            _refuse_question(error)
-            return None
-        return grant
-
-    async def _start(self, client: Client, serving_id: str, key: SamplerKey) -> None:
-        settings = self._settings
+        """Ask the serving workflow for its sampler, and start the workflow if it does not run."""
+        settings, serving = self._settings, self._settings.serving
         start = ServingStart(
             serving_id=serving_id,
             key=key,
             shape=settings.shape,
             timing=timing_of(settings),
-            idle_s=settings.serving.idle_s,
-            share_s=settings.serving.share_s,
+            idle_s=serving.idle_s,
+            share_s=serving.share_s,
         )
-        await client.start_workflow(
-            SERVING_WORKFLOW,
-            start,
-            id=serving_id,
-            task_queue=settings.control_queue,
-            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
-            rpc_timeout=PATIENCE,
-        )
+        async with self._temporal.client() as client:
+            try:
+                async with asyncio.timeout(serving.patience_s + _CONTROL_PATIENCE_S):
+                    for _ in range(_TRIES):
+                        with _unless_it_ended():
+                            return await client.execute_update_with_start_workflow(
+                                "serve",
+                                ServeRequest(patience_s=serving.patience_s),
+                                start_workflow_operation=WithStartWorkflowOperation(
+                                    SERVING_WORKFLOW,
+                                    start,
+                                    id=serving_id,
+                                    task_queue=settings.control_queue,
+                                    id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+                                ),
+                                result_type=LeaseGrant,
+                            )
+            except (TimeoutError, WorkflowUpdateRPCTimeoutOrCancelledError):
+                raise SamplerUnavailable("no control host answers") from None
+        raise SamplerUnavailable("the sampler's workflow ended as often as it was started")
+
+
+@contextmanager
+def _unless_it_ended() -> Iterator[None]:
+    """Pass over an update that was lost because its workflow has just ended. Raises the refusal of a question."""
+    try:
+        yield
+    except RPCError as error:
+        if error.status != RPCStatusCode.NOT_FOUND:
+            raise
+    except WorkflowUpdateFailedError as error:
+        for cause in causes_of(error):
+            match cause:
+                case ApplicationError(type=kind) if kind in LOST_UPDATES:
+                    return
+                case ApplicationError(type=kind) if kind in _REFUSALS:
+                    raise InvalidInput(cause.message, "model") from None
+                case ApplicationError():
+                    raise SamplerUnavailable(cause.message) from None
+        raise
 
 
 class Inference:
@@ -298,15 +351,15 @@ class Inference:
         self._store = store
         self._temporal = temporal
         self.leases = SamplerLeases(settings, temporal)
-        self._hosts = AnsweringHosts(hosts)
+        self._hosts = SamplerHostClient(hosts)
         self._announced: tuple[list[HostAddress], float] = [], 0.0
         self._published = published
         self._art_models = art_models
         self._untrained = untrained
         self._questions = questions
 
-    async def chat(self, tenant: str, asked: ChatRequest, draft: PartialAnswer | None = None) -> Reply[ChatCompletion]:
-        """Ask a model to answer messages. If `stream` is requested, `draft` receives the text while it is sampled.
+    async def chat(self, tenant: str, asked: ChatRequest, draft: StreamedAnswer | None = None) -> Reply[ChatCompletion]:
+        """Ask a model to answer messages. `draft` receives the events of a stream, and the reply is empty.
 
         Raises:
             NotFound: no such model. InvalidInput: the question cannot be answered; names the field.
@@ -318,7 +371,7 @@ class Inference:
             return Reply(ChatCompletion, await self._ask(tenant, asked, draft))
 
     async def complete(
-        self, tenant: str, asked: CompletionRequest, draft: PartialAnswer | None = None
+        self, tenant: str, asked: CompletionRequest, draft: StreamedAnswer | None = None
     ) -> Reply[CompletionResponse]:
         """Continue a text, or token ids, with a model. Otherwise as `chat`."""
         check_length(self._settings, asked.prompt)
@@ -339,7 +392,7 @@ class Inference:
         prune = partial(trajectories.prune_answers, self._store, time.time(), serving.answers_kept_s)
         await asyncio.to_thread(prune, serving.answers_max_bytes)
 
-    async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest, draft: PartialAnswer | None) -> bytes:
+    async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest, draft: StreamedAnswer | None) -> bytes:
         if (name := ArtName.parse(asked.model)) is not None:
             if isinstance(asked, ChatRequest):  # ART's clients need token ids for training, but do not ask for them
                 ids = True if asked.return_token_ids is None else asked.return_token_ids
@@ -362,7 +415,7 @@ class Inference:
         return await self._untrained.target(tenant, uri)
 
     async def _ask_target(
-        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, draft: PartialAnswer | None = None
+        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, draft: StreamedAnswer | None = None
     ) -> bytes:
         problem = ""
         for attempt in range(_ATTEMPTS):
@@ -374,10 +427,27 @@ class Inference:
                 lease = await self.leases.lease(sampler_of_questions(self._settings, target.model, target.dtype))
             try:
                 async with asyncio.timeout(_ANSWER_S):
-                    at = await self._served_at(attempt) if lease is None else _at(lease.grant)
-                    request = _request(tenant, target, asked, lease, draft.answer_id if draft else None)
+                    place: SamplerPlace = ServedSampler()
+                    if lease is None:
+                        at = await self._served_at(attempt)
+                    else:
+                        grant = lease.grant
+                        assert grant.host_socket is not None
+                        at = HostAddress(socket=grant.host_socket, address=grant.host_address)
+                        place = LeasedSampler(run_id=lease.serving_id, fence=grant.fence, worker_id=grant.worker_id)
+                    request = CompleteRequest(
+                        tenant=tenant,
+                        name=target.name,
+                        version=target.version,
+                        model=target.model,
+                        adapter=target.adapter,
+                        base=target.base,
+                        place=place,
+                        asked=asked,
+                        stream=draft.start if draft else None,
+                    )
                     return await self._hosts.ask(at, request, draft)
-            except (QuestionLost, TimeoutError) as lost:
+            except (SamplerLost, TimeoutError) as lost:
                 problem = str(lost) or f"no answer came within {_ANSWER_S:g} s"
                 logger.warning("a question to %s is asked again: %s", asked.model, problem)
                 if lease is not None:
@@ -391,36 +461,8 @@ class Inference:
             known = await asyncio.to_thread(announced, self._store)
             self._announced = known, time.monotonic() + _MAX_REUSE_S
         if not known:
-            raise QuestionLost("no control host that asks the installation's sampler is up")
+            raise SamplerLost("no control host that asks the installation's sampler is up")
         return known[attempt % len(known)]
-
-
-def _at(grant: LeaseGrant) -> HostAddress:
-    assert grant.host_socket is not None
-    return HostAddress(socket=grant.host_socket, address=grant.host_address)
-
-
-def _request(
-    tenant: str,
-    target: Target,
-    asked: ChatRequest | CompletionRequest,
-    lease: SamplerLease | None,
-    answer_id: str | None,
-) -> CompleteRequest:
-    place: SamplerPlace = ServedSampler()
-    if lease is not None:
-        place = LeasedSampler(run_id=lease.serving_id, fence=lease.grant.fence, worker_id=lease.grant.worker_id)
-    return CompleteRequest(
-        tenant=tenant,
-        name=target.name,
-        version=target.version,
-        model=target.model,
-        adapter=target.adapter,
-        base=target.base,
-        place=place,
-        asked=asked,
-        answer_id=answer_id,
-    )
 
 
 def check_length(settings: Settings, prompt: str | list[int] | list[str] | list[list[int]]) -> None:
@@ -456,19 +498,6 @@ def _num_characters(value: Any) -> int:
             return 0
 
 
-def _refuse_question(error: WorkflowUpdateFailedError) -> None:
-    """Raise the refusal of a question. Returns if its update was lost, so that it can be sent again."""
-    for cause in causes_of(error):
-        match cause:
-            case ApplicationError(type=kind) if kind in LOST_UPDATES:
-                return
-            case ApplicationError(type=kind) if kind in _REFUSALS:
-                raise InvalidInput(cause.message, "model") from None
-            case ApplicationError():
-                raise SamplerUnavailable(cause.message) from None
-    raise error
-
-
 # --- Evicts idle samplers and workers that other runs or users wait for ---
 #
 # A sampler that answers users is given back soon if there are no questions, and otherwise when its share of time is
@@ -480,7 +509,7 @@ _GIVEN_BACK_IN_S = 15.0  # for this long a worker that was requested counts as o
 _UNTAKEN = PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED
 
 _Lease = tuple[str, int]
-"""A lease: the id of the execution of a run's workflow, and the lease's epoch."""
+"""A lease: a run's id, and the lease's epoch."""
 
 
 class IdleEviction:
@@ -492,7 +521,6 @@ class IdleEviction:
         """`waiting`: the serving workflows whose own users wait for a sampler."""
         here = f'TaskQueue = "{settings.control_queue}" AND ExecutionStatus = "Running"'
         self._servings = f'WorkflowType = "{SERVING_WORKFLOW}" AND {here}'
-        self._driven_by_clients = f'WorkflowType IN ("{RL_WORKFLOW}", "{SESSION_WORKFLOW}") AND {here}'
         self._rows = rows
         self._temporal = temporal
         self._waiting = waiting
@@ -505,7 +533,7 @@ class IdleEviction:
         if (waiting := self._waiting()) or "waiting_for_sampler" in phases.values():
             await self._evict_samplers(waiting)
         if for_worker := [run_id for run_id, phase in phases.items() if phase == "waiting_for_worker"]:
-            await self._evict_workers(for_worker, list(phases))
+            await self._evict_workers(for_worker)
 
     async def _evict_samplers(self, waiting: frozenset[str]) -> None:
         now = time.monotonic()
@@ -514,35 +542,26 @@ class IdleEviction:
             async for execution in client.list_workflows(self._servings, rpc_timeout=PATIENCE):
                 if execution.run_id in self._asked or execution.id in waiting:
                     continue
-                await _ask_to_make_room(client, execution, "a sampler")
+                await _ask_to_make_room(client.get_workflow_handle(execution.id, run_id=execution.run_id), "a sampler")
                 self._asked[execution.run_id] = now
 
-    async def _evict_workers(self, waiting: Sequence[str], oldest_first: Sequence[str]) -> None:
+    async def _evict_workers(self, waiting: Sequence[str]) -> None:
         """Ask idle runs for their workers, as many as are missing, the longest idle ones first; each once a lease.
 
         `waiting`: runs in the phase of waiting for a worker. Only those whose lease no host has taken count.
         """
+        idle = [(run.run_id, run.status.epoch) for run in await self._rows.waiting_for_clients(time.time())]
+        now = time.monotonic()
+        self._asked_runs = {lease: since for lease, since in self._asked_runs.items() if lease in idle}
+        on_their_way = sum(now - since < _GIVEN_BACK_IN_S for since in self._asked_runs.values())
+        asked = [lease for lease in idle if lease[1] and lease not in self._asked_runs]
+        if not asked:
+            return
         async with self._temporal.client() as client:
-            listed = client.list_workflows(self._driven_by_clients, rpc_timeout=LIST_PATIENCE)
-            idle = {lease: e async for e in listed if (lease := await _idle_lease(e)) and e.id in oldest_first}
-            now = time.monotonic()
-            self._asked_runs = {lease: since for lease, since in self._asked_runs.items() if lease in idle}
-            on_their_way = sum(now - since < _GIVEN_BACK_IN_S for since in self._asked_runs.values())
-            asked = sorted(idle.keys() - self._asked_runs, key=lambda lease: oldest_first.index(idle[lease].id))
-            if not asked:
-                return
             num_missing = await _num_untaken(client, waiting, len(asked) + on_their_way) - on_their_way
             for lease in asked[: max(0, num_missing)]:
-                await _ask_to_make_room(client, idle[lease], "a worker")
+                await _ask_to_make_room(client.get_workflow_handle(lease[0]), "a worker")
                 self._asked_runs[lease] = now
-
-
-async def _idle_lease(execution: WorkflowExecution) -> _Lease | None:
-    """Return the last lease of a run that waits for its client, and may still hold the lease; None for other runs."""
-    status = await memo_of(execution, STATUS_MEMO, RunStatus)
-    if status is None or status.phase not in ("waiting_for_groups", "waiting_for_commands") or not status.epoch:
-        return None
-    return execution.run_id, status.epoch
 
 
 async def _num_untaken(client: Client, run_ids: Sequence[str], at_most: int) -> int:
@@ -558,8 +577,7 @@ async def _num_untaken(client: Client, run_ids: Sequence[str], at_most: int) -> 
     return found
 
 
-async def _ask_to_make_room(client: Client, execution: WorkflowExecution, what: str) -> None:
+async def _ask_to_make_room(handle: WorkflowHandle[Any, Any], what: str) -> None:
     with unless_unknown():  # it may have ended
-        handle = client.get_workflow_handle(execution.id, run_id=execution.run_id)
         await handle.signal("make_room", rpc_timeout=PATIENCE)
-        logger.info("%s: others wait for %s", execution.id, what)
+        logger.info("%s: others wait for %s", handle.id, what)

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from longshore.events import Failed, Saved, Started, parse_event
 from longshore.fields import Artifact
 from longshore.server import with_import_path
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.events import Failed, Saved, Started, parse_event
 from shared.jobs.job import Job, JobPlan, artifacts_of
 from shared.provenance import started_of
 from shared.storage.artifacts import StoredCheckpoint, find_artifact, is_job, stored_checkpoints

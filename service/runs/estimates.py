@@ -6,29 +6,30 @@ same model and method; without such runs none are given.
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import mean, median
 from typing import Protocol
 
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 
-from longshore.fields import Frozen
+from longshore.dataset_runs import Dataset, DatasetRun, DatasetSource, RewardRun, named_sources
+from longshore.grading import GradeOneRequest, Grader, OneGrade, SampledItem
+from longshore.previews import Cut, Preview, PreviewRequest, PreviewStart, shares
+from longshore.runs import RLRun, Run
 from longshore.training import SessionRun
+from longshore.views import Estimate
 from service.accounts.limits import FairShare
-from service.runs.history import Histories, RunHistory
+from service.accounts.tenants import Quotas
+from service.runs.files import Histories, RunHistory
 from service.runs.rows import IndexedRun, RunRows
 from service.runs.runs import Runs
 from service.runs.views import devices_of
 from service.temporal import Temporal
 from shared.errors import InvalidInput
-from shared.grading import GradeOneRequest, Grader, OneGrade, SampledItem
-from shared.jobs.bins import Cut
+from shared.jobs.bins import length_of_mixture
 from shared.limits import PriceSettings
-from shared.runs.dataset_runs import DatasetRun, RewardRun
-from shared.runs.previews import Preview, PreviewRequest, PreviewStart
-from shared.runs.requests import Precision, RLRun, Run
 
 # --- Checks before a run, done by the control host: a preview of a dataset, a grader tried on one sample ---
 
@@ -42,8 +43,9 @@ _PLACED = re.compile(r"(?P<place>grader[\w.]*): (?P<message>.*)", re.DOTALL)
 class Checks:
     """Runs checks, and keeps nothing of them. Each method raises Busy if a tenant has too many checks open."""
 
-    def __init__(self, runs: Runs, temporal: Temporal, places: FairShare) -> None:
+    def __init__(self, runs: Runs, temporal: Temporal, places: FairShare, quotas: Quotas) -> None:
         self._runs = runs
+        self._quotas = quotas
         self._temporal = temporal
         self._places = places
 
@@ -53,7 +55,8 @@ class Checks:
         Raises InvalidInput: the data cannot be read.
         """
         await self._runs.check_access(tenant, request)
-        start = PreviewStart(tenant=tenant, request=await self._runs.sealed(tenant, request), cut=cut)
+        request, room = await self._runs.sealed(tenant, request), await self._quotas.room(tenant)
+        start = PreviewStart(tenant=tenant, request=request, cut=cut, room=room)
         async with self._places.place(tenant):
             workflow_id = f"preview-{secrets.token_hex(8)}"
             return await self._temporal.ask(
@@ -97,39 +100,6 @@ _ALL_ROWS = 1 << 40
 _PARTS = ("sampling_seconds", "grading_seconds", "training_seconds", "publishing_seconds")
 
 
-class Estimate(Frozen):
-    """What a run would do. `is_exact`: steps and tokens are exact for the rows that were counted.
-
-    For an RL run, examples are prompts, and tokens are those of its samples plus each group's prompt once: `tokens` is
-    an upper bound; `seconds` and `cost` assume the lengths of earlier samples.
-    """
-
-    problem: str | None = Field(default=None, description="why a run would refuse the dataset; absent if it would not")
-    precision: Precision | None = Field(default=None, description="the precision of the run if it was submitted now")
-    is_complete: bool = Field(description="every row was counted")
-    rows: int
-    examples: int
-    dataset_tokens: int = Field(description="tokens of one pass over the examples, or of all prompts")
-    trained_fraction: float | None = None
-    epochs: float
-    steps: int
-    samples: int | None = None
-    tokens: int
-    is_exact: bool = Field(
-        description="false for RL, whose tokens are an upper bound, and for very many steps of batch_tokens"
-    )
-    tokens_per_s: float | None = None
-    seconds_per_step: float | None = None
-    measured_on: tuple[str, ...] = Field(default=(), description="runs")
-    same_layout: bool | None = None
-    not_measured: str | None = Field(default=None, description="why no time is estimated")
-    seconds: float | None = Field(
-        default=None, description="seconds of training, without waiting, loading and evaluating"
-    )
-    cost: float | None = Field(default=None, description="cost of these seconds, if a GPU hour has a price")
-    currency: str = "USD"
-
-
 @dataclass(frozen=True)
 class Pace:
     """A median over some runs. `is_alike`: they had the same layout, engine and precision."""
@@ -170,21 +140,24 @@ class Estimates:
         return found.model_copy(update={"cost": cost, "currency": self._prices.currency})
 
     async def _of_dataset(self, tenant: str, run: DatasetRun) -> Estimate:
-        request = PreviewRequest(
-            source=run.dataset,
-            model_uri=run.model,
-            max_tokens=run.max_tokens,
-            too_long=run.too_long,
-            max_lost_fraction=run.max_lost_fraction,
-            num_rows=0,
-            max_rows=_ALL_ROWS,
-            labels=run.reads_labels,
-            numbers=run.number_fields if isinstance(run, RewardRun) else (),
-        )
         cut = Cut(
             seed=run.seed, epochs=run.epochs, steps=run.steps, batch_size=run.batch_size, batch_tokens=run.batch_tokens
         )
-        found = _counts(await self._checks.preview(tenant, request, cut))
+        previews = []
+        for source in named_sources(run.dataset).values():
+            request = PreviewRequest(
+                source=source,
+                model_uri=run.model,
+                max_tokens=run.max_tokens,
+                too_long=run.too_long,
+                max_lost_fraction=run.max_lost_fraction,
+                num_rows=0,
+                max_rows=_ALL_ROWS,
+                labels=run.reads_labels,
+                numbers=run.number_fields if isinstance(run, RewardRun) else (),
+            )
+            previews.append(await self._checks.preview(tenant, request, cut))
+        found = _counted(previews, cut, run.dataset)
         pace = await self._pace(tenant, run, _tokens_per_s)
         if isinstance(pace, str):
             return found.model_copy(update={"not_measured": pace})
@@ -201,18 +174,21 @@ class Estimates:
         rollouts = run.rollouts
         if rollouts is None:
             raise InvalidInput("a run that a client sends groups to is as long as the client makes it", "rollouts")
-        request = PreviewRequest(
-            source=rollouts.prompts,
-            model_uri=run.model,
-            max_tokens=run.max_tokens - rollouts.max_completion_tokens,
-            max_lost_fraction=rollouts.max_lost_fraction,
-            num_rows=0,
-            max_rows=_ALL_ROWS,
-            are_prompts=True,
-        )
         per_step = rollouts.prompts_per_step
         cut = Cut(seed=run.seed, epochs=rollouts.epochs, steps=rollouts.steps, batch_size=per_step)
-        found = _counts(await self._checks.preview(tenant, request, cut))
+        previews = []
+        for source in named_sources(rollouts.prompts).values():
+            request = PreviewRequest(
+                source=source,
+                model_uri=run.model,
+                max_tokens=run.max_tokens - rollouts.max_completion_tokens,
+                max_lost_fraction=rollouts.max_lost_fraction,
+                num_rows=0,
+                max_rows=_ALL_ROWS,
+                are_prompts=True,
+            )
+            previews.append(await self._checks.preview(tenant, request, cut))
+        found = _counted(previews, cut, rollouts.prompts, are_prompts=True)
         samples = found.steps * per_step * rollouts.group_size if found.examples else 0
         most = found.tokens + samples * rollouts.max_completion_tokens
         found = found.model_copy(update={"samples": samples, "tokens": most, "is_exact": False})
@@ -262,16 +238,24 @@ class Estimates:
         return found
 
 
-def _counts(counted: Preview) -> Estimate:
-    report, length = counted.report, counted.length
-    assert length is not None, "a cut was sent"
+def _counted(previews: Sequence[Preview], cut: Cut, dataset: Dataset, are_prompts: bool = False) -> Estimate:
+    """Estimate a run from a preview of its dataset, or of each source of a mixture."""
+    reports = [preview.report for preview in previews]
+    if isinstance(dataset, DatasetSource):
+        length = previews[0].length
+        assert length is not None, "a cut was sent"
+    else:
+        sources = shares(dataset, [max(1, report.num_kept) for report in reports])
+        means = [max(1.0, report.num_tokens / max(1, report.num_kept)) for report in reports]
+        length = length_of_mixture(means, cut.model_copy(update={"sources": sources}), are_prompts)
+    tokens = sum(report.num_tokens for report in reports)
     return Estimate(
-        problem=counted.problem,
-        is_complete=counted.is_complete,
-        rows=report.num_rows,
-        examples=report.num_kept,
-        dataset_tokens=report.num_tokens,
-        trained_fraction=report.trained_fraction,
+        problem=next((preview.problem for preview in previews if preview.problem), None),
+        is_complete=all(preview.is_complete for preview in previews),
+        rows=sum(report.num_rows for report in reports),
+        examples=sum(report.num_kept for report in reports),
+        dataset_tokens=tokens,
+        trained_fraction=sum(report.num_targets for report in reports) / max(1, tokens),
         epochs=length.epochs,
         steps=length.steps,
         tokens=length.tokens,
@@ -291,12 +275,8 @@ def _tokens_per_s(run: Run, history: RunHistory) -> float | None:
 def _seconds_per_sample(run: Run, history: RunHistory) -> float | None:
     """Return the seconds of a run's train steps, all their parts together, for each sample that was drawn."""
     rollouts = run.rollouts if run.kind == "rl" else None
-    if rollouts is None or not (steps := list(_step_seconds(history))):
+    done = (step.metrics for step in history.steps if step.step and step.state == "done")
+    steps = [sum(metrics.get(part, 0.0) for part in _PARTS) for metrics in done if "training_seconds" in metrics]
+    if rollouts is None or not steps:
         return None
     return mean(steps) / (rollouts.prompts_per_step * rollouts.group_size)
-
-
-def _step_seconds(history: RunHistory) -> Iterator[float]:
-    for step in history.steps:
-        if step.step and step.state == "done" and "training_seconds" in step.metrics:
-            yield sum(step.metrics.get(part, 0.0) for part in _PARTS)

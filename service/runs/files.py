@@ -1,33 +1,167 @@
-"""Reads a run's files in the store, other than its events: job files, workers' output, reports, rollouts as text."""
+"""What the store has of a run: events, train steps, metrics, checkpoints; job files, reports, rollouts as text."""
 
 import asyncio
 import json
 import re
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from longshore.fields import Artifact, Frozen
+from longshore.events import Evaluated, RunEvent, Saved, Step
+from longshore.fields import Artifact, Fence
+from longshore.views import (
+    CheckpointRef,
+    EvaluationMetrics,
+    EventPage,
+    GroupTexts,
+    JobFile,
+    Metrics,
+    PlanHeader,
+    ProfileRequest,
+    RunReport,
+    RunStatus,
+    SampleText,
+    StepMetrics,
+    StepPage,
+    StepStatus,
+    Trace,
+    Traces,
+    TrainStepMetrics,
+)
 from service.accounts.tenants import Quotas
 from service.errors import Conflict
 from service.files import PublishedFiles
 from shared.chat.trajectories import ChatTrajectory, SentGroup, Trajectory
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.jobs.job import Job
-from shared.jobs.packed import PlanHeader
-from shared.runs.status import RunStatus, StepStatus
+from shared.runs.events import EventCursor, read_run_events
 from shared.settings import S3Settings
 from shared.storage import artifacts
-from shared.storage.files import ProfileRequest
-from shared.storage.paths import MANIFEST, Fence, RunKeys
+from shared.storage.artifacts import find_artifact, stored_checkpoints
+from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore, open_uri
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+_CONCURRENT = 16
+_MOST_RUNS, _MOST_EVENTS = 64, 200_000
+_AT_ONCE = 5000
+_ALL_STEPS = 1_000_000
+
+
+class RunReader:
+    """Reads a run's events, steps and checkpoints in the store. Events are in copies of the workers' logs there."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    async def events(self, run_id: str, after: str | None, limit: int) -> EventPage:
+        """Events after a cursor, at most `limit`. Raises InvalidInput if `after` is no cursor."""
+        start = EventCursor.parse(after)
+        found, cursor = await asyncio.to_thread(read_run_events, self._store, run_id, start, limit)
+        return EventPage(events=tuple(found), next=str(cursor) if found else after)
+
+    async def steps(self, run_id: str, after: int | None, limit: int) -> StepPage:
+        """Train steps on record, at most `limit`: those after a number, or from the first."""
+        keys = RunKeys(run_id)
+        found = await asyncio.to_thread(lambda: [info.key for info in self._store.list(f"{keys.steps}/")])
+        wanted = found if after is None else [key for key in found if key > keys.step(after)]
+        steps: list[StepStatus] = []
+        for start in range(0, min(limit, len(wanted)), _CONCURRENT):
+            chunk = wanted[start : min(start + _CONCURRENT, limit)]
+            steps += await asyncio.gather(*(asyncio.to_thread(self._step, key) for key in chunk))
+        return StepPage(steps=tuple(steps), has_more=len(wanted) > limit, next=steps[-1].step if steps else after)
+
+    def _step(self, key: str) -> StepStatus:
+        return StepStatus.model_validate_json(self._store.get_bytes(key))
+
+    def checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
+        """Read the checkpoints in the store, in order of step; of a step that two workers saved, both. Blocking."""
+        found = []
+        for each in stored_checkpoints(self._store, run_id):
+            artifact = find_artifact(self._store, each.key)
+            if artifact is not None:  # else it was pruned since it was listed
+                found.append(CheckpointRef(step=each.step, fence=Fence.from_label(each.fence_label), artifact=artifact))
+        return tuple(found)
+
+
+@dataclass
+class RunHistory:
+    """The events and train steps of a run. Each `read` adds those that are new.
+
+    Events are in order of job, then of fence. A step that another worker has repeated occurs twice: the last counts.
+    """
+
+    events: list[RunEvent] = field(default_factory=list)
+    steps: list[StepStatus] = field(default_factory=list)
+    _cursor: str | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def read(self, reader: RunReader, run_id: str) -> None:
+        async with self._lock:
+            while (page := await reader.events(run_id, self._cursor, _AT_ONCE)).events:
+                self.events += page.events
+                self._cursor = page.next
+            last = self.steps[-1].step if self.steps else None
+            self.steps += (await reader.steps(run_id, last, _ALL_STEPS)).steps
+
+    def step_metrics(self) -> dict[int, dict[str, float]]:
+        """Metrics of each optimizer step, in order of step."""
+        found = (item.event for item in self.events)
+        return dict(sorted({event.step: event.metrics for event in found if isinstance(event, Step)}.items()))
+
+    def metrics(self) -> Metrics:
+        found = (item.event for item in self.events)
+        evaluated = {event.step: event for event in found if isinstance(event, Evaluated)}
+        return Metrics(
+            steps=tuple(StepMetrics(step=step, metrics=metrics) for step, metrics in self.step_metrics().items()),
+            evaluations=tuple(
+                EvaluationMetrics(step=step, metrics=event.metrics, samples=event.samples)
+                for step, event in sorted(evaluated.items())
+            ),
+            train_steps=tuple(
+                TrainStepMetrics(step=step.step, optimizer_step=step.optimizer_step, metrics=step.metrics)
+                for step in self.steps
+                if step.same_as is None
+            ),
+        )
+
+    def trained_tokens(self) -> int:
+        """Count the trained tokens, of each step once."""
+        return int(sum(metrics.get("tokens", 0.0) for metrics in self.step_metrics().values()))
+
+    def saved_at(self) -> dict[int, float]:
+        """Return the time at which the checkpoint of each step was saved, in seconds since 1970."""
+        return {item.event.step: item.event.time for item in self.events if isinstance(item.event, Saved)}
+
+
+class Histories:
+    """Keeps the histories of the runs that were asked for last, up to a number of events."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._kept: OrderedDict[str, RunHistory] = OrderedDict()
+
+    async def of(self, run_id: str) -> RunHistory:
+        """Return a run's history up to now. The caller has checked who owns the run."""
+        history = self._kept.setdefault(run_id, RunHistory())
+        self._kept.move_to_end(run_id)
+        await history.read(self._reader, run_id)
+        num_events = sum(len(kept.events) for kept in self._kept.values())
+        while len(self._kept) > 1 and (len(self._kept) > _MOST_RUNS or num_events > _MOST_EVENTS):
+            num_events -= len(self._kept.popitem(last=False)[1].events)
+        return history
+
+
+# --- Files other than events: job files, workers' output, traces, reports, rollouts as text ---
 
 _READ_BYTES = 4 << 20
 _MOST_CHARACTERS = 8000
@@ -36,59 +170,6 @@ _MOST_TRACES = 8
 _TRACE = re.compile(r"profile-([0-9a-f]{16})\.json\.gz")
 _report: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 Decode = Callable[[list[int]], str]
-
-
-class JobFile(Frozen):
-    """One attempt at a job. `has_output`: its worker's last output was stored, which happens if it fails."""
-
-    job_id: str
-    fence: str
-    has_job: bool = False
-    has_output: bool = False
-
-
-class RunReport(Frozen):
-    """Reports on a run's data. `dataset`: the tokenizing's own report (of an RL run: of its last step's groups).
-
-    None: it is not there yet.
-    """
-
-    dataset: dict[str, JsonValue] | None = None
-    packing: PlanHeader | None = None
-
-
-class SampleText(Frozen):
-    """One trajectory as text. `is_cut`: not all of it is shown."""
-
-    text: str
-    reward: float
-    num_tokens: int | None = None
-    finish_reason: str | None = None
-    is_cut: bool = False
-
-
-class GroupTexts(Frozen):
-    """The trajectories of one prompt. `prompt`: the tokens before the first sampled one."""
-
-    prompt: str
-    samples: tuple[SampleText, ...]
-    place: str | None = None
-
-
-class Trace(Frozen):
-    """A trace of steps, of one attempt at a job: Chrome's JSON, as gzip, for Perfetto."""
-
-    profile_id: str
-    job_id: str
-    fence: str
-    num_bytes: int
-
-
-class Traces(Frozen):
-    """A run's traces, and the one that is waited for."""
-
-    asked: ProfileRequest | None
-    traces: tuple[Trace, ...]
 
 
 class RunFiles:
@@ -144,13 +225,12 @@ class RunFiles:
             raise Conflict(f"the run has {_MOST_TRACES} traces, the most that are kept")
         request = ProfileRequest(profile_id=secrets.token_hex(8), steps=steps)
         data = request.model_dump_json().encode()
-        put = partial(self._store.put_if_absent, RunKeys(run_id).profile_request, data)
-        if not await self._quotas.put_noted(tenant, run_id, "profile", data, put):
+        put = partial(asyncio.to_thread, self._store.put_if_absent, RunKeys(run_id).profile_request, data)
+        if not await self._quotas.put_noted(tenant, run_id, "records", len(data), put):
             raise Conflict("a trace of this run is waited for already")
         return request
 
     def traces(self, run_id: str) -> Traces:
-        """A run's traces, in order of jobs."""
         keys = RunKeys(run_id)
         found = []
         for info in self._store.list(f"{keys.logs}/"):

@@ -3,22 +3,20 @@
 import asyncio
 import time
 from collections import OrderedDict
-from typing import Literal, get_args
+from typing import get_args
 
 from prometheus_client import Gauge
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from longshore.fields import Frozen
+from longshore.views import Overview, Sparkline, State, StepStatus
 from service.accounts.tenants import used_gpu_seconds
 from service.database.engine import Database, KeyRow, RunRow
-from service.runs.history import Histories
+from service.runs.files import Histories
 from service.runs.rows import IndexedRun
 from service.runs.runs import SHARED_S
 from service.runs.views import IN_QUEUE
 from service.temporal import Temporal
-from shared.runs.requests import RunId
-from shared.runs.status import State, StepStatus
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
@@ -27,21 +25,6 @@ _POINTS = 48
 _FRESH_S = 5.0
 _MOST_KEPT = 2000
 _CONCURRENT = 4
-
-
-class Overview(Frozen):
-    """A tenant's runs, counted. `waiting`: places in the installation's queue for workers, from 1, oldest first."""
-
-    counts: dict[State, int]
-    waiting: dict[RunId, int]
-    owners: dict[str, str]
-
-
-class Sparkline(Frozen):
-    """A run's loss, or the reward of an RL run's train steps, in a few numbers, in order."""
-
-    name: Literal["loss", "reward"]
-    values: tuple[float, ...]
 
 
 class Overviews:

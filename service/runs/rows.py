@@ -1,23 +1,39 @@
-"""Reads and writes the rows of runs. A row is changed only if nobody else has changed it since it was read."""
+"""Reads and writes the rows of runs.
 
+A workflow's changes are applied in their order. The service changes a row only if nobody has since it was read.
+"""
+
+import asyncio
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property, lru_cache
-from typing import TypedDict, Unpack, get_args
+from typing import Any, TypedDict, Unpack, get_args
 
 from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, tuple_, update
 from sqlalchemy.orm import Session
+from temporalio import activity
+from temporalio.worker import Worker
 
-from service.accounts.tenants import Quotas, waits_for_client
+from longshore.accounts import QuotaSettings, Room
+from longshore.automation import NOTICE_TYPES, NoticeType
+from longshore.runs import RunRecord
+from longshore.views import RunStatus, RunView, State
+from service.accounts.tenants import Quotas, add_stored, forget_stored, waits_for_client
 from service.database.engine import Database, OutboxRow, RemovedRow, RunRow
 from service.errors import QuotaExceeded
-from service.runs.views import RunView
-from shared.automation import NOTICE_TYPES, Notice, NoticeType, new_notice_id
-from shared.limits import QuotaSettings
-from shared.runs.requests import RunRecord
-from shared.runs.status import RunStatus, State
-from shared.storage.stored_bytes import RemovedRun
+from service.runs.uses import Uses, checkpoints_named
+from service.temporal import LIST_PATIENCE, Temporal
+from shared.automation import Notice, new_notice_id
+from shared.errors import CorruptArtifact, NotFound, StoreUnavailable
+from shared.runs.status import RunChange
+from shared.storage.artifacts import read_record
+from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectStore
+from shared.storage.stored_bytes import USE_WORKFLOW, UseRequest
 
 _KEPT = 1024
 _BY_LIMIT = '"paused_by":"'  # within a text of JSON the quotes would be escaped
@@ -94,14 +110,17 @@ class RunRows:
         def work(session: Session) -> bool:
             if session.get(RunRow, record.run_id) is not None:
                 return False
+            num_bytes = len(record.model_dump_json(indent=1).encode())
             try:
                 self._quotas.admit_run(session, record.tenant)
+                self._quotas.check_bytes(session, record.tenant, num_bytes)
             except QuotaExceeded:
                 # On PostgreSQL a repeat of the same request may have added this row while this one waited.
                 if session.get(RunRow, record.run_id) is None:
                     raise
                 return False
             session.add(run_row(record, status))
+            add_stored(session, record.tenant, record.run_id, "records", num_bytes)
             _put_notice(session, record, status, None)
             return True
 
@@ -115,11 +134,26 @@ class RunRows:
         """Raises QuotaExceeded when a tenant may not have one more run going on."""
         await self._database.writing(lambda session: self._quotas.admit_run(session, tenant))
 
+    async def record(self, change: RunChange) -> bool:
+        """Change a run's status as its workflow says, unless a later change is recorded. False without a row."""
+
+        def work(session: Session) -> bool:
+            row = session.get(RunRow, change.status.run_id, with_for_update=True)
+            if row is not None and change.at > row.recorded_at:
+                run = _indexed(row)
+                _put_notice(session, run.record, change.status, run.status.state)
+                now = max(time.time(), row.updated_at + 1e-6)
+                for name, value in (_columns(change.status) | {"recorded_at": change.at, "updated_at": now}).items():
+                    setattr(row, name, value)
+            return row is not None
+
+        return await self._database.writing(work)
+
     async def add(self, record: RunRecord, status: RunStatus) -> None:
-        """Add the row of a run that has a record, unless there is one. Webhooks are not notified."""
+        """Add the row of a run that has a record, unless there is one, or it was removed. Webhooks are not notified."""
 
         def work(session: Session) -> None:
-            if session.get(RunRow, record.run_id) is None:
+            if session.get(RunRow, record.run_id) is None and session.get(RemovedRow, record.run_id) is None:
                 session.add(run_row(record, status))
 
         await self._database.writing(work)
@@ -135,8 +169,8 @@ class RunRows:
         return tuple(_indexed(row) for row in rows)
 
     async def waiting_for_clients(self, since: float) -> list[IndexedRun]:
-        """Return the runs of all tenants that have waited for their client since then, or for longer."""
-        query = select(RunRow).where(waits_for_client(since))
+        """Return the runs of all tenants that have waited for their client since then, the longest waiting first."""
+        query = select(RunRow).where(waits_for_client(since)).order_by(RunRow.updated_at)
         return [_indexed(row) for row in await self._database.reading(lambda session: session.scalars(query).all())]
 
     async def num_sessions_idle_since(self, tenant: str, since: float) -> int:
@@ -176,11 +210,6 @@ class RunRows:
         each = func.json_each if self._database.is_sqlite else func.json_each_text
         labels = each(RunRow.labels).table_valued("key", "value")
         return exists(select(labels.c.key).where(labels.c.key == name, labels.c.value == value))
-
-    async def states(self) -> dict[str, str]:
-        """The state of every run."""
-        query = select(RunRow.run_id, RunRow.state)
-        return {row.run_id: row.state for row in await self._database.reading(lambda s: s.execute(query).all())}
 
     async def open(self) -> dict[str, str]:
         """The phases of the runs that have not ended, those first that were changed longest ago."""
@@ -229,13 +258,12 @@ class RunRows:
             return IndexedRun(run.record, status, now)
         return await self.find(run.run_id) or run
 
-    async def delete(self, run_id: str) -> None:
-        """Delete the row of a run whose record was never written."""
-        await self._database.writing(lambda session: session.execute(delete(RunRow).where(RunRow.run_id == run_id)))
+    async def is_removed(self, run_id: str) -> bool:
+        return await self._database.reading(lambda session: session.get(RemovedRow, run_id)) is not None
 
 
 def run_row(record: RunRecord, status: RunStatus) -> RunRow:
-    """The row of a run that was accepted just now, or found in the store."""
+    """The row of a run whose workflow has recorded nothing in it."""
     return RunRow(
         run_id=record.run_id,
         tenant=record.tenant,
@@ -249,19 +277,16 @@ def run_row(record: RunRecord, status: RunStatus) -> RunRow:
         created_at=record.created_at,
         record=record.model_dump_json(),
         updated_at=time.time(),
+        recorded_at=0.0,
         **_columns(status),
     )
 
 
-def forget(session: Session, removed: RemovedRun) -> None:
-    """Move a removed run's row to the removed runs: its GPU seconds still count."""
-    session.merge(removed_row(removed))
+def forget(session: Session, removed: RemovedRow) -> None:
+    """Put a removed run's row into the place of its own: its GPU seconds still count."""
+    session.merge(removed)
     session.execute(delete(RunRow).where(RunRow.run_id == removed.run_id))
-
-
-def removed_row(removed: RemovedRun) -> RemovedRow:
-    """The row of a removed run, as its record in the store has it."""
-    return RemovedRow(**removed.model_dump(include={"run_id", "tenant", "created_at", "ended_at", "gpu_seconds"}))
+    forget_stored(session, removed.tenant, removed.run_id)
 
 
 def _columns(status: RunStatus) -> dict[str, object]:
@@ -332,3 +357,84 @@ def _type(record: RunRecord, state: State, before: State | None) -> NoticeType:
     if record.source.api == "openai" and state in _OPENAI:
         return _OPENAI[state]
     return _ENDED[state]
+
+
+# --- Activities of the web service: what workflows ask of the process that has the database ---
+
+_PATIENCE_S = 5.0
+_MEASURED_EACH_S = 60.0
+_MOST_REMEMBERED = 4096
+_LISTED_LATE_S = 60.0
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """Writes rows for workflows. Hosts need no database. While no service is up, the activities wait in Temporal."""
+
+    _store: ObjectStore
+    _rows: RunRows
+    _uses: Uses
+    _quotas: Quotas
+    _temporal: Temporal
+    _queue: str
+    _measured: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def activities(self) -> tuple[Callable[..., Any], ...]:
+        return self.record_run, self.note_use
+
+    @activity.defn(name="record_run")
+    async def record_run(self, change: RunChange) -> Room:
+        """Record a change of a run's status, and measure what it holds. Returns the room that its tenant has left.
+
+        May be repeated: the latest change stays.
+        """
+        if not await self._rows.record(change):
+            # The database was restored from a backup that is older than the run.
+            with suppress(NotFound, CorruptArtifact):
+                key = RunKeys(change.status.run_id).record
+                record = await asyncio.to_thread(read_record, self._store, key, RunRecord)
+                for made_by in checkpoints_named(record.tenant, record.run.model_dump_json()).values():
+                    await self._uses.note(RunKeys(made_by).prefix, record.run_id)
+                await self._rows.add(record, change.status)
+        status = change.status
+        if (run := await self._rows.find(status.run_id)) is None:  # it was removed
+            return Room()
+        last = self._measured.get(status.run_id, -math.inf)
+        has_begun = status.step > 0 or status.state != "running"  # before, it has published nothing
+        if not has_begun or status.state != "running" or time.monotonic() - last > _MEASURED_EACH_S:
+            # A slow store must not delay the run: what is not measured now is measured later.
+            with suppress(TimeoutError, StoreUnavailable):
+                async with asyncio.timeout(_PATIENCE_S):
+                    await self._quotas.measure(run.record.tenant, status.run_id, published=has_begun)
+            if len(self._measured) >= _MOST_REMEMBERED:
+                self._measured.clear()
+            self._measured[status.run_id] = time.monotonic()
+        return await self._quotas.room(run.record.tenant)
+
+    @activity.defn(name="note_use")
+    async def note_use(self, request: UseRequest) -> None:
+        """Note that a run uses a unit, for the host that looks for it then. Raises BeingDeleted."""
+        await self._uses.note(request.unit, request.run_id)
+
+    async def restore_uses(self) -> None:
+        """Note again what hosts have had noted since the last use that the database knows, as Temporal lists it. It is
+        more than a minute's if the database was restored from a backup.
+
+        All of them are noted, or none. Raises TemporalUnavailable, DatabaseUnavailable, BeingDeleted.
+        """
+        since = datetime.fromtimestamp(max(0.0, await self._uses.last() - _LISTED_LATE_S), UTC)
+        ended = f"WorkflowType = '{USE_WORKFLOW}' AND CloseTime > '{since:%Y-%m-%dT%H:%M:%SZ}'"
+        async with self._temporal.client() as client:
+            listed = client.list_workflows(f"TaskQueue = '{self._queue}' AND {ended}", rpc_timeout=LIST_PATIENCE)
+            found = [UseRequest.of_workflow(each.id) async for each in listed]
+        await self._uses.note_all((use.unit, use.run_id) for use in found if use is not None)
+
+
+async def serve(temporal: Temporal, queue: str, *activities: Callable[..., Any], at_once: int | None = None) -> None:
+    """Do activities of a queue for workflows, until cancelled. Several services may do so at once.
+
+    Raises TemporalUnavailable: before the first one. Later the worker waits for the server.
+    """
+    async with temporal.client() as client:
+        await Worker(client, task_queue=queue, activities=activities, max_concurrent_activities=at_once).run()

@@ -1,8 +1,8 @@
 """Runs behind the APIs: submits, shows, ends and resumes them.
 
-A run is accepted once `run.json` is in the store. Whatever happens after that (the service dies, Temporal is away,
-its database is lost) the run is found again by its record, and started. The index (database/) has a row of each: a
-tenant's runs are listed and counted there.
+A run is accepted once its row is in the database. Whatever happens after that (the service dies, Temporal or the store
+is away) the run is found again by its row, and started. Its workflow records each change of its state and phase in the
+row (service/runs/rows.py); `run.json` and `result.json` in the store are for readers without the database.
 """
 
 import asyncio
@@ -16,24 +16,26 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, Unpack
 
 from opentelemetry import trace
-from pydantic import Field, ValidationError
+from pydantic import Field
 from temporalio.client import Client, WorkflowExecutionDescription, WorkflowExecutionStatus, WorkflowHandle
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from longshore.fields import Frozen
+from longshore.runs import Run, RunRecord, Source
+from longshore.views import Problem, RunPage, RunStatus, RunView, State
 from service.accounts import audit
 from service.accounts.keys import Principal
-from service.accounts.tenants import Access, Quotas
+from service.accounts.tenants import Access, Documents, Quotas
 from service.database.engine import KeyedLocks
-from service.errors import Conflict, TemporalUnavailable
+from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
 from service.runs.rows import IndexedRun, RunFilter, RunRows
-from service.runs.views import RunPage, RunView, with_cost
-from service.temporal import LIST_PATIENCE, PATIENCE, Temporal, memo_of, query, unless_unknown
+from service.runs.uses import Uses, checkpoints_named
+from service.runs.views import with_cost
+from service.temporal import LIST_PATIENCE, PATIENCE, Temporal, query, unless_unknown
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.runs.acceptance import check_offered, check_startable, precision_of
-from shared.runs.requests import Run, RunRecord, Source
 from shared.runs.start import (
     RL_WORKFLOW,
     SESSION_WORKFLOW,
@@ -43,22 +45,20 @@ from shared.runs.start import (
     threads_per_rank,
     workflow_of,
 )
-from shared.runs.status import STATUS_MEMO, Problem, RunStatus, State
 from shared.settings import Settings
 from shared.storage import paths
+from shared.storage.artifacts import find_artifact
 from shared.storage.store import ObjectStore
-from shared.storage.stored_bytes import STATE_IS_GONE, expired, hold_checkpoints, removed_run
 
-# --- Refreshes the status of runs ---
-# Reads it from their workflows and the store, and writes it into their rows.
+# --- The status of runs: live, and of those that Temporal has lost ---
 #
+# A workflow records its state and phase in its run's row. How far its steps are is asked here, since steps are many.
 # A row is read before the workflow is asked, and only changed if it is still the same, so that an old answer never
 # replaces a newer one.
 
 logger = logging.getLogger("longshore.service")
 SHARED_S = 0.5
 """Seconds for which a workflow's answer is used again."""
-_RECORD_DUE_S = 60.0
 _START_DUE_S = 30.0
 _CONCURRENT = 8
 _MOST_A_TURN = 128
@@ -66,13 +66,14 @@ _RUNNING = f'WorkflowType IN ("{SFT_WORKFLOW}", "{RL_WORKFLOW}", "{SESSION_WORKF
 
 
 class RunStates:
-    """Keeps rows up to date. `waiting`: accepted runs that Temporal does not know, which have to be started."""
+    """Asks workflows for the status of their runs. `waiting`: accepted runs that Temporal does not know, to start."""
 
     def __init__(self, store: ObjectStore, rows: RunRows, temporal: Temporal) -> None:
         self._store = store
         self._rows = rows
         self._temporal = temporal
         self._asked: dict[str, tuple[float, asyncio.Task[IndexedRun]]] = {}
+        self._places = asyncio.Semaphore(_CONCURRENT)
         self.waiting: set[str] = set()
 
     async def current(self, run: IndexedRun) -> IndexedRun:
@@ -97,6 +98,37 @@ class RunStates:
             status = await self.result(run.run_id)  # its end may be in the store
         return run if status is None else await self._rows.change(run, status)
 
+    async def refresh_training(self) -> None:
+        """Ask the runs that train how far they are, those first that were asked longest ago.
+
+        Raises TemporalUnavailable, DatabaseUnavailable: the rows stay as they are.
+        """
+        phases = await self._rows.open()
+        await self._refresh_all([run_id for run_id, phase in phases.items() if phase == "training"])
+
+    async def find_lost(self) -> None:
+        """Look at the runs of which Temporal lists no running workflow: they have to be started, or were ended there.
+
+        Raises TemporalUnavailable, DatabaseUnavailable.
+        """
+        open_runs = await self._rows.open()
+        async with self._temporal.client() as client:
+            known = {each.id async for each in client.list_workflows(_RUNNING, rpc_timeout=LIST_PATIENCE)}
+        await self._refresh_all([run_id for run_id in open_runs if run_id not in known])
+
+    async def _refresh_all(self, run_ids: Sequence[str]) -> None:
+        await asyncio.gather(*(self._look(run_id) for run_id in run_ids[:_MOST_A_TURN]))
+
+    async def _look(self, run_id: str) -> None:
+        async with self._places:
+            try:
+                if (run := await self._rows.find(run_id)) is not None and run.is_open:
+                    await self.refresh(run)
+            except LongshoreError:  # store, database or Temporal are away: this is repeated
+                raise
+            except Exception:  # an error of one run must not keep others from being started
+                logger.exception("%s cannot be looked after", run_id)
+
     async def _status(self, run: IndexedRun) -> RunStatus | None:
         """Read a run's status from its workflow or its result; None if nothing newer than the row is known."""
         async with self._temporal.client() as client:
@@ -107,22 +139,16 @@ class RunStates:
                 if error.status != RPCStatusCode.NOT_FOUND:
                     raise
                 result = await self.result(run.run_id)
-                if result is None:
-                    await self._lost(run)
+                # A schedule's workflow starts its run itself, to wait for its end.
+                is_due = time.time() - run.record.created_at > _START_DUE_S
+                if result is None and (run.record.source.schedule is None or is_due):
+                    self.waiting.add(run.run_id)
                 return result
             if description.status == WorkflowExecutionStatus.RUNNING:
-                return await _query(handle)
+                status = await _query(handle)
+                # The workflow is about to record its end: until then the row has the run's state.
+                return status if status is not None and status.state == "running" else None
             return await self.result(run.run_id) or await self._settle(handle, run, description)
-
-    async def _lost(self, run: IndexedRun) -> None:
-        """Have a run that Temporal does not know started, if it has a record; else delete its row."""
-        age_s = time.time() - run.record.created_at
-        if await asyncio.to_thread(self._store.head, paths.RunKeys(run.run_id).record) is not None:
-            # A schedule's workflow starts its run itself, to wait for its end.
-            if run.record.source.schedule is None or age_s > _START_DUE_S:
-                self.waiting.add(run.run_id)
-        elif age_s > _RECORD_DUE_S:
-            await self._rows.delete(run.run_id)  # the service died before it was accepted
 
     async def _settle(
         self, handle: WorkflowHandle[Any, Any], run: IndexedRun, ended: WorkflowExecutionDescription
@@ -159,27 +185,6 @@ class RunStates:
         await self._rows.change(run, status)
         self.changed(run.run_id)
 
-    async def record(self, run_id: str) -> RunRecord:
-        """Read a run's record in the store. Raises NotFound for an unknown run, and for one that was removed."""
-        try:
-            data = await asyncio.to_thread(self._store.get_bytes, paths.RunKeys(run_id).record)
-        except NotFound:
-            raise NotFound(f"there is no run {run_id}") from None
-        if await asyncio.to_thread(self._store.head, removed_run(run_id)) is not None:
-            raise NotFound(f"there is no run {run_id}: it was removed")
-        return RunRecord.model_validate_json(data)
-
-    async def adopt(self, run_id: str) -> IndexedRun:
-        """Add the row of a run that has a record but no row, such as after the loss of the database.
-
-        Raises NotFound: it has no record.
-        """
-        record = await self.record(run_id)
-        await self._rows.add(record, await self.result(run_id) or queued(record))
-        found = await self._rows.find(run_id)
-        assert found is not None
-        return found
-
 
 async def _query(handle: WorkflowHandle[Any, Any]) -> RunStatus | None:
     """Query a workflow's status; None if it fails, such as when code is newer than the workflow's history."""
@@ -195,59 +200,13 @@ def queued(record: RunRecord) -> RunStatus:
     return RunStatus(run_id=record.run_id, kind=record.run.kind, name=record.run.name or record.run_id)
 
 
-class Watch:
-    """Keeps rows up to date: lists Temporal's running workflows each second, and asks those that may have changed.
-
-    Several services may do so with one database.
-    """
-
-    def __init__(self, rows: RunRows, states: RunStates, temporal: Temporal) -> None:
-        self._rows = rows
-        self._states = states
-        self._temporal = temporal
-        self._places = asyncio.Semaphore(_CONCURRENT)
-        self._foreign: set[str] = set()  # runs of another installation in this namespace of Temporal
-
-    async def refresh(self) -> None:
-        """Update rows, those first that were changed longest ago.
-
-        Raises:
-            TemporalUnavailable, DatabaseUnavailable: the rows stay as they are.
-        """
-        running = await self._running()  # before the rows: a run that is submitted in between is asked
-        rows = await self._rows.open()
-        moved = [run_id for run_id, phase in rows.items() if _may_have_moved(phase, run_id, running)]
-        self._foreign &= running.keys()
-        unknown = [run_id for run_id in running if run_id not in rows and run_id not in self._foreign]
-        await asyncio.gather(*(self._look(run_id) for run_id in (unknown + moved)[:_MOST_A_TURN]))
-
-    async def _running(self) -> dict[str, RunStatus | None]:
-        """Return the runs whose workflows are running, each with the status in its memo."""
-        async with self._temporal.client() as client:
-            found = client.list_workflows(_RUNNING, rpc_timeout=LIST_PATIENCE)
-            return {e.id: await memo_of(e, STATUS_MEMO, RunStatus) async for e in found}
-
-    async def _look(self, run_id: str) -> None:
-        async with self._places:
-            try:
-                await self._states.refresh(await self._rows.find(run_id) or await self._states.adopt(run_id))
-            except NotFound:
-                self._foreign.add(run_id)
-                logger.warning("%s runs in Temporal and is not on record in this store", run_id)
-
-
-def _may_have_moved(phase: str, run_id: str, running: dict[str, RunStatus | None]) -> bool:
-    """True if a run must be asked: it is not listed as running, it is training, or its phase differs from the row's."""
-    memo = running.get(run_id)
-    return memo is None or memo.phase == "training" or memo.phase != phase or memo.state != "running"
-
-
 F = TypeVar("F", bound=Frozen)
 
 _CLOSING_S = 5.0
+_STATE_IS_GONE = "what it would go on from was deleted, as this installation's policy has it (docs/backup.md)"
 
 
-class _Idempotency(Frozen):
+class FirstRequest(Frozen):
     """The run that an idempotency key made, and the hash of its request."""
 
     run_id: str
@@ -265,6 +224,10 @@ class Runs:
     _temporal: Temporal
     _access: Access
     _quotas: Quotas
+    _uses: Uses
+    _keys: Documents[FirstRequest]
+    # Held, in this process, while a tenant's run is resumed or a paused one cancelled: so two runs do not take one
+    # place of a quota, and a run is not both resumed and cancelled.
     _locks: KeyedLocks = field(default_factory=KeyedLocks)
 
     # Submitting.
@@ -298,8 +261,12 @@ class Runs:
         record, is_new = await self.accept(run_id, run, asking.tenant, asking.key_id, source or Source())
         try:
             # A repeated key may be of a run that ended long ago, and that Temporal has forgotten.
-            await (self._start(record) if is_new else self.make_sure(record))
-        except TemporalUnavailable as error:  # accepted all the same: the sweep starts it when Temporal is back
+            if is_new:
+                await self.put_record(record)
+                await self._start(record)
+            else:
+                await self.make_sure(record)
+        except LongshoreError as error:  # accepted all the same: started when store and Temporal are back
             logger.warning("%s waits to be started: %s", run_id, error)
             self._states.waiting.add(run_id)
         return await self.view(asking.tenant, run_id)
@@ -326,12 +293,11 @@ class Runs:
 
         Raises InvalidInput for another request; Conflict if that run was removed.
         """
-        mine = _Idempotency(run_id=run_id, request_sha256=hashlib.sha256(asked.model_dump_json().encode()).hexdigest())
-        place = paths.idempotency(tenant, key)
-        if await self._quotas.put_record(tenant, place, mine.model_dump_json().encode(), only_new=True):
+        mine = FirstRequest(run_id=run_id, request_sha256=hashlib.sha256(asked.model_dump_json().encode()).hexdigest())
+        first = await self._keys.add(tenant, hashlib.sha256(key.encode()).hexdigest(), mine)
+        if first is None:
             return run_id
-        first = _Idempotency.model_validate_json(await asyncio.to_thread(self._store.get_bytes, place))
-        if await asyncio.to_thread(self._store.head, removed_run(first.run_id)) is not None:
+        if await self._rows.is_removed(first.run_id):
             raise Conflict(f"this key created {first.run_id}, which was removed: use another Idempotency-Key")
         if first.request_sha256 != mine.request_sha256:
             raise InvalidInput(
@@ -342,14 +308,16 @@ class Runs:
     async def accept(
         self, run_id: str, run: Run, tenant: str, owner: str | None, source: Source
     ) -> tuple[RunRecord, bool]:
-        """Write a run's record, for the caller to start it. Returns the record, and whether this call wrote it.
+        """Add a run's row, for the caller to put its record into the store (`put_record`), and then to start it.
 
-        The row is added first, since quotas are counted in rows: of two requests for the last place one succeeds.
+        Returns the record, and whether this call made it. One of two requests for a quota's last place succeeds.
 
-        Raises QuotaExceeded.
+        Raises:
+            QuotaExceeded
+            InvalidInput, BeingDeleted: a checkpoint that it names was deleted since, or may be in a moment.
         """
-        with suppress(NotFound):
-            return await self._states.record(run_id), False
+        if (known := await self._rows.find(run_id)) is not None:
+            return known.record, False
         run, source = await self.sealed(tenant, run), await self.sealed(tenant, source)
         precision = await asyncio.to_thread(precision_of, run.dtype, self._settings, self._store)
         record = RunRecord(
@@ -362,25 +330,25 @@ class Runs:
             threads_per_rank=threads_per_rank(run, self._settings),
             precision=precision,
         )
-        took_place = await self._rows.admit(record, queued(record))
+        for key, made_by in checkpoints_named(tenant, run.model_dump_json()).items():
+            await self._uses.note(paths.RunKeys(made_by).prefix, run_id)
+            if await asyncio.to_thread(find_artifact, self._store, key) is None:
+                raise InvalidInput(f"this checkpoint of {made_by} was deleted", key)
+        if not await self._rows.admit(record, queued(record)):
+            return await self.accepted(run_id), False
+        return record, True
+
+    async def accepted(self, run_id: str) -> RunRecord:
+        """Return what was accepted as a run, whoever's it is. Raises NotFound."""
+        run = await self._rows.find(run_id)
+        if run is None:
+            raise NotFound(f"there is no run {run_id}")
+        return run.record
+
+    async def put_record(self, record: RunRecord) -> None:
+        """Put a run's record into the store, unless it is there."""
         data = record.model_dump_json(indent=1).encode()
-
-        def put() -> bool:
-            hold_checkpoints(self._store, tenant, run_id, run.model_dump_json())
-            self._store.put_bytes(paths.run_index(run_id), b"")
-            return self._store.put_if_absent(paths.RunKeys(run_id).record, data)
-
-        try:
-            is_new = await self._quotas.put_noted(tenant, run_id, "record", data, put)
-        except Exception:
-            # The record may have been written although there was no answer. If the store cannot be asked now, the row
-            # stays, and is deleted later if there is no record.
-            with suppress(NotFound):
-                return await self._states.record(run_id), False
-            if took_place:
-                await self._rows.delete(run_id)
-            raise
-        return (record, True) if is_new else (await self._states.record(run_id), False)
+        await asyncio.to_thread(self._store.put_if_absent, paths.RunKeys(record.run_id).record, data)
 
     async def _start(self, record: RunRecord, *, resumed: bool = False) -> None:
         """Start a run's workflow. Raises Conflict when it is to be resumed and is running."""
@@ -399,9 +367,9 @@ class Runs:
         self, record: RunRecord, *, start_id: str | None = None, resumed: bool = False, goes_on_from: str | None = None
     ) -> tuple[str, AnyStart]:
         """Return the name and input of a run's workflow, with the tenant's current rules for sharing workers."""
-        quotas = await self._rows.quotas(record.tenant)
+        quotas, room = await self._rows.quotas(record.tenant), await self._quotas.room(record.tenant)
         return workflow_of(
-            record, self._settings, quotas, start_id=start_id, resumed=resumed, goes_on_from=goes_on_from
+            record, self._settings, quotas, room, start_id=start_id, resumed=resumed, goes_on_from=goes_on_from
         )
 
     # Showing.
@@ -419,8 +387,8 @@ class Runs:
         return await self._rows.among(tenant, run_ids)
 
     async def _row(self, tenant: str, run_id: str) -> IndexedRun:
-        run = await self._rows.find(run_id) or await self._states.adopt(run_id)
-        if run.record.tenant != tenant:
+        run = await self._rows.find(run_id)
+        if run is None or run.record.tenant != tenant:
             raise NotFound(f"there is no run {run_id}")
         return run
 
@@ -450,7 +418,7 @@ class Runs:
         """Ask a run to end at its next step boundary; end a paused one at once. Raises Conflict when it has ended."""
         run = await self._row(tenant, run_id)
         if run.status.state == "paused":
-            async with self._going_on(tenant):
+            async with self._locks.of(tenant):
                 run = await self._row(tenant, run_id)
                 if run.status.state == "paused":
                     audit.touched(run_id)
@@ -492,7 +460,10 @@ class Runs:
         self._states.changed(run_id)
 
     async def resume(self, tenant: str, run_id: str) -> RunView:
-        """Go on from the last checkpoint. Raises Conflict when the run is running, or succeeded; QuotaExceeded."""
+        """Go on from the last checkpoint.
+
+        Raises Conflict when the run is running, or succeeded, or its state is gone; QuotaExceeded; BeingDeleted.
+        """
         self._states.changed(run_id)
         run = await self._current(tenant, run_id)
         match run.status.state:
@@ -502,12 +473,20 @@ class Runs:
                 raise Conflict(f"{run_id} succeeded: there is nothing to resume")
             case "failed" | "cancelled" | "paused":
                 audit.touched(run_id)
-                if await asyncio.to_thread(self._store.head, expired(run_id)) is not None:
-                    raise Conflict(f"{run_id}: {STATE_IS_GONE}; its request can be sent as a new run")
-                async with self._going_on(tenant):
+                await self._uses.note(paths.RunKeys(run_id).prefix, run_id)
+                if await asyncio.to_thread(self._store.head, paths.RunKeys(run_id).is_expired) is not None:
+                    raise Conflict(f"{run_id}: {_STATE_IS_GONE}; its request can be sent as a new run")
+                async with self._locks.of(tenant):
                     await self._rows.check_place(tenant)
                     await self._start_again(run.record)
-                    await self._rows.change(run, _reopened(run))
+                    changes: dict[str, object] = {
+                        "state": "running",
+                        "phase": "queued",
+                        "problem": None,
+                        "ended_at": None,
+                    }
+                    changes |= {"paused_by": None, "client_away": False}
+                    await self._rows.change(run, run.status.model_copy(update=changes))
         self._states.changed(run_id)
         return await self.view(tenant, run_id)
 
@@ -521,6 +500,23 @@ class Runs:
             with suppress(Conflict, NotFound):  # it has just ended
                 async with self._ending(run.record.tenant, run.run_id) as client:
                     await client.get_workflow_handle(run.run_id).signal("pause_for_client", rpc_timeout=PATIENCE)
+
+    async def hold_spending(self) -> None:
+        """Pause the runs of tenants at their spending limit; resume, oldest first, those that a limit has paused and
+        whose tenants are below it now. Several services may do so at once.
+
+        Raises TemporalUnavailable, DatabaseUnavailable: the next call does the rest.
+        """
+        over, going_on, held = await self._rows.overspending()
+        for run in going_on:
+            tenant = run.record.tenant
+            with suppress(Conflict, NotFound):  # it has just ended
+                await self.pause(tenant, run.run_id, f"quota spending: {over[tenant]}")
+                logger.info("%s is paused: %s", run.run_id, over[tenant])
+        for run in held:
+            with suppress(Conflict, NotFound, QuotaExceeded):  # another quota has no place for it yet
+                await self.resume(run.record.tenant, run.run_id)
+                logger.info("%s goes on: its tenant may spend more", run.run_id)
 
     async def resume_for_client(self, tenant: str, run_id: str) -> bool:
         """Resume a run that `pause_left` paused, or is pausing. Returns False for any other. Raises QuotaExceeded."""
@@ -539,14 +535,6 @@ class Runs:
                 if not (await self._current(tenant, run_id)).is_open:
                     raise
         return status.client_away
-
-    def _going_on(self, tenant: str) -> asyncio.Lock:
-        """Return the lock that is held while a tenant's run is resumed, or a paused one cancelled.
-
-        So two runs do not take one place of a quota, and a run is not both resumed and cancelled. The lock only holds
-        within this process.
-        """
-        return self._locks.of(tenant)
 
     async def _start_again(self, record: RunRecord) -> None:
         """Start a workflow again once it has closed, after the run's end. Raises Conflict when it does not close."""
@@ -570,32 +558,14 @@ class Runs:
     # Starting runs that were accepted but not started.
 
     async def sweep(self) -> None:
-        """Start every accepted run that has not ended and is unknown to Temporal; add rows that are missing."""
-        await self._temporal.check()
-        states, prefix = await self._rows.states(), paths.run_index()
-        for item in await asyncio.to_thread(lambda: list(self._store.list(prefix))):
-            run_id = item.key.removeprefix(prefix)
-            if states.get(run_id, "running") != "running":
-                continue
-            try:
-                run = await self._rows.find(run_id) or await self._states.adopt(run_id)
-                if run.is_open:
-                    await self._states.refresh(run)
-            except NotFound:  # it has no record: it was not accepted
-                continue
-            except ValidationError as error:  # a record that cannot be read must not keep others from being started
-                logger.error("%s cannot be looked after: %s", run_id, error)
-            except LongshoreError:  # store, database or Temporal are away: the sweep is repeated
-                raise
-            except Exception:  # nor may any other error of one run
-                logger.exception("%s cannot be looked after", run_id)
-        await self.start_waiting()
+        """Start every accepted run that has not ended and is unknown to Temporal.
 
-    async def start_waiting(self) -> None:
-        """Start runs that were accepted while Temporal was unavailable."""
+        Raises TemporalUnavailable, DatabaseUnavailable, StoreUnavailable: the next call does the rest.
+        """
+        await self._states.find_lost()
         for run_id in sorted(self._states.waiting):
-            with suppress(NotFound):  # its record is missing
-                await self.make_sure(await self._states.record(run_id))
+            with suppress(NotFound):  # it was removed
+                await self.make_sure(await self.accepted(run_id))
             self._states.waiting.discard(run_id)
 
     async def make_sure(self, record: RunRecord) -> None:
@@ -609,6 +579,7 @@ class Runs:
         # A lease on record means that it ran before and Temporal lost it: it continues from its last checkpoint.
         leases = paths.RunKeys(record.run_id).leases
         was_leased = await asyncio.to_thread(lambda: any(True for _ in self._store.list(leases)))
+        await self.put_record(record)
         with suppress(Conflict):  # another process has just started it
             await self._start(record, resumed=was_leased)
         logger.info("started %s, which was accepted and not known to Temporal", record.run_id)
@@ -617,11 +588,6 @@ class Runs:
 def new_run_id(kind: str) -> str:
     """The kind + milliseconds since 1970 in 11 hex digits, so that ids sort by time + 6 random ones."""
     return f"{kind}-{int(time.time() * 1000):011x}{secrets.token_hex(3)}"
-
-
-def _reopened(run: IndexedRun) -> RunStatus:
-    changes = {"state": "running", "phase": "queued", "problem": None, "ended_at": None, "paused_by": None}
-    return run.status.model_copy(update={**changes, "client_away": False})
 
 
 def _ended_as(state: State) -> str:

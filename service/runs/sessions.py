@@ -1,39 +1,43 @@
-"""What is sent to a run as it goes: updates, training steps, a session's commands."""
+"""Messages to a run while it goes: updates, training steps, a session's commands."""
 
 import asyncio
+import math
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from temporalio.client import WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
 from longshore.commands import Asked, CommandResult, LoadState
 from longshore.fields import Artifact, Frozen
+from longshore.runs import RunRecord
 from longshore.training import Full, Lora
+from longshore.views import CommandView, RunView, StepStatus
 from service.accounts import audit
 from service.accounts.tenants import Quotas
 from service.errors import Conflict, QueueFull, TemporalUnavailable
-from service.host_http.clients import SessionBells
+from service.host_http.clients import SessionHosts
 from service.runs.rows import RunRows
 from service.runs.runs import Runs
-from service.runs.views import RunView
+from service.runs.uses import Uses
 from service.temporal import LOST_UPDATES, Temporal, causes_of, query, unless_unknown
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import CommandHead, LoadStored, Skip, stored_form
 from shared.models.peft import check_same
 from shared.runs.events import SessionResults
-from shared.runs.requests import RunRecord
 from shared.runs.start import MAX_WAITING, CommandArrived
-from shared.runs.status import StepRequest, StepStatus
+from shared.runs.status import StepRequest
 from shared.storage import paths
 from shared.storage.artifacts import CheckpointName, checkpoint_of_step
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
-from shared.storage.stored_bytes import use
+from shared.storage.stored_bytes import COMMANDS
 
 # --- Sends updates to runs' workflows. An update may be sent repeatedly, and takes effect once ---
 
@@ -170,45 +174,29 @@ class TrainSteps:
 
 # --- Sessions behind the API: stores commands before they are acknowledged, and reads their results ---
 
-# Intervals of polling the store for a result that no host has announced, and of checking that the session is active.
-_LOOK_EACH_S, _ASK_EACH_S = 3.0, 3.0
-# If a session had a result in this time, it has a worker, whose host finds new commands without its workflow.
-_ATTENDED_S = 0.25
-_MOST_ANSWERED = 4096
+_ASK_EACH_S = 3.0  # between looks into the store for a result that no host has sent, and at the session's state
+# A command without a result for this long may wait for an earlier one that never came, which the workflow has to know.
+_SLOW_S = 0.25
+# A session's workflow hears of a command a second time after this long, in case it was not running.
+_TELL_AGAIN_S = 30.0
+_MOST_TOLD = 4096
 _DAY_S = 86_400.0
 
 
-class CommandView(Frozen):
-    """A command's state, and its result if there is one. A `dropped` command must be sent again with a new number."""
-
-    number: int
-    state: str = Field(description="waiting, done, failed or dropped")
-    message: str | None = Field(default=None, description="why the command was dropped")
-    result: CommandResult | None = None
-
-
+@dataclass(eq=False)
 class Sessions:
     """Hands commands to sessions, and reads their results."""
 
-    def __init__(
-        self,
-        runs: Runs,
-        rows: RunRows,
-        store: ObjectStore,
-        temporal: Temporal,
-        quotas: Quotas,
-        bells: SessionBells,
-        results_days: float,
-    ) -> None:
-        self._runs = runs
-        self._bells = bells
-        self._rows = rows
-        self._results_days = results_days
-        self._pruned_until = 0.0
-        self._store = store
-        self._temporal = temporal
-        self._quotas = quotas
-        self._answered: dict[str, float] = {}  # when a session last had a result, as far as this process has seen
+    _runs: Runs
+    _rows: RunRows
+    _store: ObjectStore
+    _temporal: Temporal
+    _quotas: Quotas
+    _uses: Uses
+    _hosts: SessionHosts
+    _results_days: float
+    _pruned_until: float = 0.0
+    _told: dict[tuple[str, int], float] = field(default_factory=dict)  # when a workflow heard of a command
 
     async def send(self, tenant: str, run_id: str, number: int, asked: Asked | bytes, wait_s: float) -> CommandView:
         """Accept a command, to be done after those of lower numbers. Sending it again has no further effect.
@@ -223,43 +211,22 @@ class Sessions:
             QuotaExceeded
         """
         record = await self._record(tenant, run_id)
-        data = await self._stored_form(record, number, asked)
-        await self._bells.ring(run_id, number, await self._put(record, number, data))
-        soon_s = min(wait_s, _ATTENDED_S) if self._is_attended(run_id) else 0.0
-        if soon_s and (result := await self._result_within(record, number, soon_s)) is not None:
-            return _view(result)  # a host has found it, so the workflow needs no signal
-        await self._tell(record, number, data)
-        return await self._wait(record, number, wait_s)
+        data = await self._put(record, number, await self._stored_form(record, number, asked))
+        return await self._wait(record, number, wait_s, data)
 
     async def accept(self, tenant: str, run_id: str, number: int, asked: Asked | Skip | bytes) -> None:
-        """Accept a command as `send` does, and raise as it does, without waiting for a session that is at work.
-
-        The caller then asks for the command's `outcome`.
-        """
+        """Accept a command as `send` does, and raise as it does, without waiting. `show` returns what came of it."""
         record = await self._record(tenant, run_id)
-        data = await self._stored_form(record, number, asked)
-        await self._bells.ring(run_id, number, await self._put(record, number, data))
-        if not self._is_attended(run_id):
+        data = await self._put(record, number, await self._stored_form(record, number, asked))
+        if not (await self._hosts.ask(run_id, number, 0, data)).is_served:
             await self._tell(record, number, data)
-
-    async def outcome(self, tenant: str, run_id: str, number: int, wait_s: float) -> CommandView:
-        """Return a command's state as `show` does. Sends the command to its session again if that does not know it."""
-        record = await self._record(tenant, run_id)
-        if (result := await self._result_within(record, number, min(wait_s, _ATTENDED_S))) is not None:
-            return _view(result)
-        data = await asyncio.to_thread(self._read, RunKeys(run_id).command(number))
-        if data is None:
-            raise NotFound(f"{run_id} has no command {number}")
-        with suppress(Conflict):  # it has ended, as is found below
-            await self._tell(record, number, data)
-        return await self._wait(record, number, wait_s)
 
     async def show(self, tenant: str, run_id: str, number: int, wait_s: float = 0) -> CommandView:
         """Return a command's state, or its result if that comes in time. Raises NotFound for one that never came."""
-        record = await self._record(tenant, run_id)
-        if (result := await self._result_within(record, number, 0)) is not None:
-            return _view(result)
-        if await asyncio.to_thread(self._store.head, RunKeys(run_id).command(number)) is None:
+        record, keys = await self._record(tenant, run_id), RunKeys(run_id)
+        if (data := await asyncio.to_thread(self._read, keys.command_result(number))) is not None:
+            return await asyncio.to_thread(_view, data)
+        if await asyncio.to_thread(self._store.head, keys.command(number)) is None:
             raise NotFound(f"{run_id} has no command {number}")
         return await self._wait(record, number, wait_s)
 
@@ -268,7 +235,7 @@ class Sessions:
         await update_run(self._runs, self._temporal, await self._record(tenant, run_id), "finish")
         # The host of the session's worker checks this when no command is left.
         await asyncio.to_thread(self._store.put_bytes, RunKeys(run_id).is_closed, b"")
-        await self._bells.ring(run_id)
+        await self._hosts.ask(run_id, 0, 0)
         return await self._runs.view(tenant, run_id)
 
     async def prune(self) -> None:
@@ -276,21 +243,30 @@ class Sessions:
         before = time.time() - self._results_days * _DAY_S
         # A day again: an end may come late into the index.
         for run_id, tenant in await self._rows.ended_sessions(self._pruned_until - _DAY_S, before):
-            await asyncio.to_thread(SessionResults(self._store, tenant, run_id).delete_scores)
+            if await asyncio.to_thread(SessionResults(self._store, run_id).delete_scores):
+                await self._quotas.measure(tenant, run_id)
         self._pruned_until = before
 
-    def _is_attended(self, run_id: str) -> bool:
-        return self._answered.get(run_id, 0.0) > time.monotonic() - _ATTENDED_S
+    async def _tell(self, record: RunRecord, number: int, data: bytes | None) -> None:
+        """Tell the session's workflow of a command, so that it leases a worker, or drops those after a missing one.
 
-    async def _tell(self, record: RunRecord, number: int, data: bytes) -> None:
-        """Tell the session's workflow of a command. Raises Conflict if it takes no more, and takes the command back."""
+        Raises Conflict if it takes no more commands. Then `data`, the command, is deleted from the store.
+        """
+        told, now = (record.run_id, number), time.monotonic()
+        if now - self._told.get(told, -math.inf) < _TELL_AGAIN_S:
+            return
         sent = CommandArrived(number=number)
         try:
             await update_run(self._runs, self._temporal, record, "command", sent, place="number", sure=number > 1)
         except Conflict:
-            if await self._result_within(record, number, 0) is None:
-                await asyncio.to_thread(self._take_back, RunKeys(record.run_id).command(number), data)
+            keys = RunKeys(record.run_id)
+            if await asyncio.to_thread(self._store.head, keys.command_result(number)) is None:
+                if data is not None:
+                    await asyncio.to_thread(self._take_back, keys.command(number), data)
                 raise
+        if len(self._told) >= _MOST_TOLD:
+            self._told.clear()
+        self._told[told] = now
 
     async def _record(self, tenant: str, run_id: str) -> RunRecord:
         record = await self._runs.record(tenant, run_id)
@@ -324,7 +300,7 @@ class Sessions:
                 message = f"{state} is of a {theirs.kind} training in {source.run.dtype}, this session is"
                 raise InvalidInput(f"{message} a {ours.kind} training in {record.run.dtype}", "state")
         # It stays from here on, as this session may have to load it again on another worker.
-        await asyncio.to_thread(use, self._store, RunKeys(name.run_id).prefix, record.run_id)
+        await self._uses.note(RunKeys(name.run_id).prefix, record.run_id)
         found = await asyncio.to_thread(checkpoint_of_step, self._store, name)
         if found is None:
             raise NotFound(f"there is no saved state {state}: the `step` of a save_state's result names one")
@@ -347,39 +323,44 @@ class Sessions:
                 raise InvalidInput(f"command {number} was sent before, and was another one", "number")
             return False
 
-        await self._quotas.put_noted(record.tenant, record.run_id, f"command-{number}", data, put)
+        put_command = partial(asyncio.to_thread, put)
+        await self._quotas.put_noted(record.tenant, record.run_id, COMMANDS, len(data), put_command)
         return stored
 
     def _take_back(self, key: str, data: bytes) -> None:
-        """Delete a command that the session does not take, unless something else lies under its number (a Gap)."""
-        if self._read(key) == data:
+        """Delete a command that the session does not take, unless a Gap lies under its number."""
+        if self._read(key) == data and _is_asked(data):
             self._store.delete(key)
 
-    async def _wait(self, record: RunRecord, number: int, wait_s: float) -> CommandView:
-        """Wait for a result. If the session has ended without one, the command was not done."""
-        end = time.monotonic() + wait_s
-        while (result := await self._result_within(record, number, min(_ASK_EACH_S, end - time.monotonic()))) is None:
-            view = await self._runs.view(record.tenant, record.run_id)
-            if view.state != "running" and await self._result_within(record, number, 0) is None:
-                message = f"the session has ended ({view.state}) before this command was done"
-                message += f": {view.problem.message}" if view.problem else ""
-                return CommandView(number=number, state="dropped", message=message)
-            if time.monotonic() >= end:
-                return CommandView(number=number, state="waiting")
-        return _view(result)
+    async def _wait(self, record: RunRecord, number: int, wait_s: float, command: bytes | None = None) -> CommandView:
+        """Wait for a result. If the session has ended without one, the command was not done.
 
-    async def _result_within(self, record: RunRecord, number: int, wait_s: float) -> CommandResult | None:
-        """Read a command's result as soon as it exists; None after `wait_s`."""
-        key, end = RunKeys(record.run_id).command_result(number), time.monotonic() + wait_s
-        told = self._bells.result
-        while (data := told(record.run_id, number) or await asyncio.to_thread(self._read, key)) is None:
-            if (now := time.monotonic()) >= end:
-                return None
-            await self._bells.wait(record.run_id, number, min(_LOOK_EACH_S, end - now))
-        if len(self._answered) >= _MOST_ANSWERED:
-            self._answered.clear()
-        self._answered[record.run_id] = time.monotonic()
-        return await asyncio.to_thread(CommandResult.model_validate_json, data)
+        `command`: one that was just accepted. Raises Conflict if its session takes no more commands.
+        """
+        run_id, end, look_at = record.run_id, time.monotonic() + wait_s, 0.0
+        key = RunKeys(run_id).command_result(number)
+        while True:
+            ask_s = max(0.0, min(_ASK_EACH_S, end - time.monotonic()))
+            reply = await self._hosts.ask(run_id, number, ask_s, command or b"")
+            if (data := reply.result or await asyncio.to_thread(self._read, key)) is not None:
+                return await asyncio.to_thread(_view, data)
+            if not reply.is_served or ask_s >= _SLOW_S:
+                try:
+                    await self._tell(record, number, command)
+                except Conflict:
+                    if command is not None:
+                        raise
+            if not reply.is_served and time.monotonic() >= look_at:
+                look_at = time.monotonic() + _ASK_EACH_S
+                view = await self._runs.view(record.tenant, run_id)
+                if view.state != "running" and await asyncio.to_thread(self._store.head, key) is None:
+                    message = f"the session has ended ({view.state}) before this command was done"
+                    message += f": {view.problem.message}" if view.problem else ""
+                    return CommandView(number=number, state="dropped", message=message)
+            if (left_s := end - time.monotonic()) <= 0:
+                return CommandView(number=number, state="waiting")
+            if not reply.is_served:
+                await asyncio.sleep(min(self._hosts.pause_s(run_id), left_s))
 
     def _read(self, key: str) -> bytes | None:
         with suppress(NotFound):
@@ -401,6 +382,7 @@ def _is_asked(data: bytes) -> bool:
     return CommandHead.of(data).kind != "gap"
 
 
-def _view(result: CommandResult) -> CommandView:
+def _view(data: bytes) -> CommandView:
+    result = CommandResult.model_validate_json(data)
     state = "done" if result.problem is None else "dropped" if result.problem.kind == "dropped" else "failed"
     return CommandView.model_construct(number=result.number, state=state, message=None, result=result)

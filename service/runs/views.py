@@ -3,8 +3,7 @@
 import time
 from collections.abc import Iterable
 
-from longshore.fields import Frozen
-from shared.jobs.events import (
+from longshore.events import (
     Applied,
     Evaluated,
     Evaluating,
@@ -13,43 +12,20 @@ from shared.jobs.events import (
     Kept,
     Offloaded,
     Probed,
+    RunEvent,
     Saved,
     Started,
     Step,
     Succeeded,
 )
+from longshore.runs import Run
+from longshore.views import Cost, Phase, RunStatus, RunView
 from shared.limits import PriceSettings
-from shared.runs.events import RunEvent
-from shared.runs.requests import FIRST_TENANT, Precision, Run, Source, Tenant
-from shared.runs.status import Phase, RunStatus, StepStatus
 
 # --- Views of runs: their state, request and cost; and pages of them ---
 
 IN_QUEUE: tuple[Phase, ...] = ("queued", "waiting_for_worker")
 """Phases in which a running run has a place in the queue for workers."""
-
-
-class Cost(Frozen):
-    """What a run costs, by the price of a GPU hour.
-
-    `estimated`: at its end, at the pace of its steps so far; None while nobody can say.
-    """
-
-    currency: str
-    so_far: float
-    estimated: float | None = None
-
-
-class RunView(RunStatus):
-    """A run in the API: its status, its request, when it was submitted, and its cost if GPU hours have a price."""
-
-    created_at: float
-    tenant: Tenant = FIRST_TENANT
-    owner: str | None = None
-    source: Source = Source()
-    run: Run
-    precision: Precision | None = None
-    cost: Cost | None = None
 
 
 def with_cost(view: RunView, prices: PriceSettings) -> RunView:
@@ -81,36 +57,6 @@ def seconds_left(view: RunStatus, now: float) -> float | None:
     return view.estimated_end - now
 
 
-class RunPage(Frozen):
-    """Runs, newest first. `next` is the `after` of the following page.
-
-    `num_hidden_sessions`: idle ones that no page has, as they were not asked for.
-    """
-
-    runs: tuple[RunView, ...]
-    has_more: bool
-    next: str | None = None
-    num_hidden_sessions: int = 0
-
-
-class EventPage(Frozen):
-    """Events after a cursor. `next` is the cursor to ask with again: the last event's, or the one that was given."""
-
-    events: tuple[RunEvent, ...]
-    next: str | None
-
-
-class StepPage(Frozen):
-    """Train steps of an RL run that are on record, in order.
-
-    `next` is the number to ask after, also for steps that are still to come: the last step's, or what was given.
-    """
-
-    steps: tuple[StepStatus, ...]
-    has_more: bool
-    next: int | None = None
-
-
 # --- Formats events and metrics of runs as text for people ---
 
 _MAIN_METRICS = ("reward_mean", "loss", "eval_loss", "preference_accuracy", "tokens_per_s")
@@ -120,7 +66,7 @@ SKIPPED = "skipped: no token of it is trained, and no weight changed"
 
 def log_line(item: RunEvent) -> str:
     """An event as a line of a log, with its time."""
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(item.event.time))} {event_in_words(item.event)}"
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(item.event.time))} {format_event(item.event)}"
 
 
 def last_lines(view: RunView) -> list[str]:
@@ -134,7 +80,7 @@ def last_lines(view: RunView) -> list[str]:
             return [f"the run {view.state}" + (f": {view.problem.message}" if view.problem else "")]
 
 
-def event_in_words(event: Event) -> str:
+def format_event(event: Event) -> str:
     """An event in words, for people who read logs."""
     match event:
         case Started():

@@ -20,8 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from longshore.fields import Frozen, Sha256
-from shared.field_rules import first_rule, only
+from longshore.fields import Frozen, Sha256, only
+from shared.field_rules import first_rule
 
 # --- Structured outputs: an answer must be JSON, JSON of a schema, or tool calls ---
 #

@@ -1,86 +1,112 @@
-"""DeepSeek-V3, and GLM-4's models that are built like it (glm4_moe_lite): multi-head latent attention, and experts.
+"""DeepSeek-V3, and GLM-4's models that are built like it (glm4_moe_lite): multi-head latent attention, and experts."""
 
-Other tensors of a checkpoint are copied unchanged: the layers of multi-token prediction, which follow the decoder's,
-and the routers' corrections, which are used in float32 and not trained.
-"""
-
-import dataclasses
 import math
+from typing import Literal
 
-from shared.families.architecture import Architecture, LatentAttention, Mixture, yarn_magnitude
-from shared.families.tensor_slices import TensorSlice
-from shared.models.families import LatentConfig
+from pydantic import AliasChoices, Field
+
+from shared.families.architecture import LatentAttention, TensorNames, yarn_magnitude
+from shared.families.config import GroupedMixtureConfig, Size
 
 
-def architecture(alike: Architecture, config: LatentConfig) -> Architecture:
-    """Return the architecture, given one whose layers are plain attention."""
-    attention = alike.attention
-    latent = LatentAttention(
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_heads,
-        head_dim=attention.head_dim,
-        rope=attention.rope,
-        scale=_scale(config),
-        query_rank=config.q_lora_rank,
-        latent_size=config.kv_lora_rank,
-        value_size=config.v_head_dim,
-        is_interleaved=config.rope_interleave,
-    )
-    first = config.num_hidden_layers
-    behind = tuple(f"{alike.tensor_prefix}.layers.{first + n}." for n in range(config.num_predicting_layers))
-    return dataclasses.replace(
-        alike, mixers=(latent,) * first, carried=(*alike.carried, *behind, *(s.name for s in corrections(alike)))
+class SparseConfig(GroupedMixtureConfig):
+    """The config of experts in all layers but the first, and perhaps of layers of multi-token prediction, which follow
+    the decoder's and are copied unchanged."""
+
+    names = TensorNames(shared_expert="shared_experts")
+
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    moe_layer_freq: Literal[1] = 1
+    first_k_dense_replace: int | None = Field(default=None, ge=0)
+    num_predicting_layers: int = Field(
+        default=0, ge=0, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")
     )
 
+    @property
+    def shared_ffn_size(self) -> int:
+        return self.n_shared_experts * self.moe_intermediate_size
 
-def _scale(config: LatentConfig) -> float | None:
-    """Return the scale of the scores if the file asks for YaRN's: multiplied by the square of its magnitude."""
-    rope = config.rope
-    if rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor is None:
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        return tuple(layer >= (self.first_k_dense_replace or 0) for layer in self._numbers)
+
+    def own_problem(self) -> str | None:
+        return super().own_problem() or self.groups_problem()
+
+    def unused(self) -> tuple[str, ...]:
+        first = self.num_hidden_layers
+        return tuple(f"{self.tensor_prefix}.layers.{first + n}." for n in range(self.num_predicting_layers))
+
+
+class LatentConfig(SparseConfig):
+    """The config of multi-head latent attention."""
+
+    mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
+    q_lora_rank: int | None = Field(ge=1)
+    kv_lora_rank: int = Size
+    qk_nope_head_dim: int = Size
+    qk_rope_head_dim: int = Size
+    v_head_dim: int = Size
+    rope_interleave: bool = True
+    partial_rotary_factor: float = 1.0
+
+    @property
+    def size_of_heads(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        if self.mlp_layer_types is not None:
+            return tuple(kind == "sparse" for kind in self.mlp_layer_types)
+        return super().has_experts
+
+    def own_problem(self) -> str | None:
+        if problem := super().own_problem():
+            return problem
+        num_layers, first = self.num_hidden_layers, self.first_k_dense_replace
+        if len(self.has_experts) != num_layers:
+            return f"mlp_layer_types names {len(self.has_experts)} layers of {num_layers}"
+        if first is not None and self.has_experts != tuple(layer >= first for layer in self._numbers):
+            return f"first_k_dense_replace is {first}, and another part of the layers is dense by mlp_layer_types"
+        if self.num_key_value_heads not in (None, self.num_attention_heads):
+            return f"num_key_value_heads is {self.num_key_value_heads}: with latents each head has keys of its own"
+        if self.qk_rope_head_dim % 2 or {self.partial_rotary_factor, self.rope.partial_rotary_factor or 1} != {1}:
+            return f"qk_rope_head_dim is {self.qk_rope_head_dim}: all of it must be rotated, by pairs"
         return None
-    return yarn_magnitude(rope.factor, rope.mscale_all_dim) ** 2 / math.sqrt(config.size_of_heads)
 
-
-def latent_slices(a: LatentAttention, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
-    """Return the tensors of latent attention: projections to latents are whole on every rank, others split by heads."""
-
-    def whole(name: str, parameter: str, *shape: int) -> TensorSlice:
-        return TensorSlice(f"{theirs}.{name}.weight", f"{ours}.{parameter}.weight", shape, None, 0, shape[0])
-
-    def by_heads(name: str, parameter: str, num_rows: int, num_columns: int) -> TensorSlice:
-        names = f"{theirs}.{name}.weight", f"{ours}.{parameter}.weight"
-        return TensorSlice(*names, (num_rows, num_columns), 0, 0, num_rows // tp)
-
-    keys, values, (own, rotated) = a.num_heads * a.head_dim, a.num_heads * a.value_size, a.key_sizes
-    if a.query_rank is None:
-        queries = [by_heads("q_proj", "query_up", keys, hidden_size)]
-    else:
-        queries = [
-            whole("q_a_proj", "query_down", a.query_rank, hidden_size),
-            whole("q_a_layernorm", "query_norm", a.query_rank),
-            by_heads("q_b_proj", "query_up", keys, a.query_rank),
-        ]
-    output = f"{theirs}.o_proj.weight", f"{ours}.output.weight"
-    return [
-        *queries,
-        whole("kv_a_proj_with_mqa", "latent_down", a.latent_size + rotated, hidden_size),
-        whole("kv_a_layernorm", "latent_norm", a.latent_size),
-        by_heads("kv_b_proj", "latent_up", a.num_heads * own + values, a.latent_size),
-        TensorSlice(*output, (hidden_size, values), 1, 0, hidden_size),
-    ]
-
-
-def corrections(a: Architecture) -> list[TensorSlice]:
-    """Return the bias that routers add to experts' scores when they choose: float32, whole on every rank."""
-    return [
-        TensorSlice(
-            f"{a.tensor_prefix}.layers.{layer}.{a.names.mlp}.gate.e_score_correction_bias",
-            f"decoder.layers.{layer}.mlp.router.correction",
-            (mlp.num_experts,),
-            None,
-            0,
-            mlp.num_experts,
+    def attention_of(self, layer: int) -> LatentAttention:
+        own, rope = vars(super().attention_of(layer)) | {"num_kv_heads": self.num_attention_heads}, self.rope
+        if rope.rope_type != "default" and rope.mscale_all_dim and rope.factor is not None:  # YaRN's magnitude, squared
+            own["scale"] = yarn_magnitude(rope.factor, rope.mscale_all_dim) ** 2 / math.sqrt(self.size_of_heads)
+        return LatentAttention(
+            **own,
+            query_rank=self.q_lora_rank,
+            latent_size=self.kv_lora_rank,
+            value_size=self.v_head_dim,
+            is_interleaved=self.rope_interleave,
         )
-        for layer, mlp in enumerate(a.mlps)
-        if isinstance(mlp, Mixture) and mlp.scoring == "sigmoid"
-    ]
+
+
+class DeepseekV3Config(LatentConfig):
+    """The config of DeepSeek-V3."""
+
+    family = "deepseek_v3"
+
+    first_k_dense_replace: int | None = Field(default=3, ge=0)
+
+
+class Glm4MoeLiteConfig(LatentConfig):
+    """The config of GLM-4.7-Flash. The first layer is dense, if the file does not list them."""
+
+    family = "glm4_moe_lite"
+
+    rms_norm_eps: float = 1e-5
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        return super().has_experts if self.mlp_layer_types else tuple(layer > 0 for layer in self._numbers)

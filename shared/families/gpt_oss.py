@@ -4,43 +4,65 @@ Projections, router and experts have biases. Published checkpoints hold the expe
 (tensors/safetensors_files.py); trained weights are written in the run's dtype.
 """
 
-import dataclasses
+from dataclasses import replace
+from typing import Literal
 
-from shared.families.architecture import Architecture, ClampedGate, Mixture
-from shared.families.tensor_slices import TensorSlice
-from shared.models.families import GptOssConfig
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-
-def architecture(alike: Architecture, config: GptOssConfig) -> Architecture:
-    """Return the architecture, given one whose layers are plain attention and MLPs."""
-    biased = config.attention_bias
-    attention = dataclasses.replace(alike.attention, has_sinks=True, qkv_bias=biased, output_bias=biased)
-    mixture = Mixture(
-        num_experts=config.num_experts,
-        ffn_size=config.intermediate_size,
-        experts_per_token=config.num_experts_per_tok,
-        scoring="chosen softmax",
-        stacked=ClampedGate(config.swiglu_alpha, config.swiglu_limit),
-    )
-    mixers = tuple(dataclasses.replace(attention, window=window) for window in config.windows)
-    return dataclasses.replace(alike, mixers=mixers, mlps=(mixture,) * len(mixers))
+from shared.families.architecture import Attention, ClampedGate, Mixture, RopeConfig
+from shared.families.config import SLIDING, DenseConfig, choice_problem
 
 
-def stacked_expert_slices(m: Mixture, hidden_size: int, etp: int, theirs: str, ours: str) -> list[TensorSlice]:
-    """Return the tensors of a mixture whose experts are stored together: [experts, inputs, outputs]."""
-    assert etp == 1, etp  # refused by check_layout
-    experts, gate_up = m.num_experts, 2 * m.ffn_size
-    shapes = {
-        "gate_up_proj": (experts, hidden_size, gate_up),
-        "gate_up_proj_bias": (experts, gate_up),
-        "down_proj": (experts, m.ffn_size, hidden_size),
-        "down_proj_bias": (experts, hidden_size),
-    }
-    router = {"weight": (experts, hidden_size), "bias": (experts,)}
-    return [
-        *(TensorSlice(f"{theirs}.router.{n}", f"{ours}.router.{n}", s, None, 0, experts) for n, s in router.items()),
-        *(
-            TensorSlice(f"{theirs}.experts.{name}", f"{ours}.experts.{name}", shape, 0, 0, experts, is_stack=True)
-            for name, shape in shapes.items()
-        ),
-    ]
+class Mxfp4(BaseModel):
+    """The only quantization that is supported."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    quant_method: Literal["mxfp4"]
+
+
+class GptOssConfig(DenseConfig):
+    """The config of gpt-oss. `quantization_config`: only MXFP4 (tensors/safetensors_files.py)."""
+
+    family = "gpt_oss"
+    trains_by_fsdp = False
+    biases = ("attention_bias", "mlp_bias")
+    has_windows = True
+
+    head_dim: int | None = 64
+    sliding_window: int | None = Field(default=128, ge=1)
+    attention_bias: bool = True
+    rms_norm_eps: float = 1e-5
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
+    num_experts: int = Field(ge=1, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts_per_tok: int = Field(default=4, ge=1)
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = Field(default=7.0, gt=0)
+    quantization_config: Mxfp4 | None = None  # type: ignore[assignment]
+
+    @property
+    def rope(self) -> RopeConfig:
+        if self.rope_scaling is None and self.rope_parameters is None:
+            theta = self.rope_theta or 150_000.0
+            sizes = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+            return RopeConfig(rope_type="yarn", rope_theta=theta, **sizes)
+        return super().rope
+
+    def default_kinds(self) -> tuple[str, ...]:
+        return tuple("full_attention" if layer % 2 else SLIDING for layer in self._numbers)
+
+    def own_problem(self) -> str | None:
+        return choice_problem(self.num_experts_per_tok, self.num_experts)
+
+    def attention_of(self, layer: int) -> Attention:
+        biased = self.attention_bias
+        return replace(super().attention_of(layer), has_sinks=True, qkv_bias=biased, output_bias=biased)
+
+    def mlp_of(self, layer: int) -> Mixture:
+        return Mixture(
+            num_experts=self.num_experts,
+            ffn_size=self.intermediate_size,
+            experts_per_token=self.num_experts_per_tok,
+            scoring="chosen softmax",
+            stacked=ClampedGate(self.swiglu_alpha, self.swiglu_limit),
+        )

@@ -4,46 +4,79 @@ All norms except the delta net's are zero-centred, and attention rotates a part 
 tensors, of a vision tower and of multi-token prediction, are copied unchanged.
 """
 
-import dataclasses
+from dataclasses import replace
+from typing import Literal
 
-from shared.families.architecture import Architecture, DeltaNet
-from shared.families.tensor_slices import TensorSlice
-from shared.models.families import HybridConfig
+from pydantic import Field
 
-IN_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # in the order of `DeltaNet.made_sizes`
+from shared.families.architecture import Architecture, DeltaNet, Mixer
+from shared.families.config import MixtureConfig, PartRotatedConfig, Size, Tower
 
-
-def architecture(alike: Architecture, config: HybridConfig) -> Architecture:
-    """Return the architecture, given one whose layers are all attention."""
-    delta_net = DeltaNet(
-        num_key_heads=config.linear_num_key_heads,
-        num_value_heads=config.linear_num_value_heads,
-        key_size=config.linear_key_head_dim,
-        value_size=config.linear_value_head_dim,
-        conv_width=config.linear_conv_kernel_dim,
-    )
-    attention = dataclasses.replace(alike.attention, is_gated=True)
-    mixers = tuple(delta_net if recurrent else attention for recurrent in config.is_recurrent)
-    return dataclasses.replace(alike, mixers=mixers, zero_centred_norms=True)
+_BESIDE = ("mtp.", "model.visual.")
 
 
-def delta_net_slices(delta: DeltaNet, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
-    """Return the tensors of a gated delta net: one linear makes all inputs, and each rank has some of the heads."""
-    mixed, values, heads = delta.mixed_sizes, delta.num_values, delta.num_value_heads
-    slices, start = [], 0
-    for name, num_rows in zip(IN_PROJECTIONS, delta.made_sizes, strict=True):
-        sections = mixed if name == "in_proj_qkv" else ()
-        stop, shape = start + num_rows // tp, (num_rows, hidden_size)
-        parameter = f"{ours}.in_proj.weight"
-        slices.append(TensorSlice(f"{theirs}.{name}.weight", parameter, shape, 0, start, stop, sections=sections))
-        start = stop
-    kernel = (sum(mixed), 1, delta.conv_width)
-    conv = f"{theirs}.conv1d.weight", f"{ours}.conv_weight", kernel, 0, 0, sum(mixed) // tp
-    return [
-        *slices,
-        TensorSlice(*conv, sections=mixed),
-        TensorSlice(f"{theirs}.A_log", f"{ours}.A_log", (heads,), 0, 0, heads // tp),
-        TensorSlice(f"{theirs}.dt_bias", f"{ours}.dt_bias", (heads,), 0, 0, heads // tp),
-        TensorSlice(f"{theirs}.norm.weight", f"{ours}.norm.weight", (delta.value_size,), None, 0, delta.value_size),
-        TensorSlice(f"{theirs}.out_proj.weight", f"{ours}.out_proj.weight", (hidden_size, values), 1, 0, hidden_size),
-    ]
+class HybridConfig(PartRotatedConfig):
+    """The config of Qwen3.5."""
+
+    family = "qwen3_5"
+    tower = Tower("qwen3_5", "model.language_model", _BESIDE)
+    always_carried = _BESIDE[:1]
+    trains_by_fsdp = False
+    always_on = ("use_qk_norm",)
+    qk_norm = True
+
+    head_dim: int | None = 256
+    layer_types: tuple[Literal["linear_attention", "full_attention"], ...] | None = None
+    full_attention_interval: int = Field(default=4, ge=1)
+    partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
+    linear_conv_kernel_dim: int = Field(default=4, ge=2)
+    linear_key_head_dim: int = Field(default=128, ge=1)
+    linear_value_head_dim: int = Field(default=128, ge=1)
+    linear_num_key_heads: int = Field(default=16, ge=1)
+    linear_num_value_heads: int = Field(default=32, ge=1)
+
+    @property
+    def is_recurrent(self) -> tuple[bool, ...]:
+        """For each layer, whether it is a gated delta net."""
+        if self.layer_types is not None:
+            return tuple(kind == "linear_attention" for kind in self.layer_types)
+        return tuple((layer + 1) % self.full_attention_interval > 0 for layer in range(self.num_hidden_layers))
+
+    def layers_problem(self) -> str | None:
+        found, num_layers = len(self.is_recurrent), self.num_hidden_layers
+        return None if found == num_layers else f"layer_types names {found} layers, num_hidden_layers is {num_layers}"
+
+    def own_problem(self) -> str | None:
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            heads = f"{self.linear_num_key_heads} key heads do not divide {self.linear_num_value_heads} value heads"
+            return f"linear attention: {heads}"
+        return super().own_problem()
+
+    def mixer_of(self, layer: int) -> Mixer:
+        if not self.is_recurrent[layer]:
+            return replace(self.attention_of(layer), is_gated=True)
+        return DeltaNet(
+            num_key_heads=self.linear_num_key_heads,
+            num_value_heads=self.linear_num_value_heads,
+            key_size=self.linear_key_head_dim,
+            value_size=self.linear_value_head_dim,
+            conv_width=self.linear_conv_kernel_dim,
+        )
+
+    def completed(self, whole: Architecture) -> Architecture:
+        return replace(whole, zero_centred_norms=True)
+
+
+class HybridMixtureConfig(HybridConfig, MixtureConfig):
+    """The config of Qwen3.5's mixtures, which have one more expert that every token goes to."""
+
+    family = "qwen3_5_moe"
+    tower = Tower("qwen3_5_moe", "model.language_model", _BESIDE)
+
+    intermediate_size: int = 0
+    norm_topk_prob: Literal[True] = True
+    shared_expert_intermediate_size: int = Size
+
+    @property
+    def shared_ffn_size(self) -> int:
+        return self.shared_expert_intermediate_size

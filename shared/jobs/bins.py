@@ -4,15 +4,14 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from itertools import count, islice
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
 
-from longshore.fields import Frozen
+from longshore.previews import Cut, RunLength, SourceShare
 from shared.errors import InvalidInput
 
 # --- Packing ---
@@ -246,56 +245,118 @@ MOST_STEPS_OF_EPOCHS = 50_000
 _MOST_COUNTED = 1_000_000  # units whose steps of `batch_tokens` are counted one by one: seconds
 
 
-class Cut(Frozen):
-    """How units are cut into steps: `epochs` or `steps`, and `batch_size` or `batch_tokens`.
-
-    An epoch's last step may be smaller. With `steps` the data is repeated for as many epochs as needed.
-    """
-
-    seed: int = Field(ge=0, lt=2**63)
-    epochs: float | None = Field(default=None, gt=0)
-    steps: int | None = Field(default=None, ge=1)
-    batch_size: int | None = Field(default=None, ge=1)
-    batch_tokens: int | None = Field(default=None, ge=1)
-
-    @property
-    def _is_cut(self) -> bool:
-        return True
-
-    @model_validator(mode="after")
-    def _one_length_one_batch(self) -> Self:
-        if self._is_cut and ((self.epochs is None) == (self.steps is None)):
-            raise ValueError("give exactly one of epochs and steps")
-        if self._is_cut and ((self.batch_size is None) == (self.batch_tokens is None)):
-            raise ValueError("give exactly one of batch_size and batch_tokens")
-        return self
-
-
-class RunLength(Frozen):
-    """The passes, steps and tokens of a run. `is_exact`: equal to those of its plan."""
-
-    epochs: float
-    steps: int
-    tokens: int
-    is_exact: bool = True
-
-
 def steps_of(tokens_U: Indices, cut: Cut) -> Iterator[Indices]:
     """Cut units into steps, one epoch after another. A fraction of an epoch is the first part of its order."""
     return islice(_endless(tokens_U, cut), cut.steps)
 
 
 def _endless(tokens_U: Indices, cut: Cut) -> Iterator[Indices]:
-    for epoch in count():
-        order_U = epoch_order(len(tokens_U), cut.seed, epoch)
+    for epoch, order_U in enumerate(_orders(len(tokens_U), cut)):
         if cut.epochs is not None:
-            order_U = order_U[: _units_of_epoch(len(tokens_U), cut.epochs, epoch)]
+            order_U = order_U[: _units_of_epoch(len(order_U), cut.epochs, epoch)]
         if not len(order_U):
             return
         if cut.batch_size is not None:
             yield from steps_by_count(order_U, cut.batch_size)
         elif cut.batch_tokens is not None:
             yield from steps_by_tokens(order_U, tokens_U, cut.batch_tokens)
+
+
+def _orders(num_units: int, cut: Cut) -> Iterator[Indices]:
+    """Yield the order of the units of each epoch: a shuffle of all; of a mixture, each source's own shuffles in turn.
+
+    A source goes on where the epoch before has left it, and is shuffled again whenever all of its units were drawn.
+    """
+    if not cut.sources:
+        yield from (epoch_order(num_units, cut.seed, epoch) for epoch in count())
+        return
+    assert sum(source.num_units for source in cut.sources) == num_units, (cut.sources, num_units)
+    shares, num_draws = shares_of(cut.sources)
+    turns, drawn = _turns(shares, num_draws), [0] * len(shares)
+    while True:
+        yield _units_drawn(next(turns), cut.sources, cut.seed, drawn)
+
+
+def mixture_draws(sources: Sequence[SourceShare], seed: int, first: int, number: int) -> Indices:
+    """Return the draws `first`, `first` + 1, ... of the epochs of a mixture, one after another, as `steps_of` has them.
+
+    Sources' turns repeat after `sum(shares)` draws, so only those since the last repetition are found one by one.
+    """
+    shares, _ = shares_of(sources)
+    repetitions, skipped = divmod(first, sum(shares))
+    source_D = np.fromiter(interleaved(shares), dtype=np.int64, count=skipped + number)
+    counts = np.bincount(source_D[:skipped], minlength=len(shares)).tolist()
+    drawn = [repetitions * share + count for share, count in zip(shares, counts, strict=True)]
+    return _units_drawn(source_D[skipped:], sources, seed, drawn)
+
+
+def _units_drawn(source_D: Indices, sources: Sequence[SourceShare], seed: int, drawn: list[int]) -> Indices:
+    """Return the units of draws from these sources. `drawn`: of each source before; the draws are added to it."""
+    unit_D, begin = np.empty(len(source_D), dtype=np.int64), 0
+    for number, source in enumerate(sources):
+        place_N = np.flatnonzero(source_D == number)
+        unit_D[place_N] = begin + _draws(source.num_units, seed, number, drawn[number], len(place_N))
+        drawn[number] += len(place_N)
+        begin += source.num_units
+    return unit_D
+
+
+def shares_of(sources: Sequence[SourceShare]) -> tuple[list[int], int]:
+    """Return whole numbers that are to each other as the sources' shares, and the units that an epoch draws of all.
+
+    By weights, an epoch draws as many units as there are. Else it passes over each source `epochs` times, or once.
+    A weight is read as its decimal digits say: 0.1 is a tenth.
+    """
+    if any(source.weight is not None for source in sources):
+        weights = [Fraction(repr(1.0 if source.weight is None else source.weight)) for source in sources]
+        scale = math.lcm(*(weight.denominator for weight in weights))
+        shares = [int(weight * scale) for weight in weights]
+        num_draws = sum(source.num_units for source in sources)
+    else:
+        shares = [max(1, round((source.epochs or 1) * source.num_units)) for source in sources]
+        num_draws = sum(shares)
+    return [share // math.gcd(*shares) for share in shares], num_draws
+
+
+def interleaved(shares: Sequence[int]) -> Iterator[int]:
+    """Yield sources, endlessly, such that each has floor or ceil of its share of the first k draws, for every k.
+
+    Draw j of a source with the part p of all has its turn in [floor(j / p), ceil((j + 1) / p)). Of those that may be
+    drawn the one is taken whose last turn comes first; so none misses it (Baruah et al. 1996, Proportionate progress).
+    """
+    total = sum(shares)
+    waiting = [(0, source) for source, share in enumerate(shares) if share]
+    ready: list[tuple[int, int]] = []
+    drawn = [0] * len(shares)
+    for turn in count():
+        while waiting and waiting[0][0] <= turn:
+            source = heapq.heappop(waiting)[1]
+            heapq.heappush(ready, (-(-(drawn[source] + 1) * total // shares[source]), source))
+        source = heapq.heappop(ready)[1]
+        drawn[source] += 1
+        heapq.heappush(waiting, (drawn[source] * total // shares[source], source))
+        yield source
+
+
+def _turns(shares: list[int], num_draws: int) -> Iterator[Indices]:
+    """Yield the sources of each epoch's draws. They repeat after `sum(shares)` draws, which are kept if that is few."""
+    period, sources = sum(shares), interleaved(shares)
+    if period > max(num_draws, _WINDOW):
+        while True:
+            yield np.fromiter(sources, dtype=np.int64, count=num_draws)
+    whole = np.fromiter(sources, dtype=np.int64, count=period)
+    for epoch in count():
+        yield np.resize(np.roll(whole, -(epoch * num_draws % period)), num_draws)
+
+
+def _draws(num_units: int, seed: int, source: int, first: int, number: int) -> Indices:
+    """Return the draws `first`, `first` + 1, ... of a source: its units in one shuffle after another.
+
+    Those of the first source are the epochs of a dataset that is alone.
+    """
+    passes = range(first // num_units, -(-(first + number) // num_units))
+    orders = [epoch_order(num_units, seed, (source << 40) + one) for one in passes]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *orders])[first % num_units :][:number]
 
 
 def _units_of_epoch(num_units: int, epochs: float, epoch: int) -> int:
@@ -308,12 +369,49 @@ def check_epochs(tokens_U: Indices, cut: Cut) -> None:
     """Raise InvalidInput if `epochs` means more than MOST_STEPS_OF_EPOCHS steps, since that is likely a mistake."""
     if cut.epochs is None:
         return
-    size, batch = (int(tokens_U.sum()), cut.batch_tokens) if cut.batch_size is None else (len(tokens_U), cut.batch_size)
+    tokens, num_draws = _mean_epoch(tokens_U, cut)
+    size, batch = (tokens, cut.batch_tokens) if cut.batch_size is None else (num_draws, cut.batch_size)
     num_steps = round(cut.epochs * size / (batch or 1))
     if num_steps > MOST_STEPS_OF_EPOCHS:
-        found = f"{cut.epochs:g} epochs of {len(tokens_U):,} examples are {num_steps:,} steps"
+        found = f"{cut.epochs:g} epochs of {num_draws:,} examples are {num_steps:,} steps"
         advice = "give fewer epochs or a larger batch (or, if you mean it, the number of steps)"
         raise InvalidInput(f"{found}, {MOST_STEPS_OF_EPOCHS:,} at most: {advice}", "epochs")
+
+
+def _mean_epoch(tokens_U: Indices, cut: Cut) -> tuple[float, int]:
+    """Return the tokens of an epoch, of a mixture on average, and the number of its examples."""
+    if not cut.sources:
+        return int(tokens_U.sum()), len(tokens_U)
+    sizes = [source.num_units for source in cut.sources]
+    parts = np.split(tokens_U, np.cumsum(sizes)[:-1])
+    return mean_epoch([float(part.mean()) for part in parts], cut.sources)
+
+
+def mean_epoch(mean_tokens: Sequence[float], sources: Sequence[SourceShare]) -> tuple[float, int]:
+    """Return the tokens that an epoch of a mixture has on average, and the number of its examples.
+
+    Args:
+        mean_tokens: the tokens of a source's unit on average.
+    """
+    shares, num_draws = shares_of(sources)
+    parts = [float(Fraction(share, sum(shares))) for share in shares]  # shares may be too large for a float
+    return num_draws * float(np.dot(mean_tokens, parts)), num_draws
+
+
+def length_of_mixture(mean_tokens: Sequence[float], cut: Cut, are_prompts: bool = False) -> RunLength:
+    """Estimate the length of a run on a mixture, from the tokens of each source's unit on average.
+
+    Steps of `batch_tokens` are taken to be full; those of rollouts, whose units are prompts, are.
+    """
+    tokens, num_draws = mean_epoch(mean_tokens, cut.sources)
+    batch = tokens / num_draws * cut.batch_size if cut.batch_size is not None else float(cut.batch_tokens or 1)
+    epochs = cut.epochs if cut.epochs is not None else (cut.steps or 1) * batch / tokens
+    if are_prompts and cut.epochs is not None and cut.batch_size is not None:
+        steps = max(1, math.floor(cut.epochs * num_draws / cut.batch_size))
+        epochs = steps * cut.batch_size / num_draws
+    else:
+        steps = cut.steps or max(1, math.ceil(epochs * tokens / batch))
+    return RunLength(epochs=epochs, steps=steps, tokens=round(epochs * tokens), is_exact=False)
 
 
 def length_of(tokens_U: Indices, cut: Cut) -> RunLength:

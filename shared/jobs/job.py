@@ -2,15 +2,24 @@
 
 import hmac
 import re
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
-from longshore.fields import Artifact, Frozen, Sha256, pattern
-from longshore.layout import EngineName, Layout, engine_takes_the_layout
+from longshore.algorithms import (
+    Critic,
+    Distillation,
+    Loss,
+    adapters_of,
+    check_head,
+    check_teacher_is_frozen,
+    is_policy_loss,
+    reference_of,
+    scores_old,
+)
+from longshore.fields import Artifact, Fence, Frozen, Sha256, added
+from longshore.layout import EngineName, Layout, engine_takes_the_layout, pipelines_have_bins
 from longshore.losses import CrossEntropy
 from longshore.training import (
     Adam,
@@ -21,25 +30,15 @@ from longshore.training import (
     Quantization,
     Recompute,
     Trainable,
+    Watched,
     check_optimizer,
     fields_fit_engine,
 )
+from longshore.weight_sync import PROFILE_PATH, SamplerKind, Transport
 from shared.errors import InvalidInput
-from shared.field_rules import first_error, only
-from shared.jobs.losses import (
-    Critic,
-    Distillation,
-    Loss,
-    adapters_of,
-    check_head,
-    is_policy_loss,
-    reference_of,
-    scores_old,
-    teacher_stays,
-)
-from shared.settings import ExperimentalTransport
+from shared.field_rules import first_error
 from shared.storage.host_states import HostAddress
-from shared.storage.paths import Fence, WorkerPaths
+from shared.storage.paths import WorkerPaths
 
 # --- Layouts (longshore/layout.py) from their labels, and their limits ---
 
@@ -82,79 +81,7 @@ def check_nodes(layout: Layout, max_hosts: int | None, below: str = "") -> None:
         raise InvalidInput(f"{rule}{'s' * (max_hosts > 1)} at a time (setting max_hosts)", f"{below}layout.nodes")
 
 
-class _HasBudget(Protocol):
-    @property
-    def layout(self) -> Layout: ...
-
-    @property
-    def memory_budget_bytes(self) -> int | None: ...
-
-
-HasBudgetT = TypeVar("HasBudgetT", bound=_HasBudget)
-
-
-def pipelines_have_bins(budgeted: HasBudgetT) -> HasBudgetT:
-    """Validate a model with a layout and a memory budget. Raises ValueError if a pipeline has a memory budget."""
-    if budgeted.memory_budget_bytes is not None and budgeted.layout.pp > 1:
-        raise ValueError("memory_budget_bytes: a pipeline holds all micro-batches of a step at once; use pp 1")
-    return budgeted
-
-
 # --- Weight sync in runs and jobs: sends a trainer's weights to the samplers of its run ---
-
-Transport = Literal["shared_memory", "collective", "cuda_ipc", ExperimentalTransport]
-EXPERIMENTAL: tuple[ExperimentalTransport, ...] = get_args(ExperimentalTransport)
-"""Transports that a host takes part in only where its operator has allowed them (`experimental_transports`)."""
-OVER_TCP: tuple[Transport, ...] = ("collective", *EXPERIMENTAL)
-"""Transports whose samplers are reached at an address: both ends then listen where the other one reaches them."""
-_Backend = Literal["auto", "store", "delta", Transport]
-_OTHERS = {"hccl": "torch_npu"}
-"""Engines of transport that other trainers have, and the packages that bring them."""
-
-
-def _possible(value: object) -> object:
-    """Refuse an unknown backend, and name the known ones."""
-    names = get_args(_Backend)
-    if value in names:
-        return value
-    why = "no such backend"
-    if isinstance(value, str) and value in _OTHERS:
-        is_here = find_spec(_OTHERS[value]) is not None
-        why = f"{value} is not supported" + ("" if is_here else f" (No module named '{_OTHERS[value]}')")
-    raise PydanticCustomError("not_possible", "{why}: possible are {names}", {"why": why, "names": ", ".join(names)})
-
-
-SyncBackend = Annotated[_Backend, BeforeValidator(_possible)]
-PROFILE_PATH = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}){0,3}$"
-
-
-class WeightSync(Frozen):
-    """How a run's samplers get the weights of each step.
-
-    `store`: samplers load the published weights; every other backend falls back to this. `shared_memory`: the trainer's
-    process hands the weights over on one machine. `collective`: it broadcasts them to samplers on other machines whose
-    hosts have an address for it; gloo on the CPU, NCCL on CUDA. `cuda_ipc`: from one CUDA device's memory, on one
-    machine. `nixl`, `mooncake`: samplers read the trainer's memory through these engines; experimental, tried only on
-    CPUs, and only if the operators of both hosts allow them. `delta`: like auto, but only changed elements are sent;
-    each trainer rank keeps a copy of its weights for that. `auto`: shared_memory if trainer and samplers are on one
-    machine, else collective if there is an address, else store.
-    """
-
-    backend: SyncBackend = Field(default="auto", description="how samplers get a step's weights")
-    bucket_bytes: int = Field(
-        default=512 << 20, ge=1 << 10, le=4 << 30, description="bytes sent at a time; two such buffers are allocated"
-    )
-    in_flight: Literal["finish", "continue"] = Field(
-        default="finish",
-        description="samples in progress when weights change: finish with the old ones, or continue with the new ones",
-    )
-
-    profile_path: str | None = pattern(
-        PROFILE_PATH,
-        "a relative path of letters, digits and ._-, of at most four parts, none of which begins with a dot or a dash",
-        default=None,
-        description="a trace of each sync's phases, in `profiles/<run>/` below the root of the trainer's host",
-    )
 
 
 def newest_name(run_id: str) -> str:
@@ -215,26 +142,6 @@ class SyncAccess(Frozen):
         return cls.model_validate_json(path.read_bytes()) if path.exists() else cls()
 
 
-class SyncOutcome(Frozen):
-    """The result of a sync. `digest`: of the weights that were sent, absent if no sampler took them. `problems`: the
-    errors of samplers that did not get them, by socket. `transport`: the one used. `profile_problem`: why there is no
-    trace.
-
-    `num_bytes` were sent to each sampler, of `weight_bytes`. `blocked_s`: seconds that the trainer waited;
-    `duration_s`: until the last sampler had the weights.
-    """
-
-    version: int
-    digest: Sha256 | None
-    num_bytes: int
-    weight_bytes: int
-    blocked_s: float
-    duration_s: float
-    problems: dict[str, str] = Field(default_factory=dict)
-    transport: Transport | None = None
-    profile_problem: str | None = None
-
-
 def secret_of_run(key: bytes, run_id: str) -> bytes:
     """Return the secret that a run's trainer uses to authenticate to a sampler that knows `key`."""
     return hmac.digest(key, b"run " + run_id.encode(), "sha256")
@@ -280,13 +187,19 @@ class JobCritic(Critic):
     alone: bool = False
 
 
-class Evaluation(Frozen):
+class Evaluation(Watched):
     """Held-out loss and greedy completions, before the first step, every `every_steps`, and after the last."""
 
     data: PackedData | None = None
+    sets: dict[str, PackedData] = added({}, description="further held-out data: metrics begin with its name")
     every_steps: int = Field(default=0, ge=0, description="0: only before the first and after the last step")
     num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions of the data's first prompts")
     sample_tokens: int = Field(default=64, ge=1, le=1024)
+
+    @property
+    def held_out(self) -> dict[str, PackedData]:
+        """All held-out data by name; `data` has an empty one."""
+        return ({} if self.data is None else {"": self.data}) | self.sets
 
 
 class Checkpointing(Frozen):
@@ -363,7 +276,7 @@ class WorkerPlan(Frozen):
 
     @property
     def num_kept_states(self) -> int:
-        """How many of the newest checkpoints that a client asked for are kept."""
+        """How many of the newest checkpoints are kept for which the worker has emitted `kept`."""
         return 0
 
 
@@ -436,11 +349,15 @@ class JobPlan(WorkerPlan):
 
     @property
     def packed(self) -> tuple[PackedData, ...]:
-        return (self.data,) if self.evaluation.data is None else (self.data, self.evaluation.data)
+        return (self.data, *self.evaluation.held_out.values())
 
     @property
     def last_step(self) -> int:
         return self.first_step + self.num_steps
+
+    @property
+    def num_kept_states(self) -> int:
+        return int(self.evaluation.keep == "best")
 
     @property
     def sync_target(self) -> SyncTarget | None:
@@ -483,7 +400,7 @@ class JobPlan(WorkerPlan):
     @model_validator(mode="after")
     def _teacher_stays(self) -> Self:
         if isinstance(self.loss, Distillation):
-            teacher_stays(self.trainable, self.loss)
+            check_teacher_is_frozen(self.trainable, self.loss)
         return self
 
     @model_validator(mode="after")
@@ -571,13 +488,6 @@ class WorkerKey(Frozen):
     def of(cls, plan: WorkerPlan) -> Self:
         """Return the key of the worker that a plan needs."""
         return cls.model_validate(plan, from_attributes=True)
-
-
-SamplerKind = Annotated[
-    Literal["own", "vllm"],
-    only("own", "vllm", words="a sampler is own or vllm; sglang, which needs a GPU here, was never tried"),
-]
-"""The program of a sampler that a host starts: Longshore's own, or a vLLM server."""
 
 
 class SamplerKey(Frozen):

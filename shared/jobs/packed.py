@@ -16,7 +16,8 @@ Files are raw little-endian columns with a header file, memory-mapped on reading
 of a bin; L layers that have experts, K experts of a token.
 """
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from longshore.fields import Frozen
+from longshore.fields import Frozen, added
+from longshore.views import PlanHeader
 from shared.errors import CorruptArtifact
 from shared.storage.files import write_atomically
 
@@ -71,9 +73,17 @@ class RouteShape(Frozen):
         return np.dtype(("<u1" if self.num_experts <= 256 else "<u2", (self.num_layers, self.per_token)))
 
 
+class UnitsOfSource(Frozen):
+    """The name of a source of a mixture, and how many units are from it."""
+
+    name: str
+    num_units: int
+
+
 class UnitsHeader(Frozen):
     """`units.json`. Absent columns have defaults: chains, positions from 0, one sequence per unit, zeros; an unknown
-    `old_logprob` is NaN. `routes`: the shape of the column `route`, if there is one.
+    `old_logprob` is NaN. `routes`: the shape of the column `route`, if there is one. `sources`: those of a mixture, in
+    the order of its units.
     """
 
     schema_version: Literal[1] = 1
@@ -82,17 +92,7 @@ class UnitsHeader(Frozen):
     num_targets: int
     columns: tuple[str, ...]
     routes: RouteShape | None = None
-
-
-class PlanHeader(Frozen):
-    """`plan.json`. `packing_efficiency` is tokens / (bins * bin_tokens)."""
-
-    schema_version: Literal[1] = 1
-    num_steps: int
-    num_bins: int
-    bin_tokens: int
-    num_tokens: int
-    packing_efficiency: float
+    sources: tuple[UnitsOfSource, ...] = added(())
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,37 @@ class UnitsWriter:
         text = header.model_dump_json(indent=1, exclude_none=True)
         write_atomically(self._folder / "units.json", text.encode(), is_durable=False)
         return header
+
+
+def mix_units(folders: Mapping[str, Path], folder: Path) -> UnitsHeader:
+    """Write the units of several sources, by their names, into one folder, those of the first source first.
+
+    The sources have the same columns, and none has routes. Not sealed.
+    """
+    headers = [UnitsHeader.model_validate_json((each / "units.json").read_bytes()) for each in folders.values()]
+    assert len({header.columns for header in headers}) == 1 and ROUTE not in headers[0].columns, headers
+    for name in headers[0].columns:
+        with (folder / f"{name}.bin").open("wb") as whole:
+            for each in folders.values():
+                with (each / f"{name}.bin").open("rb") as part:
+                    shutil.copyfileobj(part, whole, _PIECE)
+    for name in ("token_offsets.bin", "target_offsets.bin"):
+        offsets = _OffsetsWriter(folder / name)
+        for each in folders.values():
+            offsets.extend(np.diff(_read_column(each / name, OFFSETS)))
+        offsets.close()
+    mixed = UnitsHeader(
+        num_units=sum(header.num_units for header in headers),
+        num_tokens=sum(header.num_tokens for header in headers),
+        num_targets=sum(header.num_targets for header in headers),
+        columns=headers[0].columns,
+        sources=tuple(
+            UnitsOfSource(name=name, num_units=header.num_units) for name, header in zip(folders, headers, strict=True)
+        ),
+    )
+    text = mixed.model_dump_json(indent=1, exclude_none=True)
+    write_atomically(folder / "units.json", text.encode(), is_durable=False)
+    return mixed
 
 
 class PlanWriter:
@@ -301,6 +332,10 @@ class Units:
             sequence_N=sequence_N + _sequence_starts(sequence_N, targets),
             route_TLK=column(ROUTE, chain_T) if token_slices and ROUTE in self.columns else None,
         )
+
+    def num_tokens(self, units: Ints) -> Ints:
+        """Return the tokens of each of some units: [U] int64."""
+        return self.token_offsets[np.asarray(units) + 1] - self.token_offsets[units]
 
     def target_indices(self, units: Ints) -> Ints:
         """Return the indices of a bin's targets in the columns on disk, in the bin's order: [N] int64."""

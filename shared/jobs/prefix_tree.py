@@ -286,7 +286,7 @@ def _unit(sequences: Sequence[SequenceRow], members: Sequence[int]) -> TreeUnit:
         old_logprob_N=column("old_logprob", np.float32),
         ref_logprob_N=column("ref_logprob", np.float32),
         sequence_N=np.repeat(np.arange(len(rows)), [len(target_N) for target_N in targets]),
-        route_TLK=_routes(rows, order, nodes),
+        route_TLK=routes_of_parts([row.routes for row in rows], order, nodes),
         members=tuple(members),
     )
 
@@ -332,13 +332,15 @@ def scored_pair(chosen: NDArray[np.integer], rejected: NDArray[np.integer], marg
     return scored_unit(rows)
 
 
-def _routes(rows: Sequence[SequenceRow], order: Sequence[int], nodes: Sequence[Node]) -> NDArray[np.integer] | None:
-    """Return the routes of the trees' tokens; None if the sequences have none.
+def routes_of_parts(
+    routes: Sequence[NDArray[np.integer] | None], order: Sequence[int], nodes: Sequence[Node]
+) -> NDArray[np.integer] | None:
+    """Return the routes of the trees' tokens, given those of each sequence; None if the sequences have none.
 
     A shared part gets the routes of its last sequence in lexicographic order. Sequences that end with the part come
     first in that order, and their last token has no computed route.
     """
-    last = [rows[order[node.last - 1]].routes for node in nodes]
+    last = [routes[order[node.last - 1]] for node in nodes]
     parts = [each[node.begin : node.end] for each, node in zip(last, nodes, strict=True) if each is not None]
     assert len(parts) in (0, len(nodes)), "some sequences have routes, others have none"
     return np.concatenate(parts) if parts else None

@@ -1,8 +1,7 @@
 """Merge a LoRA adapter into its base model: safetensors in, safetensors out, a few megabytes at a time.
 
-W' = W + alpha / rank * B A (Hu et al. 2021, arXiv:2106.09685), with rows scaled to DoRA's norms if there are any. It is
-computed in float32 and rounded once to W's own type.
-Memory holds the adapter and a block of rows of the base model.
+W' = W + scale * B A, or what a form of LoRA has in its place (`ModuleAdapter.merged`), is computed in float32 and
+rounded once to W's own type. Memory holds the adapter and a block of rows of the base model.
 """
 
 import json
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from longshore.training import Lora
 from shared.errors import InvalidInput
-from shared.models.peft import CONFIG, EMBEDDING, PREFIX, AdaptedModules, module_of
+from shared.models.peft import CONFIG, EMBEDDING, PREFIX, AdaptedModules, ModuleAdapter, module_of, tensors_of
 
 _BLOCK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
@@ -33,7 +32,6 @@ ITEM_BYTES = FLOATS | {
 FP8_BLOCK, FP8_SCALES = 128, "_scale_inv"
 """Rows and columns of a block of FP8 weights, and what ends the names of their scales."""
 Floats = NDArray[np.float32]
-_DIMENSIONS = {"A": 2, "B": 2, "embedding_A": 2, "embedding_B": 2, "magnitude_vector": 1}
 _TURNED = {"embedding_A": "B", "embedding_B": "A"}
 
 
@@ -87,20 +85,20 @@ class Entry:
 
 @dataclass
 class Merger:
-    """An adapter's scale and factors by the name of the module that they change: A of [rank, in], B of [out, rank], and
-    DoRA's norms of its rows, [out]."""
+    """An adapter's tensors by the name of the module that they change."""
 
-    factors: dict[str, tuple[float, Floats, Floats, Floats | None]]
+    factors: dict[str, ModuleAdapter]
     _seen: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, lora: Lora, weights: Readable, place: str) -> "Merger":
         """Read `adapter_model.safetensors`. Raises InvalidInput: it is no such file, or a factor lacks its pair."""
         _, entries = read_header(weights, place)
-        sides: dict[str, dict[str, Floats]] = {}
+        sides, dimensions = dict[str, dict[str, Floats]](), tensors_of(lora)
         for entry in entries:
             stem, _, side = entry.name.removesuffix(".weight").rpartition(".lora_")
-            if not stem.startswith(PREFIX) or _DIMENSIONS.get(side) != len(entry.shape):
+            known = dimensions.get(side[-1] if side in _TURNED else side, ())
+            if not stem.startswith(PREFIX) or len(known) != len(entry.shape):
                 raise InvalidInput(f"tensor {entry.name} is no factor of a LoRA", place)
             data = weights.read(entry.stop - entry.start)
             values = floats_of(data, entry.dtype, f"{place}: {entry.name}").reshape(entry.shape)
@@ -108,13 +106,12 @@ class Merger:
                 side, values = _TURNED[side], np.ascontiguousarray(values.T)
             sides.setdefault(stem.removeprefix(PREFIX), {})[side] = values
         merger, adapted = cls({}), AdaptedModules(lora)
-        wanted = {"A", "B", "magnitude_vector"} if lora.dora else {"A", "B"}
         for name, found in sides.items():
-            if set(found) != wanted or found["A"].shape[0] != found["B"].shape[1]:
+            if found.keys() != dimensions.keys() or found["A"].shape[0] != found["B"].shape[1]:
                 raise InvalidInput(f"the factors for {name} do not belong together", place)
             if (size := adapted.of(name)) is None or size.rank != len(found["A"]):
                 raise InvalidInput(f"the factors for {name} are not those that {CONFIG} names", place)
-            merger.factors[name] = size.scale, found["A"], found["B"], found.get("magnitude_vector")
+            merger.factors[name] = ModuleAdapter(size.scale, found)
         return merger
 
     def merge(self, source: Readable, target: BinaryIO, place: str) -> None:
@@ -157,21 +154,17 @@ class Merger:
             )
 
     def _merged(self, entry: Entry, source: Readable, place: str) -> Iterator[bytes]:
-        scale, a_RI, b_OR, norm_O = self.factors[module_of(entry.name)]
-        if entry.dtype not in FLOATS or entry.shape != (len(b_OR), a_RI.shape[1]):
+        adapter = self.factors[module_of(entry.name)]
+        shape = len(adapter.tensors["B"]), adapter.tensors["A"].shape[1]
+        if entry.dtype not in FLOATS or entry.shape != shape:
             have = f"{entry.dtype} of {list(entry.shape)}"
-            raise InvalidInput(
-                f"{entry.name} is {have}; the adapter changes floats of {[len(b_OR), a_RI.shape[1]]}", place
-            )
+            raise InvalidInput(f"{entry.name} is {have}; the adapter changes floats of {list(shape)}", place)
         row_bytes = entry.shape[1] * FLOATS[entry.dtype]
         row = 0
         for data in _pieces(source, entry.stop - entry.start, max(1, _BLOCK_BYTES // row_bytes) * row_bytes, place):
             weight_OI = floats_of(data, entry.dtype, place).reshape(-1, entry.shape[1])
-            weight_OI = weight_OI + scale * (b_OR[row : row + len(weight_OI)] @ a_RI)
-            if norm_O is not None:
-                weight_OI *= (norm_O[row : row + len(weight_OI)] / np.linalg.norm(weight_OI, axis=1))[:, None]
+            yield bytes_of(adapter.merged(weight_OI, row), entry.dtype)
             row += len(weight_OI)
-            yield bytes_of(weight_OI, entry.dtype)
 
 
 def read_header(file: Readable, place: str) -> tuple[bytes, list[Entry]]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
@@ -31,7 +33,8 @@ EMBEDDING = "embed_tokens"  # the end of the embedding module's name
 COPIES = (f"{PREFIX}lm_head.base_layer.weight", f".{EMBEDDING}.base_layer.weight")
 """Ends of names of the model's own weights: PEFT writes them beside adapters of output layer and embeddings."""
 DRAWN = (".lora_A.weight", ".lora_embedding_B")  # factors that begin at random; the others begin at zero
-NORMS = ".lora_magnitude_vector"  # behind a module's name: the norms of rows that DoRA trains
+NORMS = "magnitude_vector"  # the norms of rows that DoRA trains
+Dimension = Literal["rank", "inputs", "outputs"]
 _PLAIN: frozenset[Target] = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 )  # a model that has one of these has all; other models have other linears instead
@@ -79,16 +82,35 @@ def module_of(tensor: str) -> str:
     return module
 
 
-def factor_of(tensor: str, side: Literal["A", "B"]) -> str:
-    """Return PEFT's name of the factor for a model's tensor. For embeddings, A has the shape [rank, tokens]."""
-    module = module_of(tensor)
+def tensors_of(lora: Lora) -> dict[str, tuple[Dimension, ...]]:
+    """Return the dimensions of each tensor of a module's adapter, by the part of its name behind `.lora_`."""
+    norms: dict[str, tuple[Dimension, ...]] = {NORMS: ("outputs",)} if lora.dora else {}
+    return {"A": ("rank", "inputs"), "B": ("outputs", "rank"), **norms}
+
+
+def name_of(weight: str, kind: str) -> str:
+    """Return PEFT's name of an adapter's tensor for a model's weight. Embeddings' A is [rank, tokens]."""
+    module = module_of(weight)
+    if kind not in ("A", "B"):
+        return f"{PREFIX}{module}.lora_{kind}"
     is_linear = module.rpartition(".")[2] != EMBEDDING
-    return f"{PREFIX}{module}.lora_" + (f"{side}.weight" if is_linear else f"embedding_{side}")
+    return f"{PREFIX}{module}.lora_" + (f"{kind}.weight" if is_linear else f"embedding_{kind}")
 
 
-def norms_of(tensor: str) -> str:
-    """Return PEFT's name of the norms that DoRA trains for a model's tensor."""
-    return PREFIX + module_of(tensor) + NORMS
+@dataclass(frozen=True)
+class ModuleAdapter:
+    """An adapter's tensors for one module, by the keys of `tensors_of`."""
+
+    scale: float
+    tensors: Mapping[str, NDArray[np.float32]]
+
+    def merged(self, weight_oI: NDArray[np.float32], first_row: int) -> NDArray[np.float32]:
+        """Return some rows of the module's weight, from `first_row` on, with the adapter in them."""
+        rows = slice(first_row, first_row + len(weight_oI))
+        weight_oI = weight_oI + self.scale * (self.tensors["B"][rows] @ self.tensors["A"])
+        if (norm_O := self.tensors.get(NORMS)) is not None:
+            weight_oI *= (norm_O[rows] / np.linalg.norm(weight_oI, axis=1))[:, None]
+        return weight_oI
 
 
 class _Config(BaseModel):
@@ -171,7 +193,7 @@ def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None 
         read = _Config.model_validate(config)
     except ValidationError as error:
         raise InvalidInput(refused_value(error), place) from error
-    sizes, is_told = _untold(
+    sizes, is_listed = _without_target_parameters(
         {
             **{"rank": read.r, "alpha": read.lora_alpha, "rank_stabilized": read.use_rslora},
             **{"rank_pattern": read.rank_pattern or {}, "alpha_pattern": read.alpha_pattern or {}},
@@ -179,7 +201,7 @@ def lora_of(config: dict[str, Any], place: str, scalars: tuple[str, ...] | None 
         read.target_modules,
         config.get("target_parameters"),
     )
-    if fields := _switched_on(read, _WITHOUT_EFFECT | ({"target_parameters"} if is_told else set())):
+    if fields := _switched_on(read, _WITHOUT_EFFECT | ({"target_parameters"} if is_listed else set())):
         value = config[fields[0]]
         rule = "only plain LoRA is computed, and what this field asks for would be ignored"
         raise InvalidInput(f"{fields[0]} = {value!r:.80} cannot be used: {rule}", place)
@@ -212,7 +234,7 @@ def _of_pairs(rank: int, alpha: float, is_stabilized: bool) -> dict[str, float]:
     return {"rank_pattern": 2 * rank, "alpha_pattern": alpha * (math.sqrt(2) if is_stabilized else 2)}
 
 
-def _told(lora: Lora, adapted: Iterable[str]) -> dict[str, Any]:
+def _target_parameters(lora: Lora, adapted: Iterable[str]) -> dict[str, Any]:
     """Return the fields of `adapter_config.json` that an adapter of a mixture needs for these modules."""
     mlps = [name for name in adapted if ".mlp." in name and name.rpartition(".")[2] in MLPS]
     experts = {name.rpartition(".")[2] for name in mlps if EXPERTS in name}
@@ -233,8 +255,10 @@ def _told(lora: Lora, adapted: Iterable[str]) -> dict[str, Any]:
     return fields | ({"target_parameters": sorted(parameters)} if parameters else {})
 
 
-def _untold(lora: Mapping[str, Any], names: str | tuple[str, ...], parameters: object) -> tuple[dict[str, Any], bool]:
-    """Return fields of a Lora without the additions of `_told`, and whether the parameters are those that it lists."""
+def _without_target_parameters(
+    lora: Mapping[str, Any], names: str | tuple[str, ...], parameters: object
+) -> tuple[dict[str, Any], bool]:
+    """Return fields of a Lora without what `_target_parameters` added, and whether these are its parameters."""
     of_pairs = _of_pairs(lora["rank"], lora["alpha"], lora["rank_stabilized"])
     without = {
         field: {k: v for k, v in lora[field].items() if (k, v) != (_PAIR, of_pairs[field])} for field in of_pairs
@@ -254,7 +278,7 @@ def _untold(lora: Mapping[str, Any], names: str | tuple[str, ...], parameters: o
 def write_config(folder: Path, lora: Lora, tensors: Iterable[str]) -> None:
     """Write `adapter_config.json` for an adapter with these tensors."""
     adapted = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}
-    config = config_of(lora) | {"lora_dropout": lora.dropout} | _told(lora, adapted)
+    config = config_of(lora) | {"lora_dropout": lora.dropout} | _target_parameters(lora, adapted)
     if any(".language_model." in name for name in adapted):
         config["exclude_modules"] = _TOWERS
     folder.mkdir(parents=True, exist_ok=True)
@@ -322,6 +346,15 @@ def check_same(found: Lora, expected: Lora, place: str, in_order: bool = False) 
     if not _are_alike({*found.targets}, {*expected.targets}):
         wanted = f"{sorted(expected.targets)} is asked for"
         raise InvalidInput(f"the adapter's targets is {sorted(found.targets)}, {wanted}", place)
+
+
+def not_in_vllm(lora: Lora) -> str | None:
+    """Return why vLLM does not serve such an adapter, if it does not."""
+    if lora.dora:
+        return "vllm serves no adapters with trained norms: drop trainable.dora, or sample with own"
+    if EMBEDDING in lora.targets:
+        return "adapters of embed_tokens were never tried with vllm: leave them out, or sample with own"
+    return None
 
 
 def _are_alike(one: set[Target], other: set[Target]) -> bool:

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Container, Mapping
 from typing import Literal
 
@@ -13,16 +12,9 @@ from longshore.layout import EngineName, Layout, broken_rule
 from longshore.training import LINEARS, Linear, Lora, Target
 from shared.errors import InvalidInput
 from shared.jobs.packed import RouteShape
-from shared.models.config import FAMILIES, GenericConfig
-from shared.models.families import DenseConfig, GptOssConfig, HybridConfig, LatentConfig, MixtureConfig, NemotronHConfig
-from shared.models.gemma import Gemma4Config, GemmaConfig
 
 # --- The sizes of a model that limit its layouts and adapters, and the layouts and engines that can hold it ---
 
-_MEGATRON_ALONE = (
-    *("qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4"),
-    *("deepseek_v3", "glm4_moe_lite", "nemotron_h"),
-)
 Of = Literal["", "experts", "shared"]
 """Whose linear it is: a layer's, one of its experts', or its shared expert's."""
 Sizes = tuple[int, int]
@@ -50,6 +42,7 @@ class ModelShape(Frozen):
         needs_one_stage: layers use keys and values of other layers, or have embeddings of their own.
         routes: None without experts.
         max_positions: the longest sequence before rope scaling depends on the length.
+        trains_by_fsdp: see DenseConfig; not recorded, as whoever checks layouts has read the model.
         sizes: of all linears of layers that can be adapted. Empty: not one of our families, so unknown.
     """
 
@@ -68,6 +61,7 @@ class ModelShape(Frozen):
     needs_one_stage: bool = False
     routes: RouteShape | None = None
     max_positions: int | None = None
+    trains_by_fsdp: bool = Field(default=True, exclude_if=lambda _: True)
     sizes: tuple[LinearShape, ...] = ()
 
     @property
@@ -94,125 +88,6 @@ class ModelShape(Frozen):
         return next(((size.inputs, size.outputs) for size in found), (0, 0))
 
 
-def shape_of(config: DenseConfig) -> ModelShape:
-    sizes = () if isinstance(config, GenericConfig) else _linears(config)
-    gemma = config if isinstance(config, GemmaConfig) else None
-    routed = config if isinstance(config, MixtureConfig | GptOssConfig | Gemma4Config) else None
-    if routed is None or not any(routed.has_experts):
-        routed = None
-    has_mlps = not sizes or any(size.name == "down_proj" and not size.of for size in sizes)
-    split_too: dict[str, int] = {}
-    if isinstance(config, HybridConfig):
-        split_too["key heads of its delta nets"] = config.linear_num_key_heads
-    if isinstance(config, NemotronHConfig):
-        split_too["groups of its Mamba layers"] = config.n_groups
-    return ModelShape(
-        family=config.model_type,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=math.gcd(*(config.heads_of(layer)[1] for layer in range(config.num_hidden_layers))),
-        ffn_size=config.intermediate_size if has_mlps else 0,
-        vocab_size=config.vocab_size,
-        num_experts=routed.num_experts if routed else 0,
-        expert_ffn_size=routed.moe_intermediate_size if routed else 0,
-        shared_ffn_size=routed.shared_ffn_size if isinstance(routed, MixtureConfig) else 0,
-        split_too=split_too,
-        has_stacked_experts=isinstance(routed, GptOssConfig | Gemma4Config),
-        needs_one_stage=gemma is not None and gemma.num_kv_shared_layers + gemma.hidden_size_per_layer_input > 0,
-        routes=routed and _routes(routed),
-        max_positions=config.max_positions,
-        sizes=sizes,
-    )
-
-
-def _routes(config: MixtureConfig | GptOssConfig | Gemma4Config) -> RouteShape:
-    """Return the shape of a token's expert routes."""
-    has_experts = config.has_experts
-    return RouteShape(
-        num_layers=has_experts.count(True),
-        num_experts=config.num_experts,
-        per_token=config.num_experts_per_tok,
-        has_experts=() if all(has_experts) else has_experts,
-    )
-
-
-def _linears(config: DenseConfig) -> tuple[LinearShape, ...]:
-    layers = defaultdict[tuple[Linear, Of, Sizes, int], list[int]](list)
-    for layer in range(config.num_hidden_layers):
-        for name, sizes in _of_mixer(config, layer).items():
-            layers[name, "", sizes, 1].append(layer)
-        for of, (num, width, ffn_size) in _mlps_of(config, layer).items():
-            if isinstance(config, NemotronHConfig) and of == "experts":
-                continue
-            if config.is_fused:
-                layers["gate_up_proj", of, (width, 2 * ffn_size), num].append(layer)
-            else:
-                layers["up_proj", of, (width, ffn_size), num].append(layer)
-            if not config.is_fused and not isinstance(config, NemotronHConfig):
-                layers["gate_proj", of, (width, ffn_size), num].append(layer)
-            layers["down_proj", of, (ffn_size, width), num].append(layer)
-    return tuple(
-        LinearShape(name=name, of=of, inputs=sizes[0], outputs=sizes[1], num=num, layers=tuple(own))
-        for (name, of, sizes, num), own in layers.items()
-    )
-
-
-def _of_mixer(config: DenseConfig, layer: int) -> dict[Linear, Sizes]:
-    """Return the sizes of a layer's linears, except those of its MLPs."""
-    hidden_size, (head_dim, num_kv_heads) = config.hidden_size, config.heads_of(layer)
-    heads, kv_heads = config.num_attention_heads * head_dim, num_kv_heads * head_dim
-    match config:
-        case HybridConfig() if config.is_recurrent[layer]:
-            num = config.linear_num_value_heads
-            keys, values = config.linear_num_key_heads * config.linear_key_head_dim, num * config.linear_value_head_dim
-            made: dict[Linear, int] = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values}
-            made |= {"in_proj_b": num, "in_proj_a": num}
-            return {**{name: (hidden_size, size) for name, size in made.items()}, "out_proj": (values, hidden_size)}
-        case LatentConfig():
-            return _latent_linears(config)
-        case NemotronHConfig() if config.blocks[layer] == "mamba":
-            values, states = config.mamba_num_heads * config.mamba_head_dim, config.n_groups * config.ssm_state_size
-            return {"in_proj": (hidden_size, 2 * (values + states) + config.mamba_num_heads)}
-        case NemotronHConfig() if (latent := config.moe_latent_size) and config.blocks[layer] == "moe":
-            return {"fc1_latent_proj": (hidden_size, latent), "fc2_latent_proj": (latent, hidden_size)}
-        case NemotronHConfig() if config.blocks[layer] != "attention":
-            return {}
-    if config.is_fused:
-        return {"qkv_proj": (hidden_size, heads + 2 * kv_heads), "o_proj": (heads, hidden_size)}
-    sizes: dict[Linear, Sizes] = {"q_proj": (hidden_size, heads * (2 if isinstance(config, HybridConfig) else 1))}
-    sizes |= {"k_proj": (hidden_size, kv_heads), "v_proj": (hidden_size, kv_heads), "o_proj": (heads, hidden_size)}
-    missing = config.missing_in(layer) if isinstance(config, GemmaConfig) else ()
-    return {name: size for name, size in sizes.items() if name not in missing}
-
-
-def _mlps_of(config: DenseConfig, layer: int) -> dict[Of, tuple[int, int, int]]:
-    """Return how many MLPs of each kind a layer has, their input size, and their own size."""
-    width = config.hidden_size
-    if isinstance(config, MixtureConfig) and config.has_experts[layer]:
-        latent = config.moe_latent_size if isinstance(config, NemotronHConfig) else None
-        experts: dict[Of, tuple[int, int, int]] = {
-            "experts": (config.num_experts, latent or width, config.moe_intermediate_size)
-        }
-        return experts | ({"shared": (1, width, config.shared_ffn_size)} if config.shared_ffn_size else {})
-    if isinstance(config, GptOssConfig) or (isinstance(config, NemotronHConfig) and config.blocks[layer] != "mlp"):
-        return {}
-    return {"": (1, width, config.ffn_size_of(layer))}
-
-
-def _latent_linears(config: LatentConfig) -> dict[Linear, Sizes]:
-    num_heads, hidden_size, rank = config.num_attention_heads, config.hidden_size, config.q_lora_rank
-    keys, values = num_heads * config.size_of_heads, num_heads * config.v_head_dim
-    sizes: dict[Linear, Sizes] = {
-        "kv_a_proj_with_mqa": (hidden_size, config.kv_lora_rank + config.qk_rope_head_dim),
-        "kv_b_proj": (config.kv_lora_rank, num_heads * config.qk_nope_head_dim + values),
-        "o_proj": (values, hidden_size),
-    }
-    if rank is None:
-        return sizes | {"q_proj": (hidden_size, keys)}
-    return sizes | {"q_a_proj": (hidden_size, rank), "q_b_proj": (rank, keys)}
-
-
 def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatron") -> None:
     """Refuse a layout, or an engine, that cannot hold the model.
 
@@ -220,7 +95,8 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
     """
     if rule := broken_rule(engine, layout):
         raise InvalidInput(rule, "layout")
-    check_family(engine, shape.family)
+    if engine == "fsdp" and not shape.trains_by_fsdp:
+        raise InvalidInput(f"the engine fsdp does not train {shape.family}: use megatron", "engine")
     for name, size in (
         ("attention heads", shape.num_heads),
         ("key/value heads", shape.num_kv_heads),
@@ -232,9 +108,6 @@ def check_layout(layout: Layout, shape: ModelShape, engine: EngineName = "megatr
             raise InvalidInput(f"tp={layout.tp} does not divide the model's {size} {name}", "layout.tp")
     if layout.sp and layout.tp == 1:
         raise InvalidInput("sp shares tokens out over tensor-parallel ranks: it needs tp of at least 2", "layout.sp")
-    if layout.cp > 1 and shape.split_too:
-        message = f"cp={layout.cp} cuts sequences, and the states of this model's recurrent layers are not passed on"
-        raise InvalidInput(message, "layout.cp")
     if layout.pp > shape.num_layers:
         message = f"pp={layout.pp} stages need a layer each, the model has {shape.num_layers}"
         raise InvalidInput(message, "layout.pp")
@@ -272,16 +145,6 @@ def _check_experts(layout: Layout, shape: ModelShape, engine: EngineName) -> Non
     if stage % (layout.ep * layout.etp):
         message = f"ep * etp = {layout.ep * layout.etp} does not divide tp * cp * dp = {stage}"
         raise InvalidInput(message, "layout.ep")
-
-
-def check_family(engine: EngineName, family: str) -> None:
-    """Raise InvalidInput if an engine cannot train a model family; Megatron's trains every one of FAMILIES.
-
-    For another family, the engine fsdp finds that out when it loads the model.
-    """
-    known = [name for name in FAMILIES if name not in _MEGATRON_ALONE]
-    if engine == "fsdp" and family in _MEGATRON_ALONE:
-        raise InvalidInput(f"the engine fsdp trains {', '.join(known)}, not {family}: use megatron", "engine")
 
 
 # --- Estimates the memory of a rank's weights and training state under a layout, from sizes alone ---

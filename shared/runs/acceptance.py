@@ -1,13 +1,20 @@
 """Decides if an installation accepts a run, and chooses its precision."""
 
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from longshore.algorithms import reference_uri
+from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
+from longshore.grading import GRADER_TYPES, Grader, RewardModelGrader, reward_graders
 from longshore.losses import Distillation
+from longshore.runs import Precision, RLRun, Rollouts, Run
 from longshore.training import DtypeChoice, Lora
 from shared.errors import InvalidInput
-from shared.grading import reward_graders
+from shared.field_rules import first_error
 from shared.jobs.job import check_nodes, check_ranks
-from shared.jobs.losses import reference_uri
-from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
-from shared.runs.requests import Precision, RLRun, Rollouts, Run
+from shared.models.peft import not_in_vllm
 from shared.settings import Settings
 from shared.storage.host_states import read_fast_bf16, read_offer
 from shared.storage.store import ObjectStore
@@ -88,10 +95,8 @@ def _why_not_vllm(run: RLRun, rollouts: Rollouts, settings: Settings) -> str | N
         return "this installation's sampler is a server behind a URL, and no host starts another: leave it out"
     if isinstance(run.trainable, Lora) and run.trainable.max_rank > _VLLM_MAX_RANK:
         return f"vllm serves adapters of a rank up to {_VLLM_MAX_RANK}: lower trainable.rank"
-    if isinstance(run.trainable, Lora) and run.trainable.dora:
-        return "vllm serves no adapters with trained norms: drop trainable.dora, or sample with own"
-    if isinstance(run.trainable, Lora) and "embed_tokens" in run.trainable.targets:
-        return "adapters of embed_tokens were never tried with vllm: leave them out, or sample with own"
+    if isinstance(run.trainable, Lora) and (rule := not_in_vllm(run.trainable)):
+        return rule
     if rollouts.colocate:
         return "vllm for CPUs does not sleep, and its sleep on GPUs was not tried: drop colocate, or sample with own"
     if rollouts.weight_sync.backend not in ("auto", "store"):
@@ -115,3 +120,31 @@ def precision_of(asked: DtypeChoice, settings: Settings, store: ObjectStore) -> 
     if asked == "float32" and is_fast:
         notice = "bfloat16 is fast on the GPU hosts, and takes half of the memory for weights: float32 was asked for"
     return Precision(dtype=asked, notice=notice)
+
+
+_GRADERS: TypeAdapter[Any] = TypeAdapter(Grader)
+
+
+def parse_grader(fields: JsonValue) -> Grader:
+    """Parse a grader that a user sent.
+
+    Raises:
+        InvalidInput: names the first wrong field, and the rule that it breaks.
+    """
+    try:
+        grader: Grader = _GRADERS.validate_python(fields)
+    except ValidationError as error:
+        field, rule = first_error(error, GRADER_TYPES)
+        raise InvalidInput(rule, f"grader.{field}".rstrip(".")) from error
+    return grader
+
+
+def chosen_scalar(grader: RewardModelGrader, names: Sequence[str], place: str = "grader") -> int:
+    """Return the number of the scalar that grades. Raises InvalidInput if the reward model lacks it, or has several and
+    none is named.
+    """
+    if grader.scalar is None and len(names) > 1:
+        raise InvalidInput(f"the reward model gives {', '.join(names)}: say which as scalar", f"{place}.scalar")
+    if grader.scalar is not None and grader.scalar not in names:
+        raise InvalidInput(f"the reward model has no {grader.scalar!r}: it gives {', '.join(names)}", f"{place}.scalar")
+    return 0 if grader.scalar is None else names.index(grader.scalar)

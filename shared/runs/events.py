@@ -1,4 +1,4 @@
-"""What a run leaves as it goes: its events, and the results of a session's commands."""
+"""The records that a run leaves: its events, and the results of a session's commands."""
 
 import re
 from collections import deque
@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from longshore.commands import CommandResult
-from longshore.fields import Frozen
+from longshore.events import RunEvent, parse_event
+from longshore.fields import Fence, Frozen
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.events import Event, parse_event
-from shared.storage.paths import Fence, RunKeys
+from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectInfo, ObjectStore
-from shared.storage.stored_bytes import Ledger
 
 # --- Reads a run's events from the store: pieces of the log while a job runs, the whole log afterwards ---
 #
@@ -53,15 +52,6 @@ def _no_cursor() -> InvalidInput:
 
 
 BEGINNING = EventCursor()
-
-
-class RunEvent(Frozen):
-    """An event of one attempt at a job, and the cursor after it."""
-
-    cursor: str
-    job_id: str
-    fence: Fence
-    event: Event
 
 
 def read_run_events(
@@ -197,16 +187,14 @@ _SMALL_BYTES = 2048  # smaller results are not rewritten: that saves too little
 
 
 class SessionResults:
-    """Stores the results of a session's commands. Results with scores count as stored bytes of the tenant. Blocking."""
+    """Stores the results of a session's commands. Blocking."""
 
     def __init__(
-        self, store: ObjectStore, tenant: str, run_id: str, most: int = MOST_SCORED, most_bytes: int = MOST_SCORED_BYTES
+        self, store: ObjectStore, run_id: str, most: int = MOST_SCORED, most_bytes: int = MOST_SCORED_BYTES
     ) -> None:
         """`most`, `most_bytes`: the newest results that keep their scores."""
         self._store = store
         self._keys = RunKeys(run_id)
-        self._run_id = run_id
-        self._ledger = Ledger(store, tenant)
         self._most, self._most_bytes = most, most_bytes
         self._scored: deque[tuple[int, int]] | None = None  # numbers and bytes, the oldest first
 
@@ -217,30 +205,31 @@ class SessionResults:
         """Store a result, which tells its client that the command is done. Then delete the scores of old ones, if the
         session has too many.
         """
-        is_small = len(data) <= _SMALL_BYTES
-        if not is_small:
-            self._ledger.bring_result(self._run_id, number, len(data))
         self._store.put_bytes(self._keys.command_result(number), data)
-        if not is_small:
+        if len(data) > _SMALL_BYTES:
             self._bound(number, len(data))
 
     def _bound(self, number: int, num_bytes: int) -> None:
         if self._scored is None:
-            self._scored = deque(self._ledger.results(self._run_id))
+            self._scored = deque((_number_of(info.key), info.size) for info in self._large())
         else:
             self._scored.append((number, num_bytes))
         while len(self._scored) > self._most or sum(size for _, size in self._scored) > self._most_bytes:
-            old, size = self._scored.popleft()
+            old, _ = self._scored.popleft()
             self._delete_scores(self._keys.command_result(old))
-            self._ledger.forget_result(self._run_id, old, size)
 
-    def delete_scores(self) -> None:
-        """Delete the scores of all results. The results themselves stay, since they record which commands were done."""
-        for info in self._store.list(self._keys.command_result()):
-            if info.size > _SMALL_BYTES:
-                self._delete_scores(info.key)
-        for number, num_bytes in list(self._ledger.results(self._run_id)):
-            self._ledger.forget_result(self._run_id, number, num_bytes)
+    def delete_scores(self) -> bool:
+        """Delete the scores of all results. The results themselves stay, since they record which commands were done.
+
+        Returns whether there were large results.
+        """
+        large = self._large()
+        for info in large:
+            self._delete_scores(info.key)
+        return bool(large)
+
+    def _large(self) -> list[ObjectInfo]:
+        return [info for info in self._store.list(self._keys.command_result()) if info.size > _SMALL_BYTES]
 
     def _delete_scores(self, key: str) -> None:
         with suppress(NotFound):
@@ -248,3 +237,7 @@ class SessionResults:
             if result.data is not None:
                 left = result.model_copy(update={"data": None, "expired": True})
                 self._store.put_bytes(key, left.model_dump_json().encode())
+
+
+def _number_of(key: str) -> int:
+    return int(key.rpartition("/")[2].removesuffix(".json"))

@@ -2,19 +2,20 @@
 
 import hashlib
 import secrets
-from typing import Any, Literal, Self
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from longshore.accounts import QuotaSettings, Room
+from longshore.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
 from longshore.fields import Artifact, Frozen
 from longshore.layout import EngineName, Layout
+from longshore.runs import FIRST_TENANT, RLRun, Run, RunId, RunRecord, Tenant
 from longshore.training import Dtype, SessionRun, Trainable
+from longshore.views import _TYPES, Export, RunStatus
 from shared.errors import NotFound
-from shared.limits import QuotaSettings
 from shared.models.shape import ModelShape
-from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
-from shared.runs.requests import FIRST_TENANT, RLRun, Run, RunId, RunRecord, Tenant
-from shared.runs.status import RLState, RunStatus
+from shared.runs.status import RLState
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
@@ -26,7 +27,7 @@ MAX_WAITING = 256
 """The most commands of a session that may wait; further ones are refused, for the client to send again later."""
 MAX_NUMBER = 99_999_999
 MOST_TOLD_BYTES = 64 << 10
-"""Commands and results of at most so many bytes come along with the news of them (activities/hosts/session.py)."""
+"""Larger commands are not sent to a session's host, which reads them from the store (activities/hosts/session.py)."""
 
 
 class CommandArrived(Frozen):
@@ -41,7 +42,6 @@ class SessionState(Frozen):
     Attributes:
         next: the number of the next command to execute, or a later one.
         waiting: the numbers of commands that are known to wait.
-        avoid: queues of hosts on which a worker of the session was lost while it started.
     """
 
     model: Artifact
@@ -51,16 +51,11 @@ class SessionState(Frozen):
     waiting: tuple[int, ...] = ()
     closing: bool = False
     epoch: int = 0
-    avoid: tuple[str, ...] = ()
     status: RunStatus
 
 
 # --- Models ---
 # A run's model, as its user names it and as it was found; and the formats that published weights are exported to.
-
-ExportFormat = Literal["merged", "gguf", "fp8", "mlx"]
-ExportType = Literal["q8_0", "f16", "bf16", "q4", "q8"]
-_TYPES: dict[str, tuple[ExportType, ...]] = {"gguf": ("q8_0", "f16", "bf16"), "mlx": ("q4", "q8")}
 
 
 class ModelRequest(Frozen):
@@ -80,6 +75,7 @@ class ModelRequest(Frozen):
     max_tokens: int | None = None
     any_family: bool = False
     dtype: Dtype | None = None
+    room: Room = Room()
 
 
 class ResolvedModel(Frozen):
@@ -87,34 +83,6 @@ class ResolvedModel(Frozen):
 
     model: Artifact
     shape: ModelShape
-
-
-class Export(Frozen):
-    """How a whole model is written. Without a type: GGUF in `q8_0`, MLX in `q4`."""
-
-    format: ExportFormat = Field(
-        description="merged: safetensors as the base model's; gguf: one file for llama.cpp; fp8: safetensors in blocks "
-        "of 128 by 128, which vLLM reads; mlx: groups of 64 for mlx-lm"
-    )
-    type: ExportType | None = Field(default=None, description="gguf: q8_0, f16 or bf16; mlx: q4 or q8")
-
-    @model_validator(mode="after")
-    def _is_of_format(self) -> Self:
-        types = _TYPES.get(self.format, ())
-        if self.type is not None and self.type not in types:
-            known = f"it has {', '.join(types)}" if types else "it has none"
-            raise ValueError(f"{self.format} has no type {self.type}: {known}")
-        return self
-
-    @property
-    def stored_as(self) -> ExportType | None:
-        """The type of the weights, if the format has several."""
-        return self.type or (_TYPES[self.format][0] if self.format in _TYPES else None)
-
-    @property
-    def label(self) -> str:
-        """`merged`, `fp8`, `gguf-q8_0`, …: equal for exports that have equal files."""
-        return "-".join(filter(None, (self.format, self.stored_as)))
 
 
 LABELS = ("merged", "fp8", *(f"{name}-{each}" for name, types in _TYPES.items() for each in types))
@@ -129,6 +97,7 @@ class ExportRequest(Frozen):
     model: Artifact
     adapter: Artifact | None
     export: Export
+    room: Room = Room()
 
 
 SFT_WORKFLOW = "SFTWorkflow"
@@ -170,6 +139,7 @@ class Start(Frozen):
         default=None, description="the group of runs that may train their adapters on the same worker"
     )
     tenant_weight: float = Field(default=1.0, gt=0, description="the tenant's weight for a shared worker's time")
+    room: Room = Field(default=Room(), description="for what is written before the run's row tells it anew")
 
 
 class RunStart(Start):
@@ -202,6 +172,7 @@ def workflow_of(
     record: RunRecord,
     settings: Settings,
     quotas: QuotaSettings,
+    room: Room,
     *,
     start_id: str | None = None,
     resumed: bool = False,
@@ -226,6 +197,7 @@ def workflow_of(
         "is_tracked": settings.wandb_mode != "disabled",
         "shares_with": {"all": "", "tenant": record.tenant, "none": None}[quotas.worker_sharing or "tenant"],
         "tenant_weight": quotas.worker_weight or 1.0,
+        "room": room,
     }
     match record.run:
         case SFTRun() | DPORun() | DistillRun() | RewardRun() as run:

@@ -6,24 +6,25 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from stat import S_ISREG
-from typing import Annotated, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from longshore.commands import CHECKPOINT_NAME
-from longshore.fields import Artifact, Frozen, Sha256
+from longshore.fields import Artifact, Frozen
+from longshore.views import FileEntry
 from shared.errors import CorruptArtifact, NotFound, StoreUnavailable
 from shared.field_rules import first_rule
 from shared.settings import S3Settings
-from shared.storage.files import fsync_folder, write_atomically
+from shared.storage.files import fsync_folder, go_on, write_atomically
 from shared.storage.paths import MANIFEST, RunKeys, content_key
-from shared.storage.store import LocalStore, ObjectStore, disk_errors, open_store, open_uri, uri_of
+from shared.storage.store import Check, LocalStore, ObjectStore, disk_errors, open_store, open_uri, uri_of
 
 # --- Downloads objects of a store into files: in ranges, several at a time, hashed as they arrive ---
 #
@@ -31,6 +32,7 @@ from shared.storage.store import LocalStore, ObjectStore, disk_errors, open_stor
 # Memory holds only the ranges that are fetched at once, whatever the files' size.
 
 RANGE_BYTES = 8 << 20
+_LOOK_EVERY_S = 0.2
 _PAUSES_S = (0.1, 0.4, 1.0)  # a connection that breaks within a range; the store's client repeats requests by itself
 
 
@@ -43,11 +45,11 @@ class Fetched:
     path: Path
 
 
-def fetch(store: ObjectStore, wanted: Sequence[Fetched], at_once: int, check: Callable[[], None]) -> Iterator[str]:
+def fetch(store: ObjectStore, wanted: Sequence[Fetched], at_once: int, check: Check) -> Iterator[str]:
     """Download objects into new files. Yields the SHA-256 of each, in order.
 
-    `at_once`: ranges downloaded at a time. `check`: called before and after each, from any thread; its errors
-    propagate.
+    `at_once`: ranges downloaded at a time. `check`: called before and after each, and while one is awaited, from any
+    thread; its errors propagate.
 
     Raises:
         CorruptArtifact: an object is missing, or of another size.
@@ -61,16 +63,16 @@ def fetch(store: ObjectStore, wanted: Sequence[Fetched], at_once: int, check: Ca
             digest = hashlib.sha256()
             with file.path.open("rb", buffering=0) as made:
                 for start, arrived in zip(_starts(file), ranges, strict=True):
+                    while not wait((arrived,), _LOOK_EVERY_S).done:
+                        check()
                     arrived.result()
                     digest.update(buffer[: made.readinto(buffer[: file.size - start])])
             yield digest.hexdigest()
     finally:
-        threads.shutdown(wait=True, cancel_futures=True)
+        threads.shutdown(wait=False, cancel_futures=True)  # a stalled range may take a minute to fail
 
 
-def _begin(
-    store: ObjectStore, file: Fetched, threads: ThreadPoolExecutor, check: Callable[[], None]
-) -> list["Future[None]"]:
+def _begin(store: ObjectStore, file: Fetched, threads: ThreadPoolExecutor, check: Check) -> list["Future[None]"]:
     with disk_errors(file.path):
         file.path.parent.mkdir(parents=True, exist_ok=True)
         file.path.touch(exist_ok=False)
@@ -118,20 +120,6 @@ _PUT_AT_ONCE = 8
 Record = TypeVar("Record", bound=BaseModel)
 
 
-def _below(path: str) -> str:
-    if any(part in ("", ".", "..") for part in path.split("/")):
-        raise ValueError("a manifest may not name files outside its artifact")
-    return path
-
-
-class FileEntry(Frozen):
-    """A file of an artifact: its path below the artifact, size in bytes, SHA-256."""
-
-    path: Annotated[str, AfterValidator(_below)]
-    size: int = Field(ge=0)
-    sha256: Sha256
-
-
 class Manifest(Frozen):
     """The content of `manifest.json`: files sorted by path, without dates, so that equal contents have equal manifests.
 
@@ -156,23 +144,29 @@ class Manifest(Frozen):
         return sum(entry.size for entry in self.files)
 
 
-def sha256_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_file(path: Path, check: Check = go_on) -> str:
+    """Hash a file. `check`: called for each piece. Its errors end it."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
+            check()
+            digest.update(buffer[:num_bytes])
+    return digest.hexdigest()
 
 
-def sha256_object(store: ObjectStore, key: str, size: int) -> str:
-    """Hash an object in the store, one piece at a time."""
+def sha256_object(store: ObjectStore, key: str, size: int, check: Check = go_on) -> str:
+    """Hash an object in the store, one piece at a time, with a `check` for each."""
     digest = hashlib.sha256()
     for start in range(0, size, _CHUNK_BYTES):
+        check()
         digest.update(store.read_range(key, start, min(_CHUNK_BYTES, size - start)))
     return digest.hexdigest()
 
 
-def manifest_of(folder: Path) -> Manifest:
+def manifest_of(folder: Path, check: Check = go_on) -> Manifest:
     """Hash every file below a folder; its own manifest and names that start with a dot are left out."""
-    paths = sorted(path.relative_to(folder).as_posix() for path in _files(folder))
-    entries = (FileEntry(path=p, size=(folder / p).stat().st_size, sha256=sha256_file(folder / p)) for p in paths)
+    found = sorted((path.relative_to(folder).as_posix(), path) for path in _files(folder))
+    entries = (FileEntry(path=n, size=path.stat().st_size, sha256=sha256_file(path, check)) for n, path in found)
     return Manifest(files=tuple(entries))
 
 
@@ -203,15 +197,19 @@ def upload_artifact(store: ObjectStore, key: str, folder: Path) -> Artifact:
     return upload_files(store, key, folder, Manifest.model_validate_json((folder / MANIFEST).read_bytes()))
 
 
-def upload_files(store: ObjectStore, key: str, folder: Path, manifest: Manifest) -> Artifact:
-    """Copy the files that a manifest names into the store, and then the manifest, which need not be in the folder."""
+def upload_files(store: ObjectStore, key: str, folder: Path, manifest: Manifest, check: Check = go_on) -> Artifact:
+    """Copy the files that a manifest names into the store, and then the manifest, which need not be in the folder.
+
+    `check`: as of the store's `put_file`.
+    """
     artifact = Artifact(uri=uri_of(store, key), sha256=hashlib.sha256(manifest.encoded()).hexdigest())
     if find_artifact(store, key) == artifact:
         return artifact
 
     def put(entry: FileEntry) -> None:
+        check()
         _check_size(folder, entry)
-        store.put_file(f"{key}/{entry.path}", folder / entry.path)
+        store.put_file(f"{key}/{entry.path}", folder / entry.path, check)
 
     # Small files are put in parallel, as each mostly waits; large ones one by one, as boto3 uses threads for each.
     small = [entry for entry in manifest.files if entry.size <= _SMALL_BYTES]
@@ -281,13 +279,7 @@ def open_artifact(artifact: Artifact, s3: S3Settings) -> tuple[ObjectStore, Mani
     return open_store(manifest.root or artifact.uri, s3), manifest
 
 
-def go_on() -> None:
-    """The default `check` of `stage`, which never stops it."""
-
-
-def stage(
-    artifact: Artifact, cache: Path, s3: S3Settings, only: tuple[str, ...] = (), check: Callable[[], None] = go_on
-) -> Path:
+def stage(artifact: Artifact, cache: Path, s3: S3Settings, only: tuple[str, ...] = (), check: Check = go_on) -> Path:
     """An artifact as a local folder, every file's hash checked.
 
     Files on this machine are used in place; others are copied into `cache`, under the artifact's hash.
@@ -295,7 +287,7 @@ def stage(
 
     Args:
         only: patterns such as `tokenizer*`, to stage only those files.
-        check: called from any thread, before and after each range of a file. Its errors end the staging.
+        check: called from any thread, for each piece of a file. Its errors end the staging.
 
     Raises:
         CorruptArtifact: a file is missing, of another size, or of another hash.
@@ -316,7 +308,7 @@ def stage(
     return folder
 
 
-def staged(artifact: Artifact, cache: Path, check: Callable[[], None] = go_on) -> tuple[Path, Manifest] | None:
+def staged(artifact: Artifact, cache: Path, check: Check = go_on) -> tuple[Path, Manifest] | None:
     """Return the folder and manifest of an artifact that is on this machine: for processes without credentials.
 
     Returns None if it lies in another machine's store, and has not been staged whole in this cache.
@@ -354,9 +346,7 @@ def _manifests(cache: Path) -> Path:
     return cache / "manifests"
 
 
-def _fetch(
-    store: ObjectStore, manifest: Manifest, target: Path, cache: Path, at_once: int, check: Callable[[], None]
-) -> None:
+def _fetch(store: ObjectStore, manifest: Manifest, target: Path, cache: Path, at_once: int, check: Check) -> None:
     """Copy files into a temporary folder, check their hashes, and rename the folder. `target` is never incomplete."""
     temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
     wanted = [Fetched(entry.path, entry.size, temporary / entry.path) for entry in manifest.files]
@@ -371,7 +361,7 @@ def _fetch(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path, check: Callable[[], None]) -> None:
+def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path, check: Check) -> None:
     """Rename a complete folder to `target`. An intact folder that is already there stays, as it may be in use."""
     try:
         new.rename(target)
@@ -388,14 +378,13 @@ def _take_place(new: Path, target: Path, manifest: Manifest, cache: Path, check:
         shutil.rmtree(target / "spoilt", ignore_errors=True)
 
 
-def _check(folder: Path, manifest: Manifest, cache: Path, check: Callable[[], None]) -> None:
+def _check(folder: Path, manifest: Manifest, cache: Path, check: Check) -> None:
     stamp = _stamp(folder, manifest)
     mark = _mark(folder, manifest, cache)
     if mark.exists() and mark.read_bytes() == stamp:
         return
     for entry in manifest.files:
-        check()
-        if sha256_file(folder / entry.path) != entry.sha256:
+        if sha256_file(folder / entry.path, check) != entry.sha256:
             raise CorruptArtifact("the file's SHA-256 is not the manifest's", str(folder / entry.path))
     write_atomically(mark, stamp, is_durable=False)  # without it the files are hashed once more
 

@@ -3,20 +3,18 @@
 import errno
 import logging
 import os
-import shutil
 import socket
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from pydantic import Field
 
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Frozen, Reason
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput
-from shared.field_rules import Reason
 
 # --- Files ---
 # Files on a host's disk that are written atomically, or that only their owner can read; and sockets like these.
@@ -48,15 +46,21 @@ def replacing(path: Path, is_durable: bool = True) -> Iterator[BinaryIO]:
 _NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def copy_file(source: BinaryIO, target: BinaryIO) -> None:
-    """Copy in the kernel if the file systems can (a reflink costs nothing), else through memory."""
+def go_on() -> None:
+    """The default `check` of long operations, which never stops them."""
+
+
+def copy_file(source: BinaryIO, target: BinaryIO, check: Callable[[], None] = go_on) -> None:
+    """Copy in the kernel if the file systems can (a reflink costs nothing), else through memory; `check` each piece."""
     try:
         while os.copy_file_range(source.fileno(), target.fileno(), 64 << 20):
-            pass
+            check()
     except (AttributeError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in _NO_KERNEL_COPY:
             raise
-        shutil.copyfileobj(source, target, 1 << 20)
+        while piece := source.read(1 << 20):
+            check()
+            target.write(piece)
 
 
 def private_folder(folder: Path) -> None:
@@ -175,26 +179,3 @@ class StageAnswer(Frozen):
                 return cls(kind="disk_full", message=str(error))
             case _:
                 return cls(kind="error", message=str(error))
-
-
-PROFILE_ID = r"^[0-9a-f]{16}$"
-MAX_PROFILED_STEPS = 10
-
-
-class ProfileRequest(Frozen):
-    """A request to a worker for torch's trace of a running job's next optimizer steps.
-
-    `profile_id`: the name of the resulting trace.
-    """
-
-    profile_id: str = Field(pattern=PROFILE_ID)
-    steps: int = Field(ge=1, le=MAX_PROFILED_STEPS)
-
-    @staticmethod
-    def path(log: str) -> Path:
-        """The request's path. The host writes the file; rank 0 deletes it when the trace begins."""
-        return Path(log).with_name("profile.json")
-
-    def trace(self, log: str) -> Path:
-        """The trace's path. Rank 0 writes it atomically: Chrome's JSON, compressed by gzip."""
-        return Path(log).with_name(f"profile-{self.profile_id}.json.gz")

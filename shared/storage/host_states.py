@@ -1,10 +1,9 @@
-"""The states that GPU and sampler hosts write to the store: why they take no leases, and which workers they lost."""
+"""The states that GPU and sampler hosts write to the store: what they are, what they lack, whether they work."""
 
 import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from longshore.fields import Frozen
+from longshore.views import Devices
 from shared.errors import NotFound
 from shared.storage.paths import ANSWERING_HOSTS, HOST_STATES, host_state, of_shape
 from shared.storage.store import ObjectStore
@@ -23,9 +23,6 @@ BEAT_S = 20.0
 """How often a host writes its state."""
 _SILENT_S = 90.0  # then a host is taken for gone
 _FORGOTTEN_S = 86_400.0  # then its state is deleted
-MAX_LOST = 3
-"""Runs whose workers a host may lose at their start, in a row, before it is quarantined."""
-_KEPT_RUNS = 20
 _BF16_CAPABILITY = 8.0
 _ASKED_S = 20.0
 
@@ -48,13 +45,6 @@ class AnsweringHost(Frozen):
     seen_at: float
 
 
-class Devices(Frozen):
-    """A host's devices: their number, and the bytes of the smallest. A CPU counts as one, which all ranks share."""
-
-    number: int
-    num_bytes: int
-
-
 class Offer(Frozen):
     """What GPU hosts of a shape reported at `seen_at` (seconds since 1970): the most ranks that one of them takes, and
     the devices of the host that has the largest.
@@ -68,10 +58,9 @@ class Offer(Frozen):
 class HostState(Frozen):
     """One host. Times are seconds since 1970.
 
-    `lost_runs`: runs whose workers were lost here while they started, since a worker last did a step here; the newest
-    last. `num_lost`: workers lost since the host started. `fast_bf16`: its devices multiply bfloat16 fast. `launch`:
-    the name under which it was started, if hosts are started on demand. `lease_since`: when its current lease began;
-    None without a lease. `max_ranks`, `devices`: of a GPU host's worker.
+    `lacks`: why it has ended, or is about to. `fast_bf16`: its devices multiply bfloat16 fast. `launch`: the name under
+    which it was started, if hosts are started on demand. `lease_since`: when its current lease began; None without a
+    lease. `max_ranks`, `devices`: of a GPU host's worker.
     """
 
     role: LeasingRole
@@ -80,9 +69,6 @@ class HostState(Frozen):
     queue: str
     seen_at: float
     lacks: tuple[str, ...] = ()
-    lost_runs: tuple[str, ...] = ()
-    num_lost: int = 0
-    quarantined_until: float = 0.0
     fast_bf16: bool = False
     launch: str | None = None
     lease_since: float | None = None
@@ -97,31 +83,9 @@ class HostState(Frozen):
     def is_seen(self, now: float) -> bool:
         return now - self.seen_at < _SILENT_S
 
-    def is_quarantined(self, now: float) -> bool:
-        return now < self.quarantined_until
-
     def takes_leases(self, now: float) -> bool:
-        """True for a host that is up, lacks nothing, and is not quarantined. It may be busy."""
-        return self.is_seen(now) and not self.lacks and not self.is_quarantined(now)
-
-    def why_not(self, now: float, by_name: bool) -> tuple[str, ...]:
-        """Return why it takes no leases, in words, if it does not."""
-        quarantined = f"it lost the workers of {len(self.lost_runs)} runs at their start: others go first"
-        why = (*self.lacks, *((quarantined,) if self.is_quarantined(now) else ()))
-        return tuple(f"{self.name} ({self.id}): {each}" if by_name else each for each in why)
-
-    def with_loss(self, run_id: str) -> "HostState":
-        """Return its state after it lost a run's worker while that started."""
-        runs = (*(known for known in self.lost_runs if known != run_id), run_id)
-        return self.model_copy(update={"lost_runs": runs[-_KEPT_RUNS:]})
-
-    def blamed_for(self, others: Iterable["HostState"]) -> tuple[str, ...]:
-        """Return the runs whose worker was lost while it started here, and on no other host.
-
-        So a run that kills its worker on every host puts no host into quarantine.
-        """
-        elsewhere = {run for other in others for run in other.lost_runs}
-        return tuple(run for run in self.lost_runs if run not in elsewhere)
+        """True for a host that is up and lacks nothing. It may be busy."""
+        return self.is_seen(now) and not self.lacks
 
 
 def told_file(root: Path, what: Literal["polls", "leased"], role: str) -> Path:

@@ -1,52 +1,22 @@
-"""The keys of the store (with stored_bytes.py), and the folders that a host and its worker share. They are made only
-here."""
+"""The keys of the store, and the folders that a host and its worker share. They are made only here."""
 
 import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field
-
-from longshore.fields import Frozen
+from longshore.fields import Fence, Frozen
 
 # --- The fence: identifies one scheduling of a run's work, so that a worker can refuse an older one ---
-
-
-class Fence(Frozen):
-    """Identifies one scheduling of a run's work. A worker refuses work with an older fence than its lease's.
-
-    The workflow increments `epoch` at every new lease; `attempt` is Temporal's attempt within an epoch.
-    """
-
-    epoch: int = Field(ge=1)
-    attempt: int = Field(default=1, ge=1)
-
-    @property
-    def label(self) -> str:
-        """A path segment that sorts like the fences: `e000003-a01`."""
-        return f"e{self.epoch:06d}-a{self.attempt:02d}"
-
-    @classmethod
-    def from_label(cls, label: str) -> "Fence":
-        """Parse a fence from a path segment. Raises ValueError for any other segment."""
-        epoch, attempt = label.split("-")
-        fence = cls(epoch=int(epoch.removeprefix("e")), attempt=int(attempt.removeprefix("a")))
-        if fence.label != label:
-            raise ValueError(f"not a fence: {label}")
-        return fence
-
-    def is_older_than(self, other: "Fence") -> bool:
-        return (self.epoch, self.attempt) < (other.epoch, other.attempt)
 
 
 MANIFEST = "manifest.json"
 LEFT = "_left.txt"
 """In a dataset's folder: which files of its source were left, in words."""
+OWN = ".own"
 
 # Prefixes of objects of all tenants.
-SENT_REQUESTS = "index/sent/"
-FILE_RECORDS = "records/files/"
 ANSWER_RECORDS = "answers/"
 ANSWERING_HOSTS = "answering/"
 """Control hosts that ask the installation's own sampler."""
@@ -74,6 +44,7 @@ class RunKeys:
         self.wandb = f"{self.prefix}/wandb"
         self.steps = f"{self.prefix}/steps"
         self.is_closed = f"{self.prefix}/closed"  # exists once a session takes no more commands
+        self.is_expired = f"{self.prefix}/expired"  # exists once its checkpoints or commands are deleted: no resuming
         self.host = f"{self.prefix}/host.json"  # the address of the host of a session's worker
         self.profile_request = f"{self.prefix}/profile.json"  # exists while somebody waits for a trace of steps
         self.kept_states = f"{self.prefix}/kept_states/"  # a mark for each state that a session's client asked for
@@ -88,6 +59,10 @@ class RunKeys:
 
     def dataset(self, split: str) -> str:
         return f"{self.prefix}/dataset/{split}"
+
+    def own_bytes(self, split: str, num_bytes: int | Literal[""]) -> str:
+        """An empty object: this many bytes of a dataset are a copy of its tenant's uploads, and do not count again."""
+        return f"{self.dataset(split)}{OWN}/{num_bytes}"
 
     def command(self, number: int | None = None) -> str:
         """A session's command as it was accepted, never overwritten; without a number, the prefix of all of them."""
@@ -148,46 +123,13 @@ def of_shape(shape: str, name: str) -> str:
     return f"shapes/{shape}/{name}.json"
 
 
-def run_index(run_id: str = "") -> str:
-    """An empty object a run, so that listing runs does not list their files. Ids sort by time of submission."""
-    return f"index/runs/{run_id}"
-
-
 def tenant_folder(tenant: str = "") -> str:
     """The prefix of everything of the store that a tenant may name by URI."""
     return f"tenants/{tenant}"
 
 
-def idempotency(tenant: str, key: str | None = None) -> str:
-    """The object that remembers which run an Idempotency-Key made; without a key, the prefix of all of them.
-
-    Keys are hashed: they may hold anything.
-    """
-    return f"index/idempotency/{tenant}/" + ("" if key is None else f"{hashlib.sha256(key.encode()).hexdigest()}.json")
-
-
-def sent_request(tenant: str, sha256: str | None = None) -> str:
-    """The object that remembers under which key a request without one was accepted, by the request's hash.
-
-    Without a hash, the prefix of all of them.
-    """
-    return f"{SENT_REQUESTS}{tenant}/" + ("" if sha256 is None else f"{sha256}.json")
-
-
 def upload(tenant: str, sha256: str, name: str) -> str:
     return f"{tenant_folder(tenant)}/uploads/{sha256}/{name}"
-
-
-# Records of the database's rows: small JSON objects that allow the database to be rebuilt.
-
-
-def tenant_record(tenant: str = "") -> str:
-    return f"records/tenants/{tenant}"
-
-
-def key_record(key_id: str = "") -> str:
-    """An API key: its hash, never itself."""
-    return f"records/keys/{key_id}"
 
 
 def query_record(query_id: str) -> str:
@@ -195,82 +137,9 @@ def query_record(query_id: str) -> str:
     return f"records/queries/{hashlib.sha256(query_id.encode()).hexdigest()}"
 
 
-def file_record(tenant: str, file_id: str = "") -> str:
-    return f"{FILE_RECORDS}{tenant}/{file_id}"
-
-
-def chunked_upload(tenant: str, upload_id: str = "") -> str:
-    """The record of an upload that is sent in parts; without an upload or a tenant, the prefix of several."""
-    return f"records/uploads/{tenant}/{upload_id}" if tenant else "records/uploads/"
-
-
 def upload_part(tenant: str, upload_id: str, part_id: str = "") -> str:
     """The bytes of one part of an upload; they are deleted when the file is complete."""
     return f"{tenant_folder(tenant)}/parts/{upload_id}/{part_id}"
-
-
-def reserved(tenant: str) -> str:
-    """The prefix of entries for bytes that are being written for a tenant (shared/storage/stored_bytes.py)."""
-    return f"records/reserved/{tenant}/"
-
-
-def brought(tenant: str, run_id: str = "") -> str:
-    """The prefix of entries for the bytes that a tenant's runs, or one of them, have downloaded into the store."""
-    return f"records/brought/{tenant}/{run_id}/" if run_id else f"records/brought/{tenant}/"
-
-
-def webhook_record(tenant: str, webhook_id: str = "") -> str:
-    return f"records/webhooks/{tenant}/{webhook_id}"
-
-
-def delivery_record(tenant: str, webhook_id: str, notice_id: str = "") -> str:
-    """The delivery of one notice to one webhook. Ids of notices sort by time."""
-    return f"records/deliveries/{tenant}/{webhook_id}/{notice_id}"
-
-
-def schedule_record(tenant: str = "", name: str = "") -> str:
-    return f"records/schedules/{tenant}/{name}" if tenant else "records/schedules/"
-
-
-class SweepKeys:
-    """Keys of one sweep. ALL, ENDS: the prefixes of the records of all tenants' sweeps, and of their ends."""
-
-    ALL, ENDS = "records/sweeps/", "records/sweep_ends/"
-
-    def __init__(self, tenant: str, sweep_id: str = "") -> None:
-        self.prefix = f"{self.ALL}{tenant}/{sweep_id}"
-        self.record = f"{self.prefix}/sweep.json"
-        self.is_cancelled = f"{self.prefix}/cancelled"
-        self.end = f"{self.ENDS}{tenant}/{sweep_id}"
-
-
-def last_scheduled(tenant: str, name: str) -> str:
-    """The last run that a schedule made, and the data of that run."""
-    return f"records/last_scheduled/{tenant}/{name}"
-
-
-def art_model(tenant: str, model_id: str = "") -> str:
-    """A model that a client of ART has registered. Ids sort by time."""
-    return f"records/art_models/{tenant}/{model_id}"
-
-
-def tinker_records(tenant: str = "") -> str:
-    """The prefix of the records of clients of Tinker's SDK."""
-    return f"records/tinker/{tenant}/" if tenant else "records/tinker/"
-
-
-def counted_records(tenant: str) -> tuple[str, ...]:
-    """The prefixes of records that a tenant's requests make. They count as bytes that it stores.
-
-    Records that lie elsewhere, such as a run's, are noted in the tenant's ledger (stored_bytes.py).
-    """
-    ours = (tinker_records, art_model, art_name, schedule_record, webhook_record, file_record, chunked_upload)
-    return *(prefix(tenant) for prefix in ours), SweepKeys(tenant).prefix, idempotency(tenant), sent_request(tenant)
-
-
-def art_name(tenant: str, sha256: str = "") -> str:
-    """The object whose creation decides which model has a name: `sha256` is the name's."""
-    return f"records/art_names/{tenant}/{sha256}"
 
 
 def answer_record(tenant: str, hour: int, answer_id: str) -> str:

@@ -1,14 +1,13 @@
 """The object store: one Protocol, plain files for `file://`, boto3 for `s3://`."""
 
 import errno
-import fcntl
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -16,11 +15,14 @@ from urllib.parse import quote, unquote, urlsplit
 
 from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable
 from shared.settings import S3Settings
-from shared.storage.files import copy_file, fsync_folder, open_regular, replacing, write_atomically
+from shared.storage.files import copy_file, fsync_folder, go_on, open_regular, replacing, write_atomically
 
 if TYPE_CHECKING:
     from botocore.exceptions import _ResponseMetadataTypeDef
     from mypy_boto3_s3 import S3Client
+
+
+Check = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class ObjectStore(Protocol):
     """Blobs under keys. An object appears whole or not at all. Blocking: call it from a thread.
 
     Errors: `NotFound` for a missing object, `StoreUnavailable` when the store cannot be reached or refuses us.
+    `check`: called for each piece of a file, from any thread. Its errors end the call.
     """
 
     uri: str
@@ -50,17 +53,11 @@ class ObjectStore(Protocol):
         """Create an object unless its key is taken; True if this call created it."""
         ...
 
-    def put_if_unchanged(self, key: str, data: bytes, seen: ObjectInfo) -> bool:
-        """Overwrite an object if it has not changed since `seen`. Returns True if this call wrote it; only one of
-        several concurrent calls does.
-        """
-        ...
-
-    def put_file(self, key: str, path: Path) -> None: ...
+    def put_file(self, key: str, path: Path, check: Check = go_on) -> None: ...
 
     def get_bytes(self, key: str) -> bytes: ...
 
-    def get_file(self, key: str, path: Path) -> None: ...
+    def get_file(self, key: str, path: Path, check: Check = go_on) -> None: ...
 
     def read_range(self, key: str, start: int, length: int) -> bytes: ...
 
@@ -134,24 +131,17 @@ class LocalStore:
             fsync_folder(path.parent)
             return True
 
-    def put_if_unchanged(self, key: str, data: bytes, seen: ObjectInfo) -> bool:
-        with disk_errors(self._path(key)) as path, path.with_name(".unchanged.tmp").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if is_same := self.head(key) == seen:
-                write_atomically(path, data)
-            return is_same
-
-    def put_file(self, key: str, path: Path) -> None:
+    def put_file(self, key: str, path: Path, check: Check = go_on) -> None:
         with path.open("rb") as source, disk_errors(self._path(key)) as target, replacing(target) as copy:
-            copy_file(source, copy)
+            copy_file(source, copy, check)
 
     def get_bytes(self, key: str) -> bytes:
         with self._open(key) as file:
             return file.read()
 
-    def get_file(self, key: str, path: Path) -> None:
+    def get_file(self, key: str, path: Path, check: Check = go_on) -> None:
         with self._open(key) as source, disk_errors(path), replacing(path) as copy:
-            copy_file(source, copy)
+            copy_file(source, copy, check)
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         with self._open(key) as file:
@@ -253,18 +243,9 @@ class S3Store:
             self._client.put_object(Bucket=self.bucket, Key=self._key(key), Body=data)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        return self._put_if(key, data, partial(self._client.put_object, IfNoneMatch="*"))
-
-    def put_if_unchanged(self, key: str, data: bytes, seen: ObjectInfo) -> bool:
-        try:
-            return self._put_if(key, data, partial(self._client.put_object, IfMatch=f'"{seen.etag}"'))
-        except NotFound:
-            return False
-
-    def _put_if(self, key: str, data: bytes, put: Callable[..., object]) -> bool:
         with self._errors(key):
             for pause_s in (0.1, 0.4, 1.0, 0.0):
-                refusal = self._refusal(key, data, put)
+                refusal = self._refusal(key, data)
                 if refusal is None:
                     return True
                 if refusal["HTTPStatusCode"] == 412:
@@ -273,29 +254,33 @@ class S3Store:
                 time.sleep(pause_s)  # 409: another write to this key is under way
         raise StoreUnavailable(f"{self.uri}/{key}: others keep writing this object")
 
-    def _refusal(self, key: str, data: bytes, put: Callable[..., object]) -> "_ResponseMetadataTypeDef | None":
+    def _refusal(self, key: str, data: bytes) -> "_ResponseMetadataTypeDef | None":
         from botocore.exceptions import ClientError
 
         try:
-            put(Bucket=self.bucket, Key=self._key(key), Body=data)
+            self._client.put_object(Bucket=self.bucket, Key=self._key(key), Body=data, IfNoneMatch="*")
         except ClientError as error:
             if (answer := error.response["ResponseMetadata"])["HTTPStatusCode"] in (409, 412):
                 return answer
             raise
         return None
 
-    def put_file(self, key: str, path: Path) -> None:
-        with self._errors(key):
-            self._client.upload_file(str(path), self.bucket, self._key(key))
+    def put_file(self, key: str, path: Path, check: Check = go_on) -> None:
+        try:
+            with self._errors(key):
+                self._client.upload_file(str(path), self.bucket, self._key(key), Callback=lambda _: check())
+        except StoreUnavailable:
+            check()  # its error, which boto3 reports as a failed connection
+            raise
 
     def get_bytes(self, key: str) -> bytes:
         with self._errors(key):
             return self._client.get_object(Bucket=self.bucket, Key=self._key(key))["Body"].read()
 
-    def get_file(self, key: str, path: Path) -> None:
+    def get_file(self, key: str, path: Path, check: Check = go_on) -> None:
         with disk_errors(path), self._errors(key):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._client.download_file(self.bucket, self._key(key), str(path))
+            self._client.download_file(self.bucket, self._key(key), str(path), Callback=lambda _: check())
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         from botocore.exceptions import ClientError

@@ -3,11 +3,15 @@
 import ctypes
 import os
 import signal
+import socket
+import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from activities.confined.fork_server import ask, sign
+from activities.sandbox.child import ask, sign
+from activities.sandbox.kernel import write_frame
 from shared.errors import CorruptArtifact, InvalidInput, StoreUnavailable
 
 
@@ -106,7 +110,7 @@ def pids(_: None) -> Iterator[int]:
 
 def notes(folder: str) -> int:
     """How many such children there are while this one is, as the folder tells."""
-    mine = Path(folder, str(os.getpid()))
+    mine = Path(folder, uuid.uuid4().hex)
     mine.touch()
     time.sleep(0.05)
     num_now = sum(1 for _ in Path(folder).iterdir())
@@ -114,5 +118,37 @@ def notes(folder: str) -> int:
     return num_now
 
 
-def parent(_: None) -> int:
-    return os.getppid()
+def look_round(folder: str) -> dict[str, str]:
+    """What a child may read, write and start."""
+    root, found = Path(folder), list[str]()
+    tried: dict[str, Callable[[], object]] = {
+        name: lambda name=name: (root / name).read_text()  # type: ignore[misc]
+        for name in ("seen/rows", "seen/link", "other", "/etc/passwd", "/proc/self/environ")
+    }
+
+    def made() -> str:
+        (root / "made" / "file").write_text("made")
+        return (root / "made" / "file").read_text()
+
+    def ran() -> str:
+        thread = threading.Thread(target=found.append, args=("it ran",))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    tried["write seen"] = lambda: (root / "seen" / "more").write_text("")
+    tried |= {"write made": made, "socket": socket.socket, "fork": os.fork}
+    tried |= {"execute": lambda: os.execv("/bin/true", ["true"]), "thread": ran}
+    told = {}
+    for name, call in tried.items():
+        try:
+            told[name] = str(call())
+        except OSError as error:
+            told[name] = type(error).__name__
+    return told
+
+
+def send(frame: str) -> None:
+    """What a child may send whose code is not ours any more."""
+    write_frame(3, frame.encode())
+    time.sleep(600)

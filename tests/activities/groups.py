@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from longshore.losses import PPO
-from shared.runs.requests import RLRun
+from longshore.runs import RLRun
 
 
 def rl_run(**changes: Any) -> RLRun:

@@ -13,7 +13,8 @@ from activities.hosts.lease import Lease, LeaseRequest
 from activities.hosts.workers import WorkerCommand, WorkerPool, processes_of
 from activities.sampling.samplers import LeaseSampler, SamplerLeaseRequest
 from longshore.fields import Frozen
-from shared.jobs.job import JobPlan, LeaseGrant, SamplerKey, SyncBackend, WorkerKey
+from longshore.weight_sync import SyncBackend
+from shared.jobs.job import JobPlan, LeaseGrant, SamplerKey, WorkerKey
 from shared.settings import Settings
 from shared.storage.host_states import HostAddress
 from shared.storage.paths import HostPaths

@@ -14,12 +14,12 @@ from activities.grading.open_grader import GraderMeans
 from activities.sources.download import find_sources
 from activities.tokenizing.render_prompts import PromptsRequest, write_prompts
 from activities.tokenizing.tokenize import TokenizeRequest, preview_of, write_units
+from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact
+from longshore.grading import Grader, SampledItem, parse_expression
+from longshore.previews import LostRow, PreviewRequest
+from longshore.views import Problem
 from shared.errors import InvalidInput, LongshoreError, StoreUnavailable
-from shared.grading import Grader, SampledItem, parse_expression
-from shared.runs.dataset_runs import DatasetSource
-from shared.runs.previews import LostRow, PreviewRequest
-from shared.runs.status import Problem
 from shared.settings import Settings
 from tests.activities.templates import CHATML, open_model, write_model
 
@@ -46,7 +46,7 @@ def graded(source: str) -> Callable[[Path], object]:
     def grade(tmp_path: Path) -> object:
         grader: Grader = TypeAdapter(Grader).validate_python({"type": "python", "name": "g", "source": source})
         sample = SampledItem(sample={"output_text": LONG})
-        found = grade_sample(grader, GraderMeans.of(Settings(root=tmp_path)), tmp_path / "sandbox", sample)
+        found = grade_sample(grader, GraderMeans.of(Settings(root=tmp_path)), sample)
         raise InvalidInput(found.error or "")
 
     return grade

@@ -11,19 +11,20 @@ from activities.publishing.publish import Publish
 from activities.sampling.samplers import SamplerCommand
 from activities.tokenizing.tokenize import PROMPTS, TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import TokenizerFiles, end_ids_of, stopping_at, stops_of
-from longshore.fields import Artifact
+from longshore.dataset_runs import DatasetSource
+from longshore.fields import Artifact, Fence
 from longshore.losses import CrossEntropy
 from longshore.training import Full
+from megatron_worker.training.batches import OneStep, PackedBatches
 from megatron_worker.training.evaluation import Evaluator, read_prompts
 from shared.chat.completions import CompletionRequest, Sampling
 from shared.errors import CorruptArtifact
 from shared.jobs.job import Evaluation, SamplerKey
-from shared.models.config import GENERATION, read_end_ids, with_end_ids
-from shared.runs.dataset_runs import DatasetSource
+from shared.jobs.packed import Units
+from shared.models.end_tokens import GENERATION, read_end_ids, with_end_ids
 from shared.serving import LeasedSampler, ServedSampler
 from shared.settings import Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
-from shared.storage.paths import Fence
 from tests.activities.publishing.test_publish import request_for
 
 TEXT_END, TURN_END = 0, 2  # <|endoftext|> and <|im_end|> of the tiny tokenizer
@@ -91,8 +92,9 @@ def test_samples_of_an_evaluation_stop_where_training_ends_answers(
         return [[] for _ in prompts]
 
     evaluation = Evaluation(num_samples=1, sample_tokens=8)
-    evaluator = Evaluator(evaluation, None, read_prompts(units), folder, CrossEntropy())
-    assert (units / PROMPTS).exists() and list(evaluator.samples(greedy, lambda: False)) != []
+    with PackedBatches(Units(units), OneStep([])) as batches:
+        evaluator = Evaluator(evaluation, "", batches, read_prompts(units), folder, CrossEntropy())
+        assert (units / PROMPTS).exists() and list(evaluator.samples(greedy, lambda: False)) != []
     assert asked == [frozenset({TEXT_END, TURN_END} if row is ROW else {TEXT_END})]
 
 

@@ -11,14 +11,14 @@ from pydantic import ValidationError
 
 from activities.tokenizing.tokenize import preview_of, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer
+from longshore.algorithms import KTO
+from longshore.previews import PreviewRequest, Report
 from megatron_worker.losses import check_columns
 from shared.errors import InvalidInput
-from shared.jobs.losses import KTO
 from shared.jobs.packed import Units
-from shared.runs.previews import PreviewRequest, Report
 from tests.activities.templates import open_model, tokenizer_json, write_model
 from tests.activities.test_pair_tokens import answer, supervised, turns
-from tests.activities.tokenizing.test_tokenize import request_of, rows_in
+from tests.activities.tokenizing.test_tokenize import ids_up_to, request_of, rows_in
 
 Part = tuple[str, str, set[float], set[float]]
 
@@ -41,13 +41,10 @@ def parts_in(folder: Path, tokenizer: ModelTokenizer) -> list[list[Part]]:
             packed, parts = units.read_bin(np.array([unit])), []
             for sequence in (0, 1):
                 own = packed.sequence_N == sequence
-                at, way = int(packed.hidden_index_N[own][-1]), [int(packed.label_N[own][-1])]
-                while at >= 0:
-                    way.append(int(packed.token_id_T[at]))
-                    at = int(packed.parent_T[at])
+                ids = [*ids_up_to(packed, packed.hidden_index_N[own][-1]), int(packed.label_N[own][-1])]
                 scored = tokenizer.decode(packed.label_N[own].tolist())
                 signs = set(packed.advantage_N[own].tolist()), set(packed.weight_N[own].tolist())
-                parts.append((tokenizer.decode(way[::-1]), scored, *signs))
+                parts.append((tokenizer.decode(ids), scored, *signs))
             found.append(parts)
     return found
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from activities.model_look import look_at
 from examples.tiny_model import make_tiny_model
 from longshore.training import Lora
-from shared.models.config import FAMILIES
+from shared.families import FAMILIES
 from shared.settings import DownloadSettings, Settings
 from tests.activities.models.resolving import edit, refusal, resolve
 from tests.activities.templates import CHATML
@@ -76,7 +76,7 @@ def test_the_bytes_are_those_that_an_engine_counts(tmp_path: Path, family: str, 
     from longshore.training import Full
     from megatron_worker.megatron.engine import MegatronEngine
 
-    model = make_tiny_model(tmp_path / "model", ["quay"] * 8, family=family, tied=False)  # type: ignore[arg-type]
+    model = make_tiny_model(tmp_path / "model", ["quay"] * 8, family=family, tied=False)
     engine = MegatronEngine(model, Layout(), dtype)  # type: ignore[arg-type]
     told = look_at(model, LORA, dtype).layouts[0]
     held = engine.memory().device_bytes

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from activities.packing import PackRequest, write_plan
 from activities.tokenizing.tokenize import PROMPTS, preview_of, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer
+from longshore.dataset_runs import DatasetSource
+from longshore.previews import PreviewRequest, Report
 from shared.errors import InvalidInput
 from shared.jobs.packed import Plan, Units
-from shared.runs.dataset_runs import DatasetSource
-from shared.runs.previews import PreviewRequest, Report
 from tests.activities.templates import TEMPLATES, open_model, tokenizer_json, write_model
-from tests.activities.tokenizing.test_tokenize import ARTIFACT, request_of, rows_in, units_in
+from tests.activities.tokenizing.test_tokenize import ARTIFACT, ids_up_to, request_of, rows_in, units_in
 
 BEFORE = [("user", "How many?"), ("assistant", "12 sacks."), ("user", "And crates?")]
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"n": 1}}}]}
@@ -49,12 +49,9 @@ def answers_in(folder: Path) -> list[tuple[list[int], dict[int, int]]]:
             packed = units.read_bin(np.array([unit]))
             for sequence in (0, 1):
                 own = packed.sequence_N == sequence
-                at, way = int(packed.hidden_index_N[own][-1]), [int(packed.label_N[own][-1])]
-                while at >= 0:
-                    way.append(int(packed.token_id_T[at]))
-                    at = int(packed.parent_T[at])
+                ids = [*ids_up_to(packed, packed.hidden_index_N[own][-1]), int(packed.label_N[own][-1])]
                 places = packed.position_T[packed.hidden_index_N[own]].tolist()
-                found.append((way[::-1], dict(zip(places, packed.label_N[own].tolist(), strict=True))))
+                found.append((ids, dict(zip(places, packed.label_N[own].tolist(), strict=True))))
     return found
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from activities.grading.open_grader import ScoreModel, score_in
 from activities.grading.python_sandbox import NotGraded
+from longshore.grading import SampledItem, ScoreModelGrader
 from shared.errors import InvalidInput, StoreUnavailable
-from shared.grading import SampledItem, ScoreModelGrader
 from shared.settings import GradingSettings
 from tests.activities.scoring_server import Judge, completion, scoring_server
 

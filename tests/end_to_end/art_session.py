@@ -158,9 +158,7 @@ async def session(url: str, key: str, base: str, rows: bytes, folder: str, taugh
 
     uploaded = (await native.post("/files", params={"name": "chats.jsonl"}, content=rows * 2)).json()
     sft = await client.sft_training_jobs.create(
-        model_id=model.id,
-        training_data_url=uploaded["uri"],
-        config={"batch_size": 8, "learning_rate": [0.02] * 64},
+        model_id=model.id, training_data_url=uploaded["uri"], config={"batch_size": 8, "learning_rate": [0.02] * 64}
     )
     told["busy"] = await refused(
         client.sft_training_jobs.create(model_id=model.id, training_data_url="file:///a.jsonl")
@@ -184,19 +182,6 @@ async def session(url: str, key: str, base: str, rows: bytes, folder: str, taugh
     told["failed"] = await failed(backend, model)
     told["runs"] = await runs_of(native, model.id)
 
-    tenant = (await native.post("/tenants", json={"tenant": "pier", "title": "Pier"})).json()
-    others: Any = art.ServerlessBackend(api_key=tenant["key"]["key"], base_url=f"{url}/v1")
-    told["others"] = {
-        "checkpoints": await refused(anext(aiter(others._client.models.checkpoints.list(model_id=model.id)))),
-        "train": await refused(others._client.training_jobs.create(model_id=model.id, trajectory_groups=groups)),
-        "events": await refused(anext(aiter(others._client.training_jobs.events.list(training_job_id=sft.id)))),
-        "delete": await refused(others._client.models.delete(model_id=model.id)),
-        "ask": await refused(
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=tenant["key"]["key"]).chat.completions.create(
-                model=model.get_inference_name(), messages=[{"role": "user", "content": "Who?"}]
-            )
-        ),
-    }
     told["learned"] = await learned(backend, taught, folder)
     await backend.delete(model)
     told["deleted"] = await refused(anext(aiter(client.models.checkpoints.list(model_id=model.id))))
@@ -228,21 +213,8 @@ async def refusals(client: Any, model: Any, groups: list[Any]) -> dict[str, Any]
     config: Any = {"kimi_k2_tau": 0.1}
     return {
         "config": await refused(create(model_id=model.id, trajectory_groups=groups, experimental_config=config)),
-        "empty": await refused(create(model_id=model.id, trajectory_groups=[])),
-        "group": await refused(create(model_id=model.id, trajectory_groups=[art.TrajectoryGroup([])])),
-        "model": await refused(create(model_id="model-0123456789abcdef0", trajectory_groups=groups)),
         "artifact": await refused(sft(model_id=model.id, training_data_url="wandb-artifact:///a/b/c:v0")),
-        "rates": await refused(
-            sft(
-                model_id=model.id,
-                training_data_url="https://example.com/a.jsonl",
-                config={"learning_rate": [0.1, -0.2]},
-            )
-        ),
         "newest": await refused(client.models.checkpoints.delete(model_id=model.id, steps=[await model.get_step()])),
-        "base": await refused(
-            client.models.create(project="harbour", name="Quay Clerk", base_model="another/model", return_existing=True)
-        ),
     }
 
 

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.spans import Receiver, receiver
-from shared.jobs.job import EXPERIMENTAL
 from tests.activities.groups import random_groups
 from tests.end_to_end.runs import Groups, jsonl
 from tests.end_to_end.stack import Answer, Stack, metrics_port, started
-from tests.megatron_worker.weight_sync.samplers import PACKAGES
 
 QUICK = {
     "LONGSHORE_HEARTBEAT_TIMEOUT_S": "5",
@@ -24,7 +22,6 @@ QUICK = {
     "LONGSHORE_CANCEL_GRACE_S": "30",
     "LONGSHORE_CPU_THREADS": "1",
     "LONGSHORE_SAMPLING__WEIGHTS_ADDRESS": "127.0.0.1",
-    "LONGSHORE_EXPERIMENTAL_TRANSPORTS": json.dumps(EXPERIMENTAL),
 }
 
 # What a stack is trusted with, and test_secrets.py looks for in everything that it leaves behind.
@@ -48,12 +45,15 @@ LETTERS = {
 # A name that Tinker's cookbook knows a renderer for. On the stack it is the tiny model's.
 TINKER_MODEL = "Qwen/Qwen3-8B"
 ROLLOUT_STEPS = 3
+CLIENT_FILES = ("art", "tinker", "openai")  # so of these: tests/service drives their clients in each run
 DRAWN_FILES = (
     "objectives",
     "distillation",
     "reward",
     "reward_grader",
     "sweeps",
+    "local_rl",
+    "mixtures",
 )  # a run of the suite tries one of them
 
 _HERE = Path(__file__).parent
@@ -78,21 +78,23 @@ def traces() -> Iterator[Receiver]:
 def stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, traces: Receiver) -> Iterator[Stack]:
     named = {"LONGSHORE_TINKER__MODELS": json.dumps({TINKER_MODEL: str(tiny_model)})}
     priced = {"LONGSHORE_PRICES__GPU_HOUR": "36"}  # a cent a second
-    others = {"PYTHONPATH": str(PACKAGES)}
     seen = {"LONGSHORE_METRICS__PORT": str(metrics_port()), "OTEL_BSP_SCHEDULE_DELAY": "500"}
     seen["OTEL_EXPORTER_OTLP_ENDPOINT"] = traces.endpoint
     codec = {"LONGSHORE_TEMPORAL_CODEC": "true"}
-    options = {**QUICK, **SECRETS, **named, **priced, **others, **codec, **seen}
+    options = {**QUICK, **SECRETS, **named, **priced, **codec, **seen}
     with started(tmp_path_factory.mktemp("stack"), **options) as opened:
         yield opened
 
 
 @pytest.fixture(scope="package")
-def fresh_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def fresh_stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Stack]:
     """One to be disturbed, where nothing is found that was made on the other: samples and bins are found by content."""
     root = tmp_path_factory.mktemp("fresh")
     (root / "held").mkdir()
     held = {"PYTHONPATH": str(_HERE / "held_phases"), "PYTHON_HELD_PHASES": str(root / "held")}
+    held["LONGSHORE_SEPARATE_HOSTS"] = "true"  # so that each role is killed alone; on `stack` all die together
+    held["LONGSHORE_TINKER__MODELS"] = json.dumps({TINKER_MODEL: str(tiny_model)})
+    held["LONGSHORE_PRICES__GPU_HOUR"] = "36"
     held["LONGSHORE_WANDB_MODE"] = "disabled"  # tests/chaos kills its writer; here it would be started for each run
     with started(root, **QUICK, **held) as opened:
         yield opened

@@ -1,14 +1,12 @@
 """A whole Longshore on this machine, as a user starts it, and the processes of it that tests kill."""
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -19,34 +17,22 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from temporalio.client import Client, WorkflowHistory
 
-from service.accounts.keys import new_key
+import longshore
+from longshore.accounts import new_key
 from service.cli.main import main
-from service.dev.connection import Connection
-from service.dev.supervisor import Ports
+from service.dev.supervisor import Connection, Ports
 from shared.child_environment import STACK_MARK, child_environment
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import HostPaths
 from tests import forks, waiting
-from tests.ended import end
+from tests.ended import end, living
+from tests.forks import Answer
 
 T = TypeVar("T")
 # Where something hangs, it is noticed. A machine that is shared with others may be many times slower than a quiet one,
 # and a run that still goes on is not wrong.
 PATIENCE_S = 1800.0
 LONGSHORE = str(Path(sys.executable).parent / "longshore")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one CLI call said."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def json(self) -> dict:
-        return json.loads(self.stdout)
 
 
 class Stack:
@@ -88,7 +74,7 @@ class Stack:
     def _forked(self, arguments: Sequence[str], timeout_s: float) -> Answer:
         # A stack's processes are to send traces, and commands are not.
         kept = {n: v for n, v in self._environment.items() if arguments[0] == "dev" or not n.startswith("OTEL_")}
-        return Answer(*forks.captured(main, ["longshore", *arguments], kept, self.root, timeout_s))
+        return forks.captured(main, ["longshore", *arguments], kept, self.root, timeout_s)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """What each process that shows metrics counts now, by the sample with its labels."""
@@ -103,24 +89,14 @@ class Stack:
     def _scraped(self) -> dict[str, list[Metric]]:
         first = int(self._environment["LONGSHORE_METRICS__PORT"])
         found = {}
-        for place, process in enumerate(("web", "control", "gpu", "sampler")):
+        for place, process in enumerate(("web", "host")):
             text = httpx.get(f"http://127.0.0.1:{first + place}/metrics").raise_for_status().text
             found[process] = list(text_string_to_metric_families(text))
         return found
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Living processes of this stack whose command line holds all of the words."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                command = " ".join(process.cmdline())
-                if not all(word in command for word in words) or process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                if process.environ().get("LONGSHORE_ROOT") == str(self.root):
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-        return found
+        return living(self.root, "LONGSHORE_ROOT", *words)
 
     def most_attempts(self, run_id: str) -> int:
         """How often a run tried the activity that it tried most often."""
@@ -133,18 +109,26 @@ class Stack:
         async def ask(address: str) -> WorkflowHistory:
             return await (await Client.connect(address)).get_workflow_handle(run_id).fetch_history()
 
-        return asyncio.run(ask(self._connection.temporal_address))
+        return asyncio.run(ask(self.connection.temporal_address))
 
     @property
-    def _connection(self) -> Connection:
+    def connection(self) -> Connection:
         connection = Connection.read(self.root)
         assert connection is not None
         return connection
 
+    def http(self, path: str = "") -> httpx.Client:
+        """A client of the web service, or of what lies below a path of it, with the operator's key."""
+        headers = {"authorization": f"Bearer {self.connection.api_key}"}
+        return httpx.Client(base_url=f"{self.connection.api_url}{path}", headers=headers, timeout=300, trust_env=False)
+
+    def client(self, **settings: float) -> longshore.Client:
+        return longshore.Client(self.connection.api_url, self.connection.api_key, **settings)
+
     @contextmanager
     def another_sampler_host(self) -> Iterator[None]:
         """A second sampler host of this stack, on this machine."""
-        address = {"LONGSHORE_TEMPORAL_ADDRESS": self._connection.temporal_address}
+        address = {"LONGSHORE_TEMPORAL_ADDRESS": self.connection.temporal_address}
         environment = child_environment("sampler", self._environment | address | {STACK_MARK: str(self.root)})
         command = [sys.executable, "-P", "-m", "service.host", "--role", "sampler"]
         with (self.root / "logs" / "sampler2.log").open("ab") as log:
@@ -174,11 +158,11 @@ def _ports() -> Ports:
 
 
 def metrics_port() -> int:
-    """The first of four ports in a row: of the web service, and of the three hosts."""
+    """The first of two ports in a row: of the web service, and of the host."""
     taken = [_ports().take(20_050 + os.getpid() % 100 * 100)]
-    while len(taken) < 4 or taken[-1] - taken[-4] != 3:
+    while len(taken) < 2 or taken[-1] - taken[-2] != 1:
         taken.append(_ports().take(taken[-1] + 1))
-    return taken[-4]
+    return taken[-2]
 
 
 def _samples(families: list[Metric]) -> dict[str, float]:

@@ -1,33 +1,33 @@
-"""Answers to questions go between service and sampler's host alone: many at once, large ones, through kills."""
+"""Answers to questions go between service and sampler's host alone: large ones too. Through kills: test_kills.py."""
 
 import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from contextlib import contextmanager
 
 import httpx
 import pytest
 
-from service.dev.connection import Connection
-from tests.depth import drawn
 from tests.end_to_end.conftest import TINKER_MODEL
-from tests.end_to_end.stack import PATIENCE_S, Stack, wait_until
+from tests.end_to_end.stack import PATIENCE_S, Stack
 from tests.end_to_end.test_secrets import files_below
-from tests.end_to_end.victims import Victim, kill, sampler, sampler_host, web_service
 
 pytestmark = pytest.mark.slow
 
-NUM = 50
 Ask = Callable[..., httpx.Response]
 
 
 @pytest.fixture
 def ask(stack: Stack) -> Iterator[Ask]:
+    with asking(stack) as ask:
+        yield ask
+
+
+@contextmanager
+def asking(stack: Stack) -> Iterator[Ask]:
     """Ask as patiently as clients do: what breaks off, or is refused for now, is asked again."""
-    connection = Connection.read(stack.root)
-    assert connection is not None
+    connection = stack.connection
     headers = {"authorization": f"Bearer {connection.api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     with httpx.Client(
@@ -59,23 +59,6 @@ def chat(ask: Ask, number: int, tokens: int = 200) -> str:
         events = [json.loads(line) for line in lines]
         if not any("error" in event for event in events) and streamed.text.endswith("data: [DONE]\n\n"):
             return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
-
-
-VICTIMS: list[Victim] = [sampler, sampler_host, web_service]
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize("victim", drawn(VICTIMS, 1))
-def test_whatever_is_killed_in_the_middle_of_fifty_answers_they_are_the_same(
-    stack: Stack, ask: Ask, victim: Victim
-) -> None:
-    with ThreadPoolExecutor(NUM) as threads:
-        whole = list(threads.map(partial(chat, ask), range(4)))
-        asked: list[Future[str]] = [threads.submit(chat, ask, number % 4) for number in range(NUM)]
-        wait_until(lambda: any(one.done() for one in asked), "the first of them is answered")
-        assert not all(one.done() for one in asked)
-        kill(stack, victim)
-        assert [one.result() for one in asked] == [whole[number % 4] for number in range(NUM)]
 
 
 def test_an_answer_may_have_twenty_megabytes(ask: Ask) -> None:

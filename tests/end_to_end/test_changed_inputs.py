@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.activities.groups import random_groups
+from tests.depth import one_of
 from tests.end_to_end.stack import Answer, Stack, wait_until
 from tests.end_to_end.victims import halt
 
 pytestmark = pytest.mark.slow
+CHANGED = ("the base", "the base between steps", "checkpoints")
 
 
 def flip(path: Path) -> None:
@@ -39,6 +41,7 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "a-model"))
 
 
+@one_of(CHANGED, "the base")
 def test_a_run_is_not_resumed_on_another_base_model(
     stack: Stack, sft_options: list[str], tiny_model: Path, model: Path
 ):
@@ -51,6 +54,7 @@ def test_a_run_is_not_resumed_on_another_base_model(
     assert "not the one that the run began with: model.safetensors changed" in ended.json["problem"]["message"]
 
 
+@one_of(CHANGED, "the base between steps")
 def test_a_client_s_rl_run_is_not_trained_on_another_base_model_between_its_steps(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -72,6 +76,7 @@ def test_a_client_s_rl_run_is_not_trained_on_another_base_model_between_its_step
         assert "model.safetensors" in ended["problem"]["message"]
 
 
+@one_of(CHANGED, "checkpoints")
 def test_damaged_checkpoints_are_passed_over_and_the_run_says_so(
     stack: Stack, sft_options: list[str], undisturbed: Answer
 ) -> None:

@@ -55,15 +55,6 @@ def test_the_preference_is_learned_and_holds_on_held_out_pairs(stack: Stack, tra
     assert trained.json["metrics"]["eval_preference_accuracy"] == after["metrics"]["preference_accuracy"]
 
 
-def test_the_adapter_loads_in_peft_and_prefers_held_out_answers(trained: Answer, tiny_model: Path) -> None:
-    import torch
-
-    model, rows = peft_model(tiny_model, published(trained)), [encode(tiny_model, pair(n)) for n in range(200, 232)]
-    with torch.no_grad():
-        margins = [float(margin(model, row)) for row in rows]
-    assert sum(value > 0 for value in margins) >= 0.9 * len(margins)
-
-
 def test_the_card_names_the_objective(trained: Answer) -> None:
     card = (published(trained) / "README.md").read_text()
     assert "Direct preference optimisation (DPO) by Longshore" in card and "tags: [longshore, dpo]" in card
@@ -141,31 +132,12 @@ def test_every_weight_can_be_trained(stack: Stack, tiny_model: Path, folder: Pat
     assert AutoModelForCausalLM.from_pretrained(published(answer)).config.model_type == "qwen3"
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (pair(1) | {"non_preferred_output": pair(1)["preferred_output"]}, ["data.jsonl:2", "nothing to prefer"]),
-        (pair(1) | {"preferred_output": [{"role": "user", "content": "x"}]}, ["data.jsonl:2", "assistant's"]),
-        ({"messages": pair(1)["input"]["messages"]}, ["data.jsonl:2", "dpo learns from pairs"]),
-    ],
-    ids=["equal answers", "no answer", "no pair"],
-)
-def test_a_dataset_that_cannot_be_used(
-    stack: Stack, tiny_model: Path, tmp_path: Path, row: dict[str, Any], words: list[str]
-) -> None:
-    data = jsonl(tmp_path / "data.jsonl", [pair(0), row])
-    assert_refused(submit(stack, tiny_model, data, check=False), *words)
-
-
-def test_pairs_are_no_examples_and_a_missing_reference_is_named(
+def test_a_dataset_or_a_reference_that_cannot_be_used_is_named(
     stack: Stack, tiny_model: Path, folder: Path, tmp_path: Path
 ) -> None:
-    data = str(folder / "train.jsonl")
-    sft = stack.cli(
-        *("submit", "sft", "--wait", "--json", "--model", str(tiny_model), "--dataset", data, "--steps", "1"),
-        check=False,
-    )
-    assert_refused(sft, "train.jsonl:1", "pairs are what dpo learns from")
+    """Each rule on rows is tested where rows are read (tests/activities/formats, tests/activities/tokenizing)."""
+    data = jsonl(tmp_path / "data.jsonl", [pair(0), {"messages": pair(1)["input"]["messages"]}])
+    assert_refused(submit(stack, tiny_model, data, check=False), "data.jsonl:2", "dpo learns from pairs")
     nowhere = f"file://{tmp_path}/nowhere"
     assert_refused(submit(stack, tiny_model, folder / "train.jsonl", "--reference", nowhere, check=False), "nowhere")
 

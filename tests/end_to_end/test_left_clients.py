@@ -14,7 +14,6 @@ import temporalio.client
 from longshore.client import Client
 from longshore.commands import Datum, Forward
 from longshore.training import Lora, SessionRun
-from service.dev.connection import Connection
 from tests.art_clients import run_with_art
 from tests.end_to_end.conftest import QUICK
 from tests.end_to_end.stack import Stack, started, wait_until
@@ -58,8 +57,7 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def rows(stack: Stack) -> list[dict[str, Any]]:
-    connection = Connection.read(stack.root)
-    assert connection is not None
+    connection = stack.connection
     headers = {"authorization": f"Bearer {connection.api_key}"}
     answer = httpx.get(f"{connection.api_url}/api/v1/runs", headers=headers, timeout=300, trust_env=False)
     return answer.raise_for_status().json()["runs"]
@@ -90,8 +88,7 @@ def test_killed_and_waiting_clients_of_tinker_keep_nobody_out_and_lose_nothing(
 
 
 def test_a_client_of_art_goes_on_with_its_own_run_and_optimizer(hasty: Stack, tiny_model: Path, tmp_path: Path) -> None:
-    connection = Connection.read(hasty.root)
-    assert connection is not None
+    connection = hasty.connection
 
     arguments = [connection.api_url, connection.api_key, str(tiny_model), str(tmp_path)]
     with ThreadPoolExecutor() as threads:
@@ -106,8 +103,7 @@ def test_a_client_of_art_goes_on_with_its_own_run_and_optimizer(hasty: Stack, ti
 
 def test_a_command_that_comes_while_its_session_is_paused_is_done(hasty: Stack, tiny_model: Path) -> None:
     """It is neither dropped nor lost: the service resumes the session once the state is saved."""
-    connection = Connection.read(hasty.root)
-    assert connection is not None
+    connection = hasty.connection
 
     def pause(run_id: str) -> None:
         async def signal() -> None:
@@ -118,7 +114,7 @@ def test_a_command_that_comes_while_its_session_is_paused_is_done(hasty: Stack, 
 
     with Client(connection.api_url, connection.api_key) as client:
         run = SessionRun(model=str(tiny_model), trainable=Lora(rank=4), max_tokens=64)
-        session = client.open(run)
+        session = client.sessions.open(run)
         data = (Datum(tokens=tuple(range(3, 15))),)
         scores = []
         for _ in range(3):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from service.dev.connection import Connection
 from tests.end_to_end.conftest import TINKER_MODEL
 from tests.end_to_end.stack import Stack
 
@@ -56,8 +55,7 @@ def samples(stack: Stack, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
     data.write_text("".join(json.dumps(row) + "\n" for row in DOCUMENTS))
     for name, kind, rest in (("chosen", "multiple_choice", CHOSEN), ("continued", "generate_until", CONTINUED)):
         (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=data, kind=kind) + rest)
-    connection = Connection.read(stack.root)
-    assert connection is not None
+    connection = stack.connection
     asked = {
         "model": TINKER_MODEL,
         "base_url": f"{connection.api_url}/v1/completions",

@@ -1,4 +1,6 @@
-"""The loop without Temporal beside a server: the same run gives the same steps, metrics and weights. With experts."""
+"""A local RL run beside a server's, interrupted by a kill: the same steps, metrics and files. With experts, and prompts
+of two sources.
+"""
 
 import json
 from pathlib import Path
@@ -8,16 +10,16 @@ from safetensors.numpy import load_file
 
 from examples import demo, local_rl
 from examples.tiny_model import make_tiny_model
-from shared.runs.requests import RLRun, RunRecord
-from shared.runs.status import StepStatus
-from shared.storage.artifacts import sha256_file
+from longshore.runs import RLRun, RunRecord
+from longshore.views import StepStatus
 from tests.conftest import CORPUS
-from tests.depth import drawn
-from tests.end_to_end.conftest import LETTERS
+from tests.depth import drawn, one_of
+from tests.end_to_end.conftest import DRAWN_FILES, LETTERS
+from tests.end_to_end.local_runs import files, interrupted
 from tests.end_to_end.stack import Stack
 
 FAMILIES = drawn(["qwen3_moe", "qwen3_5_moe"], 1)
-pytestmark = [pytest.mark.slow, pytest.mark.drawn]
+pytestmark = [pytest.mark.slow, one_of(DRAWN_FILES, "local_rl")]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -25,12 +27,14 @@ def record(request: pytest.FixtureRequest, stack: Stack, tmp_path_factory: pytes
     """A run that a server has ended: experts, sampled a step ahead, with two optimizer steps a train step."""
     folder = tmp_path_factory.mktemp("prompts")
     model = make_tiny_model(folder / "model", CORPUS, family=request.param)
-    for name, numbers in (("train", range(20)), ("eval", range(20, 24))):
+    for name, numbers in (("train", range(20)), ("more", range(30, 35)), ("eval", range(20, 24)), ("even", (20, 22))):
         rows = ({"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in numbers)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = {"uri": f"{folder}/more.jsonl", "name": "more"}
     answer = stack.cli(
         *("submit", "rl", "--json", "--model", str(model), "--grader", json.dumps(LETTERS)),
-        *("--prompts", f"{folder}/train.jsonl", "--eval-prompts", f"{folder}/eval.jsonl", "--eval-every", "2"),
+        *("--prompts", f"{folder}/train.jsonl:0.75", "--prompts", json.dumps(more | {"weight": 0.25})),
+        *("--eval", f"all={folder}/eval.jsonl", "--eval", f"even={folder}/even.jsonl", "--eval-every", "2"),
         *("--steps", "3", "--prompts-per-step", "4", "--group-size", "4", "--max-completion-tokens", "12"),
         *("--off-policy-steps", "1", "--mini-batches", "2", "--algorithm", "grpo", "--temperature", "0.8"),
         *("--lora-rank", "4", "--learning-rate", "0.01", "--max-tokens", "64", "--seed", "7"),
@@ -39,18 +43,27 @@ def record(request: pytest.FixtureRequest, stack: Stack, tmp_path_factory: pytes
     return RunRecord.model_validate_json((_folder(stack, answer.json["run_id"]) / "run.json").read_bytes())
 
 
-def test_steps_are_the_servers(stack: Stack, record: RunRecord, tmp_path: Path) -> None:
-    paths = sorted((_folder(stack, record.run_id) / "steps").iterdir())
-    server = [StepStatus.model_validate_json(path.read_bytes()) for path in paths]
+def test_steps_are_the_servers_after_a_kill(stack: Stack, record: RunRecord, tmp_path: Path) -> None:
+    server, folder = _steps(_folder(stack, record.run_id)), tmp_path / "local"
     assert isinstance(record.run, RLRun)
-    local = list(local_rl.train(record.run, tmp_path, record.threads_per_rank))
-    assert [step.step for step in local] == [0, 1, 2, 3]
+    (tmp_path / "run.json").write_text(record.run.model_dump_json())
+    arguments = [str(tmp_path / "run.json"), str(folder), "--threads", str(record.threads_per_rank)]
+    *told, uri = interrupted(local_rl.__file__, arguments, folder, "store/runs/*/steps/00000001.json")
+    assert [json.loads(line)["step"] for line in told] in ([2, 3], [3]), "it continued after the last recorded step"
+    [run] = (folder / "store" / "runs").iterdir()
+    local = _steps(run)
+    assert [step.step for step in local] == [0, 1, 2, 3] and local[-1].adapter == uri
     assert local[-1].metrics["staleness_max"] == 1
     for ours, theirs in zip(local, server, strict=True):
         assert ours.state == theirs.state == "done"
         assert _told(ours) == _told(theirs)
+        drawn = [ours.metrics.get(f"prompts_{name}") for name in ("1", "more")]
+        assert drawn == ([3, 1] if ours.step else [None, None])
+        if "eval_reward_mean" in ours.metrics:
+            of_sets = [ours.metrics[f"eval_{name}_reward_mean"] for name in ("all", "even")]
+            assert ours.metrics["eval_reward_mean"] == pytest.approx((4 * of_sets[0] + 2 * of_sets[1]) / 6)
         assert ours.step == 0 or ours.metrics["probe_difference_max"] < 1e-4
-    assert _weights_sha256(local[-1]) == _weights_sha256(server[-1])
+        assert ours.step == 0 or files(ours.adapter) == files(theirs.adapter)
     weights = load_file(_weights(local[-1]))
     trained = [name for name, weight in weights.items() if ".lora_B." in name and weight.any()]
     assert {name.split(".mlp.experts.")[1][0] for name in trained if ".mlp.experts." in name} == set("0123")
@@ -63,20 +76,23 @@ def test_the_api_tells_every_step_from_the_beginning(
     told = demo.steps_of({"run_id": record.run_id})
     assert [step["step"] for step in told] == [0, 1, 2, 3]
     assert [step["step"] for step in told if "eval_reward_mean" in step["metrics"]] == [0, 2, 3]
+    with stack.client() as client:
+        estimate = client.estimate(record.run)
+    assert (estimate.steps, estimate.examples, estimate.samples) == (3, 25, 3 * 4 * 4)
 
 
 def _folder(stack: Stack, run_id: str) -> Path:
     return stack.root / "store" / "runs" / run_id
 
 
+def _steps(run: Path) -> list[StepStatus]:
+    return [StepStatus.model_validate_json(path.read_bytes()) for path in sorted((run / "steps").iterdir())]
+
+
 def _told(step: StepStatus) -> dict[str, float]:
     """The metrics that do not depend on how fast or where it was done."""
     told = step.metrics.items()
     return {n: v for n, v in told if not n.startswith("sync_") and not n.endswith(("_s", "_seconds", "_bytes"))}
-
-
-def _weights_sha256(step: StepStatus) -> str:
-    return sha256_file(_weights(step))
 
 
 def _weights(step: StepStatus) -> Path:

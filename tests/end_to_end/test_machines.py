@@ -22,32 +22,33 @@ import pytest
 from temporalio.client import WorkflowHandle
 
 from activities.hosts.workers import processes_of
+from longshore.dataset_runs import DatasetSource, PromptsSource, SFTRun
 from longshore.layout import Layout
+from longshore.runs import RLRun, Rollouts
 from longshore.training import Lora
+from longshore.views import RunStatus, StepStatus
+from longshore.weight_sync import WeightSync
 from service.host import serve_host
 from service.host_http.gangs import join_streams
 from service.sealing import seal_keys
 from service.temporal import connect_temporal
 from shared.child_environment import child_environment
-from shared.jobs.job import WeightSync
-from shared.runs.dataset_runs import DatasetSource, PromptsSource, SFTRun
-from shared.runs.requests import RLRun, Rollouts
 from shared.runs.start import RLStart, RunStart, RunTiming
-from shared.runs.status import RunStatus, StepStatus
 from shared.settings import Settings
 from shared.storage.artifacts import sha256_file
 from shared.storage.paths import RunKeys
 from shared.storage.store import open_store
-from tests.depth import SEED, drawn
+from tests.depth import SEED
 from tests.end_to_end.conftest import LETTERS
 from tests.ended import end
 from tests.machines import Machines, made
 from tests.waiting import eventually
+from tests.workflows.rows import recording
 from tests.workflows.stack import has_checkpoint
 from workflows.rl import RLWorkflow
 from workflows.sft import SFTWorkflow
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deep]
 
 NAMES = ("one", "two", "three", "four")
 LAYOUTS = (Layout(dp=2, nodes=2), Layout(tp=2, dp=2, nodes=2), Layout(pp=2, nodes=2), Layout(dp=3, nodes=3))
@@ -117,7 +118,7 @@ class Site:
 
     async def start_rl(self, layout: Layout, prompts: Path) -> WorkflowHandle[object, RunStatus]:
         """Three steps whose weights two samplers of other machines get."""
-        sync = WeightSync(backend="collective")
+        sync = WeightSync(backend="tcp")
         rollouts = Rollouts(
             prompts=PromptsSource(uri=prompts.as_uri()),
             grader=LETTERS,
@@ -211,6 +212,7 @@ async def site(temporal_address: str, model: Path, dataset: Path, root: Path) ->
     async with AsyncExitStack() as exits:
         exits.callback(forwarding.call_soon_threadsafe, forwarding.stop)
         machines = exits.enter_context(made(*NAMES))
+        await exits.enter_async_context(recording(await connect_temporal(settings), settings))
         control = asyncio.create_task(serve_host("control", settings, stopped))
         try:
             place = Site(settings, machines, dataset, model, exits, forwarding)
@@ -277,13 +279,9 @@ def _label(trial: Trial) -> str:
     return "-".join([layout.label, mishap.__name__.strip("_"), *(["lossy"] if is_lossy else [])])
 
 
-@pytest.mark.parametrize("trial", drawn(TRIALS, 1), ids=_label)
+@pytest.mark.parametrize("trial", TRIALS, ids=_label)
 async def test_several_machines_give_the_bits_of_one(
-    trial: Trial,
-    temporal_address: str,
-    tiny_model: Path,
-    chat_dataset: Path,
-    tmp_path: Path,
+    trial: Trial, temporal_address: str, tiny_model: Path, chat_dataset: Path, tmp_path: Path
 ) -> None:
     """Whatever happens to one of them after the first checkpoint, and to the link between them."""
     layout, mishap, is_lossy = trial
@@ -306,7 +304,6 @@ async def test_several_machines_give_the_bits_of_one(
         assert bool(several.workers_lost) == is_loss
 
 
-@pytest.mark.deep
 async def test_weights_go_from_several_machines_to_samplers_of_others(
     temporal_address: str, tiny_model: Path, chat_dataset: Path, prompts: dict[str, str], tmp_path: Path
 ) -> None:

@@ -4,10 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from service.dev.connection import Connection
 from tests.depth import one_of
 from tests.end_to_end.conftest import DRAWN_FILES
 from tests.end_to_end.runs import jsonl, pair
@@ -69,10 +67,7 @@ def test_kto_through_openais_door_is_the_same_run(stack: Stack, tiny_model: Path
     about = ("--json", "--model", str(tiny_model), "--dataset", str(rows), "--max-tokens", "256", "--objective", "kto")
     estimated = stack.cli("estimate", "dpo", *about, "--epochs", "2", "--batch-size", str(ROWS)).json
     assert (estimated["examples"], estimated["steps"]) == (ROWS, 2), estimated
-    connection = Connection.read(stack.root)
-    assert connection is not None
-    headers = {"authorization": f"Bearer {connection.api_key}"}
-    with httpx.Client(base_url=f"{connection.api_url}/v1", headers=headers, timeout=300) as http:
+    with stack.http("/v1") as http:
         file = http.post("/files", files={"file": rows.open("rb")}, data={"purpose": "fine-tune"}).json()["id"]
         ours = {"rank": LORA_RANK, "alpha": LORA_ALPHA, "max_tokens": 256, "steps": STEPS, "learning_rate": 0.002}
         ours |= {"schedule": "constant", "objective": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5}
@@ -92,21 +87,13 @@ def test_kto_through_openais_door_is_the_same_run(stack: Stack, tiny_model: Path
     assert [s["metrics"]["loss"] for s in theirs["steps"]] == [s["metrics"]["loss"] for s in own["steps"]]
 
 
-@pytest.mark.parametrize(
-    ("objective", "row", "words"),
-    [
-        ("orpo", labelled(1), ["data.jsonl:2", "prompt_completion", "dpo learns from pairs", "objective kto"]),
-        ("kto", {"prompt": "q", "completion": "a"}, ["data.jsonl:2", "label"]),
-        ("kto", labelled(1) | {"label": "bad"}, ["data.jsonl:2", "label must be true or false"]),
-    ],
-)
 def test_rows_that_an_objective_cannot_learn_from_are_refused_before_a_lease(
-    stack: Stack, tiny_model: Path, tmp_path: Path, objective: str, row: dict[str, Any], words: list[str]
+    stack: Stack, tiny_model: Path, tmp_path: Path
 ) -> None:
-    first = pair(0) if objective == "orpo" else labelled(0)
-    options = ("--objective", objective, "--steps", "1", "--batch-size", "2")
-    answer = submit(stack, tiny_model, jsonl(tmp_path / "data.jsonl", [first, row]), *options, check=False)
-    assert_refused(answer, *words)
+    data = jsonl(tmp_path / "data.jsonl", [labelled(0), {"prompt": "q", "completion": "a"}])
+    options = ("--objective", "kto", "--steps", "1", "--batch-size", "2")
+    answer = submit(stack, tiny_model, data, *options, check=False)
+    assert_refused(answer, "data.jsonl:2", "label")
     assert "waiting_for_worker" not in stack.cli("get", answer.json["run_id"], "--json").stdout
 
 

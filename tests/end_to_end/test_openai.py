@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from service.dev.connection import Connection
 from shared.storage.artifacts import sha256_file
-from tests.depth import drawn
-from tests.end_to_end.conftest import TINKER_MODEL
+from tests.depth import drawn, one_of
+from tests.end_to_end.conftest import CLIENT_FILES, TINKER_MODEL
 from tests.end_to_end.stack import Stack
 
-pytestmark = [pytest.mark.slow, pytest.mark.drawn, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, one_of(CLIENT_FILES, "openai"), pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = drawn(("openai-1", "openai-2", "openai-3"), 0, always=["openai-3"])
@@ -31,8 +30,7 @@ def sessions(
     stack: Stack, tiny_model: Path, chat_dataset: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
     """One of each version, at the same time."""
-    connection = Connection.read(stack.root)
-    assert connection is not None
+    connection = stack.connection
     address = [f"{connection.api_url}/v1", connection.api_key]
 
     def session(version: str) -> dict[str, Any]:

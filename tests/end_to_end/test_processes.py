@@ -3,6 +3,7 @@
 import re
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shared.child_environment import Kind, child_environment
 from tests.end_to_end.conftest import SECRETS
 from tests.end_to_end.stack import Stack, wait_until
 
@@ -21,14 +23,12 @@ KINDS = {
     "sampler": "-m megatron_worker.sampler ",
     "worker": "-m megatron_worker",
     "W&B writer": "wandb",
-    "body reader": "-m activities.confined.fork_server numpy service.apis.decoders",
-    "data step": "-m activities.confined.fork_server",
+    "sandbox": "-m activities.sandbox.child",
     "Temporal": "server start-dev",
     "web service": "-m service.app",
-    "control host": "-m service.host --role control",
-    "GPU host": "-m service.host --role gpu",
-    "sampler host": "-m service.host --role sampler",
+    "host of all roles": "-m service.host",
 }
+ROLES: dict[str, Kind] = {"control host": "control", "GPU host": "gpu", "sampler host": "sampler"}
 WORDS = {
     "LONGSHORE_GRADING__SCORE_MODEL_KEY": "judge",
     "LONGSHORE_SAMPLING__API_KEY": "sampling server",
@@ -37,8 +37,8 @@ WORDS = {
     "HF_TOKEN": "hub",
     "OTEL_EXPORTER_OTLP_HEADERS": "traces",
 }
-SUPERVISED = {"Temporal", "web service", "control host", "GPU host", "sampler host"}
-ALWAYS_THERE = SUPERVISED | {"body reader"}
+SUPERVISED = {"Temporal", "web service", "host of all roles"}
+ALWAYS_THERE = SUPERVISED | {"sandbox"}
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Seen:
 
 def documented() -> dict[str, Seen]:
     """The table's rows: process, listens on, secrets."""
-    section = PAGE.read_text().split("## What listens, and who is told what\n")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## What listens, and who learns what\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {kind.partition(" (")[0]: Seen(_words(listens), _words(secrets)) for kind, listens, secrets in rows[2:]}
 
@@ -59,6 +59,13 @@ def documented() -> dict[str, Seen]:
 def _words(cell: str) -> set[str]:
     """What stands in brackets is for people."""
     return set(re.sub(r" *\(.*\)", "", cell).split(", ")) - {"nothing"}
+
+
+def secrets_in(environment: Mapping[str, str]) -> set[str]:
+    values = " ".join(environment.values())
+    found = {word for name, word in WORDS.items() if SECRETS[name] in values}
+    found |= {"S3"} if any(name.startswith("AWS_") for name in environment) else set()
+    return found | ({"unknown"} if SECRETS["TOKEN_OF_SOMETHING_ELSE"] in values else set())
 
 
 class Watch:
@@ -80,16 +87,10 @@ class Watch:
         self._thread.join()
 
     def look(self) -> None:
-        # The supervisor, and the process from which it has the service and hosts forked.
-        parents = {self._supervisor.pid}
-        for process in self._supervisor.children():
-            with suppress(psutil.NoSuchProcess):
-                if KINDS["data step"] in " ".join(process.cmdline()):
-                    parents.add(process.pid)
         for process in self._supervisor.children(recursive=True):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # a sandbox is nobody's to look into
                 addresses = {socket.laddr.ip for socket in process.net_connections("inet") if not socket.raddr}
-                self._look_at(process, addresses, process.ppid() in parents)
+                self._look_at(process, addresses, process.ppid() == self._supervisor.pid)
 
     def _look_at(self, process: psutil.Process, addresses: set[str], is_supervised: bool) -> None:
         command = " ".join(process.cmdline())
@@ -98,10 +99,7 @@ class Watch:
         if not command or (kind in SUPERVISED and not is_supervised):
             return  # a zombie; a child that has not become its own program yet
         seen = self.seen[kind]
-        values = " ".join(environment.values())
-        seen.secrets |= {word for name, word in WORDS.items() if SECRETS[name] in values}
-        seen.secrets |= {"S3"} if any(name.startswith("AWS_") for name in environment) else set()
-        seen.secrets |= {"unknown"} if SECRETS["TOKEN_OF_SOMETHING_ELSE"] in values else set()
+        seen.secrets |= secrets_in(environment)
         seen.listens |= {"loopback" if ip in ("127.0.0.1", "::1") else "everywhere" for ip in addresses}
 
     def _look_on(self) -> None:
@@ -119,20 +117,19 @@ def test_idle_it_is_what_the_operators_guide_says(stack: Stack) -> None:
     assert {kind: seen[kind] for kind in ALWAYS_THERE} == {kind: table[kind] for kind in ALWAYS_THERE}
 
 
-def test_so_it_is_while_a_run_samples_grades_and_trains_on_two_ranks(
-    stack: Stack,
-    rollout_options: list[str],
-) -> None:
+def test_so_it_is_while_a_run_samples_grades_and_trains_on_two_ranks(stack: Stack, rollout_options: list[str]) -> None:
     with Watch(stack) as watch:
         assert stack.cli(*rollout_options, "--dp", "2", "--wait").json["status"] == "succeeded"
         table = documented()
         # W&B is told of a run after its end.
-        wait_until(lambda: watch.seen.keys() >= table.keys(), "every kind of process is seen")
+        awaited = table.keys() - ROLES.keys() - {"any other"}
+        wait_until(lambda: watch.seen.keys() >= awaited, "every kind of process is seen")
     beyond = {}
     for kind, seen in watch.seen.items():
         more = (seen.listens - table[kind].listens, seen.secrets - table[kind].secrets)
         if any(more):
             beyond[kind] = more
     assert beyond == {}
-    told = {kind: seen.secrets for kind, seen in watch.seen.items()}
+    told = {"any other": set[str]()} | {kind: seen.secrets for kind, seen in watch.seen.items()}
+    told |= {kind: secrets_in(child_environment(role, SECRETS)) for kind, role in ROLES.items()}
     assert told == {kind: seen.secrets for kind, seen in table.items()}

@@ -15,7 +15,6 @@ from benchmarks.one_device import samplers
 from longshore.client import Client
 from longshore.commands import Datum, ForwardBackward, OptimStep
 from longshore.training import Lora, SessionRun
-from service.dev.connection import Connection
 from shared.errors import SamplerUnavailable
 from tests.end_to_end.runs import Groups, train
 from tests.end_to_end.stack import Stack, wait_until
@@ -28,10 +27,7 @@ _MOST_STEPS = 20  # a sampler may be given back, or come up, between any two of 
 
 @pytest.fixture
 def door(stack: Stack) -> Iterator[httpx.Client]:
-    connection = Connection.read(stack.root)
-    assert connection is not None
-    headers = {"Authorization": f"Bearer {connection.api_key}"}
-    with httpx.Client(base_url=connection.api_url, headers=headers, timeout=300, trust_env=False) as client:
+    with stack.http() as client:
         yield client
 
 
@@ -120,11 +116,10 @@ def test_the_policy_of_a_clients_run_goes_to_the_sampler_that_it_asks(
 def test_a_sessions_saved_weights_go_to_the_sampler_that_is_asked(
     stack: Stack, tiny_model: Path, door: httpx.Client
 ) -> None:
-    connection = Connection.read(stack.root)
-    assert connection is not None
+    connection = stack.connection
     run = SessionRun(model=str(tiny_model), trainable=Lora(rank=4), max_tokens=128, seed=5, name="asked-session")
     with Client(connection.api_url, connection.api_key) as client:
-        session = client.open(run)
+        session = client.sessions.open(run)
 
         def step(number: int) -> str:
             session.send(ForwardBackward(data=(Datum(tokens=(5, 6, 7 + number, 8)),)))
@@ -136,4 +131,4 @@ def test_a_sessions_saved_weights_go_to_the_sampler_that_is_asked(
             model = until_sent(stack, step, door)
         the_answer_is_the_stores_too(stack, door, model)
         session.close()
-        wait_until(lambda: session.status()["state"] == "succeeded", "the end of a closed session")
+        wait_until(lambda: session.status().state == "succeeded", "the end of a closed session")

@@ -4,10 +4,8 @@ import math
 import random
 from pathlib import Path
 
-import httpx
 import pytest
 
-from service.dev.connection import Connection
 from tests.depth import one_of
 from tests.end_to_end.conftest import DRAWN_FILES
 from tests.end_to_end.runs import jsonl
@@ -121,10 +119,7 @@ def test_scores_are_learned_by_names_with_all_weights(stack, tiny_model, folder)
 
 
 def test_a_reward_model_is_no_language_model(stack, trained, tiny_model, folder) -> None:
-    connection = Connection.read(stack.root)
-    assert connection is not None
-    headers = {"authorization": f"Bearer {connection.api_key}"}
-    with httpx.Client(base_url=connection.api_url, headers=headers, timeout=60, trust_env=False) as http:
+    with stack.http() as http:
         shown = http.get("/api/v1/models/more-z").json()
         assert shown["rewards"] == ["reward"] and shown["kind"] == "adapter"
         chat = {"model": "more-z", "messages": [{"role": "user", "content": "Say tide 1."}]}
@@ -180,16 +175,8 @@ def test_labels_of_turns_are_learned_at_the_tokens_that_end_them(stack, tiny_mod
     assert after["loss"] == pytest.approx(sum(errors) / len(errors), rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "words"),
-    [
-        ([{"prompt": "a", "completion": "b", "score": 1.0}], (), "as reward does"),
-        (pairs(range(2)), ("--objective", "squared_error"), "pairs are what dpo learns from"),
-        ([{"prompt": "a", "completion": "b"}], ("--objective", "squared_error"), "no field 'score'"),
-        ([row | {"margin": "much"} for row in pairs(range(2))], (), "margin must be a number, not text"),
-    ],
-)
-def test_rows_of_another_kind_are_refused_by_name(stack, tiny_model, tmp_path, rows, options, words) -> None:
+def test_rows_of_another_kind_are_refused_by_name(stack, tiny_model, tmp_path) -> None:
     for name in ("rows", "rows-held-out"):
-        jsonl(tmp_path / f"{name}.jsonl", rows)
-    assert_refused(submit(stack, tiny_model, tmp_path, "rows", *options, check=False), words)
+        jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "a", "completion": "b"}])
+    refused = submit(stack, tiny_model, tmp_path, "rows", "--objective", "squared_error", check=False)
+    assert_refused(refused, "no field 'score'")

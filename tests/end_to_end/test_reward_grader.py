@@ -6,25 +6,21 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from service.dev.connection import Connection
-from tests.depth import drawn, one_of
+from tests.depth import one_of
 from tests.end_to_end.conftest import DRAWN_FILES, LETTERS
 from tests.end_to_end.runs import jsonl
-from tests.end_to_end.stack import Answer, Stack, wait_until
+from tests.end_to_end.stack import Answer, Stack
 from tests.end_to_end.test_bad_input import assert_refused
 from tests.end_to_end.test_dpo import published
 from tests.end_to_end.test_reward import rewards
 from tests.end_to_end.test_rollouts import steps_of
-from tests.end_to_end.victims import Victim, control_host, kill, sampler, sampler_host
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"), one_of(DRAWN_FILES, "reward_grader")]
 
 NUM_STEPS, PROMPTS_A_STEP, GROUP_SIZE = 8, 8, 16
-VICTIMS: list[Victim] = [sampler, control_host, sampler_host]
 
 
 @pytest.fixture(scope="module")
@@ -126,30 +122,6 @@ def another_base(tiny_model: Path, folder: Path) -> Path:
     return base
 
 
-@pytest.mark.parametrize("victim", drawn(VICTIMS, 1))
-def test_a_second_sampler_scores_and_a_kill_in_the_middle_of_it_changes_nothing(
-    stack, submitted, undisturbed, tiny_model, tmp_path, victim
-) -> None:
-    """On another folder, the reward model's base is another model, though of the same weights: so are the bits."""
-    base = another_base(tiny_model, tmp_path)
-    for folder in ("sampled", "graded", "rewarded"):
-        shutil.rmtree(stack.root / "store" / folder, ignore_errors=True)
-    store = stack.root / "store"
-
-    def is_scoring() -> bool:
-        return len(list(store.glob("sampled/*/samples/manifest.json"))) > len(
-            list(store.glob("rewarded/*/manifest.json"))
-        )
-
-    with stack.another_sampler_host():
-        run_id = submitted(grader(base=str(base))).json["run_id"]
-        wait_until(lambda: len(steps_of(stack, run_id)) >= 3 and is_scoring(), "a step is scored", every_s=0.005)
-        kill(stack, victim)
-        answer = stack.cli("watch", run_id, "--json")
-    assert answer.json["status"] == "succeeded", answer
-    assert stack.adapter_sha256(answer) == stack.adapter_sha256(undisturbed)
-
-
 @pytest.mark.deep
 def test_with_one_sampler_host_the_samplers_take_turns(stack, submitted, tiny_model, tmp_path) -> None:
     """The run gives back the sampler that it holds when the other has not come for a minute."""
@@ -188,10 +160,7 @@ def test_what_is_no_reward_model_or_no_policy_is_refused_by_name(
     (tmp_path / "grader.json").write_text(grader())
     tried = stack.cli("grader", "run", str(tmp_path / "grader.json"), "--text", "e", check=False)
     assert tried.code != 0 and "they grade in runs alone" in tried.stdout + tried.stderr
-    connection = Connection.read(stack.root)
-    assert connection is not None
-    headers = {"authorization": f"Bearer {connection.api_key}"}
-    with httpx.Client(base_url=connection.api_url, headers=headers, timeout=60, trust_env=False) as http:
+    with stack.http() as http:
         listed = {model["id"] for model in http.get("/v1/models").json()["data"]}
         body = {"grader": json.loads(grader()), "model_sample": "e", "item": {}}
         alpha = http.post("/v1/fine_tuning/alpha/graders/run", json=body)

@@ -1,23 +1,25 @@
 """The same spine with its store on S3: nothing lies on a shared disk."""
 
 import hashlib
-import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from moto.server import ThreadedMotoServer
 
-from longshore.client import Client, Pending
+from longshore.client import Pending
 from longshore.commands import Datum
+from longshore.events import Step
+from longshore.fields import Fence
 from longshore.layout import Layout
 from longshore.training import Lora, SessionRun
-from service.dev.connection import Connection
-from shared.jobs.events import Step
+from service.accounts.tenants import bytes_of_rows
+from service.database.engine import Database
 from shared.jobs.job import Job
 from shared.runs.events import read_run_events
 from shared.storage.artifacts import sha256_file
-from shared.storage.paths import Fence, RunKeys, counted_records, tenant_folder
+from shared.storage.paths import RunKeys, tenant_folder
 from shared.storage.store import ObjectStore, open_store
 from shared.storage.stored_bytes import SHARED
 from tests.conftest import S3Server, free_port
@@ -28,7 +30,7 @@ from tests.end_to_end.test_processes import Watch
 from tests.end_to_end.victims import halt
 from tests.megatron_worker.launch import fork_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deep]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def test_a_run_whose_store_is_s3(
 ) -> None:
     """Neither who trains nor who reads the data is told how to open the store; by hand the operator's own way does."""
     answer, watch = watched_run
-    assert {"worker", "data step"} <= watch.seen.keys()
+    assert {"worker", "sandbox"} <= watch.seen.keys()
     assert told_of_s3(watch) == {"web service", "control host", "GPU host", "sampler host"}
     s3_stack.cli("download", answer["run_id"], "--into", str(tmp_path / "adapter"))
     assert answer["adapter"].startswith(s3_store.uri)
@@ -125,11 +127,9 @@ def test_a_run_whose_store_is_s3(
 def test_a_session_goes_back_to_a_state_that_s3_holds(s3_stack: Stack, tiny_model: Path) -> None:
     """On two ranks, none of which is told how to open the store."""
     data = (Datum(tokens=tuple(range(3, 15))),)
-    connection = Connection.read(s3_stack.root)
-    assert connection is not None
-    with Client(connection.api_url, connection.api_key) as client, Watch(s3_stack) as watch:
+    with s3_stack.client() as client, Watch(s3_stack) as watch:
         request = SessionRun(model=str(tiny_model), trainable=Lora(rank=4), max_tokens=64, layout=Layout(tp=2))
-        session = client.open(request)
+        session = client.sessions.open(request)
 
         def train() -> Pending:
             session.forward_backward(data)
@@ -143,19 +143,19 @@ def test_a_session_goes_back_to_a_state_that_s3_holds(s3_stack: Stack, tiny_mode
         assert session.forward(data).result(900).data == before != after
         assert train().result(900).data == after
         session.close()
-    assert told_of_s3(watch) & {"worker", "data step", "any other"} == set() and "worker" in watch.seen
+    assert told_of_s3(watch) & {"worker", "sandbox", "any other"} == set() and "worker" in watch.seen
 
 
 def _num_checkpoints(store: ObjectStore, run_id: str) -> int:
     return sum(info.key.endswith("/manifest.json") for info in store.list(f"{RunKeys(run_id).checkpoints}/"))
 
 
-def _stored_bytes(store: ObjectStore, tenant: str) -> int:
-    """What lies in the store of a tenant that has it alone. Of models nobody notes the manifests."""
-    own = ("runs/", *SHARED, f"{tenant_folder(tenant)}/", *counted_records(tenant))
-    return sum(
-        i.size for i in store.list("") if i.key.startswith(own) and not re.match("models/.*/manifest.json", i.key)
-    )
+def _stored_bytes(stack: Stack, store: ObjectStore, tenant: str) -> int:
+    """What a tenant stores that is alone here."""
+    own = ("runs/", *SHARED, f"{tenant_folder(tenant)}/")
+    with closing(Database(f"sqlite:///{stack.root}/service/longshore.db")) as database:
+        records = database.write(lambda session: bytes_of_rows(session, tenant))
+    return records + sum(info.size for info in store.list("") if info.key.startswith(own))
 
 
 @pytest.fixture
@@ -212,10 +212,8 @@ def test_what_policies_let_go_is_gone_and_whatever_is_needed_goes_on(
     stack.cli("cancel", rl)
     for run_id in (cut, rl):
         stack.cli("watch", run_id, check=False)
-    connection = Connection.read(stack.root)
-    assert connection is not None
-    with Client(connection.api_url, connection.api_key) as client:
-        session = client.open(SessionRun(model=str(tiny_model), trainable=Lora(rank=4), max_tokens=64))
+    with stack.client() as client:
+        session = client.sessions.open(SessionRun(model=str(tiny_model), trainable=Lora(rank=4), max_tokens=64))
         session.forward_backward(data)
         session.optim_step(0.05)
         saved = session.save_state().result(900)
@@ -229,9 +227,9 @@ def test_what_policies_let_go_is_gone_and_whatever_is_needed_goes_on(
         session.load_state(f"{session.id}:step-{saved.step}").result(900)
         assert session.forward(data).result(900).data == before
         session.close()
-        wait_until(lambda: session.status()["state"] == "succeeded", "the session's end")
+        wait_until(lambda: session.status().state == "succeeded", "the session's end")
     stack.cli("gc", "--json")
-    assert stack.cli("usage", "--json").json["stored_bytes"] == _stored_bytes(s3_store, "default")
+    assert stack.cli("usage", "--json").json["stored_bytes"] == _stored_bytes(stack, s3_store, "default")
     assert weights_sha256(s3_store, stack.cli("resume", cut, "--wait", "--json").json["adapter"]) == wanted
     for run_id in cut_runs:
         ended = stack.cli("resume", run_id, "--wait", "--json").json

@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from benchmarks.spans import Receiver, Span
-from service.dev.connection import Connection
 from tests.end_to_end.stack import Stack, wait_until
 from tests.infra.observability import names_of
 
@@ -74,8 +73,7 @@ def test_dashboard_and_alerts_use_names_that_are_exported(stack: Stack, canary: 
 
 def test_no_tenant_reaches_metrics(stack: Stack) -> None:
     """The API's own port has no such route, whoever asks; and what is counted names routes by their templates."""
-    connection = Connection.read(stack.root)
-    assert connection is not None
+    connection = stack.connection
     asked = httpx.get(f"{connection.api_url}/metrics", headers={"authorization": f"Bearer {connection.api_key}"})
     assert asked.status_code == 404 and "longshore_http" not in asked.text
     web = stack.metrics()["web"]

@@ -15,24 +15,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.dev.connection import Connection
-from tests.depth import IS_DEEP, drawn
+from service.dev.supervisor import Connection
+from tests.depth import IS_DEEP, drawn, one_of
 from tests.end_to_end.stack import Stack, wait_until
-from tests.end_to_end.victims import (
-    Victim,
-    control_host,
-    gpu_host,
-    kill,
-    sampler_host,
-    temporal_server,
-    web_service,
-)
+from tests.end_to_end.victims import Victim, control_host, gpu_host, kill, sampler_host, temporal_server, web_service
 
-pytestmark = [pytest.mark.slow, pytest.mark.drawn]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 NUM_JOBS, MOST_KILLS = (8, 6) if IS_DEEP else (4, 3)
 ALL_VICTIMS: list[Victim] = [web_service, temporal_server, control_host, gpu_host, sampler_host]
+CLIENTS = ("poll", "retry")
 VICTIMS = drawn(ALL_VICTIMS, 1, always=[web_service, temporal_server])
 
 
@@ -89,9 +82,7 @@ class Poller:
 
 @pytest.fixture(scope="module")
 def connection(stack: Stack) -> Connection:
-    found = Connection.read(stack.root)
-    assert found is not None
-    return found
+    return stack.connection
 
 
 def is_well(connection: Connection) -> bool:
@@ -100,6 +91,7 @@ def is_well(connection: Connection) -> bool:
     return False
 
 
+@one_of(CLIENTS, "poll")
 def test_clients_that_poll_hardly_notice(stack: Stack, connection: Connection, options: list[str]) -> None:
     """Of a host's death nothing, of Temporal's nothing either when they read; of the service's its restart alone."""
     run_id = stack.cli(*options).json["run_id"]
@@ -135,6 +127,7 @@ def _has_polled(poller: Poller, since: float) -> bool:
     return all(recent.count(path) >= 2 for path in poller.paths)
 
 
+@one_of(CLIENTS, "retry")
 def test_a_clients_retry_makes_no_second_job(
     stack: Stack, connection: Connection, chance: random.Random, tmp_path: Path
 ) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
-from service.dev.connection import Connection
+from longshore.dataset_runs import SFTRun
+from longshore.training import Lora
 from service.inference.retraining import choose, stretches
 from service.sealing import Signer
 from shared.settings import Settings
@@ -20,6 +20,7 @@ from tests.activities.test_end_tokens import make_base
 from tests.conftest import S3Server
 from tests.end_to_end.runs import jsonl
 from tests.end_to_end.stack import Answer, Stack, wait_until
+from tests.end_to_end.victims import kill, ranks
 from tests.megatron_worker.launch import fork_ranks
 
 pytestmark = pytest.mark.slow
@@ -57,19 +58,6 @@ def test_an_estimate_is_what_a_run_plans_to_the_token(
     stack.cli("cancel", run_id)
     whole = stack.cli("estimate", *sft_options[1:]).json["tokens"]
     assert (planned, undisturbed.json["planned_tokens"]) == (estimated["tokens"], whole)
-
-
-def test_the_adapter_loads_in_peft(stack: Stack, undisturbed: Answer, tiny_model: Path) -> None:
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(tiny_model)
-    ids = torch.tensor([[5, 80, 33, 7]])
-    with torch.no_grad():
-        before = base(ids).logits
-        after = PeftModel.from_pretrained(base, undisturbed.json["adapter"].removeprefix("file://"))(ids).logits
-    assert not torch.allclose(before, after)
 
 
 def test_what_was_published_is_fetched_asked_and_trained_on_by_its_name(
@@ -219,10 +207,7 @@ def test_a_base_model_that_is_fully_trained_on_tool_rows_calls_the_tool_and_stop
     options = ["submit", "sft", "--json", "--model", str(model), "--dataset", str(rows), "--steps", "80"]
     more = ["--batch-size", "8", "--full", "--learning-rate", "0.01", "--schedule", "constant", "--name", "caller"]
     published = stack.cli(*options, *more, "--wait").json["adapter"].removeprefix("file://")
-    connection = Connection.read(stack.root)
-    assert connection is not None
-    headers = {"Authorization": f"Bearer {connection.api_key}"}
-    with httpx.Client(base_url=connection.api_url, headers=headers, timeout=300, trust_env=False) as client:
+    with stack.http() as client:
         told = client.post(
             "/v1/chat/completions", json={**asked, "model": "caller", "temperature": 0, "max_tokens": 80}
         )
@@ -238,6 +223,7 @@ def test_a_base_model_that_is_fully_trained_on_tool_rows_calls_the_tool_and_stop
     assert tokenizer.decode(drawn).endswith("</tool_call><|im_end|>"), "transformers stops there too"
 
 
+@pytest.mark.deep
 def test_two_ranks_give_the_same_losses_as_one(stack: Stack, sft_options: list[str]) -> None:
     gentle = [*sft_options, "--steps", "10", "--learning-rate", "0.0005", "--wait"]
     one, two = (
@@ -258,3 +244,44 @@ def test_an_archived_job_run_by_hand_gives_the_same_bits(
     fork_ranks("megatron_worker", "--once", str(job), "--into", str(tmp_path), num_ranks=1, timeout_s=600)
     adapters = sorted(tmp_path.rglob("adapter_model.safetensors"))
     assert sha256_file(adapters[-1]) == stack.adapter_sha256(undisturbed)
+
+
+def test_the_best_weights_are_published_and_a_run_ends_when_it_gets_no_better(
+    stack: Stack, tiny_model: Path, chat_dataset: Path
+) -> None:
+    """Sixteen rates that learn, then others that ruin what was learned; the second time with a killed worker."""
+    rows = {"uri": chat_dataset.as_uri()}
+    run = SFTRun.model_validate(
+        {
+            **{"model": str(tiny_model), "dataset": rows, "eval_dataset": rows, "eval_every": 4, "seed": 7},
+            **{"steps": 60, "batch_size": 64, "max_tokens": 256, "checkpoint_every": 5, "trainable": Lora(rank=4)},
+            **{"schedule": "constant", "learning_rate": 3.0, "learning_rates": [0.01] * 16 + [3.0] * 44},
+            **{"keep": "best", "early_stop": {"patience": 3, "metric": "eval_perplexity"}},
+            **{"num_samples": 16, "sample_tokens": 128},  # which take long enough for a kill between the steps
+        }
+    )
+    with stack.client() as client:
+        runs = [client.runs.submit(run)]
+        ended = [client.runs.wait(runs[0].run_id, 300)]
+        runs.append(client.runs.submit(run))
+        saved = stack.root / "store" / "runs" / runs[1].run_id / "checkpoints"
+        wait_until(lambda: any(saved.glob("*/*/manifest.json")), "a checkpoint")
+        kill(stack, ranks)
+        ended.append(client.runs.wait(runs[1].run_id, 300))
+        evaluated = {row.step: row.metrics["perplexity"] for row in client.runs.metrics(runs[0].run_id).evaluations}
+    assert [end.state for end in ended] == ["succeeded", "succeeded"], ended
+    best = min(evaluated, key=evaluated.__getitem__)
+    assert 0 < best < ended[0].step == best + 12 < 60, evaluated
+    for end in ended:
+        assert end.step == ended[0].step
+        assert (end.metrics["best_step"], end.metrics["best_eval_perplexity"]) == (best, evaluated[best])
+        assert end.notices[-2:] == (
+            f"the run ended after step {best + 12} of 60: eval_perplexity got no better in 3 evaluations",
+            f"the weights after step {best} are published: eval_perplexity was best there",
+        )
+    first, second = (Path(end.adapter.removeprefix("file://"), "adapter_model.safetensors") for end in ended)
+    assert sha256_file(first) == sha256_file(second)
+    assert ended[1].workers_lost == 1
+    checkpoints = stack.root / "store" / "runs" / runs[0].run_id / "checkpoints"
+    [trained] = checkpoints.glob(f"*/step-{best:08d}/weights/adapter_model.safetensors")
+    assert sha256_file(trained) == sha256_file(first)

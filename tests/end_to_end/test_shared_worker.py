@@ -13,12 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_runs_beside_others_end_in_the_bits_that_they_have_alone(
-    stack: Stack,
-    tiny_model: Path,
-    chat_dataset: Path,
-    tmp_path: Path,
-    rl_options: list[str],
-    groups: Groups,
+    stack: Stack, tiny_model: Path, chat_dataset: Path, tmp_path: Path, rl_options: list[str], groups: Groups
 ) -> None:
     """The stack has one GPU host, and a run that holds it throughout: only beside it can the others be trained."""
     pairs = jsonl(tmp_path / "pairs.jsonl", [pair(number) for number in range(32)])
@@ -54,6 +49,7 @@ def test_runs_beside_others_end_in_the_bits_that_they_have_alone(
     assert steps == policy_steps()
 
 
+@pytest.mark.deep
 def test_a_base_that_others_have_displaced_is_still_warm(
     stack: Stack, tiny_model: Path, chat_dataset: Path, tmp_path: Path, rl_options: list[str], groups: Groups
 ) -> None:

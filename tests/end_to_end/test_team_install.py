@@ -19,16 +19,15 @@ from functools import partial
 from pathlib import Path
 
 import boto3
-import psycopg
 import pytest
 
-from service.accounts.keys import hash_key
+from longshore.accounts import hash_key
 from tests.conftest import S3Server
 from tests.end_to_end.stack import PATIENCE_S, wait_until
 from tests.end_to_end.test_machines import forward
 from tests.ended import end
 from tests.machines import Machines, made
-from tests.service.postgres import new_database, postgres
+from tests.service.postgres import dumped, new_database, postgres, restored
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 ROOT = Path(__file__).parents[2]
@@ -231,13 +230,13 @@ def test_two_machines_run_chat_and_are_restored(
         site.done("longshore", "tenants", "create", "harbour", "--gpu-hours", "200")
 
         site.stop("control", "web")
-        with psycopg.connect(f"{server}/postgres", autocommit=True) as connection:
-            connection.execute("DROP DATABASE longshore WITH (FORCE)")
-        new_database(server, "longshore")
+        dumped(f"{server}/longshore", tmp_path / "longshore.dump")
+        restored(server, "longshore", tmp_path / "longshore.dump")
         site.start("control", "longshore-web.service")
         wait_until(site.is_ready, "the service is ready again", every_s=1)
-        wait_until(lambda: "first" in site.run("control", "longshore", "models", "ls").stdout, "it has read the bucket")
+        wait_until(lambda: "first" in site.run("control", "longshore", "models", "ls").stdout, "it has its database")
         web = site.environment("control", "longshore-web.service")
-        wait_until(lambda: site.run("control", "longshore", "db", "check", **web).returncode == 0, "they agree")
+        wait_until(lambda: site.run("control", "longshore", "db", "files", **web).returncode == 0, "they agree")
         assert re.search(r"sft-\w+ +succeeded", site.done("longshore", "ls"))
+        assert "nightly job" in site.done("longshore", "keys", "ls")
         site.done(*asked)

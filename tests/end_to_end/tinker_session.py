@@ -159,7 +159,7 @@ def whole(service: tinker.ServiceClient, model: str, argument: str) -> Told:
     # States: another client goes on from one; refusals cost no request that follows.
     again = ready(service.create_training_client_from_state_with_optimizer(told["state"]))
     told["again"] = again.forward(data, "cross_entropy").result().metrics["loss:sum"]
-    told["refused"] = refusals(service, again, data, base, prompt)
+    told["refused"] = refusals(service, again, data)
     told["still"] = again.forward(data, "cross_entropy").result().metrics["loss:sum"]
     told["loaded"] = loaded(service, client, again, told["state"], data, adam)
     told["trained"] = target_modules(service, model)
@@ -217,14 +217,21 @@ def policies(client: tinker.TrainingClient, drawn: Any) -> Told:
         )
         for each, (_, logprobs) in zip(data, sequences, strict=True)
     ]
+    name, length = "drawn", len(sequences[0][1])
+    read = [types.PromptProvenanceSpan(sequence_id=name, length=4)]
+    read.append(types.SampledProvenanceSpan(sequence_id=name, length=length - 1))
+    scored = [types.PromptProvenanceSpan(sequence_id=name, offset=1, length=3)]
+    scored.append(types.SampledProvenanceSpan(sequence_id=name, length=length))
+    spanned = [each.with_provenance(model_input=read, loss_fn_inputs=scored) for each in data]
     for name, config in (
         ("importance_sampling", None),
         ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}),
         ("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}),
         ("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}),
         ("dro", {"beta": 0.5}),
+        ("stable_reinforce", {"kl_coeff": 0.5}),
     ):
-        inputs = masked if name == "gspo" else data
+        inputs = {"gspo": masked, "stable_reinforce": spanned}.get(name, data)
         passes = client.forward_backward(inputs, name, config).result()
         scores = client.forward(inputs, name, config).result()
         told[name] = {
@@ -237,18 +244,11 @@ def policies(client: tinker.TrainingClient, drawn: Any) -> Told:
     return told
 
 
-def refusals(service: Any, client: Any, data: Any, base: Any, prompt: Any) -> Told:
+def refusals(service: Any, client: Any, data: Any) -> Told:
     out_of_it = [datum([5, 99_999, 6], [1.0, 1.0])]
     return {
         "loss": refused(lambda: client.forward_backward(data, "stable_reinforce").result()),
-        "setting": refused(lambda: client.forward_backward(data, "ppo", {"eps": 0.2}).result()),
         "token": refused(lambda: client.forward_backward(out_of_it, "cross_entropy").result()),
-        "adam": refused(lambda: client.optim_step(types.AdamParams(beta1=2.0)).result()),
-        "name": refused(lambda: client.save_state("no/name").result()),
-        "state": refused(lambda: ready(service.create_training_client_from_state("tinker://nobody/weights/x"))),
-        "top_k": refused(
-            lambda: base.sample(prompt, 1, types.SamplingParams(max_tokens=2), topk_prompt_logprobs=21).result()
-        ),
         "base": refused(lambda: ready(service.create_lora_training_client("/no/such/model"))),
     }
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from longshore.events import Offloaded, Step, Succeeded
 from longshore.training import Lora
-from shared.jobs.events import Offloaded, Step, Succeeded
 from shared.jobs.job import Job, PackedData, Schedule
 from tests.gpu.cuda import NEEDS_CUDA
 from tests.megatron_worker.launch import REPOSITORY, environment, ranks_command

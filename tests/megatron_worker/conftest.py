@@ -7,11 +7,18 @@ import pytest
 
 from longshore.layout import EngineName
 from tests.megatron_worker.rows import distinct_model
+from tests.megatron_worker.workshop import Workshop, make_workshop
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return distinct_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Workshop:
+    """With the tiny engine's model. Files whose jobs have other data or another engine have one of their own."""
+    return make_workshop(tmp_path)
 
 
 @pytest.fixture(params=get_args(EngineName))

@@ -12,10 +12,7 @@ from megatron_worker.fsdp.engine import FsdpEngine
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.slot_engine import Engine
 
-ENGINES: dict[EngineName, Callable[..., Engine]] = {
-    "megatron": MegatronEngine,
-    "fsdp": FsdpEngine,
-}
+ENGINES: dict[EngineName, Callable[..., Engine]] = {"megatron": MegatronEngine, "fsdp": FsdpEngine}
 LORA = Lora(rank=4, alpha=8)
 LORAS = {
     "lora": LORA,

@@ -1,24 +1,23 @@
-"""What the ranks of the table of layouts do.
-
-`python -m megatron_worker.process.launcher N tests.megatron_worker.layout_ranks OUT TRIALS`
+"""What the ranks of the table of layouts do (`do_trials`, under launch.on_ranks).
 
 One rank's results, made with the same functions, are what they are compared with (layout_table.py). Everybody begins at
 the same checkpoint of one rank and has the same bins, from one file.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from activities.tokenizing.units import pair_unit
+from longshore.algorithms import DPO, Loss
 from longshore.layout import Layout
 from longshore.losses import PPO, CrossEntropy, Kl, Reinforce
 from megatron_worker.engine import Batch, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from shared.jobs.losses import DPO, Loss
 from shared.jobs.prefix_tree import TreeUnit
 from tests.megatron_worker.parallel_ranks import (
     KINDS,
@@ -37,7 +36,6 @@ from tests.megatron_worker.parallel_ranks import (
 )
 from tests.megatron_worker.rows import VOCAB_SIZE
 from tests.megatron_worker.trees import as_batch
-from tests.megatron_worker.trials import given_trials
 
 OBJECTIVES: dict[str, Loss] = {"sft": CrossEntropy(), "rl": PPO(kl=Kl(coefficient=0.1)), "dpo": DPO(beta=0.1)}
 # Rounding moves ratios across PPO's clip, where its gradient jumps: what rounding does is asked of a smooth loss.
@@ -118,12 +116,8 @@ def measure_rounded(model: Path, layout: Layout, single: Path, out: Path, dtype:
             note_step(engine, bins, loss_function(loss), out / kind / objective)
 
 
-def main() -> None:
-    for trial, results in given_trials(Trial):
+def do_trials(trials: Sequence[Trial], results: Path) -> None:
+    for trial in trials:
         single, out = results / trial.model.name / "single", results / trial.name
         measure(trial.model, trial.layout, single, out / "float32")
         measure_rounded(trial.model, trial.layout, single, out / "bfloat16")
-
-
-if __name__ == "__main__":
-    main()

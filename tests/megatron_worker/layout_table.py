@@ -17,13 +17,14 @@ import torch
 from longshore.layout import Layout
 from shared.errors import InvalidInput
 from shared.families import read_config
-from shared.models.shape import ModelShape, check_layout, shape_of
+from shared.families.model_slices import shape_of
+from shared.models.shape import ModelShape, check_layout
 from tests.megatron_worker import layout_ranks
 from tests.megatron_worker.differences import GRADIENTS, furthest, furthest_gradient, notes, rounding, scores_of
+from tests.megatron_worker.launch import on_ranks
 from tests.megatron_worker.layout_ranks import OBJECTIVES
 from tests.megatron_worker.parallel_ranks import KINDS, Trial, round_weights
 from tests.megatron_worker.rows import distinct_model
-from tests.megatron_worker.trials import run_trials
 
 MODELS = {
     "dense": {"num_layers": 4, "num_kv_heads": 4},
@@ -97,7 +98,7 @@ def main() -> None:
                 own = [layout for layout in own if f"{name}/{layout.label}" not in options.skip]
                 for some in (own[i : i + _AT_ONCE] for i in range(0, len(own), _AT_ONCE)):
                     trials = [Trial(model=model, layout=layout) for layout in some]
-                    run_trials("layout_ranks", out, trials, num_ranks=world, timeout_s=3600)
+                    on_ranks(world, layout_ranks.do_trials, trials, out, timeout_s=3600)
                     for layout in some:
                         print(json.dumps(row(out, name, layout)), flush=True)
 

@@ -1,14 +1,12 @@
-"""What the ranks of a parallel test do.
+"""What the ranks of a parallel test do (`do_trials`, under launch.on_ranks).
 
-`python -m megatron_worker.process.launcher N tests.megatron_worker.parallel_ranks OUT TRIALS`
-
-`TRIALS` is JSON: model folder, layout, names of faults. Every layout's results go to `OUT/<model>/<layout>/`; the test
-compares them with those of one rank, which it makes with the same functions in its own process.
+Every layout's results go to `OUT/<model>/<layout>/`; the test compares them with those of one rank, which it makes with
+the same functions in its own process.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from longshore.layout import Layout
 from longshore.losses import CrossEntropy
 from longshore.training import LINEARS, Adam, Dtype, Full, Linear, Lora
+from megatron_worker import lora
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.families import join_parts, local_of, parts_of
 from megatron_worker.losses import loss_function
-from megatron_worker.megatron import attention, lora, parallel
+from megatron_worker.megatron import attention, parallel
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.parallel import Group, Mesh
@@ -33,7 +32,6 @@ from tests.megatron_worker.differences import GRADIENTS
 from tests.megatron_worker.rows import bin_of, empty_bin, random_rows, routed
 from tests.megatron_worker.trees import LOSS as TREE_LOSS
 from tests.megatron_worker.trees import as_tree, random_sequences
-from tests.megatron_worker.trials import given_trials
 
 FUSED: tuple[Linear, ...] = ("qkv_proj", "gate_up_proj")
 LORA = Lora(
@@ -77,11 +75,7 @@ def rl_bins(seed: int) -> Bins:
 
 
 # A step on rows, one on trees, one on rows.
-STEPS: list[tuple[Bins, LossFunction]] = [
-    (sft_bins(0), SFT_LOSS),
-    (rl_bins(1), TREE_LOSS),
-    (sft_bins(2), SFT_LOSS),
-]
+STEPS: list[tuple[Bins, LossFunction]] = [(sft_bins(0), SFT_LOSS), (rl_bins(1), TREE_LOSS), (sft_bins(2), SFT_LOSS)]
 
 
 def start(model: Path, layout: Layout, kind: str) -> MegatronEngine:
@@ -348,8 +342,8 @@ def run_with_fault(name: str, shows_in: str, trial: Trial, out: Path) -> None:
                 note(engine, out / kind / "history.json", history + train(engine, kind, 1, 2))
 
 
-def main() -> None:
-    for number, (trial, results) in enumerate(given_trials(Trial)):
+def do_trials(trials: Sequence[Trial], results: Path) -> None:
+    for number, trial in enumerate(trials):
         out, single = results / trial.name, results / trial.model.name / "single"
         run(trial.model, trial.layout, out)
         for kind in KINDS:
@@ -363,7 +357,3 @@ def main() -> None:
             refuse(trial.model, trial.layout, out, single / "lora" / "end" / "weights", single / "damaged")
             fail_to_save(trial.model, trial.layout, out)
             drop(trial.model, trial.layout, out)
-
-
-if __name__ == "__main__":
-    main()

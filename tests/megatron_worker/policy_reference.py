@@ -1,15 +1,21 @@
-"""The losses of policy optimisation as their papers write them, a target at a time, in float64."""
+"""The losses of policy optimisation as their papers write them, a target at a time, in float64; and a gradient without
+autograd for any formula.
+
+Formulas take complex log-probabilities: an imaginary part that is as small as can be is the derivative, exactly, and
+which side of a clip holds is asked of the real part (Squire & Trapp 1998, "Using complex variables to estimate
+derivatives of real functions"). Differences of two values would be wrong where a clip lies between them.
+"""
 
 import dataclasses
-import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, PolicyLoss, Reinforce
+from longshore.algorithms import Loss
+from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, PolicyLoss, Reinforce, TruncatedReinforce
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
-from shared.jobs.losses import Loss
 from tests.megatron_worker.training.test_batches import a_batch
 
 ROWS = dict[str, np.ndarray]
@@ -58,9 +64,22 @@ def ours(loss: Loss, columns: ROWS) -> tuple[float, float, np.ndarray]:
     return sums.loss.item(), sums.weight.item(), logprob_N.grad.numpy()
 
 
+def gradient_of(formula: Callable[[np.ndarray], complex], logprob: np.ndarray, step: float = 1e-30) -> np.ndarray:
+    """The derivatives of a formula by each log-probability."""
+    return np.array([formula(logprob + 1j * step * unit).imag / step for unit in np.eye(len(logprob))])
+
+
+def least(a: complex, b: complex) -> complex:
+    return a if a.real <= b.real else b
+
+
+def most(a: complex, b: complex) -> complex:
+    return a if a.real >= b.real else b
+
+
 def k(estimator: str, log_p: float, log_q: float) -> float:
     d = log_p - log_q
-    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+    return {"k1": d, "k2": d * d / 2, "k3": np.exp(-d) - 1 + d}[estimator]
 
 
 def _advantage(loss: PolicyLoss, c: ROWS, n: int) -> float:
@@ -83,35 +102,38 @@ def reference(loss: PolicyLoss, c: ROWS, logprob: np.ndarray, frozen: np.ndarray
         clipped = 0.0  # GMPO's mean of log ratios, each held by the sign of its own advantage
         for n in members if isinstance(loss, GMPO) else []:
             d, a = logprob[n] - c["old"][n], _advantage(loss, c, n)
-            clipped += c["weight"][n] / mass * (min(d, loss.clip_high) if a > 0 else max(d, -loss.clip_low))
+            clipped += c["weight"][n] / mass * (least(d, loss.clip_high) if a > 0 else most(d, -loss.clip_low))
         for n in members:
             a = _advantage(loss, c, n)
-            r = math.exp(logprob[n] - c["old"][n])
+            r = np.exp(logprob[n] - c["old"][n])
             match loss:
                 case Reinforce():
                     v = -r * a
                 case PPO():
-                    v = min(r * a, min(max(r, 1 - loss.clip_low), 1 + loss.clip_high) * a)
+                    v = least(r * a, least(most(r, 1 - loss.clip_low), 1 + loss.clip_high) * a)
                     if loss.dual_clip is not None and a < 0:
-                        v = max(v, loss.dual_clip * a)
+                        v = most(v, loss.dual_clip * a)
                     v = -v
                 case CISPO():
                     low = 0.0 if loss.clip_low is None else 1 - loss.clip_low
-                    v = -min(max(math.exp(frozen[n] - c["old"][n]), low), 1 + loss.clip_high) * a * logprob[n]
+                    v = -min(max(np.exp(frozen[n] - c["old"][n]), low), 1 + loss.clip_high) * a * logprob[n]
                 case GMPO():
-                    v = -a * math.exp(clipped)
+                    v = -a * np.exp(clipped)
                 case SAPO():
                     tau = loss.tau_positive if a > 0 else loss.tau_negative
-                    v = -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
+                    v = -a * 4 / tau / (1 + np.exp(-tau * (r - 1)))
                 case GSPO():
-                    s = math.exp(mean_log_ratio) * math.exp(logprob[n] - frozen[n])
+                    s = np.exp(mean_log_ratio) * np.exp(logprob[n] - frozen[n])
                     if loss.level == "sequence":
-                        s = math.exp(moved)
-                    v = -min(s * a, min(max(s, 1 - loss.clip_low), 1 + loss.clip_high) * a)
+                        s = np.exp(moved)
+                    v = -least(s * a, least(most(s, 1 - loss.clip_low), 1 + loss.clip_high) * a)
                 case DRO():
                     v = (a - loss.beta * (logprob[n] - c["old"][n])) ** 2 / (2 * loss.beta) - a * a / (2 * loss.beta)
+                case TruncatedReinforce():
+                    v = -min(np.exp(frozen[n] - c["old"][n]), loss.truncation) * a * logprob[n]
+                    v += loss.old_kl_coefficient * k("k2", logprob[n], c["old"][n])
             if loss.truncated_importance is not None:
-                ratio = math.exp(sum(sampled) if loss.importance_level == "sequence" else c["old"][n] - c["sampler"][n])
+                ratio = np.exp(sum(sampled) if loss.importance_level == "sequence" else c["old"][n] - c["sampler"][n])
                 is_kept = (loss.importance_floor or 0.0) <= ratio <= loss.truncated_importance
                 v *= min(ratio, loss.truncated_importance) * (loss.importance_beyond == "truncate" or is_kept)
             if loss.off_policy_bound is not None and c["advantage"][n] < 0 and behind > loss.off_policy_bound:
@@ -129,12 +151,3 @@ def reference(loss: PolicyLoss, c: ROWS, logprob: np.ndarray, frozen: np.ndarray
             return sum(means), len(sequences)
         case "constant_length":
             return sum(c["weight"][n] * value[n] for n in live) / loss.constant, len(sequences)
-
-
-def reference_gradient(loss: PolicyLoss, columns: ROWS, step: float = 1e-6) -> np.ndarray:
-    def at(n: int, by: float) -> float:
-        moved = columns["logprob"].copy()
-        moved[n] += by
-        return reference(loss, columns, moved, columns["logprob"])[0]
-
-    return np.array([(at(n, step) - at(n, -step)) / (2 * step) for n in range(len(columns["logprob"]))])

@@ -95,7 +95,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "vision_config": {
             **_TOWER,
             **{"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 8},
-        },
+        }
     },
     "mistral3": {"vision_config": {**_TOWER, "head_dim": 8, "image_size": 32, "patch_size": 8}},
 }
@@ -149,6 +149,9 @@ def build(folder: Path, name: str) -> Published:
         own = {key.replace(old, new): value for key, value in own.items()}
     if layout.get("note", "").startswith("refused"):  # such files do not list all
         tensors |= {key: value.bfloat16() for key, value in own.items() if key not in tensors}
+    if file == "GLM-4.5-Air":  # of the layer that predicts more tokens its file lists the experts alone
+        name_behind = f"model.layers.{text['num_hidden_layers']}.eh_proj.weight"
+        tensors[name_behind] = _value(name_behind, {}, own, text).bfloat16()
     quantized = _quantized(tensors, config.get("quantization_config"))
     lacking = own.keys() - _apart(tensors).keys() - tensors.keys() - {"lm_head.weight"}
     assert not lacking, sorted(lacking)

@@ -75,6 +75,7 @@ def random_input(generator: np.random.Generator, prefix: Sequence[int] = (), lon
         hidden=bool(generator.random() < 0.3),
         adapter=[*LORAS, None][int(generator.integers(4))],
         temperature=float(generator.choice([1.0, 0.7])),
+        no_grad=bool(generator.random() < 0.2),
     )
 
 

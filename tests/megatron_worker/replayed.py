@@ -19,8 +19,7 @@ from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.experts import Router
 from megatron_worker.sampler.adapters import LoadedAdapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.decoders import AnyDecoder
-from megatron_worker.sampler.generation import Ending, Generator, Ticket
+from megatron_worker.sampler.generation import Ending, Generator, RequestGroup
 from megatron_worker.sampler.generation import Sequence as Drawn
 from shared.chat.completions import Sampling
 from tests.megatron_worker.rows import Row
@@ -51,7 +50,7 @@ def with_own_routes(engine: MegatronEngine, batch: Batch) -> Batch:
 
 
 def drawn(
-    decoder: AnyDecoder, model: Path, prompts: Sequence[Sequence[int]], num: int, length: int, tells: bool = True
+    decoder: Decoder, model: Path, prompts: Sequence[Sequence[int]], num: int, length: int, tells: bool = True
 ) -> list[Drawn]:
     """Samples of prompts, of `length` tokens each."""
     how, tokenizer = Sampling(max_tokens=length, ignore_eos=True), Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -60,7 +59,7 @@ def drawn(
         for place, prompt in enumerate(prompts)
         for j in range(num)
     ]
-    generator, ticket = Generator(decoder, 8), Ticket(LoadedAdapter("base", "", {}), sequences)
+    generator, ticket = Generator(decoder, 8), RequestGroup(LoadedAdapter("base", "", {}), sequences)
     generator.submit(ticket)
     thread = threading.Thread(target=generator.run)
     thread.start()

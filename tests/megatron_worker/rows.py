@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Batch
 from shared.jobs.packed import RouteShape
-from shared.models.config import Family
 
 EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 """Settings of Gemma 4 with experts beside its MLPs."""
@@ -26,7 +25,7 @@ VOCAB_SIZE = 301  # odd, so that a vocabulary shard is padded under tp
 
 def distinct_model(
     folder: Path,
-    family: Family = "qwen3",
+    family: str = "qwen3",
     tied: bool = True,
     seed: int = 0,
     config: dict[str, Any] | None = None,
@@ -57,7 +56,7 @@ def make_distinct(model: Any, family: str, seed: int = 0) -> None:
             if "norm" in name or name.endswith("scale"):  # of routers and experts
                 is_zero_centred = family == "gemma3" or (family.startswith("qwen3_5") and "linear_attn" not in name)
                 weight.copy_((0 if is_zero_centred else 1) + 0.2 * noise)
-                if family == "gemma4" and "q_norm" in name:  # has what others' scale of scores does
+                if family.startswith("gemma4") and "q_norm" in name:  # has what others' scale of scores does
                     weight.mul_(weight.numel() ** -0.5)
             elif "bias" in name:
                 weight.copy_(0.3 * noise)
@@ -100,10 +99,11 @@ _TOWERS: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
         },
         {},
     ),
+    "gemma4_unified": ("Gemma4Unified", {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8}, {}),
 }
 
 
-def model_with_tower(folder: Path, family: Family) -> tuple[Path, Path]:
+def model_with_tower(folder: Path, family: str) -> tuple[Path, Path]:
     """A text model; and one that reads images, as it is published, with that for its decoder."""
     import transformers
 

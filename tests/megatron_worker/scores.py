@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_worker.engine import Batch, Outputs
-from megatron_worker.sampler.decoders import AnyDecoder
+from megatron_worker.lora import AppliedLora
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import forward
-from megatron_worker.sampler.layers import LoraFactors
 from megatron_worker.tensors.slot_engine import Engine
 from tests.megatron_worker.rows import Row
 
@@ -43,7 +43,7 @@ def transformers_model(
 
 
 def logprobs_by_steps(
-    decoder: AnyDecoder, ids: Sequence[int], steps: range, lora_weights: Mapping[str, LoraFactors]
+    decoder: Decoder, ids: Sequence[int], steps: range, lora_weights: Mapping[str, AppliedLora]
 ) -> Tensor:
     """Of the ids at these places, each drawn in a slot behind those before it, the first ones read as a prompt."""
     read, cache = decoder.prefill(tuple(ids[: steps.start]), lora_weights), decoder.new_cache(2)

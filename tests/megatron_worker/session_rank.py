@@ -35,7 +35,7 @@ from torch import Tensor
 from longshore.commands import CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState
 from longshore.fields import Artifact
 from longshore.training import Adam, Lora
-from megatron_worker.engine import Facts, Norms
+from megatron_worker.engine import EngineInfo, Norms
 from megatron_worker.forwards import CheckedInput, check
 from megatron_worker.process.job_queue import EventLog
 from megatron_worker.process.ranks import Staging, WorkerRanks
@@ -45,12 +45,7 @@ from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
-from shared.jobs.commands import (
-    Command,
-    LoadStored,
-    Skip,
-    stored_form,
-)
+from shared.jobs.commands import Command, LoadStored, Skip, stored_form
 from shared.jobs.job import Job, SessionPlan
 from shared.models import peft as peft_format
 from shared.settings import S3Settings
@@ -125,7 +120,7 @@ class SessionRank:
         return self._worker._warm.dispatcher.engine
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EngineInfo:
         """The engine's; data parallel is the worker's matter."""
         return replace(self.engine.facts, dp_rank=0, dp_size=1)
 
@@ -318,7 +313,7 @@ AnyRank = TrainerRank | SessionRank
 
 def sayable(rank: AnyRank, asked: ForwardInput) -> ForwardInput:
     """The input, less what cannot be asked of this rank."""
-    return asked if isinstance(rank, TrainerRank) else replace(asked, logits=False, hidden=False)
+    return asked if isinstance(rank, TrainerRank) else replace(asked, logits=False, hidden=False, no_grad=False)
 
 
 def _is_labelled(request: CheckedInput) -> bool:

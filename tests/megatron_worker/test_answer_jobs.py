@@ -10,17 +10,16 @@ import pytest
 import torch
 
 from activities.tokenizing.units import PAIR_COLUMNS, LabelledAnswers, TokenBlock
-from longshore.fields import Artifact
+from longshore.algorithms import DPO, KTO
 from megatron_worker.training.batches import PackedBatches
-from shared.jobs.events import Saved
-from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData, Schedule
-from shared.jobs.losses import DPO, KTO
+from shared.jobs.job import Evaluation, JobPlan
 from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.test_policy_jobs import PlainLoop, metrics_of
 from tests.megatron_worker.test_preference_jobs import STEPS, held_out_metrics, write_pairs
+from tests.megatron_worker.test_preference_jobs import a_plan as plan_of_pairs
 from tests.megatron_worker.tiny_engine import VOCAB_SIZE, TinyEngine
-from tests.megatron_worker.tiny_jobs import adapter_sha256, do, losses, new_worker
-from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
+from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, losses, new_worker
+from tests.megatron_worker.workshop import Workshop, make_workshop, packed
 
 LOSS = KTO(beta=0.5, desirable_weight=1.2, undesirable_weight=0.7)
 # The same steps in other bins.
@@ -41,29 +40,18 @@ def write_answers(folder: Path, num_answers: int, seed: int) -> None:
     writer.close()
 
 
-def data_of(root: Path, name: str, plan: str, steps: list[list[list[int]]]) -> PackedData:
-    write_plan(root / plan, root / name, steps)
-    return PackedData(units=sealed(root / name), plan=sealed(root / plan))
-
-
 @pytest.fixture
 def workshop(tmp_path: Path) -> Workshop:
     made = make_workshop(tmp_path)
     write_answers(tmp_path / "rollouts", 8, seed=4)  # named so for PlainLoop
     write_answers(tmp_path / "held-out-answers", 5, seed=5)
-    data = data_of(tmp_path, "rollouts", "rollouts-plan", STEPS)
-    held_out = data_of(tmp_path, "held-out-answers", "held-out-plan", [[[0, 1], [2], [3, 4]]])
+    data = packed(tmp_path, "rollouts", "rollouts-plan", STEPS)
+    held_out = packed(tmp_path, "held-out-answers", "held-out-plan", [[[0, 1], [2], [3, 4]]])
     return replace(made, data=data, held_out=held_out, num_steps=len(STEPS))
 
 
 def a_plan(workshop: Workshop, **changes: object) -> JobPlan:
-    fields: dict[str, object] = {
-        "loss": LOSS,
-        "schedule": Schedule(kind="constant", learning_rate=0.05),
-        "checkpointing": Checkpointing(every_steps=1),
-        "evaluation": Evaluation(data=workshop.held_out, every_steps=2),
-    }
-    return workshop.plan(**(fields | changes))
+    return plan_of_pairs(workshop, **{"loss": LOSS} | changes)
 
 
 class PaperLoop(PlainLoop):
@@ -73,10 +61,7 @@ class PaperLoop(PlainLoop):
         """Mean loss of some units, and the baseline."""
         ratios, signs, others = [], [], []
         for unit in units:
-            logprob, _, sign_N = self.logprobs([unit])
-            with torch.no_grad():
-                base, _, _ = self.logprobs([unit], adapted=False)
-            ratio_N = logprob - base
+            ratio_N, sign_N = self.ratios([unit])
             ratios.append(ratio_N[sign_N != 0].sum())
             others.append(ratio_N[sign_N == 0].sum().detach())
             signs.append(sign_N.sum().sign())
@@ -87,14 +72,7 @@ class PaperLoop(PlainLoop):
 
     def steps(self) -> Iterator[tuple[float, float, float]]:
         """Loss, gradient norm and baseline of each step."""
-        optimizer = torch.optim.AdamW([self.a_RH, self.b_VR], lr=0.05, weight_decay=0.0)
-        for bins in STEPS:
-            optimizer.zero_grad()
-            loss, baseline = self.loss([unit for units in bins for unit in units])
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_([self.a_RH, self.b_VR], 1.0)
-            optimizer.step()
-            yield loss.item(), norm.item(), baseline
+        return self.descend(STEPS, self.loss)
 
 
 def test_every_step_is_the_papers_and_held_out_answers_are_scored_alike(workshop: Workshop):
@@ -119,7 +97,7 @@ def test_every_step_is_the_papers_and_held_out_answers_are_scored_alike(workshop
 
 def test_a_step_is_the_same_however_it_is_packed(workshop: Workshop):
     whole = metrics_of(do(workshop, "a", a_plan(workshop)))
-    data = data_of(workshop.root, "rollouts", "repacked", REPACKED)
+    data = packed(workshop.root, "rollouts", "repacked", REPACKED)
     cut = metrics_of(do(workshop, "cut", a_plan(workshop, data=data)))
     for name in ("loss", "grad_norm", "kl", "label_accuracy"):
         assert [m[name] for m in cut] == pytest.approx([m[name] for m in whole], rel=2e-5, abs=1e-7), name
@@ -127,16 +105,14 @@ def test_a_step_is_the_same_however_it_is_packed(workshop: Workshop):
 
 def test_a_job_that_is_gone_on_with_ends_in_the_same_bits(workshop: Workshop):
     whole = do(workshop, "whole", a_plan(workshop))
-    middle = next(e for e in read_log(whole.log_path) if isinstance(e, Saved) and e.step == 3)
-    start = Artifact(uri=f"file://{middle.path}", sha256=middle.manifest_sha256)
-    resumed = do(workshop, "resumed", a_plan(workshop), start=start)
+    resumed = do(workshop, "resumed", a_plan(workshop), start=checkpoint(whole, 3))
     assert losses(resumed) == losses(whole)[3:] and adapter_sha256(resumed, 6) == adapter_sha256(whole, 6)
 
 
 def test_an_objective_without_a_reference_scores_nothing_before_its_steps(workshop: Workshop):
     """Passes without gradients, counted on the engine: those of the reference alone, as nothing is evaluated."""
     write_pairs(workshop.root / "pairs", 8, seed=4)
-    data = data_of(workshop.root, "pairs", "pairs-plan", STEPS)
+    data = packed(workshop.root, "pairs", "pairs-plan", STEPS)
 
     class Counting(TinyEngine):
         passes = 0

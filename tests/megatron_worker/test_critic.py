@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from activities.hosts.progress import job_metrics
+from longshore.events import Failed, Saved, Step
 from longshore.fields import Artifact
 from longshore.layout import Layout
 from longshore.losses import PPO, CrossEntropy, Kl
@@ -21,7 +22,6 @@ from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.offload import Residency
 from megatron_worker.training.batches import to_batch
-from shared.jobs.events import Failed, Saved, Step
 from shared.jobs.job import Checkpointing, Job, JobCritic, PackedData, Schedule
 from shared.jobs.packed import Units
 from tests.depth import drawn

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from longshore.events import Evaluated, Failed, Step, Succeeded
 from longshore.fields import Artifact
 from longshore.layout import Layout
 from longshore.losses import CrossEntropy, Distillation
 from longshore.training import Full, Lora
 from megatron_worker.training.batches import PackedBatches
-from shared.jobs.events import Evaluated, Failed, Step, Succeeded
 from shared.jobs.job import Evaluation, Job, JobPlan
 from tests.depth import drawn
 from tests.megatron_worker.launch import fork_ranks
@@ -46,24 +46,32 @@ def losses(job: Job) -> list[float]:
     return [e.metrics["loss"] for e in read_log(job.log_path) if isinstance(e, Step | Evaluated)]
 
 
-def transformers_loss(workshop: Workshop, teacher: Artifact, temperature: float = 1.0) -> float:
-    """Return the first step's forward KL of a fresh student, which is the base, in float64."""
+def transformers_loss(
+    workshop: Workshop, teachers: tuple[str, ...], data: tuple[str, str] = ("units", "plan"), temperature: float = 1.0
+) -> float:
+    """Return the first step's forward KL of a fresh student, which is the base, in float64.
+
+    teachers: folders of the workshop, "" for the base; each is of a unit in turn.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     def model() -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(workshop.root / "model", dtype=torch.float64)
 
-    student, tutor = model(), PeftModel.from_pretrained(model(), workshop.root / "teacher").double()
-    total = weight = 0.0
-    data = PackedBatches.open(workshop.root / "units", workshop.root / "plan")
-    for unit in (unit for units in data.bins(0) for unit in units):
-        row = data.units.read_bin([int(unit)])
+    folders = [workshop.root / name for name in teachers]
+    tutors = [
+        PeftModel.from_pretrained(model(), each).double() if each != workshop.root else model() for each in folders
+    ]
+    student, total, weight = model(), 0.0, 0.0
+    read = PackedBatches.open(*(workshop.root / name for name in data))
+    for unit in (int(unit) for units in read.bins(0) for unit in units):
+        row = read.units.read_bin([unit])
         ids = torch.tensor(row.token_id_T.astype("int64"))[None]
+        at_N = torch.tensor(row.hidden_index_N.astype("int64"))
         with torch.no_grad():
             own, theirs = (
-                (m(ids).logits[0][torch.tensor(row.hidden_index_N.astype("int64"))] / temperature).log_softmax(1)
-                for m in (student, tutor)
+                (m(ids).logits[0][at_N] / temperature).log_softmax(1) for m in (student, tutors[unit % len(tutors)])
             )
         weight_N = torch.tensor(row.weight_N.astype("float64"))
         total += float((weight_N * (theirs.exp() * (theirs - own)).sum(1)).sum())
@@ -77,7 +85,7 @@ def test_the_first_loss_is_transformers_and_the_student_comes_near_its_teacher(w
     job = do(worker, workshop, f"first-{engine}", a_plan(workshop, teacher, changes))
     steps = [e.metrics for e in read_log(job.log_path) if isinstance(e, Step)]
     held_out = [e.metrics["loss"] for e in read_log(job.log_path) if isinstance(e, Evaluated)]
-    assert steps[0]["loss"] == pytest.approx(transformers_loss(workshop, teacher, 2.0), rel=1e-4)
+    assert steps[0]["loss"] == pytest.approx(transformers_loss(workshop, ("teacher",), temperature=2.0), rel=1e-4)
     assert steps[0]["loss"] > 0.01 and steps[0]["nll"] > 4 and 0 < held_out[-1] < 0.99 * held_out[0]
 
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from longshore.training import Full
-from megatron_worker.sampler.decoders import open_decoder
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.tensors.safetensors_files import single_file
 from shared.errors import InvalidInput
 from tests.megatron_worker.driving import train
@@ -70,7 +70,7 @@ def test_blocks_are_read_as_the_formula_says_and_written_as_they_are_trained(tmp
     driven, plain = start(engine, model, "lora"), start(engine, same, "lora")
     assert torch.equal(logprobs(driven, bin_of(ROWS)), logprobs(plain, bin_of(ROWS)))
     assert train(driven, [[ROWS]]) == train(plain, [[ROWS]])
-    decoders = [open_decoder(folder, torch.float32, torch.device("cpu")) for folder in (model, same)]
+    decoders = [Decoder(folder, torch.float32, torch.device("cpu")) for folder in (model, same)]
     assert torch.equal(*(logprobs_by_steps(decoder, ROWS[0].ids, range(20, 30), {}) for decoder in decoders))
 
     full = start(engine, model)
@@ -125,10 +125,7 @@ def test_scales_that_are_missing_or_of_another_shape_are_refused(tmp_path, engin
     scale = tensors[f"{NAME}_scale_inv"]
     for change, words in (
         ({}, f"{NAME} is FP8, and its scales, .*: it is missing"),
-        (
-            {f"{NAME}_scale_inv": scale[:, :-1].clone()},
-            r"_scale_inv, have to be floats of \(2, 5\): it is F32",
-        ),
+        ({f"{NAME}_scale_inv": scale[:, :-1].clone()}, r"_scale_inv, have to be floats of \(2, 5\): it is F32"),
         ({f"{NAME}_scale_inv": scale.flatten()}, r"_scale_inv, have to be floats of .*: it is F32 of \(10,\)"),
         ({f"{NAME}_scale_inv": scale * torch.nan}, "not finite"),
         (

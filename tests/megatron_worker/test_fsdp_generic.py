@@ -8,18 +8,13 @@ from megatron_worker.fsdp import model as fsdp_model
 from megatron_worker.fsdp.engine import FsdpEngine
 from megatron_worker.fsdp.model import probe
 from megatron_worker.mixers.tree_attention import plan_forest
-from megatron_worker.sampler.decoders import open_decoder
+from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
 from tests.depth import drawn
 from tests.megatron_worker.driving import ADAM, train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import bin_of, random_rows, reference_steps
-from tests.megatron_worker.scores import (
-    logprobs,
-    logprobs_by_steps,
-    logprobs_in_transformers,
-    transformers_model,
-)
+from tests.megatron_worker.scores import logprobs, logprobs_by_steps, logprobs_in_transformers, transformers_model
 from tests.megatron_worker.trees import as_chains, as_one_sequence, trees_beside_chains
 from tests.megatron_worker.unknown_models import COMPUTED, unknown_model
 
@@ -79,7 +74,7 @@ def test_full_steps_equal_those_of_torch_and_are_saved_as_transformers_has_them(
 def test_the_sampler_draws_by_the_same_scores(model):
     row = random_rows([120])[0]
     scored = logprobs(start("fsdp", model), bin_of([row.__class__(row.ids, [0.0] + [1.0] * 119)]))
-    decoder = open_decoder(model, torch.float32, torch.device("cpu"))
+    decoder = Decoder(model, torch.float32, torch.device("cpu"))
     assert (logprobs_by_steps(decoder, row.ids, range(50, 80), {}) - scored[49:79]).abs().max() <= 1e-5
 
 

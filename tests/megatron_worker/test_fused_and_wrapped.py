@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from longshore.layout import Layout
 from longshore.training import Lora
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.sampler.decoders import open_decoder
+from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
 from shared.models.merging import Merger
 from shared.models.peft import WEIGHTS, read_config
@@ -119,10 +119,9 @@ def test_every_weight_is_trained_and_saved_in_the_layout_that_was_read(model, tm
     assert furthest(logprobs_in_transformers(loaded(model, tmp_path / "saved" / "weights"), ROWS), theirs) <= 1e-4
 
 
-@pytest.mark.parametrize("by_transformers", [False, True])
-def test_the_sampler_draws_by_the_trainer_s_numbers(model, tmp_path, by_transformers):
+def test_the_sampler_draws_by_the_trainer_s_numbers(model, tmp_path):
     driven = start("megatron", model[1])
-    decoder = open_decoder(model[1], torch.float32, torch.device("cpu"), by_transformers)
+    decoder = Decoder(model[1], torch.float32, torch.device("cpu"))
     row = random_rows([60])[0]
     expected = logprobs(driven, bin_of([dataclasses.replace(row, weights=[0.0] + [1.0] * 59)]))
     assert furthest(logprobs_by_steps(decoder, row.ids, range(20, 50), {}), expected[19:49]) <= 1e-5
@@ -165,10 +164,7 @@ def test_a_window_of_phi_is_of_all_layers(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-            "'yarn' is not supported; these are: default",
-        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported; these are: default"),
         ({"rope_parameters": None, "partial_rotary_factor": 0.2}, "rotates 3 of 16 dimensions"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"qk_norm": True}, "qk_norm"),

@@ -94,10 +94,10 @@ def test_training_and_offload_are_measured_by_the_same_code_on_a_tiny_shape():
 @NO_CUDA
 def test_a_sampler_beside_its_trainer_is_measured_by_the_same_code_on_a_tiny_shape(tmp_path):
     figures = measure_weight_sync(TINY, tmp_path, Device(CPU), 2)
-    assert set(figures) == {"colocated", "sleep", "cuda_ipc", "shared_memory", "collective"}
+    assert set(figures) == {"colocated", "sleep", "cuda_ipc", "shared_memory", "tcp", "collective"}
     assert figures["cuda_ipc"]["not_possible"].startswith("cuda_ipc needs cuda")
     assert figures["sleep"]["freed_share_of_parts"] == 1
-    for way in ("shared_memory", "collective"):
+    for way in ("shared_memory", "tcp", "collective"):
         assert "failed" not in figures[way]
         assert figures[way]["gb"] == pytest.approx(2 * TINY.num_weights / 1e9, rel=0.01)  # norms beside them
         assert figures[way]["blocked_s"] < figures[way]["update_s"] < figures[way]["serving_s"]

@@ -3,18 +3,21 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_worker.engine import Outputs
 from megatron_worker.forwards import logits_of, ranked
 from megatron_worker.head.logprobs import VocabShard, policy, score_targets, whole_vocabulary
-from megatron_worker.head.scalar import BesideHead
+from megatron_worker.head.scalar import LmHeadLora
 from megatron_worker.head.torch_tiles import TileSize
 from shared.errors import InvalidInput
-from tests.megatron_worker.launch import fork_ranks
+from tests.megatron_worker.launch import on_ranks
 from tests.megatron_worker.live_bytes import LiveBytes
 
 NUM_TARGETS, VOCAB_SIZE, HIDDEN_SIZE = 37, 101, 12
@@ -30,45 +33,57 @@ def inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, T
     return hidden_NH.requires_grad_(), weight_VH.requires_grad_(), label_N, grad_N
 
 
-def reference(hidden_NH: Tensor, weight_VH: Tensor, label_N: Tensor, grad_N: Tensor) -> tuple[Tensor, ...]:
-    """Log-probability, entropy, and both gradients, in float64 by autograd."""
+def all_logprobs(hidden_NH: Tensor, weight_VH: Tensor, temperature: float = 1.0, cap: float | None = None) -> Tensor:
+    logit_NV = hidden_NH @ weight_VH.t()
+    capped_NV = logit_NV if cap is None else cap * (logit_NV / cap).tanh()
+    return (capped_NV / temperature).log_softmax(dim=-1)
+
+
+def reference(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    label_N: Tensor,
+    grad_N: Tensor,
+    temperature: float = 1.0,
+    by_entropy: float = 0.0,
+    cap: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Log-probability, entropy, and the gradients of grad_N * (log-probability + by_entropy * entropy), in float64."""
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden_NH, weight_VH))
-    logprob_NV = (hidden @ weight.t()).log_softmax(dim=-1)
+    logprob_NV = all_logprobs(hidden, weight, temperature, cap)
     logprob_N = logprob_NV.gather(1, label_N[:, None])[:, 0]
     entropy_N = -(logprob_NV.exp() * logprob_NV).sum(dim=-1)
-    logprob_N.backward(grad_N)
+    ((logprob_N + by_entropy * entropy_N) * grad_N).sum().backward()
     return logprob_N.detach(), entropy_N.detach(), hidden.grad, weight.grad
 
 
+SETTINGS = {  # and float32's tolerance
+    "plain": ({}, 5e-6),
+    "entropy": ({"by_entropy": 0.7}, 2e-5),
+    "cold": ({"by_entropy": 0.7, "temperature": 0.25}, 1e-4),
+    "warm": ({"by_entropy": 0.7, "temperature": 3.0}, 1e-4),
+    "capped": ({"by_entropy": 0.7, "cap": 2.0}, 2e-5),  # such that all logits feel it
+    "capped and cold": ({"by_entropy": 0.7, "cap": 2.0, "temperature": 0.5}, 2e-5),
+}
+
+
 @pytest.mark.parametrize("tile", [(1, 101), (5, 16), (37, 8), (256, 2048)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6)])
-def test_values_and_gradients_are_those_of_log_softmax(dtype: torch.dtype, tolerance: float, tile: tuple[int, int]):
-    hidden_NH, weight_VH, label_N, grad_N = inputs(dtype)
-    logprob_N, entropy_N, by_hidden, by_weight = reference(hidden_NH, weight_VH, label_N, grad_N)
-    outputs, shard = Outputs(entropy=True), whole_vocabulary(VOCAB_SIZE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_values_and_gradients_are_those_of_log_softmax(dtype: torch.dtype, tile: tuple[int, int], name: str):
+    (how, tolerance), given = SETTINGS[name], inputs(dtype)
+    hidden_NH, weight_VH, label_N, grad_N = given
+    temperature, by_entropy = how.get("temperature", 1.0), how.get("by_entropy", 0.0)
+    outputs = Outputs(entropy=True, entropy_gradient=by_entropy > 0, temperature=temperature, top_k=3)
+    shard = VocabShard(0, VOCAB_SIZE, VOCAB_SIZE, logit_cap=how.get("cap"))
     scores = score_targets(hidden_NH, weight_VH, label_N, outputs, shard, TileSize(*tile))
-    scores.logprob_N.backward(grad_N.to(scores.logprob_N.dtype))
-    for ours, theirs in (
-        (scores.logprob_N, logprob_N),
-        (scores.entropy_N, entropy_N),
-        (hidden_NH.grad, by_hidden),
-        (weight_VH.grad, by_weight),
-    ):
+    ((scores.logprob_N + by_entropy * scores.entropy_N) * grad_N).sum().backward()
+    found = (scores.logprob_N, scores.entropy_N, hidden_NH.grad, weight_VH.grad)
+    tolerance = 1e-12 if dtype == torch.float64 else tolerance
+    for ours, theirs in zip(found, reference(*given, **how), strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("tile", [(5, 16), (256, 2048)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_the_entropy_has_its_gradient_where_it_is_asked_for(
-    dtype: torch.dtype, tolerance: float, tile: tuple[int, int]
-):
-    hidden_NH, weight_VH, label_N, grad_N = inputs(dtype)
-    by_hidden, by_weight = gradient_of_both(hidden_NH, weight_VH, label_N, grad_N)
-    outputs, shard = Outputs(entropy=True, entropy_gradient=True), whole_vocabulary(VOCAB_SIZE)
-    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, shard, TileSize(*tile))
-    ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
-    torch.testing.assert_close(hidden_NH.grad.double(), by_hidden, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(weight_VH.grad.double(), by_weight, rtol=tolerance, atol=tolerance)
+    logprob_NV = all_logprobs(hidden_NH.detach().double(), weight_VH.detach().double(), temperature, how.get("cap"))
+    assert (scores.top_logprob_NK - logprob_NV.topk(3).values).abs().max() <= (1e-5 if temperature >= 0.5 else 1e-4)
 
 
 @pytest.mark.parametrize("tile", [(5, 16), (256, 2048), (9, 16, 40)])
@@ -79,10 +94,10 @@ def test_an_adapter_beside_the_head_is_more_of_its_weight(tile: tuple[int, ...])
     given = [x.detach().clone().requires_grad_() for x in (hidden_NH, a_RH, b_VR)]
     whole = [x.detach().clone().requires_grad_() for x in (hidden_NH, a_RH, b_VR)]
     outputs = Outputs(entropy=True, entropy_gradient=True, temperature=1.7, top_k=3)
-    beside, shard = BesideHead(given[0] @ given[1].t() * 0.5, given[2]), whole_vocabulary(VOCAB_SIZE)
+    beside, shard = LmHeadLora(given[0] @ given[1].t() * 0.5, given[2]), whole_vocabulary(VOCAB_SIZE)
     found = score_targets(given[0], weight_VH.detach(), label_N, outputs, shard, TileSize(*tile), beside=beside)
     merged_VH = weight_VH.detach() + 0.5 * whole[2] @ whole[1]
-    logprob_NV = (whole[0] @ merged_VH.t() / 1.7).log_softmax(dim=-1)
+    logprob_NV = all_logprobs(whole[0], merged_VH, 1.7)
     logprob_N = logprob_NV.gather(1, label_N[:, None])[:, 0]
     entropy_N = -(logprob_NV.exp() * logprob_NV).sum(dim=-1)
     for scored in ((found.logprob_N, found.entropy_N), (logprob_N, entropy_N)):
@@ -98,53 +113,11 @@ def test_no_copy_of_the_output_embedding_is_made_beside_an_adapter():
     weight_VH, b_VR = torch.randn(150_000, 64), torch.zeros(150_000, 2, requires_grad=True)
     hidden_NH, label_N = torch.randn(4, 64, requires_grad=True), torch.arange(4)
     with LiveBytes() as live:
-        beside = BesideHead(hidden_NH[:, :2] * 1, b_VR)
+        beside = LmHeadLora(hidden_NH[:, :2] * 1, b_VR)
         scores = score_targets(hidden_NH, weight_VH, label_N, Outputs(), whole_vocabulary(150_000), beside=beside)
         assert live.take_peak() < weight_VH.nbytes / 3
         scores.logprob_N.sum().backward()
     assert live.peak < weight_VH.nbytes / 3 + 2 * b_VR.nbytes
-
-
-@pytest.mark.parametrize("temperature", [0.25, 3.0])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
-def test_a_temperature_divides_the_logits(dtype: torch.dtype, tolerance: float, temperature: float):
-    """Values, and the gradients of both, in chunks."""
-    hidden_NH, weight_VH, label_N, grad_N = inputs(dtype)
-    outputs = Outputs(entropy=True, entropy_gradient=True, temperature=temperature)
-    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, whole_vocabulary(VOCAB_SIZE), TileSize(5, 16))
-    ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
-    logprob_N, entropy_N, _, _ = reference(hidden_NH / temperature, weight_VH, label_N, grad_N)
-    by_hidden, by_weight = gradient_of_both(hidden_NH, weight_VH, label_N, grad_N, temperature)
-    for ours, theirs in (
-        (scores.logprob_N, logprob_N),
-        (scores.entropy_N, entropy_N),
-        (hidden_NH.grad, by_hidden),
-        (weight_VH.grad, by_weight),
-    ):
-        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_logits_are_capped(dtype: torch.dtype, tolerance: float, temperature: float):
-    """Values, and the gradients of both, in chunks and tiles; the cap is one that all logits feel."""
-    hidden_NH, weight_VH, label_N, grad_N = inputs(dtype)
-    outputs = Outputs(entropy=True, entropy_gradient=True, temperature=temperature, top_k=3)
-    shard = VocabShard(0, VOCAB_SIZE, VOCAB_SIZE, logit_cap=2.0)
-    scores = score_targets(hidden_NH, weight_VH, label_N, outputs, shard, TileSize(5, 16))
-    ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
-    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden_NH, weight_VH))
-    logprob_NV = (2.0 * (hidden @ weight.t() / 2.0).tanh() / temperature).log_softmax(dim=-1)
-    logprob_N, entropy_N = logprob_NV.gather(1, label_N[:, None])[:, 0], -(logprob_NV.exp() * logprob_NV).sum(dim=-1)
-    ((logprob_N + 0.7 * entropy_N) * grad_N).sum().backward()
-    assert (scores.top_logprob_NK - logprob_NV.topk(3).values).abs().max() <= 1e-5
-    for ours, theirs in (
-        (scores.logprob_N, logprob_N),
-        (scores.entropy_N, entropy_N),
-        (hidden_NH.grad, hidden.grad),
-        (weight_VH.grad, weight.grad),
-    ):
-        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -183,17 +156,6 @@ def test_a_temperature_does_not_round_bfloat16_once_more():
     shard, outputs = whole_vocabulary(VOCAB_SIZE), Outputs(temperature=2.0)
     divided = score_targets(hidden_NH / 2, weight_VH, label_N, Outputs(), shard)
     assert torch.equal(score_targets(hidden_NH, weight_VH, label_N, outputs, shard).logprob_N, divided.logprob_N)
-
-
-def gradient_of_both(
-    hidden_NH: Tensor, weight_VH: Tensor, label_N: Tensor, grad_N: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the sum of grad_N * (log-probability + 0.7 entropy), in float64 by autograd."""
-    hidden, weight = (t.detach().double().requires_grad_() for t in (hidden_NH, weight_VH))
-    logprob_NV = (hidden @ weight.t() / temperature).log_softmax(dim=-1)
-    entropy_N = -(logprob_NV.exp() * logprob_NV).sum(dim=-1)
-    ((logprob_NV.gather(1, label_N[:, None])[:, 0] + 0.7 * entropy_N) * grad_N).sum().backward()
-    return hidden.grad, weight.grad
 
 
 def test_gradcheck():
@@ -270,9 +232,33 @@ def test_nothing_asked_nothing_computed():
     assert scores.entropy_N is None
 
 
+def shard_of(weight_VH: Tensor, rows_per_rank: int) -> tuple[Tensor, VocabShard, Callable[[Tensor], Tensor]]:
+    """This rank's rows, with padding as tempting as can be behind the last ones; and its rows of a whole gradient."""
+    own = slice(dist.get_rank() * rows_per_rank, (dist.get_rank() + 1) * rows_per_rank)
+    padding = weight_VH.new_full((rows_per_rank * dist.get_world_size() - len(weight_VH), weight_VH.shape[1]), 50.0)
+    shard_VH = torch.cat([weight_VH.detach(), padding])[own].clone().requires_grad_()
+    shard = VocabShard(own.start, rows_per_rank, len(weight_VH), group=dist.group.WORLD)
+    return shard_VH, shard, lambda whole: torch.cat([whole, whole.new_zeros(padding.shape)])[own]
+
+
+def check_shards() -> None:
+    """The last shard padded; and again with a second shard that is all padding. Each shard has maxima of its own."""
+    for (rows_per_rank, tile), (temperature, by_entropy) in product(
+        ((51, TileSize(10, 16)), (VOCAB_SIZE, TileSize(256, 2048))), ((1.0, 0.0), (1.0, 0.7), (0.4, 0.7))
+    ):
+        hidden_NH, weight_VH, label_N, grad_N = inputs(torch.float64)
+        *expected, by_weight = reference(hidden_NH, weight_VH, label_N, grad_N, temperature, by_entropy)
+        shard_VH, shard, own_rows = shard_of(weight_VH, rows_per_rank)
+        outputs = Outputs(entropy=True, entropy_gradient=by_entropy > 0, temperature=temperature)
+        scores = score_targets(hidden_NH, shard_VH, label_N, outputs, shard, tile)
+        ((scores.logprob_N + by_entropy * scores.entropy_N) * grad_N).sum().backward()
+        found = (scores.logprob_N, scores.entropy_N, hidden_NH.grad, shard_VH.grad)
+        for ours, theirs in zip(found, (*expected, own_rows(by_weight)), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_two_ranks_with_a_shard_each_agree_with_one():
-    """Over gloo, the last shard padded; and again with a second shard that is all padding."""
-    assert fork_ranks("tests.megatron_worker.head_ranks", num_ranks=2).count("agrees") == 2
+    on_ranks(2, check_shards)
 
 
 def test_peak_memory_at_a_large_vocabulary():

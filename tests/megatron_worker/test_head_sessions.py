@@ -1,29 +1,27 @@
 """Slots with a head of scalars in sessions and jobs: values that are asked for, what is learnt, what is refused."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
 
+from longshore.algorithms import DPO
 from longshore.commands import CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState
+from longshore.dataset_runs import DPORun, SFTRun
+from longshore.events import Failed
 from longshore.losses import PPO, CrossEntropy, SquaredError
+from longshore.runs import RLRun
 from longshore.training import Full, Lora, ScalarHead
-from megatron_worker.worker import Worker
 from shared.errors import InvalidInput
 from shared.jobs.commands import Command
-from shared.jobs.events import Failed
 from shared.jobs.job import Evaluation
-from shared.jobs.losses import DPO
 from shared.models.peft import read_config
-from shared.runs.dataset_runs import DPORun, SFTRun
-from shared.runs.requests import RLRun
 from tests.megatron_worker.scored_rows import HEADS
 from tests.megatron_worker.session_jobs import load, result, session_job, state_of
-from tests.megatron_worker.test_megatron_job import new_worker
+from tests.megatron_worker.test_megatron_job import worker as worker  # a fixture
 from tests.megatron_worker.workshop import Workshop, read_log, workshop_of_ids
 
 HEADED = Lora(rank=4, alpha=8, head=HEADS["sequence"])
@@ -39,16 +37,6 @@ def workshop(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Work
     root = tmp_path_factory.mktemp("heads")
     model = shutil.copytree(tiny_model, root / "model")
     return workshop_of_ids(root, model, 512, 2, held_out=[[0, 1]], prompt_ids=[300, 301])
-
-
-@pytest.fixture(scope="module")
-def worker(workshop: Workshop) -> Iterator[Worker]:
-    yield new_worker(workshop.root)
-    if dist.is_initialized():
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 def done(worker, workshop, folder: Path, commands: Sequence[Command], **changes) -> list[CommandResult]:

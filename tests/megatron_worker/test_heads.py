@@ -8,18 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longshore.layout import EngineName, Layout
+from longshore.layout import EngineName
 from longshore.training import Full, Lora
 from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
-from megatron_worker.tensors.slot_engine import Engine
-from shared.models.config import Family
 from shared.models.peft import read_config
 from tests.depth import drawn
-from tests.megatron_worker import differences
-from tests.megatron_worker.engines import ENGINES, checkpoint_bytes, gradient, start
+from tests.megatron_worker.engines import ENGINES, gradient, start
 from tests.megatron_worker.rows import distinct_model
-from tests.megatron_worker.scalar_head_ranks import Trial, measure
 from tests.megatron_worker.scored_rows import (
     HEADS,
     LOSSES,
@@ -36,21 +32,20 @@ from tests.megatron_worker.scored_rows import (
     transformers_head,
     values,
 )
-from tests.megatron_worker.trials import run_trials
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-CASES: list[tuple[EngineName, Family, str]] = [
+CASES: list[tuple[EngineName, str, str]] = [
     *((engine, "qwen3", per) for engine in ENGINES for per in LOSSES),
     ("megatron", "gpt_oss", "token"),
 ]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Callable[[Family], Path]:
+def models(tmp_path_factory) -> Callable[[str], Path]:
     @functools.cache
-    def made(family: Family) -> Path:
+    def made(family: str) -> Path:
         return distinct_model(tmp_path_factory.mktemp(family), family, tied=False)
 
     return made
@@ -169,74 +164,3 @@ def test_the_bytes_of_a_slot_count_its_head(models, engine, dtype) -> None:
         driven.place("device")
         driven.drop_slot(None if trainable.kind == "full" else "run")
         driven.place("device", slots=[None])
-
-
-LAYOUTS: list[tuple[EngineName, Layout]] = [
-    *(("megatron", Layout(**each)) for each in ({"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, {"dp": 2})),
-    *(("fsdp", Layout(**each)) for each in ({"dp": 2}, {"tp": 2})),
-]
-
-
-@pytest.mark.parametrize(
-    "trainable", drawn([lora("token"), Full(head=HEADS["sequence"])], 1), ids=lambda each: each.kind
-)
-def test_layouts_and_resuming(models, tmp_path, trainable) -> None:
-    """Ranks come to what one rank does, from the beginning or from its checkpoint; from their own, to the same bits."""
-    singles = {engine: tmp_path / f"{engine}-{Layout().label}-{trainable.kind}" for engine in ENGINES}
-    ranks = {"model": models("qwen3"), "trainable": trainable}
-    for engine, single in singles.items():
-        single.mkdir()
-        measure(Trial(engine=engine, single=single, **ranks), single)
-        assert checkpoint_bytes(single / "again") == checkpoint_bytes(single / "end")
-    trials = [Trial(engine=engine, layout=layout, single=singles[engine], **ranks) for engine, layout in LAYOUTS]
-    for trial in trials:
-        (tmp_path / trial.name).mkdir()
-    run_trials("scalar_head_ranks", tmp_path, trials, num_ranks=2, timeout_s=400)
-    assert differences.furthest(singles["fsdp"] / "end", singles["megatron"] / "end") < 1e-5
-    for trial in trials:
-        out = tmp_path / trial.name
-        assert checkpoint_bytes(out / "again") == checkpoint_bytes(out / "end"), trial.name
-        noted, (expected,) = (differences.notes(each, "noted") for each in (out, trial.single))
-        for rank in noted:
-            for ours, theirs in zip(rank, expected, strict=True):
-                torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-5, rtol=1e-5)
-        for name in ("end", "from-single"):
-            assert differences.furthest(out / name, trial.single / "end") < 1e-5, (trial.name, name)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("trainable", [lora("sequence"), Full(head=HEADS["sequence"])], ids=["lora", "full"])
-def test_bfloat16_goes_on_in_the_same_bits(models, tmp_path, engine, trainable) -> None:
-    def started(seed: int) -> Engine:
-        driven = start(engine, models("qwen3"), dtype="bfloat16")
-        driven.add_adapter("run", trainable, seed) if isinstance(trainable, Lora) else driven.train_full(
-            trainable, seed
-        )
-        return driven
-
-    steps, whole, other = bins_of_steps("sequence", 3), started(3), started(4)
-    for bins in steps[:2]:
-        step(whole, "sequence", bins, 1e-2)
-    whole.save(tmp_path / "middle")
-    other.load(tmp_path / "middle")
-    for driven, name in ((whole, "end"), (other, "resumed")):
-        step(driven, "sequence", steps[2], 1e-2)
-        driven.save(tmp_path / name)
-    assert checkpoint_bytes(tmp_path / "resumed") == checkpoint_bytes(tmp_path / "end")
-    assert checkpoint_bytes(tmp_path / "middle") != checkpoint_bytes(tmp_path / "end")
-
-
-def test_a_stage_may_hold_no_adapter(models, tmp_path) -> None:
-    """Where only the last layer is adapted, the first stage has nothing of the slot."""
-    trial = Trial(
-        model=models("qwen3"),
-        engine="megatron",
-        layout=Layout(pp=2),
-        trainable=lora("token").model_copy(update={"layers": (1,)}),
-        single=tmp_path / "single",
-    )
-    trial.single.mkdir()
-    measure(trial.model_copy(update={"layout": Layout()}), trial.single)
-    (tmp_path / trial.name).mkdir()
-    run_trials("scalar_head_ranks", tmp_path, [trial], num_ranks=2, timeout_s=200)
-    assert differences.furthest(tmp_path / trial.name / "end", trial.single / "end") < 1e-5

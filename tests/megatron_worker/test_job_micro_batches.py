@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longshore.events import Failed, Step
 from longshore.layout import Layout
 from longshore.losses import CrossEntropy
 from longshore.training import Lora
@@ -16,8 +17,6 @@ from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.memory import measure_step
 from megatron_worker.training.batches import PackedBatches, cut, logprobs_role
-from shared.jobs.events import Failed, Step
-from shared.jobs.job import PackedData
 from shared.jobs.packed import Units, UnitsWriter
 from tests.depth import drawn
 from tests.megatron_worker.live_bytes import LiveBytes
@@ -32,8 +31,8 @@ from tests.megatron_worker.test_megatron_job import (  # noqa: F401 (fixtures)
     worker,
     workshop,
 )
-from tests.megatron_worker.test_policy_jobs import COLUMNS, ROLLOUT, TRAINER, write_rollouts
-from tests.megatron_worker.workshop import read_log, sealed, write_plan
+from tests.megatron_worker.test_policy_jobs import COLUMNS, TRAINER, rollouts
+from tests.megatron_worker.workshop import read_log, write_plan
 
 
 def steps_of(job):
@@ -77,9 +76,7 @@ def test_a_job_within_a_budget_repeats_its_micro_batches(worker, workshop):  # n
 
 def test_a_policy_s_jobs_within_a_budget_repeat_their_micro_batches(worker, workshop):  # noqa: F811 (fixtures)
     """Old policy and reference are scored in the same micro-batches. A run's next job takes them over."""
-    write_rollouts(workshop.root / "rollouts", 6, vocab_size=512)
-    write_plan(workshop.root / "rollouts-plan", workshop.root / "rollouts", ROLLOUT)
-    data = PackedData(units=sealed(workshop.root / "rollouts"), plan=sealed(workshop.root / "rollouts-plan"))
+    data = rollouts(workshop.root, 512)
     of_policy = {"data": data, "loss": TRAINER, "temperature": 0.7}
     of_policy["evaluation"] = plan(workshop).evaluation.model_copy(update={"data": None})
     budget = smallest_budget(workshop, num_tokens=9, loss=TRAINER)  # a trajectory has 8 at most

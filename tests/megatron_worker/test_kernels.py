@@ -16,7 +16,6 @@ from megatron_worker.head.kernels import (
     CANDIDATE_BYTES,
     WORKSPACE_BYTES,
     Blocks,
-    Scan,
     add_weight_gradient,
     blocks_for,
     chunk_targets,
@@ -25,12 +24,12 @@ from megatron_worker.head.kernels import (
     scan_target_bytes,
 )
 from megatron_worker.head.logprobs import VocabShard, policy, score_targets, whole_vocabulary
-from megatron_worker.head.scalar import BesideHead
-from megatron_worker.head.torch_tiles import TileSize
+from megatron_worker.head.scalar import LmHeadLora
+from megatron_worker.head.torch_tiles import LocalSums, TileSize
 from tests.depth import drawn
-from tests.megatron_worker.launch import fork_ranks
+from tests.megatron_worker.launch import on_ranks
 from tests.megatron_worker.live_bytes import LiveBytes
-from tests.megatron_worker.test_head import gradient_of_both, reference
+from tests.megatron_worker.test_head import reference, shard_of
 
 # The interpreter computes both sides of every choice, and numpy warns of the one that is not taken.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -77,22 +76,14 @@ def test_many_tiles_are_merged_a_block_at_a_time():
 
 def check_scan(size, dtype, temperature, blocks, workspace_bytes, seed):
     """Every number and every row."""
-    num_targets, vocab_size, hidden_size = size
+    vocab_size = size[1]
     hidden_NH, weight_VH, label_N, _ = inputs(*size, dtype, seed)
-    rows_NH, logit_rows_NH = (torch.zeros(num_targets, hidden_size, device=DEVICE) for _ in range(2))
     k = min(5, vocab_size)
-    found = scan(
-        hidden_NH.detach(),
-        weight_VH.detach(),
-        torch.where(label_N % 3 == 0, -1, label_N),
-        temperature,
-        entropy=True,
-        top_k=k,
-        rows_NH=rows_NH,
-        logit_rows_NH=logit_rows_NH,
-        blocks=blocks,
-        workspace_bytes=workspace_bytes,
-    )
+    outputs = Outputs(entropy=True, entropy_gradient=True, temperature=temperature, top_k=k)
+    found = LocalSums.none(hidden_NH, outputs, keep_rows=True)
+    known_N = torch.where(label_N % 3 == 0, -1, label_N)
+    scan(found, hidden_NH, weight_VH, known_N, outputs, 0, blocks=blocks, workspace_bytes=workspace_bytes)
+    rows_NH, logit_rows_NH = found.weighted_rows_NH, found.logit_rows_NH
     logit_NV = (hidden_NH.double() @ weight_VH.double().t() / temperature).detach()
     max_N = logit_NV.amax(1)
     exp_NV = (logit_NV - max_N[:, None]).exp()
@@ -133,6 +124,7 @@ def test_the_weights_gradient_is_that_of_float64(size, dtype, temperature, by_en
         divided_N,
         (mean_N.detach().float(), 0.7 * divided_N) if by_entropy else None,
         temperature,
+        0,
         blocks=SMALL,
         workspace_bytes=1 if chunks else 1 << 20,
     )
@@ -142,7 +134,7 @@ def test_the_weights_gradient_is_that_of_float64(size, dtype, temperature, by_en
     last_VR = torch.zeros_like(grad_VH[:, :1])
     add_weight_gradient(
         *(last_VR, hidden_NH.detach(), weight_VH.detach(), label_N, lse_N.detach().float(), divided_N),
-        *((mean_N.detach().float(), 0.7 * divided_N) if by_entropy else None, temperature),
+        *((mean_N.detach().float(), 0.7 * divided_N) if by_entropy else None, temperature, 0),
         blocks=SMALL,
         workspace_bytes=1 if chunks else 1 << 20,
     )
@@ -162,8 +154,7 @@ def test_the_head_is_the_same_by_kernels(dtype, tolerance, temperature):
             ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
         of[way] = (scores.logprob_N.detach(), scores.entropy_N.detach(), hidden_NH.grad, weight_VH.grad)
         assert scores.logprob_N.dtype == scores.top_logprob_NK.dtype == torch.float32
-    logprob_N, entropy_N, _, _ = reference(hidden_NH.detach().double() / temperature, weight_VH, label_N, grad_N)
-    truth = (logprob_N, entropy_N, *gradient_of_both(hidden_NH, weight_VH, label_N, grad_N, temperature))
+    truth = reference(hidden_NH, weight_VH, label_N, grad_N, temperature, 0.7)
     for ours, theirs, true in zip(of["strict"], of["torch"], truth, strict=True):
         close(ours, true, tolerance)
         close(ours, theirs, 2 * tolerance)
@@ -180,7 +171,7 @@ def test_an_adapter_beside_the_head_is_scanned_by_kernels_in_parts():
         hidden_NH, weight_VH, label_N, grad_N = inputs(20, 301, 24)
         label_N[0] = 290
         b_VR = weight_VH.detach()[:, :2].clone().requires_grad_()
-        beside = BesideHead(hidden_NH[:, 2:4] * 0.5, b_VR)
+        beside = LmHeadLora(hidden_NH[:, 2:4] * 0.5, b_VR)
         with policy(way):
             scores = score_targets(hidden_NH, weight_VH, label_N, outputs, shard, TileSize(9, 50, 128), beside)
             ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
@@ -231,18 +222,11 @@ def test_a_targets_bits_do_not_depend_on_its_company(dtype):
     hidden_NH, weight_VH, label_N, _ = (x.detach() for x in inputs(45, 100, 40, dtype))
     hidden_NH, weight_VH = (hidden_NH * 8).round() / 8, (weight_VH * 8).round() / 8
 
-    def found(chosen: slice, workspace_bytes: int) -> Scan:
-        rows_NH = torch.zeros(45, 40, device=DEVICE)[chosen]
-        return scan(
-            hidden_NH[chosen],
-            weight_VH,
-            label_N[chosen],
-            1.3,
-            entropy=True,
-            rows_NH=rows_NH,
-            blocks=SMALL,
-            workspace_bytes=workspace_bytes,
-        )
+    def found(chosen: slice, workspace_bytes: int) -> LocalSums:
+        outputs = Outputs(entropy=True, temperature=1.3)
+        sums, how = LocalSums.none(hidden_NH[chosen], outputs, keep_rows=True), {"workspace_bytes": workspace_bytes}
+        scan(sums, hidden_NH[chosen], weight_VH, label_N[chosen], outputs, 0, blocks=SMALL, **how)
+        return sums
 
     whole = found(slice(0, 45), 1 << 20)
     for part, workspace_bytes in ((slice(0, 45), 1), (slice(7, 8), 1 << 20), (slice(30, 45), 1 << 20)):
@@ -303,10 +287,11 @@ def test_no_tensor_is_targets_by_vocabulary():
     hidden_NH, weight_VH, label_N, _ = (x.detach() for x in inputs(96, 3000, 4, torch.bfloat16))
     all_logits = 96 * 3000 * 2
     blocks = Blocks(16, 256, 16, num_warps=4, num_stages=2)
-    wanted = [{}, {"rows_NH": torch.zeros(96, 4, device=DEVICE)}, {"top_k": 20, "entropy": True}]
-    for asked, bound in zip(wanted, (all_logits // 8, all_logits // 4, all_logits // 4), strict=True):
+    wanted = [(Outputs(), False), (Outputs(), True), (Outputs(top_k=20, entropy=True), False)]
+    for (outputs, keep_rows), bound in zip(wanted, (all_logits // 8, all_logits // 4, all_logits // 4), strict=True):
+        sums = LocalSums.none(hidden_NH, outputs, keep_rows)
         with Largest() as largest:
-            scan(hidden_NH, weight_VH, label_N, 1.0, **asked, blocks=blocks, workspace_bytes=bound)
+            scan(sums, hidden_NH, weight_VH, label_N, outputs, 0, blocks=blocks, workspace_bytes=bound)
         assert 0 < largest.num_bytes <= bound
     with Largest() as largest:
         grad_VH, of_target_N = torch.zeros(3000, 4, device=DEVICE), torch.zeros(96, device=DEVICE)
@@ -320,17 +305,45 @@ def test_no_tensor_is_targets_by_vocabulary():
             of_target_N,
             None,
             1.0,
+            0,
             blocks=blocks,
             workspace_bytes=number,
         )
     assert 0 < largest.num_bytes <= number
 
 
+def check_shards() -> None:
+    """Of small whole numbers and a few of them: many logits are equal, within a shard and between shards."""
+    for rows_per_rank, dtype, tolerance, temperature in (
+        (151, torch.float32, 1e-5, 1.0),  # one row of padding
+        (301, torch.float32, 1e-5, 1.0),  # the second shard is all padding
+        (160, torch.float32, 1e-5, 0.5),
+        (151, torch.bfloat16, 1e-2, 1.0),
+    ):
+        generator = torch.Generator().manual_seed(0)
+        hidden_NH = torch.randint(-1, 2, (37, 24), generator=generator).to(dtype).requires_grad_()
+        weight_VH = torch.randint(-1, 2, (301, 24), generator=generator).to(dtype)
+        label_N, grad_N = torch.randint(0, 301, (37,), generator=generator), torch.randn(37, generator=generator)
+        *expected, by_weight = reference(hidden_NH, weight_VH, label_N, grad_N, temperature, 0.7)
+        shard_VH, shard, own_rows = shard_of(weight_VH, rows_per_rank)
+        outputs = Outputs(entropy=True, entropy_gradient=True, temperature=temperature, top_k=7)
+        with policy("strict"):
+            scores = score_targets(hidden_NH, shard_VH, label_N, outputs, shard)
+            ((scores.logprob_N + 0.7 * scores.entropy_N) * grad_N).sum().backward()
+        found = (scores.logprob_N, scores.entropy_N, hidden_NH.grad, shard_VH.grad)
+        for ours, theirs in zip(found, (*expected, own_rows(by_weight)), strict=True):
+            close(ours, theirs, tolerance)
+        logit_NV = hidden_NH.detach().double() @ weight_VH.double().t() / temperature
+        assert torch.equal(scores.top_id_NK, logit_NV.sort(dim=1, descending=True, stable=True).indices[:, :7])
+        best_NK = logit_NV.log_softmax(1).gather(1, scores.top_id_NK)
+        torch.testing.assert_close(scores.top_logprob_NK.double(), best_NK, rtol=1e-5, atol=1e-5)
+
+
 def test_two_ranks_with_a_shard_each_agree_with_one():
     """Over gloo (two ranks may not share one device with NCCL): maxima, rows and top-k with ties, merged."""
     if DEVICE == "cuda":
         pytest.skip("this test's ranks run on the CPU, interpreted, and Triton is not interpreted in this session")
-    assert fork_ranks("tests.megatron_worker.kernel_ranks", num_ranks=2).count("agrees") == 2
+    on_ranks(2, check_shards)
 
 
 def scan_bytes(
@@ -344,7 +357,7 @@ def scan_bytes(
     blocks: Blocks | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> int:
-    """Return the most bytes that a scan (kernels.py) holds beside its arguments, its results included.
+    """Return the most bytes that a scan (kernels.py) holds beside its arguments.
 
     Args:
         num_buffers: how many of `rows_NH` and `logit_rows_NH` it writes.
@@ -355,7 +368,7 @@ def scan_bytes(
     num_tiles, kept = -(-num_rows // blocks.rows), min(top_k, blocks.rows)
     target = scan_target_bytes(num_rows, element, num_buffers, top_k, blocks)
     size = chunk_targets(num_targets, target, blocks, workspace_bytes)
-    results = num_targets * (4 * 4 + top_k * 8)
+    results = num_targets * (4 * 4 + 8)  # sums, and the labels' rows
     space = size * (num_tiles * (4 * 4 + kept * (4 + 4)) + num_buffers * padded(num_rows) * element)
     # Keys in the making, those of the chunk before being held still.
     candidates = num_tiles * kept * size * (CANDIDATE_BYTES - 8)
@@ -370,10 +383,10 @@ def scan_bytes(
 @pytest.mark.parametrize(("keep_rows", "dtype"), drawn([*product((False, True), (torch.float32, torch.bfloat16))], 1))
 def test_a_scan_takes_the_memory_that_is_planned_for(num_targets, top_k, workspace_bytes, keep_rows, dtype):
     hidden_NH, weight_VH, label_N, _ = (x.detach() for x in inputs(num_targets, 200, 32, dtype))
-    rows_NH = torch.zeros(num_targets, 32, device=DEVICE) if keep_rows else None
-    how = {"top_k": top_k, "blocks": SMALL, "workspace_bytes": workspace_bytes}
+    outputs, how = Outputs(top_k=top_k), {"blocks": SMALL, "workspace_bytes": workspace_bytes}
+    sums = LocalSums.none(hidden_NH, outputs, keep_rows)
     with LiveBytes() as live:
-        scan(hidden_NH, weight_VH, label_N, 1.0, rows_NH=rows_NH, **how)
-    planned = scan_bytes(num_targets, 200, 32, dtype, num_buffers=int(keep_rows), **how)
+        scan(sums, hidden_NH, weight_VH, label_N, outputs, 0, **how)
+    planned = scan_bytes(num_targets, 200, 32, dtype, num_buffers=int(keep_rows), top_k=top_k, **how)
     print(live.peak, planned, live.peak / planned)
     assert 0.99 * planned <= live.peak <= planned

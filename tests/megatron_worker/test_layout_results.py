@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import layouts
 from shared.families import read_config
-from shared.models.shape import shape_of
+from shared.families.model_slices import shape_of
 from tests.megatron_worker import layout_table
 from tests.megatron_worker.rows import distinct_model
 

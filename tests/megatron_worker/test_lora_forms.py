@@ -12,17 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from longshore.layout import Layout
 from longshore.training import LATENT, LINEARS, TARGETS, Adam, Lora, ScalarHead
+from megatron_worker.lora import Masks, dropped
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.decoders import open_decoder
-from megatron_worker.tensors.adapter_tensors import Masks, dropped
-from megatron_worker.trainer_rank.rank import TrainerRank
+from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from shared.errors import InvalidInput
 from shared.families import read_architecture
-from shared.families.model_slices import output_slice, slices_of
 from shared.families.tensor_slices import linears_of
-from shared.models.config import Family
 from shared.models.peft import config_of, module_of, read_config
 from tests.depth import drawn as some_of
 from tests.megatron_worker.driving import ADAM, LEARNING_RATE, accumulate, train
@@ -45,11 +42,11 @@ FORMS = {
     "lm_head": Lora(rank=4, alpha=8, targets=("q_proj", "down_proj", "lm_head"), layers=(0,)),
     "lm_head alone": Lora(rank=3, alpha=8, targets=("lm_head",)),
     "dora": Lora(
-        **{"rank": 4, "alpha": 8, "dora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3}},
+        **{"rank": 4, "alpha": 8, "dora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3}}
     ),
 }
 # Of families with linears or a head of their own, all at once: what PEFT sees linears for.
-OF_FAMILIES: dict[Family, Lora] = {
+OF_FAMILIES: dict[str, Lora] = {
     "gpt_oss": Lora(rank=4, targets=(*ATTENTION, "lm_head"), rank_pattern={"q_proj": 2}, alpha_pattern={"k_proj": 9}),
     "glm4_moe_lite": Lora(
         **{"rank": 4, "targets": (*LATENT, "o_proj", "lm_head"), "layers": (1,)},
@@ -61,7 +58,7 @@ OF_FAMILIES: dict[Family, Lora] = {
     ),
     "gemma3": Lora(rank=4, targets=TARGETS, layers=(0,), rank_pattern={"up_proj": 6, "lm_head": 2}),  # tied, and capped
 }
-WITH_NORMS: dict[Family, Lora] = {  # DoRA, beside experts that have none
+WITH_NORMS: dict[str, Lora] = {  # DoRA, beside experts that have none
     "gpt_oss": Lora(rank=4, alpha=8, dora=True, targets=ATTENTION),
     "glm4_moe_lite": Lora(rank=4, alpha=8, dora=True, targets=(*LATENT, "o_proj")),
     "nemotron_h": OF_FAMILIES["nemotron_h"].model_copy(
@@ -69,13 +66,7 @@ WITH_NORMS: dict[Family, Lora] = {  # DoRA, beside experts that have none
     ),
 }
 TOKENS = Lora(rank=4, alpha=8, targets=("embed_tokens", "q_proj", "lm_head"), rank_pattern={"embed_tokens": 3})
-WITH_TOKENS: tuple[Family, ...] = (
-    "qwen2",
-    "gemma3",
-    "gemma4",
-    "gpt_oss",
-    "granite",
-)  # scaled ones, of each layer, tied
+WITH_TOKENS: tuple[str, ...] = ("qwen2", "gemma3", "gemma4", "gpt_oss", "granite")  # scaled ones, of each layer, tied
 CASES = [("qwen3", engine, name) for engine in ENGINES for name in FORMS]
 CASES += [(family, "megatron", "all") for family in OF_FAMILIES]
 CASES += [("qwen2", engine, "dora") for engine in ENGINES]
@@ -86,9 +77,9 @@ CASES += [("qwen3", engine, "tokens") for engine in ENGINES] + [
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Callable[[Family], Path]:
+def models(tmp_path_factory) -> Callable[[str], Path]:
     @functools.cache
-    def made(family: Family) -> Path:
+    def made(family: str) -> Path:
         return distinct_model(tmp_path_factory.mktemp(family), family, tied=family in ("gemma3", "qwen2"))
 
     return made
@@ -165,7 +156,7 @@ def test_ten_steps_are_peft_s_and_the_sampler_s(models, tmp_path, family, engine
     expected = logprobs_in_transformers(reference, rows)
     ours.load_adapter("theirs", tmp_path / "theirs", None, trainable=False)
     assert (logprobs(ours, bin_of(rows)) - expected).abs().max() <= 1e-5
-    decoder = open_decoder(model, torch.float32, torch.device("cpu"))
+    decoder = Decoder(model, torch.float32, torch.device("cpu"))
     adapter = load_adapter("theirs", tmp_path / "theirs", decoder)
     ids = rows[0].ids
     whole = logprobs_in_transformers(reference, [Row(ids, [1.0] * len(ids))])
@@ -209,7 +200,7 @@ def test_dropout_is_peft_s_under_the_same_masks(models, tmp_path, family, engine
     reference = in_peft(model, tmp_path / "before" / "weights", is_trainable=True)
     masks, targets = Masks(0.3, seed=3), [torch.tensor([])]
     a = read_architecture(model)
-    fused = linears_of([*slices_of(a, 1), *([output_slice(a, 1)] if a.tied else [])])
+    fused = linears_of([*a.slices(1), *([a.output_slice(1)] if a.tied else [])])
     ours_of = {module_of(part.name): linear.name for linear in fused for part in linear.slices}
     for name, module in reference.get_base_model().named_modules():
         if hasattr(module, "lora_dropout"):
@@ -323,3 +314,67 @@ def test_copies_of_embeddings_that_peft_writes_are_the_model_s(tmp_path, is_same
         save_file(tensors, path)
         with pytest.raises(InvalidInput, match=r"to 'model\.embed_tokens\.weight', and they differ"):
             ours.load_adapter("theirs", tmp_path / "theirs", None, trainable=False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dora_of_several_ranks_computes_in_bfloat16(model, tmp_path, engine):
+    """Scales that differ among a fused linear's parts are float32, whatever the factors are."""
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        ours = ENGINES[engine](model, Layout(), dtype)
+        ours.add_adapter("run", FORMS["dora"], seed=3)
+        losses[dtype] = [loss for loss, _ in train(ours, [[rows] for rows in STEPS[:3]])]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-3)
+    ours.save(tmp_path)
+    decoder = Decoder(model, torch.bfloat16, torch.device("cpu"))
+    adapter = load_adapter("run", tmp_path / "weights", decoder)
+    [row] = random_rows([30], seed=9)
+    drawn = logprobs_by_steps(decoder, row.ids, range(10, 30), adapter.lora_weights)
+    whole = logprobs(ours, bin_of([Row(row.ids, [1.0] * 30)]))
+    assert (drawn - whole[9:29]).abs().max() <= 0.1
+
+
+def test_dora_begins_with_the_norms_that_peft_begins_with(model, tmp_path):
+    from peft import get_peft_model
+    from peft.tuners.lora import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    ours = MegatronEngine(model, Layout(), "float32")
+    ours.add_adapter("run", FORMS["dora"], seed=3)
+    ours.save(tmp_path)
+    config = LoraConfig(r=4, use_dora=True, target_modules=[*ATTENTION, "gate_proj", "up_proj", "down_proj"])
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).state_dict()
+    found = {n: t for n, t in weights_of(tmp_path / "weights").items() if n.endswith("magnitude_vector")}
+    assert all((norms - theirs[f"{name}.default.weight"]).abs().max() <= 1e-5 for name, norms in found.items())
+    assert len(found) == len([name for name in theirs if "magnitude_vector" in name])
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_dora_beside_quantized_weights_is_peft_s_beside_what_they_stand_for(tmp_path, kind):
+    model = distinct_model(tmp_path / "model", "qwen3", tied=False)
+    ours = MegatronEngine(model, Layout(), "float32", quantize=kind)
+    whole = {name: tensor.clone().contiguous() for name, tensor in ours.named_weights()}
+    before, after = trained(ours, Lora(rank=4, alpha=8, dora=True, rank_pattern={"q_proj": 2}), tmp_path)
+    save_file(whole, model / "model.safetensors", metadata={"format": "pt"})
+    reference = in_peft(model, before, is_trainable=True)
+    reference_steps(reference, STEPS, LEARNING_RATE, ADAM.weight_decay, ADAM.clip_norm)
+    reference.save_pretrained(tmp_path / "theirs")
+    assert furthest(weights_of(after), weights_of(tmp_path / "theirs")) <= 1e-5
+
+
+@pytest.mark.parametrize("lora", [FORMS["dora"], Lora(rank=4, alpha=8, targets=("embed_tokens", "q_proj"))])
+def test_passes_of_one_s_own_take_dora_and_embeddings(model, tmp_path, lora):
+    rank = TrainerRank(MegatronEngine(model, Layout(), "float32"))
+    rank.create_adapter("run", lora, seed=3)
+    row = random_rows([30], seed=4)[0]
+    for step in range(2):
+        (found,) = rank.forward([ForwardInput(row.ids, target_logprobs=True, adapter="run")])
+        if step == 0:
+            rank.backward(-found.target_logprob_P.sum())
+            before = rank.snapshot("run").tensors
+            rank.optim_step(Adam(), 1e-2, 1.0, adapters=["run"])
+    after = rank.snapshot("run")
+    assert all(not torch.equal(after.tensors[n], before[n]) for n in before if n.endswith(("vector", "embedding_A")))
+    after.write(tmp_path)
+    expected = logprobs_in_transformers(in_peft(model, tmp_path), [Row(row.ids, [1.0] * 30)])
+    assert (found.target_logprob_P - expected).abs().max() <= 1e-5

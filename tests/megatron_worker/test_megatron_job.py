@@ -7,24 +7,19 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from longshore.events import Evaluated, Offloaded, Probed, Saved, Step, Succeeded
 from longshore.fields import Artifact
 from longshore.training import Full, Lora
 from megatron_worker.process.ranks import Staging, WorkerRanks
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
-from shared.jobs.events import Evaluated, Offloaded, Saved, Step, Succeeded
-from shared.jobs.job import (
-    Checkpointing,
-    Evaluation,
-    Job,
-    JobPlan,
-    Schedule,
-)
+from shared.jobs.job import Checkpointing, Evaluation, Job, JobPlan, Schedule
 from shared.settings import S3Settings
 from shared.storage.artifacts import sha256_file
 from tests.megatron_worker.workshop import Workshop, read_log, workshop_of_ids
 
 NUM_STEPS = 4
+TIMES = {"step_s", "tokens_per_s", "memory_bytes"}
 
 
 @pytest.fixture(scope="module")
@@ -76,24 +71,37 @@ def checkpoint(job: Job, step: int) -> Artifact:
     return Artifact(uri=f"file://{saved.path}", sha256=saved.manifest_sha256)
 
 
-def held_out_losses(job: Job) -> list[float]:
-    return [e.metrics["loss"] for e in read_log(job.log_path) if isinstance(e, Evaluated)]
+def numbers(log: str | Path) -> list[dict[str, float]]:
+    """What a job's events say, by event: metrics of steps and evaluations, the probe."""
+    events = read_log(log)
+    assert isinstance(events[-1], Succeeded), events[-1]
+    found = [{k: v for k, v in e.metrics.items() if k not in TIMES} for e in events if isinstance(e, Step | Evaluated)]
+    return found + [dict(enumerate(e.logprobs)) for e in events if isinstance(e, Probed)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("trainable", [Lora(rank=4, alpha=8), Full()], ids=["lora", "full"])
+LORA = Lora(rank=4, alpha=8)
+BY_MEGATRON = [("megatron", trainable, dtype) for trainable in (LORA, Full()) for dtype in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainable", "dtype"),
+    [*BY_MEGATRON, ("fsdp", LORA, "float32"), ("fsdp", Full(), "bfloat16")],
+    ids=lambda value: getattr(value, "kind", value),
+)
 def test_a_job_gives_the_same_bytes_whole_resumed_and_after_others(
-    worker: Worker, workshop: Workshop, trainable: Lora | Full, dtype: str
+    worker: Worker, workshop: Workshop, engine: str, trainable: Lora | Full, dtype: str
 ):
-    name, what = f"{trainable.kind}-{dtype}", plan(workshop, trainable=trainable, dtype=dtype)
+    name, changes = f"{engine}-{trainable.kind}-{dtype}", {"engine": engine, "dtype": dtype, "probe": (5, 9, 300)}
+    what = plan(workshop, trainable=trainable, **changes)
     whole = do(worker, workshop, f"{name}-whole", what)
     resumed = do(worker, workshop, f"{name}-resumed", what, checkpoint(whole, 2))
-    do(worker, workshop, f"{name}-other", plan(workshop, seed=3, dtype=dtype, trainable=Full()))
+    do(worker, workshop, f"{name}-other", plan(workshop, seed=3, trainable=Full(), **changes))
     again = do(worker, workshop, f"{name}-again", what)
     assert weights_sha256(resumed) == weights_sha256(whole) == weights_sha256(again)
     assert checkpoint(again, NUM_STEPS).sha256 == checkpoint(whole, NUM_STEPS).sha256
-    assert held_out_losses(again) == held_out_losses(whole)
-    assert held_out_losses(whole)[0] != held_out_losses(whole)[-1]
+    assert numbers(again.log_path) == numbers(whole.log_path)
+    losses = [e.metrics["loss"] for e in read_log(whole.log_path) if isinstance(e, Evaluated)]
+    assert losses[0] != losses[-1]
 
 
 def test_every_metric_of_a_step_is_a_number_one_would_expect(worker: Worker, workshop: Workshop):

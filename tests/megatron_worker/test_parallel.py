@@ -14,9 +14,9 @@ from longshore.layout import Layout
 from tests.depth import drawn
 from tests.megatron_worker import parallel_ranks
 from tests.megatron_worker.differences import furthest, furthest_gradient, notes, rounding, scores_of
+from tests.megatron_worker.launch import on_ranks
 from tests.megatron_worker.parallel_ranks import KINDS, Trial
 from tests.megatron_worker.rows import EXPERTS_BESIDE, distinct_model
-from tests.megatron_worker.trials import run_trials
 
 DENSE = {
     2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2)],
@@ -36,15 +36,24 @@ EXPERTS = {
         Layout(ep=2, etp=2, dp=4),
     ],
 }
-HYBRID = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)], 4: [Layout(tp=2, dp=2)]}
-HYBRID_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2)]}
+HYBRID = {
+    2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)],
+    4: [Layout(tp=2, dp=2), Layout(cp=4), Layout(cp=2, dp=2), Layout(pp=2, cp=2)],
+}
+HYBRID_EXPERTS = {
+    2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2), Layout(cp=2, ep=2)],
+    4: [Layout(cp=4, ep=4), Layout(tp=2, sp=True, cp=2, ep=2)],
+}
 WINDOWS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, ep=2), Layout(pp=2), Layout(cp=2)]}
 LATENT = {
     2: [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2)],
     4: [Layout(tp=2, sp=True, cp=2, ep=2)],
 }
-MAMBA = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(dp=2)]}
-MAMBA_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2), Layout(pp=2)], 4: [Layout(pp=2, ep=2, dp=2)]}
+MAMBA = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(dp=2), Layout(cp=2)], 4: [Layout(cp=4)]}
+MAMBA_EXPERTS = {
+    2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2), Layout(pp=2), Layout(cp=2, ep=2)],
+    4: [Layout(pp=2, ep=2, dp=2), Layout(tp=2, sp=True, cp=2, ep=2)],
+}
 GEMMA3 = {2: [Layout(pp=2), Layout(cp=2)]}
 GEMMA4 = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(cp=2)], 4: [Layout(tp=2, dp=2)]}
 GEMMA4_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True), Layout(tp=2, sp=True, ep=2)]}
@@ -157,7 +166,7 @@ def results(tmp_path_factory):
             for name, layout in TRIALS
             if layout.world_size == world
         ]
-        run_trials("parallel_ranks", out, trials, num_ranks=world, timeout_s=350)
+        on_ranks(world, parallel_ranks.do_trials, trials, out, timeout_s=350)
     return out
 
 

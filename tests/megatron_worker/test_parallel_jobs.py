@@ -8,16 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from examples.tiny_model import make_tiny_model
+from longshore.events import Evaluated, Saved, Step, Succeeded
 from longshore.fields import Artifact
 from longshore.layout import Layout
 from longshore.training import Adam, Full, Lora, Muon
-from shared.jobs.events import Evaluated, Saved, Step, Succeeded
-from shared.jobs.job import (
-    Checkpointing,
-    Evaluation,
-    Job,
-    Schedule,
-)
+from shared.jobs.job import Checkpointing, Evaluation, Job, Schedule
 from tests.depth import drawn
 from tests.megatron_worker.differences import furthest
 from tests.megatron_worker.launch import fork_ranks, launch_ranks

@@ -1,6 +1,6 @@
-"""Policy and preference jobs through the runner on a small real engine: old log-probabilities frozen at the start."""
+"""Policy jobs through the runner on a small real engine: old log-probabilities frozen at the start."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,25 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from longshore.algorithms import Loss
+from longshore.events import Step, Succeeded
 from longshore.fields import Artifact
 from longshore.losses import PPO, Kl, Reinforce
 from longshore.training import Full, Lora
 from megatron_worker.engine import Batch, Outputs, Scores
 from megatron_worker.training.batches import PackedBatches, bins_to_score
-from shared.jobs.events import Saved, Step, Succeeded
-from shared.jobs.job import (
-    Checkpointing,
-    Evaluation,
-    Job,
-    JobPlan,
-    PackedData,
-    Schedule,
-)
-from shared.jobs.losses import DPO, Loss
+from shared.jobs.job import Checkpointing, Evaluation, Job, JobPlan, PackedData, Schedule
 from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.tiny_engine import HIDDEN_SIZE, VOCAB_SIZE, TinyEngine
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses, new_worker
-from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
+from tests.megatron_worker.workshop import Workshop, make_workshop, packed, read_log, sealed
 
 COLUMNS = ("token_id", "hidden_index", "label", "weight", "advantage", "old_logprob", "sequence")
 # Two epochs of two mini-batches over six units, two bins each.
@@ -55,13 +48,14 @@ def write_rollouts(folder: Path, num_units: int, columns: tuple[str, ...] = COLU
     writer.close()
 
 
+def rollouts(root: Path, vocab_size: int = VOCAB_SIZE) -> PackedData:
+    write_rollouts(root / "rollouts", 6, vocab_size=vocab_size)
+    return packed(root, "rollouts", "rollouts-plan", ROLLOUT)
+
+
 @pytest.fixture
 def workshop(tmp_path: Path) -> Workshop:
-    made = make_workshop(tmp_path)
-    write_rollouts(tmp_path / "rollouts", 6)
-    write_plan(tmp_path / "rollouts-plan", tmp_path / "rollouts", ROLLOUT)
-    data = PackedData(units=sealed(tmp_path / "rollouts"), plan=sealed(tmp_path / "rollouts-plan"))
-    return replace(made, data=data, num_steps=len(ROLLOUT))
+    return replace(make_workshop(tmp_path), data=rollouts(tmp_path), num_steps=len(ROLLOUT))
 
 
 def a_plan(workshop: Workshop, loss: Loss, **changes: object) -> JobPlan:
@@ -111,24 +105,40 @@ class PlainLoop:
         entropy_N = -(logprob_NV.exp() * logprob_NV).sum(-1)
         return logprob_NV.gather(1, batch.label_N[:, None])[:, 0], entropy_N, batch.advantage_N.double()
 
+    def ratios(self, units: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability less the base's, and advantage, of units' targets."""
+        logprob, _, advantage = self.logprobs(units)
+        with torch.no_grad():
+            base, _, _ = self.logprobs(units, adapted=False)
+        return logprob - base, advantage
+
+    def descend(
+        self, steps: list[list[list[int]]], loss_of: Callable[[list[int]], tuple[torch.Tensor, float]]
+    ) -> Iterator[tuple[float, float, float]]:
+        """Loss, gradient norm, and what else the loss says of each step."""
+        optimizer = torch.optim.AdamW([self.a_RH, self.b_VR], lr=0.05, weight_decay=0.0)
+        for bins in steps:
+            optimizer.zero_grad()
+            loss, told = loss_of([unit for units in bins for unit in units])
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_([self.a_RH, self.b_VR], 1.0)
+            optimizer.step()
+            yield loss.item(), norm.item(), told
+
     def steps(self) -> Iterator[tuple[float, float, float]]:
         """Loss, gradient norm and largest ratio of each step."""
-        optimizer = torch.optim.AdamW([self.a_RH, self.b_VR], lr=0.05, weight_decay=0.0)
         with torch.no_grad():
             old = {unit: self.logprobs([unit])[0] for unit in range(6)}
             ref = {unit: self.logprobs([unit], adapted=False)[0] for unit in range(6)}
-        for bins in ROLLOUT:
-            units = [unit for each in bins for unit in each]
+
+        def loss_of(units: list[int]) -> tuple[torch.Tensor, float]:
             logprob, entropy, advantage = self.logprobs(units)
             log_ratio = logprob - torch.cat([old[unit] for unit in units])
             ratio, behind = log_ratio.exp(), torch.cat([ref[unit] for unit in units]) - logprob
             surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.1) * advantage)
-            loss = (-surrogate + 0.1 * (behind.exp() - 1 - behind) - 0.01 * entropy).mean()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_([self.a_RH, self.b_VR], 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield loss.item(), norm.item(), ratio.max().item()
+            return (-surrogate + 0.1 * (behind.exp() - 1 - behind) - 0.01 * entropy).mean(), ratio.max().item()
+
+        return self.descend(ROLLOUT, loss_of)
 
 
 def test_several_steps_a_rollout_are_those_of_a_plain_loop(workshop: Workshop):
@@ -195,9 +205,7 @@ def test_a_later_job_of_a_run_freezes_the_policy_it_begins_with(workshop: Worksh
     metrics = metrics_of(whole)
     assert metrics[0]["ratio_max"] == 1.0
     assert metrics[0]["kl_reference"] > 1e-3
-    middle = next(e for e in read_log(whole.log_path) if isinstance(e, Saved) and e.step == 6)
-    start = Artifact(uri=f"file://{middle.path}", sha256=middle.manifest_sha256)
-    resumed = do(workshop, "resumed", plan, start=start)
+    resumed = do(workshop, "resumed", plan, start=checkpoint(whole, 6))
     assert losses(resumed) == losses(whole)[2:]
     assert adapter_sha256(resumed, 8) == adapter_sha256(whole, 8)
 
@@ -214,9 +222,8 @@ def test_the_samplers_log_probabilities_are_used_as_they_were_sent(workshop: Wor
 
 
 def test_rewarded_tokens_become_likely_and_punished_ones_rare(workshop: Workshop):
-    write_plan(workshop.root / "again", workshop.root / "rollouts", [[[0, 1, 2, 3, 4, 5]]] * 20)
-    data = replace(workshop, data=PackedData(units=workshop.data.units, plan=sealed(workshop.root / "again")))
-    metrics = metrics_of(do(workshop, "a", a_plan(data, Reinforce(old="trainer"), num_steps=20)))
+    data = packed(workshop.root, "rollouts", "again", [[[0, 1, 2, 3, 4, 5]]] * 20)
+    metrics = metrics_of(do(workshop, "a", a_plan(workshop, Reinforce(old="trainer"), num_steps=20, data=data)))
     assert metrics[0]["loss"] == pytest.approx(0, abs=0.2)
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
 
@@ -253,40 +260,6 @@ def test_every_unit_is_scored_once_and_a_resumed_job_in_the_same_turns(workshop:
                 mine = {int(u) for units in bins_to_score(data, first_step, 4, rank, 2) for u in units}
                 wanted = {int(u) for s in range(first_step, 4) for b in data.bins_of_rank(s, rank, 2) for u in b}
                 assert wanted <= mine
-
-
-def write_pairs(folder: Path, num_units: int) -> None:
-    """Each unit a prompt of two tokens and its two answers, as two chains."""
-    random = np.random.default_rng(5)
-    writer = UnitsWriter(folder, ("token_id", "position", "parent", "hidden_index", "label", *COLUMNS[3:5], "sequence"))
-    for _ in range(num_units):
-        prompt, answers = random.integers(0, VOCAB_SIZE, 2), random.integers(0, VOCAB_SIZE, (2, 3))
-        writer.append(
-            token_id=np.concatenate([prompt, answers[0], prompt, answers[1]]),
-            position=np.tile(np.arange(5), 2),
-            parent=np.tile(np.arange(-1, 4), 2) + np.repeat([0, 5], 5) * (np.tile(np.arange(5), 2) > 0),
-            hidden_index=np.array([1, 2, 3, 6, 7, 8]),
-            label=answers.flatten(),
-            weight=np.ones(6),
-            advantage=np.repeat([1.0, -1.0], 3),
-            sequence=np.repeat([0, 1], 3),
-        )
-    writer.close()
-
-
-def test_preferences_are_learnt_through_the_same_columns_and_runner(workshop: Workshop):
-    write_pairs(workshop.root / "pairs", 6)
-    write_plan(workshop.root / "pairs-plan", workshop.root / "pairs", [[[0, 1, 2], [3, 4, 5]]] * 12)
-    data = PackedData(units=sealed(workshop.root / "pairs"), plan=sealed(workshop.root / "pairs-plan"))
-    plan = a_plan(workshop, DPO(beta=0.5), data=data, num_steps=12)
-    whole = do(workshop, "dpo", plan)
-    metrics = metrics_of(whole)
-    assert metrics[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
-    assert metrics[0]["reward_margin"] == 0.0
-    assert metrics[-1]["preference_accuracy"] == 1.0
-    assert metrics[-1]["loss"] < 0.3
-    resumed = do(workshop, "resumed", plan, start=checkpoint(whole, 5))
-    assert adapter_sha256(resumed, 12) == adapter_sha256(whole, 12)
 
 
 def test_what_only_the_first_step_trains_on_is_not_scored(workshop: Workshop):

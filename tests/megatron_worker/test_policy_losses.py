@@ -1,8 +1,4 @@
-"""Policy losses against their papers' formulas in float64, written here without torch; gradients by differences.
-
-The reference works on plain lists, a token at a time, sequences as the papers write them. Its gradient is a central
-difference: nothing of the code under test, nor of autograd, is in it.
-"""
+"""Policy losses against their papers' formulas in float64, a token at a time, without torch (policy_reference.py)."""
 
 import math
 
@@ -13,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from longshore.algorithms import PRESETS, preset
 from longshore.fields import Artifact
-from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, Kl, PolicyLoss, Reinforce
+from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, Kl, PolicyLoss, Reinforce, TruncatedReinforce
 from megatron_worker.engine import reported
 from megatron_worker.losses import loss_function
 from megatron_worker.losses.targets import divergence
 from megatron_worker.training.batches import Sums
-from shared.jobs.losses import PRESETS, preset
-from tests.megatron_worker.policy_reference import ROWS, as_batch, k, ours, reference, reference_gradient, rows
+from tests.megatron_worker.policy_reference import ROWS, as_batch, gradient_of, k, ours, reference, rows
 
 TERMS = {
     "plain": {},
@@ -33,12 +29,7 @@ TERMS = {
     "k3-reward": {"kl": Kl(coefficient=0.3, estimator="k3", placement="reward"), "aggregation": "sequence_mean"},
     "truncated": {"truncated_importance": 1.1, "old": "trainer"},
     "truncated-sequence": {"truncated_importance": 1.1, "importance_level": "sequence", "old": "trainer"},
-    "masked": {
-        "truncated_importance": 1.3,
-        "importance_beyond": "mask",
-        "importance_floor": 0.8,
-        "old": "trainer",
-    },
+    "masked": {"truncated_importance": 1.3, "importance_beyond": "mask", "importance_floor": 0.8, "old": "trainer"},
     "off-policy": {"off_policy_bound": 0.05},
     "off-policy-of-trainer": {"off_policy_bound": 0.05, "old": "trainer"},
 }
@@ -53,6 +44,7 @@ ALGORITHMS = {
     "gmpo": (GMPO, {"clip_low": 0.1, "clip_high": 0.2}),
     "sapo": (SAPO, {"tau_positive": 1.5, "tau_negative": 2.5}),
     "dro": (DRO, {"beta": 0.3}),
+    "truncated-reinforce": (TruncatedReinforce, {"truncation": 1.1, "old_kl_coefficient": 0.3}),
 }
 WEIGHED = [name for name, terms in TERMS.items() if "truncated_importance" in terms]
 MASKS = (
@@ -80,11 +72,12 @@ def a_loss(algorithm: str, terms: str) -> PolicyLoss:
 def test_loss_and_gradient_are_the_papers(algorithm: str, terms: str, seed: int, num_targets: int, spread: float):
     loss, columns = a_loss(algorithm, terms), rows(seed, num_targets, spread)
     value, weight, gradient = ours(loss, columns)
-    expected, normaliser = reference(loss, columns, columns["logprob"], columns["logprob"])
+    logprob = columns["logprob"]
+    expected, normaliser = reference(loss, columns, logprob, logprob)
     assert weight == pytest.approx(normaliser, abs=1e-12)
     assert value == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    rounding = abs(expected) * 1e-9  # of differences of values of this size, over two steps of 1e-6, in float64
-    np.testing.assert_allclose(gradient, reference_gradient(loss, columns), rtol=1e-5, atol=1e-6 + rounding)
+    by_formula = gradient_of(lambda moved: reference(loss, columns, moved, logprob)[0], logprob)
+    np.testing.assert_allclose(gradient, by_formula, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from activities.tokenizing.units import pair_unit
+from longshore.algorithms import DPO, Loss
+from longshore.events import Probed, Saved, Step, Succeeded
 from longshore.fields import Artifact
 from longshore.layout import Layout
 from longshore.losses import CISPO, DRO, GSPO, PPO, Kl, Reinforce
@@ -18,14 +20,7 @@ from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.training.batches import to_batch
-from shared.jobs.events import Probed, Saved, Step, Succeeded
-from shared.jobs.job import (
-    Checkpointing,
-    Job,
-    PackedData,
-    Schedule,
-)
-from shared.jobs.losses import DPO, Loss
+from shared.jobs.job import Checkpointing, Job, PackedData, Schedule
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.rows import Row, bin_of, random_rows

@@ -10,26 +10,18 @@ import pytest
 import torch
 
 from activities.tokenizing.units import PAIR_COLUMNS, pair_unit
-from longshore.fields import Artifact
+from longshore.algorithms import DPO
+from longshore.events import Evaluated
 from longshore.losses import PPO, CrossEntropy
 from longshore.training import Full
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.evaluation import held_out_loss
-from shared.jobs.events import Evaluated, Saved
-from shared.jobs.job import (
-    Checkpointing,
-    Evaluation,
-    Job,
-    JobPlan,
-    PackedData,
-    Schedule,
-)
-from shared.jobs.losses import DPO
+from shared.jobs.job import Checkpointing, Evaluation, Job, JobPlan, Schedule
 from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.test_policy_jobs import PlainLoop, metrics_of
 from tests.megatron_worker.tiny_engine import VOCAB_SIZE
-from tests.megatron_worker.tiny_jobs import adapter_sha256, do, failure, losses
-from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
+from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses
+from tests.megatron_worker.workshop import Workshop, make_workshop, packed, read_log
 
 # Two epochs of three steps over eight pairs, two bins each.
 STEPS = [[[0, 1], [2]], [[3], [4, 5]], [[6], [7]], [[5, 0], [3]], [[1, 2], [7]], [[4], [6]]]
@@ -52,13 +44,9 @@ def write_pairs(folder: Path, num_pairs: int, seed: int) -> None:
 def workshop(tmp_path: Path) -> Workshop:
     made = make_workshop(tmp_path)
     write_pairs(tmp_path / "rollouts", 8, seed=4)  # named so for PlainLoop
-    write_plan(tmp_path / "rollouts-plan", tmp_path / "rollouts", STEPS)
     write_pairs(tmp_path / "held-out-pairs", 5, seed=5)
-    write_plan(tmp_path / "held-out-pairs-plan", tmp_path / "held-out-pairs", [[[0, 1], [2], [3, 4]]])
-    data, held_out = (
-        PackedData(units=sealed(tmp_path / name), plan=sealed(tmp_path / f"{name}-plan"))
-        for name in ("rollouts", "held-out-pairs")
-    )
+    data = packed(tmp_path, "rollouts", "rollouts-plan", STEPS)
+    held_out = packed(tmp_path, "held-out-pairs", "held-out-pairs-plan", [[[0, 1], [2], [3, 4]]])
     return replace(made, data=data, held_out=held_out, num_steps=len(STEPS))
 
 
@@ -76,36 +64,37 @@ def held_out_metrics(job: Job) -> dict[int, dict[str, float]]:
     return {e.step: e.metrics for e in read_log(job.log_path) if isinstance(e, Evaluated)}
 
 
+def test_each_named_evaluation_is_scored_by_the_reference(workshop: Workshop):
+    alone = held_out_metrics(do(workshop, "alone", a_plan(workshop)))
+    sets = Evaluation(sets={"first": workshop.held_out, "second": workshop.held_out}, every_steps=2)
+    named = held_out_metrics(do(workshop, "named", a_plan(workshop, evaluation=sets)))
+    assert alone[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and set(named) == {0, 2, 4, 6}
+    for step, metrics in named.items():
+        for name in ("first", "second"):
+            assert {metric: metrics[f"{name}_{metric}"] for metric in alone[step]} == alone[step]
+
+
 class PaperLoop(PlainLoop):
     """Equation 7 a pair at a time in float64, torch's AdamW: what the job must come to."""
 
     def margins(self, units: list[int]) -> list[torch.Tensor]:
-        found = []
-        for unit in units:
-            logprob, _, sign = self.logprobs([unit])
-            with torch.no_grad():
-                base, _, _ = self.logprobs([unit], adapted=False)
-            found.append(BETA * (sign * (logprob - base)).sum())
-        return found
+        return [BETA * (sign * ratio).sum() for ratio, sign in (self.ratios([unit]) for unit in units)]
 
-    def steps(self) -> Iterator[tuple[float, float]]:
-        """Loss and gradient norm of each step."""
-        optimizer = torch.optim.AdamW([self.a_RH, self.b_VR], lr=0.05, weight_decay=0.0)
-        for bins in STEPS:
-            optimizer.zero_grad()
-            margins = self.margins([unit for units in bins for unit in units])
-            loss = torch.stack([-torch.nn.functional.logsigmoid(margin) for margin in margins]).mean()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_([self.a_RH, self.b_VR], 1.0)
-            optimizer.step()
-            yield loss.item(), norm.item()
+    def steps(self) -> Iterator[tuple[float, float, float]]:
+        """Loss, gradient norm and margin of each step."""
+
+        def loss_of(units: list[int]) -> tuple[torch.Tensor, float]:
+            margin = torch.stack(self.margins(units))
+            return -torch.nn.functional.logsigmoid(margin).mean(), margin.mean().item()
+
+        return self.descend(STEPS, loss_of)
 
 
 def test_every_step_is_the_papers(workshop: Workshop):
     metrics = metrics_of(do(workshop, "a", a_plan(workshop)))
     expected = list(PaperLoop(workshop).steps())
     assert metrics[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert [(m["loss"], m["grad_norm"]) for m in metrics] == [pytest.approx(e, rel=2e-4) for e in expected]
+    assert [(m["loss"], m["grad_norm"]) for m in metrics] == [pytest.approx(e[:2], rel=2e-4) for e in expected]
     assert metrics[-1]["reward_margin"] > 0.1
 
 
@@ -133,9 +122,7 @@ def test_a_job_that_is_gone_on_with_ends_in_the_same_bits(workshop: Workshop, tr
     """The reference is scored by what stood before the first step, though the job goes on behind the third."""
     plan = a_plan(workshop, **({"trainable": trainable} if trainable else {}))
     whole = do(workshop, "whole", plan)
-    middle = next(e for e in read_log(whole.log_path) if isinstance(e, Saved) and e.step == 3)
-    start = Artifact(uri=f"file://{middle.path}", sha256=middle.manifest_sha256)
-    resumed = do(workshop, "resumed", plan, start=start)
+    resumed = do(workshop, "resumed", plan, start=checkpoint(whole, 3))
     assert losses(resumed) == losses(whole)[3:]
     assert [held_out_metrics(resumed)[step] for step in (4, 6)] == [held_out_metrics(whole)[step] for step in (4, 6)]
     if trainable is None:

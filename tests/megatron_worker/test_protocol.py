@@ -12,15 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from activities.confined import programs
-from longshore.fields import Artifact
+from activities.hosts import programs
+from longshore.events import Cancelled, Failed, Saved, Started, Step, Succeeded
+from longshore.fields import Artifact, Fence
 from longshore.layout import Layout
 from megatron_worker.process.startup import is_alive
-from shared.jobs.events import Cancelled, Failed, Saved, Started, Step, Succeeded
 from shared.jobs.job import WORKER_ID_VARIABLE, Job, LeaseMark, WorkerKey, WorkerRecord
 from shared.storage.artifacts import sha256_file
 from shared.storage.files import write_atomically
-from shared.storage.paths import Fence, WorkerPaths
+from shared.storage.paths import WorkerPaths
 from tests.depth import drawn
 from tests.megatron_worker.launch import REPOSITORY, environment, ranks_command, torchrun
 from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, submit
@@ -73,8 +73,8 @@ class Host:
         self.wait_for(lambda: log.exists() and f'"step":{step},'.encode() in log.read_bytes())
 
     def ranks(self) -> list[psutil.Process]:
-        """Every process that carries this worker's mark; where there are several, the launcher left out."""
-        return [p for p in marked(self.worker_id) if p.pid != self.process.pid or self.num_ranks == 1]
+        """Every process of this worker; where there are several, the launcher left out."""
+        return [p for p in of_worker(self.paths.root) if p.pid != self.process.pid or self.num_ranks == 1]
 
     def wait_until_no_rank_is_left(self, timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -86,7 +86,7 @@ class Host:
         os.killpg(self.process.pid, number)
 
     def close(self) -> None:
-        for process in marked(self.worker_id):
+        for process in of_worker(self.paths.root):
             process.kill()
         self.process.wait()
 
@@ -96,11 +96,12 @@ def has_ended(log: Path) -> bool:
     return any(f'"event":"{name}"'.encode() in last for name in ("succeeded", "failed", "cancelled"))
 
 
-def marked(worker_id: str) -> list[psutil.Process]:
+def of_worker(root: Path) -> list[psutil.Process]:
+    """The processes whose command line has this folder: of a forked one it is the title."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(WORKER_ID_VARIABLE) == worker_id and process.status() != psutil.STATUS_ZOMBIE:
+            if f"--root {root}" in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -273,7 +274,7 @@ def test_while_a_job_runs_nothing_of_a_worker_can_be_reached_from_elsewhere(
     host = host if num_ranks > 1 else lone_host
     job = submit(host.paths, workshop.plan(job_id="000071", layout=Layout(dp=num_ranks)))
     host.wait_for_step(job, 1)
-    bound = [c for process in marked(host.worker_id) for c in process.net_connections("inet") if not c.raddr]
+    bound = [c for process in of_worker(host.paths.root) for c in process.net_connections("inet") if not c.raddr]
     print([(c.status, c.laddr) for c in bound])
     assert not has_ended(Path(job.log_path)), "it was looked at in the middle of the job"
     assert {c.laddr.ip for c in bound} <= {"127.0.0.1", "::1"}

@@ -1,35 +1,27 @@
 """Layers that are computed again in the backward: the same bits in less memory, and when a job takes that way."""
 
-import json
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from longshore.layout import Layout
-from longshore.training import Adam, Full, Lora
+from longshore.events import Failed
+from longshore.layout import EngineName, Layout
+from longshore.training import Adam, Full, Lora, Quantization
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.memory import measure_step
 from megatron_worker.training.batches import PackedBatches
-from shared.jobs.events import Failed
 from tests.depth import drawn
 from tests.megatron_worker.driving import LOSS
 from tests.megatron_worker.engines import ENGINES
+from tests.megatron_worker.launch import in_turn, on_ranks
 from tests.megatron_worker.live_bytes import LiveBytes
-from tests.megatron_worker.recompute_ranks import Trial, trained
-from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
+from tests.megatron_worker.rows import bin_of, distinct_model, random_rows, routed
 from tests.megatron_worker.test_job_micro_batches import folder_of_plan, peak_of, state, steps_of, write_random_units
-from tests.megatron_worker.test_megatron_job import (  # noqa: F401 (fixtures)
-    NUM_STEPS,
-    checkpoint,
-    do,
-    plan,
-    weights_sha256,
-    worker,
-    workshop,
-)
-from tests.megatron_worker.trials import run_trials
+from tests.megatron_worker.test_megatron_job import NUM_STEPS, checkpoint, do, plan, weights_sha256, worker, workshop  # noqa: F401 (fixtures)
+from tests.megatron_worker.trees import as_tree, random_sequences
 from tests.megatron_worker.workshop import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,14 +45,56 @@ CASES = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    model: Path
+    trainable: Lora | Full
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    engine: EngineName = "megatron"
+    routes: bool = False
+    quantize: Quantization | None = None
+
+
+def trained(trial: Trial, recompute: bool) -> dict[str, torch.Tensor]:
+    """This rank's sums, gradients and weights of three steps, of three bins of rows and one with a prefix tree each."""
+    settings = {"quantize": trial.quantize} if trial.quantize else {}
+    engine = ENGINES[trial.engine](trial.model, trial.layout, "float32", **settings)
+    if isinstance(trial.trainable, Lora):
+        engine.add_adapter("run", trial.trainable, seed=3)
+    else:
+        engine.train_full(trial.trainable)
+    engine.recompute = recompute
+    optimizer, found = engine.trained.optimizer, {}
+    for step in range(3):
+        rows = [random_rows([19 + step, 7, 12], seed=3 * step + number) for number in range(3)]
+        bins = [*map(bin_of, rows), as_tree(random_sequences(step, num_groups=1))]
+        bins = bins[engine.facts.dp_rank :: engine.facts.dp_size]
+        if trial.routes:
+            bins = [routed(engine.facts.routes, batch, number) for number, batch in enumerate(bins)]
+        for number, (_, sums) in enumerate(engine.forward_backward_all(bins, LOSS)):
+            found |= {f"{step}.{number}.{name}": value for name, value in sums.items()}
+        found |= {f"{step}.{name}": p.grad.clone() for name, p in parameters(engine) if p.grad is not None}
+        engine.optim_step(Adam(), 1e-2, 100.0)
+    assert optimizer.step_count == 3
+    return found | {name: p.detach().clone() for name, p in parameters(engine)}
+
+
+def parameters(engine):
+    owner = engine._model if engine.active is None else engine.adapters[engine.active]
+    return [(name, p.to_local() if hasattr(p, "to_local") else p) for name, p in owner.parameters.items()]
+
+
+def has_the_same_bits(trial: Trial) -> bool:
+    plain, again = (trained(trial, recompute) for recompute in (False, True))
+    assert len(plain) > 4 and plain.keys() == again.keys()
+    return all(torch.equal(tensor, again[name]) for name, tensor in plain.items())
+
+
 @pytest.mark.parametrize("case", drawn([*CASES], 3))
 def test_gradients_and_weights_are_the_same_bits(tmp_path, case):
     family, trainable, changes = CASES[case]
-    trial = Trial(model=distinct_model(tmp_path / "model", family, num_layers=4), trainable=trainable, **changes)
-    plain, again = (trained(trial, recompute) for recompute in (False, True))
-    assert len(plain) > 4 and plain.keys() == again.keys()
-    for name, tensor in plain.items():
-        assert torch.equal(tensor, again[name]), name
+    model = distinct_model(tmp_path / "model", family, num_layers=4)
+    assert has_the_same_bits(Trial(model, trainable, **changes))
 
 
 def test_ranks_have_the_same_bits(tmp_path):
@@ -72,11 +106,8 @@ def test_ranks_have_the_same_bits(tmp_path):
     trials.append(Trial(model=dense, layout=Layout(tp=2), trainable=DORA))
     trials += [Trial(model=dense, layout=Layout(dp=2), trainable=of, engine="fsdp") for of in (DROPPING, Full())]
     trials = drawn(trials, 3)
-    run_trials("recompute_ranks", tmp_path, trials, num_ranks=2, timeout_s=240)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for number, each in enumerate(zip(*found, strict=True)):
-        for plain, again in each:
-            assert plain == again and len(plain) > 4, trials[number]
+    for found in on_ranks(2, in_turn, has_the_same_bits, [(trial,) for trial in trials], timeout_s=240):
+        assert all(found), [*zip(trials, found, strict=True)]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

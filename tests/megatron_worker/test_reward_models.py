@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longshore.algorithms import BradleyTerry, check_head
 from longshore.losses import SquaredError
 from longshore.training import Lora, ScalarHead
 from megatron_worker.engine import Batch, Scores, reported
@@ -15,7 +16,6 @@ from megatron_worker.losses import check_columns, loss_function
 from megatron_worker.training.batches import Sums, to_batch
 from megatron_worker.training.evaluation import _held_out
 from shared.errors import InvalidInput
-from shared.jobs.losses import BradleyTerry, check_head
 from shared.jobs.packed import Units
 from shared.jobs.prefix_tree import TreeUnit, scored_pair
 from tests.megatron_worker.engines import ENGINES, start

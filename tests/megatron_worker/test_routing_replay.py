@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,34 +19,27 @@ import torch
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from examples.tiny_model import make_tiny_model
+from longshore.events import Failed, Saved, Step, Succeeded
 from longshore.fields import Artifact
 from longshore.layout import Layout
 from longshore.losses import PPO
 from longshore.training import Lora
-from megatron_worker.engine import Outputs
+from megatron_worker.engine import Batch, Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.experts import Router
 from megatron_worker.sampler.decoder import Decoder
+from megatron_worker.trainer_rank import ForwardInput, TrainerRank
+from shared.errors import InvalidInput
 from shared.families.architecture import Mixture
-from shared.jobs.events import Failed, Saved, Step, Succeeded
 from shared.jobs.job import Checkpointing, Job, PackedData, Schedule
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, RouteShape, UnitsWriter
 from shared.jobs.prefix_tree import build_tree
-from tests.megatron_worker import replay_ranks
 from tests.megatron_worker.differences import GRADIENTS, furthest, furthest_gradient, logprobs, notes
-from tests.megatron_worker.launch import environment, fork_ranks, ranks_command
-from tests.megatron_worker.parallel_ranks import KINDS, LEARNING_RATES, STEPS, Trial, start, step
-from tests.megatron_worker.replayed import (
-    as_rows,
-    drawn,
-    noted_routes,
-    routes_of,
-    with_noise,
-    with_own_routes,
-)
+from tests.megatron_worker.launch import environment, fork_ranks, in_turn, on_ranks, ranks_command
+from tests.megatron_worker.parallel_ranks import KINDS, LEARNING_RATES, STEPS, note, note_step, start, step, with_routes
+from tests.megatron_worker.replayed import as_rows, drawn, noted_routes, routes_of, with_noise, with_own_routes
 from tests.megatron_worker.rows import VOCAB_SIZE, bin_of, distinct_model, routed
 from tests.megatron_worker.trees import as_chain, as_tree, random_sequences
-from tests.megatron_worker.trials import run_trials
 from tests.megatron_worker.workshop import Workshop, read_log, sealed, workshop_of_ids, write_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -121,6 +115,32 @@ def test_every_forward_takes_the_routes_that_it_is_given(model: Path) -> None:
             assert torch.equal(found[first + layer], batch.route_TLK[:, layer].long())
         assert not torch.equal(found[2 + layer], batch.route_TLK[:, layer].long())
     assert (scored - free).abs().max() > 0.1
+
+
+def test_inputs_of_user_code_bring_their_routes(model: Path) -> None:
+    """Some of one adapter's inputs do, others leave the choice to the router; a shared prefix has its one route."""
+    rank = TrainerRank(MegatronEngine(model, Layout(), "float32"), least_saved_tokens=2)
+    prefix, ends = [5, 6, 7, 8], ([9, 10], [11, 12, 13])
+    asked = [ForwardInput([*prefix, *end], target_logprobs=True) for end in ends]
+    batches = [Batch.chain([*prefix, *end], CPU) for end in ends]
+    own = [with_own_routes(rank.engine, batch).route_TLK.numpy() for batch in batches]
+    other = [routed(rank.facts.routes, batch, 3).route_TLK.numpy() for batch in batches]
+    other[0][: len(prefix)] = other[1][: len(prefix)]
+    free = rank.forward(asked)
+    same = rank.forward([replace(one, routes=routes) for one, routes in zip(asked, own, strict=True)])
+    assert all(torch.equal(a.target_logprob_P, b.target_logprob_P) for a, b in zip(free, same, strict=True))
+    told = [replace(one, routes=routes.astype(np.int64)) for one, routes in zip(asked, other, strict=True)]
+    found = rank.forward([*told, *asked])
+    for answer, batch, routes in zip(found, batches, other, strict=False):
+        expected = rank.engine.forward(batch.with_routes(routes), Outputs()).logprob_N
+        assert (answer.target_logprob_P - expected).abs().max() <= 1e-5
+    assert all(torch.equal(a.target_logprob_P, b.target_logprob_P) for a, b in zip(free, found[2:], strict=True))
+    assert (found[0].target_logprob_P - free[0].target_logprob_P).abs().max() > 0.1
+    twice = np.zeros_like(other[0])
+    for wrong, rule in ((other[1], r"\(6, 2, 2\)"), (twice, "differ from each other"), (other[0] + 4, "from 0 to 3")):
+        with pytest.raises(InvalidInput, match=rule) as refused:
+            rank.forward([replace(asked[0], routes=wrong)])
+        assert refused.value.place == "inputs[0].routes"
 
 
 @pytest.mark.parametrize("whole_layers", [True, False], ids=["layers", "mlps"])
@@ -199,15 +219,27 @@ def test_a_shared_part_has_the_routes_of_a_sequence_that_goes_on(model: Path) ->
 # Layouts.
 
 
+def measure(model: Path, layout: Layout, out: Path) -> None:
+    """Scores and gradients of rows and of trees, then three steps, with a checkpoint at the end."""
+    for kind in KINDS:
+        engine = start(model, layout, kind)
+        for name, (bins, loss) in {"rows": STEPS[0], "trees": STEPS[1]}.items():
+            note_step(engine, with_routes(engine, bins), loss, out / kind / name)
+        history = [step(engine, with_routes(engine, bins), loss, LEARNING_RATES[kind]) for bins, loss in STEPS]
+        note(engine, out / kind / "history.json", history)
+        engine.save(out / kind / "end")
+
+
 @pytest.fixture(scope="module")
 def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By family. The second stage of the second model begins behind the first of its two layers with experts."""
     blocks = distinct_model(tmp_path_factory.mktemp("blocks"), "nemotron_h", tied=False, num_layers=7)
-    trials = [Trial(model=model, layout=layout) for layout in LAYOUTS] + [Trial(model=blocks, layout=Layout(pp=2))]
     out = tmp_path_factory.mktemp("layouts")
     for folder in (model, blocks):
-        replay_ranks.measure(folder, Layout(), out / folder.name / "single")
-    run_trials("replay_ranks", out, trials, num_ranks=2, timeout_s=350)
+        measure(folder, Layout(), out / folder.name / "single")
+    trials = [*((model, layout) for layout in LAYOUTS), (blocks, Layout(pp=2))]
+    cases = [(folder, layout, out / folder.name / layout.label) for folder, layout in trials]
+    on_ranks(2, in_turn, measure, cases, timeout_s=350)
     return {"qwen3_moe": out / model.name, "nemotron_h": out / blocks.name}
 
 

@@ -7,25 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from longshore.events import Saved, Started, Step, Succeeded
 from longshore.training import Full
-from shared.jobs.events import Saved, Started, Step, Succeeded
-from shared.jobs.job import (
-    Checkpointing,
-    Job,
-    JobPlan,
-    PackedData,
-    Schedule,
-)
+from shared.jobs.job import Checkpointing, Job, JobPlan, PackedData, Schedule
 from shared.jobs.packed import Plan
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses, new_worker
-from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
+from tests.megatron_worker.workshop import Workshop, read_log, sealed, write_plan
 
 CONSTANT = Schedule(kind="constant", learning_rate=0.05, warmup_steps=4)
-
-
-@pytest.fixture
-def workshop(tmp_path: Path) -> Workshop:
-    return make_workshop(tmp_path)
 
 
 def part(workshop: Workshop, first: int, last: int) -> PackedData:

@@ -1,5 +1,6 @@
 """The runner on a small real engine: what it learns, writes and reports, to the same bits after any stop."""
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,30 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from longshore.training import Full, Lora
+from longshore.events import Best, Cancelled, Evaluated, Kept, Offloaded, Probed, Saved, Started, Step, Succeeded
+from longshore.training import Full, Lora, Watched
 from megatron_worker.process.job_queue import EventLog
 from megatron_worker.training.evaluation import with_progress
 from megatron_worker.warm_engine import BuildEngine
-from shared.jobs.events import Cancelled, Evaluated, Offloaded, Probed, Saved, Started, Step, Succeeded
-from shared.jobs.job import (
-    Checkpointing,
-    Evaluation,
-    Job,
-    JobPlan,
-    PackedData,
-)
+from shared.jobs.job import Checkpointing, Evaluation, Job, JobPlan, Schedule
 from shared.jobs.packed import UnitsWriter
+from shared.storage.artifacts import sha256_file
 from tests.megatron_worker.test_runner_failures import Diverging
 from tests.megatron_worker.tiny_engine import TinyEngine
-from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, losses, new_worker
-from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
-
-
-@pytest.fixture
-def workshop(tmp_path: Path) -> Workshop:
-    return make_workshop(tmp_path)
+from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses, new_worker, noted_in
+from tests.megatron_worker.workshop import Workshop, packed, read_log, sealed
 
 
 def test_a_job_reports_every_step_and_ends_with_one_terminal_event(workshop: Workshop):
@@ -70,8 +63,7 @@ def test_a_job_reports_every_step_and_ends_with_one_terminal_event(workshop: Wor
 
 
 def test_the_loss_falls_on_data_that_is_seen_again(workshop: Workshop):
-    write_plan(workshop.root / "again", workshop.root / "units", [[[0, 1, 2], [3, 4]]] * 30)
-    data = PackedData(units=workshop.data.units, plan=sealed(workshop.root / "again"))
+    data = packed(workshop.root, "units", "again", [[[0, 1, 2], [3, 4]]] * 30)
     evaluation = Evaluation(data=workshop.held_out)
     job = do(workshop, "a", workshop.plan(data=data, num_steps=30, evaluation=evaluation, trainable=Full()))
     assert losses(job)[-1] < 0.5 * losses(job)[0]
@@ -138,12 +130,7 @@ def test_another_seed_gives_another_adapter(workshop: Workshop):
 
 def test_a_warm_engine_is_built_once_and_offloaded_between_jobs(workshop: Workshop):
     built: list[TinyEngine] = []
-
-    def build_one(plan: JobPlan, model: Path) -> TinyEngine:
-        built.append(TinyEngine(model))
-        return built[-1]
-
-    worker = new_worker(workshop.root, build_one)
+    worker = new_worker(workshop.root, noted_in(built))
     do(workshop, "a", workshop.plan(), worker=worker)
     assert built[0].memory().device_bytes == 0
     do(workshop, "b", workshop.plan(after="keep"), worker=worker)
@@ -155,11 +142,6 @@ def test_a_warm_engine_is_built_once_and_offloaded_between_jobs(workshop: Worksh
 def test_the_end_comes_in_the_order_that_is_promised(workshop: Workshop, ending: str):
     """Seen from the moment of archiving: everything before it is done, and the terminal event is not there yet."""
     engines: list[TinyEngine] = []
-
-    def build_one(plan: JobPlan, model: Path) -> TinyEngine:
-        engines.append((Diverging if ending == "failed" else TinyEngine)(model))
-        return engines[-1]
-
     job, seen = workshop.job("a", workshop.plan(checkpointing=Checkpointing(every_steps=1))), []
 
     def archive() -> None:
@@ -171,7 +153,7 @@ def test_the_end_comes_in_the_order_that_is_promised(workshop: Workshop, ending:
         assert str(workshop.root) not in Path("/proc/self/maps").read_text()
         seen.append(True)
 
-    worker = new_worker(workshop.root, build_one)
+    worker = new_worker(workshop.root, noted_in(engines, Diverging if ending == "failed" else TinyEngine))
     worker.run(job, EventLog(Path(job.log_path)), lambda: ending == "cancelled" and bool(engines), archive)
     assert seen
     assert read_log(job.log_path)[-1].event == ending
@@ -194,11 +176,7 @@ def stop_after(num_steps: int) -> tuple[BuildEngine, Callable[[], bool]]:
             self.updates += 1
             return super().optim_step(*args, **kwargs)
 
-    def build_one(plan: JobPlan, model: Path) -> TinyEngine:
-        engines.append(Counting(model))
-        return engines[-1]
-
-    return build_one, lambda: bool(engines) and engines[-1].updates >= num_steps
+    return noted_in(engines, Counting), lambda: bool(engines) and engines[-1].updates >= num_steps
 
 
 @pytest.mark.parametrize("steps_before", [0, 2, 3])
@@ -298,8 +276,7 @@ def test_a_step_without_weight_is_skipped_and_changes_nothing(workshop: Workshop
         ids = np.arange(5)
         writer.append(token_id=ids, hidden_index=np.arange(4), label=ids[1:], weight=np.full(4, weight))
     writer.close()
-    write_plan(workshop.root / "weightless-plan", workshop.root / "weightless", [[[0]], [[1]]])
-    data = PackedData(units=sealed(workshop.root / "weightless"), plan=sealed(workshop.root / "weightless-plan"))
+    data = packed(workshop.root, "weightless", "weightless-plan", [[[0]], [[1]]])
     job = do(workshop, "a", workshop.plan(data=data, num_steps=2, checkpointing=Checkpointing(every_steps=1)))
     first, second = [e.metrics for e in read_log(job.log_path) if isinstance(e, Step)]
     assert first["skipped"] == 1.0
@@ -349,3 +326,86 @@ def test_an_evaluation_tells_every_few_seconds_how_far_it_is():
 
     assert told(19, 0.1) == []
     assert told(4, 3.0) == [0.5, 1.0]
+
+
+# Evaluations that decide.
+
+
+def watched(workshop: Workshop, **fields: object) -> JobPlan:
+    """Thirty steps on the rows that are evaluated, too: their loss falls, and rises from the 13th step on."""
+    data = packed(workshop.root, "units", "again", [[[0, 1, 2], [3, 4]]] * 30)
+    evaluation = Evaluation.model_validate({"data": data, "every_steps": 2, **fields})
+    return workshop.plan(
+        data=data,
+        num_steps=30,
+        evaluation=evaluation,
+        schedule=Schedule(kind="constant", learning_rate=2.0, rates=(0.01,) * 12 + (2.0,) * 18),
+        trainable=Full(),
+        checkpointing=Checkpointing(every_steps=5),
+    )
+
+
+def evaluations(job: Job) -> dict[int, float]:
+    return {e.step: e.metrics["loss"] for e in read_log(job.log_path) if isinstance(e, Evaluated) and e.step}
+
+
+def test_the_weights_of_the_best_evaluation_are_kept(workshop: Workshop):
+    job = do(workshop, "a", watched(workshop, keep="best"))
+    events, found = read_log(job.log_path), evaluations(job)
+    best = min(found, key=found.__getitem__)
+    assert 2 < best < 30, found
+    assert events[-1].best == Best(step=best, metric="eval_loss", value=found[best])
+    falling = [step for step in found if all(found[step] < found[before] for before in found if before < step)]
+    assert [e.step for e in events if isinstance(e, Kept)] == falling
+    saved = [e.step for e in events if isinstance(e, Saved)]
+    assert sorted(saved) == sorted({*falling, *range(5, 31, 5)})
+    scored = do(workshop, "b", job.plan, start=checkpoint(job, best))
+    assert evaluations(scored)[best] == found[best], "the weights that are kept have this loss"
+
+
+def test_a_job_ends_early_with_the_last_checkpoint_and_the_same_bits_from_every_one_before(workshop: Workshop):
+    plan = watched(workshop, keep="best", early_stop={"patience": 3})
+    whole = do(workshop, "whole", plan)
+    found, end = evaluations(whole), read_log(whole.log_path)[-1]
+    best = min(found, key=found.__getitem__)
+    assert isinstance(end, Succeeded) and (end.step, end.best.step) == (best + 6, best)
+    assert end.step < 30
+    saved = [e.step for e in read_log(whole.log_path) if isinstance(e, Saved)]
+    assert saved[-1] == end.step
+    for step in saved:
+        resumed = do(workshop, f"from-{step}", plan, start=checkpoint(whole, step))
+        last = read_log(resumed.log_path)[-1]
+        assert (last.event, last.step, last.best) == ("succeeded", end.step, end.best), step
+        if step < end.step:
+            weights = [Path(job.checkpoint_dir, f"step-{end.step:08d}", "weights") for job in (whole, resumed)]
+            assert sha256_file(weights[0] / "model.safetensors") == sha256_file(weights[1] / "model.safetensors")
+
+
+def test_a_metric_that_the_evaluations_lack_is_refused_before_the_first_step(workshop: Workshop):
+    job = do(workshop, "a", watched(workshop, early_stop={"patience": 3, "metric": "eval_accuracy"}))
+    failed = failure(job)
+    assert (failed.kind, failed.step) == ("invalid_input", 0)
+    assert "no eval_accuracy; they have eval_loss, eval_perplexity" in failed.message
+
+
+@given(
+    values=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, math.nan]), min_size=1, max_size=12),
+    patience=st.integers(1, 4),
+)
+@pytest.mark.parametrize("metric", ["eval_loss", "eval_reward_mean"])
+def test_a_run_is_over_as_soon_as_patience_is_at_its_end(metric: str, values: list[float], patience: int):
+    """Against a loop that remembers the best and counts. The first of equal values is best, what is no number worst."""
+    sign = -1 if metric == "eval_reward_mean" else 1
+    watch = Watched.model_validate({"keep": "best", "early_stop": {"patience": patience, "metric": metric}})
+    best, best_step, waited, found = math.inf, None, 0, {}
+    for step, value in enumerate(values, 1):
+        found = watch.with_evaluation(found, step, {metric: sign * value, "eval_other": 1.0})
+        assert len(found) <= patience + 2
+        if best_step is None or value < best or (math.isnan(best) and not math.isnan(value)):
+            best, best_step, waited = value, step, 0
+        else:
+            waited += 1
+        assert watch.best(found) == best_step
+        assert watch.is_over(found) == (waited >= patience)
+        if waited >= patience:
+            break

@@ -8,29 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from longshore.events import Started, Step, Succeeded
 from longshore.fields import Artifact
 from longshore.layout import Layout
 from longshore.training import Full, Lora
 from megatron_worker.engine import Batch, LossFunction
 from shared.errors import InvalidInput
-from shared.jobs.events import Started, Step, Succeeded
-from shared.jobs.job import (
-    Checkpointing,
-    Evaluation,
-    Job,
-    PackedData,
-    Schedule,
-)
+from shared.jobs.job import Checkpointing, Evaluation, Job, PackedData, Schedule
 from shared.storage.artifacts import seal
 from tests.depth import drawn
 from tests.megatron_worker.tiny_engine import TinyEngine
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, losses, new_worker
-from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_units
-
-
-@pytest.fixture
-def workshop(tmp_path: Path) -> Workshop:
-    return make_workshop(tmp_path)
+from tests.megatron_worker.workshop import Workshop, read_log, sealed, write_units
 
 
 def test_a_probe_of_tokens_that_the_model_lacks_fails_before_any_step(workshop: Workshop):

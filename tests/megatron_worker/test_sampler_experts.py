@@ -15,7 +15,7 @@ from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import LoadedAdapter, load_adapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.generation import Ending, Generator, Sequence, Ticket, reliable_width, shapes_of
+from megatron_worker.sampler.generation import Ending, Generator, RequestGroup, Sequence, reliable_width, shapes_of
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
 from tests.megatron_worker.ranks import LORAS, reference_logits, write_adapters
@@ -63,7 +63,7 @@ def logprobs_of(decoder, ids, lora_weights):
     cache = decoder.new_cache(5)
     cache.reserve(len(ids))
     cache.fill(3, prompt)
-    hidden = [decoder._final_norm(prompt.stream_TH)]
+    hidden = [decoder._model.final_norm(prompt.stream_TH)]
     for position, token in enumerate(ids[half:], start=half):
         token_B, position_B = torch.arange(5) + position, torch.zeros(5, dtype=torch.int64)
         token_B[3], position_B[3] = token, position
@@ -126,7 +126,7 @@ def draw(decoder, asked):
     """Draw the sequences of each adapter, all at once, in four slots for each of them."""
     generator = Generator(decoder, 4)
     loop = threading.Thread(target=generator.run, daemon=True)
-    tickets = [Ticket(adapter, sequences) for adapter, sequences in asked]
+    tickets = [RequestGroup(adapter, sequences) for adapter, sequences in asked]
     for ticket in tickets:
         generator.submit(ticket)
     loop.start()
@@ -182,7 +182,7 @@ def test_all_slots_are_equal_on_this_machine(decoder, adapters):
 
 def test_every_linear_of_every_expert_has_its_hugging_face_name(mixture, decoder):
     files, found = load_file(mixture / "model.safetensors"), set()
-    for linear in decoder.linears:
+    for linear in decoder._model._held.linears:
         blocks = linear.weight_OI.split([part.shape[0] for part in linear.parts])
         for part, block_OI in zip(linear.parts, blocks, strict=True):
             assert torch.equal(block_OI, files[part.name])

@@ -1,13 +1,20 @@
-"""Sleep: what a sampler gives back, and that it draws the same bits when it is awake again."""
+"""Sleep of a sampler, which draws the same bits when it is awake again; and how its process ends."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
+import torch
 
 from activities.sampling.client import Sampler
 from examples.tiny_model import make_tiny_model
@@ -16,7 +23,7 @@ from shared.chat.completions import SamplerMemory, SamplerReady, Sampling
 from shared.errors import InvalidInput, SamplerUnavailable
 from tests.conftest import CORPUS
 from tests.megatron_worker.engines import start as start_engine
-from tests.megatron_worker.sampler_process import NAME, http, started, write_adapter
+from tests.megatron_worker.sampler_process import NAME, ROOT, http, post, ready, start, started, write_adapter
 from tests.megatron_worker.weight_sync.samplers import listening
 from tests.megatron_worker.weight_sync.test_sync import sync
 
@@ -120,6 +127,18 @@ def test_weights_that_came_by_a_sync_have_to_come_again(model, tmp_path) -> None
         assert norm_H.all(), "but for who asks for it"
 
 
+def test_all_of_an_adapter_sleeps(model, tmp_path) -> None:
+    """DoRA's factors of rows, too."""
+    dora = start_engine("megatron", model, "dora")
+    with listening(model, tmp_path, 1) as [one]:
+        sync(dora, "run", [one], 1)
+        [adapter] = one.models.adapters()
+        held = [x for own in adapter.lora_weights.values() for x in vars(own).values() if isinstance(x, torch.Tensor)]
+        assert len(held) == 3 * len(adapter.lora_weights)
+        memory = Sleep(one.decoder, one.models, one.generator).memory()
+        assert memory.adapters.device == sum(tensor.nbytes for tensor in held)
+
+
 def test_a_sampler_whose_folder_is_gone_sleeps_on(model, tmp_path) -> None:
     shutil.copytree(model, tmp_path / "model")
     with listening(tmp_path / "model", tmp_path, 1) as [one]:
@@ -133,3 +152,54 @@ def test_a_sampler_whose_folder_is_gone_sleeps_on(model, tmp_path) -> None:
         (tmp_path / "away").rename(tmp_path / "model" / "model.safetensors")
         assert sleep.wake().asleep == 0
         assert one.models.find(NAME)
+
+
+def test_sigterm_ends_it_while_it_works(model, tmp_path):
+    process = start(model, tmp_path)
+    found = ready(lambda: process.poll() is not None, tmp_path)
+    assert (tmp_path / "ready.json").stat().st_mode & 0o777 == 0o600
+    body = {"model": NAME, "prompt": [1], "n": 500, "max_tokens": 4000, "ignore_eos": True}
+    failures = []
+
+    def ask():
+        try:
+            post(found, "/v1/completions", body)
+        except httpx.HTTPError as error:
+            failures.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.5)
+    process.terminate()
+    assert process.wait(300) == 0
+    asking.join(300)
+    assert len(failures) == 1
+    assert not (tmp_path / "ready.json").exists()
+
+
+def test_it_leaves_with_its_parent(model, tmp_path):
+    """The parent is killed, not asked."""
+    code = "import sys, time; from pathlib import Path; from tests.megatron_worker.sampler_process import start; "
+    code += "start(Path(sys.argv[1]), Path(sys.argv[2])); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", code, str(model), str(tmp_path)], cwd=ROOT)
+    while not psutil.Process(parent.pid).children():
+        time.sleep(0.02)
+    sampler = psutil.Process(ready(lambda: parent.poll() is not None, tmp_path).pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    sampler.wait(300)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_model_that_cannot_be_used_is_exit_2(model, tmp_path, missing):
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / missing).unlink()
+    assert start(tmp_path / "model", tmp_path).wait(150) == 2
+    assert missing in (tmp_path / "stderr.txt").read_text()
+
+
+def test_it_starts_without_megatron():
+    modules = "megatron_worker.sampler.answers, megatron_worker.training.evaluation"
+    code = f"import sys, {modules}; print('megatron.core' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

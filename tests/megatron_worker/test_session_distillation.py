@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from longshore.commands import ForwardBackward, OptimStep
+from longshore.events import Step
 from longshore.losses import Distillation
 from longshore.training import Full
-from shared.jobs.events import Step
 from tests.megatron_worker.session_jobs import data_of, do_all, packed_alike, result
 from tests.megatron_worker.test_distillation_jobs import TEACHER
 from tests.megatron_worker.test_distillation_jobs import teacher as teacher  # a fixture

@@ -6,19 +6,12 @@ import pytest
 
 from examples.tiny_model import make_tiny_model
 from longshore.commands import Forward, ForwardBackward, SaveState
+from longshore.events import Applied
 from longshore.layout import Layout
 from shared.jobs.commands import Command
-from shared.jobs.events import Applied
 from shared.jobs.job import Job
 from tests.megatron_worker.launch import fork_ranks
-from tests.megatron_worker.session_jobs import (
-    data_of,
-    packed_alike,
-    result,
-    session_job,
-    sft_commands,
-    state_of,
-)
+from tests.megatron_worker.session_jobs import data_of, packed_alike, result, session_job, sft_commands, state_of
 from tests.megatron_worker.tiny_jobs import checkpoint
 from tests.megatron_worker.workshop import Workshop, read_log, workshop_of_ids
 

@@ -4,21 +4,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from activities.formats.dataset import open_dataset
+from longshore.algorithms import preset
+from longshore.dataset_runs import DatasetSource, DistillRun
+from longshore.events import Evaluated, Failed
 from longshore.fields import Artifact
 from longshore.losses import Distillation
-from megatron_worker.training.batches import PackedBatches
+from longshore.runs import RLRun
 from shared.errors import InvalidInput
-from shared.jobs.events import Evaluated, Failed
 from shared.jobs.job import Evaluation, JobPlan, PackedData
-from shared.jobs.losses import preset
 from shared.jobs.packed import REQUIRED_COLUMNS, Units, UnitsWriter
-from shared.runs.dataset_runs import DatasetSource, DistillRun
-from shared.runs.requests import RLRun
-from tests.megatron_worker.test_distillation_jobs import STUDENT, VOCAB_SIZE, losses
+from tests.megatron_worker.test_distillation_jobs import STUDENT, VOCAB_SIZE, losses, transformers_loss
 from tests.megatron_worker.test_distillation_jobs import teacher as teacher  # a fixture
 from tests.megatron_worker.test_megatron_job import checkpoint, do, plan, weights_sha256
 from tests.megatron_worker.test_megatron_job import worker as worker  # a fixture
@@ -60,38 +58,8 @@ def taught(workshop: Workshop) -> dict[str, PackedData]:
 
 def a_plan(workshop: Workshop, taught: dict[str, PackedData], loss: Distillation) -> JobPlan:
     return plan(
-        workshop,
-        trainable=STUDENT,
-        loss=loss,
-        data=taught["data"],
-        evaluation=Evaluation(data=taught["held_out"]),
+        workshop, trainable=STUDENT, loss=loss, data=taught["data"], evaluation=Evaluation(data=taught["held_out"])
     )
-
-
-def transformers_loss(workshop: Workshop) -> float:
-    """Return the held-out forward KL of the base from each unit's own teacher, in float64: base, two adapters."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    def model() -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(workshop.root / "model", dtype=torch.float64)
-
-    tutors = [
-        model(),
-        *(PeftModel.from_pretrained(model(), workshop.root / n).double() for n in ("teacher", "opposite")),
-    ]
-    student, total, weight = model(), 0.0, 0.0
-    data = PackedBatches.open(workshop.root / "held-out-units", workshop.root / "held-out-plan")
-    for unit in (int(unit) for units in data.bins(0) for unit in units):
-        row = data.units.read_bin([unit])
-        ids = torch.tensor(row.token_id_T.astype("int64"))[None]
-        at_N = torch.tensor(row.hidden_index_N.astype("int64"))
-        with torch.no_grad():
-            own, theirs = (m(ids).logits[0][at_N].log_softmax(1) for m in (student, tutors[unit % 3]))
-        weight_N = torch.tensor(row.weight_N.astype("float64"))
-        total += float((weight_N * (theirs.exp() * (theirs - own)).sum(1)).sum())
-        weight += float(weight_N.sum())
-    return total / weight
 
 
 def test_each_row_learns_from_its_own_teacher(worker, workshop, teacher, opposite, taught) -> None:
@@ -100,7 +68,8 @@ def test_each_row_learns_from_its_own_teacher(worker, workshop, teacher, opposit
     what = a_plan(workshop, taught, loss)
     job = do(worker, workshop, "several", what)
     (first, *_) = [e.metrics["loss"] for e in read_log(job.log_path) if isinstance(e, Evaluated)]
-    assert first == pytest.approx(transformers_loss(workshop), rel=1e-4) and first > 0.01
+    held_out = transformers_loss(workshop, ("", "teacher", "opposite"), ("held-out-units", "held-out-plan"))
+    assert first == pytest.approx(held_out, rel=1e-4) and first > 0.01
     assert losses(job)[-1] < losses(job)[0]
     resumed = do(worker, workshop, "several-resumed", what, checkpoint(job, 2))
     assert weights_sha256(resumed) == weights_sha256(job)

@@ -3,33 +3,21 @@
 import random
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 
+from longshore.events import Cancelled, Failed, Started, Succeeded
 from longshore.training import Full, Lora
 from megatron_worker.engine import LossFunction
 from megatron_worker.worker import FairTurns
-from shared.jobs.events import Cancelled, Failed, Started, Succeeded
-from shared.jobs.job import (
-    Checkpointing,
-    Evaluation,
-    JobPlan,
-    PackedData,
-    Schedule,
-)
+from shared.jobs.job import Checkpointing, Evaluation, JobPlan, Schedule
 from shared.storage.files import write_atomically
 from shared.storage.paths import WorkerPaths
-from tests.megatron_worker.test_policy_jobs import ROLLOUT, TRAINER, write_rollouts
+from tests.megatron_worker.test_policy_jobs import ROLLOUT, TRAINER, rollouts
 from tests.megatron_worker.tiny_engine import TinyEngine
-from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, losses, serve
-from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
-
-
-@pytest.fixture
-def workshop(tmp_path: Path) -> Workshop:
-    return make_workshop(tmp_path)
+from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, losses, noted_in, serve
+from tests.megatron_worker.workshop import Workshop, read_log
 
 
 def plans(workshop: Workshop) -> list[JobPlan]:
@@ -74,9 +62,7 @@ def test_others_have_their_turn_between_the_bins_of_a_step_an_evaluation_or_scor
 ):
     """However much a run trains on at once, evaluates, or scores before its first step: nobody waits for all of it."""
     monkeypatch.setattr("megatron_worker.dispatch.BINS_A_PASS", 1)
-    write_rollouts(workshop.root / "rollouts", 6)
-    write_plan(workshop.root / "rollouts-plan", workshop.root / "rollouts", ROLLOUT)
-    data = PackedData(units=sealed(workshop.root / "rollouts"), plan=sealed(workshop.root / "rollouts-plan"))
+    data = rollouts(workshop.root)
     order: list[str] = []
     jobs = serve(
         workshop,
@@ -181,12 +167,7 @@ def test_nobody_gains_by_going_away_and_nobody_loses():
 def test_a_job_that_ends_leaves_the_others_their_engine_and_takes_its_own_away(workshop: Workshop):
     short = workshop.plan(run_id="short", num_steps=1)
     engines: list[TinyEngine] = []
-
-    def build_one(plan: JobPlan, model: Path) -> TinyEngine:
-        engines.append(TinyEngine(model))
-        return engines[-1]
-
-    first, *others = serve(workshop, [short, *plans(workshop)], build_one)
+    first, *others = serve(workshop, [short, *plans(workshop)], noted_in(engines))
     assert [e.event for e in read_log(first.log_path)][-2:] == ["offloaded", "succeeded"]
     assert read_log(first.log_path)[-1].device == "released"
     assert all(isinstance(read_log(job.log_path)[-1], Succeeded) for job in others)
@@ -197,8 +178,7 @@ def test_a_job_that_ends_leaves_the_others_their_engine_and_takes_its_own_away(w
 
 def test_a_run_that_trains_all_weights_waits_until_it_is_alone(workshop: Workshop):
     first, full, last = serve(
-        workshop,
-        [workshop.plan(run_id="a"), workshop.plan(run_id="b", trainable=Full()), workshop.plan(run_id="c")],
+        workshop, [workshop.plan(run_id="a"), workshop.plan(run_id="b", trainable=Full()), workshop.plan(run_id="c")]
     )
     ends = {job.plan.run_id: read_log(job.log_path)[-1].time for job in (first, full, last)}
     begins = {

@@ -9,15 +9,15 @@ import torch
 
 from activities.trajectories.pack_trajectories import GroupsRequest, sequence_rows, sharing_sets, write_step
 from activities.trajectories.read_groups import Group, GroupsRead, GroupsReport, Scored
+from longshore.algorithms import Loss
 from longshore.losses import CISPO, GSPO, PPO
+from longshore.runs import RLRun
+from longshore.views import StepStatus
 from megatron_worker.losses import loss_function
 from megatron_worker.training.batches import to_batch
 from shared.chat.trajectories import Trajectory
-from shared.jobs.losses import Loss
 from shared.jobs.packed import Plan, Units
 from shared.jobs.prefix_tree import split_tree
-from shared.runs.requests import RLRun
-from shared.runs.status import StepStatus
 from tests.activities.groups import rl_run
 from tests.megatron_worker.rows import VOCAB_SIZE
 from tests.megatron_worker.test_policy_megatron import fresh, gradient

@@ -1,34 +1,38 @@
 """More slots than fit on a device: who waits, who is refused, and what is offloaded; every run ends in its own bits."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-import pytest
-
+from longshore.events import Cancelled, Failed, Started, Succeeded
+from longshore.fields import Fence
 from longshore.training import Lora
 from megatron_worker.worker import Worker
 from shared.jobs.commands import stored_form
-from shared.jobs.events import Cancelled, Failed, Started, Succeeded
-from shared.jobs.job import Job, JobPlan
+from shared.jobs.job import Job
 from shared.storage.files import write_atomically
-from shared.storage.paths import Fence, WorkerPaths
+from shared.storage.paths import WorkerPaths
 from tests.megatron_worker.session_jobs import do_all, session_plan, sft_commands
 from tests.megatron_worker.test_protocol import Host
 from tests.megatron_worker.test_run_of_jobs import two_jobs
 from tests.megatron_worker.tiny_engine import TinyEngine
-from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, has_ended, losses, new_worker
-from tests.megatron_worker.workshop import FIRST, Workshop, make_workshop, read_log, submit
+from tests.megatron_worker.tiny_jobs import (
+    adapter_sha256,
+    checkpoint,
+    do,
+    failure,
+    has_ended,
+    losses,
+    new_worker,
+    noted_in,
+)
+from tests.megatron_worker.workshop import Workshop, read_log, submit
+from tests.waiting import wait_until
 
 SLOT = 4 * 4 * (4 * (16 + 64))
 """Bytes of a slot of rank 4 of the tiny engine: weights, gradients and two moments in float32."""
-
-
-@pytest.fixture
-def workshop(tmp_path: Path) -> Workshop:
-    return make_workshop(tmp_path)
 
 
 def test_runs_that_do_not_fit_at_once_end_as_alone_and_one_that_never_fits_says_so(workshop: Workshop, tmp_path: Path):
@@ -74,12 +78,7 @@ def on_device(engine: TinyEngine) -> set[str]:
 def test_kept_slots_are_offloaded_then_dropped_and_their_runs_go_on_to_the_same_bits(workshop: Workshop):
     """Those that were used least recently, and none while there is room."""
     engines: list[TinyEngine] = []
-
-    def build(plan: JobPlan, model: Path) -> TinyEngine:
-        engines.append(TinyEngine(model))
-        return engines[-1]
-
-    worker = new_worker(workshop.root, build, slot_bytes=2 * SLOT)
+    worker = new_worker(workshop.root, noted_in(engines), slot_bytes=2 * SLOT)
     cold_first, cold = two_jobs(workshop)
 
     def begin(run_id: str) -> Job:
@@ -125,25 +124,7 @@ def serving(worker: Worker, paths: WorkerPaths) -> Iterator[None]:
     assert not thread.is_alive()
 
 
-def wait_for(condition, timeout_s: float = 300) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def open_session(paths: WorkerPaths, plan, fence: Fence = FIRST) -> Job:
-    outputs = paths.outputs(plan.run_id, plan.job_id, fence)
-    job = Job(
-        plan=plan,
-        fence=fence,
-        log_path=str(outputs / "log.jsonl"),
-        checkpoint_dir=str(outputs / "checkpoints"),
-        scratch_dir=str(paths.scratch(plan.run_id, plan.job_id, fence)),
-        commands_dir=str(outputs / "commands"),
-    )
-    write_atomically(paths.job(plan.run_id, plan.job_id, fence), job.model_dump_json().encode())
-    return job
+wait_for = partial(wait_until, what="the worker has done it", every_s=0.005)
 
 
 def has_begun(job: Job) -> bool:
@@ -154,13 +135,8 @@ def test_an_idle_session_gives_its_room_to_a_newcomer_and_goes_on_elsewhere_in_t
     workshop: Workshop, tmp_path: Path
 ):
     engines: list[TinyEngine] = []
-
-    def build(plan: JobPlan, model: Path) -> TinyEngine:
-        engines.append(TinyEngine(model))
-        return engines[-1]
-
     paths, commands = WorkerPaths(tmp_path / "worker"), sft_commands(workshop)
-    worker = new_worker(workshop.root, build, slot_bytes=SLOT)
+    worker = new_worker(workshop.root, noted_in(engines), slot_bytes=SLOT)
 
     def give(job: Job, numbers: range) -> None:
         for number in numbers:
@@ -173,15 +149,15 @@ def test_an_idle_session_gives_its_room_to_a_newcomer_and_goes_on_elsewhere_in_t
         assert isinstance(read_log(job.log_path)[-1], Cancelled)
 
     with serving(worker, paths):
-        session = open_session(paths, session_plan(workshop, offload_after_s=0.05))
+        session = submit(paths, session_plan(workshop, offload_after_s=0.05))
         give(session, range(1, 4))
         wait_for(lambda: has_begun(session) and bool(engines) and not on_device(engines[0]))
-        busy = open_session(paths, session_plan(workshop, run_id="busy", offload_after_s=1000.0))
+        busy = submit(paths, session_plan(workshop, run_id="busy", offload_after_s=1000.0))
         wait_for(lambda: has_begun(busy))
         give(session, range(4, 5))
         wait_for(lambda: has_ended(session))
         assert failure(session).kind == "crowded"
-        refused = open_session(paths, session_plan(workshop, run_id="refused"))
+        refused = submit(paths, session_plan(workshop, run_id="refused"))
         wait_for(lambda: has_ended(refused))
         assert failure(refused).kind == "crowded"
         assert failure(refused).message == (
@@ -190,12 +166,12 @@ def test_an_idle_session_gives_its_room_to_a_newcomer_and_goes_on_elsewhere_in_t
             "5,120: 1 of its kind fit at once"
         )
         assert not has_ended(busy), "who was there first goes on"
-        large = open_session(paths, session_plan(workshop, run_id="large", trainable=Lora(rank=5)))
+        large = submit(paths, session_plan(workshop, run_id="large", trainable=Lora(rank=5)))
         wait_for(lambda: has_ended(large))
         assert failure(large).kind == "invalid_input"
         assert failure(large).message.endswith("and there are 5,120 for slots: none of its kind fits")
         cancel(busy)
-        again = open_session(paths, session.plan, Fence(epoch=2))
+        again = submit(paths, session.plan, Fence(epoch=2))
         give(again, range(1, len(commands) + 1))
         wait_for(
             lambda: has_begun(again) and (Path(again.commands_dir or "") / f"{len(commands):08d}.result.json").exists()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from longshore.events import Cancelled, Event, Failed, Started, Succeeded
 from longshore.training import Full
-from shared.jobs.events import Cancelled, Event, Failed, Started, Succeeded
 from shared.jobs.job import Job, JobPlan, PackedData
 from shared.storage.files import write_atomically
 from shared.storage.paths import WorkerPaths

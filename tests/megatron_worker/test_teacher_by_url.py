@@ -10,12 +10,12 @@ from temporalio.testing import ActivityEnvironment
 from activities.grading.ask_teacher import AskTeacher, TeacherRequest
 from activities.host_context import HostContext
 from examples.tiny_model import make_tiny_model
+from longshore.events import Evaluated, Step
 from longshore.fields import Artifact
 from longshore.losses import Distillation
 from longshore.training import Lora
 from shared.chat.completions import SamplerReady
 from shared.errors import InvalidInput
-from shared.jobs.events import Evaluated, Step
 from shared.jobs.job import Evaluation, PackedData
 from shared.jobs.packed import LIKELIEST_IDS, LIKELIEST_LOGPROBS, Units
 from shared.settings import GradingSettings, ServerKey, Settings
@@ -75,10 +75,7 @@ def test_a_sampler_teaches_what_the_base_on_the_worker_does(worker, workshop: Wo
         assert np.array_equal(np.load(by_name / LIKELIEST_IDS), np.load(Path(train.likeliest.uri[7:]) / LIKELIEST_IDS))
     by_url, by_slot = (
         do(worker, workshop, name, plan(workshop, data=data, evaluation=Evaluation(data=evaluated), **fields))
-        for name, data, evaluated in (
-            ("by-url", train, held_out),
-            ("by-slot", workshop.data, workshop.held_out),
-        )
+        for name, data, evaluated in (("by-url", train, held_out), ("by-slot", workshop.data, workshop.held_out))
     )
     assert losses(by_url) == pytest.approx(losses(by_slot), abs=1e-5) and losses(by_url)[0] > 0.003
     with Units(workshop.root / "units") as units:

@@ -3,9 +3,12 @@
 Tests that take a `rank` run on sessions too, each with a `direct` TrainerRank beside it to compare with.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -225,6 +228,31 @@ def test_200_random_jobs_with_mixed_slots_equal_one_by_one(rank, direct):
     print(furthest)
     assert furthest["output"] <= 1e-5
     assert furthest["gradient"] <= 1e-5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_input_without_a_graph_goes_beside_one_with_it(model, folders, engine):
+    rank = start(model, engine=engine)
+    load_adapters(rank, folders)
+    scored, trained = (ForwardInput([5, 6, 7, last], target_logprobs=True, adapter="one") for last in (8, 9))
+    with torch.no_grad():
+        expected = rank.forward(scored).target_logprob_P
+    rank.backward(rank.forward(trained).target_logprob_P.sum())
+    alone = gradient(rank, "one")
+    rank.zero_grad()
+    found, other = rank.forward([replace(scored, no_grad=True), trained])
+    assert torch.equal(found.target_logprob_P, expected) and not found.target_logprob_P.requires_grad
+    rank.backward(other.target_logprob_P.sum() + found.target_logprob_P.sum())
+    assert torch.equal(gradient(rank, "one"), alone)
+    items = [[replace(scored, no_grad=True), trained]] * 2
+    [micro_batch] = rank.forward_micro_batches(items)
+    assert [torch.equal(found.target_logprob_P, expected) for found, _ in micro_batch.outputs] == [True, True]
+
+
+def test_memory_figures(direct, model):
+    weights = sum(tensor.numel() * 4 for tensor in load_file(model / "model.safetensors").values())
+    figures = direct.memory()
+    assert weights <= figures.allocated <= figures.reserved <= figures.process_peak
 
 
 def test_a_pipeline_is_refused_with_a_reason(model):

@@ -2,7 +2,7 @@
 
     LONGSHORE_TEST_PLANNER_WORKLOADS=1000 python -m pytest -s tests/megatron_worker/test_trainer_rank_memory.py
 
-Workloads are drawn anew each time; LONGSHORE_TEST_SEED repeats one.
+Workloads are drawn by the commit (tests/run.sh); LONGSHORE_TEST_SEED repeats one.
 """
 
 import os

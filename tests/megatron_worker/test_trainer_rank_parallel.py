@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from longshore.layout import Layout
 from tests.depth import drawn
 from tests.megatron_worker import trainer_ranks
+from tests.megatron_worker.launch import in_turn, on_ranks
 from tests.megatron_worker.ranks import write_adapters
 from tests.megatron_worker.rows import distinct_model
 from tests.megatron_worker.trainer_ranks import Trial
-from tests.megatron_worker.trials import run_trials
 
 # The experts' layouts, and all of fsdp's, are of ranks that go in step.
 ALL_TRIALS = [
@@ -49,7 +49,7 @@ def results(tmp_path_factory):
         torch.set_num_threads(threads)
     for world in sorted({trial.layout.world_size for trial in TRIALS}):
         trials = [trial for trial in TRIALS if trial.layout.world_size == world]
-        run_trials("trainer_ranks", out, trials, num_ranks=world, timeout_s=500)
+        on_ranks(world, in_turn, trainer_ranks.run, [(trial, out) for trial in trials], timeout_s=500)
     return out
 
 
@@ -88,9 +88,9 @@ class TestAgainstOneRank:
     def test_micro_batches_deal_out_each_item_once_and_alike(self, results, trial):
         expected = notes(results, single(trial.name), "micro_batches")[0]["outputs"]
         everyone = notes(results, trial.name, "micro_batches")
-        num_alike = trial.layout.tp * trial.layout.cp
+        num_replicas = trial.layout.tp * trial.layout.cp
         places = [place for ranks in everyone for place in ranks["outputs"]]
-        assert sorted(places) == sorted(list(expected) * num_alike)
+        assert sorted(places) == sorted(list(expected) * num_replicas)
         assert len({len(rank["indices"]) for rank in everyone}) == 1
         assert len(everyone[0]["indices"]) > 1 or trial.layout.world_size > 2
         assert len({tuple(rank["budgets"]) for rank in everyone}) == 1

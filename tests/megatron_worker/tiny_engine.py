@@ -22,7 +22,7 @@ from torch import Tensor
 from longshore.layout import Layout
 from longshore.training import Adam, Full, Lora
 from megatron_worker.__main__ import main
-from megatron_worker.engine import Batch, Facts, LossFunction, Memory, Norms, Outputs, Part, Scores, over_ranks
+from megatron_worker.engine import Batch, EngineInfo, LossFunction, Memory, Norms, Outputs, Part, Scores, over_ranks
 from megatron_worker.head.logprobs import score_targets, whole_vocabulary
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.jobs.job import JobPlan
@@ -55,7 +55,7 @@ class TinyEngine:
     def __init__(self, folder: Path, layout: Layout = SINGLE) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         cpu = torch.device("cpu")
-        self.facts = Facts(layout, "float32", cpu, self._rank, self._rank, layout.dp, VOCAB_SIZE, HIDDEN_SIZE)
+        self.facts = EngineInfo(layout, "float32", cpu, self._rank, self._rank, layout.dp, VOCAB_SIZE, HIDDEN_SIZE)
         self._base = _read(folder / "model.safetensors")
         self._source = folder
         self._host: dict[int, Tensor] = {}

@@ -8,18 +8,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from activities.hosts.lease import JobStaging, Stager
+from longshore.events import Failed, Saved, Step, Terminal
 from longshore.fields import Artifact
 from megatron_worker.process.ranks import Staging, WorkerRanks
 from megatron_worker.warm_engine import BuildEngine
 from megatron_worker.worker import Worker
-from shared.jobs.events import Failed, Saved, Step, Terminal
 from shared.jobs.job import Job, JobPlan
 from shared.settings import S3Settings
 from shared.storage.artifacts import sha256_file
 from shared.storage.files import write_atomically
 from shared.storage.paths import WorkerPaths
 from shared.storage.store import LocalStore
-from tests.megatron_worker.tiny_engine import build
+from tests.megatron_worker.tiny_engine import TinyEngine, build
 from tests.megatron_worker.workshop import Workshop, read_log, submit
 
 _BY_HAND = S3Settings()
@@ -30,6 +30,16 @@ def new_worker(
 ) -> Worker:
     ranks = WorkerRanks(dist.HashStore(), rank=0, local_rank=0, world_size=1)
     return Worker(ranks, Staging(root / "cache", s3, ranks), build, slot_bytes)
+
+
+def noted_in(engines: list[TinyEngine], of: type[TinyEngine] = TinyEngine) -> BuildEngine:
+    """What builds engines and leaves them in this list."""
+
+    def build_one(plan: JobPlan, model: Path) -> TinyEngine:
+        engines.append(of(model))
+        return engines[-1]
+
+    return build_one
 
 
 def do(

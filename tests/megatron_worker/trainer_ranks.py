@@ -1,6 +1,4 @@
-"""What the ranks of a parallel TrainerRank do.
-
-`python -m megatron_worker.process.launcher N tests.megatron_worker.trainer_ranks OUT TRIALS`
+"""What the ranks of a parallel TrainerRank do (`run`, under launch.on_ranks).
 
 The test compares what they leave with the same functions in its own process.
 """
@@ -21,12 +19,11 @@ from longshore.layout import EngineName, Layout
 from longshore.training import Adam, Recompute
 from megatron_worker.process.ranks import WorkerRanks, everyone
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
-from megatron_worker.trainer_rank.micro_batches import measured_slots
+from megatron_worker.trainer_rank.rank import measured_slots
 from shared.errors import InvalidInput
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import LORAS, load_adapters, random_ids, random_input, some_loss, tensors_of
 from tests.megatron_worker.session_rank import AnyRank, SessionRank
-from tests.megatron_worker.trials import given_trials
 
 _WITHOUT_LIMIT = 1 << 40  # bytes
 _BUDGET = 2.2  # times what the largest item needs alone: two ranks need several micro-batches
@@ -101,7 +98,7 @@ def make_step(rank: AnyRank, out: Path) -> None:
 
 def step_as_a_session_can(rank: AnyRank, out: Path) -> None:
     """Outputs, norms and weights of a step with all inputs in one call, without what no command asks for."""
-    inputs = [replace(asked, logits=False, hidden=False) for asked in inputs_of_all_kinds()]
+    inputs = [replace(asked, logits=False, hidden=False, no_grad=False) for asked in inputs_of_all_kinds()]
     note(rank, out, "own", own_share(rank, inputs))
     rank.backward(some_loss(rank.forward(inputs)))
     make_step(rank, out)
@@ -246,12 +243,3 @@ def as_lists(tensors: dict[str, Tensor]) -> dict[str, list]:
 def note(rank: AnyRank, out: Path, name: str, value: object) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}-{rank.facts.rank}.json").write_text(json.dumps(value))
-
-
-def main() -> None:
-    for trial, out in given_trials(Trial):
-        run(trial, out)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,19 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from longshore.fields import Artifact
+from longshore.events import Event, Step, parse_event
+from longshore.fields import Artifact, Fence
+from longshore.metrics import metric_of
 from longshore.training import Lora
-from shared.jobs.events import Event, parse_event
-from shared.jobs.job import (
-    Job,
-    JobPlan,
-    PackedData,
-    Schedule,
-)
+from shared.jobs.job import Job, JobPlan, PackedData, Schedule, SessionPlan
 from shared.jobs.packed import PlanWriter, Units, UnitsWriter
 from shared.storage.artifacts import seal
 from shared.storage.files import write_atomically
-from shared.storage.paths import Fence, WorkerPaths
+from shared.storage.paths import WorkerPaths
 from tests.megatron_worker.tiny_engine import VOCAB_SIZE, write_tiny_weights
 
 FIRST = Fence(epoch=1)
@@ -46,6 +42,12 @@ def write_plan(folder: Path, units: Path, steps: list[list[list[int]]], bin_toke
         writer.append_step([np.array(b, dtype=np.int64) for b in bins])
     with Units(units) as read:
         writer.close(np.diff(read.token_offsets))
+
+
+def packed(root: Path, units: str, plan: str, steps: list[list[list[int]]]) -> PackedData:
+    """Units that lie below this folder, by a plan that is written beside them."""
+    write_plan(root / plan, root / units, steps)
+    return PackedData(units=sealed(root / units), plan=sealed(root / plan))
 
 
 @dataclass
@@ -133,10 +135,12 @@ def read_log(path: str | Path) -> list[Event]:
     assert all(line.endswith(b"\n") for line in lines)
     events = [parse_event(line) for line in lines]
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    named = {name for event in events if isinstance(event, Step) for name in event.metrics}
+    assert not (undefined := {name for name in named if metric_of(name) is None}), undefined
     return events
 
 
-def submit(paths: WorkerPaths, plan: JobPlan, fence: Fence = FIRST, start: Artifact | None = None) -> Job:
+def submit(paths: WorkerPaths, plan: JobPlan | SessionPlan, fence: Fence = FIRST, start: Artifact | None = None) -> Job:
     """Write a job file into a worker's folder, as a host does."""
     outputs = paths.outputs(plan.run_id, plan.job_id, fence)
     job = Job(
@@ -145,6 +149,7 @@ def submit(paths: WorkerPaths, plan: JobPlan, fence: Fence = FIRST, start: Artif
         log_path=str(outputs / "log.jsonl"),
         checkpoint_dir=str(outputs / "checkpoints"),
         scratch_dir=str(paths.scratch(plan.run_id, plan.job_id, fence)),
+        commands_dir=str(outputs / "commands") if isinstance(plan, SessionPlan) else None,
         start=start,
     )
     write_atomically(paths.job(plan.run_id, plan.job_id, fence), job.model_dump_json(indent=1).encode())

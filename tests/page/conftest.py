@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tokenizers import Tokenizer
 
+from longshore.views import FileEntry
 from shared.limits import PriceSettings
 from shared.settings import Settings, WebhookSettings
 from shared.storage import artifacts
-from shared.storage.artifacts import FileEntry, Manifest, refer
+from shared.storage.artifacts import Manifest, refer
 from shared.storage.paths import RunKeys
 from tests.page import measured
 from tests.service.conftest import (

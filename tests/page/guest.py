@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,7 +16,7 @@ from tests.service.conftest import KEY
 _NAMES = ("chromium-headless-shell", "chromium", "chromium-browser")
 CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)
 try:
-    from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright  # noqa: F401
+    from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 except ImportError:
     pytest.skip("playwright is not installed", allow_module_level=True)
 if CHROMIUM is None:
@@ -39,6 +40,20 @@ def chromium() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+def plotted(figure: Locator) -> dict[str, Any]:
+    """What a chart draws: its series (labels, colours, dashes, y values, faint or not), its bands and ticks."""
+    return figure.locator(".plot").evaluate(
+        """({ plot }) => ({
+            series: plot.series.slice(1).map(({ label, isRaw, dash, _stroke, _fill }, n) => ({
+                label, faint: isRaw ?? false, dashed: (dash ?? []).length > 0, color: _stroke ?? _fill,
+                ys: [...plot.data[n + 1]].filter((y) => y != null),
+            })),
+            bands: plot.bands.length,
+            ticks: plot.axes[1]._values,
+        })"""
+    )
 
 
 class Guest:

@@ -5,21 +5,15 @@ import math
 import random
 from pathlib import Path
 
-from longshore.fields import Artifact
+from longshore.events import Evaluated, EvaluationSample, Saved, Started, Step, Succeeded
+from longshore.fields import Artifact, Fence
 from longshore.losses import CrossEntropy
 from longshore.training import Adam, Lora
+from longshore.views import CheckpointRef, PhaseSpan, PlanHeader, RunStatus, StepStatus
 from shared.chat.trajectories import Trajectory, TrajectoryGroup
-from shared.jobs.events import Evaluated, EvaluationSample, Saved, Started, Step, Succeeded
-from shared.jobs.job import (
-    Job,
-    JobPlan,
-    PackedData,
-    Schedule,
-)
-from shared.jobs.packed import PlanHeader
-from shared.runs.status import CheckpointRef, PhaseSpan, RunStatus, StepStatus
+from shared.jobs.job import Job, JobPlan, PackedData, Schedule
 from shared.storage import artifacts
-from shared.storage.paths import Fence, RunKeys, grouped
+from shared.storage.paths import RunKeys, grouped
 from shared.storage.store import ObjectStore, uri_of
 
 XSS = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"

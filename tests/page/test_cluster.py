@@ -20,12 +20,7 @@ from tests.service.stand_in import SUCCEEDS
 
 
 @pytest.fixture
-def cluster(
-    settings: Settings,
-    postgres_server: str,
-    s3_server: S3Server,
-    tmp_path: Path,
-) -> Iterator[Service]:
+def cluster(settings: Settings, postgres_server: str, s3_server: S3Server, tmp_path: Path) -> Iterator[Service]:
     """A service whose database is PostgreSQL and whose store is on S3."""
     changes = {
         "root": tmp_path / "root",

@@ -239,6 +239,24 @@ _CHARTS = """
 (() => {
   const pale = [];
   let drawn = 0;
+  for (const picture of document.querySelectorAll(".chart .plot")) {
+    const { width, height } = picture.plot.ctx.canvas;
+    const pixels = picture.plot.ctx.getImageData(0, 0, width, height).data;
+    const isDrawn = ({ _stroke, _fill }) => {
+      const rgb = [1, 3, 5].map((at) => parseInt((_stroke ?? _fill).slice(at, at + 2), 16));
+      for (let n = 0; n < pixels.length; n += 4) {
+        if (pixels[n + 3] > 200 && rgb.every((value, part) => Math.abs(value - pixels[n + part]) < 24)) return true;
+      }
+      return false;
+    };
+    const told = (n) => String([...picture.plot.data[n]]);  // two runs with the same values: one line covers the other
+    const isCovered = (n) => picture.plot.data.slice(n + 1).some((_, later) => told(n + 1 + later) === told(n));
+    const lost = picture.plot.series.filter((one, n) => (
+      n > 0 && !one.isRaw && one.label !== "band" && !isCovered(n) && !isDrawn(one)
+    ));
+    if (lost.length) pale.push(`${picture.getAttribute("aria-label")}: ${lost.map(({ label }) => label)}`);
+    else drawn += 1;
+  }
   for (const picture of document.querySelectorAll(".chart svg, svg.spark")) {
     const parts = [...picture.querySelectorAll("path, rect, circle")];
     const seen = (part) => {

@@ -4,11 +4,12 @@ import re
 import shutil
 from pathlib import Path
 
-from shared.jobs.events import Evaluated, Evaluating, Step
+from longshore.events import Evaluated, Evaluating, Step
+from longshore.fields import Fence
 from shared.settings import Settings
-from shared.storage.paths import Fence, RunKeys
+from shared.storage.paths import RunKeys
 from tests.page import measured
-from tests.page.guest import Browser, Guest, expect
+from tests.page.guest import Browser, Guest, expect, plotted
 from tests.service.conftest import Service, reaches, started
 from tests.service.stand_in import SUCCEEDS, WAITS
 
@@ -24,7 +25,7 @@ def test_a_run_is_understood_at_a_glance(guest: Guest, trained: dict[str, str]) 
         expect(page.locator("figure.chart").filter(has_text=title).first).to_be_visible()
     loss = page.locator("figure.chart").filter(has_text="held out").first
     expect(loss.get_by_role("img")).to_have_attribute("aria-label", re.compile(r"train 0\.\d+ at step 240"))
-    expect(loss.locator("line.restart")).to_have_count(1)  # where the second worker went on
+    expect(loss.locator(".restart")).to_have_count(1)  # where the second worker went on
     loss.get_by_role("img").focus()
     page.keyboard.press("ArrowRight")
     expect(loss.locator(".tip")).to_contain_text("step 0")
@@ -72,13 +73,13 @@ def test_two_runs_are_compared(guest: Guest, trained: dict[str, str]) -> None:
     expect(page.locator("#differences")).to_contain_text("fields of the request differ")
     expect(page.get_by_role("rowheader", name="name", exact=True)).to_be_visible()
     loss = page.locator("figure.chart").filter(has_text="held out").first
-    expect(loss.locator("path.other").first).to_be_attached()
+    assert {one["label"] for one in plotted(loss)["series"] if one["dashed"]} == {"train", "held out"}
     expect(loss.locator(".legend i.dashed")).to_have_count(2)  # as their lines are
     assert f"with={trained['evil']}" in page.url
 
 
 def test_compared_runs_of_one_name_are_told_apart(guest: Guest, service: Service, api) -> None:
-    """In the legend, in the list and in the table; and `smooth` smooths short lines, too."""
+    """In the legend, in the list and in the table; and smoothing smooths short lines, too."""
     page = guest.page
     ids = [started(api, seed=SUCCEEDS, name="twins", steps=12) for _ in range(2)]
     for run_id in ids:
@@ -90,13 +91,13 @@ def test_compared_runs_of_one_name_are_told_apart(guest: Guest, service: Service
     expect(page.locator("#compared a")).to_have_text([f"twins …{run_id[-6:]}" for run_id in ids])
     expect(page.locator("#table thead th a")).to_have_text([f"twins …{run_id[-6:]}" for run_id in ids])
 
-    def lines() -> list[str | None]:
-        return [path.get_attribute("d") for path in loss.locator("path.line:not(.raw)").all()]
-
-    smoothed = lines()
-    page.get_by_label("smooth").uncheck()
-    expect(loss.locator("path.raw")).to_have_count(0)
-    assert len(smoothed) == 2 and not set(smoothed) & set(lines())
+    smoothed = plotted(loss)["series"]
+    assert [one["faint"] for one in smoothed] == [True, False, True, False]
+    page.get_by_label("Smoothing").fill("0")
+    expect(page.get_by_label("Smoothing")).to_have_value("0")
+    plain = plotted(loss)["series"]
+    assert [one["ys"] for one in plain] == [one["ys"] for one in smoothed if one["faint"]]
+    assert all(one["ys"] != other["ys"] for one, other in zip(plain, smoothed[1::2], strict=True))
 
 
 def test_people_see_names_where_the_store_has_addresses(guest: Guest, api, trained: dict[str, str]) -> None:
@@ -138,20 +139,15 @@ def test_rl_runs_show_rewards_and_what_was_sampled(guest: Guest, trained: dict[s
     )
     for title in ("Reward", "Spread within groups", "KL", "Entropy", "Clipped tokens", "Length of answers"):
         expect(page.locator("figure.chart").filter(has_text=title).first).to_be_visible()
-    expect(page.locator("figure.chart path.band")).to_have_count(1)
+    assert sum(plotted(chart)["bands"] for chart in page.locator("figure.chart").all()) == 1
     kl = page.locator("figure.chart").filter(has=page.get_by_role("img", name=re.compile("^KL:")))
     expect(kl.locator(".latest")).to_have_text(re.compile(r"^0\.002"))  # to the reference
     memory = page.locator("figure.chart").filter(has_text="Device memory")
-    expect(memory.locator("text", has_text="GiB")).to_have_text(["0 GiB", "0.5 GiB", "1 GiB"])
-    flat = """async () => {
-        const { Chart } = await import("/static/chart.js");
-        const chart = new Chart("none", { fromZero: true });
-        chart.draw({ series: [{ name: "share", color: 0, points: [[1, 0], [2, 0]] }] });
-        return [chart.bounds.low, chart.bounds.high];
-    }"""
+    assert plotted(memory)["ticks"] == ["0 GiB", "0.5 GiB", "1 GiB"]
+    flat = "async () => (await import('/static/chart.js')).axisRange(0, 0, true)"
     assert page.evaluate(flat) == [0, 1]  # a share is never below zero
     time_split = page.locator("figure.chart").filter(has_text="Where the time goes")
-    expect(time_split.locator("rect")).to_have_count(30 * 4 + 6)
+    assert sum(len(one["ys"]) for one in plotted(time_split)["series"]) == 30 * 4 + 6
     samples = page.locator("#samples-body")
     expect(samples).to_contain_text("How many crates?")
     expect(samples.locator("details.sample")).to_have_count(4)
@@ -181,9 +177,46 @@ def test_a_tip_stands_at_the_pointer(guest: Guest, trained: dict[str, str]) -> N
         assert min(abs(tip["x"] - x), abs(tip["x"] + tip["width"] - x)) < 24, share
 
 
+def test_charts_are_zoomed_together_and_reset(guest: Guest, trained: dict[str, str]) -> None:
+    page = guest.page
+    page.goto(f"/runs/{trained['sft']}")
+    loss, rate = (page.locator("figure.chart").filter(has_text=text).first for text in ("held out", "Learning rate"))
+    span = "({ plot }) => plot.scales.x.max - plot.scales.x.min"
+    whole = [chart.locator(".plot").evaluate(span) for chart in (loss, rate)]
+    loss.scroll_into_view_if_needed()
+    box = loss.locator(".u-over").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.75 * box["width"], box["y"] + 60, steps=4)
+    page.mouse.up()
+    expect(rate.get_by_role("button", name="Reset zoom")).to_be_visible()
+    zoomed = [chart.locator(".plot").evaluate(span) for chart in (loss, rate)]
+    assert all(0.4 < after / before < 0.6 for after, before in zip(zoomed, whole, strict=True))
+    rate.get_by_role("button", name="Reset zoom").click()
+    expect(page.get_by_role("button", name="Reset zoom")).to_have_count(0)
+    assert [chart.locator(".plot").evaluate(span) for chart in (loss, rate)] == whole
+
+
+def test_ten_thousand_steps_are_drawn_at_once(guest: Guest, trained: dict[str, str]) -> None:
+    """A chart of 10,000 steps with their average has every step."""
+    page = guest.page
+    page.goto(f"/runs/{trained['sft']}")
+    expect(page.locator("figure.chart").first).to_be_visible()
+    draw = """async () => {
+        const [{ html, render }, { Chart }] = [await import("/static/page.js"), await import("/static/chart.js")];
+        const points = [...Array(10_000).keys()].map((x) => [x, Math.sin(x / 500)]);
+        const series = [{ name: "long", color: 0, points }];
+        const place = document.body.appendChild(document.createElement("div"));
+        render(html`<${Chart} title="Long" series=${series} bands=${[]} marks=${[]} smooth=${0.9} />`, place);
+        return place.querySelector(".plot").plot.data.map((values) => values.length);
+    }"""
+    assert page.evaluate(draw) == [10_000] * 3
+
+
 def test_few_points_are_no_course(guest: Guest, trained: dict[str, str]) -> None:
     guest.page.goto("/schedules")
-    draw = "async (values) => (await import('/static/chart.js')).sparkline({ name: 'loss', values })?.tagName ?? ''"
+    draw = "async (values) => (await import('/static/status.js')).sparkline({ name: 'loss', values }).type ?? ''"
     assert [guest.page.evaluate(draw, [1.0] * n) for n in (0, 4, 5)] == ["", "", "svg"]
 
 
@@ -245,7 +278,7 @@ def test_a_live_run_moves_under_ones_eyes(guest: Guest, service: Service, api) -
         progress.to_contain_text(told) if event.seq == 3 else progress.not_to_contain_text(told)
     bar = """async ([run, share]) => {
         const bar = (await import("/static/status.js")).progressBar(run, share);
-        return [bar.getAttribute("aria-label"), bar.hasAttribute("value") ? bar.value : null];
+        return [bar.props["aria-label"], bar.props.value];
     }"""
     last = {"state": "running", "phase": "training", "step": 4, "num_steps": 4, "run": {"eval_dataset": {"uri": "x"}}}
     # The bar is not full while the last evaluation goes on.
@@ -259,10 +292,7 @@ def test_a_live_run_moves_under_ones_eyes(guest: Guest, service: Service, api) -
 
 
 def test_examples_are_shown_with_the_trained_tokens_marked(
-    guest: Guest,
-    api,
-    tiny_model: Path,
-    settings: Settings,
+    guest: Guest, api, tiny_model: Path, settings: Settings
 ) -> None:
     rows = settings.root_path.parent / "page_rows.jsonl"
     rows.write_text('{"prompt": "Who climbs aboard? <b>", "completion": "The pilot."}\n')

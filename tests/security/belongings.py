@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from shared import provenance
-from shared.provenance import Envelope, statement_of
+from shared.provenance import enveloped, statement_of
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import ObjectStore
 from tests.service.conftest import Service, sft
@@ -32,6 +32,7 @@ SWEEP = {
 
 # What an operation is sent that demands a body: enough for the request to be understood.
 BODIES: dict[str, Any] = {
+    "/api/v1/runs": sft(seed=SUCCEEDS, kind="sft"),
     "/api/v1/runs/sft": sft(seed=SUCCEEDS),
     "/api/v1/runs/dpo": sft(seed=SUCCEEDS),
     "/api/v1/runs/distill": sft(seed=SUCCEEDS, teacher="file:///r"),
@@ -66,10 +67,7 @@ BODIES: dict[str, Any] = {
     "/v1/preview/models": {"name": "m", "base_model": "tiny"},
     "/v1/preview/models/{model_id}/checkpoints": {"steps": [1]},
     "/v1/preview/sft-training-jobs": {"model_id": f"model-{'0' * 17}", "training_data_url": DATA},
-    "/v1/preview/training-jobs": {
-        "model_id": f"model-{'0' * 17}",
-        "trajectory_groups": [{"trajectories": []}],
-    },
+    "/v1/preview/training-jobs": {"model_id": f"model-{'0' * 17}", "trajectory_groups": [{"trajectories": []}]},
 }
 
 # Which of a path's parameters stand for something that a tenant has, and what nobody's looks like.
@@ -236,6 +234,6 @@ def _published(store: ObjectStore, tenant: str, folder: Path) -> str:
     model = upload_artifact(store, f"tenants/{tenant}/models/tiny", folder / "model")
     publish(store, folder / "adapter", "harbour", model, tenant=tenant)
     place = f"tenants/{tenant}/adapters/harbour/v000001"
-    signed = Envelope.around(statement_of([], place, f"{tenant}-run", {})).model_dump_json()
+    signed = enveloped(statement_of([], place, f"{tenant}-run", {})).model_dump_json()
     store.put_bytes(f"{place}/{provenance.NAME}", signed.encode())
     return model.uri.replace("/models/tiny", "/adapters/harbour/v000001")

@@ -14,13 +14,12 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.grading.open_grader import ScoreModel
-from activities.host_context import HostContext
-from activities.records.deliver import Deliver, DeliverRequest, NotDelivered
 from activities.sampling.samplers import Samplers
-from service.automation.webhooks import WebhookChoice
-from shared.automation import Notice
+from longshore.automation import WebhookChoice
+from longshore.grading import SampledItem, ScoreModelGrader
+from service.automation.webhooks import NotDelivered
+from shared.automation import DeliverRequest, Notice
 from shared.errors import InvalidInput, SamplerUnavailable
-from shared.grading import SampledItem, ScoreModelGrader
 from shared.serving import ServedSampler
 from shared.settings import GradingSettings, Settings, WebhookSettings
 from tests.service.apis.native.webhook_stack import webhooks_of
@@ -110,14 +109,12 @@ def ask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ask]:
 def _webhook(settings: Settings) -> Ask:
     # Made where private addresses are allowed: what is asked here is whether a delivery reaches them.
     lenient = settings.model_copy(update={"webhooks": WebhookSettings(allow_private_addresses=True)})
-    webhooks = webhooks_of(lenient)
+    webhooks, makes = webhooks_of(settings), webhooks_of(lenient)
 
     def ask(url: str) -> None:
-        made = asyncio.run(webhooks.create("acme", None, WebhookChoice(url=f"{url}/hook")))
+        made = asyncio.run(makes.create("acme", None, WebhookChoice(url=f"{url}/hook")))
         notice = Notice(notice_id=f"evt-{'1' * 23}", tenant="acme", type="ping", created_at=1.0, data={})
-        ActivityEnvironment().run(
-            Deliver(HostContext(settings)).deliver, DeliverRequest(webhook_id=made.id, notice=notice)
-        )
+        asyncio.run(ActivityEnvironment().run(webhooks.deliver, DeliverRequest(webhook_id=made.id, notice=notice)))
 
     return ask
 

@@ -6,18 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
+from longshore.fields import Fence
 from shared.storage.artifacts import Manifest
-from shared.storage.paths import MANIFEST, Fence, RunKeys
-from tests.security.belongings import (
-    BODIES,
-    NOBODYS,
-    PLACES,
-    ROLLOUTS,
-    STRING_CHECK,
-    TENANT,
-    Belongings,
-    Operation,
-)
+from shared.storage.paths import MANIFEST, RunKeys
+from tests.security.belongings import BODIES, NOBODYS, PLACES, ROLLOUTS, STRING_CHECK, TENANT, Belongings, Operation
 from tests.service.conftest import Service, sft
 
 
@@ -129,11 +121,14 @@ def test_the_tenants_of_others_are_the_operators_affair(
 
 # URIs.
 
-# A text that names nothing: whatever stands there is shown again, and never opened.
-FREE_TEXT = {"title", "note", "suffix", "key", "filename", "mime_type", "words"}
 RUNS = tuple(f"/api/v1/runs/{kind}" for kind in ("sft", "dpo", "distill", "reward", "rl"))
 RICH: dict[str, Any] = {
-    "/api/v1/runs/sft": sft(eval_dataset={"uri": "file:///e"}, initial_adapter="file:///a"),
+    "/api/v1/runs": sft(kind="dpo", eval_dataset={"uri": "file:///e"}, reference="file:///r"),
+    "/api/v1/runs/sft": sft(
+        dataset=["file:///d", {"uri": "file:///d", "name": "second"}],
+        eval_datasets={"held": {"uri": "file:///e"}},
+        initial_adapter="file:///a",
+    ),
     "/api/v1/runs/dpo": sft(eval_dataset={"uri": "file:///e"}, initial_adapter="file:///a", reference="file:///r"),
     "/api/v1/runs/distill": sft(
         eval_dataset={"uri": "file:///e"},
@@ -148,6 +143,8 @@ RICH: dict[str, Any] = {
         "initial_adapter": "file:///a",
         "rollouts": ROLLOUTS
         | {"sampler_url": "https://example.com/v1"}
+        | {"prompts": [{"uri": "file:///p"}, {"uri": "file:///q", "weight": 2}]}
+        | {"held_out": {"sets": {"held": {"uri": "file:///e"}}}}
         | {
             "grader": {
                 "type": "score_model",
@@ -160,26 +157,32 @@ RICH: dict[str, Any] = {
     },
     "/api/v1/validate": BODIES["/api/v1/validate"],
     "/api/v1/preview": BODIES["/api/v1/preview"],
-    "/api/v1/schedules": BODIES["/api/v1/schedules"],
+    "/api/v1/schedules": BODIES["/api/v1/schedules"]
+    | {"run": BODIES["/api/v1/schedules"]["run"] | {"dataset": [{"uri": "file:///d"}, {"uri": "file:///e"}]}},
     "/api/v1/sweeps": BODIES["/api/v1/sweeps"] | {"parameters": {"dataset.uri": {"choices": ["file:///d"]}}},
     "/api/v1/graders/run": {"grader": STRING_CHECK, "sample": {"sample": {"output_text": "a"}, "item": {"q": "a"}}},
-    "/v1/fine_tuning/jobs": BODIES["/v1/fine_tuning/jobs"] | {"validation_file": "file:///e"},
+    "/v1/fine_tuning/jobs": BODIES["/v1/fine_tuning/jobs"]
+    | {"validation_file": "file:///e", "method": {"type": "dpo"}, "longshore": {"reference": "file:///r"}},
     "/v1/preview/models": {"base_model": "tiny"},
     "/v1/preview/sft-training-jobs": BODIES["/v1/preview/sft-training-jobs"],
 }
 MUST_REFUSE = {
-    "/api/v1/runs/sft": {"model", "dataset.uri", "eval_dataset.uri", "initial_adapter"},
+    "/api/v1/runs": {"model", "dataset.uri", "eval_dataset.uri", "reference"},
+    "/api/v1/runs/sft": {*("model", "dataset.0", "dataset.1.uri", "eval_datasets.held.uri", "initial_adapter")},
     "/api/v1/runs/dpo": {"model", "dataset.uri", "eval_dataset.uri", "initial_adapter", "reference"},
     "/api/v1/runs/distill": {
-        *("model", "dataset.uri", "eval_dataset.uri", "initial_adapter", "teacher", "teachers.more"),
+        *("model", "dataset.uri", "eval_dataset.uri", "initial_adapter", "teacher", "teachers.more")
     },
     "/api/v1/runs/reward": {"model", "dataset.uri", "eval_dataset.uri", "initial_adapter"},
-    "/api/v1/runs/rl": {"model", "initial_adapter", "rollouts.prompts.uri", "rollouts.sampler_url"},
+    "/api/v1/runs/rl": {
+        *("model", "initial_adapter", "rollouts.prompts.0.uri", "rollouts.prompts.1.uri", "rollouts.sampler_url"),
+        "rollouts.held_out.sets.held.uri",
+    },
     "/api/v1/validate": {"source.uri", "model_uri"},
     "/api/v1/preview": {"source.uri", "model_uri"},
-    "/api/v1/schedules": {"run.model", "run.dataset.uri"},
+    "/api/v1/schedules": {"run.model", "run.dataset.0.uri", "run.dataset.1.uri"},
     "/api/v1/sweeps": {"run.model", "run.dataset.uri", "parameters.dataset.uri.choices.0"},
-    "/v1/fine_tuning/jobs": {"model", "training_file", "validation_file"},
+    "/v1/fine_tuning/jobs": {"model", "training_file", "validation_file", "longshore.reference"},
     "/v1/preview/models": {"base_model"},
 }
 

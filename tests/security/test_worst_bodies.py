@@ -57,8 +57,8 @@ def lora_of_patterns(pattern: str, number: int) -> dict[str, Any]:
 
 
 LARGE: dict[str, tuple[tuple[str, str], Any]] = {
-    "patterns": (SFT, lora_of_patterns(r"\w+" * 100, 32)),
-    "patterns that are too many": (SFT, lora_of_patterns(r"\w+" * 320, 32)),
+    "patterns": (SFT, lora_of_patterns(r"\w+" * 100, 250)),
+    "patterns that are too many": (SFT, lora_of_patterns(r"\w+" * 320, 80)),
     "parts of a chat": (
         ("POST", "/v1/chat/completions"),
         {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 30_000}]},

@@ -16,12 +16,10 @@ from fastapi.routing import APIRoute, iter_route_contexts
 
 from longshore.training import _translated
 from service.apis import bodies as json_bodies
-from service.apis import decoders
 from service.apis.bodies import Judged, _parsed, _Sent, judged
 from service.decoding import SMALL_BYTES
 from tests.security.belongings import BODIES
 
-assert decoders.LOADED  # whose validators are asked
 FILLS = ("a", r"\w+", "(a*)*", ".*|", "{{a}}", "[[", "é", "/../")
 """Texts that are repeated: plain ones, and what parsers of patterns, templates and paths may choke on."""
 _TRIED = (

@@ -1,7 +1,6 @@
 """A web service on loopback with a real Temporal server behind it, and a worker with stand-in workflows."""
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -9,7 +8,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -18,30 +18,34 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from sqlalchemy import Engine, event
+from sqlalchemy import Engine, event, select
 
 from activities.grading.grade import Grade
 from activities.host_context import HostContext
 from activities.models.resolve import Resolve
-from activities.records.deliver import Deliver
 from activities.records.run_records import RunRecords
-from activities.retention import CollectGarbage
 from activities.sources.download import Download
 from activities.tokenizing.tokenize import PreviewDataset
+from longshore.accounts import QuotaSettings
+from longshore.views import RunView
+from service.accounts.tenants import Quotas
 from service.app import create_app
 from service.cli.main import main
-from service.database.engine import open_database
+from service.database.engine import Database, RunRow, open_database, upgrade
+from service.host import control_workers
 from service.host_http.server import config, listen_at, place_of
-from service.host_workers import control_workers
-from service.rebuild import rebuild
-from service.runs.views import RunView
+from service.runs.rows import RunRows
+from service.runs.uses import Uses
 from service.temporal import connect_temporal
+from shared.errors import NotFound
 from shared.limits import RateLimitSettings
+from shared.runs.status import RunChange, RunStatus
 from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact
-from shared.storage.paths import published_version, version_claim
+from shared.storage.paths import RunKeys, published_version, version_claim
 from shared.storage.store import LocalStore, ObjectStore, S3Store, open_store
 from tests import forks
+from tests.forks import Answer
 from tests.service.postgres import new_database, postgres
 from tests.service.stand_in import RLStandIn, StandIn
 from tests.waiting import wait_until
@@ -52,14 +56,14 @@ from workflows.services import (
     ScheduledRunWorkflow,
     SweepWorkflow,
     UntrainedModelWorkflow,
+    UseWorkflow,
     WebhookWorkflow,
 )
 from workflows.session import SessionWorkflow
 
 KEY = "ls-test-key"
 STORE_REQUESTS = (
-    *("put_bytes", "put_if_absent", "put_if_unchanged", "put_file", "get_bytes", "get_file", "read_range"),
-    *("head", "list", "delete"),
+    *("put_bytes", "put_if_absent", "put_file", "get_bytes", "get_file", "read_range", "head", "list", "delete"),
 )
 LONGSHORE = str(Path(sys.executable).parent / "longshore")
 
@@ -106,19 +110,6 @@ def no_store_request_within_a_transaction(watched_transactions: None) -> Iterato
     assert not _asked_within, _asked_within[0]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What one CLI call said."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.stdout)
-
-
 Cli = Callable[..., Answer]
 
 
@@ -148,9 +139,22 @@ class Service:
         return open_store(self.settings.store, self.settings.s3)
 
     def rebuild(self) -> None:
-        """Let the index say what the store says, where a test has written there behind the service's back."""
+        """Let the rows of runs say what results in the store say, which a test has changed."""
         database = open_database(self.settings)
-        rebuild(self.store, database)
+        rows = RunRows(database, Quotas(QuotaSettings(), self.store, database))
+        for run in database.write(lambda session: session.scalars(select(RunRow)).all()):
+            with suppress(NotFound):
+                status = RunStatus.model_validate_json(self.store.get_bytes(RunKeys(run.run_id).result))
+                recording = rows.record(RunChange(status=status, at=time.time()))
+                with ThreadPoolExecutor(1) as thread:  # a browser's loop may run in this one
+                    thread.submit(asyncio.run, recording).result()
+        database.close()
+
+    def note_use(self, unit: str, run_id: str) -> None:
+        """Let a run use a unit, as one does that begins from a checkpoint there."""
+        database = open_database(self.settings)
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, Uses(database).note(unit, run_id)).result()
         database.close()
 
     def http(self, key: str | None = KEY) -> httpx.Client:
@@ -163,7 +167,7 @@ class Service:
 
     def cli(self, *arguments: str, **environment: str) -> Answer:
         env, cwd = self.environment | environment, self.settings.root_path
-        return Answer(*forks.captured(main, ["longshore", *arguments], env, cwd, timeout_s=300))
+        return forks.captured(main, ["longshore", *arguments], env, cwd, timeout_s=300)
 
 
 def put_versions(
@@ -211,7 +215,6 @@ def polling(settings: Settings) -> Iterator[None]:
     async def work() -> None:
         client = await connect_temporal(settings)
         record = RunRecords(HostContext(settings))
-        deliver = Deliver(HostContext(settings))
         activities = [
             record.record_result,
             record.begin,
@@ -219,12 +222,16 @@ def polling(settings: Settings) -> Iterator[None]:
             Grade(HostContext(settings)).grade_one,
             Download(HostContext(settings)).download,
             Resolve(HostContext(settings)).resolve_model,
-            deliver.deliver,
-            deliver.give_up,
-            CollectGarbage(HostContext(settings)).collect,
         ]
         workflows = [StandIn, RLStandIn, PreviewWorkflow, GraderWorkflow, UntrainedModelWorkflow]
-        workflows += [ScheduledRunWorkflow, SweepWorkflow, WebhookWorkflow, SessionWorkflow, GarbageWorkflow]
+        workflows += [
+            ScheduledRunWorkflow,
+            SweepWorkflow,
+            WebhookWorkflow,
+            SessionWorkflow,
+            GarbageWorkflow,
+            UseWorkflow,
+        ]
         async with control_workers(client, settings.control_queue, activities, workflows):
             ready.set()
             await asyncio.to_thread(stopped.wait)
@@ -251,6 +258,15 @@ def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path_factory.mktemp('database')}/longshore.db"
     return new_database(request.getfixturevalue("postgres_server"), f"test-{time.time_ns()}")
+
+
+@pytest.fixture(scope="module")
+def database(database_url: str) -> Iterator[Database]:
+    """Migrated, and all tests' of a file."""
+    database = Database(database_url)
+    upgrade(database)
+    yield database
+    database.close()
 
 
 @pytest.fixture(scope="module")

@@ -190,18 +190,15 @@ def refused_jobs(client: openai.OpenAI, file_id: str, evals_id: str, job_id: str
     return {
         "file": refused(lambda: create(model=MODEL, training_file="file-none")),
         "purpose": refused(lambda: create(model=MODEL, training_file=evals_id)),
-        "epochs": refused(lambda: create(model=MODEL, training_file=file_id, hyperparameters={"n_epochs": 0})),
-        "unknown": refused(lambda: create(model=MODEL, training_file=file_id, extra_body={"colour": "red"})),
         "ours": refused(
             lambda: create(model=MODEL, training_file=file_id, extra_body={"longshore": {"group_size": 4}})
         ),
-        "rank": refused(lambda: create(model=MODEL, training_file=file_id, extra_body={"longshore": {"rank": 0}})),
-        "twice": refused(
+        "reference": refused(
             lambda: create(
                 model=MODEL,
                 training_file=file_id,
-                hyperparameters={"learning_rate_multiplier": 2.0},
-                extra_body={"longshore": {"learning_rate": 0.1}},
+                method={"type": "dpo"},
+                extra_body={"longshore": {"reference": "nobody"}},
             )
         ),
         "hosted": refused(lambda: create(model="gpt-4o-mini", training_file=file_id)),
@@ -222,7 +219,6 @@ def graders(client: openai.OpenAI) -> dict[str, Any]:
         "missing": run(grader=CHECK, model_sample="4", item={}).model_dump(),
         "valid": validate(grader=PYTHON).model_dump(),
         "operation": refused(lambda: validate(grader=CHECK | {"operation": "near"})),
-        "source": refused(lambda: validate(grader=PYTHON | {"source": "def grade(sample, item:"})),
     }
 
 

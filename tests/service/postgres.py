@@ -51,6 +51,23 @@ def postgres() -> Iterator[str]:
         shutil.rmtree(folder)
 
 
+def dumped(url: str, path: Path) -> None:
+    """Save a database, as docs/backup.md says."""
+    subprocess.run([_program("pg_dump"), "--format=custom", f"--file={path}", url], check=True)
+
+
+def restored(server_url: str, name: str, path: Path) -> None:
+    """Put a saved database in the place of the one of this name."""
+    with psycopg.connect(f"{server_url}/postgres", autocommit=True) as connection:
+        connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
+    url = new_database(server_url, name)
+    subprocess.run([_program("pg_restore"), f"--dbname={url}", path], check=True)
+
+
+def _program(name: str) -> Path:
+    return sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))[-1]
+
+
 def new_database(server_url: str, name: str) -> str:
     """The URL of an empty database."""
     with psycopg.connect(f"{server_url}/postgres", autocommit=True) as connection:

@@ -8,8 +8,9 @@ from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from activities.records.run_records import RunRecords
+    from longshore.views import Problem, RunStatus, StepStatus
     from shared.runs.start import RLStart, RunStart
-    from shared.runs.status import Problem, RunStatus, StepRequest, StepStatus
+    from shared.runs.status import StepRequest
     from workflows import control
     from workflows.training.run import uninterrupted
 
@@ -41,6 +42,7 @@ class StandIn:
     async def run(self, start: RunStart) -> RunStatus:
         try:
             await uninterrupted(control.begin(start))
+            await uninterrupted(control.record_run(self._status))
             if start.run.seed in (WAITS, QUEUES, MUTE) and not start.resumed:
                 await workflow.wait_condition(lambda: self._is_pausing)
                 self._show(state="paused", step=2)
@@ -61,7 +63,9 @@ class StandIn:
         return self._status
 
     async def _record(self) -> None:
+        self._show(ended_at=workflow.now().timestamp())
         await control.do(RunRecords.record_result, self._status, within=timedelta(seconds=20))
+        await control.record_run(self._status)
 
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)
@@ -97,9 +101,11 @@ class RLStandIn:
 
     @workflow.run
     async def run(self, start: RLStart) -> RunStatus:
+        await control.record_run(self._status)
         await workflow.wait_condition(lambda: self._is_finished)
         self._status = self._status.model_copy(update={"state": "succeeded", "phase": "done"})
         await control.record(RunRecords.record_result, self._status)
+        await control.record_run(self._status)
         return self._status
 
     @workflow.update

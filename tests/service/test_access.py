@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from longshore.dataset_runs import SFTRun
 from service.accounts.tenants import Access
 from shared.errors import InvalidInput
-from shared.runs.dataset_runs import SFTRun
 from shared.settings import S3Settings, Settings
 from shared.storage.store import open_store
 from tests.service.conftest import sft

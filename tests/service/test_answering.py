@@ -1,6 +1,7 @@
 """Questions go to hosts over a socket of this user, or by mutual TLS: what is told, refused, lost and taken back."""
 
 import asyncio
+import json
 import socket
 import ssl
 import stat
@@ -18,8 +19,8 @@ from longshore.fields import Artifact
 from service.host_http.answers import answering
 from service.host_http.clients import HostClients
 from service.host_http.server import Trust, serving
-from service.inference.questions import AnsweringHosts, PartialAnswer, QuestionLost
-from shared.chat.completions import CompletionRequest
+from service.inference.questions import SamplerHostClient, SamplerLost, StreamedAnswer
+from shared.chat.completions import Choice, CompletionRequest, CompletionResponse, Usage
 from shared.errors import InvalidInput, WorkerLost
 from shared.serving import CompleteRequest, ServedSampler
 from shared.settings import Settings
@@ -64,11 +65,11 @@ def elsewhere(at: HostAddress) -> HostAddress:
 
 
 async def asked(
-    settings: Settings, at: HostAddress, request: CompleteRequest | None = None, draft: PartialAnswer | None = None
+    settings: Settings, at: HostAddress, request: CompleteRequest | None = None, draft: StreamedAnswer | None = None
 ) -> bytes:
     clients = HostClients(settings, SILENCE_S)
     try:
-        return await AnsweringHosts(clients).ask(at, request or question(), draft)
+        return await SamplerHostClient(clients).ask(at, request or question(), draft)
     finally:
         await clients.close()
 
@@ -89,7 +90,7 @@ async def test_a_machine_of_its_own_is_asked_at_a_socket_of_this_user_alone(tmp_
         for path in (Path(at.socket), Path(at.socket).parent):
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
         assert await asked(settings, at, question("twelve\ncrates")) == b'"twelve\\ncrates"'
-        with pytest.raises(QuestionLost, match="LONGSHORE_HOST_ADDRESS"):
+        with pytest.raises(SamplerLost, match="LONGSHORE_HOST_ADDRESS"):
             await asked(settings, elsewhere(at))
 
 
@@ -97,7 +98,7 @@ async def test_another_machine_asks_by_mutual_tls(tmp_path: Path) -> None:
     with host(tmp_path, echo, "127.0.0.1") as (settings, at):
         assert await asked(settings, elsewhere(at), question("twelve")) == b'"twelve"'
         stranger = settings.model_copy(update={"seal_key": None, "root": tmp_path / "other"})
-        with pytest.raises(QuestionLost, match="certificate verify failed"):
+        with pytest.raises(SamplerLost, match="certificate verify failed"):
             await asked(stranger, elsewhere(at))
         await asyncio.to_thread(refused_without_a_certificate, settings, stranger, str(at.address))
 
@@ -135,26 +136,59 @@ def answers(context: ssl.SSLContext, address: str) -> bool:
     return False
 
 
-async def test_text_is_told_as_it_grows_and_shorter_texts_are_passed_over(tmp_path: Path) -> None:
-    heard, told = threading.Semaphore(0), [("a",), ("a b", "c"), ("a",), ("a b", "c d")]
+def texts_of(events: bytes) -> list[str]:
+    """The text of each choice."""
+    found = ["", ""]
+    for line in events.decode().split("\n"):
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                found[choice["index"]] += choice["text"]
+    return found
 
-    def grow(request: CompleteRequest, asking: OpenQuestion) -> RootModel[str]:
+
+def answer_of(*texts: str) -> CompletionResponse:
+    choices = [Choice(index=i, text=text, finish_reason="stop") for i, text in enumerate(texts)]
+    usage = Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2)
+    return CompletionResponse(id="cmpl-1", created=1, model="m", choices=choices, usage=usage)
+
+
+async def test_events_are_passed_on_as_text_grows_and_another_host_continues_them(tmp_path: Path) -> None:
+    """Shorter texts, with which another sampler begins, are passed over; what was sent is not sent again."""
+    heard, told = threading.Semaphore(0), [("a",), ("a b", "c\u2028"), ("a",), ("a b", "c\u2028 d")]
+
+    def lost(request: CompleteRequest, asking: OpenQuestion) -> CompletionResponse:
         assert asking.tell is not None
         for number, texts in enumerate(told):
             asking.tell(texts)
             assert number == 2 or heard.acquire(timeout=60)
-        return RootModel("the whole")
+        raise WorkerLost("it died")
 
-    with host(tmp_path, grow) as (settings, at):
-        draft, seen = PartialAnswer(), list[tuple[str, ...]]()
-        answering = asyncio.create_task(asked(settings, at, draft=draft))
-        for _ in range(3):
+    def continues(request: CompleteRequest, asking: OpenQuestion) -> CompletionResponse:
+        assert asking.tell is not None
+        asking.tell(("a",))
+        return answer_of("a b e", "c\u2028 d")
+
+    question_asked = question().asked
+    draft, sent = StreamedAnswer(question_asked), b""
+    request = question().model_copy(update={"stream": draft.start})
+    with host(tmp_path / "one", lost) as (settings, at):
+        answering = asyncio.create_task(asked(settings, at, request, draft))
+        for texts in (told[0], told[1], told[3]):
             await asyncio.wait_for(draft.changed.wait(), 300)
-            draft.changed.clear()
-            seen.append(draft.texts)
+            sent += draft.take()
+            assert texts_of(sent)[: len(texts)] == list(texts)
             heard.release()
-        assert await answering == b'"the whole"'
-        assert seen == [told[0], told[1], told[3]]
+        with pytest.raises(SamplerLost, match="it died"):
+            await answering
+    rest = request.model_copy(update={"stream": draft.start})
+    with host(tmp_path / "two", continues) as (settings, at):
+        assert await asked(settings, at, rest, draft) == b""
+    sent += draft.take()
+    assert texts_of(sent) == ["a b e", "c\u2028 d"] and sent.endswith(b"data: [DONE]\n\n")
+    with host(tmp_path / "three", lambda request, asking: answer_of("another", "c")) as (settings, at):
+        asking = asyncio.create_task(asked(settings, at, rest, StreamedAnswer(question_asked)))
+        with pytest.raises(InvalidInput, match="another one's answer differs"):
+            await asking
 
 
 async def test_what_goes_wrong_has_a_kind(tmp_path: Path) -> None:
@@ -171,7 +205,7 @@ async def test_what_goes_wrong_has_a_kind(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="too long") as refused:
             await asked(settings, at, question("refused"))
         assert refused.value.place == "prompt"
-        with pytest.raises(QuestionLost, match="the worker process ended"):
+        with pytest.raises(SamplerLost, match="the worker process ended"):
             await asked(settings, at, question("lost"))
         with pytest.raises(RuntimeError, match=r"^the host that was asked failed$"):
             await asked(settings, at, question("failed"))
@@ -186,11 +220,11 @@ async def test_a_host_that_is_gone_or_silent_is_lost(tmp_path: Path) -> None:
 
     with host(tmp_path, wait) as (settings, at):
         clients = HostClients(settings, 0.2)
-        with pytest.raises(QuestionLost, match="ReadTimeout"):  # the sign of life comes later
-            await AnsweringHosts(clients).ask(at, question())
+        with pytest.raises(SamplerLost, match="ReadTimeout"):  # the sign of life comes later
+            await SamplerHostClient(clients).ask(at, question())
         await clients.close()
         leave.set()
-    with pytest.raises(QuestionLost):
+    with pytest.raises(SamplerLost):
         await asked(settings, at)
 
 
@@ -218,7 +252,7 @@ async def test_of_large_answers_a_tenant_has_one_at_a_time(tmp_path: Path) -> No
     whole, whole_json = "1" * (20 << 20), b'"%b"' % (b"1" * (20 << 20))
     with host(tmp_path, lambda request, asking: RootModel(whole)) as (settings, at):
         clients = HostClients(settings, SILENCE_S)
-        hosts = AnsweringHosts(clients)
+        hosts = SamplerHostClient(clients)
         async with hosts._large.place("default"):
             mine = asyncio.create_task(hosts.ask(at, question()))
             assert await hosts.ask(at, question(tenant="other")) == whole_json

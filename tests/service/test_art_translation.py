@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from longshore.losses import CISPO, GSPO, PPO
-from service.apis.art.job_request import ExperimentalConfig, SftConfig, rl_run, sft_run
-from service.apis.art.sent_groups import split
+from longshore.views import Problem, StepStatus
+from service.apis.art.job_request import ExperimentalConfig, SftConfig, rl_run, sft_run, split
 from service.apis.art.training_jobs import JobStep
+from service.apis.bodies import page_after
 from service.inference.art_models import ArtName, ArtSettings, new_model
 from shared.chat.trajectories import ChatTrajectory, SentGroup
 from shared.errors import InvalidInput
-from shared.runs.status import Problem, StepStatus
 from tests.service.art_bodies import group, model
 
 # Groups.
@@ -119,8 +119,15 @@ def test_settings_hold_for_both_kinds() -> None:
     assert (sft.learning_rate, sft.schedule, sft.name) == (0.01, "constant", rl.name)
 
 
-@pytest.mark.parametrize(("settings", "place"), [({"rank": 0}, "longshore.rank"), ({"idle_s": -1}, "longshore.idle_s")])
+@pytest.mark.parametrize(
+    ("settings", "place"),
+    [
+        ({"bin_tokens": 16}, "longshore.bin_tokens"),
+        ({"engine": "fsdp", "quantize_base": "nf4"}, "longshore.quantize_base"),
+    ],
+)
 def test_a_wrong_setting_is_named(settings: dict[str, Any], place: str) -> None:
+    """Of settings that do not fit together; the bounds of each are refused with the model (test_art_api.py)."""
     with pytest.raises(InvalidInput) as refusal:
         rl_run(model(**settings), ExperimentalConfig(), None)
     assert refusal.value.place == place
@@ -161,7 +168,7 @@ def step(state: Any, **fields: Any) -> JobStep:
 
 
 def told(one: JobStep) -> list[str]:
-    return [event.type.removeprefix("training_") for event in one.page(None, 10).data]
+    return [event.type.removeprefix("training_") for event in page_after(one.events(), None, 10).data]
 
 
 def test_a_step_tells_its_beginning_first() -> None:
@@ -169,7 +176,7 @@ def test_a_step_tells_its_beginning_first() -> None:
     done = step("done", metrics=metrics)
     assert told(done) == ["started", "gradient_step", "ended"]
     assert done.events()[1].data == {"loss": 0.5, "reward_mean": 1.5, "policy_loss": 0.5, "reward": 1.5}
-    assert [event.type for event in done.page("rl-1.3:training_started", 1).data] == ["gradient_step"]
+    assert [event.type for event in page_after(done.events(), "rl-1.3:training_started", 1).data] == ["gradient_step"]
     assert told(step("queued")) == []
     assert told(step("running")) == ["started"]
 

@@ -14,7 +14,7 @@ from temporalio.client import Client, WorkflowHandle
 
 from longshore.server import with_import_path
 from service import temporal
-from service.host_workers import control_workers
+from service.host import control_workers
 from service.temporal import connect_temporal
 from shared.errors import NotFound
 from shared.settings import Settings

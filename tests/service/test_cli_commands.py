@@ -12,15 +12,16 @@ import httpx
 import pytest
 import typer
 
+from longshore.events import Cancelled, Evaluated, Event, Step
+from longshore.fields import Fence
+from longshore.runs import RunRecord
 from longshore.training import SessionRun
+from longshore.views import StepStatus
 from service.cli.main import HEADINGS, app
 from service.database.engine import open_database
 from service.runs.rows import run_row
 from service.runs.runs import queued
-from shared.jobs.events import Cancelled, Evaluated, Event, Step
-from shared.runs.requests import RunRecord
-from shared.runs.status import StepStatus
-from shared.storage.paths import Fence, RunKeys
+from shared.storage.paths import RunKeys
 from tests.service.conftest import KEY, Cli, Service, reaches, started
 from tests.service.stand_in import FAILS, QUEUES, WAITS
 from tests.waiting import wait_until

@@ -6,13 +6,13 @@ import time
 import pytest
 from rich.console import Console
 
+from longshore.dataset_runs import SFTRun
+from longshore.events import RunEvent, Saved, Step, Succeeded
+from longshore.fields import Fence
+from longshore.views import RunView
 from service.cli.render import Stop, seconds_of, span
 from service.cli.run_output import Bar, Lines, phases, summary, took
-from service.runs.views import RunView, seconds_left
-from shared.jobs.events import Saved, Step, Succeeded
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.events import RunEvent
-from shared.storage.paths import Fence
+from service.runs.views import seconds_left
 from workflows.training.run import StepEta
 
 

@@ -16,14 +16,14 @@ import typer
 from pydantic import BaseModel, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 
+from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.fields import Artifact
+from longshore.runs import RLRun
 from longshore.training import Lora
 from service.cli.commands.submit import checked_run
 from service.cli.main import app
 from service.cli.render import Stop
 from service.cli.run_options import NAMES, given, option_at, options_of, request_fields, run_command, run_model, table
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.requests import RLRun
 
 ROOT = Path(__file__).parents[2]
 # Options as they were when each was typed by hand. They go on working.
@@ -89,12 +89,12 @@ def test_a_new_field_is_an_option() -> None:
 def test_a_request_has_what_was_given_and_the_defaults_of_the_command_line() -> None:
     options = options_of(SFTRun)
     run = checked_run(
-        "sft", options, {"model": "org/m", "dataset": "s3://b/rows.jsonl", "lora_targets": "q_proj", "pp": 2}
+        "sft", options, {"model": "org/m", "dataset": ["s3://b/rows.jsonl"], "lora_targets": "q_proj", "pp": 2}
     )
     assert (run.epochs, run.batch_size, run.layout.label) == (1.0, 8, "pp2")
     assert run.trainable.targets == ("q_proj",) and run.trainable.rank == Lora().rank
     full = checked_run(
-        "sft", options, {"model": "org/m", "dataset": "s3://b/rows.jsonl", "full": True, "layout": "tp2-sp"}
+        "sft", options, {"model": "org/m", "dataset": ["s3://b/rows.jsonl"], "full": True, "layout": "tp2-sp"}
     )
     assert full.trainable.kind == "full" and full.layout.sp and full.layout.tp == 2
 
@@ -114,13 +114,32 @@ def test_an_error_names_its_option(place: tuple[str | int, ...], flag: str | Non
     assert (option.flag if option else None) == flag
 
 
+CHECK = {"type": "string_check", "name": "g", "input": "{{sample.output_text}}", "operation": "eq", "reference": "a"}
+A_RUN_OF_PROMPTS = {"model": "org/m", "prompts": ["s3://p"], "grader": json.dumps(CHECK), "steps": 1}
+
+
 def test_an_error_in_a_part_names_the_option_of_the_part() -> None:
     option = option_at(options_of(RLRun), ("rollouts", "grader", "string_check", "operation"))
     assert option is not None and option.flag == "grader"
     assert option_at(options_of(RLRun), ("rollouts",)) is None
     with pytest.raises(Stop, match=r"--eval-prompts is missing"):
-        given = {"model": "org/m", "prompts": "p", "grader": "{}", "target": 1.0}
-        checked_run("rl", options_of(RLRun), given)
+        checked_run("rl", options_of(RLRun), A_RUN_OF_PROMPTS | {"target": 1.0})
+
+
+def test_options_mix_prompts_and_name_held_out_ones() -> None:
+    given = {"prompts": ["s3://a/x:2", '{"uri": "s3://b", "name": "b"}'], "eval": ["held=s3://h"]}
+    run = checked_run("rl", options_of(RLRun), A_RUN_OF_PROMPTS | given)
+    assert isinstance(run, RLRun) and run.rollouts is not None and run.held_out is not None
+    assert not isinstance(run.rollouts.prompts, DatasetSource)
+    assert [(one.uri, one.weight, one.name) for one in run.rollouts.prompts] == [
+        ("s3://a/x", 2, None),
+        ("s3://b", None, "b"),
+    ]
+    assert {name: one.uri for name, one in run.held_out.sets.items()} == {"held": "s3://h"}
+    with pytest.raises(Stop, match="--eval: two evaluations have the name a"):
+        checked_run("rl", options_of(RLRun), A_RUN_OF_PROMPTS | {"eval": ["a=s3://x", "a=s3://y"]})
+    with pytest.raises(Stop, match="--prompts: the weights sum to 0"):
+        checked_run("rl", options_of(RLRun), A_RUN_OF_PROMPTS | {"prompts": ["s3://a/x:0"]})
 
 
 def test_the_page_of_fields_is_printed_from_the_models() -> None:
@@ -158,7 +177,7 @@ def _values(annotation: object, name: str) -> Iterator[object]:
                 bool: [False, True],
                 int: [2, 3],
                 float: [0.5],
-                str: ["text"],
+                str: ["eval_loss" if name in ("metric", "best_by") else "text"],
                 Artifact: [{"uri": "s3://b/adapter", "sha256": "0" * 64}],
             }[annotation]  # type: ignore[index]
 
@@ -179,8 +198,10 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tupl
         variants = [each for each in get_args(type_) if "kind" in getattr(each, "model_fields", {})]
         if name in ("kind", "schema_version", "head") or (name == "too_long" and len(get_args(type_)) == 1):
             continue
-        if name in ("grader", "teachers") or (*path, name) == ("critic", "trainable"):
+        if name in ("grader", "teachers", "eval_datasets", "sets") or (*path, name) == ("critic", "trainable"):
             continue
+        if DatasetSource in get_args(type_):  # or a list of them: tests/shared/jobs/test_mixtures.py
+            type_ = DatasetSource
         if variants:
             for each in variants:
                 kind = each.model_fields["kind"].default
@@ -220,7 +241,7 @@ def _as_arguments(kind: str, place: tuple[str, ...], value: Any) -> list[str] | 
         whole = next(
             option
             for option in options
-            if place[: len(option.path)] == option.path and option.form in ("kind", "source")
+            if place[: len(option.path)] == option.path and option.form in ("kind", "source", "sources")
         )
         rest = list(place[len(whole.path) :])
         body = {"kind": rest.pop(0)} if whole.form == "kind" else {"uri": "s3://b/rows.jsonl"}

@@ -14,7 +14,10 @@ from alembic.migration import MigrationContext
 from sqlalchemy import delete, select, text, update
 from sqlalchemy.orm import Session
 
+from longshore.accounts import QuotaSettings
 from longshore.commands import CommandResult, TokenScores
+from longshore.dataset_runs import SFTRun
+from longshore.runs import RunRecord, Source
 from longshore.training import SessionRun
 from service.accounts.tenants import Quotas
 from service.backend import Backend
@@ -23,16 +26,14 @@ from service.database.engine import Database, OutboxRow, RunRow, Table, TenantRo
 from service.errors import DatabaseUnavailable, QuotaExceeded
 from service.runs.rows import RunRows, run_row
 from service.runs.runs import queued
+from service.runs.uses import BeingDeleted, Uses
 from shared.errors import InvalidInput
-from shared.limits import QuotaSettings
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.requests import RunRecord, Source
 from shared.settings import Settings
-from shared.storage.paths import RunKeys
+from shared.storage.paths import RunKeys, tokenized
 from shared.storage.store import LocalStore
-from shared.storage.stored_bytes import Ledger
 from tests.conftest import free_port
 from tests.service.conftest import sft
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +161,36 @@ def test_the_same_run_twice_at_once_takes_one_place(database: Database, tmp_path
     assert database.write(lambda session: session.scalars(select(RunRow.run_id)).all()) == [same.run_id]
 
 
+def test_of_uses_and_claims_that_come_at_once_each_use_is_seen_or_waits(database: Database) -> None:
+    """Nobody has used the unit before, so that there is no row to wait for."""
+    uses = Uses(database)
+    for unit in (tokenized(f"{number:032x}") for number in range(8)):
+        gate, over = Barrier(8), Event()
+
+        def claim(unit: str = unit, gate: Barrier = gate, over: Event = over) -> set[str] | None:
+            gate.wait()
+            with uses.claiming(unit) as (claim,):
+                assert claim is None or over.wait(60)
+            return None if claim is None else set(claim.users)
+
+        def note(run_id: str, unit: str = unit, gate: Barrier = gate) -> str | None:
+            gate.wait()
+            try:
+                asyncio.run(uses.note(unit, run_id))
+            except BeingDeleted:
+                return None
+            return run_id
+
+        with ThreadPoolExecutor(8) as threads:
+            claims = [threads.submit(claim) for _ in range(4)]
+            notes = [threads.submit(note, f"sft-{number}") for number in range(4)]
+            noted = {each.result() for each in notes} - {None}
+            wait_until(lambda claims=claims: sum(each.done() for each in claims) == 3, "one alone has the claim")
+            over.set()
+            found = [each.result() for each in claims]
+        assert found.count(None) == 3 and noted in found
+
+
 async def test_gpu_hours_are_those_of_thirty_days(database: Database, tmp_path) -> None:
     rows = rows_of(database, tmp_path, gpu_hours=2.0)
     old, new = time.time() - 31 * 86_400, time.time() - 29 * 86_400
@@ -272,8 +303,9 @@ async def test_runs_are_found_by_whatever_their_metadata_is_called(database: Dat
 async def test_scores_of_sessions_that_ended_long_ago_are_deleted(database: Database, tmp_path) -> None:
     """Of others they stay, and so does what the results say beside them."""
     store = LocalStore(tmp_path / "store")
-    backend = Backend(Settings(root=tmp_path, session_results_days=2), store, database)
-    rows, now, ledger = rows_of(database, tmp_path), time.time(), Ledger(store, "acme")
+    limited = QuotaSettings(stored_bytes=1 << 30)
+    backend = Backend(Settings(root=tmp_path, session_results_days=2, quotas=limited), store, database)
+    rows, now = rows_of(database, tmp_path), time.time()
     many = CommandResult(number=1, kind="forward", data=(TokenScores(logprobs=(-0.5,) * 1000),))
     few = CommandResult(number=2, kind="forward_backward", metrics={"loss": 1.0}, data=(TokenScores(logprobs=(-0.5,)),))
     sessions = {"old": now - 3 * 86_400, "new": now - 86_400, "open": None}
@@ -286,7 +318,8 @@ async def test_scores_of_sessions_that_ended_long_ago_are_deleted(database: Data
         for result in (many, few):
             key = RunKeys(made.run_id).command_result(result.number)
             store.put_bytes(key, result.model_dump_json().encode())
-        ledger.bring_result(made.run_id, 1, 7000)
+        await backend.quotas.measure("acme", made.run_id)
+    before = await backend.quotas.room("acme")
     for _ in range(2):
         await backend.sessions.prune()
         found = {
@@ -298,4 +331,6 @@ async def test_scores_of_sessions_that_ended_long_ago_are_deleted(database: Data
         }
         assert found["new"] == found["open"] == [many, few]
         assert found["old"] == [many.model_copy(update={"data": None, "expired": True}), few]
-        assert [len(list(ledger.results(f"session-{name}"))) for name in sessions] == [0, 1, 1]
+        assert before.used - (await backend.quotas.room("acme")).used == len(many.model_dump_json()) - len(
+            found["old"][0].model_dump_json()
+        )

@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from service.accounts.keys import Principal
-from service.decoding import Decoding
+from service.decoding import Decoding, _server
 from service.errors import Busy
 from service.files import Incoming
 from shared.limits import TenantLimits
@@ -34,16 +34,17 @@ async def test_a_child_ends_with_its_client_and_leaves_its_place(tmp_path: Path)
     limits = TenantLimits(bodies=1, patience_s=0.0)
     decoding, gone, stays = Decoding(Settings(root=tmp_path, tenant_limits=limits)), asyncio.Event(), asyncio.Event()
     note = tmp_path / "note"
-    reading = asyncio.create_task(decoding.call(request_of("acme", gone), work.wait, str(note)))
-    await asyncio.to_thread(wait_until, lambda: note.exists() and note.read_text(), "a body is being read")
+    reading = asyncio.create_task(decoding.call(request_of("acme", gone), work.wait, str(note), writes=[tmp_path]))
+    await asyncio.to_thread(wait_until, note.exists, "a body is being read")
+    assert _server._process is not None
+    *_, child = psutil.Process(_server._process.pid).children(recursive=True)
     with pytest.raises(Busy, match="large bodies"):
         await decoding.call(request_of("acme", stays), work.echo, "more of the same tenant's")
     assert await decoding.call(request_of("other", stays), work.echo, "another's") == "another's"
     gone.set()
     with pytest.raises(ClientDisconnect):
         await reading
-    child = int(note.read_text())
-    await asyncio.to_thread(wait_until, lambda: not psutil.pid_exists(child), "the child has ended")
+    await asyncio.to_thread(wait_until, lambda: not child.is_running(), "the child has ended")
     assert await decoding.call(request_of("acme", stays), work.echo, "again") == "again"
 
 

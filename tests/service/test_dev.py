@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from service.cli.main import main
-from service.dev.connection import Connection
-from service.dev.supervisor import Ports, StackProcess, end_leftovers, listens, supervisor, temporal_binary
+from service.dev.supervisor import Connection, Ports, StackProcess, end_leftovers, listens, supervisor, temporal_binary
 from shared.child_environment import STACK_MARK
 from tests import forks
 from tests.depth import drawn
+from tests.ended import living
 from tests.files_below import files_below
 from tests.service.conftest import LONGSHORE, Answer, longshore, sft
 from tests.waiting import wait_until
@@ -39,7 +39,7 @@ class Dev:
         env = {**os.environ, "LONGSHORE_ROOT": str(self.root), **environment}
         if "--detach" in arguments:
             return longshore(*arguments, env=env, timeout_s=300)
-        return Answer(*forks.captured(main, ["longshore", *arguments], env, Path.cwd(), timeout_s=300))
+        return forks.captured(main, ["longshore", *arguments], env, Path.cwd(), timeout_s=300)
 
     @property
     def connection(self) -> Connection:
@@ -49,15 +49,7 @@ class Dev:
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Living children whose command line holds all of the words."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                ours = process.environ().get(STACK_MARK) == str(self.root) and process.status() != psutil.STATUS_ZOMBIE
-                if ours and all(word in " ".join(process.cmdline()) for word in words):
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-        return found
+        return living(self.root, STACK_MARK, *words)
 
     def get(self, path: str, **options: Any) -> httpx.Response | None:
         connection = self.connection
@@ -103,23 +95,6 @@ def test_the_stack_says_where_it_is_and_its_key_is_private(dev: Dev) -> None:
     assert all(dev.connection.api_key not in json.dumps(p.environ()) for p in dev.processes())
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="programs are forked on Linux alone")
-def test_its_service_and_hosts_are_forks_of_one_process(dev: Dev) -> None:
-    wait_until(dev.is_well, "the stack is well")
-    for words in (each for each in CHILDREN if each != ("start-dev",)):
-        [process] = dev.processes(*words)
-        assert "activities.confined.fork_server" in process.parent().cmdline(), words
-        server = process.parent()
-        assert server.ppid() == dev.connection.pid
-
-    def shared() -> list[psutil.Process]:
-        found = ((child, " ".join(child.cmdline())) for child in server.children())
-        return [child for child, line in found if "fork_server" in line and "decoders" not in line]
-
-    [one] = wait_until(shared, "the server of what the GPU and the sampler host start")
-    assert one.environ()[STACK_MARK] == str(dev.root)
-
-
 def test_a_link_signs_a_browser_in_once(dev: Dev) -> None:
     link = dev.cli("dev", "--link").stdout.strip()
     path, _, once = link.partition("?once=")
@@ -142,10 +117,16 @@ def test_only_the_folder_where_it_was_started_is_open_and_a_second_tenant_is_war
         assert answer.status_code == 422
         assert ("download.file_roots" not in answer.text) == is_open, answer.text
     assert "longshore dev --open" in answer.text
+    (host,) = dev.processes("service.host")
     opened = dev.cli("dev", "--open", str(outside))
     assert opened.code == 0 and str(outside) in opened.stderr, opened
     wait_until(lambda: (found := dev.post("/validate", asked)) and "dev --open" not in found.text, "it is open")
     wait_until(dev.is_well, "the stack is well")
+    assert dev.processes("service.host") == [host], "its leases go on"
+    previewed = {"source": {"uri": (outside / "rows.jsonl").as_uri()}, "model_uri": str(outside)}
+    wait_until(
+        lambda: (found := dev.post("/preview", previewed)) and "dev --open" not in found.text, "it is open to the host"
+    )
     made = dev.cli("tenants", "create", "second")
     assert made.code == 0
     assert "warning: every tenant may read files below" in made.stderr and str(Path.cwd()) in made.stderr
@@ -205,8 +186,7 @@ def test_a_start_that_fails_again_and_again_ends_with_its_log_and_leaves_nothing
     assert dev.processes() == []
 
 
-_ROLES = ("control", "gpu", "sampler")
-CHILDREN = [("service.app",), ("start-dev",), *(("service.host", f"--role {role}") for role in _ROLES)]
+CHILDREN = [("service.app",), ("start-dev",), ("service.host",)]
 
 
 @pytest.mark.drawn

@@ -1,8 +1,10 @@
-"""The host process: it starts, says what it lacks, and leaves when told to."""
+"""The host process: it says what it lacks and leaves when told to; a sampler host that is killed and come after."""
 
 import asyncio
 import errno
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,30 +16,39 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 from pydantic import SecretStr
-from temporalio import activity
+from temporalio import activity, workflow
 from temporalio.api.enums.v1 import EventType
-from temporalio.client import Client, WorkflowExecutionStatus
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowHandle
+from temporalio.common import RetryPolicy
+from temporalio.exceptions import ActivityError
 from temporalio.worker import Worker
 
 from activities.host_context import HostContext
+from activities.hosts.workers import processes_of
+from activities.sampling.samplers import SamplerLeaseRequest
 from activities.sources.download import Downloaded, DownloadRequest
 from activities.tracking.track import Track
+from longshore.dataset_runs import DatasetSource
+from longshore.grading import UNGRADED, GradeOneRequest, OneGrade
 from longshore.layout import Layout
-from service.host import serve_host
-from service.host_workers import HostRecord, control_activities
+from service.host import UNFIT_STATUS, HostRecord, control_activities, serve_host
 from service.sealing import SealKey, seal_keys
 from service.temporal import connect_temporal
-from shared.grading import UNGRADED, GradeOneRequest, OneGrade
-from shared.jobs.job import ProcessKey, WorkerKey, WorkerRecord
-from shared.runs.dataset_runs import DatasetSource
+from shared.chat.completions import SamplerReady
+from shared.jobs.job import LeaseGrant, ProcessKey, SamplerKey, WorkerKey, WorkerRecord
 from shared.settings import Settings
+from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.files import write_atomically
+from shared.storage.host_states import read_states
 from shared.storage.paths import HostPaths
-from shared.storage.store import LocalStore
+from shared.storage.store import LocalStore, open_store
 from tests.conftest import free_port
 from tests.ended import TELLS_WHERE_IT_STANDS, end
+from tests.opened import opened
+from tests.waiting import wait_until
 from tests.workflows.stand_in import artifact
 from workflows import policies
 from workflows.policies import activity_name
@@ -80,6 +91,48 @@ def test_a_host_leaves_when_it_is_told_to(role: str, temporal_address: str, tmp_
     lines = iter(host.stderr.readline, "")
     assert any("polls default" in line for line in lines)
     host.send_signal(signal.SIGTERM)
+    assert host.wait(300) == 0
+    host.stderr.close()
+
+
+def test_a_host_that_lacks_something_ends_with_a_status_and_says_why(temporal_address: str, tmp_path: Path) -> None:
+    """Here the disk takes no file of more than a megabyte."""
+    command = ["prlimit", f"--fsize={1 << 20}", sys.executable, "-m", "service.host", "--role", "gpu", "--root"]
+    environment = {**os.environ, "LONGSHORE_TEMPORAL_ADDRESS": temporal_address}
+    host = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300)
+    assert host.returncode == UNFIT_STATUS
+    assert "this gpu host lacks what it needs: the disk of LONGSHORE_ROOT cannot be written" in host.stderr
+    [state] = read_states(LocalStore(tmp_path / "store"), Settings(root=tmp_path).shape)
+    assert state.lacks == ("the disk of LONGSHORE_ROOT cannot be written: File too large",), "users see it, too"
+
+
+def test_one_process_serves_all_roles_of_which_each_rests_and_starts_again_alone(
+    temporal_address: str, tmp_path: Path
+) -> None:
+    """At first the disk takes no file of more than a megabyte, and a control host needs none."""
+    roles = ("control", "gpu", "sampler")
+    command = ["prlimit", f"--fsize={1 << 20}:", sys.executable, "-m", "service.host", "--root", str(tmp_path)]
+    command += [word for role in roles for word in ("--role", role)]
+    environment = {**os.environ, "LONGSHORE_TEMPORAL_ADDRESS": temporal_address}
+    host = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert host.stderr is not None
+    lines = iter(host.stderr.readline, "")
+
+    def wait_for(*wanted: str) -> None:
+        left = set(wanted)
+        while left:
+            line = next(lines)
+            left = {each for each in left if each not in line}
+
+    wait_for("the gpu role rests", "the sampler role rests", "control host polls")
+    resource.prlimit(host.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    wait_for("gpu host polls", "sampler host polls")
+    host.send_signal(signal.SIGHUP)
+    wait_for("control host leaves")
+    wait_for("control host polls")
+    host.send_signal(signal.SIGTERM)
+    last = list(lines)
+    assert [role for role in roles if not any(f"{role} host leaves" in line for line in last)] == []
     assert host.wait(300) == 0
     host.stderr.close()
 
@@ -193,9 +246,7 @@ async def test_a_host_without_the_key_says_so_and_loses_nothing(temporal_address
         await connect_temporal(given)  # neither does it come back, until it has the key
 
     with spawned(
-        *("control", temporal_address, tmp_path),
-        LONGSHORE_CONTROL_QUEUE=queue,
-        LONGSHORE_SEAL_KEY=f"{old} {new}",
+        *("control", temporal_address, tmp_path), LONGSHORE_CONTROL_QUEUE=queue, LONGSHORE_SEAL_KEY=f"{old} {new}"
     ):
         assert (await handle.result()).error is None
     assert await first.service_client.check_health()
@@ -227,7 +278,8 @@ async def test_a_control_host_answers_for_every_activity_that_workflows_ask_for(
     names = {activity_name(each) for each in activities}
     assert names >= {"resolve_model", "resolve_adapter", "download", "tokenize", "pack", "preview", "find_checkpoint"}
     assert names >= {"publish", "record_result", "begin", "track"}
-    assert names >= policies._POOLS.keys(), "what has a pool is done there"
+    of_the_service = {"deliver", "give_up_delivery"}
+    assert names >= policies._POOLS.keys() - of_the_service, "what else has a pool is done there"
 
 
 async def test_a_host_polls_until_it_is_stopped(temporal_address: str, tmp_path: Path) -> None:
@@ -266,3 +318,109 @@ async def test_a_host_stays_responsive_while_it_brings_what_a_killed_host_had_le
     stopped.set()
     await asyncio.wait_for(serving, 300)
     assert found == [True], "the event loop stood still meanwhile"
+
+
+@workflow.defn(sandboxed=False)
+class Leasing:
+    """Takes a lease and holds it until it is told to let go. Answers with why the lease ended by itself, if it did."""
+
+    def __init__(self) -> None:
+        self._grant: LeaseGrant | None = None
+        self._is_over = False
+
+    @workflow.run
+    async def run(self, request: SamplerLeaseRequest, queue: str) -> str | None:
+        lease = workflow.start_activity(
+            "lease_sampler",
+            request,
+            task_queue=queue,
+            start_to_close_timeout=timedelta(minutes=5),
+            heartbeat_timeout=timedelta(hours=1),
+            retry_policy=RetryPolicy(maximum_attempts=1),
+            cancellation_type=workflow.ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
+        )
+        await workflow.wait_condition(lambda: self._is_over or lease.done())
+        if self._is_over:
+            lease.cancel()
+        try:
+            await lease
+        except ActivityError as error:
+            return str(error.cause)
+        return None
+
+    @workflow.signal
+    def sampler_leased(self, grant: LeaseGrant) -> None:
+        self._grant = grant
+
+    @workflow.signal
+    def release(self) -> None:
+        self._is_over = True
+
+    @workflow.query
+    def grant(self) -> LeaseGrant | None:
+        return self._grant
+
+
+@contextmanager
+def sampler_host(settings: Settings) -> Iterator[subprocess.Popen]:
+    """In a process of its own."""
+    environment = {"LONGSHORE_TEMPORAL_ADDRESS": settings.temporal_address, "LONGSHORE_SHAPE": settings.shape}
+    command = [sys.executable, "-m", "service.host", "--role", "sampler", "--root", str(settings.root)]
+    host = subprocess.Popen(command, env={**os.environ, **TELLS_WHERE_IT_STANDS, **environment})
+    try:
+        yield host
+    finally:
+        end(host)
+
+
+async def granted(handle: WorkflowHandle) -> LeaseGrant:
+    for _ in range(1500):
+        if grant := await handle.query(Leasing.grant):
+            return grant
+        await asyncio.sleep(0.1)
+    raise TimeoutError("no grant within 150 s")
+
+
+async def test_a_killed_host_takes_its_sampler_along_and_the_next_one_serves(
+    temporal_address: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    name = f"s-{uuid.uuid4().hex[:6]}"
+    settings = Settings(root=tmp_path / "host", temporal_address=temporal_address, shape=name)
+    shutil.copytree(tiny_model, tmp_path / "model")
+    seal(tmp_path / "model")
+    key = SamplerKey(
+        model=upload_artifact(open_store(settings.store, settings.s3), "model", tmp_path / "model"), slots=2
+    )
+    paths = HostPaths(settings.root_path)
+    client = await connect_temporal(settings)
+
+    async def lease(epoch: int) -> WorkflowHandle:
+        request = SamplerLeaseRequest(run_id="r1", epoch=epoch, key=key, ready_timeout_s=150)
+        arguments = [request, settings.sampler_queue]
+        return await client.start_workflow(Leasing.run, args=arguments, id=f"{name}-{epoch}", task_queue=name)
+
+    async with Worker(client, task_queue=name, workflows=[Leasing]):
+        with sampler_host(settings) as host:
+            first = await lease(1)
+            grant = await granted(first)
+            record = WorkerRecord.model_validate_json(paths.worker(grant.worker_id).record.read_bytes())
+            assert record.key == key
+            assert psutil.pid_exists(record.pid)
+            host.kill()
+            await asyncio.to_thread(wait_until, lambda: not processes_of(record.worker_id), "the sampler has left")
+        assert paths.worker(grant.worker_id).root.exists()
+        with sampler_host(settings) as host:
+            assert await first.result() == "LeaseLost: its host was killed", "told by the next host, not by silence"
+            second = await lease(2)
+            grant = await granted(second)
+            assert [folder.name for folder in paths.workers.iterdir()] == [grant.worker_id]
+            ready = SamplerReady.model_validate_json(paths.worker(grant.worker_id).ready.read_bytes())
+            told = [opened(each, settings).SerializeToString() async for each in second.fetch_history_events()]
+            assert not any(ready.api_key.encode() in event or str(ready.socket).encode() in event for event in told)
+            await second.signal(Leasing.release)
+            await second.result()
+            assert psutil.pid_exists(ready.pid)  # warm
+            host.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(host.wait, 30) == 0
+            assert processes_of(grant.worker_id) == []
+            assert list(paths.workers.iterdir()) == []

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from shared.runs.requests import FIRST_TENANT
+from longshore.runs import FIRST_TENANT
 from shared.storage.paths import version_claim
 from tests.service.conftest import Cli, Service, put_versions
 from tests.service.stand_in import PUBLISHES

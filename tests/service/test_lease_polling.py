@@ -15,18 +15,19 @@ from temporalio.client import Client, PendingActivityState
 from temporalio.common import RetryPolicy
 from temporalio.worker import Worker
 
-from activities.hosts.standing import Standing
-from service.host_workers import IdleExit, LeasePolling
+from activities.hosts.health import HostHealth
+from service.host import LeasePolling
 from service.temporal import described
-from shared.storage.host_states import HostState
+from shared.errors import WorkerLost
+from shared.storage.host_states import HostState, read_states
 from shared.storage.store import LocalStore
 from tests.waiting import eventually
 
 IDLE_S = 0.3
 
 
-class Watched(Standing):
-    """A standing that is idle once it `may_be`, and in which something happens at the moment that its host stops
+class Watched(HostHealth):
+    """A host's health that is idle once it `may_be`, and in which something happens at the moment that its host stops
     asking, before the poller knows.
     """
 
@@ -60,7 +61,7 @@ class Leases:
 
     def __init__(self, client: Client, folder: Path) -> None:
         self.client, self.queue = client, uuid.uuid4().hex
-        self.standing = Watched(folder, then=self._lease_now)
+        self.health = Watched(folder, then=self._lease_now)
         self.held, self.num_workers = list[bool](), 0  # by attempt
 
     def worker(self) -> Worker:
@@ -70,7 +71,7 @@ class Leases:
     @activity.defn(name="lease")
     async def lease(self) -> None:
         self.held.append(False)
-        with self.standing.offered("r1", ()):
+        with self.health.offered():
             self.held[-1] = True
 
     async def polls(self) -> bool:
@@ -91,9 +92,9 @@ async def test_a_lease_that_is_given_as_an_idle_host_stops_asking_keeps_it(clien
     """Temporal has given it to the host before the host says that it asks no more: the host starts nothing for it,
     gives it back at once, and goes on asking."""
     host, left = Leases(client, tmp_path), asyncio.Event()
-    async with LeasePolling(host.standing, host.worker, IdleExit(IDLE_S, left.set)):
+    async with LeasePolling(host.health, host.worker, left.set, IDLE_S):
         await eventually(host.polls, "its poll is at Temporal")
-        host.standing.may_be = True
+        host.health.may_be = True
         await asyncio.wait_for(left.wait(), 120)
     assert host.held[:1] == [False] and await host.was_given_back(), "nothing was started for it"
     assert host.num_workers >= 2, "it went on asking: here the lease may come again, or wait for another host"
@@ -101,7 +102,7 @@ async def test_a_lease_that_is_given_as_an_idle_host_stops_asking_keeps_it(clien
 
 async def test_a_lease_that_is_given_as_a_host_is_told_to_leave_is_given_back(client: Client, tmp_path: Path) -> None:
     host = Leases(client, tmp_path)
-    async with LeasePolling(host.standing, host.worker):
+    async with LeasePolling(host.health, host.worker):
         await eventually(host.polls, "its poll is at Temporal")
     assert host.held == [False]
     assert await host.was_given_back(), "Temporal need not wait for its end"
@@ -127,67 +128,52 @@ async def _give(address: str, queue: str) -> None:
 async def test_a_host_is_idle_from_when_it_asks(client: Client, tmp_path: Path) -> None:
     """Its first worker takes longer to make than it may be idle: the SDK reads all modules for that."""
     asks_at, left = list[float](), asyncio.Event()
-    standing = Watched(tmp_path)
-    standing.may_be = True
+    health = Watched(tmp_path)
+    health.may_be = True
 
     def make() -> Worker:
         time.sleep(2 * IDLE_S)
         return Worker(client, task_queue=uuid.uuid4().hex, activities=[_none], max_concurrent_activities=1)
 
-    async with LeasePolling(standing, make, IdleExit(IDLE_S, left.set), lambda: asks_at.append(time.monotonic())):
+    async with LeasePolling(health, make, left.set, IDLE_S, lambda: asks_at.append(time.monotonic())):
         await asyncio.wait_for(left.wait(), 120)
         left_at = time.monotonic()
     assert left_at - asks_at[0] >= IDLE_S
 
 
-async def test_a_host_that_passed_its_check_lately_has_leases_before_it_is_checked_again(
+async def test_a_host_that_lost_a_worker_is_checked_before_it_takes_another_lease(
     client: Client, tmp_path: Path
 ) -> None:
-    """Where that check finds something, the lease in hand stays, and the host takes no other."""
-    is_checked, is_over, held = threading.Event(), threading.Event(), list[str]()
-
-    def check() -> tuple[str, ...]:
-        is_checked.wait()
-        return ("cuda:1 fails",)
-
+    """If the check finds something, the host leaves."""
+    left, held = asyncio.Event(), list[str]()
     state = HostState(role="gpu", shape="cpu", name="here", queue="own", seen_at=0.0)
-    standing, queue = Standing(LocalStore(tmp_path), state, check, alone_s=float("inf")), uuid.uuid4().hex
-    threads = ThreadPoolExecutor(2)
+    health, queue = HostHealth(LocalStore(tmp_path), state, lambda: ("cuda:1 fails",)), uuid.uuid4().hex
 
     @activity.defn(name="lease")
     def lease() -> None:
-        with standing.offered("r1", ()):
+        with health.offered():
             held.append(activity.info().activity_id)
-            is_over.wait()
+            health.lost(error := WorkerLost("it died"), at_start=True)
+            raise error
 
     def make() -> Worker:
-        options = {"max_concurrent_activities": 1, "activity_executor": threads}
-        return Worker(client, task_queue=queue, activities=[lease], **options)
-
-    async def took() -> list[str]:
-        return held
-
-    async def lacks() -> tuple[str, ...]:
-        return standing.state.lacks
-
-    async def has_left() -> bool:
-        return not standing.polls and not standing.holds_lease
-
-    async def start(name: str) -> None:
-        await client.start_activity(
-            "lease", id=queue + name, task_queue=queue, start_to_close_timeout=timedelta(seconds=120)
+        threads = ThreadPoolExecutor(2)
+        return Worker(
+            client, task_queue=queue, activities=[lease], max_concurrent_activities=1, activity_executor=threads
         )
 
-    async with LeasePolling(standing, make):
-        await start("first")
-        await eventually(took, "it has the lease though its check hangs")
-        is_checked.set()
-        await eventually(lacks, "the check ends beside the lease")
-        await start("second")
-        assert standing.holds_lease and not is_over.is_set(), "the lease in hand goes on"
-        is_over.set()
-        await eventually(has_left, "the lease has ended")
-    assert held == [queue + "first"]
+    async with LeasePolling(health, make, left.set):
+        for number in range(2):
+            await client.start_activity(
+                "lease",
+                id=f"{queue}-{number}",
+                task_queue=queue,
+                start_to_close_timeout=timedelta(seconds=120),
+                retry_policy=RetryPolicy(maximum_attempts=1),
+            )
+        await asyncio.wait_for(left.wait(), 120)
+    assert len(held) == 1
+    assert [state.lacks for state in read_states(LocalStore(tmp_path), "cpu")] == [("cuda:1 fails",)]
 
 
 @activity.defn(name="lease")

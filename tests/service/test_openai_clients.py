@@ -1,5 +1,6 @@
 """OpenAI's own clients, of three major versions, against the web service with stand-in workflows."""
 
+import asyncio
 import json
 import os
 import socket
@@ -14,20 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.orm import Session
 
+from longshore.runs import RunRecord
 from service.backend import Backend
-from service.database.engine import open_database
+from service.database.engine import Database, DocumentRow, open_database
 from service.files import UploadRecord
-from shared.runs.requests import RunRecord
+from shared.errors import NotFound
 from shared.storage import paths
 from shared.storage.paths import RunKeys
 from tests.depth import drawn
-from tests.service.conftest import KEY, Service, new_key, started
+from tests.service.conftest import KEY, Service, started
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv" / "clients"
 ALL_VERSIONS = ("openai-1", "openai-2", "openai-3")
-VERSIONS = drawn(ALL_VERSIONS, 1, always=ALL_VERSIONS[-1:])
+VERSIONS = drawn(ALL_VERSIONS, 0, always=ALL_VERSIONS[-1:])
 
 
 def drive(version: str, url: str, flaky_url: str, folder: Path) -> dict[str, Any]:
@@ -223,11 +226,8 @@ def test_events_come_newest_first_in_pages(jobs: dict[str, Any]) -> None:
     [
         ("file", 400, "training_file"),
         ("purpose", 400, "training_file"),
-        ("epochs", 400, "hyperparameters.n_epochs"),
-        ("unknown", 400, "colour"),
         ("ours", 400, "longshore.group_size"),
-        ("rank", 400, "longshore.rank"),
-        ("twice", 400, "hyperparameters.learning_rate_multiplier"),
+        ("reference", 400, "longshore.reference"),
         ("event", 400, "after"),
         ("hosted", 400, "model"),
         ("job", 404, None),
@@ -254,9 +254,7 @@ def test_graders_are_run_and_validated(graders: dict[str, Any]) -> None:
     assert "division by zero" in graders["broken"]["metadata"]["errors"]["python_grader_runtime_error_details"]
     assert graders["missing"]["metadata"]["errors"]["invalid_variable_error"] is True
     assert graders["valid"]["grader"]["name"] == "length"
-    assert graders["operation"]["status"] == graders["source"]["status"] == 400
-    assert graders["operation"]["param"].endswith("operation")
-    assert graders["source"]["param"] == "grader.source"
+    assert graders["operation"]["status"] == 400 and graders["operation"]["param"].endswith("operation")
 
 
 def test_a_retry_makes_no_second_job(told: dict[str, Any]) -> None:
@@ -267,45 +265,13 @@ def test_a_retry_makes_no_second_job(told: dict[str, Any]) -> None:
     assert len(set(retried["keyed"])) == 1
 
 
-def test_another_tenant_is_told_of_nothing(service: Service, acme: str, told_by_all: dict[str, dict[str, Any]]) -> None:
-    """Every route that names a job, a file or an upload answers a stranger as for an id that nobody has."""
-    told = told_by_all[VERSIONS[0]]
-    job, upload = told["jobs"]["done"]["id"], told["uploads"]["created"]["id"]
-    ids = {"run_id": job, "file_id": told["files"]["retrieved"]["id"], "upload_id": upload}
-    form = {"data": ("part", b"x"), "file": ("f", b"x")}
-    tried = 0
+def test_a_result_is_its_tenant_s_file(service: Service, acme: str, told_by_all: dict[str, dict[str, Any]]) -> None:
+    """Jobs, files and uploads of another tenant's are nobody's at every route: tests/security/test_tenants_apart.py."""
+    result = told_by_all[VERSIONS[0]]["jobs"]["done"]["result_files"][0]
     with service.http(acme) as theirs, service.http() as ours:
         theirs.base_url = ours.base_url = service.url
-        for path, methods in ours.get("/api/v1/openapi.json").json()["paths"].items():
-            names = [name for name in ids if f"{{{name}}}" in path]
-            for method in methods if path.startswith("/v1/") and names else ():
-                real, nobody = (path.replace(f"{{{names[0]}}}", one) for one in (ids[names[0]], "nothing"))
-                body: dict[str, Any] = {"json": {"part_ids": ["part_1"]}} if path.endswith("/complete") else {}
-                body = {"files": form} if path.endswith("/parts") else body
-                answers = [theirs.request(method, url, **body) for url in (real, nobody)]
-                said = [answer.text.replace(ids[names[0]], "nothing") for answer in answers]
-                assert [answer.status_code for answer in answers] == [404, 404], (method, path, said)
-                assert said[0] == said[1]
-                tried += 1
-        assert ours.get(f"/v1/fine_tuning/jobs/{job}").status_code == 200
-        assert theirs.get("/v1/fine_tuning/jobs").json()["data"] == theirs.get("/v1/files").json()["data"] == []
-        request = {"model": "file:///models/tiny", "training_file": ids["file_id"]}
-        refused = theirs.post("/v1/fine_tuning/jobs", json=request)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "training_file")
-        result = told["jobs"]["done"]["result_files"][0]
         assert theirs.get(f"/v1/files/{result}").status_code == 404
         assert ours.get(f"/v1/files/{result}/content").text.startswith("step")
-    assert tried >= 12
-
-
-def test_what_a_key_may_not_do_is_403(service: Service, acme: str) -> None:
-    with service.http(acme) as api:
-        key = new_key(api, scopes=["read"])["key"]
-    with service.http(key) as reader:
-        reader.base_url = service.url
-        refused = reader.post("/v1/fine_tuning/jobs", json={"model": "m", "training_file": "file-1"})
-        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
-        assert reader.get("/v1/fine_tuning/jobs").status_code == 200
 
 
 def test_a_run_of_another_api_is_no_job(service: Service) -> None:
@@ -325,18 +291,25 @@ def test_old_parts_are_dropped(service: Service) -> None:
         request = {"filename": "a.jsonl", "bytes": 3, "mime_type": "text/jsonl", "purpose": "fine-tune"}
         upload = api.post("/v1/uploads", json=request).json()["id"]
         api.post(f"/v1/uploads/{upload}/parts", files={"data": ("part", b"{}\n")})
-        key = paths.chunked_upload("default", upload)
-        record = UploadRecord.model_validate_json(service.store.get_bytes(key))
-        old = record.model_copy(update={"expires_at": time.time() - 1})
-        service.store.put_bytes(key, old.model_dump_json().encode())
+        database = open_database(service.settings)
+        _expire(database, upload, time.time() - 1)
         late = api.post(f"/v1/uploads/{upload}/parts", files={"data": ("part", b"{}\n")})
         assert (late.status_code, late.headers["x-should-retry"]) == (409, "false")
-    backend = Backend(service.settings, service.store, open_database(service.settings))
+    backend = Backend(service.settings, service.store, database)
     assert list(service.store.list(paths.upload_part("default", upload)))
-    backend.uploads.prune()
+    asyncio.run(backend.uploads.prune())
     assert not list(service.store.list(paths.upload_part("default", upload)))
-    older = record.model_copy(update={"expires_at": time.time() - 90_000})
-    service.store.put_bytes(key, older.model_dump_json().encode())
-    backend.uploads.prune()
-    assert service.store.head(key) is None
-    backend.database.close()
+    assert asyncio.run(backend.uploads.show("default", upload)).state == "expired"
+    _expire(database, upload, time.time() - 90_000)
+    asyncio.run(backend.uploads.prune())
+    with pytest.raises(NotFound):
+        asyncio.run(backend.uploads.show("default", upload))
+    database.close()
+
+
+def _expire(database: Database, upload: str, at: float) -> None:
+    def change(session: Session) -> None:
+        row = session.get(DocumentRow, ("default", "upload", upload))
+        row.body = UploadRecord.model_validate_json(row.body).model_copy(update={"expires_at": at}).model_dump_json()
+
+    database.write(change)

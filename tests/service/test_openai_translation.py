@@ -1,4 +1,4 @@
-"""From OpenAI's jobs to runs: what `auto` means, what is refused, and forms and files as they are read."""
+"""From OpenAI's jobs to runs, forms and files as they are read; and from runs to OpenAI's events and tables."""
 
 import asyncio
 import gzip
@@ -13,25 +13,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from sqlalchemy import select
 
-from longshore.fields import Artifact
+from longshore.accounts import QuotaSettings
+from longshore.dataset_runs import DatasetSource, DPORun, SFTRun
+from longshore.events import Evaluated, Saved, Started, Step, Succeeded
+from longshore.fields import Artifact, Fence
+from longshore.runs import RLRun, Rollouts
 from longshore.training import Lora
+from longshore.views import EvaluationMetrics, Metrics, PhaseSpan, RunView, StepMetrics, StepStatus
 from service.accounts.keys import Principal
 from service.accounts.tenants import Quotas
+from service.apis.errors import validation_problem
+from service.apis.openai import job_request, jobs
 from service.apis.openai.files import MAX_NAME, FileForm, plain_name
-from service.apis.openai.fine_tuning import jobs, runs
-from service.apis.openai.fine_tuning.runs import Examples, JobRequest, count_examples, published_name, run_of_job
+from service.apis.openai.job_request import (
+    Examples,
+    JobRequest,
+    LongshoreSettings,
+    count_examples,
+    published_name,
+    run_of_job,
+)
+from service.apis.openai.jobs import JobEvent, job_events, job_of, metrics_csv, status_of
 from service.database import engine
-from service.database.engine import Database
-from service.inference.published_models import StartingPoint
-from service.runs.own_settings import LORA_FIELDS, OwnSettings
+from service.database.engine import Database, DocumentRow
+from service.inference.published_models import LORA_FIELDS, StartingPoint
+from service.runs.files import Histories, RunReader
 from shared.errors import InvalidInput
-from shared.limits import QuotaSettings
-from shared.runs.dataset_runs import DPORun, SFTRun
-from shared.runs.requests import RLRun
 from shared.settings import S3Settings
-from shared.storage import paths
-from shared.storage.store import open_store
+from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectStore, open_store
 
 CHECK = {
     "type": "string_check",
@@ -46,10 +58,13 @@ BASE = StartingPoint("m")
 
 
 def made(count: int | None = 1000, start: StartingPoint = BASE, valid: bool = False, **fields: Any) -> Any:
-    request = JobRequest.model_validate({"model": "m", "training_file": "file-1", **fields})
-    return run_of_job(
-        request, start, Examples("file:///t.jsonl", count), Examples("file:///v.jsonl") if valid else None
-    )
+    try:
+        request = JobRequest.model_validate({"model": "m", "training_file": "file-1", **fields})
+    except ValidationError as error:
+        problem = validation_problem(error.errors())
+        raise InvalidInput(problem.message, problem.place) from None
+    training, validation = Examples("file:///t.jsonl", count), Examples("file:///v.jsonl") if valid else None
+    return run_of_job(request, start, training, validation)[:2]
 
 
 def reinforcement(**hyperparameters: Any) -> dict[str, Any]:
@@ -72,12 +87,14 @@ def test_what_auto_means_for_examples(count: int | None, batch: int, epochs: int
 
 @given(st.integers(1, 10**9))
 def test_auto_is_sane_for_every_size(count: int) -> None:
-    batch = runs.batch_size(count)
+    batch = job_request.batch_size(count)
     assert 1 <= batch <= 64 and math.log2(batch).is_integer()
-    assert runs.batch_size(count + 1) >= batch and runs.num_epochs(count + 1) <= runs.num_epochs(count)
-    prompts = runs.prompts_per_step(count)
+    assert job_request.batch_size(count + 1) >= batch and job_request.num_epochs(count + 1) <= job_request.num_epochs(
+        count
+    )
+    prompts = job_request.prompts_per_step(count)
     assert 1 <= prompts <= min(32, count)
-    assert 1 <= runs.rollout_epochs(count, prompts) <= 25
+    assert 1 <= job_request.rollout_epochs(count, prompts) <= 25
 
 
 def test_a_supervised_job_in_full() -> None:
@@ -112,7 +129,7 @@ def test_every_setting_of_an_adapter_is_a_setting_of_a_job() -> None:
     assert made(longshore=given)[0].trainable == Lora.model_validate(given)
     others = {"targets": "all-linear", "layers": [0, 3]}
     assert made(longshore=others)[0].trainable == Lora.model_validate(others)
-    assert set(given) | set(others) == set(LORA_FIELDS) <= set(OwnSettings.model_fields)
+    assert set(given) | set(others) == set(LORA_FIELDS) <= set(LongshoreSettings.model_fields)
 
 
 def test_full_training_moves_slower() -> None:
@@ -175,6 +192,10 @@ def test_a_job_goes_on_from_what_was_published() -> None:
             {"hyperparameters": {"n_epochs": 2}, "longshore": {"steps": 5}},
             "hyperparameters.n_epochs",
             "longshore.steps",
+        ),
+        (
+            {"hyperparameters": {"learning_rate_multiplier": 2.0}, "longshore": {"learning_rate": 0.1}},
+            *("hyperparameters.learning_rate_multiplier", "longshore.learning_rate"),
         ),
         ({"suffix": "!!!"}, "suffix", "letter"),
         (
@@ -314,15 +335,17 @@ def test_sent_requests_are_forgotten_when_nobody_sends_them_again(
     asking = Principal(tenant="default", key_id="key-1", scopes=frozenset({"write"}))
     request = Artifact(uri="file:///a", sha256="0" * 64)
 
+    sent = jobs.SentRequests(database, quotas)
+
     def key(retry_count: str | None) -> str:
-        return asyncio.run(jobs.idempotency_key(store, quotas, asking, request, retry_count))
+        return asyncio.run(sent.key_of(asking, request, retry_count))
 
     first = key(None)
-    jobs.prune_sent_requests(store)
+    asyncio.run(sent.prune())
     assert key("1") == first, "as long as a client may ask again, it is remembered"
     monkeypatch.setattr(jobs, "WINDOW_S", 0.0)
-    jobs.prune_sent_requests(store)
-    assert not list(store.list(paths.SENT_REQUESTS))
+    asyncio.run(sent.prune())
+    assert not database.write(lambda session: session.scalars(select(DocumentRow)).all())
     assert key("1") != first
 
 
@@ -346,3 +369,200 @@ def test_more_than_anybody_means_is_refused_where_the_job_is_sent(kind: str, nam
         with pytest.raises(ValidationError, match=words):
             asked(value)
     assert getattr(asked(most).how.hyperparameters, name) == most
+
+
+# A value of each setting whose default is none, and settings that it needs.
+WITHOUT_DEFAULT: dict[str, dict[str, Any]] = {
+    "target_pattern": {"target_pattern": ".*q_proj"},
+    "layers": {"layers": [0]},
+    "bin_tokens": {"bin_tokens": 4096},
+    "memory_budget_bytes": {"memory_budget_bytes": 1_000_000},
+    "quantize_base": {"quantize_base": "nf4"},
+    "steps": {"steps": 5},
+    "batch_tokens": {"batch_tokens": 4096},
+    "learning_rates": {"learning_rates": [0.1], "steps": 1, "learning_rate": 0.1, "schedule": "constant"},
+    "prompt_field": {"prompt_field": "q", "completion_field": "a"},
+    "completion_field": {"prompt_field": "q", "completion_field": "a"},
+    "assistant_pattern": {"assistant_pattern": "yes"},
+    "gamma": {"objective": "simpo", "gamma": 0.5},
+    "rpo_alpha": {"rpo_alpha": 0.1},
+    "reference": {"reference": "base"},
+    "algorithm": {"algorithm": "grpo"},
+    "overlong": {"overlong": {"buffer_tokens": 8}},
+    "max_staleness": {"max_staleness": 1},
+    "top_k": {"top_k": 5, "loss": {"kind": "ppo", "old": "trainer"}},
+    "loss": {"algorithm": "grpo", "loss": {"clip_high": 0.3}},
+    "critic": {"critic": {}},
+    "sampler_url": {"sampler_url": "http://host/v1"},
+    "probe_bound": {"probe_bound": 0.1},
+    "target": {"target": 0.5},
+    "full": {"full": True},
+}
+
+
+def test_every_setting_is_a_field_of_a_methods_run_and_refused_by_its_name_elsewhere() -> None:
+    models = (Lora, SFTRun, DPORun, RLRun, DatasetSource, Rollouts)
+    defaults = {name: field.default for model in reversed(models) for name, field in model.model_fields.items()}
+    methods = ({"type": "supervised"}, {"type": "dpo"}, reinforcement())
+    for name in LongshoreSettings.model_fields:
+        given, taken = WITHOUT_DEFAULT.get(name) or {name: defaults[name]}, 0
+        for method in methods:
+            try:
+                run, _ = made(valid=True, method=method, longshore=given)
+            except InvalidInput as error:
+                assert error.place is not None and error.place.startswith(("longshore", "training_file")), (name, error)
+                continue
+            taken += 1
+            assert f'"{name}":' in run.model_dump_json() or name == "full"
+        assert taken, f"no method takes {name}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "place"),
+    [
+        ({"loss": {"kind": "ppo", "clip_low": 2}}, "longshore.loss.ppo.clip_low"),
+        ({"loss": {"kind": "ppo", "speed": 2}}, "longshore.loss.ppo.speed"),
+        ({"critic": {"warmup": 2}}, "longshore.critic.warmup"),
+    ],
+)
+def test_a_wrong_loss_is_named(settings: dict[str, Any], place: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        made(method=reinforcement(), longshore=settings)
+    assert caught.value.place == place
+
+
+FIRST, SECOND = Fence(epoch=1), Fence(epoch=2)
+RUN = SFTRun(model="m", dataset={"uri": "u"}, steps=3, batch_size=1)  # type: ignore[arg-type]
+
+
+def view(run_id: str = "sft-1", **changes: Any) -> RunView:
+    fields = {"run_id": run_id, "name": "bot", "created_at": 10.0, "run": RUN, "source": {"api": "openai"}}
+    return RunView.model_validate(fields | changes)
+
+
+def put_log(store: ObjectStore, run_id: str, fence: Fence, events: list[Any], name: str = "000001") -> None:
+    lines = "".join(event.model_dump_json() + "\n" for event in events)
+    store.put_bytes(RunKeys(run_id).log_part(name, fence, events[0].seq), lines.encode())
+
+
+def started(run_id: str, fence: Fence, when: float = 20) -> Started:
+    fields = {"run_id": run_id, "job_id": "000001", "device": "cpu", "world_size": 1, "num_steps": 3}
+    return Started(seq=1, time=when, fence=fence, first_step=0, **fields)  # type: ignore[arg-type]
+
+
+def test_events_do_not_change_places_as_a_run_goes_on(tmp_path: Any) -> None:
+    store = open_store(tmp_path.as_uri(), S3Settings())
+    histories = Histories(RunReader(store))
+
+    def told(view: RunView) -> list[JobEvent]:
+        return job_events(view, asyncio.run(histories.of(view.run_id)))
+
+    put_log(
+        store,
+        "sft-1",
+        FIRST,
+        [started("sft-1", FIRST), Step(seq=2, time=21, step=1, metrics={"loss": 2.0, "tokens": 8})],
+    )
+    timeline = (PhaseSpan(phase="downloading", began=11), PhaseSpan(phase="training", began=20, lease=1))
+    going = view(phase="training", timeline=timeline, version=1)
+    before = told(going)
+    assert [event.message for event in before][::-1] == [
+        "Created fine-tuning job: sft-1",
+        "Reading the files",
+        "training starts at step 0 of 3, 1 rank on cpu",
+        "Step 1/3: training loss=2.0000",
+    ]
+    assert before[0].type == "metrics" and before[0].data["train_loss"] == 2.0
+    # The worker is lost; another one repeats the step, and goes on.
+    more = [started("sft-1", SECOND, 22), Step(seq=2, time=22, step=1, metrics={"loss": 2.0, "tokens": 8})]
+    more += [
+        Step(seq=3, time=23, step=2, metrics={"loss": 1.0, "tokens": 6}),
+        Saved(seq=4, time=24, step=2, path="p", manifest_sha256="0" * 64),
+    ]
+    more += [Evaluated(seq=5, time=25, step=2, metrics={"loss": 1.5}), Succeeded(seq=6, time=26, step=2, device="held")]
+    put_log(store, "sft-1", SECOND, more)
+    done = view(state="succeeded", phase="done", timeline=timeline, version=1, ended_at=30.0)
+    after = told(done)
+    assert [event.id for event in after[-len(before) :]] == [event.id for event in before]
+    assert len({event.id for event in after}) == len(after)
+    assert [event.created_at for event in after] == sorted((event.created_at for event in after), reverse=True)
+    assert after[1].message == "New fine-tuned model created: bot:v1"
+    assert asyncio.run(histories.of(done.run_id)).trained_tokens() == 14, "a step that was repeated counts once"
+    assert asyncio.run(histories.of(done.run_id)).saved_at() == {2: 24.0}
+
+
+def test_statuses_in_openais_words() -> None:
+    phases = ["queued", "downloading", "waiting_for_worker", "training", "publishing"]
+    told = [status_of(view(phase=phase)) for phase in phases]
+    assert told == ["validating_files", "validating_files", "queued", "running", "running"]
+    assert status_of(view(phase="waiting_for_worker", step=3)) == "running", "it never goes back"
+    assert [status_of(view(state=state)) for state in ("paused", "failed", "cancelled")] == [
+        "paused",
+        "failed",
+        "cancelled",
+    ]
+
+
+def test_the_error_of_a_job_names_its_file() -> None:
+    def param(*phases: str, kind: str = "invalid_input", **changes: Any) -> str | None:
+        spans = [{"phase": phase, "began": 0.0} for phase in phases]
+        failed = {"state": "failed", "phase": phases[-1], "problem": {"kind": kind, "message": "rows.jsonl:3: no"}}
+        error = job_of(view(**failed, timeline=spans, **changes), None).error
+        assert error is not None
+        return error.param
+
+    assert param("checking", "downloading") == param("downloading", "tokenizing") == "training_file"
+    assert param("downloading", "tokenizing", "packing", "downloading", "tokenizing") == "validation_file"
+    assert param("checking") is None and param("downloading", "tokenizing", kind="store_unavailable") is None
+    assert param("downloading", "tokenizing", "packing", "waiting_for_worker") is None
+
+
+def test_metrics_as_a_table() -> None:
+    metrics = Metrics(
+        steps=(StepMetrics(step=1, metrics={"loss": 2.0, "tokens": 8}), StepMetrics(step=2, metrics={"loss": 1.0})),
+        evaluations=(
+            EvaluationMetrics(step=0, metrics={"loss": 3.0}),
+            EvaluationMetrics(step=2, metrics={"loss": 1.5}),
+        ),
+    )
+    assert metrics_csv(metrics).decode().splitlines() == [
+        "step,train_loss,valid_loss,train_tokens",
+        "0,,3.0,",
+        "1,2.0,,8.0",
+        "2,1.0,1.5,",
+    ]
+
+
+def test_events_of_train_steps_stand_behind_their_jobs(tmp_path: Any) -> None:
+    store = open_store(tmp_path.as_uri(), S3Settings())
+    histories = Histories(RunReader(store))
+
+    def told(view: RunView) -> list[JobEvent]:
+        return job_events(view, asyncio.run(histories.of(view.run_id)))
+
+    rollouts = {"prompts": {"uri": "u"}, "grader": CHECK, "steps": 2}
+    run = RLRun.model_validate({"model": "m", "rollouts": rollouts})
+
+    def record(step: int, **metrics: float) -> None:
+        status = StepStatus(step=step, key=str(step), groups="u", state="done", metrics=metrics)
+        store.put_bytes(RunKeys("rl-1").step(step), status.model_dump_json().encode())
+
+    def work(step: int, when: float) -> None:
+        put_log(store, "rl-1", FIRST, [Step(seq=1, time=when, step=step, metrics={"tokens": 8})], f"{step:06d}")
+
+    record(0, eval_reward_mean=0.25)
+    work(1, 21)
+    record(1, reward_mean=0.5)
+    going = view("rl-1", kind="rl", run=run, phase="training")
+    before = told(going)
+    work(2, 31)
+    record(2, reward_mean=0.75, eval_reward_mean=0.5)
+    after = told(going)
+    assert [event.id for event in after[-len(before) :]] == [event.id for event in before]
+    rewards = [
+        (e.data["step"], e.data.get("train_mean_reward"), e.data.get("valid_mean_reward"))
+        for e in after[::-1]
+        if "Train step" in e.message
+    ]
+    assert rewards == [(0, None, 0.25), (1, 0.5, None), (2, 0.75, 0.5)]
+    assert [e.message.split()[0] for e in after[::-1]] == ["Created", "Train", "Step", "Train", "Step", "Train"]

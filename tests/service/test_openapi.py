@@ -26,7 +26,7 @@ allow-x00 = true
 # Whether a request is good is decided here by rules that JSON Schema has no words for, or none that a generator could
 # follow. Of these alone it is not asked that whatever fits the schema is taken; all other checks are made of them too.
 HAS_MORE_RULES = {
-    r"POST /api/v1/runs/(sft|dpo|distill|reward|rl)": "numbers that must fit: layout, ranks, epochs or steps, losses",
+    r"POST /api/v1/runs(/(sft|dpo|distill|reward|rl))?": "numbers that must fit: layout, epochs or steps, losses",
     r"POST /api/v1/estimate": "the same; and a model and data that can be brought",
     r"POST /api/v1/(validate|preview)": "a model and data that can be brought",
     r"POST /api/v1/sessions": "a published name, where the model is one",

@@ -21,16 +21,18 @@ from temporalio.api.workflowservice.v1 import (
 from temporalio.client import Client
 from temporalio.service import RPCError
 
+from longshore.dataset_runs import SFTRun
+from longshore.runs import RunRecord, Source
+from longshore.views import RunView
 from service.backend import Backend
 from service.database import engine
-from service.database.engine import open_database
+from service.database.engine import RunRow, open_database
 from service.files import uploads_folder
-from service.runs.views import RunView
+from service.runs.rows import run_row
+from service.runs.runs import queued
 from shared.errors import StoreUnavailable
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.requests import RunRecord, Source
 from shared.settings import S3Settings, Settings
-from shared.storage.paths import RunKeys, run_index
+from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, open_store
 from tests.conftest import free_port
 from tests.depth import drawn
@@ -78,6 +80,7 @@ def test_a_run_that_is_accepted_without_temporal_starts_when_it_is_back(tmp_path
         assert api.get(f"/runs/{run_id}").json()["state"] == "succeeded"
 
 
+@pytest.mark.deep
 def test_a_run_that_an_operator_terminates_is_shown_as_failed(service, settings: Settings, api) -> None:
     run_id = api.post("/runs/sft", json=sft(seed=WAITS)).json()["run_id"]
     command = [TEMPORAL, "workflow", "terminate", "--address", settings.temporal_address, "--workflow-id", run_id]
@@ -90,6 +93,7 @@ def test_a_run_that_an_operator_terminates_is_shown_as_failed(service, settings:
     wait_until(lambda: api.get(f"/runs/{run_id}").json()["state"] == "succeeded", "the resumed run succeeds")
 
 
+@pytest.mark.deep
 def test_a_repeated_key_gives_an_ended_run_that_temporal_has_forgotten(tmp_path: Path) -> None:
     port = free_port()
     settings = Settings(root=tmp_path, temporal_address=f"127.0.0.1:{port}")
@@ -113,12 +117,21 @@ def test_a_record_that_cannot_be_read_strands_no_other_run(temporal_address: str
     settings = Settings(root=tmp_path, temporal_address=temporal_address, control_queue=f"control-{time.time_ns()}")
     store = open_store(settings.store, settings.s3)
     lost = RunRecord(run_id="sft-1-lost", run=SFTRun.model_validate(sft(seed=SUCCEEDS)), created_at=1.0)
-    for run_id, record in (("sft-2-spoilt", b"{}"), (lost.run_id, lost.model_dump_json().encode())):
-        store.put_bytes(run_index(run_id), b"")
-        store.put_bytes(RunKeys(run_id).record, record)
+    spoilt = run_row(lost.model_copy(update={"run_id": "sft-2-spoilt"}), queued(lost))
+    spoilt.record = "{}"
+    _accept(settings, spoilt, run_row(lost, queued(lost)))
     with serving(settings) as service, polling(settings), service.http() as api:
         wait_until(lambda: store.head(RunKeys(lost.run_id).result), "the sweep starts the other run")
-        assert api.get(f"/runs/{lost.run_id}").json()["state"] == "succeeded"
+        # Its row is written behind its result.
+        wait_until(lambda: api.get(f"/runs/{lost.run_id}").json()["state"] == "succeeded", "it succeeds")
+
+
+def _accept(settings: Settings, *rows: RunRow) -> None:
+    """As a service did that died behind it."""
+    database = open_database(settings)
+    engine.upgrade(database)
+    database.write(lambda session: session.add_all(rows))
+    database.close()
 
 
 def test_a_run_that_cannot_be_queried_holds_up_no_other(temporal_address: str, tmp_path: Path) -> None:
@@ -129,8 +142,7 @@ def test_a_run_that_cannot_be_queried_holds_up_no_other(temporal_address: str, t
         with serving(settings) as service, service.http() as api:
             mute = api.post("/runs/sft", json=sft(seed=MUTE)).json()["run_id"]
         lost = RunRecord(run_id="sft-zzz-lost", run=SFTRun.model_validate(sft(seed=SUCCEEDS)), created_at=1.0)
-        store.put_bytes(run_index(lost.run_id), b"")
-        store.put_bytes(RunKeys(lost.run_id).record, lost.model_dump_json().encode())
+        _accept(settings, run_row(lost, queued(lost)))
         with serving(settings) as service, service.http() as api:
             wait_until(lambda: store.head(RunKeys(lost.run_id).result), "the sweep starts the other run")
             assert api.get(f"/runs/{mute}").json()["state"] == "running"
@@ -238,6 +250,7 @@ def test_a_store_that_is_away_is_503(temporal_address: str, tmp_path: Path, monk
         assert api.get("/health").json()["store"] == "away"
 
 
+@pytest.mark.deep
 def test_a_store_in_s3(temporal_address: str, tmp_path: Path, s3_server) -> None:
     settings = Settings(
         root=tmp_path,
@@ -270,22 +283,19 @@ class LosesAnswers(LocalStore):
         raise StoreUnavailable("the answer was lost")
 
 
-async def test_a_run_is_accepted_exactly_if_its_record_stands_whatever_the_store_answered(tmp_path: Path) -> None:
+async def test_a_run_is_accepted_whatever_the_store_answered(tmp_path: Path) -> None:
+    """Its row is there: its record is put before it starts."""
     run = SFTRun.model_validate(sft(seed=SUCCEEDS, dtype="float32"))
     for writes in (True, False):
         root = tmp_path / str(writes)
         settings = Settings(root=root)
         backend = Backend(settings, LosesAnswers(root / "store", writes), open_database(settings))
         engine.upgrade(backend.database)
-        accepting = backend.runs.accept("sft-1", run, "default", None, Source())
-        if writes:
-            record, _ = await accepting
-            assert record.run == run
-        else:
-            with pytest.raises(StoreUnavailable):
-                await accepting
+        record, is_new = await backend.runs.accept("sft-1", run, "default", None, Source())
+        assert record.run == run and is_new
+        assert (await backend.runs.accept("sft-1", run, "default", None, Source())) == (record, False)
         listed = await backend.runs.page("default", limit=10)
-        assert [one.run_id for one in listed.runs] == ["sft-1"] * writes
+        assert [one.run_id for one in listed.runs] == ["sft-1"]
         backend.database.close()
 
 

@@ -12,24 +12,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from longshore.fields import Frozen, Name
+from longshore.accounts import FilePage, QuotaSettings
+from longshore.automation import NoticeId, ScheduledRun, WebhookId, WebhookUrl
+from longshore.dataset_runs import SFTRun
+from longshore.events import Step
+from longshore.fields import Fence, Frozen, Name
+from longshore.runs import MetadataKey, MetadataValue, RunId, RunRecord, Source, Tenant
+from longshore.views import RunStatus
 from service.accounts.keys import Keys, SignIns
 from service.accounts.tenants import Access, Quotas
 from service.apis.openai.files import plain_name
-from service.database.engine import Database, open_database, upgrade
-from service.files import FilePage, Files
+from service.database.engine import Database
+from service.files import Files
 from service.runs.rows import RunRows
-from shared.automation import NoticeId, ScheduledRun, Webhook, WebhookId, WebhookUrl, new_secret
+from shared.automation import Webhook, new_secret
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.events import Step
-from shared.limits import QuotaSettings
-from shared.runs.dataset_runs import SFTRun
 from shared.runs.events import EventCursor, read_run_events
-from shared.runs.requests import MetadataKey, MetadataValue, RunId, RunRecord, Source, Tenant
-from shared.runs.status import RunStatus
 from shared.settings import Settings
 from shared.storage.artifacts import CheckpointName
-from shared.storage.paths import Fence, RunKeys
+from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, open_store
 
 # Letters that mean something to somebody: to paths, to SQL, to JSON, to headers, to terminals.
@@ -131,14 +132,6 @@ def test_a_cursor_that_was_made_up_shows_whole_events_or_is_refused(
 # What the database is asked with: either kind takes any text.
 
 
-@pytest.fixture(scope="module")
-def database(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
-    database = open_database(Settings(root=tmp_path_factory.mktemp("root"), database_url=database_url))
-    upgrade(database)
-    yield database
-    database.close()
-
-
 def recorded(run_id: str, metadata: dict[str, str]) -> tuple[RunRecord, RunStatus]:
     run = SFTRun.model_validate({"model": "m", "dataset": {"uri": "u"}, "steps": 1, "batch_size": 1})
     record = RunRecord(run_id=run_id, tenant="acme", run=run, source=Source(metadata=metadata), created_at=1.0)
@@ -184,7 +177,7 @@ def test_the_database_is_asked_with_any_text(database: Database, tmp_path: Path)
     store = LocalStore(tmp_path)
     quotas = Quotas(QuotaSettings(), store, database)
     rows, files = RunRows(database, quotas), Files(store, database, quotas, tmp_path)
-    keys = Keys(Settings(root=tmp_path), store, database)
+    keys = Keys(Settings(root=tmp_path), database)
     sessions = SignIns(database, keys)
 
     @settings(QUIET, max_examples=40)

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from service.apis.tinker.wire import TINKER
-from service.inference.art_models import UntrainedModels
-from service.temporal import Temporal
+from service.app import create_app
 from shared.storage.host_states import write_fast_bf16
 from shared.storage.paths import RunKeys
 from tests.service.conftest import KEY, Service, polling, serving, settings_below, sft
@@ -113,7 +112,7 @@ def test_a_model_of_art_keeps_the_one_that_it_was_registered_with(
 
 
 async def test_base_models_are_asked_in_the_precision_of_sessions(service: Service, tiny_model: Path) -> None:
-    models = UntrainedModels(service.settings, Temporal(service.settings), service.store)
+    models = create_app(service.settings).state.backend.untrained
     for is_fast, dtype in ((FAST, "bfloat16"), (SLOW, "float32")):
         say(service, is_fast)
         assert (await models.target("default", tiny_model.as_uri())).dtype == dtype

@@ -1,42 +1,33 @@
-"""Two at once: the index rebuilt beside a service, files that share their bytes, uploads that are ended twice."""
+"""Two at once: files that share their bytes, uploads that are ended twice."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Event
 
 import pytest
+from sqlalchemy import select, update
 
-from service.accounts.keys import Keys
+from longshore.accounts import QuotaSettings
 from service.accounts.tenants import Quotas, Tenants
-from service.database import engine
-from service.database.engine import Database
+from service.database.engine import Database, DocumentRow, FileRow
+from service.errors import Conflict
 from service.files import FileRecord, Files, UploadRecord, Uploads
-from service.rebuild import rebuild
 from shared.errors import NotFound
-from shared.limits import QuotaSettings
-from shared.settings import Settings
 from shared.storage import paths
-from shared.storage.store import LocalStore, ObjectInfo
+from shared.storage.files import go_on
+from shared.storage.store import Check, LocalStore, ObjectInfo
 
 CONTENT = b'{"text": "a"}\n'
-
-
-@pytest.fixture(scope="module")
-def database(database_url: str) -> Iterator[Database]:
-    database = Database(database_url)
-    engine.upgrade(database)
-    yield database
-    database.close()
 
 
 @pytest.fixture
 def tenant(database: Database, tmp_path: Path) -> str:
     """A tenant of the test's own: the database is all tests'."""
     name = f"t{time.time_ns()}"
-    asyncio.run(Tenants(LocalStore(tmp_path), database).create(name))
+    asyncio.run(Tenants(database).create(name))
     return name
 
 
@@ -55,15 +46,6 @@ class Meanwhile(LocalStore):
             if expected[0] == operation and key.startswith(expected[1]):
                 self._expected.pop(expected)()
 
-    def get_bytes(self, key: str) -> bytes:
-        data = super().get_bytes(key)
-        self._happens("get_bytes", key)
-        return data
-
-    def put_bytes(self, key: str, data: bytes) -> None:
-        super().put_bytes(key, data)
-        self._happens("put_bytes", key)
-
     def head(self, key: str) -> ObjectInfo | None:
         found = super().head(key)
         self._happens("head", key)
@@ -72,6 +54,10 @@ class Meanwhile(LocalStore):
     def read_range(self, key: str, start: int, length: int) -> bytes:
         self._happens("read_range", key)
         return super().read_range(key, start, length)
+
+    def put_file(self, key: str, path: Path, check: Check = go_on) -> None:
+        self._happens("put_file", key)
+        super().put_file(key, path, check)
 
     def delete(self, key: str) -> None:
         self._happens("delete", key)
@@ -93,45 +79,7 @@ def files_of(store: LocalStore, database: Database) -> Files:
 
 def uploads_of(store: LocalStore, database: Database) -> Uploads:
     quotas = Quotas(QuotaSettings(), store, database)
-    return Uploads(store, Files(store, database, quotas, store.root / "scratch"), quotas, store.root / "scratch")
-
-
-# The index is rebuilt beside a service.
-
-
-async def test_a_key_that_is_revoked_meanwhile_stays_revoked(database: Database, store: Meanwhile, tenant: str) -> None:
-    keys = Keys(Settings(root=store.root), store, database)
-    key = await keys.create(tenant)
-    store.once("get_bytes", paths.key_record(key.key_id), lambda: asyncio.run(keys.revoke(tenant, key.key_id)))
-    await asyncio.to_thread(rebuild, store, database)
-    assert (await keys.list(tenant))[0].revoked_at is not None
-    assert await Keys(Settings(root=store.root), store, database).find(f"Bearer {key.key}") is None
-
-
-async def test_a_key_that_is_made_meanwhile_is_answered(database: Database, store: Meanwhile, tenant: str) -> None:
-    keys = Keys(Settings(root=store.root), store, database)
-    store.once("put_bytes", paths.key_record(), lambda: rebuild(LocalStore(store.root), database))
-    made = await keys.create(tenant)
-    assert await keys.find(f"Bearer {made.key}") is not None
-
-
-async def test_a_file_that_is_deleted_meanwhile_stays_deleted(
-    database: Database, store: Meanwhile, tenant: str
-) -> None:
-    files = files_of(store, database)
-    file = await files.receive(tenant, "a.jsonl", chunks())
-    record = paths.file_record(tenant, file.file_id)
-    store.once("get_bytes", record, lambda: asyncio.run(files.delete(tenant, file.file_id)))
-    await asyncio.to_thread(rebuild, store, database)
-    with pytest.raises(NotFound):
-        await files.show(tenant, file.file_id)
-
-
-async def test_quotas_that_are_set_meanwhile_hold(database: Database, store: Meanwhile, tenant: str) -> None:
-    tenants, given = Tenants(store, database), QuotaSettings(concurrent_runs=3)
-    store.once("get_bytes", paths.tenant_record(tenant), lambda: asyncio.run(tenants.set_quotas(tenant, given)))
-    await asyncio.to_thread(rebuild, store, database)
-    assert (await tenants.show(tenant)).quotas == given
+    return Uploads(store, database, files_of(store, database), quotas, store.root / "scratch")
 
 
 # Files with the same bytes.
@@ -168,8 +116,35 @@ async def test_who_uploads_waits_for_the_one_who_deletes_the_same_bytes(
         await files.delete(tenant, first.file_id)
         second: FileRecord = await asyncio.wrap_future(uploading[0])
     assert await files.show(tenant, second.file_id) == second
-    assert store.head(paths.file_record(tenant, second.file_id)) is not None
     assert b"".join(files.content(second)) == CONTENT
+
+
+@pytest.mark.parametrize("ended_in", ["put_file", "delete"])
+async def test_a_service_that_dies_with_a_file_in_hand_leaves_none_without_bytes(
+    database: Database, store: Meanwhile, tenant: str, ended_in: str
+) -> None:
+    files = files_of(store, database)
+    kept = await files.receive(tenant, "a.jsonl", chunks(), file_id="file-kept") if ended_in == "delete" else None
+
+    def dies() -> None:
+        raise KeyboardInterrupt
+
+    store.once(ended_in, f"{paths.tenant_folder(tenant)}/uploads", dies)
+    with ThreadPoolExecutor(1) as other:  # the interrupt is to end the request's own thread
+        work = files.delete(tenant, kept.file_id) if kept else files.receive(tenant, "a.jsonl", chunks())
+        with pytest.raises(KeyboardInterrupt):
+            await asyncio.wrap_future(other.submit(asyncio.run, work))
+    assert (await files.page(tenant, limit=10)).files == ()
+    await files.prune()
+    rows = select(FileRow).where(FileRow.tenant == tenant)
+    assert len(database.write(lambda session: session.scalars(rows).all())) == 1, "it may still be at work"
+    late = update(FileRow).where(FileRow.tenant == tenant).values(state_at=time.time() - 100_000)
+    database.write(lambda session: session.execute(late) and None)
+    await files.prune()
+    assert not database.write(lambda session: session.scalars(rows).all())
+    assert not list(store.list(paths.tenant_folder(tenant)))
+    again = await files.receive(tenant, "a.jsonl", chunks())
+    assert b"".join(files.content(again)) == CONTENT
 
 
 @pytest.mark.parametrize("oldest_first", [False, True])
@@ -199,8 +174,9 @@ async def pending(uploads: Uploads, tenant: str) -> tuple[UploadRecord, str]:
     return upload, (await uploads.add_part(tenant, upload.upload_id, chunks())).part_id
 
 
-def put(store: LocalStore, record: UploadRecord) -> None:
-    store.put_bytes(paths.chunked_upload(record.tenant, record.upload_id), record.model_dump_json().encode())
+def put(database: Database, record: UploadRecord) -> None:
+    values = update(DocumentRow).where(DocumentRow.kind == "upload", DocumentRow.key == record.upload_id)
+    database.write(lambda session: session.execute(values.values(body=record.model_dump_json())) and None)
 
 
 def parts_of(store: LocalStore, record: UploadRecord) -> list[ObjectInfo]:
@@ -215,9 +191,9 @@ async def test_parts_of_an_upload_that_ended_are_pruned_before_what_is_known_of_
     uploads = uploads_of(store, database)
     (recent, _), (old, _) = await pending(uploads, tenant), await pending(uploads, tenant)
     waiting, _ = await pending(uploads, tenant)
-    put(store, recent.model_copy(update={"state": state}))
-    put(store, old.model_copy(update={"state": state, "expires_at": time.time() - 90_000}))
-    uploads.prune()
+    put(database, recent.model_copy(update={"state": state}))
+    put(database, old.model_copy(update={"state": state, "expires_at": time.time() - 90_000}))
+    await uploads.prune()
     assert not parts_of(store, recent) and (await uploads.show(tenant, recent.upload_id)).state == state
     assert not parts_of(store, old)
     with pytest.raises(NotFound):
@@ -228,22 +204,22 @@ async def test_parts_of_an_upload_that_ended_are_pruned_before_what_is_known_of_
 async def test_parts_are_not_pruned_while_they_are_joined(database: Database, store: Meanwhile, tenant: str) -> None:
     uploads = uploads_of(store, database)
     upload, part = await pending(uploads, tenant)
-    put(store, upload.model_copy(update={"expires_at": time.time() + 300}))
+    put(database, upload.model_copy(update={"expires_at": time.time() + 300}))
 
     def ten_minutes_later() -> None:
-        known = UploadRecord.model_validate_json(store.get_bytes(paths.chunked_upload(tenant, upload.upload_id)))
-        put(store, known.model_copy(update={"expires_at": known.expires_at - 600}))
-        uploads.prune()
+        known = asyncio.run(uploads.show(tenant, upload.upload_id))
+        put(database, known.model_copy(update={"expires_at": known.expires_at - 600}))
+        asyncio.run(uploads.prune())
 
     store.once("read_range", paths.upload_part(tenant, upload.upload_id), ten_minutes_later)
     record, file = await uploads.complete(tenant, upload.upload_id, [part])
     assert (record.state, file.size) == ("completed", len(CONTENT))
 
 
-async def test_who_completes_a_second_time_waits_for_the_first(
+async def test_an_upload_is_completed_once_and_not_cancelled_meanwhile(
     database: Database, store: Meanwhile, tenant: str
 ) -> None:
-    uploads = uploads_of(store, database)
+    uploads, others = uploads_of(store, database), uploads_of(store, database)
     upload, part = await pending(uploads, tenant)
     joining, go_on = Event(), Event()
 
@@ -254,13 +230,14 @@ async def test_who_completes_a_second_time_waits_for_the_first(
     store.once("read_range", paths.upload_part(tenant, upload.upload_id), join_slowly)
     first = asyncio.create_task(uploads.complete(tenant, upload.upload_id, [part]))
     assert await asyncio.to_thread(joining.wait, 60)
-    second = asyncio.create_task(uploads.complete(tenant, upload.upload_id, [part]))
-    cancel = asyncio.create_task(uploads.cancel(tenant, upload.upload_id))
-    await asyncio.wait([second, cancel], timeout=1)
+    for each in (uploads, others):
+        with pytest.raises(Conflict, match="is being completed"):
+            await each.cancel(tenant, upload.upload_id)
+    second = await others.complete(tenant, upload.upload_id, [part])
     go_on.set()
-    assert (await first)[1] == (await second)[1]
-    with pytest.raises(Exception, match="is completed"):
-        await cancel
+    assert (await first)[1] == second[1]
+    with pytest.raises(Conflict, match="is completed"):
+        await others.cancel(tenant, upload.upload_id)
 
 
 async def test_an_upload_that_another_process_completed_is_answered(

@@ -1,15 +1,22 @@
 """Runs that are removed, and collections of garbage, over real HTTP: what is gone, what stays, and who may."""
 
+import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from sqlalchemy import delete, select
 
+from service.database.engine import UseRow, open_database
+from service.host import note_uses
+from service.runs.uses import Uses
+from service.temporal import connect_temporal
 from shared.limits import RetentionSettings
 from shared.settings import Settings
 from shared.storage.artifacts import seal, upload_artifact
-from shared.storage.paths import RunKeys, published_version, version_claim
-from shared.storage.stored_bytes import expired, use
+from shared.storage.paths import RunKeys, published_version, tokenized, version_claim
+from shared.storage.stored_bytes import UseRequest
 from tests.service.conftest import Service, ended, polling, serving, settings_below, sft, submitted
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
 from tests.waiting import wait_until
@@ -45,7 +52,7 @@ def test_a_removed_run_is_gone_from_lists_and_from_the_store(api, service: Servi
     gone = api.delete(f"/runs/{run_id}")
     assert gone.status_code == 200, gone.text
     assert (gone.json()["stays_published"], gone.json()["num_bytes"] > 1000) == (False, True)
-    assert _left(service, run_id) == [] and not list(service.store.list("deleting/"))
+    assert _left(service, run_id) == []
     assert api.get("/usage").json()["stored_bytes"] < before
     service.rebuild()
     assert [api.request(method, f"/runs/{run_id}").status_code for method in ("GET", "DELETE")] == [404, 404]
@@ -94,7 +101,7 @@ def test_what_is_needed_is_not_removed(api, service: Service) -> None:
     assert refused.status_code == 409 and "cancel it" in refused.text
     source = submitted(api, seed=SUCCEEDS).run_id
     ended(api, source)
-    use(service.store, RunKeys(source).prefix, running)
+    service.note_use(RunKeys(source).prefix, running)
     refused = api.delete(f"/runs/{source}")
     assert refused.status_code == 409 and running in refused.text
     api.post(f"/runs/{running}/cancel")
@@ -103,7 +110,6 @@ def test_what_is_needed_is_not_removed(api, service: Service) -> None:
 
 
 def test_a_run_whose_state_a_policy_deleted_is_not_resumed_afresh(api, service: Service, tmp_path: Path) -> None:
-    """And one of which the service has not heard that it was: its workflow refuses."""
     run_id = submitted(api, seed=FAILS).run_id
     ended(api, run_id)
     key = _put_checkpoint(service, run_id, tmp_path / "made")
@@ -117,7 +123,6 @@ def test_a_run_whose_state_a_policy_deleted_is_not_resumed_afresh(api, service: 
     assert service.store.head(f"{key}/weights") is None and service.store.head(f"{kept}/weights") is not None
     refused = api.post(f"/runs/{run_id}/resume")
     assert refused.status_code == 409 and "deleted" in refused.text
-    service.store.delete(expired(run_id))
     api.post(f"/runs/{live}/cancel")
 
 
@@ -140,12 +145,32 @@ def test_the_bytes_of_runs_are_shown_and_count(api, service: Service, cli, tmp_p
     assert (removed.code, "is removed" in removed.stderr) == (0, True), removed
 
 
-def test_a_tenant_neither_removes_nor_collects_what_is_anothers(api, theirs) -> None:
-    run_id = submitted(api, seed=SUCCEEDS).run_id
-    ended(api, run_id)
-    assert theirs.delete(f"/runs/{run_id}").status_code == 404
-    assert theirs.post("/gc").status_code == 403
-    assert api.get(f"/runs/{run_id}").status_code == 200
+async def test_what_a_host_uses_is_not_deleted_also_by_a_restored_database(service: Service) -> None:
+    """It waits for a deletion that is going on; and Temporal remembers what the database has forgotten."""
+    client = await connect_temporal(service.settings)
+    note, request = note_uses(client, service.settings), UseRequest(unit=tokenized("0" * 32), run_id="sft-other")
+    database = open_database(service.settings)
+    users = select(UseRow.run_id).where(UseRow.unit == request.unit)
+
+    def used() -> list[str]:
+        return list(database.read(lambda session: session.scalars(users).all()))
+
+    def claim() -> None:
+        with Uses(database).claiming(request.unit) as (claim,):
+            assert claim is not None and not claim.users
+            noting = threads.submit(note, request)
+            with pytest.raises(TimeoutError):
+                noting.result(2)
+            assert used() == []
+        noting.result(60)
+
+    with ThreadPoolExecutor(2) as threads:
+        await asyncio.wrap_future(threads.submit(claim))
+    assert used() == [request.run_id]
+    database.write(lambda session: session.execute(delete(UseRow)))
+    with serving(service.settings):
+        await asyncio.to_thread(wait_until, lambda: used() == [request.run_id], "the use is known again")
+    database.close()
 
 
 def test_it_is_done_by_itself(temporal_address: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.workflows.stack import started
 from tests.workflows.stand_in import REPOSITORY
 
 SCRIPT = REPOSITORY / "infra" / "slurm" / "host.sbatch"
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing() or ""), pytest.mark.deep]
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from longshore.dataset_runs import SFTRun
+from longshore.runs import RunRecord
+from longshore.views import RunStatus
 from service.database.engine import open_database
 from service.runs.rows import run_row
 from shared.limits import PriceSettings
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.requests import RunRecord
-from shared.runs.status import RunStatus
 from shared.settings import Settings
 from tests.service.conftest import Service, key_of_acme, reaches, serving, settings_below, sft, started
 from tests.service.stand_in import WAITS

@@ -11,10 +11,11 @@ import pytest
 
 from activities.host_context import HostContext
 from activities.records.run_records import RunRecords, StepRecordRequest
+from longshore.events import Event, Started, Step, Succeeded
+from longshore.fields import Fence
+from longshore.views import Problem, StepStatus
 from service.cli.run_output import step_line
-from shared.jobs.events import Event, Started, Step, Succeeded
-from shared.runs.status import Problem, StepStatus
-from shared.storage.paths import Fence, RunKeys
+from shared.storage.paths import RunKeys
 from tests.service.conftest import LONGSHORE, Service, sft
 from tests.waiting import wait_until
 

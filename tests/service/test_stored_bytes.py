@@ -1,32 +1,32 @@
-"""Room for bytes, on SQLite and on PostgreSQL: services that count at once, hosts beside them, and those that die."""
+"""Room for bytes, on SQLite and on PostgreSQL: services that count at once, those that die, and what hosts write."""
 
 import asyncio
-import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import delete, func, select
 
+from longshore.accounts import QuotaSettings, Room
+from longshore.automation import Backfill, ScheduledRun
+from service.accounts import tenants
 from service.accounts.tenants import Quotas
-from service.automation.schedule_views import Backfill
+from service.automation.schedules import check_times
 from service.database import engine
-from service.database.engine import Database, TenantRow
+from service.database.engine import Database, StoredRow, TenantRow
 from service.errors import QuotaExceeded
-from shared.automation import ScheduledRun
 from shared.errors import InvalidInput
-from shared.limits import QuotaSettings
-from shared.storage import paths, stored_bytes
-from shared.storage.store import LocalStore, ObjectInfo
-from shared.storage.stored_bytes import Ledger, Reservation, Room
+from shared.storage.paths import RunKeys, published_version
+from shared.storage.store import LocalStore
+from shared.storage.stored_bytes import COMMANDS, Measurement, Stored, check_room
 from tests.service.conftest import sft
 
 QUOTAS = QuotaSettings(stored_bytes=100)
 
 
 @pytest.fixture(scope="module")
-def databases(database_url: str) -> Iterator[list[Database]]:
+def database_of_all(database_url: str) -> Iterator[list[Database]]:
     """One database, as four services see it."""
     found = [Database(database_url) for _ in range(4)]
     engine.upgrade(found[0])
@@ -37,135 +37,108 @@ def databases(database_url: str) -> Iterator[list[Database]]:
 
 
 @pytest.fixture
+def databases(database_of_all: list[Database]) -> list[Database]:
+    database_of_all[0].write(lambda session: session.execute(delete(StoredRow)))
+    return database_of_all
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path)
 
 
-async def write(quotas: Quotas, store: LocalStore, name: str, num_bytes: int) -> None:
-    async with quotas.reservation("acme") as reserved:
-        await reserved.hold(num_bytes)
-        await asyncio.to_thread(store.put_bytes, f"{paths.tenant_folder('acme')}/uploads/{name}/x", b"x" * num_bytes)
-        await reserved.settle(num_bytes)
+async def write(quotas: Quotas, run_id: str, num_bytes: int) -> None:
+    async def put() -> bool:
+        await asyncio.sleep(0.01)
+        return True
+
+    await quotas.put_noted("acme", run_id, COMMANDS, num_bytes, put)
+
+
+async def used(quotas: Quotas) -> int:
+    return (await quotas.usage("acme")).stored_bytes
 
 
 async def test_of_many_services_writers_with_room_for_one_one_writes(
     databases: list[Database], store: LocalStore
 ) -> None:
     services = [Quotas(QUOTAS, store, database) for database in databases]
-    for quotas in services:
-        assert await quotas.stored_bytes("acme") == 0  # counted, and trusted for a minute
-    writers = (write(services[n % 4], store, str(n), 60) for n in range(16))
-    answers = await asyncio.gather(*writers, return_exceptions=True)
+    answers = await asyncio.gather(
+        *(write(services[n % 4], f"session-{n}", 60) for n in range(16)), return_exceptions=True
+    )
     assert answers.count(None) == 1
     assert sum(isinstance(answer, QuotaExceeded) for answer in answers) == 15
-    for quotas in services:
-        assert await quotas.stored_bytes("acme") == 60
-    await write(services[3], store, "small", 40)
-    assert await services[0].stored_bytes("acme") == 100
+    assert [await used(quotas) for quotas in services] == [60] * 4
+    await write(services[3], "session-small", 40)
+    assert await used(services[0]) == 100
 
 
-async def test_a_service_and_a_host_see_each_other(databases: list[Database], store: LocalStore) -> None:
-    quotas, host = Quotas(QUOTAS, store, databases[0]), Room(store, "acme", QUOTAS)
-    with host.reserving(70, "data"):
-        with pytest.raises(QuotaExceeded, match="70 bytes of 100: 40 more"):
-            await write(quotas, store, "a", 40)
-        host.ledger.bring("sft-1", "train", 70)
-    with pytest.raises(QuotaExceeded):
-        await write(Quotas(QUOTAS, store, databases[1]), store, "a", 40)
-    await write(quotas, store, "b", 30)
-    assert host.left() == 0
-    with pytest.raises(InvalidInput, match="quota stored_bytes"), host.reserving(1, "data"):
-        pass
-
-
-def test_what_was_never_written_is_given_back_also_by_the_dead(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = Room(store, "acme", QUOTAS)
-    with pytest.raises(OSError), host.reserving(100, "data"):
-        raise OSError("the disk is full")
-    assert host.left() == 100
-    Reservation(store, "acme").hold(100)  # its process dies
-    assert host.left() == 0
-    later = stored_bytes.time.time() + 1000
-    monkeypatch.setattr(stored_bytes.time, "time", lambda: later)
-    assert host.left() == 100
-
-
-class SlowStore(LocalStore):
-    """Answers no list until it may."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.is_asked, self.may_answer = threading.Event(), threading.Event()
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        self.is_asked.set()
-        assert self.may_answer.wait(120)
-        return super().list(prefix)
-
-
-async def test_a_slow_store_keeps_no_database_waiting(databases: list[Database], tmp_path: Path) -> None:
-    store = SlowStore(tmp_path)
-    store.may_answer.set()
-    quotas = Quotas(QUOTAS, store, databases[0])
-    assert await quotas.stored_bytes("acme") == 0
-    store.may_answer.clear()
-    store.is_asked.clear()
-    writer = asyncio.create_task(write(quotas, store, "a", 60))
-    try:
-        assert await asyncio.to_thread(store.is_asked.wait, 60)
-        # Both the process that waits for its store, and another.
-        change = update(TenantRow).where(TenantRow.tenant == "acme").values(title="changed")
-        for database in databases[:2]:
-            await asyncio.wait_for(database.writing(lambda session: session.execute(change) and None), 100)
-        assert not writer.done()
-    finally:
-        store.may_answer.set()
-        await writer
-
-
-async def test_reservations_leave_nothing_behind(
+async def test_what_was_never_written_is_given_back_also_by_the_dead(
     databases: list[Database], store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither folders, which every count would walk, nor for long the entries of what was written."""
-    quotas, place = Quotas(QUOTAS, store, databases[0]), store.root / paths.reserved("acme")
-    for number in range(4):
-        await write(quotas, store, str(number), 1)
+    quotas, other = (Quotas(QUOTAS, store, database) for database in databases[:2])
+
+    async def fail() -> bool:
+        assert await used(other) == 100
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError):
+        await quotas.put_noted("acme", "session-1", COMMANDS, 100, fail)
+    async with quotas.reservation("acme") as reserved:
+        await reserved.hold(50)
+        await reserved.hold(70)
+        assert await used(other) == 70
+        with pytest.raises(QuotaExceeded, match="70 bytes of 100: 40 more"):
+            await write(other, "session-2", 40)
         with pytest.raises(QuotaExceeded):
-            await write(quotas, store, "large", 200)
-    assert not [path for path in place.rglob("*") if path.is_dir()]
-    assert len(list(place.iterdir())) == 4
-    later = stored_bytes.time.time() + 300
-    monkeypatch.setattr(stored_bytes.time, "time", lambda: later)
-    ledger = Ledger(store, "acme")
-    assert (ledger.count().num_bytes, ledger.written_since(later)) == (4, 0)
-    assert not list(place.iterdir())
+            await reserved.hold(101)
+        assert await used(other) == 70, "an earlier reservation stays"
+    assert await used(quotas) == 0
+    dead = quotas.reservation("acme")
+    await (await dead.__aenter__()).hold(100)
+    with pytest.raises(QuotaExceeded):
+        await write(other, "session-2", 1)
+    later = time.time() + 1000
+    monkeypatch.setattr(tenants.time, "time", lambda: later)
+    assert await used(other) == 0
+    async with other.reservation("acme") as reserved:
+        await reserved.hold(100)
+    count = select(func.count()).select_from(StoredRow).where(StoredRow.expires_at.is_not(None))
+    assert await databases[0].reading(lambda session: session.scalars(count).one()) == 0, "the dead one's row is gone"
 
 
-def test_of_many_hosts_writers_with_room_for_one_one_writes(store: LocalStore) -> None:
-    def bring(number: int) -> bool:
-        try:
-            with Room(store, "acme", QUOTAS).reserving(60, "data"):
-                store.put_bytes(f"{paths.tenant_folder('acme')}/uploads/{number}/x", b"x" * 60)
-            return True
-        except InvalidInput:
-            return False
+async def test_a_run_is_measured_and_what_is_noted_meanwhile_stays(
+    databases: list[Database], store: LocalStore
+) -> None:
+    """Of data, what is a copy of the tenant's own upload does not count again."""
+    quotas, keys = Quotas(QUOTAS, store, databases[0]), RunKeys("sft-1")
+    for key, size in {
+        keys.record: 3,
+        f"{keys.dataset('train')}/rows.jsonl": 50,
+        keys.own_bytes("train", 20): 0,
+        keys.command(1): 5,
+        keys.command_result(1): 7,
+        f"{published_version('acme', 'adapters', 'a', 1)}/weights": 11,
+        f"{published_version('other', 'adapters', 'a', 1)}/weights": 13,
+    }.items():
+        store.put_bytes(key, b"x" * size)
+    await quotas.measure("acme", "sft-1")
+    measured = (await quotas.usage("acme")).measured.num_bytes
+    assert measured == {"commands": 5, "data": 30, "published": 11, "records": 3, "sessions": 7}
+    assert await quotas.room("acme") == Room(used=56, most=100)
+    began = time.time()
+    await write(quotas, "sft-1", 10)
+    every = [Stored(tenant="acme", owner="sft-1", what=what, num_bytes=1) for what in ("commands", "records")]
+    await quotas.note_measured(Measurement(began=began, stored=tuple(every)))
+    assert (await quotas.usage("acme")).measured.num_bytes == {"commands": 15, "records": 1}
+    assert await Quotas(QuotaSettings(), store, databases[0]).room("acme") == Room()
 
-    with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(bring, range(8))) == 1
-    assert Room(store, "acme", QUOTAS).left() == 40
 
-
-def test_a_tenants_own_quota_is_found_on_its_record(store: LocalStore) -> None:
-    store.put_bytes(paths.tenant_record("acme"), b'{"tenant": "acme", "quotas": {"stored_bytes": 7}, "created_at": 1}')
-    assert Room(store, "acme", QUOTAS).left() == 7
-    assert Room(store, "other", QUOTAS).left() == 100
-    assert Room(store, "other", QuotaSettings()).left() is None
-    Ledger(store, "acme").bring("sft-1", "train", 5)
-    assert Room(store, "acme", QUOTAS).left() == 2
-    Ledger(store, "acme").forget("sft-1")
-    assert Room(store, "acme", QUOTAS).left() == 7
+def test_a_host_keeps_to_the_room_that_it_was_told() -> None:
+    check_room(Room(used=70, most=100), "acme", 30, "data")
+    check_room(Room(), "acme", 1 << 60, "data")
+    with pytest.raises(InvalidInput, match="data: quota stored_bytes: acme stores 70 bytes of 100: 31 more"):
+        check_room(Room(used=70, most=100), "acme", 31, "data")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +159,7 @@ def test_how_many_times_a_backfill_may_act_at(times: dict[str, object], days: in
     scheduled = ScheduledRun.model_validate({"name": "n", "run": {"kind": "sft"} | sft()} | times)
     span = Backfill(begin=0, end=days * 86_400 - 1)
     if is_taken:
-        span.check_times(scheduled)
+        check_times(span, scheduled)
     else:
         with pytest.raises(InvalidInput, match="at most"):
-            span.check_times(scheduled)
+            check_times(span, scheduled)

@@ -25,6 +25,10 @@ from temporalio.client import Client
 from temporalio.worker import Worker
 
 from activities.telemetry import MAX_SPANS, HostStart, JobSeen
+from longshore.dataset_runs import DatasetSource, SFTRun
+from longshore.events import Started, Step
+from longshore.fields import Fence
+from longshore.runs import RunRecord
 from service import telemetry
 from service.database import engine
 from service.database.engine import open_database
@@ -33,12 +37,8 @@ from service.runs.rows import run_row
 from service.runs.runs import queued
 from service.telemetry import SeenRequests
 from service.temporal import Temporal, connect_temporal, share_of
-from shared.jobs.events import Started, Step
 from shared.log_lines import JsonFormatter
-from shared.runs.dataset_runs import DatasetSource, SFTRun
-from shared.runs.requests import RunRecord
 from shared.settings import Settings
-from shared.storage.paths import Fence
 
 
 async def test_what_is_asked_makes_no_label_of_its_own() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from longshore.accounts import QuotaSettings
 from longshore.commands import (
     CommandResult,
     Datum,
@@ -17,7 +18,7 @@ from longshore.commands import (
     ForwardOptions,
     TokenScores,
 )
-from longshore.losses import CISPO, DRO, GSPO, PPO, Reinforce
+from longshore.losses import CISPO, DRO, GSPO, PPO, Reinforce, TruncatedReinforce
 from service.accounts.tenants import Quotas
 from service.apis.tinker import samples
 from service.apis.tinker.records import (
@@ -28,13 +29,11 @@ from service.apis.tinker.records import (
     loss_detail,
     loss_of_detail,
 )
-from service.apis.tinker.routes import about_session
 from service.apis.tinker.translation import (
     command_of,
-    head_of_body,
+    head_of,
     policy_loss,
     scores_and_metrics,
-    with_substitute,
     write_scores,
 )
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES, SentRequest, error_body, plain_body, tinker_key
@@ -44,8 +43,7 @@ from service.errors import Conflict
 from service.inference.questions import check_length
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import read_command, stored_form
-from shared.limits import QuotaSettings
-from shared.settings import Settings, TinkerSettings
+from shared.settings import Settings
 from shared.storage.store import LocalStore
 from tests.service.tinker_bodies import (
     FLOAT32,
@@ -55,6 +53,7 @@ from tests.service.tinker_bodies import (
     compressed,
     gspo,
     policy,
+    sampled,
     setting,
     sparse,
     spoilt,
@@ -70,11 +69,11 @@ def stored(*data: Datum, **options: Any) -> bytes:
     return stored_form(ForwardBackward(data=data, **options))
 
 
-def told(command: bytes, loss_fn: str, *logprobs: tuple[float, ...], asked: str = "", **result: Any) -> Any:
+def told(command: bytes, loss_fn: str, *logprobs: tuple[float, ...], config: Any = None, **result: Any) -> Any:
     """The scores and metrics of a command whose data have these log-probabilities."""
     scores = tuple(TokenScores(logprobs=each) for each in logprobs)
     done = CommandResult(number=1, kind="forward_backward", data=scores, **result)
-    return scores_and_metrics(command, loss_fn, {}, done, asked or loss_fn)
+    return scores_and_metrics(command, loss_fn, config or {}, done)
 
 
 def test_targets_that_follow_are_the_sequence_itself() -> None:
@@ -127,22 +126,24 @@ def test_gspo_is_of_the_places_that_its_mask_names() -> None:
     assert named["loss:sum"] == pytest.approx(-1.2 + math.exp(0.4)), "clipped where the advantage is above 0"
 
 
-def test_a_substitute_is_named_to_its_client() -> None:
-    """In the metrics of each pass; without one, `stable_reinforce` is refused and its setting named."""
-    with pytest.raises(InvalidInput, match="LONGSHORE_TINKER__STABLE_REINFORCE"):
-        translated(policy(loss_fn="stable_reinforce"))
-    sent = SentRequest(policy(loss_fn="stable_reinforce").SerializeToString()).batch()
-    computed = with_substitute(sent, "cispo")
-    command = command_of(computed)
-    assert command == translated(policy(loss_fn="cispo"))
-    _, named = told(command, computed.loss_fn, (-1.0, -2.0, -3.0), asked=sent.loss_fn)
-    assert named["stable_reinforce_computed_as_cispo:max"] == 1.0
-    assert list(told(command, "cispo", (-1.0, -2.0, -3.0))[1]) == ["loss:sum"]
-    assert with_substitute(computed, "dro") == computed, "a loss that was named is computed"
+def test_stable_reinforce_is_of_the_places_that_were_sampled() -> None:
+    """Those alone are pulled towards the sampler, and each pass names the formula that was computed."""
+    loss = TruncatedReinforce(truncation=1.0, old_kl_coefficient=0.01)
+    numbers = {"weights": (0.0, 1.0, 1.0), "advantages": (0.0, 1.0, -1.0), "logprobs": (-1.0, -2.0, -3.0)}
+    command = translated(sampled(("prompt", 1), ("sampled", 2)))
+    assert command == stored(Datum(tokens=(5, 6, 7, 8), **numbers), loss=loss)
+    assert command == translated(sampled(("prompt", 1), ("sampled", 1), ("sampled", 1), target_tokens=[0, 7, 8]))
+    _, named = told(command, "stable_reinforce", (-1.9, -3.2))
+    assert named.pop("loss:sum") == pytest.approx(1.9 + 0.005 * 0.01 - math.exp(-0.2) * 3.2 + 0.005 * 0.04)
+    assert named == {"stable_reinforce_computed_as_truncated_reinforce:max": 1.0}
+    stronger = sampled(("prompt", 1), ("sampled", 2))
+    setting("kl_coeff", 0.5)(stronger)
+    pulled = stored(Datum(tokens=(5, 6, 7, 8), **numbers), loss=loss.model_copy(update={"old_kl_coefficient": 0.5}))
+    assert translated(stronger) == pulled
+    _, named = told(command, "stable_reinforce", (-1.9, -3.2), config={"kl_coeff": 0.5})
+    assert named["loss:sum"] == pytest.approx(1.9 + 0.25 * 0.01 - math.exp(-0.2) * 3.2 + 0.25 * 0.04)
     body = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}, "record_stability_info": True}
-    SampleRequest.model_validate(body).check(records_nothing=True)
-    assert "cispo is, in its place" in about_session(TinkerSettings(stable_reinforce="cispo"))
-    assert about_session(TinkerSettings()) is None
+    SampleRequest.model_validate(body).check()
 
 
 def test_losses_have_their_settings() -> None:
@@ -196,11 +197,11 @@ def test_an_answer_is_of_the_loss_that_was_sent(tmp_path: Path) -> None:
     asked, made = tmp_path / "asked", tmp_path / "made"
     scores = CommandResult(number=1, kind="forward_backward", data=(TokenScores(logprobs=(-1.0, -2.0, -3.0)),))
     asked.write_bytes(translated(batch()))
-    write_scores(str(asked), loss_detail("cross_entropy", {}, "cross_entropy"), scores, str(made))
+    write_scores(str(asked), loss_detail("cross_entropy", {}), scores, str(made))
     assert made.stat().st_size
     for other in ("ppo", "nothing"):
         with pytest.raises(NotFound):
-            write_scores(str(asked), loss_detail(other, {}, other), scores, str(made))
+            write_scores(str(asked), loss_detail(other, {}), scores, str(made))
 
 
 @pytest.mark.parametrize("name", SPOILT)
@@ -228,7 +229,7 @@ def test_bodies_are_bounded_and_whole() -> None:
         SentRequest(body[:-2]).batch()
 
 
-def test_a_small_body_makes_no_large_work() -> None:
+def test_a_small_body_makes_no_large_work(tmp_path: Path) -> None:
     """Three hundred bytes held the service for half a minute: groups hid what was counted."""
     chunks, head = b"\x0a\x02\x0a\x00" * 300_000, b"\x0a\x01m\x10\x07"
     for datum, rule in (
@@ -240,7 +241,8 @@ def test_a_small_body_makes_no_large_work() -> None:
         body = head + b"\x1a" + _length(len(datum)) + datum
         with pytest.raises(InvalidInput, match=rule):
             plain_body(compressed(body, 19), "zstd")
-        sent = head_of_body(compressed(body, 19), "zstd")
+        (tmp_path / "body").write_bytes(compressed(body, 19))
+        sent = head_of(str(tmp_path / "body"), "zstd")
         assert (sent.model_id, sent.seq_id) == ("m", 7), "the model's next request has the next number"
     shape = batch()
     tensor(shape).shape.extend([1] * 200_001)
@@ -256,9 +258,9 @@ def _length(number: int) -> bytes:
 
 
 def test_ids_of_requests_say_what_they_are_of() -> None:
-    future = TrainingFuture("tinker-00:train:3", 17, "passes", loss_detail("ppo", {"clip_low_threshold": 0.9}, "ppo"))
+    future = TrainingFuture("tinker-00:train:3", 17, "passes", loss_detail("ppo", {"clip_low_threshold": 0.9}))
     assert TrainingFuture.parse(future.request_id) == future
-    assert loss_of_detail(future.detail) == ("ppo", {"clip_low_threshold": 0.9}, "ppo")
+    assert loss_of_detail(future.detail) == ("ppo", {"clip_low_threshold": 0.9})
     for broken in (
         "",
         "a|1|passes",
@@ -288,7 +290,7 @@ async def test_a_name_is_one_checkpoint_s(tmp_path) -> None:
     store, database = LocalStore(tmp_path), Database(f"sqlite:///{tmp_path}/index.db")
     engine.upgrade(database)
     quotas = Quotas(QuotaSettings(), store, database)
-    records = TinkerRecords(store, quotas, "acme")
+    records = TinkerRecords(database, quotas, "acme")
     model = "tinker-" + "0" * 21 + ":train:0"
     first, other = (CheckpointRecord(model_id=model, kind="weights", name="a", command=n) for n in (1, 2))
     await records.claim(first, overwrite=False)
@@ -296,20 +298,14 @@ async def test_a_name_is_one_checkpoint_s(tmp_path) -> None:
     with pytest.raises(Conflict):
         await records.claim(other, overwrite=False)
     await records.claim(other, overwrite=True)
-    assert records.checkpoint(first.path).command == 2
-    await records.put(other.model_copy(update={"expires_at": 1.0}))
-    assert records.checkpoints() == []
-    for path in (
-        first.path,
-        "tinker://../weights/a",
-        f"tinker://{model}/weights/..",
-        f"{first.path}/../b",
-        "weights/a",
-    ):
+    assert (await records.checkpoint(first.id)).command == 2
+    await records.change(other, expires_at=1.0)
+    assert await records.checkpoints() == []
+    for path in (first.id, "tinker://../weights/a", f"tinker://{model}/weights/..", f"{first.id}/../b", "weights/a"):
         with pytest.raises(NotFound):
-            records.checkpoint(path)
+            await records.checkpoint(path)
     with pytest.raises(NotFound):
-        TinkerRecords(store, quotas, "other").checkpoint(first.path)
+        await TinkerRecords(database, quotas, "other").checkpoint(first.id)
     with pytest.raises(InvalidInput):
         await records.claim(first.model_copy(update={"name": "../x"}), overwrite=False)
 
@@ -331,7 +327,7 @@ def test_samples_are_divided_over_questions_of_a_bounded_size() -> None:
     assert (drawn.top_p, drawn.top_k, last.top_p, last.top_k) == (0.5, 7, 1.0, None)
     stopped = asked.model_copy(update={"sampling_params": asked.sampling_params.model_copy(update={"stop": (2, 9)})})
     assert samples.question(stopped, "m").stop_token_ids == [2, 9]
-    for name, value in (("prompt_alt_tokens_k", 2), ("target_prompt_logprobs", {}), ("record_stability_info", True)):
+    for name, value in (("prompt_alt_tokens_k", 2), ("target_prompt_logprobs", {})):
         with pytest.raises(InvalidInput) as caught:
             asked.model_copy(update={name: value}).check()
         assert caught.value.place == name

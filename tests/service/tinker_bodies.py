@@ -48,6 +48,15 @@ def gspo(**changes: Any) -> Any:
     return policy(**({"loss_fn": "gspo", "sequence_ratio_mask": [0.0, 1.0, 1.0]} | changes))
 
 
+def sampled(*spans: tuple[str, int], **changes: Any) -> Any:
+    """A datum of stable_reinforce, and runs of its targets: `prompt` or `sampled`, and how many."""
+    message = policy(**({"loss_fn": "stable_reinforce"} | changes))
+    for kind, length in spans:
+        span = getattr(message.data[0].loss_fn_input_spans.add(), f"{kind}_tokens")
+        span.sequence_id, span.length = "drawn/0", length
+    return message
+
+
 def tensor(message: Any, name: str = "target_tokens") -> Any:
     return next(entry.value for entry in message.data[0].loss_fn_inputs if entry.key == name)
 
@@ -66,10 +75,6 @@ def _shape(*sizes: int) -> Spoil:
         tensor(message).shape.extend(sizes)
 
     return spoil
-
-
-def _set(field: str, value: Any) -> Spoil:
-    return lambda message: setattr(message, field, value)
 
 
 def _input(name: str, values: list[Any], dtype: int = FLOAT32) -> Spoil:
@@ -135,7 +140,12 @@ SPOILT: Mapping[str, tuple[Any, Spoil]] = {
         lambda message: None,
     ),
     "a mask for another loss": (gspo(loss_fn="ppo"), lambda message: None),
-    "stable_reinforce": (policy(loss_fn="stable_reinforce"), lambda message: None),
+    "stable_reinforce of no provenance": (sampled(), lambda message: None),
+    "spans of too few targets": (sampled(("prompt", 1), ("sampled", 1)), lambda message: None),
+    "a span of nothing": (sampled(("prompt", 0), ("sampled", 3)), lambda message: None),
+    "an advantage outside the sample": (sampled(("prompt", 2), ("sampled", 1)), lambda message: None),
+    "a sample of another target": (sampled(("sampled", 3), target_tokens=[0, 7, 8]), lambda message: None),
+    "a negative kl_coeff": (sampled(("prompt", 1), ("sampled", 2)), setting("kl_coeff", -0.1)),
     "a loss of the server's": (batch(loss_fn="custom"), lambda message: None),
     "no advantages": (batch(loss_fn="ppo", logprobs=[-1.0, -1.0, -1.0]), lambda message: None),
     "advantages that are no numbers": (policy(advantages=[0.0, float("inf"), 0.0]), lambda message: None),

@@ -5,29 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from longshore.fields import Artifact
+from longshore.algorithms import DPO
+from longshore.dataset_runs import DatasetSource, SFTRun
+from longshore.events import Probed, Started, Step, Succeeded, parse_event
+from longshore.fields import Artifact, Fence
 from longshore.layout import Layout
 from longshore.losses import PPO, CrossEntropy
 from longshore.training import Lora
 from shared.chat.messages import ChatRequest
 from shared.errors import InvalidInput
 from shared.field_rules import rule_in_words
-from shared.jobs.events import Probed, Started, Step, Succeeded, parse_event
-from shared.jobs.job import (
-    Job,
-    JobPlan,
-    PackedData,
-    Schedule,
-    check_nodes,
-    check_ranks,
-    layout_of,
-)
-from shared.jobs.losses import DPO
+from shared.jobs.job import Job, JobPlan, PackedData, Schedule, check_nodes, check_ranks, layout_of
 from shared.models.peft import CONFIG
 from shared.models.shape import ModelShape, check_layout
-from shared.runs.dataset_runs import DatasetSource, SFTRun
 from shared.storage.files import write_atomically
-from shared.storage.paths import Fence, RunKeys, content_key
+from shared.storage.paths import RunKeys, content_key
 
 ARTIFACT = Artifact(uri="file:///data", sha256="0" * 64)
 SHAPE = ModelShape(
@@ -98,6 +90,13 @@ def test_a_probe_has_a_token_to_be_given_and_one_to_be_scored() -> None:
         ({"batch_size": None, "batch_tokens": 64, "max_tokens": 128}, "at least max_tokens"),
         ({"memory_budget_bytes": 1 << 30, "layout": {"pp": 2}}, "use pp 1"),
         ({"num_samples": 2}, "need an eval_dataset"),
+        ({"keep": "best"}, "keep: set eval_dataset and eval_every"),
+        (
+            {"early_stop": {"patience": 2}, "eval_dataset": {"uri": "file:///x"}},
+            "early_stop: set eval_dataset and eval",
+        ),
+        ({"best_by": "eval_loss"}, "best_by is the metric of keep best"),
+        ({"early_stop": {"patience": 0}}, r"early_stop\.patience"),
         ({"initial_adapter": "file:///a", "trainable": {"kind": "full"}}, "cannot continue from an adapter"),
         ({"learning_rate": 0}, "greater than 0"),
         ({"name": "../escape"}, "should match pattern"),
@@ -163,9 +162,9 @@ def test_each_rule_of_layouts_is_named(shape: ModelShape, layout: Layout, rule: 
 def test_an_engine_that_cannot_hold_the_model_is_refused() -> None:
     for shape, layout, rule in (
         (
-            EXPERTS.model_copy(update={"family": "gpt_oss"}),
+            EXPERTS.model_copy(update={"family": "gpt_oss", "trains_by_fsdp": False}),
             Layout(dp=2),
-            "^engine: the engine fsdp trains qwen3, qwen3_moe, .*, olmo3, phi3, not gpt_oss: use megatron$",
+            "^engine: the engine fsdp does not train gpt_oss: use megatron$",
         ),
         (SHAPE, Layout(pp=2), "^layout: the engine fsdp splits data by dp and .* by tp alone: use these, and no pp2$"),
         (EXPERTS, Layout(tp=2), "^layout.tp: tp: the engine fsdp splits no experts: use dp, or the engine megatron$"),

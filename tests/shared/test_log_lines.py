@@ -24,11 +24,9 @@ raise ValueError(text)
 """
 # What these write is an answer for their parent, or for who runs them.
 ANSWERS_ALONE = {
-    "activities/confined/fork_server.py",
     "activities/grading/python_sandbox.py",
-    "activities/grading/sandbox_process.py",
-    "activities/hosts/standing.py",
-    "activities/tokenizing/template_process.py",
+    "activities/hosts/health.py",
+    "activities/sandbox/child.py",
     "megatron_worker/sampler/grammars/trial.py",
     "megatron_worker/training/trial.py",
     "megatron_worker/weight_sync/__main__.py",

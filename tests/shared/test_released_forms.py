@@ -21,16 +21,16 @@ from activities.sampling.sample import SampledSummary
 from activities.tokenizing.render_prompts import PromptsReport
 from activities.trajectories.group_samples import GroupsMade
 from longshore.commands import CommandResult
+from longshore.events import parse_event
 from longshore.fields import Frozen, added
+from longshore.grading import SampleGrade
+from longshore.runs import RunRecord
+from longshore.views import PlanHeader, RunStatus, StepStatus
 from megatron_worker.training.checkpoint import CheckpointState
 from shared.chat.trajectories import AnswerRecord
-from shared.grading import SampleGrade
 from shared.jobs.commands import read_command
-from shared.jobs.events import parse_event
 from shared.jobs.job import Job
-from shared.jobs.packed import PlanHeader, UnitsHeader
-from shared.runs.requests import RunRecord
-from shared.runs.status import RunStatus, StepStatus
+from shared.jobs.packed import UnitsHeader
 from shared.storage.artifacts import Manifest
 from shared.storage.host_states import HostAddress
 from tests.shared.releases import exchanged

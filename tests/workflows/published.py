@@ -4,13 +4,13 @@ import uuid
 from pathlib import Path
 
 from activities.publishing.publish import Claim, claim_version
-from longshore.fields import Artifact
+from longshore.dataset_runs import DatasetSource, SFTRun
+from longshore.fields import Artifact, Fence
+from longshore.runs import RunRecord
 from longshore.training import Full
 from shared.jobs.job import Job
-from shared.runs.dataset_runs import DatasetSource, SFTRun
-from shared.runs.requests import RunRecord
 from shared.storage.artifacts import seal, upload_artifact
-from shared.storage.paths import Fence, RunKeys, published_version
+from shared.storage.paths import RunKeys, published_version
 from shared.storage.store import ObjectStore
 from tests.workflows.stand_in import job_plan
 

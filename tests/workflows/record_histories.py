@@ -26,20 +26,21 @@ from temporalio.client import Client
 from activities.hosts.workers import processes_of
 from activities.tracking.track import TrackRequest
 from examples.tiny_model import make_tiny_model
+from longshore.automation import WebhookChoice
 from longshore.client import Client as SessionClient
 from longshore.client import CommandFailed
 from longshore.commands import Datum, SaveState
+from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.fields import Frozen
+from longshore.grading import GradeOneRequest, SampledItem, StringCheckGrader
+from longshore.previews import PreviewRequest, PreviewStart
 from longshore.training import Lora, SessionRun
-from service.automation.webhooks import WebhookChoice
-from service.dev.connection import Connection
+from longshore.views import Export
+from service.dev.supervisor import Connection
 from service.host import serve_host
 from service.sealing import Sealing
 from service.temporal import connect_temporal
-from shared.grading import GradeOneRequest, SampledItem, StringCheckGrader
-from shared.runs.dataset_runs import DatasetSource, SFTRun
-from shared.runs.previews import PreviewRequest, PreviewStart
-from shared.runs.start import Export, ExportRequest, ModelRequest, ResolvedModel
+from shared.runs.start import ExportRequest, ModelRequest, ResolvedModel
 from shared.settings import DownloadSettings, Settings
 from tests.conftest import CORPUS
 from tests.end_to_end.conftest import LETTERS, QUICK
@@ -52,7 +53,7 @@ from tests.workflows import test_rl
 from tests.workflows.leases.harbour import started as started_harbour
 from tests.workflows.leases.test_serving import questions_and_a_kill
 from tests.workflows.leases.test_sharing import is_leased
-from tests.workflows.stack import Stack, failure_of, has_checkpoint, started
+from tests.workflows.stack import Stack, failure_of, started
 from workflows.rl import RLWorkflow
 from workflows.sft import SFTWorkflow
 
@@ -92,9 +93,9 @@ def record_rollouts() -> None:
                 *("--eval-prompts", str(prompts), "--eval-every", "2", "--off-policy-steps", "1", "--loss", "ppo"),
                 *("--max-completion-tokens", "16", "--max-tokens", "80", "--lora-rank", "4"),
             ).json["run_id"]
-            kill(stack, sampler)
-            kill(stack, a_rank)
-            stack.cli("watch", run_id, "--timeout", "150", timeout_s=200)
+            kill(stack, sampler, patience_s=300)
+            kill(stack, a_rank, patience_s=300)
+            stack.cli("watch", run_id, "--timeout", "550", timeout_s=600)
             connection = Connection.read(stack.root)
             assert connection is not None
             asyncio.run(_record_run(connection, run_id, "rollouts"))
@@ -110,18 +111,18 @@ def record_session() -> None:
             assert connection is not None
             data = [Datum(tokens=tuple(range(5, 25)))]
             with SessionClient(connection.api_url, connection.api_key) as client:
-                session = client.open(SessionRun(model=str(model), trainable=Lora(rank=4), idle_s=1, gap_s=1))
+                session = client.sessions.open(SessionRun(model=str(model), trainable=Lora(rank=4), idle_s=1, gap_s=1))
                 session.forward_backward(data).result(300)
-                kill(stack, a_rank)
+                kill(stack, a_rank, patience_s=300)
                 session.optim_step(learning_rate=0.01).result(300)
                 session.forward(data).result(300)
                 time.sleep(4)
                 session.forward_backward(data).result(300)
                 session.save_state(publish=True).result(300)
                 with suppress(CommandFailed):
-                    client.send(session.id, 9, SaveState()).result(60)
+                    client.sessions.send(session.id, 9, SaveState()).result(60)
                 session.close()
-                stack.cli("watch", session.id, "--timeout", "150", timeout_s=200)
+                stack.cli("watch", session.id, "--timeout", "550", timeout_s=600)
             asyncio.run(_record_run(connection, session.id, "session"))
 
 
@@ -130,8 +131,7 @@ async def record_joined(address: str) -> None:
     with tempfile.TemporaryDirectory() as root:
         async with started(address, Path(root)) as stack:
             await stack.add_gpu_host(step_s=0.03)
-            first = await stack.start(steps=1000, shares_with="")
-            await eventually(lambda: has_checkpoint(first), "a checkpoint")
+            first = await stack.begun(steps=1000, shares_with="")
             joined = await stack.start(steps=20, shares_with="")
             await eventually(lambda: is_leased(joined), "its lease")
             for process in processes_of(stack.worker_ids()[0]):
@@ -279,8 +279,7 @@ async def _succeeded(stack: Stack) -> str:
 
 
 async def _worker_lost(stack: Stack) -> str:
-    handle = await stack.start(steps=100)
-    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    handle = await stack.begun(steps=100)
     for process in processes_of(stack.worker_ids()[0]):
         process.kill()
     await handle.result()
@@ -288,16 +287,14 @@ async def _worker_lost(stack: Stack) -> str:
 
 
 async def _cancelled(stack: Stack) -> str:
-    handle = await stack.start(steps=1000)
-    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    handle = await stack.begun(steps=1000)
     await handle.cancel()
     await failure_of(handle)
     return handle.id
 
 
 async def _paused(stack: Stack) -> str:
-    handle = await stack.start(steps=1000)
-    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    handle = await stack.begun(steps=1000)
     await handle.signal(SFTWorkflow.pause)
     await handle.result()
     return handle.id

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,33 +14,30 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 from temporalio.api.enums.v1 import EventType
-from temporalio.client import (
-    Client,
-    WorkflowFailureError,
-    WorkflowHandle,
-)
+from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 
 from activities.host_context import HostContext
-from activities.hosts.session import Bells
-from activities.hosts.standing import Check, standing_of
+from activities.hosts.health import health_of
+from activities.hosts.session import ServedSessions
 from activities.hosts.workers import Sharing, WorkerCommand, WorkerPool
 from activities.publishing.publish import Publish
 from activities.records.run_records import FindCheckpoint, RunRecords
-from service.host import _end_idle_workers
-from service.host_http.answers import bell_routes
+from longshore.dataset_runs import DatasetSource, SFTRun
+from longshore.views import RunStatus
+from service.host import _end_idle_workers, control_workers, gpu_workers, polling
+from service.host_http.answers import session_routes
 from service.host_http.server import serving
-from service.host_workers import control_workers, gpu_workers, polling
 from service.sealing import seal_keys
 from service.temporal import connect_temporal
-from shared.runs.dataset_runs import DatasetSource, SFTRun
 from shared.runs.start import RunStart, RunTiming, result_sha256
-from shared.runs.status import RunStatus
 from shared.settings import Settings
 from shared.storage.paths import HostPaths, RunKeys
 from shared.storage.store import ObjectStore, open_store, open_uri
 from tests import forks
 from tests.forks import Program
+from tests.waiting import eventually
 from tests.workflows import stand_in_host
+from tests.workflows.rows import recording
 from tests.workflows.stand_in import REPOSITORY, StandInCommand
 from tests.workflows.stand_in_activities import StandInData
 from workflows.leases import GangTurnsWorkflow
@@ -74,7 +71,10 @@ class Stack:
             record.begin,
         ]
         queue, workflows = self.settings.control_queue, [SFTWorkflow, TrackWorkflow, GangTurnsWorkflow]
-        async with control_workers(client or self.client, queue, activities, workflows):
+        async with (
+            recording(client or self.client, self.settings),
+            control_workers(client or self.client, queue, activities, workflows),
+        ):
             yield
 
     @property
@@ -88,10 +88,10 @@ class Stack:
         self,
         step_s: float = 0.01,
         command: WorkerCommand | None = None,
-        check: Check | None = None,
+        check: Callable[[], tuple[str, ...]] | None = None,
         root: Path | None = None,
     ) -> str:
-        """A host in this process; returns its queue. With a `check` it has a standing beside others of the store.
+        """A host in this process; returns its queue. With a `check` it watches its health.
 
         `root`: of another machine, as in `spawn_gpu_host`.
         """
@@ -110,11 +110,11 @@ class Stack:
         self.exits.callback(pool.close)
         self.exits.callback(asyncio.create_task(_end_idle_workers(pool)).cancel)
         queue = f"host-{uuid.uuid4().hex}"
-        standing = standing_of("gpu", given, queue, check) if check is not None else None
-        client = self.client if standing is None else await connect_temporal(given)  # one polls a queue once
-        bells = Bells()
-        at = self.exits.enter_context(serving(given, queue, bell_routes(bells)))
-        workers = gpu_workers(client, given, threads, pool, queue, standing, bells, at)
+        health = health_of("gpu", given, queue, check) if check is not None else None
+        client = self.client if health is None else await connect_temporal(given)  # one polls a queue once
+        sessions = ServedSessions()
+        at = self.exits.enter_context(serving(given, queue, session_routes(sessions)))
+        workers = gpu_workers(client, given, threads, pool, queue, health, sessions, at)
         await self.exits.enter_async_context(polling(*workers))
         return queue
 
@@ -178,6 +178,12 @@ class Stack:
         return await self.client.start_workflow(
             SFTWorkflow.run, start, id=run_id, task_queue=self.settings.control_queue
         )
+
+    async def begun(self, **run) -> WorkflowHandle:
+        """A run that has a checkpoint."""
+        handle = await self.start(**run)
+        await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+        return handle
 
     def start_of(self, run_id: str, resumed: bool) -> dict[str, Any]:
         """What the service makes anew for every start."""

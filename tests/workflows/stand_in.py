@@ -6,16 +6,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+from longshore.events import Event
 from longshore.fields import Artifact, Frozen
 from longshore.training import Lora
-from shared.jobs.events import Event
-from shared.jobs.job import (
-    Checkpointing,
-    JobPlan,
-    PackedData,
-    Schedule,
-    WorkerKey,
-)
+from shared.jobs.job import Checkpointing, JobPlan, PackedData, Schedule, WorkerKey
 from shared.runs.events import BEGINNING, EventCursor, read_run_events
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import ObjectStore

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from shared.jobs.events import Cancelled, Evaluated, Failed, Offloaded, Probed, Saved, Started, Step, Succeeded
+from longshore.events import Cancelled, Evaluated, Failed, Offloaded, Probed, Saved, Started, Step, Succeeded
 from shared.jobs.job import Job, LeaseMark, WorkerRecord
 from shared.settings import S3Settings
 from shared.storage.artifacts import seal, stage
@@ -64,7 +64,7 @@ class StandIn:
     def serve(self) -> None:
         write_atomically(self.paths.ready, b"")
         while not self.paths.stop.exists() and self._host_lives():
-            for path in sorted(self.paths.jobs.glob("*.json")):
+            for path in sorted(self.paths.jobs.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
                 self.do(path)
             if self.holds_device and not any(self.paths.leases.glob("*.json")):
                 self.holds_device = False

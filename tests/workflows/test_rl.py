@@ -1,7 +1,6 @@
 """Client-driven RL runs on a real Temporal server; the stand-in workers' weights name what they were trained on."""
 
 import asyncio
-import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,34 +18,34 @@ from activities.hosts.workers import processes_of
 from activities.publishing.publish import Publish
 from activities.records.run_records import FindCheckpoint, RunRecords
 from activities.trajectories.pack_trajectories import PackTrajectories
+from longshore.accounts import QuotaSettings
+from longshore.events import Started, Step
+from longshore.runs import RunRecord
+from longshore.views import StepStatus
 from service.accounts.tenants import Quotas
 from service.database import engine
 from service.database.engine import Database
-from service.host_workers import control_workers
+from service.host import control_workers
 from service.inference.questions import IdleEviction
 from service.runs.rows import RunRows, run_row
 from service.runs.runs import queued
 from service.temporal import Temporal, connect_temporal
-from shared.jobs.events import Started, Step
-from shared.limits import QuotaSettings
-from shared.runs.requests import RunRecord
 from shared.runs.start import RLStart, RunTiming
-from shared.runs.status import StepRequest, StepStatus
+from shared.runs.status import StepRequest
 from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import read_record
 from shared.storage.paths import HostPaths, RunKeys
 from shared.storage.store import open_store, open_uri
 from tests.activities.groups import group, random_groups, rl_run, write_groups
 from tests.depth import drawn
-from tests.opened import opened
 from tests.waiting import eventually
+from tests.workflows.rows import recording
 from tests.workflows.stack import Stack
 from tests.workflows.stand_in import read_events
 from tests.workflows.stand_in_activities import StandInData
 from tests.workflows.stand_in_worker import SEEDS
 from workflows import rl
 from workflows.rl import RLWorkflow
-from workflows.rollouts.sampling import LeasedSamplers
 from workflows.services import TrackWorkflow
 
 
@@ -126,6 +125,7 @@ async def started(temporal_address: str, root: Path, **changes: Any) -> AsyncIte
         activities = _activities(settings, data)
         control = control_workers(client, settings.control_queue, activities, [RLWorkflow, TrackWorkflow])
         await exits.enter_async_context(control)
+        await exits.enter_async_context(recording(client, settings))
         yield RLStack(client, settings, store, data, exits)
 
 
@@ -305,7 +305,7 @@ async def test_an_idle_run_gives_the_only_worker_to_one_that_waits(
     eviction = IdleEviction(stack.settings, rows, Temporal(stack.settings), frozenset)
     for handle, phase in ((idle, "waiting_for_groups"), (waiting, "waiting_for_worker")):
         record = RunRecord(run_id=handle.id, run=rl_run(), created_at=1.0)
-        row = run_row(record, queued(record).model_copy(update={"phase": phase}))
+        row = run_row(record, queued(record).model_copy(update={"phase": phase, "epoch": 1}))
         database.write(lambda session, row=row: session.add(row))
     try:
         await eviction.evict()
@@ -341,35 +341,6 @@ async def test_a_worker_that_keeps_the_device_leaves_it_with_its_lease(stack: RL
     assert stack.worker_ids() == [worker_id]
 
 
-async def test_a_worker_killed_at_any_step_changes_no_bits(stack: RLStack, undisturbed: list[bytes]) -> None:
-    handle = await stack.start_rl()
-    found = []
-    for number in range(1, 5):
-        training = asyncio.create_task(stack.train(handle, number))
-        await asyncio.sleep(0.05 * number)
-        for worker_id in stack.worker_ids():
-            for process in processes_of(worker_id):
-                process.kill()
-        found.append(stack.adapter(await training))
-    assert found == undisturbed
-    assert (await handle.query(RLWorkflow.status)).epoch > 1
-    await handle.cancel()
-
-
-async def test_a_killed_host_changes_no_bits(stack: RLStack, undisturbed: list[bytes], tmp_path: Path) -> None:
-    async with started(stack.settings.temporal_address, tmp_path / "second") as second:
-        host = second.spawn_gpu_host(step_s=0.2)
-        handle = await second.start_rl()
-        assert second.adapter(await second.train(handle, 1)) == undisturbed[0]
-        training = asyncio.create_task(second.train(handle, 2))
-        await asyncio.sleep(0.3)
-        host.kill()
-        host.join()
-        second.spawn_gpu_host()
-        assert second.adapter(await training) == undisturbed[1]
-        await handle.cancel()
-
-
 async def test_a_long_run_goes_on_in_new_executions(
     stack: RLStack, undisturbed: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,39 +363,16 @@ async def test_a_long_run_goes_on_in_new_executions(
         assert len(executions) >= 4
 
 
-async def test_a_host_that_lost_a_worker_is_avoided_in_later_executions_too(
-    stack: RLStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rl, "_STEPS_AN_EXECUTION", 1)
-    breaks = [sys.executable, "-c", "raise SystemExit('device-side assert triggered')"]
-    broken = await stack.add_gpu_host(command=lambda folder, key: breaks, check=tuple)
-    async with unsandboxed(stack) as control_queue:
-        stack.settings = stack.settings.model_copy(update={"control_queue": control_queue})
-        handle = await stack.start_rl()
-        training = asyncio.create_task(stack.train(handle, 1))
-        await eventually(lambda: list(stack.store.list(f"{RunKeys(handle.id).leases}/")), "a lease of the broken host")
-        await stack.add_gpu_host(check=tuple)
-        assert (await training).state == "done"
-        assert (await stack.train(handle, 2)).state == "done"
-        [begun, *_] = (await stack.client.get_workflow_handle(handle.id).fetch_history()).events
-        begun = opened(begun, stack.settings)
-        data = begun.workflow_execution_started_event_attributes.input.payloads[0].data
-        state = RLStart.model_validate_json(data).state
-        assert state is not None and state.avoid == (broken,)
-        await handle.execute_update(RLWorkflow.finish)
-        assert (await handle.result()).workers_lost == 1
-    later = stack.start_of(handle.id, False) | {"state": state.model_copy(update={"avoid_for_samplers": ("host-1",)})}
-    rollouts = LeasedSamplers(RLStart(run_id=handle.id, run=rl_run(), shape="any", **later), lambda: None)
-    assert rollouts.avoid == ("host-1",) == rollouts.leasings[0].avoid
-
-
 @asynccontextmanager
 async def unsandboxed(stack: RLStack) -> AsyncIterator[str]:
     """A control host whose workflows see this process's modules, and so a constant that the test has changed."""
     settings = stack.settings.model_copy(update={"control_queue": f"{stack.settings.control_queue}-open"})
     activities, runner = _activities(settings, stack.data), UnsandboxedWorkflowRunner()
     workflows = [RLWorkflow, TrackWorkflow]
-    async with control_workers(stack.client, settings.control_queue, activities, workflows, runner):
+    async with (
+        recording(stack.client, settings),
+        control_workers(stack.client, settings.control_queue, activities, workflows, runner),
+    ):
         yield settings.control_queue
 
 

@@ -1,19 +1,13 @@
 """Whole runs on a real Temporal server, with stand-in workers: what survives, what is told, and what is left behind."""
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from temporalio.client import (
-    ActivityFailureError,
-    WorkflowExecutionStatus,
-    WorkflowFailureError,
-    WorkflowHandle,
-)
+from temporalio.client import ActivityFailureError, WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle
 from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, CancelledError
 
@@ -21,21 +15,19 @@ from activities.hosts.lease import LeaseRecord
 from activities.hosts.progress import ProgressReport
 from activities.hosts.run_job import RunJobRequest
 from activities.hosts.workers import processes_of
+from longshore.dataset_runs import DatasetSource
+from longshore.events import Step
+from longshore.fields import Fence
 from longshore.layout import Layout
 from longshore.training import Lora
-from shared.jobs.events import Step
-from shared.runs.dataset_runs import DatasetSource
 from shared.runs.start import ModelRequest, RunTiming
-from shared.runs.status import STATUS_MEMO, RunStatus
-from shared.storage.paths import Fence, RunKeys
-from tests.depth import drawn, one_of
+from shared.storage.paths import RunKeys
+from tests.depth import drawn
 from tests.waiting import eventually
-from tests.workflows.stack import Stack, failure_of, has_checkpoint, num_events, num_failed_activities, started
+from tests.workflows.stack import Stack, failure_of, num_events, num_failed_activities, started
 from tests.workflows.stand_in import artifact, job_plan, read_events
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
 from workflows.sft import SFTWorkflow
-
-LOST = ("worker", "host", "machine")  # of which a run of the suite tries one, and some kills at random
 
 
 @pytest.fixture
@@ -55,7 +47,7 @@ async def test_a_run_goes_from_dataset_to_adapter(stack: Stack) -> None:
     assert stack.weights(status) == adapter_bytes(7, 20)
     assert status == await stack.result(handle.id)
     assert status == await handle.query(SFTWorkflow.status)
-    assert await num_events(handle) < 100
+    assert await num_events(handle) < 130
     assert await stack.num_trackers(handle.id) == 1
 
 
@@ -80,56 +72,35 @@ async def test_no_worker_lives_before_a_job_waits_and_none_after_its_idle_time(
         assert processes_of(worker_id) == []
 
 
-@one_of(LOST, "worker")
-async def test_a_killed_worker_is_replaced_and_the_run_ends_in_the_same_bits(stack: Stack) -> None:
-    await stack.add_gpu_host(step_s=0.03)
-    handle = await stack.start(steps=100)
-    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
-    for process in processes_of(stack.worker_ids()[0]):
-        process.kill()
+@pytest.mark.drawn
+@pytest.mark.parametrize("victim", drawn(["worker", "host", "machine"], 1))
+async def test_who_is_killed_is_replaced_and_the_run_ends_in_the_same_bits(stack: Stack, tmp_path: Path, victim: str):
+    """A host's next one at its root tells of it: nobody waits for its silence. A machine never comes back."""
+    waits = {"timing": RunTiming(heartbeat_timeout_s=3600, host_pickup_timeout_s=3600)} if victim == "host" else {}
+    first = stack.spawn_gpu_host(step_s=0.03, root=tmp_path / "first" if victim == "machine" else None)
+    handle = await stack.begun(steps=100, **waits)
+    killed = stack.worker_ids()
+    if victim == "worker":
+        for process in processes_of(killed[0]):
+            process.kill()
+    else:
+        first.kill()
+        first.join()
+        stack.spawn_gpu_host()
     status = await handle.result()
     assert (status.epoch, status.workers_lost) == (2, 1)
     assert stack.weights(status) == adapter_bytes(7, 100)
     steps = [event.step for event in read_events(stack.store, handle.id)[0] if isinstance(event, Step)]
     assert len(steps) < 120, "it went on from a checkpoint, not from the beginning"
     assert sorted(set(steps)) == list(range(1, 101))
-
-
-@one_of(LOST, "host")
-async def test_a_killed_host_is_replaced_at_once_and_the_run_ends_in_the_same_bits(stack: Stack) -> None:
-    """The next host of its root tells of it. Its silence would be noticed when this test has long been given up."""
-    first = stack.spawn_gpu_host(step_s=0.03)
-    handle = await stack.start(steps=100, timing=RunTiming(heartbeat_timeout_s=3600, host_pickup_timeout_s=3600))
-    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
-    [worker_id] = stack.worker_ids()
-    first.kill()
-    first.join()
-    stack.spawn_gpu_host()
-    status = await handle.result()
-    assert (status.epoch, status.workers_lost) == (2, 1)
-    assert stack.weights(status) == adapter_bytes(7, 100)
-    assert processes_of(worker_id) == []
-    assert worker_id not in stack.worker_ids()
-
-
-@one_of(LOST, "machine")
-async def test_a_host_that_never_comes_back_is_replaced_by_another_machines(stack: Stack, tmp_path: Path) -> None:
-    first = stack.spawn_gpu_host(step_s=0.03, root=tmp_path / "first")
-    handle = await stack.start(steps=100)
-    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
-    first.kill()
-    first.join()
-    stack.spawn_gpu_host()
-    status = await handle.result()
-    assert (status.epoch, status.workers_lost) == (2, 1)
-    assert stack.weights(status) == adapter_bytes(7, 100)
+    if victim == "host":
+        assert processes_of(killed[0]) == [] and killed[0] not in stack.worker_ids()
 
 
 async def test_a_job_that_a_killed_host_never_took_is_refused_by_the_next_one(stack: Stack) -> None:
     """It waits in a queue that nobody else looks at."""
     first = stack.spawn_gpu_host(step_s=0.03)
-    handle = await stack.start(steps=10_000, timing=RunTiming(heartbeat_timeout_s=3600, host_pickup_timeout_s=3600))
-    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    handle = await stack.begun(steps=10_000, timing=RunTiming(heartbeat_timeout_s=3600, host_pickup_timeout_s=3600))
     lease = LeaseRecord.model_validate_json(stack.store.get_bytes(RunKeys(handle.id).lease(1)))
     first.kill()
     first.join()
@@ -153,8 +124,7 @@ async def test_a_job_that_a_killed_host_never_took_is_refused_by_the_next_one(st
 
 async def test_a_host_that_is_told_to_leave_hands_its_run_on(stack: Stack) -> None:
     first = stack.spawn_gpu_host(step_s=0.03)
-    handle = await stack.start(steps=100)
-    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    handle = await stack.begun(steps=100)
     first.terminate()
     await asyncio.to_thread(first.join, 15)
     assert first.exitcode == 0
@@ -213,8 +183,7 @@ async def test_a_cancel_is_not_forgotten_when_the_host_dies_before_it_is_done(
     """Its worker does not hear the cancel, and the grace is long: the host's heartbeat goes missing first."""
     async with started(temporal_address, tmp_path, worker_idle_s=4.0) as stack:
         host = stack.spawn_gpu_host(step_s=0.05)
-        handle = await stack.start(steps=1000, seed=SEEDS["deaf"])
-        await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+        handle = await stack.begun(steps=1000, seed=SEEDS["deaf"])
         await handle.cancel()
         await asyncio.sleep(1.0)
         host.kill()
@@ -240,19 +209,9 @@ async def _says_when_it_ends(handle: WorkflowHandle) -> bool:
 async def test_a_run_that_waits_for_a_host_can_be_cancelled(stack: Stack) -> None:
     handle = await stack.start()
     await eventually(lambda: _is_in(handle, "waiting_for_worker"), "the lease")
-    await eventually(lambda: _is_listed(stack, handle, "waiting_for_worker"), "the listing that shows its phase")
     await handle.cancel()
     assert isinstance(await failure_of(handle), CancelledError)
     assert (await stack.result(handle.id)).state == "cancelled"
-
-
-async def _is_listed(stack: Stack, handle: WorkflowHandle, phase: str) -> bool:
-    """Whether one listing tells a run's phase: what a list of runs is made of."""
-    async for execution in stack.client.list_workflows('WorkflowType = "SFTWorkflow"'):
-        if execution.id == handle.id:
-            shown = (await execution.memo()).get(STATUS_MEMO)
-            return shown is not None and RunStatus.model_validate(shown).phase == phase
-    return False
 
 
 async def _is_in(handle: WorkflowHandle, phase: str) -> bool:
@@ -305,6 +264,7 @@ async def test_nothing_is_tried_for_ever(stack: Stack, seed: str, words: str) ->
     assert len(list(stack.store.list(RunKeys(handle.id).leases))) == 2
 
 
+@pytest.mark.deep
 async def test_a_run_that_gets_ahead_outlives_any_number_of_losses(stack: Stack) -> None:
     """Its worker dies after every step, with a checkpoint each."""
     await stack.add_gpu_host()
@@ -320,8 +280,7 @@ async def test_a_run_that_gets_ahead_outlives_any_number_of_losses(stack: Stack)
 async def test_a_run_that_is_stopped_again_before_it_goes_on_is_what_it_was(stack: Stack, way: str) -> None:
     """What it used counts, and there is where to go on from."""
     await stack.add_gpu_host(step_s=0.02)
-    handle = await stack.start(steps=1000)
-    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    handle = await stack.begun(steps=1000)
     await handle.signal(SFTWorkflow.pause)
     before = await handle.result()
     assert before.gpu_seconds > 0 and before.checkpoint is not None
@@ -347,35 +306,13 @@ async def test_a_run_that_is_stopped_again_before_it_goes_on_is_what_it_was(stac
 
 async def test_a_terminated_run_gives_its_worker_back(stack: Stack) -> None:
     await stack.add_gpu_host(step_s=0.05)
-    handle = await stack.start(steps=1000)
-    await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+    handle = await stack.begun(steps=1000)
     [worker_id] = stack.worker_ids()
     await handle.terminate()
     other = await stack.start()
     status = await other.result()
     assert status.state == "succeeded"
     assert stack.worker_ids() == [worker_id], "the same worker, warm"
-
-
-@pytest.mark.slow
-async def test_random_kills_of_workers_and_hosts_change_no_bit(stack: Stack, chance: random.Random) -> None:
-    host = stack.spawn_gpu_host(step_s=0.02)
-    timing = RunTiming(heartbeat_timeout_s=2, host_pickup_timeout_s=3, max_losses=10)
-    handle = await stack.start(steps=300, checkpoint_every=10, timing=timing)
-    num_kills = 0
-    while num_kills < 6 and (await handle.query(SFTWorkflow.status)).state == "running":
-        await asyncio.sleep(chance.uniform(0.0, 3.0))
-        if chance.random() < 0.5:
-            host.kill()
-            host.join()
-            host = stack.spawn_gpu_host(step_s=0.02)
-        else:
-            for process in [p for worker_id in stack.worker_ids() for p in processes_of(worker_id)]:
-                process.kill()
-        num_kills += 1
-    status = await handle.result()
-    assert stack.weights(status) == adapter_bytes(7, 300)
-    await eventually(lambda: all(map(processes_of, stack.worker_ids())), "folders of dead workers are gone")
 
 
 async def test_signals_of_another_fence_change_nothing(stack: Stack) -> None:

@@ -1,25 +1,28 @@
 """Requests of a run's own rollouts to prompts, sampler and grader, and their metrics: pure functions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from activities.grading.grade import GradeSummary
 from activities.sampling.completions import Rows
 from activities.sampling.sample import PolicySampleRequest, ProveRequest, Sampled
 from activities.sampling.samplers import PolicyWeights
-from activities.tokenizing.render_prompts import Prompts, PromptsRequest
+from activities.tokenizing.render_prompts import MixPromptsRequest, Prompts, PromptsOfSource, PromptsRequest
 from activities.trajectories.group_samples import Drawn, GroupSamplesRequest
+from longshore.algorithms import COMPARE_GROUPS
+from longshore.dataset_runs import Dataset, DatasetSource, evaluations_by_split, named_sources
 from longshore.fields import Artifact
+from longshore.previews import SourceShare, shares
+from longshore.runs import RLRun, Rollouts, dtype_of
 from longshore.training import Dtype, Full, Lora
+from longshore.views import StepStatus
 from shared.chat.completions import Sampling
+from shared.jobs.bins import shares_of
 from shared.jobs.job import LeaseGrant, SamplerKey, SyncTarget, newest_name
-from shared.jobs.losses import COMPARE_GROUPS
 from shared.jobs.packed import RouteShape
 from shared.models.shape import ModelShape
-from shared.runs.dataset_runs import DatasetSource
-from shared.runs.requests import RLRun, Rollouts, dtype_of
 from shared.runs.start import RLStart
-from shared.runs.status import Policy, RolloutData, StepStatus
+from shared.runs.status import Evaluated, Policy, RolloutData
 from shared.serving import SamplerPlace
 from shared.storage.paths import content_key
 from workflows import policies as limits
@@ -48,18 +51,43 @@ def prompts_request(run: RLRun, source: DatasetSource, dataset: Artifact, model:
     )
 
 
-def rollout_data(run: RLRun, prompts: Prompts, held_out: Prompts | None) -> RolloutData:
-    """Return the rendered prompts and the number of train steps: `steps` as set, else by `epochs`, but at least one."""
-    rollouts = rollouts_of(run)
+def mix_prompts_request(dataset: Dataset, parts: Sequence[Prompts]) -> MixPromptsRequest | None:
+    """Return the request that puts the prompts of a mixture's sources together; None without a mixture."""
+    if isinstance(dataset, DatasetSource):
+        return None
+    both = zip(named_sources(dataset), parts, strict=True)
+    return MixPromptsRequest(parts=tuple(PromptsOfSource(name=name, prompts=part.prompts) for name, part in both))
+
+
+def held_out_sources(run: RLRun) -> dict[str, DatasetSource]:
+    """Return the held-out prompts by the name that each is downloaded under, in the order of `HeldOut.evaluations`."""
+    return evaluations_by_split(run.held_out.evaluations if run.held_out else {})
+
+
+def rollout_data(run: RLRun, prompts: Prompts, held_out: Sequence[Prompts]) -> RolloutData:
+    """Return the rendered prompts and the number of train steps: `steps` as set, else by `epochs`, but at least one.
+
+    Args:
+        held_out: as `held_out_sources` has them.
+    """
+    rollouts, num_draws = rollouts_of(run), prompts.num_prompts
+    sources: tuple[SourceShare, ...] = ()
+    if not isinstance(rollouts.prompts, DatasetSource):
+        sources = shares(rollouts.prompts, prompts.num_of_sources)
+        _, num_draws = shares_of(sources)
     num_steps = rollouts.steps
     if num_steps is None:
         assert rollouts.epochs is not None
-        num_steps = max(1, math.floor(rollouts.epochs * prompts.num_prompts / rollouts.prompts_per_step))
+        num_steps = max(1, math.floor(rollouts.epochs * num_draws / rollouts.prompts_per_step))
+    names = rollouts.held_out.evaluations if rollouts.held_out else {}
+    sets = {name: each.prompts for name, each in zip(names, held_out, strict=True)}
     return RolloutData(
         prompts=prompts.prompts,
         num_steps=num_steps,
         probe=prompts.probe,
-        held_out=held_out.prompts if held_out else None,
+        held_out=sets.pop("", None),
+        sources=sources,
+        held_out_sets=sets,
     )
 
 
@@ -96,7 +124,7 @@ def policy_of_step(run: RLRun, policies: Sequence[Policy], step: int) -> Policy:
 def step_samples(
     start: RLStart,
     model: Artifact,
-    prompts: Artifact,
+    data: RolloutData,
     policies: Sequence[Policy],
     step: int,
     place: SamplerPlace,
@@ -111,7 +139,8 @@ def step_samples(
         drawn: samples drawn earlier for this step; `groups`: those to draw again.
     """
     run, rollouts = start.run, rollouts_of(start.run)
-    rows = Rows(first=(step - 1) * rollouts.prompts_per_step, count=rollouts.prompts_per_step, seed=run.seed)
+    first, count = (step - 1) * rollouts.prompts_per_step, rollouts.prompts_per_step
+    rows = Rows(first=first, count=count, seed=run.seed, sources=data.sources)
     policy, size = policy_of_step(run, policies, step), rollouts.group_size
     sampling = Sampling(
         temperature=run.temperature,
@@ -120,7 +149,7 @@ def step_samples(
         max_tokens=rollouts.max_completion_tokens,
         stop=rollouts.stop,
     )
-    asked = _samples(start, model, prompts, rows, policies, policy, size, sampling, step, place)
+    asked = _samples(start, model, data.prompts, rows, policies, policy, size, sampling, step, place)
     seed = _seed(run.seed, f"samples {len(drawn)}", step) if drawn else asked.seed
     return asked.model_copy(update={"routes": routes, "groups": groups, "seed": seed})
 
@@ -252,17 +281,19 @@ def is_evaluated(run: RLRun, step: int, is_last: bool) -> bool:
 
 
 def may_end_with(run: RLRun, step: int) -> bool:
-    """Return True if the evaluation after a step may show that the run has reached its target."""
+    """Return True if the run may end with the evaluation after a step."""
     held_out = rollouts_of(run).held_out
-    return held_out is not None and held_out.target is not None and is_evaluated(run, step, is_last=False)
+    may_end = held_out is not None and (held_out.target is not None or held_out.early_stop is not None)
+    return may_end and is_evaluated(run, step, is_last=False)
 
 
-def is_at_target(run: RLRun, step: StepStatus) -> bool:
-    """True when a step's held-out reward reaches the target at which the run ends."""
-    held_out = run.rollouts.held_out if run.rollouts else None
-    if held_out is None or held_out.target is None:
+def ends_with(run: RLRun, step: StepStatus, evaluated: Evaluated) -> bool:
+    """True when a step's held-out reward reaches the target, or the evaluations no longer get better."""
+    held_out = run.held_out
+    if held_out is None:
         return False
-    return step.metrics.get("eval_reward_mean", -math.inf) >= held_out.target
+    is_at_target = held_out.target is not None and step.metrics.get("eval_reward_mean", -math.inf) >= held_out.target
+    return is_at_target or held_out.is_over(evaluated.known)
 
 
 def proof(
@@ -284,17 +315,26 @@ def proof(
     )
 
 
-def held_out_metrics(sampled: Sampled, graded: GradeSummary) -> dict[str, float]:
-    """Return the metrics of a policy's held-out samples and their grades."""
-    metrics = {
-        "eval_samples": float(graded.num_samples),
-        "eval_ungraded": float(graded.num_failed),
-        "eval_truncation_rate": sampled.num_cut_off / sampled.num_samples,
-        "eval_response_tokens_mean": sampled.num_tokens / sampled.num_samples,
-    }
-    if graded.mean is not None and graded.std is not None:
-        metrics |= {"eval_reward_mean": graded.mean, "eval_reward_std": graded.std}
-    return metrics
+def held_out_metrics(found: Mapping[str, tuple[Sampled, GradeSummary]]) -> dict[str, float]:
+    """Return the metrics of a policy's held-out samples and their grades, by the names of the prompts.
+
+    With names, `eval_reward_mean` is the mean of all of them together.
+    """
+    metrics = dict[str, float]()
+    graded_samples, reward = 0, 0.0
+    for name, (sampled, graded) in found.items():
+        told = {
+            "samples": float(graded.num_samples),
+            "ungraded": float(graded.num_failed),
+            "truncation_rate": sampled.num_cut_off / sampled.num_samples,
+            "response_tokens_mean": sampled.num_tokens / sampled.num_samples,
+        }
+        if graded.mean is not None and graded.std is not None:
+            told |= {"reward_mean": graded.mean, "reward_std": graded.std}
+            graded_samples, reward = graded_samples + graded.num_graded, reward + graded.num_graded * graded.mean
+        prefix = f"eval_{name}_" if name else "eval_"
+        metrics |= {prefix + metric: value for metric, value in told.items()}
+    return ({"eval_reward_mean": reward / graded_samples} if graded_samples else {}) | metrics
 
 
 def _seed(seed: int, what: str, step: int) -> int:

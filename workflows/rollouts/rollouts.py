@@ -1,14 +1,13 @@
 """A run's own rollouts: sample from the policy and grade, for the groups of train steps and held-out prompts."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.grading.grade import Grade, Graded, GradeRequest
+    from activities.grading.grade import Grade, Graded, GradeRequest, GradeSummary
     from activities.models.resolve import Resolve
     from activities.records.run_records import RunRecords, StepRecordRequest, policy_of
     from activities.sampling.sample import (
@@ -24,15 +23,17 @@ with workflow.unsafe.imports_passed_through():
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.render_prompts import Prompts, RenderPrompts
     from activities.trajectories.group_samples import Drawn, GroupSamples
+    from longshore.dataset_runs import Dataset, DatasetSource, sources_by_split
     from longshore.fields import Artifact
+    from longshore.grading import reward_graders
+    from longshore.runs import dtype_of
+    from longshore.views import Phase, Problem, StepStatus
     from shared.errors import InvalidInput
-    from shared.grading import chosen_scalar, reward_graders
     from shared.jobs.job import LeaseGrant, SyncTarget
     from shared.jobs.packed import RouteShape
-    from shared.runs.dataset_runs import DatasetSource
-    from shared.runs.requests import dtype_of
+    from shared.runs.acceptance import chosen_scalar
     from shared.runs.start import ModelRequest, ResolvedModel, RLStart
-    from shared.runs.status import Phase, Policy, Problem, RewardModel, RLState, RolloutData, StepStatus
+    from shared.runs.status import Policy, RewardModel, RLState, RolloutData
     from shared.serving import LeasedSampler, SamplerPlace
     from workflows import control
     from workflows.outcomes import RunFailed
@@ -60,7 +61,7 @@ async def find_rewards(start: RLStart, policy: ResolvedModel) -> tuple[RewardMod
     for place, grader in reward_graders(rollouts.grader).items():
         base = policy
         if grader.base is not None:
-            asked = ModelRequest(uri=grader.base, any_family=True, tenant=start.tenant)
+            asked = ModelRequest(uri=grader.base, any_family=True, tenant=start.tenant, room=start.room)
             base = await control.do(Resolve.resolve_model, asked)
         of_grader = {"role": "reward_model", "model": grader.base or start.run.model}
         request = job_plan.adapter_request(start, grader.model, base, **of_grader)
@@ -83,7 +84,7 @@ async def scored(
     sampling: LeasedSamplers,
     samples: Artifact,
     prompts: Artifact,
-    source: DatasetSource,
+    source: Dataset,
     rewards: tuple[RewardModel, ...],
 ) -> dict[str, Artifact]:
     """Score samples by each reward model, for `GradeRequest.rewards`. Raises as `LeasedSamplers.do` does.
@@ -122,19 +123,25 @@ async def prepare_rollouts(run: ActiveRun, start: RLStart, policy: ResolvedModel
     rollouts = rollouts_of(start.run)
     await control.do(Grade.check_grader, rollouts.grader)
     rewards = await find_rewards(start, policy)
-    prompts = await _render(run, start, policy.model, "train", rollouts.prompts)
-    held_out = await _render(run, start, policy.model, "eval", rollouts.held_out.prompts) if rollouts.held_out else None
+    parts = await _render(run, start, policy.model, sources_by_split(rollouts.prompts, "train"))
+    mixed = rollout_requests.mix_prompts_request(rollouts.prompts, parts)
+    prompts = parts[0] if mixed is None else await control.do(RenderPrompts.mix_prompts, mixed)
+    held_out = await _render(run, start, policy.model, rollout_requests.held_out_sources(start.run))
     return rollout_requests.rollout_data(start.run, prompts, held_out).model_copy(update={"rewards": rewards})
 
 
 async def _render(
-    run: ActiveRun, start: RLStart, model: Artifact, split: Literal["train", "eval"], source: DatasetSource
-) -> Prompts:
-    download = DownloadRequest(run_id=start.run_id, tenant=start.tenant, split=split, source=source)
-    downloaded = await control.do(Download.download, download)
-    run.add_notices(downloaded.notices)
-    request = rollout_requests.prompts_request(start.run, source, downloaded.dataset, model)
-    return await control.do(RenderPrompts.render_prompts, request)
+    run: ActiveRun, start: RLStart, model: Artifact, sources: Mapping[str, DatasetSource]
+) -> list[Prompts]:
+    """Download datasets of prompts, each under its own name below the run, and render them."""
+    found = []
+    for split, source in sources.items():
+        download = DownloadRequest(run_id=start.run_id, tenant=start.tenant, split=split, source=source, room=run.room)
+        downloaded = await control.do(Download.download, download)
+        run.add_notices(downloaded.notices)
+        request = rollout_requests.prompts_request(start.run, source, downloaded.dataset, model)
+        found.append(await control.do(RenderPrompts.render_prompts, request))
+    return found
 
 
 @dataclass
@@ -235,7 +242,7 @@ class RolloutSource:
             began = workflow.time()
             sampled, metrics = await self._sample(
                 lambda place: rollout_requests.step_samples(
-                    self.start, self.model, self.data.prompts, self.policies, step, place, self.routes, before, groups
+                    self.start, self.model, self.data, self.policies, step, place, self.routes, before, groups
                 )
             )
             sampling_s = workflow.time() - began
@@ -250,18 +257,21 @@ class RolloutSource:
 
     async def evaluate(self, policy: Policy) -> dict[str, float]:
         """Sample and grade the held-out prompts under a policy. Returns no metrics if the run has no such prompts."""
-        held_out = self.data.held_out
-        if held_out is None:
-            return {}
+        held_out = self.start.run.held_out
+        sources = held_out.evaluations if held_out else {}
+        sets = self.data.evaluations.items()
+        found = {name: await self._evaluated(policy, prompts, sources[name]) for name, prompts in sets}
+        return rollout_requests.held_out_metrics(found)
+
+    async def _evaluated(
+        self, policy: Policy, prompts: Artifact, source: DatasetSource
+    ) -> tuple[Sampled, GradeSummary]:
         sampled, _ = await self._sample(
             lambda place: rollout_requests.held_out_samples(
-                self.start, self.model, held_out, self.policies, policy, place
+                self.start, self.model, prompts, self.policies, policy, place
             )
         )
-        source = rollouts_of(self.start.run).held_out
-        assert source is not None
-        graded = await self._grade(sampled, held_out, source.prompts)
-        return rollout_requests.held_out_metrics(sampled, graded.summary)
+        return sampled, (await self._grade(sampled, prompts, source)).summary
 
     async def beginning(self, run: ActiveRun, state: RLState) -> StepStatus | None:
         """Evaluate the policy before any training, and record that as step 0; None without held-out prompts."""
@@ -300,7 +310,7 @@ class RolloutSource:
         """
         metrics = await self.prove(policy_of(step), logprobs)
         policy = policy_of(step.model_copy(update={"metrics": step.metrics | metrics}))
-        if policy.num_refuted and self.sampling.draws_unproven:
+        if policy.num_refuted and self.sampling.samples_before_verification:
             await self._drop()
         self._add(policy)
         if not rollout_requests.may_end_with(self.start.run, step.step):
@@ -369,9 +379,9 @@ class RolloutSource:
             if not await self.sampling.on_each(draw, self.model):
                 break
         sampled = await self.sampling.do(SamplerActivities.sample, request, self.model, self._prove_once)
-        return sampled, {"samplers": float(num_samplers)} if self.sampling.is_shared_out else {}
+        return sampled, {"samplers": float(num_samplers)} if self.sampling.uses_many_samplers else {}
 
-    async def _grade(self, sampled: Sampled, prompts: Artifact, source: DatasetSource) -> Graded:
+    async def _grade(self, sampled: Sampled, prompts: Artifact, source: Dataset) -> Graded:
         rewards = await scored(self.start, self.sampling, sampled.samples, prompts, source, self.data.rewards)
         request = GradeRequest(samples=sampled.samples, grader=rollouts_of(self.start.run).grader, rewards=rewards)
         return await control.do(Grade.grade, request)

@@ -14,10 +14,9 @@ from temporalio.exceptions import ActivityError
 with workflow.unsafe.imports_passed_through():
     from activities.sampling.sample import Proved, SamplerActivities
     from longshore.fields import Artifact
-    from shared.errors import AVOIDED
+    from longshore.views import Problem
     from shared.jobs.job import LeaseGrant
     from shared.runs.start import RLStart
-    from shared.runs.status import Problem
     from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
     from workflows import control, policies
     from workflows.leases import Leasing, Lost, lost
@@ -62,14 +61,8 @@ class LeasedSamplers:
 
     def __post_init__(self) -> None:
         queue, rollouts = policies.sampler_queue(self.start.shape), self.start.run.rollouts
-        avoid = self.start.state.avoid_for_samplers if self.start.state else ()
         num_samplers = rollouts.samplers if rollouts and self.policys is None else 1
-        self.leasings = tuple(Leasing(queue, self.start.timing, avoid=avoid) for _ in range(num_samplers))
-
-    @property
-    def avoid(self) -> tuple[str, ...]:
-        """The queues of hosts on which a sampler of this run was lost while it started."""
-        return tuple(dict.fromkeys(host for leasing in self.leasings for host in leasing.avoid))
+        self.leasings = tuple(Leasing(queue, self.start.timing) for _ in range(num_samplers))
 
     def beside(self, model: Artifact) -> "LeasedSamplers":
         """Return the run's sampler for a reward model whose base is not the policy's model."""
@@ -91,7 +84,7 @@ class LeasedSamplers:
         return self.start.serves_sampler or (rollouts is not None and rollouts.sampler_url is not None)
 
     @property
-    def is_shared_out(self) -> bool:
+    def uses_many_samplers(self) -> bool:
         """True if the run may have several samplers, which share a step's prompts."""
         return len(self.leasings) > 1 and not self.is_served
 
@@ -102,14 +95,14 @@ class LeasedSamplers:
         return rollouts is not None and rollouts.colocate and not self.is_served and self.policys is None
 
     @property
-    def draws_unproven(self) -> bool:
+    def samples_before_verification(self) -> bool:
         """True if samples in progress continue with new weights before these are proven."""
         rollouts = self.start.run.rollouts
         return rollouts is not None and rollouts.weight_sync.in_flight == "continue"
 
-    def go_on_after(self, problem: Problem | None) -> None:
+    def restore_after(self, problem: Problem | None) -> None:
         """Note why a resumed run had ended: a sampler that failed a proof may have left samples in the store."""
-        if problem is not None and problem.kind == "sampler_mismatch" and self.draws_unproven:
+        if problem is not None and problem.kind == "sampler_mismatch" and self.samples_before_verification:
             self.num_mismatched += 1
 
     @property
@@ -166,7 +159,6 @@ class LeasedSamplers:
             self._take_note(answer)
             return answer
         losses: list[str] = []
-        num_avoided = 0
         while True:
             if len(losses) >= self.start.timing.max_losses:
                 message = f"the sampler was lost {len(losses)} times in a row; the last time: {losses[-1]}"
@@ -184,12 +176,7 @@ class LeasedSamplers:
             except ActivityError as error:
                 if self._is_mismatched(grant, error):
                     continue
-                ended = lost(error)
-                if ended.kind == AVOIDED:
-                    num_avoided += 1
-                    await workflow.sleep(policies.pause_before_lease(num_avoided + 1))
-                    continue
-                losses.append(str(ended))
+                losses.append(str(lost(error)))
             self._give_up(grant, losses[-1])
 
     async def on_each(self, work: Callable[[LeaseGrant, int, int], Coroutine[Any, Any, None]], model: Artifact) -> int:
@@ -204,7 +191,7 @@ class LeasedSamplers:
         Raises:
             RunFailed: it cannot be done. ActivityError: it was cancelled.
         """
-        if not self.is_shared_out:
+        if not self.uses_many_samplers:
             return 0
         self._ask_for_missing(model)
         if len(grants := self.grants) < 2:

@@ -1,7 +1,7 @@
 """Which models a run trains and publishes, and the jobs that it plans for them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from temporalio import workflow
@@ -9,9 +9,13 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.models.resolve import AdapterRequest, Resolve
     from activities.publishing.publish import Publish, Published, PublishRequest
+    from longshore.algorithms import BradleyTerry, Loss, with_reference
+    from longshore.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
     from longshore.fields import Artifact
     from longshore.losses import CrossEntropy, Distillation, DistillationSettings, Reference, SquaredError
-    from longshore.training import Lora
+    from longshore.runs import RLRun, dtype_of
+    from longshore.training import Lora, Watched
+    from longshore.views import CheckpointRef, StepStatus
     from shared.jobs.job import (
         ONLY_JOB,
         Checkpointing,
@@ -22,13 +26,10 @@ with workflow.unsafe.imports_passed_through():
         Schedule,
         SyncTarget,
     )
-    from shared.jobs.losses import BradleyTerry, Loss, with_reference
     from shared.jobs.packed import RouteShape
     from shared.models.shape import ModelShape
-    from shared.runs.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
-    from shared.runs.requests import RLRun, dtype_of
     from shared.runs.start import AnyStart, ModelRequest, ResolvedModel, RLStart, RunStart
-    from shared.runs.status import CheckpointRef, RLState, StepStatus
+    from shared.runs.status import RLState
     from workflows import control, policies
 
 
@@ -44,7 +45,7 @@ def dataset_job(
     model: Artifact,
     adapter: Artifact | None,
     data: PackedData,
-    eval_data: PackedData | None,
+    eval_data: Mapping[str, PackedData],
     num_steps: int,
     reference: Reference = "base",
     more_teachers: Sequence[Reference] = (),
@@ -71,7 +72,12 @@ def dataset_job(
         optimizer=run.settings_of_optimizer,
         schedule=_schedule_of(run),
         evaluation=Evaluation(
-            data=eval_data, every_steps=run.eval_every, num_samples=run.num_samples, sample_tokens=run.sample_tokens
+            data=eval_data.get(""),
+            sets={name: data for name, data in eval_data.items() if name},
+            every_steps=run.eval_every,
+            num_samples=run.num_samples,
+            sample_tokens=run.sample_tokens,
+            **run.model_dump(include=set(Watched.model_fields)),
         ),
         memory_budget_bytes=run.memory_budget_bytes,
         max_micro_batch_tokens=run.bin_tokens if run.memory_budget_bytes else None,
@@ -169,10 +175,10 @@ def rl_job(
 # --- The model and adapters that a run begins with, and what it publishes ---
 
 
-async def resolve_model(start: AnyStart) -> ResolvedModel:
-    """Check the run's model against its engine and layout."""
+def model_request(start: AnyStart) -> ModelRequest:
+    """Return the request that checks a run's model against its engine and layout."""
     run = start.run
-    request = ModelRequest(
+    return ModelRequest(
         run_id=start.run_id,
         tenant=start.tenant,
         uri=run.model,
@@ -181,8 +187,13 @@ async def resolve_model(start: AnyStart) -> ResolvedModel:
         trainable=run.trainable,
         max_tokens=run.max_tokens,
         dtype=dtype_of(run) if run.quantize_base is None else None,
+        room=start.room,
     )
-    return await control.do(Resolve.resolve_model, request)
+
+
+async def resolve_model(start: AnyStart) -> ResolvedModel:
+    """Check the run's model against its engine and layout."""
+    return await control.do(Resolve.resolve_model, model_request(start))
 
 
 async def resolve_initial_adapter(start: AnyStart, model: ResolvedModel) -> Artifact | None:
@@ -195,10 +206,11 @@ async def resolve_initial_adapter(start: AnyStart, model: ResolvedModel) -> Arti
     return (await control.do(Resolve.resolve_adapter, request)).adapter
 
 
-def adapter_request(start: AnyStart, uri: str, model: ResolvedModel, **more: Any) -> AdapterRequest:
+def adapter_request(start: AnyStart, uri: str, model: ResolvedModel, /, **more: Any) -> AdapterRequest:
     """Return the request for an adapter that a run puts on a model: its own, unless `more` names another."""
-    who = {"run_id": start.run_id, "tenant": start.tenant, "allow_other_base": start.run.allow_other_base}
+    who = {"run_id": start.run_id, "tenant": start.tenant, "room": start.room}
     on = {"shape": model.shape, "base": model.model, "model": start.run.model}
+    on |= {"allow_other_base": start.run.allow_other_base}
     return AdapterRequest(uri=uri, **{**who, **on, **more})
 
 
@@ -207,17 +219,17 @@ async def resolve_reference(start: AnyStart, uri: str, model: ResolvedModel) -> 
     return (await control.do(Resolve.resolve_adapter, adapter_request(start, uri, model, role="reference"))).adapter
 
 
-async def publish_weights(
+def publish_request(
     start: AnyStart,
     model: Artifact,
     checkpoint: CheckpointRef | None,
     report_uri: str | None,
     metrics: dict[str, float],
     step: int | None = None,
-) -> Published:
-    """Publish the checkpoint that a job left. `step`: which one, for a run that publishes several versions."""
+) -> PublishRequest:
+    """Return the request that publishes the checkpoint of a job. `step`: for a run that publishes several versions."""
     assert checkpoint is not None
-    request = PublishRequest(
+    return PublishRequest(
         run_id=start.run_id,
         tenant=start.tenant,
         run=start.run,
@@ -227,4 +239,8 @@ async def publish_weights(
         report_uri=report_uri,
         metrics=metrics,
     )
+
+
+async def publish_weights(request: PublishRequest) -> Published:
+    """Publish the checkpoint that a job left."""
     return await control.do(Publish.publish, request, policies.PATIENT)

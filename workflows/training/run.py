@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from temporalio import workflow
@@ -13,12 +14,14 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import LeaseRequest
     from activities.hosts.progress import ProgressReport
     from activities.hosts.run_job import JobResult, RunJob, RunJobRequest
+    from activities.publishing.publish import Published
     from activities.records.run_records import FindCheckpoint, FindCheckpointRequest, RunRecords, saved_by_job
     from longshore.training import Lora
-    from shared.errors import AVOIDED, HostLeft, WorkerLost
+    from longshore.views import CheckpointRef, Phase, PhaseSpan, Problem, RunStatus, State
+    from shared.errors import HostLeft, WorkerLost
     from shared.jobs.job import AnyPlan, GangLeader, LeaseGrant, WorkerKey
     from shared.runs.start import AnyStart
-    from shared.runs.status import STATUS_MEMO, STEP_COUNTS, CheckpointRef, Phase, PhaseSpan, Problem, RunStatus, State
+    from shared.runs.status import STEP_COUNTS
     from workflows import control, policies
     from workflows.leases import Leasing, Lost, Turn, Turns, lost, on_leased_host
     from workflows.outcomes import RunCancelled, RunFailed, ended_early, result_or_raise
@@ -171,7 +174,7 @@ class Training:
 
     async def _do(self, plan: AnyPlan) -> JobResult:
         losses: list[Lost] = []
-        num_crowded = num_avoided = num_ungathered = 0
+        num_crowded = num_ungathered = 0
         self._found = None
         while True:
             if not self.leasing.is_warm and await self._find_checkpoint(plan):
@@ -197,17 +200,15 @@ class Training:
             except Lost as loss:
                 if self.is_ending():
                     raise RunCancelled from loss  # it was lost while it was to end the job
-                if loss.kind == policies.CROWDED and num_crowded < 2:
+                if loss.kind == policies.NO_MEMORY_FOR_SLOT and num_crowded < 2:
                     num_crowded += 1
                     continue
-                if loss.kind in (AVOIDED, policies.NOT_GATHERED):
-                    num_avoided += loss.kind == AVOIDED
-                    num_ungathered += loss.kind == policies.NOT_GATHERED
+                if loss.kind == policies.NOT_GATHERED:
+                    num_ungathered += 1
                     if num_ungathered >= policies.MAX_GATHERINGS:  # each is some 40 events of the run's history
                         raise RunFailed(
                             Problem(kind="worker_lost", message=f"{loss}, {num_ungathered} times")
                         ) from loss
-                    await workflow.sleep(policies.pause_before_lease(num_avoided + 1))
                     continue
                 losses.append(loss)
                 self.num_lost += loss.kind != HostLeft.__name__
@@ -240,7 +241,7 @@ class Training:
         return self.step > step_before
 
     async def _lease_and_run(self, plan: AnyPlan, shares: bool, joins: bool) -> JobResult:
-        keep, grant = False, None
+        keep = False
         try:
             if not self.leasing.is_warm:
                 self._take_lease(plan, shares, joins)
@@ -256,18 +257,10 @@ class Training:
         except ActivityError as error:
             loss = lost(error)
             # A job whose lease has ended does not know the reason; the lease activity's error has it.
-            raise self._noted(self.leasing.failure or loss, grant) from error
-        except Lost as loss:  # its job has failed
-            raise self._noted(loss, grant) from loss
+            raise (self.leasing.failure or loss) from error
         finally:
             if not keep:
                 self.release()
-
-    def _noted(self, loss: Lost, grant: LeaseGrant | None) -> Lost:
-        """Make the run avoid the host of a worker that was lost before a step was done."""
-        if grant is not None and self.step <= self._begun_step:
-            self.leasing.lost_at_start(loss, grant)
-        return loss
 
     def _take_lease(self, plan: AnyPlan, shares: bool, joins: bool) -> None:
         key, group = WorkerKey.of(plan), self.start.shares_with
@@ -280,7 +273,6 @@ class Training:
             ready_timeout_s=policies.WORKER_READY_TIMEOUT_S,
             join_queue=policies.join_queue(self.start.shape, key, group or "") if shares else None,
             sync_backend=plan.sync_target.backend if plan.sync_target is not None else "auto",
-            avoid=self.leasing.avoid,
         )
         self.leasing.take_worker(request, joins)
         self.changed()
@@ -322,6 +314,7 @@ def _accepted(result: JobResult) -> JobResult:
 Result = TypeVar("Result")
 
 _MOST_SPANS = 64
+_RECORDED_TOGETHER = timedelta(seconds=1)
 # Fields of the status that a resumed run keeps from before until it has newer values.
 _KEPT_WHEN_RESUMED = (
     *("started_at", "step", "num_steps", "planned_tokens", "metrics", "checkpoint", "dataset_report"),
@@ -358,6 +351,12 @@ class StatusChanges(TypedDict, total=False):
     ended_at: float
 
 
+def version_shown(published: Published) -> StatusChanges:
+    """Return what the status shows of a published version."""
+    version: StatusChanges = {"adapter": published.uri, "adapter_sha256": published.sha256}
+    return {**version, "name": published.name, "version": published.version}
+
+
 def changed(status: RunStatus, **changes: Unpack[StatusChanges]) -> RunStatus:
     """Return a copy of a status with some fields changed."""
     return status.model_copy(update=dict(changes))
@@ -378,6 +377,7 @@ class ActiveRun:
         self.start = start
         self.status = before or _first_status(start)
         self.current = current
+        self.room = start.room
         self.training = Training(start, lambda: self.is_ending, self._note, holds=holds)
         self.is_pausing = False
         self._task: asyncio.Task[Any] | None = None
@@ -386,6 +386,9 @@ class ActiveRun:
         self._gpu_seconds_before = before.gpu_seconds if before else 0.0
         self._workers_lost_before = before.workers_lost if before else 0
         self._noted: tuple[str, str, int] | None = None
+        self._recorded: tuple[str, str, int] | None = None
+        self._recording: asyncio.Task[None] | None = None
+        self._is_over = False
         self.problem_before: Problem | None = None  # of a resumed run: why it had ended
 
     @property
@@ -396,7 +399,7 @@ class ActiveRun:
     async def to_its_end(
         self, work: Callable[[], Awaitable[None]], leave: Callable[[], Awaitable[None]] | None = None
     ) -> RunStatus:
-        """Begin the run, do its work, and record its end in the store, however it ends.
+        """Begin the run, do its work, and record its end in the store and in its row, however it ends.
 
         Args:
             leave: releases what the run holds; called before the end is recorded.
@@ -406,6 +409,7 @@ class ActiveRun:
         """
         try:
             await uninterrupted(self._begin())
+            self._recording = asyncio.create_task(self._record_changes())
             await work()
         except (Exception, asyncio.CancelledError) as error:
             if not self._has_begun:  # no end is recorded: it would replace the one on record
@@ -415,6 +419,10 @@ class ActiveRun:
             await leave()
         self.show(ended_at=workflow.now().timestamp())
         await control.record(RunRecords.record_result, self.current())
+        if self._recording is not None:
+            self._is_over = True
+            await self._recording
+        await control.record_run(self.current())
         await workflow.wait_condition(workflow.all_handlers_finished)
         return result_or_raise(self.current())
 
@@ -442,7 +450,7 @@ class ActiveRun:
             raise asyncio.CancelledError
 
     def show(self, **changes: Unpack[StatusChanges]) -> None:
-        """Change the run's status, and its memo if state, phase or lease changed."""
+        """Change the run's status; if state, phase or lease changed, its timeline and its row too."""
         self.status = changed(self.status, **changes)
         self._note()
 
@@ -481,11 +489,24 @@ class ActiveRun:
         self.status = self.status.model_copy(update=kept)
         self._note()
 
-    def _note(self) -> None:
-        """Put the status into the workflow's memo, if its state, phase or lease changed, and the phase on the timeline.
+    async def _record_changes(self) -> None:
+        """Record the status when state, phase or lease have changed, until the run is over.
 
-        A listing of workflows includes their memos, which saves a query to each workflow.
+        Changes that follow each other within a second are recorded together, as phases before the training are short.
         """
+        while not self._is_over:
+            self._recorded = self._noted
+            self.room = await control.record_run(self.current()) or self.room
+            await workflow.wait_condition(self._is_to_record)
+            with suppress(TimeoutError):
+                await workflow.wait_condition(lambda: self._is_over, timeout=_RECORDED_TOGETHER)
+
+    def _is_to_record(self) -> bool:
+        """The end is recorded by `to_its_end`, once its result is in the store."""
+        return self._is_over or (self._noted != self._recorded and self.status.state == "running")
+
+    def _note(self) -> None:
+        """Put the phase on the timeline, if state, phase or lease changed. `_record_changes` looks at that."""
         status = self.current()
         now = (status.state, status.phase, status.epoch)
         if now == self._noted:
@@ -498,7 +519,6 @@ class ActiveRun:
         if status.state == "running":
             spans.append(PhaseSpan(phase=status.phase, began=time, lease=status.epoch))
         self._timeline = tuple(spans[-_MOST_SPANS:])
-        workflow.upsert_memo({STATUS_MEMO: status.model_dump(mode="json", exclude={"metrics", "timeline"})})
 
 
 class RunHandlers:

@@ -9,14 +9,20 @@ from temporalio import workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
+    from activities.hosts.run_job import JobResult
+    from activities.publishing.publish import Published
     from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
-    from shared.jobs.job import SyncOutcome, SyncTarget
+    from longshore.accounts import Room
+    from longshore.runs import RLRun
+    from longshore.views import Problem, RunStatus, StepStatus
+    from longshore.weight_sync import SyncOutcome
+    from shared.jobs.job import SyncTarget
     from shared.runs.start import RLStart
-    from shared.runs.status import Problem, RLState, StepRequest, StepStatus
+    from shared.runs.status import RLState, StepRequest
     from workflows import control
     from workflows.training import job_plan
     from workflows.training.job_plan import replayed_routes, rl_job
-    from workflows.training.run import ActiveRun
+    from workflows.training.run import ActiveRun, StatusChanges
 
 
 # --- The train steps of an RL run as its workflow knows them: those that wait, and the last ones that ended ---
@@ -149,6 +155,23 @@ class GroupSource(Protocol):
         """
 
 
+def groups_request(start: RLStart, state: RLState, step: StepStatus, known: RunStatus, room: Room) -> GroupsRequest:
+    """Return the request that packs a step's groups. `known`: the run's status, with the last published version."""
+    return GroupsRequest(
+        run_id=start.run_id,
+        tenant=start.tenant,
+        run=start.run,
+        step=step.model_copy(update={"metrics": {}}),
+        policy_version=state.policy_version,
+        vocab_size=state.shape.vocab_size,
+        model=state.model,
+        name=known.name,
+        version=known.version,
+        routes=replayed_routes(start.run, state.shape),
+        room=room,
+    )
+
+
 async def train_and_publish(
     run: ActiveRun, start: RLStart, state: RLState, step: StepStatus, source: GroupSource | None
 ) -> StepStatus:
@@ -158,18 +181,7 @@ async def train_and_publish(
         The step: done; or skipped, if there is nothing to learn from; or the earlier step that had the same key.
     """
     run.show(phase="packing")
-    request = GroupsRequest(
-        run_id=start.run_id,
-        tenant=start.tenant,
-        run=start.run,
-        step=step.model_copy(update={"metrics": {}}),
-        policy_version=state.policy_version,
-        vocab_size=state.shape.vocab_size,
-        model=state.model,
-        name=run.status.name,
-        version=run.status.version,
-        routes=replayed_routes(start.run, state.shape),
-    )
+    request = groups_request(start, state, step, run.status, run.room)
     packed = await control.do(PackTrajectories.pack_trajectories, request)
     if (before := packed.trained_before) is not None:
         return before.model_copy(update={"step": step.step, "same_as": before.step})
@@ -181,16 +193,7 @@ async def train_and_publish(
     target = source.sync_target(state.policy_version + 1) if source is not None else None
     result = await run.training.do(rl_job(start, state, step, packed.data, packed.num_steps, target))
     trained = workflow.time()
-    done = step.model_copy(
-        update={
-            "state": "done",
-            "policy_version": state.policy_version + 1,
-            "optimizer_step": result.step,
-            "checkpoint": result.checkpoint,
-            "synced": result.sync.digest if result.sync else None,
-            "metrics": metrics | (sync_metrics(result.sync) if result.sync is not None else {}),
-        }
-    )
+    done = trained_step(state, step, result, metrics)
     run.show(phase="publishing")
     about = packed.metrics | result.metrics
     publishing = (
@@ -206,18 +209,41 @@ async def train_and_publish(
     return done.model_copy(update={"metrics": done.metrics | result.metrics | seconds})
 
 
+def trained_step(state: RLState, step: StepStatus, result: JobResult, metrics: dict[str, float]) -> StepStatus:
+    """Return a step whose job has made the next version of the policy, with the metrics of its groups."""
+    return step.model_copy(
+        update={
+            "state": "done",
+            "policy_version": state.policy_version + 1,
+            "optimizer_step": result.step,
+            "checkpoint": result.checkpoint,
+            "synced": result.sync.digest if result.sync else None,
+            "metrics": metrics | (sync_metrics(result.sync) if result.sync is not None else {}),
+        }
+    )
+
+
 def is_due(start: RLStart, state: RLState, done: StepStatus) -> bool:
-    """Return True if a step's policy is published: every `publish_every` versions, and the last step's."""
+    """Return True if a step's policy is published: every `publish_every` versions, the last step's, and one that is
+    evaluated, if the best is kept.
+    """
     assert done.policy_version is not None
     is_last = state.rollouts is not None and done.step == state.rollouts.num_steps
-    return is_last or done.policy_version % start.run.publish_every == 0
+    held_out = start.run.held_out
+    is_candidate = held_out is not None and held_out.keep == "best" and done.step % held_out.every_steps == 0
+    return is_last or is_candidate or done.policy_version % start.run.publish_every == 0
 
 
 async def publish_policy(
     start: RLStart, state: RLState, done: StepStatus, report_uri: str | None, metrics: dict[str, float]
 ) -> StepStatus:
     """Publish the policy that a step made. Returns the step with the name and version."""
-    published = await job_plan.publish_weights(start, state.model, done.checkpoint, report_uri, metrics, done.step)
+    request = job_plan.publish_request(start, state.model, done.checkpoint, report_uri, metrics, done.step)
+    return published_step(done, await job_plan.publish_weights(request))
+
+
+def published_step(done: StepStatus, published: Published) -> StepStatus:
+    """Return a step with the name and version of the policy that it made."""
     return done.model_copy(
         update={
             "adapter": published.uri,
@@ -263,14 +289,39 @@ def unchanged(state: RLState, step: StepStatus) -> StepStatus:
     return step.model_copy(update=policy)
 
 
-def state_after(run: ActiveRun, state: RLState, done: StepStatus) -> RLState:
-    """Show the policy that a step made, and return the state that the next step trains on."""
+def shown_after(known: RunStatus, run: RLRun, done: StepStatus) -> StatusChanges:
+    """Return what the status shows of a step that has ended: the policy that it made, and the counts of steps that
+    were not trained, or that had no learning signal.
+    """
+    is_new = done.state == "done" and done.same_as is None
+    by_rewards = is_new and run.advantages not in ("none", "given") and done.metrics["trajectories"] > 1
+    are_equal = by_rewards and done.metrics["reward_std"] < 1e-9  # a mean's rounding is less
+    counts: StatusChanges = {
+        "skipped_steps": known.skipped_steps + (done.state == "skipped"),
+        "failed_steps": known.failed_steps + (done.state == "failed"),
+        "equal_reward_steps": known.equal_reward_steps + are_equal,
+        "zero_gradient_steps": known.zero_gradient_steps + (is_new and done.metrics.get("grad_norm") == 0),
+    }
+    return counts | policy_shown(done) if is_new else counts
+
+
+def policy_shown(done: StepStatus) -> StatusChanges:
+    """Return what the status shows of the policy that a step made."""
     assert done.policy_version is not None and done.optimizer_step is not None
-    run.show(
-        policy_version=done.policy_version, step=done.optimizer_step, metrics=done.metrics, checkpoint=done.checkpoint
-    )
-    if done.adapter is not None:
-        run.show(adapter=done.adapter, adapter_sha256=done.adapter_sha256, name=done.name, version=done.version)
+    shown: StatusChanges = {
+        "policy_version": done.policy_version,
+        "step": done.optimizer_step,
+        "metrics": done.metrics,
+        "checkpoint": done.checkpoint,
+    }
+    if done.adapter is None:
+        return shown
+    version: StatusChanges = {"adapter_sha256": done.adapter_sha256, "name": done.name, "version": done.version}
+    return shown | version | {"adapter": done.adapter}
+
+
+def state_after(state: RLState, done: StepStatus) -> RLState:
+    """Return the state that the step after one that made a policy trains on."""
     return state.model_copy(
         update={
             "policy_version": done.policy_version,

@@ -17,10 +17,9 @@ from megatron_worker.weight_sync.buckets import (
     CudaHandle,
     SyncBroken,
     SyncMessage,
-    SyncReply,
 )
 from megatron_worker.weight_sync.connections import Receiver
-from megatron_worker.weight_sync.transports.protocol import LocalOutbound, Messages, make_buffers
+from megatron_worker.weight_sync.transports.protocol import Inbound, Outbound
 
 # --- `shared_memory`: two buffers that trainer and samplers of one machine share ---
 #
@@ -74,56 +73,47 @@ def _check_available(num_bytes: int) -> None:
         raise OSError(f"{available} bytes of memory are left")
 
 
-class SharedMemoryOutbound(LocalOutbound):
-    def __init__(self, device: torch.device) -> None:
-        self._shared: Buffers | None = None
+class SharedMemoryOutbound(Outbound):
+    _shared: Buffers | None = None
 
     def prepare(self, num_bytes: int) -> None:
         self._shared = Buffers(num_bytes)
         self.buffers = self._shared.tensors
 
-    def _hand_over(self, receiver: Receiver) -> None:
+    def hand_over(self, receiver: Receiver) -> None:
         assert self._shared is not None
-        receiver.send(SyncMessage(connect=Connect()))
+        super().hand_over(receiver)
         try:
             socket.send_fds(receiver.connection.socket, [b"\0"], self._shared.descriptors)
         except OSError as error:
             raise SyncBroken(f"the sampler is gone: {error}") from error
 
     def finalize(self) -> None:
-        self.buffers = ()
+        super().finalize()
         if self._shared is not None:
             self._shared.close()
 
 
-class SharedMemoryInbound:
-    def __init__(self, device: torch.device) -> None:
-        self._shared: Buffers | None = None
+class SharedMemoryInbound(Inbound):
+    _shared: Buffers | None = None
 
-    def prepare(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-
-    def connect(self, messages: Messages, given: Connect) -> None:
+    def opened(self, given: Connect) -> list[Tensor]:
         try:
-            _, descriptors, _, _ = socket.recv_fds(messages.connection.socket, 1, NUM_BUFFERS)
+            _, descriptors, _, _ = socket.recv_fds(self.connection.socket, 1, NUM_BUFFERS)
         except OSError as error:
             raise SyncBroken(f"the trainer is gone: {error}") from error
-        if len(descriptors) != NUM_BUFFERS or self._shared is not None:
+        if len(descriptors) != NUM_BUFFERS:
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise SyncBroken(f"{len(descriptors)} buffers came, {NUM_BUFFERS} are due, once")
+            raise SyncBroken(f"{len(descriptors)} buffers came, {NUM_BUFFERS} are due")
         try:
-            self._shared = Buffers(self._num_bytes, descriptors)
+            self._shared = Buffers(self.num_bytes, descriptors)
         except OSError as error:
             raise SyncBroken(f"the buffers cannot be mapped: {error}") from error
-        messages.connection.write(SyncReply())
-
-    def receive(self, bucket: Bucket) -> Tensor | None:
-        if self._shared is None:
-            raise SyncBroken("a bucket came before its buffer")
-        return self._shared.tensors[bucket.number % NUM_BUFFERS]
+        return self._shared.tensors
 
     def finalize(self) -> None:
+        super().finalize()
         if self._shared is not None:
             self._shared.close()
 
@@ -134,50 +124,29 @@ class SharedMemoryInbound:
 # It has never run on a GPU (tests/gpu/test_weight_sync.py waits for one): `auto` does not choose it before that.
 
 
-class CudaOutbound(LocalOutbound):
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def prepare(self, num_bytes: int) -> None:
-        self.buffers = make_buffers(num_bytes, self._device)
-
-    def _hand_over(self, receiver: Receiver) -> None:
+class CudaOutbound(Outbound):
+    def hand_over(self, receiver: Receiver) -> None:
         # A handle counts how often it is opened: each sampler gets a separate one.
         handles = tuple(_handle_of(buffer) for buffer in self.buffers)
         receiver.send(SyncMessage(connect=Connect(handles=handles)))
 
     def send(self, bucket: Bucket) -> None:
-        torch.cuda.synchronize(self._device)  # samplers read on streams of their own
+        torch.cuda.synchronize(self.device)  # samplers read on streams of their own
         super().send(bucket)
 
     def finalize(self) -> None:
-        self.buffers = ()
+        super().finalize()
         torch.cuda.ipc_collect()  # else torch keeps what samplers have released until it shares something again
 
 
-class CudaInbound:
-    def __init__(self, device: torch.device) -> None:
-        self._buffers: list[Tensor] = []
-
-    def prepare(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-
-    def connect(self, messages: Messages, given: Connect) -> None:
-        if len(given.handles) != NUM_BUFFERS or self._buffers:
-            raise SyncBroken(f"{len(given.handles)} buffers came, {NUM_BUFFERS} are due, once")
+class CudaInbound(Inbound):
+    def opened(self, given: Connect) -> list[Tensor]:
+        if len(given.handles) != NUM_BUFFERS:
+            raise SyncBroken(f"{len(given.handles)} buffers came, {NUM_BUFFERS} are due")
         try:
-            self._buffers = [_opened(handle, self._num_bytes) for handle in given.handles]
+            return [_opened(handle, self.num_bytes) for handle in given.handles]
         except RuntimeError as error:
             raise SyncBroken(f"the trainer's buffers cannot be opened: {str(error).splitlines()[0]}") from error
-        messages.connection.write(SyncReply())
-
-    def receive(self, bucket: Bucket) -> Tensor | None:
-        if not self._buffers:
-            raise SyncBroken("a bucket came before its buffer")
-        return self._buffers[bucket.number % NUM_BUFFERS]
-
-    def finalize(self) -> None:
-        self._buffers = []
 
 
 def _handle_of(buffer: Tensor) -> CudaHandle:

@@ -1,89 +1,79 @@
 """Every transport by its name: its two ends, the devices that it works on, and the choice of one for a sync.
 
 `store` is no transport: samplers load what is published. `delta` is none either: buckets.py makes the contents of
-buckets smaller, whatever they travel by.
+buckets smaller, whatever they travel by. `external` is what an installed package brings (docs/weight_sync.md).
 """
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from importlib.metadata import entry_points
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_worker.weight_sync.transports import pulled
+from longshore.weight_sync import Transport
 from megatron_worker.weight_sync.transports.collective import CollectiveInbound, CollectiveOutbound
-from megatron_worker.weight_sync.transports.protocol import Inbound, Outbound
-from megatron_worker.weight_sync.transports.pulled import MakeEngine, PulledInbound, PulledOutbound
+from megatron_worker.weight_sync.transports.protocol import Inbound, Outbound, TcpInbound, TcpOutbound
 from megatron_worker.weight_sync.transports.same_machine import (
     CudaInbound,
     CudaOutbound,
     SharedMemoryInbound,
     SharedMemoryOutbound,
 )
-from shared.jobs.job import SyncTarget, Transport
+from shared.jobs.job import SyncTarget
+
+ENTRY_POINTS = "longshore.weight_sync"
 
 
-@dataclass(frozen=True)
-class Ends:
-    """`is_missing`: says what cannot be imported."""
-
+class Ends(NamedTuple):
     outbound: Callable[[torch.device], Outbound]
-    inbound: Callable[[torch.device], Inbound]
-    devices: tuple[str, ...]
-    is_missing: Callable[[], str | None] = lambda: None
-
-
-def _pulled(make: MakeEngine, load: Callable[[], object]) -> Ends:
-    return Ends(partial(PulledOutbound, make), partial(PulledInbound, make), ("cpu",), partial(_import_error, load))
-
-
-def _import_error(load: Callable[[], object]) -> str | None:
-    """Return why a package cannot be imported, in the words of the import."""
-    try:
-        load()
-    except ImportError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    inbound: Callable[[torch.device, int], Inbound]
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 def ends_of(name: Transport) -> Ends:
+    """Return a transport's ends. Raises ImportError: there is not one external transport, or it cannot be imported."""
     match name:
         case "shared_memory":
-            return Ends(SharedMemoryOutbound, SharedMemoryInbound, ("cpu", "cuda"))
+            return Ends(SharedMemoryOutbound, SharedMemoryInbound)
+        case "tcp":
+            return Ends(TcpOutbound, TcpInbound)
+        case "collective":
+            return Ends(CollectiveOutbound, CollectiveInbound)
         case "cuda_ipc":
             return Ends(CudaOutbound, CudaInbound, ("cuda",))
-        case "collective":
-            return Ends(CollectiveOutbound, CollectiveInbound, ("cpu", "cuda"))
-        case "nixl":
-            return _pulled(pulled.NixlEngine, pulled.nixl_api)
-        case "mooncake":
-            return _pulled(pulled.MooncakeEngine, pulled.mooncake_api)
+        case "external":
+            found = tuple(entry_points(group=ENTRY_POINTS))
+            if len(found) != 1:
+                raise ImportError(f"{len(found)} packages have an entry point in {ENTRY_POINTS}, and one is wanted")
+            return Ends(*found[0].load())
 
 
 def choose(target: SyncTarget) -> Transport:
     """Return the transport of a sync: the named one; else shared_memory if all samplers are on this machine.
 
-    `collective` is taken if one is not, and some have an address. Its group uses gloo or NCCL by the device.
-    Experimental transports are taken only if named.
+    `tcp` is taken if one is not, and some have an address.
     """
     match target.backend:
         case "auto" | "delta":
             are_here = all(os.access(place.socket, os.W_OK) for place in target.places)
-            return "collective" if not are_here and any(place.address for place in target.places) else "shared_memory"
+            return "tcp" if not are_here and any(place.address for place in target.places) else "shared_memory"
         case named:
             return named
 
 
 def why_not(name: Transport, device: torch.device) -> str | None:
     """Return why a transport does not work on a device."""
-    ends = ends_of(name)
+    try:
+        ends = ends_of(name)
+    except ImportError as error:
+        return f"{type(error).__name__}: {error}"
     if device.type not in ends.devices:
         return f"{name} needs {' or '.join(ends.devices)}, and this is {device.type}{_without_cuda()}"
     if name == "collective" and not (dist.is_nccl_available() if device.type == "cuda" else dist.is_gloo_available()):
         return f"this torch was built without {'NCCL' if device.type == 'cuda' else 'gloo'}"
-    return ends.is_missing()
+    return None
 
 
 def _without_cuda() -> str:

@@ -1,19 +1,23 @@
 """Parses ART's requests for training jobs, and makes runs of them. Settings that have no equivalent are refused."""
 
-from typing import Annotated, Any, Literal, Self
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, BinaryIO, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from longshore.dataset_runs import SFTRun
 from longshore.fields import Frozen
-from longshore.losses import CISPO, GSPO, PPO
-from service.apis.errors import validation_problem
-from service.inference.art_models import ArtModel, ModelId
-from service.inference.published_models import one_form
-from service.runs.own_settings import LORA_FIELDS
+from longshore.runs import RLRun, Source
+from service.apis.errors import made
+from service.inference.art_models import RL_SETTINGS, ArtModel, ArtName, ModelId
+from service.inference.published_models import LORA_FIELDS, one_form
+from shared.chat.trajectories import FORMS, SentGroup
 from shared.errors import InvalidInput
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.requests import RLRun, Source
+from shared.field_rules import first_error
 
 # --- The settings that ART's clients send with a job ---
 # A key is accepted or refused by its value, never by its presence.
@@ -94,28 +98,24 @@ class ExperimentalConfig(SentModel):
         return self
 
     @property
-    def divides_by_deviation(self) -> bool:
-        """Whether a reward's distance from its group's mean is divided by the group's standard deviation."""
-        return self.scale_rewards is not False and self.normalize_advantages is not False
-
-    @property
-    def loss(self) -> CISPO | PPO | GSPO:
+    def loss(self) -> dict[str, Any]:
         """The loss that equals ART's objective: CISPO for its clipped REINFORCE, PPO for its clipped surrogate.
 
-        Raises InvalidInput: no loss equals it; names the field. ValidationError: a number is out of its bounds.
+        Raises InvalidInput: no loss equals it; names the field.
         """
         is_ppo = self.loss_fn == "ppo" if self.loss_fn is not None else bool(self.ppo)
         low = self.epsilon if self.epsilon is not None else (_PPO if is_ppo else _CISPO_LOW)
         high = self.epsilon_high if self.epsilon_high is not None else (low if is_ppo else _CISPO_HIGH)
         most = self.max_negative_advantage_importance_sampling_weight or None
+        clipped = {"clip_low": low, "clip_high": high, **self._old}
         match self.importance_sampling_level or "token", is_ppo:
             case "token", True:
-                return PPO(clip_low=low, clip_high=high, dual_clip=most, **self._old)
+                return clipped | {"kind": "ppo", "dual_clip": most}
             case "token", False:
                 # CISPO clips the weight from above, so a bound on the ratio is just a lower value of that clip.
-                return CISPO(clip_low=low, clip_high=high if most is None else min(high, most - 1), **self._old)
+                return clipped | {"kind": "cispo", "clip_high": high if most is None else min(high, most - 1)}
             case "sequence", True if most is None:
-                return GSPO(clip_low=low, clip_high=high, aggregation="token_mean", **self._old)
+                return clipped | {"kind": "gspo", "aggregation": "token_mean"}
             case "sequence", _:
                 rule = "by sequence alone with ppo, and without max_negative_advantage_importance_sampling_weight"
                 raise _refusal("importance_sampling_level", rule)
@@ -163,13 +163,10 @@ _MAX_TOKENS = 8192
 _BROKEN = "drop"
 # The client's own defaults.
 _RL_RATE, _SFT_RATE, _SFT_BATCH = 5e-6, 5e-5, 2
-_RL_ALONE = {"temperature", "idle_s", "between_steps", "equal_rewards", "broken"}
-_RL_NAMES = {
-    "learning_rate": "experimental_config.learning_rate",
-    "loss.clip_low": "experimental_config.epsilon",
-    "loss.clip_high": "experimental_config.epsilon_high",
-    "clip_low": "experimental_config.epsilon",
-    "clip_high": "experimental_config.epsilon_high",
+_RL_NAMES = {"learning_rate": "experimental_config.learning_rate"} | {
+    f"loss.{kind}.{ours}": f"experimental_config.{theirs}"
+    for kind in ("ppo", "cispo", "gspo")
+    for ours, theirs in (("clip_low", "epsilon"), ("clip_high", "epsilon_high"))
 }
 _SFT_NAMES = {
     "dataset.uri": "training_data_url",
@@ -204,20 +201,17 @@ def rl_run(model: ArtModel, config: ExperimentalConfig, adapter: str | None) -> 
 
     Raises InvalidInput: names the client's field and the rule that it breaks.
     """
-    try:
-        return RLRun.model_validate(
-            _common(model, adapter)
-            | {"broken": _BROKEN}
-            | model.settings.model_dump(include=_RL_ALONE, exclude_none=True)
-            | _sizes(model, config.packed_sequence_length)
-            | {
-                "loss": config.loss,
-                "advantages": "group_normalized" if config.divides_by_deviation else "group_mean",
-                "learning_rate": _RL_RATE if config.learning_rate is None else config.learning_rate,
-            }
-        )
-    except ValidationError as error:
-        raise _named(error, _RL_NAMES) from None
+    divides_by_deviation = config.scale_rewards is not False and config.normalize_advantages is not False
+    fields = {
+        "loss": config.loss,
+        "advantages": "group_normalized" if divides_by_deviation else "group_mean",
+        "learning_rate": _RL_RATE if config.learning_rate is None else config.learning_rate,
+    }
+    own = model.settings.model_dump(include=RL_SETTINGS, exclude_none=True)
+    sizes: dict[str, int] = {}
+    if (packed := config.packed_sequence_length) is not None:
+        sizes = {"max_tokens": min(packed, model.settings.max_tokens or _MAX_TOKENS), "bin_tokens": packed}
+    return made(RLRun, _common(model, adapter) | {"broken": _BROKEN} | own | sizes | fields, _RL_NAMES)
 
 
 def sft_run(model: ArtModel, url: str, config: SftConfig, adapter: str | None) -> SFTRun:
@@ -227,34 +221,17 @@ def sft_run(model: ArtModel, url: str, config: SftConfig, adapter: str | None) -
 
     Raises InvalidInput: names the client's field and the rule that it breaks.
     """
-    try:
-        return SFTRun.model_validate(
-            _common(model, adapter)
-            | {
-                "dataset": {"uri": url, "assistant_turns": config.assistant_turns or "all"},
-                "batch_size": _SFT_BATCH if config.batch_size is None else config.batch_size,
-                "schedule": "constant",
-            }
-            | _rates(config)
-        )
-    except ValidationError as error:
-        raise _named(error, _SFT_NAMES) from None
-
-
-def _sizes(model: ArtModel, packed: int | None) -> dict[str, int]:
-    """The longest trajectory and a micro-batch's tokens, if the client sets the length of a packed sequence."""
-    if packed is None:
-        return {}
-    return {"max_tokens": min(packed, model.settings.max_tokens or _MAX_TOKENS), "bin_tokens": packed}
-
-
-def _rates(config: SftConfig) -> dict[str, Any]:
-    """Return the fields of one pass at one learning rate, or of a step for each of a list of rates."""
+    fields: dict[str, Any] = {
+        "dataset": {"uri": url, "assistant_turns": config.assistant_turns or "all"},
+        "batch_size": _SFT_BATCH if config.batch_size is None else config.batch_size,
+        "schedule": "constant",
+    }
     match config.learning_rate:
-        case tuple() as rates:
-            return {"steps": len(rates), "learning_rate": max(rates, default=0.0), "learning_rates": rates}
+        case tuple() as rates:  # a step for each
+            fields |= {"steps": len(rates), "learning_rate": max(rates, default=0.0), "learning_rates": rates}
         case rate:
-            return {"epochs": 1, "learning_rate": _SFT_RATE if rate is None else rate}
+            fields |= {"epochs": 1, "learning_rate": _SFT_RATE if rate is None else rate}
+    return made(SFTRun, _common(model, adapter) | fields, _SFT_NAMES)
 
 
 def art_source(model: ArtModel, request: dict[str, Any]) -> Source:
@@ -265,7 +242,7 @@ def art_source(model: ArtModel, request: dict[str, Any]) -> Source:
 
 def _common(model: ArtModel, adapter: str | None) -> dict[str, Any]:
     fields: dict[str, Any] = {"max_tokens": _MAX_TOKENS, "dtype": model.dtype}
-    fields |= model.settings.model_dump(exclude={*LORA_FIELDS, *_RL_ALONE}, exclude_none=True)
+    fields |= model.settings.model_dump(exclude={*LORA_FIELDS, *RL_SETTINGS}, exclude_none=True)
     return fields | {
         "name": model.published_as,
         "model": one_form(model.base_model),
@@ -274,9 +251,199 @@ def _common(model: ArtModel, adapter: str | None) -> dict[str, Any]:
     }
 
 
-def _named(error: ValidationError, names: dict[str, str]) -> InvalidInput:
-    """Return an InvalidInput with the client's name of the field, or else the name of the model's setting."""
-    problem = validation_problem(error.errors())
-    place = (problem.place or "").removeprefix("trainable.")
-    name = names.get(place.rstrip(".0123456789"))  # an item of a list has the list's
-    return InvalidInput(problem.message, name or f"longshore.{place}".rstrip("."))
+# --- Converts `exchanges`, the requests and answers that a client captured, to conversations of a trajectory ---
+#
+# Newer clients send exchanges instead of messages: those with the model that is trained, and with others such as a
+# judge. Each answer of the trained model becomes a separate conversation with the messages of its request. If each
+# request contains the ids before it, they are trained as one sequence.
+
+NAME = "exchanges"
+_Item = dict[str, JsonValue]
+
+
+class _Captured(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class _Asked(_Captured):
+    model: str | None = None
+
+
+class _Exchange(_Captured):
+    """An exchange of another API than chat completions."""
+
+    request: _Asked
+
+
+class _ChatAsked(_Asked):
+    messages: tuple[_Item, ...]
+    tools: tuple[_Item, ...] | None = None
+
+
+class _ChatAnswered(_Captured):
+    id: str | None = None
+    choices: tuple[_Item, ...]
+
+
+class _ChatExchange(_Captured):
+    request: _ChatAsked
+    response: _ChatAnswered
+
+    @property
+    def is_ours(self) -> bool:
+        return _is_ours(self.request) or any("answer_id" in choice for choice in self.response.choices)
+
+    @property
+    def histories(self) -> list[dict[str, Any]]:
+        """A history for each choice. One assembled from a stream has lost its `answer_id`: the response's id."""
+        asked, answer_id = self.request, self.response.id
+        choices = [{"answer_id": answer_id, **choice} for choice in self.response.choices]
+        return [{"messages": [*asked.messages, choice], "tools": asked.tools} for choice in choices]
+
+
+class _Exchanges(_Captured):
+    chat_completions: tuple[_ChatExchange, ...] = ()
+    completions: tuple[_Exchange, ...] = ()
+    responses: tuple[_Exchange, ...] = ()
+    messages: tuple[_Exchange, ...] = ()
+
+
+def _is_ours(asked: _Asked) -> bool:
+    return asked.model is not None and ArtName.parse(asked.model) is not None
+
+
+def as_conversations(trajectory: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return a trajectory with messages in place of exchanges. One without exchanges is returned unchanged.
+
+    Raises InvalidInput: nothing in them can be trained; names the place.
+    """
+    if not (given := trajectory.get(NAME)):
+        return {name: value for name, value in trajectory.items() if name != NAME}
+    try:
+        captured = _Exchanges.model_validate(given)
+    except ValidationError as error:
+        field, rule = first_error(error)
+        raise InvalidInput(rule, f"{place}.{NAME}.{field}".rstrip(".")) from None
+    for name in ("completions", "responses", "messages"):
+        if any(_is_ours(each.request) for each in getattr(captured, name)):
+            raise InvalidInput("answers of chat completions alone are trained", f"{place}.{NAME}.{name}")
+    histories = [history for each in captured.chat_completions if each.is_ours for history in each.histories]
+    if not histories:
+        raise InvalidInput("there is no answer of a model of this service", f"{place}.{NAME}.chat_completions")
+    rest = {name: value for name, value in trajectory.items() if name != NAME}
+    return rest | histories[0] | {"additional_histories": histories[1:], "own_answers": True}
+
+
+GROUPS = "trajectory_groups"
+_SPACE = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
+
+
+@dataclass
+class SentJob:
+    """A request's other fields, and the numbers of its groups and trajectories."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    num_groups: int = 0
+    num_trajectories: int = 0
+
+
+def split(document: bytes, lines: BinaryIO) -> SentJob:
+    """Write every group of a document as a line of JSON.
+
+    Raises InvalidInput: the document, or a group in it, is no JSON object; names the place.
+    """
+    job = SentJob()
+    try:
+        reader = _Reader(document.decode())
+        for name in reader.names():
+            if name in job.fields or (name == GROUPS and job.num_groups):
+                raise InvalidInput("it occurs twice in the document", name)
+            if name != GROUPS:
+                job.fields[name] = reader.value()
+                continue
+            for group in reader.items():
+                lines.write(_line(group, f"{GROUPS}.{job.num_groups}"))
+                job.num_groups += 1
+                job.num_trajectories += len(group["trajectories"])
+    except RecursionError:
+        raise InvalidInput("it is nested too deeply", "body") from None
+    except ValueError as error:
+        raise InvalidInput(f"this is no JSON object: {error}", "body") from None
+    if not job.num_groups:
+        raise InvalidInput("there is no trajectory group", GROUPS)
+    return job
+
+
+def _line(group: Any, place: str) -> bytes:
+    found = group.get("trajectories") if isinstance(group, dict) else None
+    trajectories = found if isinstance(found, list) else []
+    for number, trajectory in enumerate(trajectories):
+        if not isinstance(trajectory, dict):
+            continue
+        trajectories[number] = trajectory = as_conversations(trajectory, f"{place}.trajectories.{number}")
+        trajectory.setdefault("reward", 0.0)  # newer clients leave out defaults
+        # ART's versions are steps of the model, which are versions of its adapter; a run's own count from 0.
+        trajectory.pop("final_policy_version", None)
+        if (step := trajectory.pop("initial_policy_version", None)) is not None:
+            trajectory["model_version"] = step
+    try:
+        SentGroup.model_validate(group)
+    except ValidationError as error:
+        field, rule = first_error(error, FORMS)
+        raise InvalidInput(rule, f"{place}.{field}".rstrip(".")) from None
+    return json.dumps(group, separators=(",", ":")).encode() + b"\n"
+
+
+class _Reader:
+    """Reads a JSON object name by name, and a list in it item by item. Raises ValueError for malformed JSON."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def names(self) -> Iterator[str]:
+        """Yield every name of the object. The caller must read its value before it takes the next name."""
+        for _ in self._members("{", "}"):
+            name = self.value()
+            if not isinstance(name, str):
+                raise ValueError(f"a name is missing before character {self._at}")
+            self._take(":")
+            yield name
+        self._skip()
+        if self._at != len(self._text):
+            raise ValueError(f"there is more behind it, from character {self._at} on")
+
+    def items(self) -> Iterator[Any]:
+        """Yield every item of the list that is the next value."""
+        for _ in self._members("[", "]"):
+            yield self.value()
+
+    def _members(self, opening: str, closing: str) -> Iterator[None]:
+        self._take(opening)
+        more = not self._takes(closing)
+        while more:
+            yield
+            if more := not self._takes(closing):
+                self._take(",")
+
+    def value(self) -> Any:
+        self._skip()
+        found, self._at = _DECODER.raw_decode(self._text, self._at)
+        return found
+
+    def _skip(self) -> None:
+        match = _SPACE.match(self._text, self._at)
+        assert match is not None
+        self._at = match.end()
+
+    def _takes(self, sign: str) -> bool:
+        self._skip()
+        if not self._text.startswith(sign, self._at):
+            return False
+        self._at += 1
+        return True
+
+    def _take(self, sign: str) -> None:
+        if not self._takes(sign):
+            raise ValueError(f"{sign} is missing at character {self._at}")

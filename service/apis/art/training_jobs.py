@@ -14,10 +14,13 @@ from typing import Annotated, Any, BinaryIO, Literal
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, Field, JsonValue, StrictBool, ValidationError
 
+from longshore.events import Step
 from longshore.fields import Frozen
+from longshore.views import RunView, StepStatus
 from service.accounts.keys import Asking, Principal, reads_or_writes
-from service.apis.art import sent_groups, wandb_artifacts
+from service.apis.art import wandb_artifacts
 from service.apis.art.job_request import (
+    GROUPS,
     MODEL_LABEL,
     ExperimentalConfig,
     RlRequest,
@@ -27,19 +30,18 @@ from service.apis.art.job_request import (
     art_source,
     rl_run,
     sft_run,
+    split,
 )
-from service.apis.art.sent_groups import GROUPS
 from service.apis.bodies import JsonBody, JsonRoute, ListAnswer, RecordView, Seconds, page_after, page_of
 from service.apis.errors import validation_problem
 from service.backend import Backed, Backend
 from service.decoding import SMALL_BYTES
 from service.errors import Conflict
 from service.inference.art_models import ArtModel, ArtSettings, ArtWord, finite_metrics, new_model
-from service.runs.views import RunView, dropped, last_lines
+from service.runs.views import dropped, last_lines
 from shared.errors import InvalidInput, NotFound
-from shared.jobs.events import Step
 from shared.runs.acceptance import precision_of
-from shared.runs.status import StepRequest, StepStatus
+from shared.runs.status import StepRequest
 
 # --- A job's events in the form of ART's client ---
 # Its beginning, a `gradient_step` for every optimizer step, its end.
@@ -115,9 +117,6 @@ class JobStep:
             case "failed":
                 events.append(_event(self.job_id, "training_failed", {"error_message": self.error}))
         return events
-
-    def page(self, after: str | None, limit: int) -> ListAnswer[TrainingEvent]:
-        return page_after(self.events(), after, limit)
 
 
 async def read_step(backend: Backend, view: RunView, number: int) -> JobStep:
@@ -267,7 +266,8 @@ async def create_job(request: Request, asking: Asking, backend: Backed) -> ArtJo
     async with decoding.received(request, MAX_GROUPS_BYTES) as body, decoding.scratch() as lines:
         await backend.quotas.admit_bytes(asking.tenant, body.num_bytes)
         files, is_small = (str(body.path), str(lines)), body.num_bytes <= SMALL_BYTES
-        asked = _asked(await decoding.call(request, read_job, *files, is_small=is_small, is_large=True))
+        sees = {"reads": [body.path], "writes": [lines]}
+        asked = _asked(await decoding.call(request, read_job, *files, is_small=is_small, is_large=True, **sees))
         model = await backend.art_models.show(asking.tenant, asked.model_id)
         with lines.open("rb") as file:
             groups = await backend.files.receive(asking.tenant, _FILE_NAME, _pieces(file), purpose=_PURPOSE)
@@ -305,7 +305,7 @@ async def list_events(
     view, number = await _found(backend, asking.tenant, job_id)
     if number is None:
         return await sft_events(backend, view, after, limit)
-    return (await read_step(backend, view, number)).page(after, limit)
+    return page_after((await read_step(backend, view, number)).events(), after, limit)
 
 
 def read_job(body: str, lines: str) -> dict[str, JsonValue]:
@@ -314,7 +314,7 @@ def read_job(body: str, lines: str) -> dict[str, JsonValue]:
     Raises InvalidInput.
     """
     with Path(lines).open("wb") as file:
-        sent = sent_groups.split(Path(body).read_bytes(), file)
+        sent = split(Path(body).read_bytes(), file)
     _asked(sent.fields)
     return sent.fields
 
@@ -396,13 +396,6 @@ async def submit_sft(backend: Backend, asking: Principal, model: ArtModel, url: 
         run = run.model_copy(update={"initial_adapter": await backend.art_models.newest(model)})
         source = art_source(model, {"training_data_url": url, **config.model_dump(mode="json", exclude_none=True)})
         return await backend.runs.submit(asking, run, source=source)
-
-
-async def cancel_open_run(backend: Backend, tenant: str, model: ArtModel) -> None:
-    """Cancel a model's active job."""
-    if (last := await _open_run(backend, tenant, model)) is not None:
-        with suppress(Conflict):  # it has just ended
-            await backend.runs.cancel(tenant, last.run_id)
 
 
 async def _open_run(backend: Backend, tenant: str, model: ArtModel) -> RunView | None:
@@ -507,7 +500,7 @@ async def list_models(
     asking: Asking, backend: Backed, after: After = None, limit: Limit = 100
 ) -> ListAnswer[ModelObject]:
     """Models in order of registration."""
-    found = [ModelObject.of(model) for model in await asyncio.to_thread(backend.art_models.all, asking.tenant)]
+    found = [ModelObject.of(model) for model in await backend.art_models.all(asking.tenant)]
     return page_after(found, after, limit)
 
 
@@ -521,8 +514,11 @@ async def get_model(model_id: str, asking: Asking, backend: Backed) -> ModelObje
 async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Response:
     """Delete a model and its checkpoints, and cancel its active job. Its runs stay on record."""
     model = await backend.art_models.show(asking.tenant, model_id)
-    await cancel_open_run(backend, asking.tenant, model)
-    await asyncio.to_thread(backend.art_models.delete, model)
+    if (last := await _open_run(backend, asking.tenant, model)) is not None:
+        with suppress(Conflict):  # it has just ended
+            await backend.runs.cancel(asking.tenant, last.run_id)
+    await backend.art_models.delete(model)
+    await backend.quotas.measure(model.tenant)
     return Response(status_code=204)
 
 
@@ -552,6 +548,7 @@ async def delete_checkpoints(
     """Delete checkpoints by step. The newest is refused: the next job starts from it."""
     model = await backend.art_models.show(asking.tenant, model_id)
     count, missing = await asyncio.to_thread(backend.art_models.delete_steps, model, body.steps)
+    await backend.quotas.measure(model.tenant)
     return DeletedCheckpoints(deleted_count=count, not_found_steps=missing)
 
 

@@ -1,50 +1,85 @@
-"""The native API's runs: submitted, followed, changed; their files, sessions, and data before a run."""
+"""The native API's runs, sessions, and data before a run; its webhooks, schedules and sweeps."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import Field, RootModel
 
+from longshore.accounts import FilePage
+from longshore.automation import (
+    Backfill,
+    Delivery,
+    NewWebhook,
+    Pinged,
+    Rotation,
+    ScheduledRun,
+    ScheduleView,
+    Sweep,
+    SweepId,
+    SweepView,
+    WebhookChange,
+    WebhookChoice,
+    WebhookId,
+    WebhookView,
+)
 from longshore.commands import Asked, Forward, ForwardBackward
-from longshore.fields import Frozen
+from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
+from longshore.fields import Name
+from longshore.grading import OneGrade
+from longshore.previews import Preview, PreviewRequest
+from longshore.runs import Kind, RLRun, Run, RunId, Source
 from longshore.training import SessionRun
+from longshore.views import (
+    PROFILE_ID,
+    AskedProfile,
+    CheckpointRef,
+    CommandView,
+    Estimate,
+    EventPage,
+    FileEntry,
+    GraderTrial,
+    GroupTexts,
+    Health,
+    JobFile,
+    Metrics,
+    Overview,
+    ProfileRequest,
+    RunPage,
+    RunRemoved,
+    RunReport,
+    RunView,
+    Sparkline,
+    State,
+    StepPage,
+    StepStatus,
+    StepSubmission,
+    Traces,
+)
 from service.accounts import audit
 from service.accounts.keys import BEARER, Asking, reads_or_writes
 from service.apis.bodies import JsonBody, JsonRoute, file_answer, tar_answer
 from service.apis.errors import RESPONSES
-from service.automation.upkeep import RunRemoved
 from service.backend import Backed, Backend, IdempotencyKey
 from service.errors import Conflict, TemporalUnavailable
-from service.files import FILE_NAME, FilePage, FileRecord, PublishedFiles
-from service.runs.estimates import Estimate
-from service.runs.files import GroupTexts, JobFile, RunReport, Traces
-from service.runs.history import Metrics
-from service.runs.overview import Overview, Sparkline
-from service.runs.sessions import CommandView
-from service.runs.views import EventPage, RunPage, RunView, StepPage, last_lines, log_line
+from service.files import FILE_NAME, FileRecord, PublishedFiles
+from service.runs.views import last_lines, log_line
 from shared.errors import StoreUnavailable
-from shared.grading import Grader, OneGrade, SampledItem
 from shared.jobs.commands import stored_form
 from shared.runs.acceptance import precision_of
-from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
-from shared.runs.previews import Preview, PreviewRequest
-from shared.runs.requests import Kind, RLRun, Run, RunId, Source
-from shared.runs.status import CheckpointRef, State, StepKey, StepRequest, StepStatus
-from shared.storage import paths
-from shared.storage.artifacts import FileEntry
-from shared.storage.files import MAX_PROFILED_STEPS, PROFILE_ID, ProfileRequest
+from shared.runs.status import StepRequest
 
-# --- The native API, `/api/v1`: runs, files and dataset checks. The CLI is one of its clients ---
+# --- Runs. The CLI is one of this API's clients ---
 
 PREFIX = "/api/v1"
-DEPENDENCIES = [*BEARER, Depends(reads_or_writes)]
 TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 """Responses of an operation that answers in text; its errors are JSON."""
-router = APIRouter(route_class=JsonRoute, prefix=PREFIX, dependencies=DEPENDENCIES, responses=RESPONSES)
+router = APIRouter(
+    route_class=JsonRoute, prefix=PREFIX, dependencies=[*BEARER, Depends(reads_or_writes)], responses=RESPONSES
+)
 open_router = APIRouter(prefix=PREFIX)
 """Operations that need no key."""
 _POLL_S = 0.5
@@ -53,15 +88,6 @@ _CLIENT_IS_GONE_S = 86_400.0
 _LAST_STEP = 99_999_999
 StepNumber = Annotated[int, Path(ge=0, le=_LAST_STEP)]
 _HEALTH_PATIENCE_S = 5.0
-
-
-class Health(Frozen):
-    """The service's view of Temporal and the store."""
-
-    status: Literal["ok", "degraded"]
-    temporal: str
-    store: str
-    temporal_ui: str | None = None
 
 
 @open_router.get("/health", responses={503: {"model": Health}})
@@ -91,7 +117,7 @@ async def _check_temporal(backend: Backend) -> str:
 async def _check_store(backend: Backend) -> str:
     try:
         async with asyncio.timeout(_HEALTH_PATIENCE_S):
-            await asyncio.to_thread(backend.store.head, paths.run_index("health"))
+            await asyncio.to_thread(backend.store.head, "health")
         return "ok"
     except (StoreUnavailable, OSError):  # a TimeoutError is an OSError
         return "away"
@@ -124,6 +150,12 @@ async def _submitting(
 
 
 Submits = Annotated[Callable[[Run], Awaitable[RunView]], Depends(_submitting)]
+
+
+@router.post("/runs", status_code=201)
+async def submit_run(run: JsonBody[RunRequest], submit: Submits) -> RunView:
+    """Start a run of any `kind`. The same Idempotency-Key gives the same run."""
+    return await submit(run.root)
 
 
 @router.post("/runs/sft", status_code=201)
@@ -165,14 +197,6 @@ async def estimate_run(run: JsonBody[RunRequest], backend: Backed, asking: Askin
     precision = await asyncio.to_thread(precision_of, named.dtype, backend.settings, backend.store)
     found = await backend.estimates.of(asking.tenant, named.model_copy(update={"dtype": precision.dtype}))
     return found.model_copy(update={"precision": precision})
-
-
-class StepSubmission(Frozen):
-    """One train step. The same key trains once, however often it is sent."""
-
-    key: StepKey
-    groups: str = Field(min_length=1, max_length=2048, description="URI of JSONL; POST /files returns one")
-    wait_s: float = Field(default=0, ge=0, le=60, description="how long to wait for the step's end")
 
 
 @router.post("/runs/{run_id}/steps", status_code=202)
@@ -393,27 +417,20 @@ async def openapi(request: Request) -> JSONResponse:
     return JSONResponse(request.app.openapi())
 
 
-# --- More endpoints of runs in the native API: overview and sparklines, reports, job files, rollouts ---
+# --- What else there is of runs: overview and sparklines, reports, job files, rollouts ---
 
-files_router = APIRouter(route_class=JsonRoute)
 JobId = Annotated[str, Path(pattern=r"^[0-9]{6}$")]
 ProfileId = Annotated[str, Path(pattern=PROFILE_ID)]
 FenceLabel = Annotated[str, Path(pattern=r"^e[0-9]{6}-a[0-9]{2}$")]
 
 
-class AskedProfile(Frozen):
-    """How many steps a trace is to have, at most: a job has only those that are left of it."""
-
-    steps: int = Field(default=3, ge=1, le=MAX_PROFILED_STEPS)
-
-
-@files_router.get("/overview")
+@router.get("/overview")
 async def show_overview(backend: Backed, asking: Asking) -> Overview:
     """Counts of runs by state, positions in the queue for workers, and the titles of keys."""
     return await backend.overviews.show(asking.tenant)
 
 
-@files_router.get("/sparklines")
+@router.get("/sparklines")
 async def list_sparklines(
     backend: Backed, asking: Asking, run_id: Annotated[list[RunId], Query(max_length=200)]
 ) -> dict[RunId, Sparkline]:
@@ -423,21 +440,21 @@ async def list_sparklines(
     return {run.run_id: line for run, line in zip(runs, lines, strict=True)}
 
 
-@files_router.get("/runs/{run_id}/report")
+@router.get("/runs/{run_id}/report")
 async def run_report(run_id: RunId, backend: Backed, asking: Asking) -> RunReport:
     """Reports of tokenizing and packing, as far as they have come."""
     status = await backend.runs.view(asking.tenant, run_id)
     return await asyncio.to_thread(backend.run_files.report, status)
 
 
-@files_router.get("/runs/{run_id}/jobs")
+@router.get("/runs/{run_id}/jobs")
 async def list_jobs(run_id: RunId, backend: Backed, asking: Asking) -> tuple[JobFile, ...]:
     """Every attempt at every job of a run, in order."""
     await backend.runs.record(asking.tenant, run_id)
     return await asyncio.to_thread(backend.run_files.jobs, run_id)
 
 
-@files_router.get("/runs/{run_id}/jobs/{job_id}/{fence}", response_class=Response)
+@router.get("/runs/{run_id}/jobs/{job_id}/{fence}", response_class=Response)
 async def show_job(run_id: RunId, job_id: JobId, fence: FenceLabel, backend: Backed, asking: Asking) -> Response:
     """The job file as the worker was given it, to the byte."""
     await backend.runs.record(asking.tenant, run_id)
@@ -445,7 +462,7 @@ async def show_job(run_id: RunId, job_id: JobId, fence: FenceLabel, backend: Bac
     return Response(data, media_type="application/json")
 
 
-@files_router.get("/runs/{run_id}/jobs/{job_id}/{fence}/output", response_class=Response, responses=TEXT)
+@router.get("/runs/{run_id}/jobs/{job_id}/{fence}/output", response_class=Response, responses=TEXT)
 async def show_output(run_id: RunId, job_id: JobId, fence: FenceLabel, backend: Backed, asking: Asking) -> Response:
     """The end of stdout and stderr of the worker of a failed attempt."""
     await backend.runs.record(asking.tenant, run_id)
@@ -453,7 +470,7 @@ async def show_output(run_id: RunId, job_id: JobId, fence: FenceLabel, backend: 
     return PlainTextResponse(data)
 
 
-@files_router.post("/runs/{run_id}/profiles", status_code=202)
+@router.post("/runs/{run_id}/profiles", status_code=202)
 async def ask_profile(run_id: RunId, body: JsonBody[AskedProfile], backend: Backed, asking: Asking) -> ProfileRequest:
     """Trace a run's next optimizer steps with torch's profiler. 409 when it has ended, or one is waited for."""
     if (await backend.runs.view(asking.tenant, run_id)).state != "running":
@@ -462,14 +479,14 @@ async def ask_profile(run_id: RunId, body: JsonBody[AskedProfile], backend: Back
     return await backend.run_files.ask_profile(asking.tenant, run_id, body.steps)
 
 
-@files_router.get("/runs/{run_id}/profiles")
+@router.get("/runs/{run_id}/profiles")
 async def list_profiles(run_id: RunId, backend: Backed, asking: Asking) -> Traces:
     """The traces of a run's steps, and the one that is waited for."""
     await backend.runs.record(asking.tenant, run_id)
     return await asyncio.to_thread(backend.run_files.traces, run_id)
 
 
-@files_router.get("/runs/{run_id}/jobs/{job_id}/{fence}/profiles/{profile_id}", response_class=Response)
+@router.get("/runs/{run_id}/jobs/{job_id}/{fence}/profiles/{profile_id}", response_class=Response)
 async def show_profile(
     run_id: RunId, job_id: JobId, fence: FenceLabel, profile_id: ProfileId, backend: Backed, asking: Asking
 ) -> StreamingResponse:
@@ -479,19 +496,17 @@ async def show_profile(
     return StreamingResponse(pieces, media_type="application/gzip")
 
 
-@files_router.get("/runs/{run_id}/checkpoints/{fence}/{step}/download", response_class=Response)
+@router.get("/runs/{run_id}/checkpoints/{fence}/{step}/download", response_class=Response)
 async def download_checkpoint(
     run_id: RunId, fence: FenceLabel, step: StepNumber, backend: Backed, asking: Asking
 ) -> StreamingResponse:
     """A checkpoint as a tar, with its manifest."""
     await backend.runs.record(asking.tenant, run_id)
     files = await asyncio.to_thread(backend.run_files.checkpoint, run_id, fence, step)
-    folder = f"{run_id}-{fence}-step-{step}"
-    headers = {"content-disposition": f'attachment; filename="{folder}.tar"'}
-    return StreamingResponse(files.tar(folder), media_type="application/x-tar", headers=headers)
+    return tar_answer(files, f"{run_id}-{fence}-step-{step}")
 
 
-@files_router.get("/runs/{run_id}/steps/{step}/rollouts")
+@router.get("/runs/{run_id}/steps/{step}/rollouts")
 async def step_rollouts(
     run_id: RunId, step: StepNumber, backend: Backed, asking: Asking, limit: Annotated[int, Query(ge=1, le=32)] = 4
 ) -> tuple[GroupTexts, ...]:
@@ -500,9 +515,8 @@ async def step_rollouts(
     return await asyncio.to_thread(backend.run_files.rollouts, run_id, status, limit)
 
 
-# --- The native API's sessions: a client trains a slot command by command ---
+# --- Sessions: a client trains a slot command by command ---
 
-sessions_router = APIRouter(route_class=JsonRoute, dependencies=[Depends(reads_or_writes)])
 Number = Annotated[int, Path(ge=1, le=99_999_999, description="commands run in the order of their numbers, from 1")]
 Wait = Annotated[float, Query(ge=0, le=60, description="how long to wait for the result")]
 
@@ -518,7 +532,7 @@ class SentCommand(RootModel[Asked]):
         return cls.model_construct(data)  # type: ignore[arg-type]  # the command's file, which is not parsed here
 
 
-@sessions_router.post("/sessions", status_code=201)
+@router.post("/sessions", status_code=201)
 async def open_session(
     session: JsonBody[SessionRun], backend: Backed, asking: Asking, idempotency_key: IdempotencyKey = None
 ) -> RunView:
@@ -527,7 +541,7 @@ async def open_session(
     return await backend.runs.submit(asking, named, idempotency_key, asked=session)
 
 
-@sessions_router.get("/sessions")
+@router.get("/sessions")
 async def list_sessions(
     backend: Backed,
     asking: Asking,
@@ -539,7 +553,7 @@ async def list_sessions(
     return await backend.runs.page(asking.tenant, limit=limit, after=after, state=state, kind="session")
 
 
-@sessions_router.put("/sessions/{run_id}/commands/{number}", status_code=202)
+@router.put("/sessions/{run_id}/commands/{number}", status_code=202)
 async def send_command(
     run_id: RunId, number: Number, command: JsonBody[SentCommand], backend: Backed, asking: Asking, wait_s: Wait = 0
 ) -> CommandView:
@@ -547,21 +561,20 @@ async def send_command(
     return await backend.sessions.send(asking.tenant, run_id, number, command.root, wait_s)
 
 
-@sessions_router.get("/sessions/{run_id}/commands/{number}")
+@router.get("/sessions/{run_id}/commands/{number}")
 async def get_command(run_id: RunId, number: Number, backend: Backed, asking: Asking, wait_s: Wait = 0) -> CommandView:
     """A command's state, or its result."""
     return await backend.sessions.show(asking.tenant, run_id, number, wait_s)
 
 
-@sessions_router.post("/sessions/{run_id}/close", status_code=202)
+@router.post("/sessions/{run_id}/close", status_code=202)
 async def close_session(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
     """Take no more commands: the session ends after those that wait, and its state stays. 409 when it has ended."""
     return await backend.sessions.close(asking.tenant, run_id)
 
 
-# --- The native API's data: uploaded files, checks of a dataset before a run, and graders tried on a sample ---
+# --- Data: uploaded files, checks of a dataset before a run, and graders tried on a sample ---
 
-data_router = APIRouter(route_class=JsonRoute, dependencies=[Depends(reads_or_writes)])
 _BYTES: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -570,14 +583,7 @@ _BYTES: dict[str, Any] = {
 }
 
 
-class GraderTrial(Frozen):
-    """A grader and a sample to grade; without a sample the grader is only loaded."""
-
-    grader: Grader
-    sample: SampledItem | None = None
-
-
-@data_router.post("/files", status_code=201, openapi_extra=_BYTES, responses={200: {"model": FileRecord}})
+@router.post("/files", status_code=201, openapi_extra=_BYTES, responses={200: {"model": FileRecord}})
 async def upload_file(
     request: Request,
     response: Response,
@@ -594,7 +600,7 @@ async def upload_file(
     return record
 
 
-@data_router.get("/files")
+@router.get("/files")
 async def list_files(
     backend: Backed,
     asking: Asking,
@@ -605,13 +611,13 @@ async def list_files(
     return await backend.files.page(asking.tenant, limit=limit, after=after)
 
 
-@data_router.get("/files/{file_id}")
+@router.get("/files/{file_id}")
 async def get_file(file_id: str, backend: Backed, asking: Asking) -> FileRecord:
     """The record of an uploaded file."""
     return await backend.files.show(asking.tenant, file_id)
 
 
-@data_router.get("/files/{file_id}/content", response_class=Response)
+@router.get("/files/{file_id}/content", response_class=Response)
 async def file_content(file_id: str, backend: Backed, asking: Asking) -> StreamingResponse:
     """An uploaded file's bytes."""
     record = await backend.files.show(asking.tenant, file_id)
@@ -619,28 +625,164 @@ async def file_content(file_id: str, backend: Backed, asking: Asking) -> Streami
     return StreamingResponse(backend.files.content(record), media_type="application/octet-stream", headers=headers)
 
 
-@data_router.delete("/files/{file_id}")
+@router.delete("/files/{file_id}")
 async def delete_file(file_id: str, backend: Backed, asking: Asking) -> FileRecord:
     """Delete an uploaded file. A run that has not read it yet fails."""
     return await backend.files.delete(asking.tenant, file_id)
 
 
-@data_router.post("/validate")
+@router.post("/validate")
 async def validate(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
     """Count a dataset's examples and tokens, and return the reason if a run would refuse it. Shows no rows."""
     named = await asyncio.to_thread(backend.names.resolved, asking.tenant, request)
     return await backend.checks.preview(asking.tenant, named.model_copy(update={"num_rows": 0}))
 
 
-@data_router.post("/preview")
+@router.post("/preview")
 async def preview(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
     """The first rows of a dataset as a model will see them: which tokens are trained, and a report."""
     named = await asyncio.to_thread(backend.names.resolved, asking.tenant, request)
     return await backend.checks.preview(asking.tenant, named)
 
 
-@data_router.post("/graders/run")
+@router.post("/graders/run")
 async def try_grader(trial: JsonBody[GraderTrial], backend: Backed, asking: Asking) -> OneGrade:
     """Grade one sample, or check that the grader can be loaded. Without a grade, `error` says why."""
     await backend.runs.check_access(asking.tenant, trial)
     return await backend.checks.grade(asking.tenant, trial.grader, trial.sample)
+
+
+# --- Webhooks, schedules and sweeps ---
+
+
+@router.post("/webhooks", status_code=201)
+async def create_webhook(choice: JsonBody[WebhookChoice], backend: Backed, asking: Asking) -> NewWebhook:
+    """Send messages on runs to an address. Only this answer shows the secret that messages are signed with."""
+    return await backend.webhooks.create(asking.tenant, asking.key_id, choice)
+
+
+@router.get("/webhooks")
+async def list_webhooks(backend: Backed, asking: Asking) -> tuple[WebhookView, ...]:
+    """All webhooks, oldest first."""
+    return await backend.webhooks.of(asking.tenant)
+
+
+@router.get("/webhooks/{webhook_id}")
+async def get_webhook(webhook_id: WebhookId, backend: Backed, asking: Asking) -> WebhookView:
+    return await backend.webhooks.show(asking.tenant, webhook_id)
+
+
+@router.patch("/webhooks/{webhook_id}")
+async def change_webhook(
+    webhook_id: WebhookId, change: JsonBody[WebhookChange], backend: Backed, asking: Asking
+) -> WebhookView:
+    """Another url, other events, or enabled or not. What is not given stays."""
+    return await backend.webhooks.change(asking.tenant, webhook_id, change)
+
+
+@router.post("/webhooks/{webhook_id}/rotate")
+async def rotate_secret(
+    webhook_id: WebhookId, backend: Backed, asking: Asking, rotation: JsonBody[Rotation | None] = None
+) -> NewWebhook:
+    """A new secret, which this answer alone shows. Messages are signed with both until the old one's time is up."""
+    return await backend.webhooks.rotate(asking.tenant, webhook_id, rotation or Rotation())
+
+
+@router.delete("/webhooks/{webhook_id}")
+async def delete_webhook(webhook_id: WebhookId, backend: Backed, asking: Asking) -> WebhookView:
+    """Delete a webhook and its deliveries."""
+    return await backend.webhooks.delete(asking.tenant, webhook_id)
+
+
+@router.get("/webhooks/{webhook_id}/deliveries")
+async def webhook_deliveries(
+    webhook_id: WebhookId, backend: Backed, asking: Asking, limit: Annotated[int, Query(ge=1, le=200)] = 20
+) -> tuple[Delivery, ...]:
+    """Deliveries of messages, newest first, with the receiver's answers."""
+    return await backend.webhooks.deliveries(asking.tenant, webhook_id, limit)
+
+
+@router.post("/webhooks/{webhook_id}/ping", status_code=202)
+async def ping_webhook(webhook_id: WebhookId, backend: Backed, asking: Asking) -> Pinged:
+    """Send it a `ping`. 409 when it is not enabled."""
+    return await backend.webhooks.ping(asking.tenant, webhook_id)
+
+
+@router.post("/schedules", status_code=201)
+async def create_schedule(scheduled: JsonBody[ScheduledRun], backend: Backed, asking: Asking) -> ScheduleView:
+    """Start runs at times. The same request once more is the same schedule; 409 for another under its name."""
+    await asyncio.to_thread(
+        backend.names.resolved, asking.tenant, scheduled.run, "run."
+    )  # what it means is seen each time
+    return await backend.schedules.create(asking.tenant, asking.key_id, scheduled)
+
+
+@router.get("/schedules")
+async def list_schedules(backend: Backed, asking: Asking) -> tuple[ScheduleView, ...]:
+    """All schedules by name, without their actions."""
+    return await backend.schedules.of(asking.tenant)
+
+
+@router.get("/schedules/{name}")
+async def get_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleView:
+    """A schedule with its next times and its last actions: runs started, or the reason why not."""
+    return await backend.schedules.show(asking.tenant, name)
+
+
+@router.delete("/schedules/{name}")
+async def delete_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleView:
+    """Delete a schedule. Its runs stay, and continue."""
+    return await backend.schedules.delete(asking.tenant, name)
+
+
+@router.post("/schedules/{name}/pause", status_code=202)
+async def pause_schedule(
+    name: Name, backend: Backed, asking: Asking, note: Annotated[str | None, Query(max_length=256)] = None
+) -> ScheduleView:
+    """Start nothing until it is resumed."""
+    return await backend.schedules.pause(asking.tenant, name, note)
+
+
+@router.post("/schedules/{name}/resume", status_code=202)
+async def resume_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleView:
+    return await backend.schedules.resume(asking.tenant, name)
+
+
+@router.post("/schedules/{name}/trigger", status_code=202)
+async def trigger_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleView:
+    """Start a run now, by its own rules of overlap and of unchanged data."""
+    return await backend.schedules.trigger(asking.tenant, name)
+
+
+@router.post("/schedules/{name}/backfill", status_code=202)
+async def backfill_schedule(name: Name, span: JsonBody[Backfill], backend: Backed, asking: Asking) -> ScheduleView:
+    """Start runs for the times of a span in the past."""
+    return await backend.schedules.backfill(asking.tenant, name, span)
+
+
+@router.post("/sweeps", status_code=201)
+async def create_sweep(
+    sweep: JsonBody[Sweep], request: Request, backend: Backed, asking: Asking, idempotency_key: IdempotencyKey = None
+) -> SweepView:
+    """Start runs that differ in a few fields, and publish the best. The same Idempotency-Key gives the same sweep."""
+    return await backend.sweeps.create(asking, sweep, idempotency_key, request)
+
+
+@router.get("/sweeps")
+async def list_sweeps(
+    backend: Backed, asking: Asking, limit: Annotated[int, Query(ge=1, le=100)] = 20
+) -> tuple[SweepView, ...]:
+    """Sweeps, newest first."""
+    return await backend.sweeps.of(asking.tenant, limit)
+
+
+@router.get("/sweeps/{sweep_id}")
+async def get_sweep(sweep_id: SweepId, backend: Backed, asking: Asking) -> SweepView:
+    """A sweep: its trials with their values, states and metric, and which is the best."""
+    return await backend.sweeps.show(asking.tenant, sweep_id)
+
+
+@router.post("/sweeps/{sweep_id}/cancel", status_code=202)
+async def cancel_sweep(sweep_id: SweepId, backend: Backed, asking: Asking) -> SweepView:
+    """Start no more trials, and cancel those that are going on. 409 when the sweep has ended."""
+    return await backend.sweeps.cancel(asking.tenant, sweep_id)

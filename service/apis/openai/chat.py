@@ -1,32 +1,86 @@
 """OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/responses`."""
 
 import asyncio
-from functools import partial
-from typing import Annotated, Any, Literal
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError
+from fastapi.responses import StreamingResponse
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, JsonValue, ValidationError
+from starlette.requests import ClientDisconnect
 
-from longshore.fields import Frozen
+from longshore.fields import Frozen, only
 from service.accounts import audit
 from service.accounts.keys import Asking, require
 from service.apis.bodies import JsonBody, JsonRoute
-from service.apis.openai.answering import (
-    ChatChunks,
-    ResponseEvents,
-    ResponseObject,
-    TextChunks,
-    answered,
-    completed,
-    response_id,
-)
 from service.backend import Backed
-from service.inference.questions import PartialAnswer, Reply
+from service.inference.questions import Reply, StreamedAnswer
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.completions import SamplerRequest as ClientRequest
 from shared.chat.messages import MAX_TOOLS, ChatCompletion, ChatRequest, ServedModel
-from shared.errors import InvalidInput, NotFound
-from shared.field_rules import first_error, only
+from shared.chat.streams import KEEP_ALIVE, ResponseObject, completed, response_id
+from shared.errors import InvalidInput, LongshoreError, NotFound
+from shared.field_rules import first_error
+
+# --- Answers over HTTP: whole, or as a stream of server-sent events during sampling ---
+
+T = TypeVar("T", bound=BaseModel)
+_LISTEN_S = 0.5
+_KEEP_ALIVE_S = 15.0
+
+
+async def _answered(
+    request: Request,
+    answer: Coroutine[Any, Any, Reply[T]],
+    draft: StreamedAnswer | None,
+    whole: Callable[[T], BaseModel] | None = None,
+) -> Response:
+    """Return an answer, or with `draft` a stream of it. The stream begins with the first text, so that an early refusal
+    still sets the HTTP status.
+
+    `whole`: translates an answer that is not streamed; without it the answer is passed on unchanged.
+    """
+    task, until = asyncio.ensure_future(answer), time.monotonic() + (math.inf if draft is None else _KEEP_ALIVE_S)
+    first: set[asyncio.Future[Any]] = {task}
+    if draft is not None:
+        first.add(asyncio.ensure_future(draft.changed.wait()))
+    try:
+        while not any(each.done() for each in first) and time.monotonic() < until:
+            await asyncio.wait(first, timeout=_LISTEN_S, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and await request.is_disconnected():
+                raise ClientDisconnect
+        reply = task.result() if draft is None or task.done() else None
+    except BaseException:
+        task.cancel()
+        raise
+    finally:
+        for waiting in first - {task}:
+            waiting.cancel()
+    if draft is not None:
+        headers = {"cache-control": "no-store"}
+        return StreamingResponse(_events(task, draft), media_type="text/event-stream", headers=headers)
+    assert reply is not None
+    content = reply.content if whole is None else whole(reply.read()).model_dump_json().encode()
+    return Response(content, media_type="application/json")
+
+
+async def _events(task: "asyncio.Future[Any]", draft: StreamedAnswer) -> AsyncIterator[bytes]:
+    """Pass on the events of an answer as they come from its host, and comments while there are none."""
+    try:
+        while not task.done():
+            grows: asyncio.Future[Any] = asyncio.ensure_future(draft.changed.wait())
+            await asyncio.wait({task, grows}, timeout=_KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            grows.cancel()
+            yield draft.take() or (b"" if task.done() else KEEP_ALIVE)
+        yield draft.take()
+        task.result()
+    except LongshoreError as error:  # the status has been sent, so the error is sent as an event
+        yield draft.failed(str(error))
+    finally:
+        task.cancel()
+
 
 # --- `/v1/models` and completions in OpenAI's format, for the tenant's published models ---
 
@@ -74,25 +128,22 @@ async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Delete
     """Delete a published model: `name:v3` deletes one version, `name` all. Their numbers are not used again."""
     audit.touched(model_id)
     await asyncio.to_thread(backend.published.delete_model, asking.tenant, model_id)
+    await backend.quotas.measure(asking.tenant)
     return DeletedModel(id=model_id)
 
 
 @router.post("/chat/completions", response_model=ChatCompletion)
 async def chat(body: JsonBody[ChatRequest], request: Request, asking: Asking, backend: Backed) -> Response:
     """Ask a published adapter or model, or a base model. `stream` sends text while it is sampled."""
-    chunks = partial(ChatChunks, model=body.model, include_usage=_tells_usage(body)) if body.stream else None
-    return await answered(request, partial(backend.inference.chat, asking.tenant, body), chunks)
+    draft = StreamedAnswer(body) if body.stream else None
+    return await _answered(request, backend.inference.chat(asking.tenant, body, draft), draft)
 
 
 @router.post("/completions", response_model=CompletionResponse)
 async def complete(body: JsonBody[CompletionRequest], request: Request, asking: Asking, backend: Backed) -> Response:
     """Continue a text, or token ids, without a chat template. `stream` sends text while it is sampled."""
-    chunks = partial(TextChunks, model=body.model, include_usage=_tells_usage(body)) if body.stream else None
-    return await answered(request, partial(backend.inference.complete, asking.tenant, body), chunks)
-
-
-def _tells_usage(body: ChatRequest | CompletionRequest) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
+    draft = StreamedAnswer(body) if body.stream else None
+    return await _answered(request, backend.inference.complete(asking.tenant, body, draft), draft)
 
 
 # --- `/v1/responses`: OpenAI's newer form of chats. A request is translated to a chat, and its answer back ---
@@ -302,18 +353,17 @@ def _named(place: str) -> str:
 @responses_router.post("/responses", response_model=ResponseObject)
 async def respond(body: JsonBody[ResponseRequest], request: Request, asking: Asking, backend: Backed) -> Response:
     """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
-    chat = body.chat()
+    chat, draft = body.chat(), None
+    if body.stream:
+        draft = StreamedAnswer(chat, lambda answer_id, created: body.asked(response_id(answer_id), created))
 
-    async def ask(draft: PartialAnswer | None) -> Reply[ChatCompletion]:
+    async def ask() -> Reply[ChatCompletion]:
         try:
             return await backend.inference.chat(asking.tenant, chat, draft)
         except InvalidInput as error:
             raise InvalidInput(error.message, error.place and _named(error.place)) from error
 
-    def events(draft: PartialAnswer) -> ResponseEvents:
-        return ResponseEvents(body.asked(response_id(draft.answer_id), draft.created))
-
     def whole(answer: ChatCompletion) -> ResponseObject:
         return completed(body.asked(response_id(answer.id), answer.created), answer)
 
-    return await answered(request, ask, events if body.stream else None, whole)
+    return await _answered(request, ask(), draft, whole)

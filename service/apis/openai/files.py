@@ -20,7 +20,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from longshore.fields import Frozen, pattern
 from service.accounts.keys import Asking, reads_or_writes, require
 from service.apis.bodies import JsonBody, JsonRoute, ListAnswer, RecordView, Seconds, page_of
-from service.apis.openai.fine_tuning import views
+from service.apis.openai import jobs
 from service.backend import Backed, Backend
 from service.files import MAX_PARTS, FileRecord
 from shared.errors import InvalidInput, NotFound
@@ -87,7 +87,6 @@ class FileForm(MultiPartParser):
         await self._reading
 
     async def close(self) -> None:
-        """Read no further."""
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
         self._pieces.close()
@@ -217,16 +216,16 @@ async def list_files(
 @router.get("/files/{file_id}")
 async def get_file(file_id: str, asking: Asking, backend: Backed) -> FileObject:
     """Show an uploaded file, or one that a job made."""
-    if views.is_result(file_id):
-        return FileObject.of(await views.find_result_file(backend, asking.tenant, file_id))
+    if jobs.is_result(file_id):
+        return FileObject.of(await jobs.find_result_file(backend, asking.tenant, file_id))
     return FileObject.of(await _shown(backend, asking.tenant, file_id))
 
 
 @router.get("/files/{file_id}/content", response_class=Response)
 async def file_content(file_id: str, asking: Asking, backend: Backed) -> StreamingResponse:
     """The bytes of a file."""
-    if views.is_result(file_id):
-        found = await views.find_result_file(backend, asking.tenant, file_id)
+    if jobs.is_result(file_id):
+        found = await jobs.find_result_file(backend, asking.tenant, file_id)
         size, pieces = found.size, found.content()
     else:
         record = await _shown(backend, asking.tenant, file_id)
@@ -237,7 +236,7 @@ async def file_content(file_id: str, asking: Asking, backend: Backed) -> Streami
 
 async def _shown(backend: Backend, tenant: str, file_id: str) -> FileRecord:
     """Raises NotFound."""
-    if not views.FILE_ID.fullmatch(file_id):
+    if not jobs.FILE_ID.fullmatch(file_id):
         raise NotFound(f"there is no file {file_id[:64]}")
     return await backend.files.show(tenant, file_id)
 
@@ -245,8 +244,8 @@ async def _shown(backend: Backend, tenant: str, file_id: str) -> FileRecord:
 @router.delete("/files/{file_id}")
 async def delete_file(file_id: str, asking: Asking, backend: Backed) -> DeletedFile:
     """Delete a file. A job's result files are only deleted with the job."""
-    if views.is_result(file_id):
-        await views.find_result_file(backend, asking.tenant, file_id)
+    if jobs.is_result(file_id):
+        await jobs.find_result_file(backend, asking.tenant, file_id)
         raise InvalidInput("this file belongs to a job, and is kept as long as the job", "file_id")
     await _shown(backend, asking.tenant, file_id)
     await backend.files.delete(asking.tenant, file_id)

@@ -1,8 +1,7 @@
-"""The page's own addresses: sign in and out, and the HTML frames that its scripts fill."""
+"""The page's own addresses: sign in and out, and the HTML frame that its scripts fill."""
 
 import math
 import re
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -12,21 +11,24 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, FileSystemLoader
 
+from longshore.accounts import ALL_SCOPES
+from longshore.automation import NOTICE_TYPES
+from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
+from longshore.runs import RUN_ID, RLRun
 from longshore.training import Lora
 from service.accounts import audit
-from service.accounts.keys import ALL_SCOPES, COOKIE, LASTS_S, Asking, csrf_token, sent_key, shown_prefix
+from service.accounts.keys import COOKIE, LASTS_S, Asking, Principal, csrf_token, sent_key, shown_prefix
 from service.apis import errors as problems
 from service.backend import Backed, Backend
 from service.errors import Forbidden
-from shared.automation import NOTICE_TYPES
-from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
-from shared.runs.requests import RUN_ID, RLRun
 
 _HERE = Path(__file__).parent
 SIGN_IN = "/login"
 OPEN_PATHS = (SIGN_IN,)
 HEALTH_PATHS = ("/health", "/healthz", "/readyz")
-_PAGES = ("/", "/new", "/compare", "/models", "/files", "/sweeps", "/schedules", "/hosts", "/account")
+_TITLES = {"/": "Runs", "/new": "New run", "/compare": "Compare runs"} | {
+    f"/{name}": name.capitalize() for name in ("models", "files", "sweeps", "schedules", "hosts", "account")
+}
 STATIC = "/static"
 # Trusted types: the browser stops scripts that write HTML. The page's own scripts only set text.
 _POLICY = (
@@ -40,9 +42,9 @@ _HEADERS = {
     "cache-control": "no-store",
 }
 
-_DATASET_RUNS = (SFTRun, DPORun, DistillRun, RewardRun)
 _RATES = {
-    run.model_fields["kind"].default: run.model_fields["learning_rate"].default for run in (*_DATASET_RUNS, RLRun)
+    run.model_fields["kind"].default: run.model_fields["learning_rate"].default
+    for run in (SFTRun, DPORun, DistillRun, RewardRun, RLRun)
 }
 """The learning rate of a run that names none, by kind: forms show it."""
 
@@ -52,7 +54,7 @@ _frames = Environment(loader=FileSystemLoader(_HERE / "templates"), autoescape=T
 
 def is_page(path: str) -> bool:
     """True for a path of the page, which redirects to the sign-in form if there is no session."""
-    return path in _PAGES or path.startswith("/runs/")
+    return path in _TITLES or path.startswith("/runs/")
 
 
 def is_opened(path: str, accept: str) -> bool:
@@ -81,32 +83,32 @@ static_files = _Fresh(directory=_HERE / "static")
 """Scripts, styles and pictures. They say nothing of runs, and need no session."""
 
 
-@router.get("/")
-async def runs(request: Request, backend: Backed, asking: Asking) -> Response:
-    return _frame(request, backend, "runs.html", asking=asking, is_plain=not request.query_params)
+def _modules(name: str) -> list[str]:
+    """Names of a script and of those that it imports, which browsers load at once instead of one after another."""
+    found = [name]
+    for each in found:  # grows meanwhile
+        imported = re.findall(r'from "\./(\S+)"', (_HERE / "static" / each).read_text())
+        found += [other for other in dict.fromkeys(imported) if other not in found]
+    return found
+
+
+_MODULES = {path: _modules(f"{path[1:] or 'runs'}.js") for path in (*_TITLES, "/run")}
+
+
+async def page(request: Request, backend: Backed, asking: Asking) -> Response:
+    path = request.url.path
+    return _frame(request, backend, asking, path, _TITLES[path])
+
+
+for _path in _TITLES:
+    router.get(_path)(page)
 
 
 @router.get("/runs/{run_id}")
 async def run(run_id: str, request: Request, backend: Backed, asking: Asking) -> Response:
     if not re.fullmatch(RUN_ID, run_id):
         return _html("unknown.html", 404)
-    return _frame(request, backend, "run.html", asking=asking, run_id=run_id)
-
-
-def _plain_page(name: str) -> Callable[..., Awaitable[Response]]:
-    async def page(request: Request, backend: Backed, asking: Asking) -> Response:
-        return _frame(request, backend, f"{name}.html", asking=asking, rates=_RATES, rank=Lora().rank)
-
-    return page
-
-
-for _name in ("new", "compare", "files", "models", "sweeps", "schedules", "hosts"):
-    router.get(f"/{_name}")(_plain_page(_name))
-
-
-@router.get("/account")
-async def account(request: Request, backend: Backed, asking: Asking) -> Response:
-    return _frame(request, backend, "account.html", asking=asking, scopes=ALL_SCOPES, notices=NOTICE_TYPES)
+    return _frame(request, backend, asking, "/run", run_id, run=run_id)
 
 
 @router.get(SIGN_IN)
@@ -174,15 +176,28 @@ async def sign_out(request: Request, backend: Backed) -> Response:
     return answer
 
 
-def _frame(request: Request, backend: Backend, name: str, **values: Any) -> Response:
+def _frame(request: Request, backend: Backend, asking: Principal, path: str, title: str, **more: str) -> Response:
+    """Return the frame of a page, with what its script knows without asking."""
     settings, token = backend.settings, request.cookies.get(COOKIE, "")
     ui = settings.temporal_ui
+    told = more | {
+        "tenant": asking.tenant,
+        "temporal": f"{ui.rstrip('/')}/namespaces/{settings.temporal_namespace}/workflows" if ui else "",
+        "wandb": settings.wandb_mode,
+        "rates": _RATES,
+        "rank": Lora().rank,
+        "scopes": ALL_SCOPES,
+        "notices": [notice for notice in NOTICE_TYPES if notice != "ping"],
+    }
     return _html(
-        name,
+        "frame.html",
+        asking=asking,
         csrf=csrf_token(token) if token else "",
-        temporal=f"{ui.rstrip('/')}/namespaces/{settings.temporal_namespace}/workflows" if ui else "",
-        wandb=settings.wandb_mode,
-        **values,
+        is_plain_list=path == "/" and not request.query_params,
+        modules=_MODULES[path],
+        path=path,
+        title=title,
+        told=told,
     )
 
 

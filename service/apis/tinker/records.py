@@ -1,12 +1,11 @@
 """What the service keeps of Tinker's sessions, requests and samplers, and their way to runs."""
 
-import asyncio
 import json
 import re
 import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
@@ -16,29 +15,24 @@ from pydantic import Field, JsonValue, field_validator
 
 from longshore.commands import Asked, CommandResult
 from longshore.fields import Frozen, pattern
+from longshore.runs import RunId
+from longshore.views import CommandView
 from service.accounts.keys import Asking, Principal
-from service.accounts.tenants import Quotas
+from service.accounts.tenants import Documents, Quotas
 from service.backend import Backed, Backend
+from service.database.engine import Database
 from service.errors import Conflict, QueueFull
 from service.inference.published_models import one_form
-from service.runs.sessions import CommandView
 from shared.chat.completions import MAX_TOP_LOGPROBS
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.jobs.commands import Skip
-from shared.runs.requests import RunId
 from shared.settings import TinkerSettings
-from shared.storage import paths
-from shared.storage.store import ObjectStore
 
-# --- Records of Tinker's sessions, models, checkpoints and samplers: small objects in the store, per tenant ---
+# --- Records of Tinker's sessions, models, checkpoints and samplers, per tenant ---
 #
 # A model is one of our sessions, and a request to train it is one of that session's commands. A record refers to the
 # session and the command, which have the result.
 
-_SESSION = r"tinker-[0-9a-f]{21}"
-_MODEL = re.compile(rf"(?P<session>{_SESSION}):train:(?P<number>[0-9]{{1,6}})")
-_SAMPLER = re.compile(rf"(?P<session>{_SESSION}):sample:(?P<number>[0-9]{{1,6}})")
-_PATH = re.compile(r"tinker://(?P<model>[^/]+)/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[^/]+)")
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 CHECKPOINT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._=-]{0,127}$"
 CheckpointName = Annotated[
@@ -49,21 +43,24 @@ R = TypeVar("R", bound="TinkerRecord")
 
 
 class TinkerRecord(Frozen):
-    """A record. `folder`: the prefix of records of its kind."""
+    """A record. `id`: its client's name for it. `key`: by which those of a kind are sorted."""
 
-    folder: ClassVar[str]
+    what: ClassVar[str]
     created_at: float = Field(default_factory=time.time)
 
     @property
-    def place(self) -> str:
-        """Its key below `folder`."""
+    def id(self) -> str:
         raise NotImplementedError
+
+    @property
+    def key(self) -> str:
+        return self.id
 
 
 class SessionRecord(TinkerRecord):
     """A client's session. It owns the models and samplers made in it, and ends when the client ends it."""
 
-    folder: ClassVar[str] = "sessions"
+    what: ClassVar[str] = "Tinker session"
     session_id: str
     sdk_version: str = ""
     tags: tuple[str, ...] = ()
@@ -73,36 +70,13 @@ class SessionRecord(TinkerRecord):
     finished: Literal["success", "errored", "interrupted"] | None = None
 
     @property
-    def place(self) -> str:
+    def id(self) -> str:
         return self.session_id
 
 
-@dataclass(frozen=True)
-class SessionPart:
-    """A numbered part of a client's session: a model or a sampler."""
-
-    session_id: str
-    number: int
-
-    @classmethod
-    def of_model(cls, model_id: str) -> Self:
-        """Parse a model's id. Raises NotFound."""
-        return cls._parsed(_MODEL, model_id, "model")
-
-    @classmethod
-    def of_sampler(cls, sampler_id: str) -> Self:
-        """Parse a sampling session's id. Raises NotFound."""
-        return cls._parsed(_SAMPLER, sampler_id, "sampling session")
-
-    @classmethod
-    def _parsed(cls, form: re.Pattern[str], text: str, what: str) -> Self:
-        if (match := form.fullmatch(text)) is None:
-            raise NotFound(f"there is no {what} {text[:120]}")
-        return cls(match["session"], int(match["number"]))
-
-    @property
-    def place(self) -> str:
-        return f"{self.session_id}/{self.number:06d}"
+def _part(session_id: str, number: int) -> str:
+    """The key of a numbered part of a client's session: a model or a sampler."""
+    return f"{session_id}/{number:06d}"
 
 
 class ModelRecord(TinkerRecord):
@@ -111,7 +85,7 @@ class ModelRecord(TinkerRecord):
     `before`: commands of the session before the model's first request: 1 if it began by loading a state.
     """
 
-    folder: ClassVar[str] = "models"
+    what: ClassVar[str] = "Tinker model"
     session_id: str
     number: int
     run_id: RunId
@@ -125,18 +99,18 @@ class ModelRecord(TinkerRecord):
     user_metadata: Metadata | None = None
 
     @property
-    def place(self) -> str:
-        return SessionPart(self.session_id, self.number).place
+    def key(self) -> str:
+        return _part(self.session_id, self.number)
 
     @property
-    def model_id(self) -> str:
+    def id(self) -> str:
         return f"{self.session_id}:train:{self.number}"
 
 
 class CheckpointRecord(TinkerRecord):
     """A checkpoint by name: the state after a command of its model."""
 
-    folder: ClassVar[str] = "checkpoints"
+    what: ClassVar[str] = "Tinker checkpoint"
     model_id: str
     kind: CheckpointKind
     name: str
@@ -146,15 +120,16 @@ class CheckpointRecord(TinkerRecord):
     user_metadata: Metadata | None = None
 
     @property
-    def place(self) -> str:
-        return f"{SessionPart.of_model(self.model_id).place}/{self.checkpoint_id}"
+    def key(self) -> str:
+        session_id, _, number = self.model_id.split(":")
+        return f"{_part(session_id, int(number))}/{self.checkpoint_id}"
 
     @property
     def checkpoint_id(self) -> str:
         return f"{self.kind}/{self.name}"
 
     @property
-    def path(self) -> str:
+    def id(self) -> str:
         return f"tinker://{self.model_id}/{self.checkpoint_id}"
 
     @property
@@ -168,7 +143,7 @@ class SamplerRecord(TinkerRecord):
     `inflight`: of the newest state that the model has saved for such sessions.
     """
 
-    folder: ClassVar[str] = "samplers"
+    what: ClassVar[str] = "Tinker sampling session"
     session_id: str
     number: int
     base_model: str
@@ -178,107 +153,80 @@ class SamplerRecord(TinkerRecord):
     inflight: bool = False
 
     @property
-    def place(self) -> str:
-        return SessionPart(self.session_id, self.number).place
+    def key(self) -> str:
+        return _part(self.session_id, self.number)
 
     @property
-    def sampler_id(self) -> str:
+    def id(self) -> str:
         return f"{self.session_id}:sample:{self.number}"
 
 
 class TinkerRecords:
     """The records of one tenant. Another tenant's are not found."""
 
-    def __init__(self, store: ObjectStore, quotas: Quotas, tenant: str) -> None:
-        self._store = store
+    def __init__(self, database: Database, quotas: Quotas, tenant: str) -> None:
+        self._database = database
         self._quotas = quotas
         self._tenant = tenant
-        self._root = paths.tinker_records(tenant)
 
-    # Writing. Their bytes count. Raise QuotaExceeded.
+    def _of(self, kind: type[R]) -> Documents[R]:
+        return Documents(self._database, self._quotas, kind.what, kind)
 
-    async def add(self, record: TinkerRecord) -> bool:
-        """Put a record, unless there is one at its place."""
-        return await self._put(record, only_new=True)
+    async def add(self, record: R) -> R | None:
+        """Put a record, unless there is one of its key. Returns the one that was there. Raises QuotaExceeded."""
+        return await self._of(type(record)).add(self._tenant, record.key, record, alias=record.id)
 
-    async def put(self, record: TinkerRecord) -> None:
-        await self._put(record, only_new=False)
-
-    async def _put(self, record: TinkerRecord, *, only_new: bool) -> bool:
-        data = record.model_dump_json().encode()
-        return await self._quotas.put_record(self._tenant, self._key(record), data, only_new=only_new)
+    async def change(self, record: R, **changes: object) -> None:
+        """Change fields of a record. Raises NotFound: it was deleted."""
+        records = self._of(type(record))
+        await records.change(self._tenant, record.key, lambda before: before.model_copy(update=changes))
 
     async def claim(self, checkpoint: CheckpointRecord, overwrite: bool) -> None:
         """Give a checkpoint its name. Raises Conflict if another one has it, and InvalidInput for a name of none."""
         if not re.fullmatch(CHECKPOINT_NAME, checkpoint.name):
             raise InvalidInput("at most 128 letters, digits, dots, dashes, underscores and =", "path")
-        if overwrite:
-            await self.put(checkpoint)
-            return
-        if await self.add(checkpoint):
-            return
-        before = await asyncio.to_thread(self.find, CheckpointRecord, checkpoint.place)
-        if before.command == checkpoint.command:
-            return
-        if before.is_there:
-            raise Conflict(f"there is a checkpoint {checkpoint.path}: save under another name, or overwrite it")
-        await self.put(checkpoint)
 
-    # Reading and deleting. Blocking.
+        def replace(before: CheckpointRecord) -> CheckpointRecord:
+            if before.command == checkpoint.command and not overwrite:
+                return before
+            if before.is_there and not overwrite:
+                raise Conflict(f"there is a checkpoint {checkpoint.id}: save under another name, or overwrite it")
+            return checkpoint
 
-    def delete(self, record: TinkerRecord) -> None:
-        self._store.delete(self._key(record))
+        if await self.add(checkpoint) is not None:
+            await self._of(CheckpointRecord).change(self._tenant, checkpoint.key, replace)
 
-    def _key(self, record: TinkerRecord) -> str:
-        return f"{self._root}{record.folder}/{record.place}"
+    async def delete(self, record: TinkerRecord) -> None:
+        await self._of(type(record)).delete(self._tenant, record.key)
 
-    def find(self, kind: type[R], place: str) -> R:
-        """Return the record at a place. Raises NotFound."""
-        return kind.model_validate_json(self._store.get_bytes(f"{self._root}{kind.folder}/{place}"))
+    async def find(self, kind: type[R], id: str) -> R:
+        """Return the record of a client's id. Raises NotFound."""
+        if (found := await self._of(kind).find_alias(self._tenant, id)) is None:
+            raise NotFound(f"there is no {kind.what} {id[:300]}")
+        return found
 
-    def places(self, kind: type[TinkerRecord], below: str = "") -> list[str]:
-        """List the places of records, or of those below a place, in order."""
-        prefix = f"{self._root}{kind.folder}/"
-        return [info.key.removeprefix(prefix) for info in self._store.list(f"{prefix}{below}")]
+    async def keys(self, kind: type[R], below: str = "") -> list[str]:
+        """List the keys of records, or of those that begin with `below`."""
+        return await self._of(kind).keys(self._tenant, below)
 
-    def all(self, kind: type[R], below: str = "") -> list[R]:
-        return [self.find(kind, place) for place in self.places(kind, below)]
+    async def all(self, kind: type[R], below: str = "") -> list[R]:
+        """List records, or those whose keys begin with `below`."""
+        return await self._of(kind).all(self._tenant, below)
 
-    # By what clients call them.
-
-    def session(self, session_id: str) -> SessionRecord:
-        """Find a client's session. Raises NotFound."""
-        if re.fullmatch(_SESSION, session_id):
-            with suppress(NotFound):
-                return self.find(SessionRecord, session_id)
-        raise NotFound(f"there is no session {session_id[:120]}")
-
-    def model(self, model_id: str) -> ModelRecord:
+    async def model(self, model_id: str) -> ModelRecord:
         """Find a model. Raises NotFound."""
-        with suppress(NotFound):
-            return self.find(ModelRecord, SessionPart.of_model(model_id).place)
-        raise NotFound(f"there is no model {model_id[:120]}")
+        return await self.find(ModelRecord, model_id)
 
-    def sampler(self, sampler_id: str) -> SamplerRecord:
-        """Find a sampling session. Raises NotFound."""
-        with suppress(NotFound):
-            return self.find(SamplerRecord, SessionPart.of_sampler(sampler_id).place)
-        raise NotFound(f"there is no sampling session {sampler_id[:120]}")
+    async def checkpoint(self, path: str) -> CheckpointRecord:
+        """Find a checkpoint. Raises NotFound: it is not there, or no longer."""
+        found = await self.find(CheckpointRecord, path)
+        if not found.is_there:
+            raise NotFound(f"there is no checkpoint {path}")
+        return found
 
-    def checkpoint(self, path: str) -> CheckpointRecord:
-        """Find a checkpoint by its path. Raises NotFound: it is not there, or no longer."""
-        match = _PATH.fullmatch(path)
-        if match and re.fullmatch(CHECKPOINT_NAME, match["name"]):
-            with suppress(NotFound):
-                place = f"{SessionPart.of_model(match['model']).place}/{match['kind']}/{match['name']}"
-                found = self.find(CheckpointRecord, place)
-                if found.is_there:
-                    return found
-        raise NotFound(f"there is no checkpoint {path[:300]}")
-
-    def checkpoints(self, below: str = "") -> list[CheckpointRecord]:
+    async def checkpoints(self, below: str = "") -> list[CheckpointRecord]:
         """List the checkpoints of a model, or of all, in order."""
-        return [each for each in self.all(CheckpointRecord, below) if each.is_there]
+        return [each for each in await self.all(CheckpointRecord, below) if each.is_there]
 
 
 # --- Requests of Tinker's SDK in JSON ---
@@ -459,19 +407,15 @@ class SampleRequest(TinkerRequest):
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
     record_stability_info: bool | None = None
 
-    def check(self, records_nothing: bool = False) -> None:
+    def check(self) -> None:
         """Refuse fields that ask for something no sampler here returns. Raises InvalidInput.
 
-        `records_nothing`: stable_reinforce has a substitute, which needs no record; the client's session said that.
+        `record_stability_info` needs nothing: the loss that it is for reads a sample's own log-probabilities here.
         """
         if self.prompt_alt_tokens_k:
             raise InvalidInput("samplers here draw no tokens within the prompt: give 0", "prompt_alt_tokens_k")
         if self.target_prompt_logprobs is not None:
             raise InvalidInput("samplers here score the prompt's own tokens alone", "target_prompt_logprobs")
-        if self.record_stability_info and not records_nothing:
-            raise InvalidInput(
-                "nothing of the kind is recorded here: stable_reinforce is not served", "record_stability_info"
-            )
         if not self.prompt.ids:
             raise InvalidInput("there is no token", "prompt")
 
@@ -538,7 +482,6 @@ def _has_status(session: SessionRecord, wanted: dict[str, JsonValue]) -> bool:
 #
 # The ids contain everything needed to find the result, so that a restarted service needs no state.
 
-T = TypeVar("T")
 _RESULT_S = 20.0
 """How long a request waits for a checkpoint that is still being saved."""
 
@@ -581,23 +524,16 @@ class TrainingFuture:
             raise missing from None
 
 
-STABLE_REINFORCE = "stable_reinforce"
+def loss_detail(loss_fn: str, config: Mapping[str, float | str]) -> str:
+    return json.dumps([loss_fn, dict(config)], separators=(",", ":"))
 
 
-def loss_detail(loss_fn: str, config: Mapping[str, float | str], asked: str) -> str:
-    """`asked`: the name that its client gave the loss."""
-    return json.dumps([loss_fn, dict(config), asked], separators=(",", ":"))
-
-
-def loss_of_detail(detail: str) -> tuple[str, dict[str, float | str], str]:
-    """Return the loss that is computed, its settings, and the name that was asked for.
-
-    Raises NotFound if `loss_detail` has not made it.
-    """
+def loss_of_detail(detail: str) -> tuple[str, dict[str, float | str]]:
+    """Return a loss and its settings. Raises NotFound if `loss_detail` has not made it."""
     try:
-        loss_fn, config, asked = json.loads(detail)
-        if isinstance(loss_fn, str) and isinstance(config, dict) and asked in (loss_fn, STABLE_REINFORCE):
-            return loss_fn, config, asked
+        loss_fn, config = json.loads(detail)
+        if isinstance(loss_fn, str) and isinstance(config, dict):
+            return loss_fn, config
     except (ValueError, RecursionError):
         pass
     raise NotFound("there is no such request")
@@ -625,13 +561,6 @@ class Gateway:
     def settings(self) -> TinkerSettings:
         return self.backend.settings.tinker
 
-    async def read(self, find: Callable[..., T], *arguments: Any) -> T:
-        """Call a method of `records` on a thread."""
-        return await asyncio.to_thread(find, *arguments)
-
-    async def model(self, model_id: str) -> ModelRecord:
-        return await self.read(self.records.model, model_id)
-
     def uri_of(self, base_model: str) -> str:
         """Return the URI of a base model that clients name, in the form that runs use."""
         return one_form(self.settings.models.get(base_model, base_model))
@@ -641,10 +570,6 @@ class Gateway:
         if base_model is not None and self.uri_of(base_model) != self.uri_of(of_checkpoint):
             raise InvalidInput(f"the checkpoint is of {of_checkpoint}", "base_model")
 
-    def check_uri(self, uri: str) -> None:
-        """Raise InvalidInput if the tenant may not read a model's URI. Blocking."""
-        self.backend.access.check(self.tenant, NamedModel(model=uri))
-
     # Commands.
 
     async def command(
@@ -653,8 +578,8 @@ class Gateway:
         """Have a model's session do a command, and answer with its future."""
         number = seq_id + model.before
         await self.backend.sessions.accept(self.tenant, model.run_id, number, asked)
-        future = TrainingFuture(model.model_id, number, kind, detail)
-        return {"request_id": future.request_id, "model_id": model.model_id}
+        future = TrainingFuture(model.id, number, kind, detail)
+        return {"request_id": future.request_id, "model_id": model.id}
 
     @asynccontextmanager
     async def numbered(self, model: ModelRecord, seq_id: int) -> AsyncIterator[None]:
@@ -663,36 +588,32 @@ class Gateway:
             yield
         except (InvalidInput, NotFound, Conflict) as error:
             if not isinstance(error, QueueFull):
-                await self.skip_number(model, seq_id)
+                with suppress(LongshoreError):  # the number is taken, or the session has ended
+                    await self.backend.sessions.accept(self.tenant, model.run_id, seq_id + model.before, Skip())
             raise
 
-    async def skip_number(self, model: ModelRecord, seq_id: int) -> None:
-        with suppress(LongshoreError):  # the number is taken, or the session has ended
-            number = seq_id + model.before
-            await self.backend.sessions.accept(self.tenant, model.run_id, number, Skip())
-
     async def outcome(self, model: ModelRecord, command: int, wait_s: float) -> CommandView:
-        return await self.backend.sessions.outcome(self.tenant, model.run_id, command, wait_s)
+        return await self.backend.sessions.show(self.tenant, model.run_id, command, wait_s)
 
     # Checkpoints.
 
     async def saved(self, checkpoint: CheckpointRecord) -> tuple[ModelRecord, CommandResult]:
         """Wait until a checkpoint is saved, and return the result. Raises NotFound: it failed, or takes too long."""
-        model = await self.model(checkpoint.model_id)
+        model = await self.records.model(checkpoint.model_id)
         view = await self.outcome(model, checkpoint.command, _RESULT_S)
         if view.result is None or view.result.step is None:
             reason = view.message or (view.result and view.result.problem and view.result.problem.message)
-            raise NotFound(f"{checkpoint.path} is not saved: {reason or 'it is still being done'}")
+            raise NotFound(f"{checkpoint.id} is not saved: {reason or 'it is still being done'}")
         return model, view.result
 
     async def state_of(self, path: str) -> tuple[ModelRecord, str]:
         """Return the model of a checkpoint, and the state's name in our sessions. Raises NotFound."""
-        model, result = await self.saved(await self.read(self.records.checkpoint, path))
+        model, result = await self.saved(await self.records.checkpoint(path))
         return model, f"{model.run_id}:step-{result.step}"
 
 
 async def _gateway(backend: Backed, asking: Asking) -> Gateway:
-    return Gateway(backend, asking, TinkerRecords(backend.store, backend.quotas, asking.tenant))
+    return Gateway(backend, asking, TinkerRecords(backend.database, backend.quotas, asking.tenant))
 
 
 AtGateway = Annotated[Gateway, Depends(_gateway)]

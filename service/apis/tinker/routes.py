@@ -11,7 +11,8 @@ from binascii import Error as Base64Error
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.responses import StreamingResponse
@@ -19,10 +20,11 @@ from pydantic import ValidationError
 
 from longshore import commands
 from longshore.commands import CommandResult
+from longshore.runs import Source
 from longshore.training import DELTA_NET, LATENT, MAMBA, TARGETS, Adam, Lora, SessionRun, Target
 from service.accounts import audit
 from service.accounts.keys import Principal, reads_or_writes, require
-from service.apis.bodies import JsonBody, JsonRoute
+from service.apis.bodies import JsonBody, JsonRoute, file_answer, tar_answer
 from service.apis.tinker import translation
 from service.apis.tinker.records import (
     AdamParams,
@@ -61,10 +63,9 @@ from service.inference.published_models import PublishedModel
 from service.sealing import SealKey, seal_keys
 from shared.errors import InvalidInput, NotFound
 from shared.field_rules import first_error
-from shared.runs.requests import Source
-from shared.settings import TinkerSettings
 from shared.storage.artifacts import CheckpointName, checkpoint_of_step, read_manifest
 from shared.storage.paths import RunKeys
+from shared.storage.store import ObjectStore
 
 # --- Tinker's sessions: the requests that a client sends before it trains or samples ---
 
@@ -121,42 +122,32 @@ async def telemetry(request: Request) -> dict[str, str]:
     return {"status": "accepted"}
 
 
+ABOUT = "stable_reinforce is computed by a formula of Longshore's own (docs/tinker_api.md): Tinker's SDK has none"
+
+
 @sessions_router.post("/create_session", dependencies=[Depends(require("write"))])
 async def create_session(body: JsonBody[CreateSession], gateway: AtGateway) -> dict[str, Any]:
-    session = SessionRecord(
-        session_id=f"tinker-{int(time.time() * 1000):011x}{secrets.token_hex(5)}",
-        sdk_version=body.sdk_version,
-        tags=body.tags,
-        user_metadata=body.user_metadata,
-        display_name=body.display_name,
-        project_id=body.project_id,
-    )
+    session_id = f"tinker-{int(time.time() * 1000):011x}{secrets.token_hex(5)}"
+    session = SessionRecord(session_id=session_id, **body.model_dump(exclude={"type"}))
     audit.touched(session.session_id)
-    await gateway.records.put(session)
-    return {"type": "create_session", "session_id": session.session_id, "info_message": about_session(gateway.settings)}
-
-
-def about_session(settings: TinkerSettings) -> str | None:
-    """The message for a client whose session begins, if any."""
-    if settings.stable_reinforce is None:
-        return None
-    return f"stable_reinforce is not computed here: {settings.stable_reinforce} is, in its place"
+    await gateway.records.add(session)
+    return {"type": "create_session", "session_id": session.session_id, "info_message": ABOUT}
 
 
 @sessions_router.post("/session_heartbeat", dependencies=TRAINS_OR_SAMPLES)
 async def heartbeat(body: JsonBody[OfSession], gateway: AtGateway) -> dict[str, str]:
-    await gateway.read(gateway.records.session, body.session_id)
+    await gateway.records.find(SessionRecord, body.session_id)
     return {"type": "session_heartbeat"}
 
 
 @sessions_router.post("/sessions/{session_id}/finish", dependencies=[Depends(require("write"))])
 async def finish_session(session_id: str, body: JsonBody[FinishSession], gateway: AtGateway) -> dict[str, str]:
     """End a client's session: its models take no more requests, and their checkpoints stay."""
-    session = await gateway.read(gateway.records.session, session_id)
+    session = await gateway.records.find(SessionRecord, session_id)
     audit.touched(session_id)
-    for model in await gateway.read(gateway.records.all, ModelRecord, f"{session_id}/"):
+    for model in await gateway.records.all(ModelRecord, f"{session_id}/"):
         await close(gateway, model)
-    await gateway.records.put(session.model_copy(update={"finished": body.reason.type}))
+    await gateway.records.change(session, finished=body.reason.type)
     return {"session_id": session_id}
 
 
@@ -185,15 +176,15 @@ async def create_model(body: JsonBody[CreateModel], gateway: AtGateway) -> Futur
     if body.lora_config is None:
         raise InvalidInput("give a LoRA's rank: whole models are trained by runs of our own", "lora_config")
     model = await opened(gateway, body, body.base_model, body.lora_config)
-    return {"request_id": TrainingFuture(model.model_id, 0, "create").request_id, "model_id": model.model_id}
+    return {"request_id": TrainingFuture(model.id, 0, "create").request_id, "model_id": model.id}
 
 
 async def opened(
-    gateway: Gateway, body: CreateModel | LoadWeights, base_model: str, lora: LoraConfig, before: int = 0
+    gateway: Gateway, body: CreateModel | LoadWeights, base_model: str, lora: LoraConfig, before: Literal[0, 1] = 0
 ) -> ModelRecord:
     """Open a session for a model. The same request again gives the same model."""
     assert body.session_id is not None and body.model_seq_id is not None
-    await gateway.read(gateway.records.session, body.session_id)
+    await gateway.records.find(SessionRecord, body.session_id)
     chosen = {"lm_head": lora.train_unembed, "embed_tokens": False} | dict.fromkeys(ATTENTION, lora.train_attn)
     targets = tuple(name for name in TARGETS if chosen.get(name, lora.train_mlp))
     if not targets:
@@ -210,20 +201,15 @@ async def opened(
     )
     source = Source(api="tinker", metadata={"tinker_model": f"{body.session_id}:train:{body.model_seq_id}"})
     view = await gateway.backend.runs.submit(gateway.asking, run, f"tinker {name}", source=source)
-    record = ModelRecord.model_validate(
-        {
-            "session_id": body.session_id,
-            "number": body.model_seq_id,
-            "run_id": view.run_id,
-            "published_as": name,
-            "base_model": base_model,
-            "rank": lora.rank,
-            "train_mlp": lora.train_mlp,
-            "train_attn": lora.train_attn,
-            "train_unembed": lora.train_unembed,
-            "before": before,
-            "user_metadata": body.user_metadata,
-        }
+    record = ModelRecord(
+        session_id=body.session_id,
+        number=body.model_seq_id,
+        run_id=view.run_id,
+        published_as=name,
+        base_model=base_model,
+        before=before,
+        user_metadata=body.user_metadata,
+        **lora.model_dump(exclude={"seed"}),
     )
     await gateway.records.add(record)
     return record
@@ -231,13 +217,13 @@ async def opened(
 
 @training_router.post("/get_info")
 async def get_info(body: JsonBody[OfModel], gateway: AtGateway) -> dict[str, Any]:
-    model = await gateway.model(body.model_id)
+    model = await gateway.records.model(body.model_id)
     uri = gateway.uri_of(model.base_model)
     tokenizer_id = uri if _HUB_ID.fullmatch(uri) else model.base_model  # a path is the operator's affair
     data = {"model_name": model.base_model, "tokenizer_id": tokenizer_id}
     return {
         "type": "get_info",
-        "model_id": model.model_id,
+        "model_id": model.id,
         "model_data": data,
         "is_lora": True,
         "lora_rank": model.rank,
@@ -248,7 +234,7 @@ async def get_info(body: JsonBody[OfModel], gateway: AtGateway) -> dict[str, Any
 @training_router.post("/unload_model")
 async def unload_model(body: JsonBody[OfModel], gateway: AtGateway) -> dict[str, str]:
     """End a model's session. Its checkpoints stay."""
-    await close(gateway, await gateway.model(body.model_id))
+    await close(gateway, await gateway.records.model(body.model_id))
     return {"type": "unload_model", "model_id": body.model_id}
 
 
@@ -262,26 +248,22 @@ async def forward_backward(request: Request, gateway: AtGateway) -> Future:
     async with decoding.received(request, MAX_MESSAGE_BYTES) as body, decoding.scratch() as made:
         is_small = await asyncio.to_thread(translation.is_small, body, encoding)
         sent = str(body.path), encoding
-        head = await decoding.call(request, translation.head_of, *sent, is_small=is_small)
-        model = await gateway.model(head.model_id)
-        _check_seq(head.seq_id)
+        head = await decoding.call(request, translation.head_of, *sent, is_small=is_small, reads=[body.path])
+        model = await gateway.records.model(head.model_id)
+        if not 1 <= head.seq_id <= 9_000_000:
+            raise InvalidInput("a model's requests have the numbers from 1 on", "seq_id")
         await gateway.backend.quotas.admit_bytes(gateway.tenant, body.num_bytes)
         async with gateway.numbered(model, head.seq_id):
-            asked = *sent, str(made), gateway.settings.stable_reinforce
-            detail = await decoding.call(request, translation.make_command, *asked, is_small=is_small)
+            making = partial(decoding.call, request, translation.make_command, *sent, str(made), is_small=is_small)
+            detail = await making(reads=[body.path], writes=[made])
             command = await asyncio.to_thread(made.read_bytes)
             return await gateway.command(model, head.seq_id, command, "passes", detail)
-
-
-def _check_seq(seq_id: int) -> None:
-    if not 1 <= seq_id <= 9_000_000:
-        raise InvalidInput("a model's requests have the numbers from 1 on", "seq_id")
 
 
 @training_router.post("/optim_step")
 async def optim_step(body: JsonBody[OptimStepRequest], gateway: AtGateway) -> Future:
     """Make an optimizer step with the gradients as they are: sums, which nothing divides."""
-    model = await gateway.model(body.model_id)
+    model = await gateway.records.model(body.model_id)
     async with gateway.numbered(model, body.seq_id):
         if body.adam_params is None:
             raise InvalidInput("AdamW is the optimizer here: give its settings", "adam_params")
@@ -306,7 +288,7 @@ def _step(sent: AdamParams) -> commands.OptimStep:
 @training_router.post("/save_weights")
 async def save_weights(body: JsonBody[SaveWeights], gateway: AtGateway) -> Future:
     """Save weights and optimizer state under a name."""
-    model = await gateway.model(body.model_id)
+    model = await gateway.records.model(body.model_id)
     async with gateway.numbered(model, body.seq_id):
         checkpoint = _checkpoint(model, body, "weights")
         return await _named(gateway, model, body.seq_id, checkpoint, body.overwrite)
@@ -315,7 +297,7 @@ async def save_weights(body: JsonBody[SaveWeights], gateway: AtGateway) -> Futur
 @training_router.post("/save_weights_external")
 async def save_weights_external(body: JsonBody[SaveExternal], gateway: AtGateway) -> Future:
     """Publish the adapter, to be downloaded as PEFT's files."""
-    model = await gateway.model(body.model_id)
+    model = await gateway.records.model(body.model_id)
     async with gateway.numbered(model, body.seq_id):
         if body.age_encryption_recipients:
             raise InvalidInput("files are not encrypted here: leave it out", "age_encryption_recipients")
@@ -326,7 +308,7 @@ async def save_weights_external(body: JsonBody[SaveExternal], gateway: AtGateway
 @training_router.post("/save_weights_for_sampler")
 async def save_for_sampler(body: JsonBody[SaveForSampler], gateway: AtGateway) -> Future:
     """Save weights to sample from: under a name, or for one new sampling session."""
-    model = await gateway.model(body.model_id)
+    model = await gateway.records.model(body.model_id)
     async with gateway.numbered(model, body.seq_id):
         if body.path is not None or body.sampling_session_seq_id is None:
             checkpoint = _checkpoint(model, body, "sampler_weights")
@@ -335,11 +317,11 @@ async def save_for_sampler(body: JsonBody[SaveForSampler], gateway: AtGateway) -
             session_id=model.session_id,
             number=body.sampling_session_seq_id,
             base_model=model.base_model,
-            model_id=model.model_id,
+            model_id=model.id,
             command=body.seq_id + model.before,
             inflight=body.kind == "inflight",
         )
-        future = await gateway.command(model, body.seq_id, commands.SaveState(), "sampler", sampler.sampler_id)
+        future = await gateway.command(model, body.seq_id, commands.SaveState(), "sampler", sampler.id)
         await gateway.records.add(sampler)
         return future
 
@@ -348,7 +330,7 @@ def _checkpoint(
     model: ModelRecord, body: SaveWeights | SaveForSampler | SaveExternal, kind: CheckpointKind
 ) -> CheckpointRecord:
     return CheckpointRecord(
-        model_id=model.model_id,
+        model_id=model.id,
         kind=kind,
         name=body.path or f"{body.seq_id:06d}",
         command=body.seq_id + model.before,
@@ -371,9 +353,9 @@ async def _named(
 ) -> Future:
     """Save a state under a name. A state to sample from or to download is published, so that it is kept."""
     await gateway.records.claim(checkpoint, overwrite)
-    audit.touched(checkpoint.path)
+    audit.touched(checkpoint.id)
     save = commands.SaveState(publish=checkpoint.kind != "weights")
-    return await gateway.command(model, seq_id, save, "save", checkpoint.path)
+    return await gateway.command(model, seq_id, save, "save", checkpoint.id)
 
 
 @training_router.post("/load_weights")
@@ -382,7 +364,7 @@ async def load_weights(body: JsonBody[LoadWeights], gateway: AtGateway) -> Futur
     if body.weights_access_token:
         raise InvalidInput("checkpoints of other accounts are not read here", "weights_access_token")
     if body.model_id is not None and body.seq_id is not None and body.session_id is None:
-        model = await gateway.model(body.model_id)
+        model = await gateway.records.model(body.model_id)
         async with gateway.numbered(model, body.seq_id):
             _, state = await gateway.state_of(body.path)
             load = commands.LoadState(state=state, optimizer=body.optimizer)
@@ -408,25 +390,16 @@ _LASTS_S = 3600.0
 
 async def files_of(gateway: Gateway, checkpoint: CheckpointRecord) -> PublishedFiles:
     """Open the adapter of a checkpoint, as PEFT's files. Raises NotFound."""
-    target, _ = await weights_of(gateway, None, checkpoint.path)
+    target, _ = await weights_of(gateway, None, checkpoint.id)
     assert target.adapter is not None
     return await asyncio.to_thread(PublishedFiles.of_artifact, target.adapter, gateway.backend.settings.s3)
-
-
-async def unpublish(gateway: Gateway, checkpoint: CheckpointRecord) -> None:
-    """Delete the version that a checkpoint has published, if it has."""
-    with suppress(NotFound):
-        model, result = await gateway.saved(checkpoint)
-        if result.version is not None:
-            version = PublishedModel("adapters", model.published_as, result.version)
-            await asyncio.to_thread(gateway.backend.published.delete, gateway.tenant, version)
 
 
 def signed(gateway: Gateway, checkpoint: CheckpointRecord, base_url: str) -> tuple[str, float]:
     """Return the address of a checkpoint's files, and when it ends."""
     expires = time.time() + _LASTS_S
     told = urlsafe_b64encode(
-        json.dumps([gateway.tenant, checkpoint.path, expires, gateway.asking.key_id]).encode()
+        json.dumps([gateway.tenant, checkpoint.id, expires, gateway.asking.key_id]).encode()
     ).decode()
     token = f"{told}.{_signature(seal_keys(gateway.backend.settings)[0], told)}"
     return f"{base_url.rstrip('/')}{TINKER_FILES}{token}", expires
@@ -449,7 +422,7 @@ def _opened(backend: Backend, token: str) -> tuple[Gateway, str]:
     if expires < time.time():
         raise Forbidden("this address has ended: ask for a new one")
     principal = Principal(tenant=tenant, key_id=key_id, scopes=frozenset())
-    return Gateway(backend, principal, TinkerRecords(backend.store, backend.quotas, tenant)), path
+    return Gateway(backend, principal, TinkerRecords(backend.database, backend.quotas, tenant)), path
 
 
 @downloads_router.get("/{token}/{path}")
@@ -458,13 +431,9 @@ async def download(token: str, path: str, backend: Backed) -> StreamingResponse:
     gateway, checkpoint_path = await asyncio.to_thread(_opened, backend, token)
     if not await backend.keys.is_good(gateway.asking.key_id):
         raise Forbidden("the key that asked for this address is good no longer")
-    checkpoint = await gateway.read(gateway.records.checkpoint, checkpoint_path)
+    checkpoint = await gateway.records.checkpoint(checkpoint_path)
     files = await files_of(gateway, checkpoint)
-    if path == ARCHIVE:
-        return StreamingResponse(files.tar(checkpoint.name), media_type="application/x-tar")
-    entry = files.entry(path)
-    headers = {"content-length": str(entry.size)}
-    return StreamingResponse(files.content(entry), media_type="application/octet-stream", headers=headers)
+    return tar_answer(files, checkpoint.name) if path == ARCHIVE else file_answer(files, path)
 
 
 # --- Tinker's REST client: lists sessions, models in training ("training runs") and checkpoints ---
@@ -478,19 +447,20 @@ Scope = Annotated[Literal["owned", "accessible"], Query(description="the same he
 _KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 _MOST_SESSIONS = 10_000
+T = TypeVar("T")
 
 
 async def _checkpoint_of(gateway: AtGateway, model_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord:
-    return await gateway.read(gateway.records.checkpoint, f"tinker://{model_id}/{kind}/{name}")
+    return await gateway.records.checkpoint(f"tinker://{model_id}/{kind}/{name}")
 
 
 Named = Annotated[CheckpointRecord, Depends(_checkpoint_of)]
 
 
-def _page(places: Sequence[str], limit: int, offset: int) -> tuple[Sequence[str], dict[str, int]]:
-    """Return a page of records' places, newest first, and the cursor as the SDK reads it."""
-    newest_first = places[::-1]
-    return newest_first[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(places)}
+def _page(found: Sequence[T], limit: int, offset: int) -> tuple[Sequence[T], dict[str, int]]:
+    """Return a page, newest first, and the cursor as the SDK reads it."""
+    newest_first = found[::-1]
+    return newest_first[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
 
 
 def _time(seconds: float) -> str:
@@ -502,7 +472,7 @@ def _view(checkpoint: CheckpointRecord) -> dict[str, Any]:
         "checkpoint_id": checkpoint.checkpoint_id,
         "checkpoint_type": _KINDS[checkpoint.kind],
         "time": _time(checkpoint.created_at),
-        "tinker_path": checkpoint.path,
+        "tinker_path": checkpoint.id,
         "public": checkpoint.public,
         "user_metadata": checkpoint.user_metadata,
         "expires_at": None if checkpoint.expires_at is None else _time(checkpoint.expires_at),
@@ -521,28 +491,27 @@ async def list_runs(
     project_id: Annotated[str | None, Query(max_length=256)] = None,
 ) -> dict[str, Any]:
     """Models in training, newest first; of a project those whose sessions name it."""
-    places = await gateway.read(gateway.records.places, ModelRecord)
+    models = await gateway.records.all(ModelRecord)
     if project_id is not None:
-        sessions = await gateway.read(gateway.records.all, SessionRecord)
+        sessions = await gateway.records.all(SessionRecord)
         of_project = {session.session_id for session in sessions if session.project_id == project_id}
-        places = [place for place in places if place.partition("/")[0] in of_project]
-    page, cursor = _page(places, limit, offset)
-    models = [await gateway.read(gateway.records.find, ModelRecord, place) for place in page]
-    return {"training_runs": [await _run(gateway, model) for model in models], "cursor": cursor}
+        models = [model for model in models if model.session_id in of_project]
+    page, cursor = _page(models, limit, offset)
+    return {"training_runs": [await _run(gateway, model) for model in page], "cursor": cursor}
 
 
 @rest_router.get("/training_runs/{model_id}")
 async def get_run(model_id: str, gateway: AtGateway, access_scope: Scope = "owned") -> dict[str, Any]:
-    return await _run(gateway, await gateway.model(model_id))
+    return await _run(gateway, await gateway.records.model(model_id))
 
 
 async def _run(gateway: Gateway, model: ModelRecord) -> dict[str, Any]:
-    checkpoints = await gateway.read(gateway.records.checkpoints, f"{model.place}/")
+    checkpoints = await gateway.records.checkpoints(f"{model.key}/")
     checkpoints.sort(key=lambda each: each.created_at)
     newest = {each.kind: _view(each) for each in checkpoints}
     view = await gateway.backend.runs.view(gateway.tenant, model.run_id)
     return {
-        "training_run_id": model.model_id,
+        "training_run_id": model.id,
         "base_model": model.base_model,
         "model_owner": gateway.tenant,
         "is_lora": True,
@@ -560,43 +529,46 @@ async def _run(gateway: Gateway, model: ModelRecord) -> dict[str, Any]:
 
 @rest_router.get("/training_runs/{model_id}/checkpoints")
 async def list_checkpoints(model_id: str, gateway: AtGateway) -> dict[str, Any]:
-    model = await gateway.model(model_id)
-    found = await gateway.read(gateway.records.checkpoints, f"{model.place}/")
+    model = await gateway.records.model(model_id)
+    found = await gateway.records.checkpoints(f"{model.key}/")
     return {"checkpoints": [_view(each) for each in sorted(found, key=lambda each: each.command)]}
 
 
 @rest_router.get("/checkpoints")
 async def list_all_checkpoints(gateway: AtGateway, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
     """Checkpoints of all models, those of the newest models first."""
-    places = await gateway.read(gateway.records.places, CheckpointRecord)
-    page, cursor = _page(places, limit, offset)
-    found = [await gateway.read(gateway.records.find, CheckpointRecord, place) for place in page]
-    return {"checkpoints": [_view(each) for each in found if each.is_there], "cursor": cursor}
+    page, cursor = _page(await gateway.records.all(CheckpointRecord), limit, offset)
+    return {"checkpoints": [_view(each) for each in page if each.is_there], "cursor": cursor}
 
 
 @rest_router.delete(_CHECKPOINT)
 async def delete_checkpoint(checkpoint: Named, gateway: AtGateway) -> None:
     """Delete a checkpoint's record and published version. Its state is deleted when the model keeps newer ones."""
-    audit.touched(checkpoint.path)
-    await unpublish(gateway, checkpoint)
-    await gateway.read(gateway.records.delete, checkpoint)
+    audit.touched(checkpoint.id)
+    with suppress(NotFound):
+        model, result = await gateway.saved(checkpoint)
+        if result.version is not None:
+            version = PublishedModel("adapters", model.published_as, result.version)
+            await asyncio.to_thread(gateway.backend.published.delete, gateway.tenant, version)
+            await gateway.backend.quotas.measure(gateway.tenant)
+    await gateway.records.delete(checkpoint)
 
 
 @rest_router.post(f"{_CHECKPOINT}/publish")
 async def publish_checkpoint(checkpoint: Named, gateway: AtGateway) -> None:
     """Mark a checkpoint as public. It stays its tenant's: nobody else finds it."""
-    await gateway.records.put(checkpoint.model_copy(update={"public": True}))
+    await gateway.records.change(checkpoint, public=True)
 
 
 @rest_router.delete(f"{_CHECKPOINT}/publish")
 async def unpublish_checkpoint(checkpoint: Named, gateway: AtGateway) -> None:
-    await gateway.records.put(checkpoint.model_copy(update={"public": False}))
+    await gateway.records.change(checkpoint, public=False)
 
 
 @rest_router.put(f"{_CHECKPOINT}/ttl")
 async def set_ttl(checkpoint: Named, body: JsonBody[SetTtl], gateway: AtGateway) -> None:
     """Say when a checkpoint expires, from now on; null: never."""
-    await gateway.records.put(checkpoint.model_copy(update={"expires_at": expiry(body.ttl_seconds)}))
+    await gateway.records.change(checkpoint, expires_at=expiry(body.ttl_seconds))
 
 
 @rest_router.get(f"{_CHECKPOINT}/external_weights_urls")
@@ -618,16 +590,10 @@ async def archive_url(checkpoint: Named, request: Request, gateway: AtGateway) -
 @rest_router.post("/weights_info")
 async def weights_info(body: JsonBody[TinkerPath], gateway: AtGateway) -> dict[str, Any]:
     """Return a checkpoint's base model and shape, so that a model can be made for it."""
-    checkpoint = await gateway.read(gateway.records.checkpoint, body.tinker_path)
-    model = await gateway.model(checkpoint.model_id)
-    return {
-        "base_model": model.base_model,
-        "is_lora": True,
-        "lora_rank": model.rank,
-        "train_unembed": model.train_unembed,
-        "train_mlp": model.train_mlp,
-        "train_attn": model.train_attn,
-    }
+    checkpoint = await gateway.records.checkpoint(body.tinker_path)
+    model = await gateway.records.model(checkpoint.model_id)
+    told = model.model_dump(include={"base_model", "train_unembed", "train_mlp", "train_attn"})
+    return told | {"is_lora": True, "lora_rank": model.rank}
 
 
 @rest_router.get("/billing/usage/checkpoints/current")
@@ -635,28 +601,24 @@ async def storage_usage(
     gateway: AtGateway, project_id: Annotated[str | None, Query(max_length=256)] = None
 ) -> dict[str, Any]:
     """Count checkpoints and the bytes of their states, by the projects that sessions name."""
-    data = await gateway.read(_usage, gateway, project_id)
-    return {"data": [{**each, "size_gigabytes": each["size_bytes"] / 1e9} for each in data]}
-
-
-def _usage(gateway: Gateway, project_id: str | None) -> list[dict[str, Any]]:
-    project_of = {each.session_id: each.project_id for each in gateway.records.all(SessionRecord)}
+    project_of = {each.session_id: each.project_id for each in await gateway.records.all(SessionRecord)}
+    run_of = {each.id: each.run_id for each in await gateway.records.all(ModelRecord)}
     found: dict[str | None, dict[str, Any]] = {}
-    for checkpoint in gateway.records.checkpoints():
+    for checkpoint in await gateway.records.checkpoints():
         project = project_of.get(checkpoint.model_id.partition(":")[0])
         if project_id in (None, project):
             item = found.setdefault(project, {"project_id": project, "checkpoint_count": 0, "size_bytes": 0})
             item["checkpoint_count"] += 1
-            item["size_bytes"] += _state_bytes(gateway, checkpoint)
-    return list(found.values())
+            if (run_id := run_of.get(checkpoint.model_id)) is not None:
+                state = gateway.backend.store, run_id, checkpoint.command
+                item["size_bytes"] += await asyncio.to_thread(_state_bytes, *state)
+    return {"data": [{**each, "size_gigabytes": each["size_bytes"] / 1e9} for each in found.values()]}
 
 
-def _state_bytes(gateway: Gateway, checkpoint: CheckpointRecord) -> int:
-    """Return the bytes of the state that a checkpoint names; 0 if it is not there, or no longer."""
-    store = gateway.backend.store
+def _state_bytes(store: ObjectStore, run_id: str, command: int) -> int:
+    """Return the bytes of the state after a session's command; 0 if it is not there, or no longer."""
     with suppress(NotFound):
-        run_id = gateway.records.model(checkpoint.model_id).run_id
-        result = CommandResult.model_validate_json(store.get_bytes(RunKeys(run_id).command_result(checkpoint.command)))
+        result = CommandResult.model_validate_json(store.get_bytes(RunKeys(run_id).command_result(command)))
         if result.step is not None and (state := checkpoint_of_step(store, CheckpointName(run_id, result.step))):
             return sum(entry.size for entry in read_manifest(store, state[0], state[1].sha256).files)
     return 0
@@ -669,42 +631,39 @@ def _state_bytes(gateway: Gateway, checkpoint: CheckpointRecord) -> int:
 async def list_sessions(
     gateway: AtGateway, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> dict[str, Any]:
-    page, _ = _page(await gateway.read(gateway.records.places, SessionRecord), limit, offset)
+    page, _ = _page(await gateway.records.keys(SessionRecord), limit, offset)
     return {"sessions": list(page)}
 
 
 @rest_router.get("/sessions/{session_id}")
 async def get_session(session_id: str, gateway: AtGateway, access_scope: Scope = "owned") -> dict[str, Any]:
-    session = await gateway.read(gateway.records.session, session_id)
-    models = await gateway.read(gateway.records.places, ModelRecord, f"{session_id}/")
-    samplers = await gateway.read(gateway.records.places, SamplerRecord, f"{session_id}/")
+    session = await gateway.records.find(SessionRecord, session_id)
     return {
-        "training_run_ids": [f"{session_id}:train:{_number(place)}" for place in models],
-        "sampler_ids": [f"{session_id}:sample:{_number(place)}" for place in samplers],
+        "training_run_ids": [each.id for each in await gateway.records.all(ModelRecord, f"{session_id}/")],
+        "sampler_ids": [each.id for each in await gateway.records.all(SamplerRecord, f"{session_id}/")],
         "user_metadata": session.user_metadata,
         "display_name": session.display_name,
     }
 
 
-def _number(place: str) -> int:
-    return int(place.rpartition("/")[2])
-
-
 @rest_router.put("/sessions/{session_id}/project")
 async def set_project(session_id: str, body: JsonBody[SetProject], gateway: AtGateway) -> None:
     """Name a session's project: a label here, which filters lists of its models."""
-    session = await gateway.read(gateway.records.session, session_id)
-    await gateway.records.put(session.model_copy(update={"project_id": body.project_id}))
+    session = await gateway.records.find(SessionRecord, session_id)
+    await gateway.records.change(session, project_id=body.project_id)
 
 
 @rest_router.post("/sessions/search")
 async def search_sessions(body: JsonBody[SearchSessions], gateway: AtGateway) -> dict[str, Any]:
     """Find sessions by the tags and metadata that their client gave, newest first."""
-    places = (await gateway.read(gateway.records.places, SessionRecord))[::-1][:_MOST_SESSIONS]
-    begin = 0 if body.cursor is None else _after(places, body.cursor.last_session_id)
+    sessions = (await gateway.records.all(SessionRecord))[::-1][:_MOST_SESSIONS]
+    begin, ids = 0, [each.id for each in sessions]
+    if body.cursor is not None:
+        if body.cursor.last_session_id not in ids:
+            raise NotFound("there is no such page")
+        begin = ids.index(body.cursor.last_session_id) + 1
     found: list[dict[str, Any]] = []
-    for place in places[begin:]:
-        session = await gateway.read(gateway.records.find, SessionRecord, place)
+    for session in sessions[begin:]:
         if not body.matches(session):
             continue
         if len(found) == body.limit:
@@ -715,15 +674,8 @@ async def search_sessions(body: JsonBody[SearchSessions], gateway: AtGateway) ->
     return {"sessions": found}
 
 
-def _after(places: Sequence[str], session_id: str) -> int:
-    try:
-        return places.index(session_id) + 1
-    except ValueError:
-        raise NotFound("there is no such page") from None
-
-
 async def _summary(gateway: Gateway, session: SessionRecord) -> dict[str, Any]:
-    checkpoints = await gateway.read(gateway.records.places, CheckpointRecord, f"{session.session_id}/")
+    checkpoints = await gateway.records.keys(CheckpointRecord, f"{session.session_id}/")
     status: dict[str, Any] = {"type": "active"}
     if session.finished is not None:
         status = {"type": "client_finished", "reason": {"type": session.finished}}

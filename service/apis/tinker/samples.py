@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from longshore.commands import CommandResult
 from service.accounts.keys import require
+from service.accounts.tenants import Documents
 from service.apis.bodies import JsonBody, JsonRoute
 from service.apis.tinker import translation
 from service.apis.tinker.records import (
@@ -25,10 +26,11 @@ from service.apis.tinker.records import (
     CreateSampler,
     Gateway,
     ModelRecord,
+    NamedModel,
     RetrieveFuture,
     SampleRequest,
     SamplerRecord,
-    SamplingParams,
+    SessionRecord,
     TinkerRecord,
     TrainingFuture,
 )
@@ -41,7 +43,6 @@ from service.inference.questions import check_length
 from shared.chat.completions import TOKEN_ID, CompletionRequest, CompletionResponse, PromptLogprob
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.field_rules import first_error
-from shared.storage import paths
 from shared.storage.paths import RunKeys
 
 # --- Sampling sessions, and pending samples ---
@@ -69,14 +70,14 @@ _MOST_SEED = 2**62
 class SampleRecord(TinkerRecord):
     """A sample as it was asked for, and its seed."""
 
-    folder = "samples"
+    what = "Tinker sample"
     hour: int
     name: str
     seed: int
     asked: SampleRequest
 
     @property
-    def place(self) -> str:
+    def id(self) -> str:
         return f"{self.hour:08d}/{self.name}"
 
 
@@ -104,11 +105,10 @@ class Samples:
         seed = secrets.randbelow(_MOST_SEED) if seed is None else seed % _MOST_SEED
         name = f"{sampler.session_id}-{sampler.number}-{number}"
         record = SampleRecord(hour=hour, name=name, seed=seed, asked=asked)
-        if not await gateway.records.add(record):
-            record = await gateway.read(gateway.records.find, SampleRecord, record.place)
-            if record.asked != asked:
-                raise InvalidInput("another sample was asked for under this number", "seq_id")
-        request_id = f"{SAMPLE}{record.place}"
+        record = await gateway.records.add(record) or record
+        if record.asked != asked:
+            raise InvalidInput("another sample was asked for under this number", "seq_id")
+        request_id = f"{SAMPLE}{record.id}"
         self._begin(gateway, request_id, record)
         return request_id
 
@@ -135,7 +135,7 @@ class Samples:
         if not _PLACE.fullmatch(place):
             raise NotFound(f"there is no request {request_id[:120]}")
         with suppress(NotFound):
-            return await gateway.read(gateway.records.find, SampleRecord, place)
+            return await gateway.records.find(SampleRecord, place)
         raise NotFound(f"there is no request {request_id[:120]}")
 
     def cancel(self, tenant: str, request_id: str) -> None:
@@ -184,20 +184,15 @@ class Samples:
         decoding = self.backend.decoding
         async with decoding.scratch() as sent, decoding.scratch() as made:
             await asyncio.to_thread(sent.write_bytes, reply.content)
-            await _patiently(partial(decoding.call_for, gateway.tenant, write_answer, asked, sent, made, is_large=True))
+            files = {"reads": [sent], "writes": [made]}
+            call = partial(decoding.call_for, gateway.tenant, write_answer, asked, sent, made, is_large=True, **files)
+            await _patiently(call)
             return await asyncio.to_thread(made.read_bytes)
 
     async def prune(self) -> None:
         """Delete records of samples that nobody will ask for."""
-        before = (time.time() - _RECORDS_KEPT_S) // _HOUR_S
-        await asyncio.to_thread(self._delete_before, int(before))
-
-    def _delete_before(self, hour: int) -> None:
-        store = self.backend.store
-        for info in list(store.list(paths.tinker_records())):
-            match info.key.split("/"):
-                case [_, _, _, SampleRecord.folder, of_hour, _] if int(of_hour) < hour:
-                    store.delete(info.key)
+        samples = Documents(self.backend.database, self.backend.quotas, SampleRecord.what, SampleRecord)
+        await samples.delete_older(_RECORDS_KEPT_S)
 
 
 async def _patiently(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -213,23 +208,20 @@ async def target_of(gateway: Gateway, asked: SampleRequest) -> tuple[Target, str
     """Find the weights that a sample is drawn from, and their name. Raises NotFound, InvalidInput."""
     if asked.sampling_session_id is None:
         return await weights_of(gateway, asked.base_model, asked.model_path)
-    sampler = await gateway.read(gateway.records.sampler, asked.sampling_session_id)
+    sampler = await gateway.records.find(SamplerRecord, asked.sampling_session_id)
     if sampler.command is None:
         return await weights_of(gateway, sampler.base_model, sampler.model_path)
     assert sampler.model_id is not None
-    model = await gateway.model(sampler.model_id)
-    newest = await gateway.read(_newest_inflight, gateway, sampler) if sampler.inflight else sampler
+    model = await gateway.records.model(sampler.model_id)
+    newest = sampler
+    if sampler.inflight:  # then the newest state of the model that is for all such sessions
+        of_session = await gateway.records.all(SamplerRecord, f"{sampler.session_id}/")
+        inflight = [each for each in of_session if each.inflight and each.model_id == sampler.model_id]
+        newest = max(inflight, key=lambda each: each.command or 0)
     view = await gateway.outcome(model, newest.command or sampler.command, 30.0)
     if view.result is None or view.result.step is None:
-        raise NotFound(f"{sampler.sampler_id}: its weights are not saved ({view.state})")
+        raise NotFound(f"{sampler.id}: its weights are not saved ({view.state})")
     return await _published(gateway, f"{model.run_id}:step-{view.result.step}")
-
-
-def _newest_inflight(gateway: Gateway, sampler: SamplerRecord) -> SamplerRecord:
-    """Return the sampling session with the newest state of the same model that is to be used by all such sessions."""
-    of_session = gateway.records.all(SamplerRecord, f"{sampler.session_id}/")
-    found = [each for each in of_session if each.inflight and each.model_id == sampler.model_id]
-    return max(found, key=lambda each: each.command or 0)
 
 
 async def weights_of(gateway: Gateway, base_model: str | None, model_path: str | None) -> tuple[Target, str]:
@@ -238,9 +230,9 @@ async def weights_of(gateway: Gateway, base_model: str | None, model_path: str |
         if base_model is None:
             raise InvalidInput("give model_path or base_model", "model_path")
         uri = gateway.uri_of(base_model)
-        await asyncio.to_thread(gateway.check_uri, uri)
+        await gateway.backend.runs.check_access(gateway.tenant, NamedModel(model=uri))
         return await gateway.backend.untrained.target(gateway.tenant, uri), base_model
-    checkpoint = await gateway.read(gateway.records.checkpoint, model_path)
+    checkpoint = await gateway.records.checkpoint(model_path)
     model, result = await gateway.saved(checkpoint)
     if result.version is not None:
         return await _published(gateway, f"{model.published_as}:v{result.version}")
@@ -274,7 +266,8 @@ def parts(asked: SampleRequest) -> list[tuple[int, int]]:
 def question(asked: SampleRequest, model: str) -> CompletionRequest:
     """Translate a request to draw its first sample. Raises InvalidInput that names the setting."""
     params = asked.sampling_params
-    stop, stop_ids = _stops(params)
+    stops = [params.stop] if isinstance(params.stop, str) else params.stop or ()
+    stop, stop_ids = ([each for each in stops if isinstance(each, kind)] for kind in (str, int))
     try:
         return CompletionRequest.model_validate(
             {
@@ -306,15 +299,6 @@ def part_of(question: CompletionRequest, seed: int, first: int, n: int) -> Compl
 
 def _scores_prompt(asked: SampleRequest) -> bool:
     return bool(asked.prompt_logprobs or asked.topk_prompt_logprobs)
-
-
-def _stops(params: SamplingParams) -> tuple[list[str], list[int]]:
-    given = params.stop
-    if isinstance(given, str):
-        return [given], []
-    return [each for each in given or () if isinstance(each, str)], [
-        each for each in given or () if isinstance(each, int)
-    ]
 
 
 def write_answer(asked: SampleRequest, answer: Path, made: Path) -> None:
@@ -362,11 +346,11 @@ router = APIRouter(
 @router.post("/create_sampling_session", dependencies=[Depends(require("write"))])
 async def create_sampler(body: JsonBody[CreateSampler], gateway: AtGateway) -> dict[str, str]:
     """Make a sampling session of a checkpoint, or of a base model."""
-    await gateway.read(gateway.records.session, body.session_id)
+    await gateway.records.find(SessionRecord, body.session_id)
     base_model = body.base_model
     if body.model_path is not None:
-        checkpoint = await gateway.read(gateway.records.checkpoint, body.model_path)
-        base_model = (await gateway.model(checkpoint.model_id)).base_model
+        checkpoint = await gateway.records.checkpoint(body.model_path)
+        base_model = (await gateway.records.model(checkpoint.model_id)).base_model
         gateway.check_same(body.base_model, base_model)
     if base_model is None:
         raise InvalidInput("give model_path or base_model", "model_path")
@@ -377,23 +361,22 @@ async def create_sampler(body: JsonBody[CreateSampler], gateway: AtGateway) -> d
         model_path=body.model_path,
     )
     await gateway.records.add(sampler)
-    return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
+    return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
 
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(sampler_id: str, gateway: AtGateway) -> dict[str, Any]:
-    sampler = await gateway.read(gateway.records.sampler, sampler_id)
+    sampler = await gateway.records.find(SamplerRecord, sampler_id)
     return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
 
 
 @router.post("/asample")
 async def sample(body: JsonBody[SampleRequest], request: Request, gateway: AtGateway) -> dict[str, Any]:
     """Begin to draw samples."""
-    body.check(records_nothing=gateway.settings.stable_reinforce is not None)
-    samples: Samples = request.app.state.tinker_samples
+    body.check()
     check_length(gateway.backend.settings, body.prompt.ids)
-    sampler = await gateway.read(gateway.records.sampler, body.sampling_session_id or "")
-    request_id = await samples.ask(gateway, sampler, body)
+    sampler = await gateway.records.find(SamplerRecord, body.sampling_session_id or "")
+    request_id = await _samples(request).ask(gateway, sampler, body)
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}/{n}" for n in range(body.num_samples)]}
 
 
@@ -461,7 +444,7 @@ async def _sample(gateway: Gateway, request: Request, request_id: str) -> DoneFu
 
 
 async def _trained(gateway: Gateway, request: Request, future: TrainingFuture) -> DoneFuture | None:
-    model = await gateway.model(future.model_id)
+    model = await gateway.records.model(future.model_id)
     if future.kind == "create":
         return await _created(gateway, model)
     view = await gateway.outcome(model, future.command, _WAIT_S)
@@ -485,7 +468,7 @@ async def _created(gateway: Gateway, model: ModelRecord) -> DoneFuture | None:
         if view.problem is not None:
             return FailedFuture(view.problem.message)
         if view.phase not in _BEING_OPENED:
-            return {"type": "create_model", "model_id": model.model_id}
+            return {"type": "create_model", "model_id": model.id}
         if loop.time() > end:
             return None
         await asyncio.sleep(_OPEN_POLL_S)
@@ -505,7 +488,7 @@ async def _answer(
         case "sampler", "save_state":
             return {"path": None, "sampling_session_id": future.detail}
         case "load", "load_state":
-            return {"path": future.detail, "model_id": model.model_id}
+            return {"path": future.detail, "model_id": model.id}
     raise NotFound(f"there is no request {future.request_id[:120]}")
 
 
@@ -513,11 +496,9 @@ async def _scores(gateway: Gateway, request: Request, key: str, detail: str, res
     """Return the answer to a command in the store; a child process converts large results."""
     decoding = gateway.backend.decoding
     async with decoding.scratch() as command, decoding.scratch() as made:
-        size = await asyncio.to_thread(_copy, gateway, key, command)
+        size = await asyncio.to_thread(lambda: command.write_bytes(gateway.backend.store.get_bytes(key)))
         asked = str(command), detail, result, str(made)
-        await decoding.call(request, translation.write_scores, *asked, is_small=size <= _SMALL_COMMAND_BYTES)
+        is_small = size <= _SMALL_COMMAND_BYTES
+        call = partial(decoding.call, request, translation.write_scores, *asked, is_small=is_small)
+        await call(reads=[command], writes=[made])
         return await asyncio.to_thread(made.read_bytes)
-
-
-def _copy(gateway: Gateway, key: str, to: Path) -> int:
-    return to.write_bytes(gateway.backend.store.get_bytes(key))

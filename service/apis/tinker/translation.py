@@ -7,7 +7,7 @@ N places of a datum, K targets in each.
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from longshore.commands import MAX_ANSWER, MAX_DATA, MAX_TOP_K, CommandResult, ForwardBackwardOptions, ForwardOptions
 from longshore.fields import Frozen
-from longshore.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce
-from service.apis.tinker.records import STABLE_REINFORCE, loss_detail, loss_of_detail
+from longshore.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce, TruncatedReinforce
+from service.apis.tinker.records import loss_detail, loss_of_detail
 from service.apis.tinker.wire import (
     SentBatch,
     SentDatum,
@@ -41,17 +41,16 @@ Floats = NDArray[np.float64]
 Config = Mapping[str, float | str]
 Columns = dict[str, NDArray[Any]]
 """Of a datum, by their names in packed data."""
-_CLIP_LOW, _CLIP_HIGH, _BETA = "clip_low_threshold", "clip_high_threshold", "beta"
-_LOW, _HIGH, _DRO_BETA = 0.8, 1.2, 0.05
+_CLIP_LOW, _CLIP_HIGH, _BETA, _KL = "clip_low_threshold", "clip_high_threshold", "beta", "kl_coeff"
+_LOW, _HIGH, _DRO_BETA, _KL_COEFF = 0.8, 1.2, 0.05, 0.01
 _MAX_LOG_RATIO = 20.0  # as the worker bounds it
 POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
 RATIO_MASK = "sequence_ratio_mask"
-_SERVED = "cross_entropy, importance_sampling, ppo, cispo, gspo and dro are served"
+STABLE_REINFORCE = "stable_reinforce"
+_SERVED = f"cross_entropy, importance_sampling, ppo, cispo, gspo, dro and {STABLE_REINFORCE} are served"
 _LOSSES, _COUNTS = ("loss", "loss_sum"), ("weight", "tokens", "sequences", "target_tokens", "num_bins")
 _OF_STEP = ("grad_norm", "clipped", "learning_rate", "skipped")
 MISSING = {
-    STABLE_REINFORCE: "it needs what Tinker's own samplers record beside a sample. Name another one; or the operator "
-    "names one that is computed in its place (LONGSHORE_TINKER__STABLE_REINFORCE)",
     "custom": "losses of your own are computed in the client: forward_backward_custom with a function",
 }
 
@@ -106,6 +105,15 @@ def policy_loss(name: str, config: Config) -> TinkerLoss:
             return TinkerLoss(
                 DRO(beta=beta), lambda new, old, advantage: -advantage * new + beta / 2 * (new - old) ** 2, (_BETA,)
             )
+        case "stable_reinforce":
+            kl = _number(config, _KL, _KL_COEFF)
+            if kl < 0:
+                raise InvalidInput("it must be 0 or more", f"loss_fn_config.{_KL}")
+
+            def truncated(new: Floats, old: Floats, advantage: Floats) -> Floats:
+                return -np.minimum(_ratio(new, old), 1.0) * advantage * new + kl / 2 * (new - old) ** 2
+
+            return TinkerLoss(TruncatedReinforce(truncation=1.0, old_kl_coefficient=kl), truncated, (_KL,))
         case _:
             reason = MISSING.get(name, _SERVED)
             raise InvalidInput(f"the loss {name[:60] or '(none)'} is not served here: {reason}", "loss_fn")
@@ -131,13 +139,6 @@ def _number(config: Config, name: str, default: float) -> float:
     return value
 
 
-def with_substitute(batch: SentBatch, substitute: str | None) -> SentBatch:
-    """Return the batch with the loss that is computed: of stable_reinforce the operator's, if there is one."""
-    if substitute is None or batch.loss_fn != STABLE_REINFORCE:
-        return batch
-    return replace(batch, loss_fn=substitute)
-
-
 def command_of(batch: SentBatch) -> bytes:
     """Translate a batch into a command's file. Raises InvalidInput that names the datum and the input at fault."""
     if not 0 < len(batch.data) <= MAX_DATA:
@@ -149,7 +150,7 @@ def command_of(batch: SentBatch) -> bytes:
     else:
         found = policy_loss(batch.loss_fn, batch.config)
         known, loss = found.settings, found.ours
-        make = _sequence_datum if batch.loss_fn == "gspo" else _policy_datum
+        make = {"gspo": _sequence_datum, STABLE_REINFORCE: _sampled_datum}.get(batch.loss_fn, _policy_datum)
     for name in batch.config:
         if name not in known:
             raise InvalidInput(f"{batch.loss_fn} has no such setting", f"loss_fn_config.{name[:60]}")
@@ -194,15 +195,36 @@ def _sequence_datum(datum: SentDatum, place: str) -> Columns:
     is_masked_N = _floats(mask.values, f"{place}.{RATIO_MASK}") != 0
     if not is_masked_N.any():
         raise InvalidInput("it names no place: the sequence has no ratio", f"{place}.{RATIO_MASK}")
-    is_left_out_N = found.get("weight", np.ones_like(mask.values)) == 0
-    if (is_masked_N & is_left_out_N).any():
-        at = int(np.flatnonzero(is_masked_N & is_left_out_N)[0])
-        message = "it is not the token that follows, and the mask counts it in the sequence's ratio"
-        raise InvalidInput(message, f"{place}.target_tokens[{at}]")
-    if (outside_N := ~is_masked_N & (found["advantage"] != 0)).any():
-        message = "it is not 0, and the mask leaves its place out of the ratio: such places are not trained here"
-        raise InvalidInput(message, f"{place}.advantages[{int(np.flatnonzero(outside_N)[0])}]")
-    return found | {"weight": is_masked_N.astype(np.float32)}
+    return _scored_in(is_masked_N, found, f"{RATIO_MASK} names it", f"{RATIO_MASK} leaves its place out", place)
+
+
+def _sampled_datum(datum: SentDatum, place: str) -> Columns:
+    """A datum of stable_reinforce: the sampled places are scored, whose log-probabilities are the sampler's.
+
+    Prompts have none, and the pull towards the sampler would be towards a probability of 1.
+    """
+    found = _policy_datum(datum, place)
+    sizes = [length for length, _ in datum.origins]
+    if not sizes:
+        message = "the loss needs the provenance of targets, which says what was sampled: Datum.with_provenance"
+        raise InvalidInput(message, f"{place}.loss_fn_input_spans")
+    if min(sizes) < 1 or sum(sizes) != len(datum.tokens):
+        message = f"spans of {sum(sizes):,} tokens for {len(datum.tokens):,} targets: one after the other, each above 0"
+        raise InvalidInput(message, f"{place}.loss_fn_input_spans")
+    is_sampled_N = np.repeat([sampled for _, sampled in datum.origins], sizes)
+    return _scored_in(is_sampled_N, found, "it was sampled", "its place was not sampled", place)
+
+
+def _scored_in(is_scored_N: NDArray[Any], found: Columns, inside: str, outside: str, place: str) -> Columns:
+    """Return the columns with these places scored alone. Raises InvalidInput for one that contradicts them."""
+    is_left_out_N = found.get("weight", np.ones(len(is_scored_N))) == 0
+    if (wrong_N := is_scored_N & is_left_out_N).any():
+        message = f"it is not the token that follows, and {inside}"
+        raise InvalidInput(message, f"{place}.target_tokens[{int(np.flatnonzero(wrong_N)[0])}]")
+    if (wrong_N := ~is_scored_N & (found["advantage"] != 0)).any():
+        message = f"it is not 0, and {outside}: such places are not trained here"
+        raise InvalidInput(message, f"{place}.advantages[{int(np.flatnonzero(wrong_N)[0])}]")
+    return found | {"weight": is_scored_N.astype(np.float32)}
 
 
 def _check_column(datum: SentDatum, name: str, column: Tensor, place: str) -> None:
@@ -298,7 +320,7 @@ def _floats(values: NDArray[Any], place: str) -> NDArray[Any]:
 
 
 def scores_and_metrics(
-    data: bytes, loss_fn: str, config: Config, result: CommandResult, asked: str
+    data: bytes, loss_fn: str, config: Config, result: CommandResult
 ) -> tuple[list[WireScores], dict[str, float]]:
     """Return the scores of each datum by position, and metrics whose names say how to combine chunks.
 
@@ -306,7 +328,6 @@ def scores_and_metrics(
 
     Args:
         data: the command's file.
-        asked: the loss that the client named. The metrics say if another one was computed in its place.
     """
     command, units = read_command(data)
     assert units is not None and result.data is not None
@@ -319,15 +340,14 @@ def scores_and_metrics(
     shapes = [(int(size),) if size > 1 else () for size in sizes]
     found = [WireScores(logprob_N[places], shape) for places, shape in zip(of_data, shapes, strict=True)]
     total = sum(_loss(units, each, logprob_N[each].astype(np.float64), loss_fn, config) for each in of_data)
-    metrics = {f"{name}:{_reduction(name)}": value for name, value in result.metrics.items() if name not in _LOSSES}
-    substitute = {f"{asked}_computed_as_{loss_fn}:max": 1.0} if asked != loss_fn else {}
-    return found, metrics | {"loss:sum": total} | substitute
-
-
-def _reduction(name: str) -> str:
-    if name.endswith("_max"):
-        return "max"
-    return "sum" if name in _COUNTS else "mean"
+    metrics = {
+        f"{name}:{'max' if name.endswith('_max') else 'sum' if name in _COUNTS else 'mean'}": value
+        for name, value in result.metrics.items()
+        if name not in _LOSSES
+    }
+    # Tinker's packages do not have this loss's formula: each pass tells its client which one was computed.
+    told = {f"{STABLE_REINFORCE}_computed_as_truncated_reinforce:max": 1.0} if loss_fn == STABLE_REINFORCE else {}
+    return found, metrics | {"loss:sum": total} | told
 
 
 def metrics_of_step(result: CommandResult) -> dict[str, float]:
@@ -366,46 +386,37 @@ def is_small(body: Received, encoding: str) -> bool:
     return body.num_bytes <= SMALL_BYTES and plain_bytes(body.path.read_bytes(), encoding) <= _SMALL_PLAIN_BYTES
 
 
-def head_of_body(body: bytes, encoding: str) -> SentRequest:
-    """Read a request's model and number alone, which are known though there may be too much of the rest.
+def head_of(body: str, encoding: str) -> Head:
+    """Read the model and number of a request in a file, which are known though there may be too much of the rest.
 
     Raises InvalidInput as `plain_body` does for a body that cannot be decompressed.
     """
-    found, plain = [], decompressed(body, encoding)
+    found, plain = [], decompressed(Path(body).read_bytes(), encoding)
     with suppress(InvalidInput):
         for number, field, _ in fields_of(plain):
             if number in _HEAD:
                 found.append(field)
-    return SentRequest(b"".join(found))
-
-
-def head_of(body: str, encoding: str) -> Head:
-    """Read the model id and number of a request in a file. Raises InvalidInput if it is no request."""
-    sent = head_of_body(Path(body).read_bytes(), encoding)
+    sent = SentRequest(b"".join(found))
     return Head(model_id=sent.model_id, seq_id=sent.seq_id)
 
 
-def make_command(body: str, encoding: str, made: str, substitute: str | None) -> str:
-    """Write a request's command into a file. Returns the loss detail of its future. Raises InvalidInput.
-
-    `substitute`: the loss that is computed if stable_reinforce is requested.
-    """
+def make_command(body: str, encoding: str, made: str) -> str:
+    """Write a request's command into a file. Returns the loss detail of its future. Raises InvalidInput."""
     batch = SentRequest(plain_body(Path(body).read_bytes(), encoding)).batch()
-    computed = with_substitute(batch, substitute)
-    data = command_of(computed)
+    data = command_of(batch)
     if len(data) > MAX_COMMAND_BYTES:
         rule = f"as a command it has {len(data):,} bytes, and {MAX_COMMAND_BYTES:,} are taken: send less at once"
         raise InvalidInput(rule, "data")
     Path(made).write_bytes(data)
-    return loss_detail(computed.loss_fn, batch.config, batch.loss_fn)
+    return loss_detail(batch.loss_fn, batch.config)
 
 
 def write_scores(command: str, detail: str, result: CommandResult, made: str) -> None:
     """Write the answer to a command that lies in a file. Raises NotFound for a `detail` that fits no such loss."""
     data = Path(command).read_bytes()
-    loss_fn, config, named = loss_of_detail(detail)
+    loss_fn, config = loss_of_detail(detail)
     try:
-        answer = output_bytes(*scores_and_metrics(data, loss_fn, config, result, named))
+        answer = output_bytes(*scores_and_metrics(data, loss_fn, config, result))
     except (KeyError, TypeError, ValueError, InvalidInput):  # a client sends the id: its loss may be another request's
         raise NotFound("there is no such request") from None
     Path(made).write_bytes(answer)

@@ -65,7 +65,9 @@ _SCHEMA = {
     "EncodedText": "tokens=1 bytes",
     "Other": "",
     "Chunk": "encoded_text=1 EncodedText, image=2 Other, dmel=3 Other",
-    "Datum": "model_input=1 Chunk*, loss_fn_inputs=2 TensorEntry*",
+    "Span": "sequence_id=1 string, offset=2 int64, length=3 int64",
+    "ProvenanceSpan": "prompt_tokens=1 Span, sampled_tokens=2 Span",
+    "Datum": "model_input=1 Chunk*, loss_fn_inputs=2 TensorEntry*, loss_fn_input_spans=4 ProvenanceSpan*",
     "NumberEntry": "key=1 string, value=2 double",
     "ConfigValue": "number=1 double, text=2 string",
     "ConfigEntry": "key=1 string, value=2 ConfigValue",
@@ -102,10 +104,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class SentDatum:
-    """A sequence in a request: the model's input, and the inputs of its loss by name."""
+    """A sequence in a request: the model's input, and the inputs of its loss by name.
+
+    `origins`: runs of its targets, in order: how long each is, and whether its tokens were sampled.
+    """
 
     tokens: NDArray[np.int32]
     inputs: dict[str, Tensor]
+    origins: tuple[tuple[int, bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -296,7 +302,9 @@ def _datum(message: Any, place: str) -> SentDatum:
     inputs = {
         entry.key: _tensor(entry.value, f"{place}.loss_fn_inputs.{entry.key[:40]}") for entry in message.loss_fn_inputs
     }
-    return SentDatum(np.concatenate([np.zeros(0, np.int32), *pieces]), inputs)
+    spans = [(each, each.HasField("sampled_tokens")) for each in message.loss_fn_input_spans]
+    origins = tuple(((s.sampled_tokens if sampled else s.prompt_tokens).length, sampled) for s, sampled in spans)
+    return SentDatum(np.concatenate([np.zeros(0, np.int32), *pieces]), inputs, origins)
 
 
 def _tensor(message: Any, place: str) -> Tensor:

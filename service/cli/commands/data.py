@@ -1,9 +1,7 @@
 """What one does before a run: `longshore validate`, `preview`, `estimate`, `grader` and `files`."""
 
-import hashlib
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import CommandAnswer, answering, command, group
+from service.cli.command import CommandAnswer, answering, by_id, command, group
 from service.cli.commands.submit import model_uri, naming_options, run_of, uploaded, validated_request
-from service.cli.render import DONE, FAILED, USAGE, Stop, ago, console, plain, print_table, say, span
+from service.cli.render import DONE, FAILED, USAGE, Stop, console, plain, print_items, print_table, say, span
 from service.cli.run_options import given, json_of, options_of, request_fields, run_command, run_model
 from service.cli.run_output import precision_in_words
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from service.cli.client import CliClient
-    from service.runs.estimates import Estimate
-    from shared.grading import Grader
-    from shared.runs.previews import Preview, PreviewRequest, Span
-    from shared.runs.requests import Run
+    from longshore import Client
+    from longshore.grading import Grader, SampledItem
+    from longshore.previews import Preview, PreviewRequest, Span
+    from longshore.runs import Run
+    from longshore.views import Estimate
 
 
 # --- `longshore files`: datasets and other files in the store ---
@@ -40,57 +38,52 @@ files = group("files", help="Upload, list, download and delete files in the stor
 
 
 @command(files)
-def ls(client: "CliClient", limit: Annotated[int, typer.Option(min=1, max=1000)] = 50) -> CommandAnswer:
+def ls(client: "Client", limit: Annotated[int, typer.Option(min=1, max=1000)] = 50) -> CommandAnswer:
     """List files, newest first."""
-    page = client.ask("GET", "/files", params={"limit": limit})
+    page = client.files.list(limit)
+    columns = {"file": "file_id", "name": "name", "bytes": "size", "purpose": "purpose", "uploaded": "created_at"}
 
     def show() -> None:
-        rows = ((f["file_id"], f["name"], f"{f['size']:,}", f["purpose"], ago(f["created_at"])) for f in page["files"])
-        print_table(("file", "name", "bytes", "purpose", "uploaded"), rows)
-        if page["has_more"]:
+        print_items(page.files, columns)
+        if page.has_more:
             say(f"there are more: --limit shows up to 1000, {limit} now")
 
-    return CommandAnswer(page["files"], show)
+    return CommandAnswer(page.files, show)
 
 
 @command(files)
 def upload(
-    client: "CliClient", paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files on this machine.")]
+    client: "Client", paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files on this machine.")]
 ) -> CommandAnswer:
     """Upload files into the store. Prints the URI of each, which --dataset takes; the same file has the same URI."""
     for path in paths:
         if not path.is_file():
             raise Stop(f"there is no file {path}", USAGE)
-    sent = [client.upload_file(path) for path in paths]
-    return CommandAnswer(sent, partial(print, *(record["uri"] for record in sent), sep="\n"))
+    sent = [client.files.put(path) for path in paths]
+    document = [{**record.model_dump(), "is_new": is_new} for record, is_new in sent]
+    return CommandAnswer(document, partial(print, *(record.uri for record, _ in sent), sep="\n"))
 
 
-@command(files)
-def rm(client: "CliClient", file_id: FileId) -> CommandAnswer:
-    """Delete a file. A run that has not read it yet fails."""
-    deleted = client.ask("DELETE", f"/files/{file_id}")
-    return CommandAnswer(deleted, partial(say, f"{file_id} ({deleted['name']}) is deleted"))
+by_id(
+    *(files, "rm", FileId, lambda client, file_id: client.files.delete(file_id)),
+    lambda file_id, deleted: say(f"{file_id} ({deleted.name}) is deleted"),
+    "Delete a file. A run that has not read it yet fails.",
+)
 
 
 @command(files)
 def download(
-    client: "CliClient",
+    client: "Client",
     file_id: FileId,
     into: Annotated[Path | None, typer.Option(help="The file to write; ./NAME if absent.")] = None,
 ) -> CommandAnswer:
     """Download a file, and check its hash."""
-    record = client.ask("GET", f"/files/{file_id}")
-    target = into or Path(record["name"])
+    record = client.files.get(file_id)
+    target = into or Path(record.name)
     if target.exists():
         raise Stop(f"{target} is there already", USAGE, "name another file with --into")
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        part = Path(folder) / "part"
-        client.save(f"/files/{file_id}/content", part)
-        with part.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
-                raise Stop(f"{file_id}: the SHA-256 is not the file's", advice="try the download again")
-        part.rename(target)
-    return CommandAnswer(record | {"path": str(target.resolve())}, partial(print, target))
+    client.files.download(file_id, target)
+    return CommandAnswer(record.model_dump() | {"path": str(target.resolve())}, partial(print, target))
 
 
 # --- `longshore grader`: try a grader on samples before a run ---
@@ -113,7 +106,7 @@ grader = group("grader", help="Try a grader on samples, before a run.", epilog=_
 
 @command(grader)
 def run(
-    client: "CliClient",
+    client: "Client",
     grader: GraderFile,
     samples: Annotated[
         str | None,
@@ -126,22 +119,22 @@ def run(
     """Grade samples as a run would. Exit code 100 if one has no grade."""
     checked = _checked(grader)
     rows = list(_rows(samples, text, item, limit))
-    grades = [{"place": place, **client.grade(checked, sample)} for place, sample in rows]
+    grades = [{"place": place, **client.grade(checked, sample).model_dump()} for place, sample in rows]
     code = FAILED if any(each["grade"] is None for each in grades) else DONE
     return CommandAnswer(grades, partial(_print, grades), code)
 
 
 @command(grader)
-def check(client: "CliClient", grader: GraderFile) -> CommandAnswer:
+def check(client: "Client", grader: GraderFile) -> CommandAnswer:
     """Check a grader: parse its fields, templates and formula, and load its source."""
     checked = _checked(grader)
-    client.grade(checked, None)
+    client.grade(checked)
     return CommandAnswer(checked, partial(say, f"{checked.name} can be used"))
 
 
 def _checked(given: str) -> "Grader":
     from shared.errors import InvalidInput
-    from shared.grading import parse_grader
+    from shared.runs.acceptance import parse_grader
 
     try:
         return parse_grader(json_of(given, "GRADER"))
@@ -149,11 +142,12 @@ def _checked(given: str) -> "Grader":
         raise Stop(str(error), USAGE, "docs/graders.md has the fields of each kind") from None
 
 
-def _rows(samples: str | None, text: str | None, item: str | None, limit: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(samples: str | None, text: str | None, item: str | None, limit: int) -> "Iterator[tuple[str, SampledItem]]":
     if (samples is None) == (text is None):
         raise Stop("give either SAMPLES or --text", USAGE, "longshore grader run --help has examples")
     if text is not None:
-        yield "--text", {"sample": {"output_text": text}, "item": _object(item or "{}", "--item")}
+        row = {"sample": {"output_text": text}, "item": _object(item or "{}", "--item")}
+        yield "--text", _sample(row, "--text")
         return
     if item is not None:
         raise Stop("--item goes with --text: SAMPLES have items of their own", USAGE)
@@ -189,13 +183,13 @@ def _object(text: str, place: str) -> dict[str, Any]:
     return found
 
 
-def _sample(row: dict[str, Any], place: str) -> dict[str, Any]:
+def _sample(row: dict[str, Any], place: str) -> "SampledItem":
     from pydantic import ValidationError
 
-    from shared.grading import SampledItem
+    from longshore.grading import SampledItem
 
     try:
-        return SampledItem.model_validate(row).model_dump(mode="json")
+        return SampledItem.model_validate(row)
     except ValidationError as error:
         rule = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise Stop(f"{place}: {rule}", USAGE, 'a sample is {"sample": {"output_text": ...}, "item": {...}}') from None
@@ -248,9 +242,9 @@ _FIELDS = ("model", "dataset", "max_tokens", "too_long", "max_lost_fraction")
     _FIELDS,
 )
 @answering
-def validate(context: typer.Context, client: "CliClient") -> CommandAnswer:
+def validate(context: typer.Context, client: "Client") -> CommandAnswer:
     with _request(context, client, num_rows=0) as request:
-        found = client.preview(request, "/validate")
+        found = client.validate(request)
     document = found.model_dump(mode="json", exclude={"rows"})
     return CommandAnswer(document, partial(_print_report, found), FAILED if found.problem else DONE)
 
@@ -265,7 +259,7 @@ def validate(context: typer.Context, client: "CliClient") -> CommandAnswer:
 @answering
 def preview(
     context: typer.Context,
-    client: "CliClient",
+    client: "Client",
     num_rows: Annotated[int, typer.Option("--rows", min=1, max=100, help="Number of rows to show.")] = 4,
 ) -> CommandAnswer:
     with _request(context, client, num_rows) as request:
@@ -279,26 +273,27 @@ def preview(
 
 
 @contextmanager
-def _request(context: typer.Context, client: "CliClient", num_rows: int) -> "Iterator[PreviewRequest]":
+def _request(context: typer.Context, client: "Client", num_rows: int) -> "Iterator[PreviewRequest]":
     """Yield the request of the options. A local dataset is uploaded once the options are valid.
 
     A file uploaded only for the preview is deleted afterwards.
     """
-    from shared.runs.previews import PreviewRequest
+    from longshore.previews import PreviewRequest
 
     options = options_of(run_model("sft"), _FIELDS)
     fields = request_fields(options, given(context)) | {"num_rows": num_rows}
-    source = fields.pop("dataset")
+    if isinstance(source := fields.pop("dataset"), list):
+        raise Stop("--dataset: give one without a weight: sources of a mixture are looked at one by one", USAGE)
     fields["model_uri"] = model_uri(fields.pop("model"))
     validated_request(PreviewRequest, fields | {"source": source}, options)
     file = uploaded(client, source["uri"], "--dataset")
-    uri = file["uri"] if file else source["uri"]
+    uri = file[0].uri if file else source["uri"]
     try:
         with naming_options(fields["model_uri"], options):
             yield PreviewRequest.model_validate(fields | {"source": source | {"uri": uri}})
     finally:
-        if file and file["is_new"]:
-            client.ask("DELETE", f"/files/{file['file_id']}")
+        if file and file[1]:
+            client.files.delete(file[0].file_id)
 
 
 def _print_rows(found: "Preview") -> None:
@@ -367,7 +362,7 @@ def _counts(found: "Preview") -> list[tuple[str, str]]:
 )
 def estimate(
     context: typer.Context,
-    client: "CliClient",
+    client: "Client",
     words: Annotated[
         list[str],
         typer.Argument(
@@ -389,11 +384,7 @@ def estimate(
         raise Stop("an RL run without --prompts is as long as its client makes it", USAGE, advice)
     with naming_options(run.model, options_of(type(run))):
         found = client.estimate(run)
-
-    def show() -> None:
-        _print_estimate(run, found)
-
-    return CommandAnswer(found, show, FAILED if found.problem else DONE)
+    return CommandAnswer(found, partial(_print_estimate, run, found), FAILED if found.problem else DONE)
 
 
 def _print_estimate(run: "Run", found: "Estimate") -> None:

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from service.cli.command import CommandAnswer, command, group
-from service.cli.render import FAILED, NOT_FOUND, USAGE, Stop, Unreachable, plain, print_table, say
+from service.cli.render import FAILED, NOT_FOUND, USAGE, Stop, plain, print_table, say, stop_of
 
 if TYPE_CHECKING:
-    from service.cli.client import CliClient
+    from longshore import Client
     from service.cli.openai_account import Account, TheirJob
 
 State = Literal["started", "would start", "imported before", "waits", "no counterpart", "left out"]
 _THEIR_URL = "https://api.openai.com/v1"
 _MARK = "openai_job"
+_UPLOAD_S = 3600.0
 _EXAMPLES = """\b
 Examples:
   export OPENAI_API_KEY=sk-...
@@ -55,7 +56,7 @@ def _group() -> None:
 
 @command(app)
 def openai(
-    client: "CliClient",
+    client: "Client",
     model: Annotated[
         list[str] | None,
         typer.Option(metavar="THEIRS=OURS", help="The model to train here instead of one of OpenAI's."),
@@ -112,7 +113,7 @@ class _Waits(Exception):
 class _Import:
     """One import of an account."""
 
-    def __init__(self, client: "CliClient", account: "Account", models: Mapping[str, str], is_dry: bool) -> None:
+    def __init__(self, client: "Client", account: "Account", models: Mapping[str, str], is_dry: bool) -> None:
         self._client = client
         self._account = account
         self._models = models
@@ -135,6 +136,8 @@ class _Import:
         if before is not None:
             self._note(job, before)
             return Imported(job.id, "imported before", "", before["model"], before["id"], [], checkpoints)
+        from longshore.client import ServiceError
+
         try:
             body, left_out = translated(job, self._model_of(job))
             if self._is_dry:
@@ -143,23 +146,24 @@ class _Import:
             for place in ("training_file", "validation_file"):
                 if body.get(place):
                     body[place] = self._file(body[place])
-            ours = self._client.at_v1(
-                "POST", "/fine_tuning/jobs", json=body, headers={"idempotency-key": f"openai-{job.id}"}
+            ours = self._client.call(
+                "POST", "/v1/fine_tuning/jobs", json=body, headers={"idempotency-key": f"openai-{job.id}"}
             )
         except _Waits as reason:
             return Imported(job.id, "waits", str(reason), None, None, [], checkpoints)
         except _NoCounterpart as reason:
             return Imported(job.id, "no counterpart", str(reason), None, None, [], checkpoints)
-        except Stop as refusal:
-            if isinstance(refusal, Unreachable) or refusal.advice:  # of the service or the key, and not of this job
+        except (Stop, ServiceError) as refusal:
+            found = stop_of(refusal) if isinstance(refusal, ServiceError) else refusal
+            if found.advice:  # of the service or the key, and not of this job
                 raise
-            return Imported(job.id, "no counterpart", _printable(refusal.message), None, None, [], checkpoints)
+            return Imported(job.id, "no counterpart", _printable(found.message), None, None, [], checkpoints)
         self._note(job, ours)
         return Imported(job.id, "started", "", ours["model"], ours["id"], left_out, checkpoints)
 
     def _found(self, job: "TheirJob") -> dict[str, Any] | None:
         """Return the job here that an earlier import has started."""
-        page = self._client.at_v1("GET", "/fine_tuning/jobs", params={"limit": 1, f"metadata[{_MARK}]": job.id})
+        page = self._client.call("GET", "/v1/fine_tuning/jobs", params={"limit": 1, f"metadata[{_MARK}]": job.id})
         return page["data"][0] if page["data"] else None
 
     def _note(self, job: "TheirJob", ours: dict[str, Any] | None) -> None:
@@ -190,7 +194,7 @@ class _Import:
                 self._account.read(file_id, copy)
                 copy.seek(0)
                 form: dict[str, Any] = {"data": {"purpose": "fine-tune"}, "files": {"file": (name, copy)}}
-                self._uploaded[name] = self._client.at_v1("POST", "/files", **form, timeout=None)["id"]
+                self._uploaded[name] = self._client.call("POST", "/v1/files", **form, timeout_s=_UPLOAD_S)["id"]
         return self._uploaded[name]
 
     def _files(self) -> dict[str, str]:
@@ -198,7 +202,7 @@ class _Import:
         after: dict[str, str] = {}
         while True:
             params = {"purpose": "fine-tune", "limit": 1000, **after}
-            page = self._client.at_v1("GET", "/files", params=params)
+            page = self._client.call("GET", "/v1/files", params=params)
             found |= {each["filename"]: each["id"] for each in page["data"]}
             if not page["has_more"]:
                 return found

@@ -1,28 +1,28 @@
 """`models`, `chat`, `download`, `export` and `verify`: list, ask, fetch and check published models."""
 
+import re
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from service.cli.command import CommandAnswer, command, group
-from service.cli.downloads import deliver, destination, fetch_files, fetch_tar
-from service.cli.render import DONE, FAILED, NOT_FOUND, USAGE, Stop, ago, plain, print_table, say, size, waiting
+from service.cli.command import CommandAnswer, by_id, checked, command, group, read_settings
+from service.cli.render import DONE, FAILED, NOT_FOUND, USAGE, Stop, plain, print_items, print_table, say, size, waiting
 
 if TYPE_CHECKING:
     from activities.model_look import ModelLook
-    from service.cli.client import CliClient
-    from service.inference.exports import ExportView
-    from service.inference.published_models import ModelView
+    from longshore import Client, Export
+    from longshore.views import ExportView, FileEntry, PublicKey
     from service.inference.retraining import Retrained
     from shared.models.shape import LayoutBytes
-    from shared.provenance import PublicKey, Statement
-    from shared.storage.artifacts import FileEntry
+    from shared.provenance import Statement
 
 _LOOK_EVERY_S = 1.0
 app = typer.Typer(rich_markup_mode=None)
@@ -33,28 +33,18 @@ Into = Annotated[Path | None, typer.Option(help="The folder to write; ./NAME if 
 
 
 @command(models)
-def ls(client: "CliClient") -> CommandAnswer:
+def ls(client: "Client") -> CommandAnswer:
     """List published models: each name with its newest version."""
-    from service.inference.published_models import ModelView
-
-    found = client.get("/models", tuple[ModelView, ...])
-
-    def show() -> None:
-        rows = ((m.id, m.kind, plain(m.base or ""), m.run_id, ago(m.created_at)) for m in found)
-        print_table(("model", "", "trained from", "run", "submitted"), rows)
-
-    return CommandAnswer(
-        found, show if found else partial(say, "nothing is published; a run publishes when it succeeds")
-    )
+    found = client.models.list()
+    columns = {"model": "id", "": "kind", "trained from": "base", "run": "run_id", "submitted": "created_at"}
+    nothing = partial(say, "nothing is published; a run publishes when it succeeds")
+    return CommandAnswer(found, partial(print_items, found, columns) if found else nothing)
 
 
 @command(models)
-def show(client: "CliClient", name: ModelName) -> CommandAnswer:
+def show(client: "Client", name: ModelName) -> CommandAnswer:
     """Show the version that a name or id refers to, and its files."""
-    from shared.storage.artifacts import FileEntry
-
-    view = _view(client, name)
-    files = client.get(f"/models/{name}/files", tuple[FileEntry, ...])
+    view, files = client.models.get(name), client.models.files(name)
 
     def show() -> None:
         rows = [
@@ -66,16 +56,16 @@ def show(client: "CliClient", name: ModelName) -> CommandAnswer:
             ("size", size(view.num_bytes or 0)),
         ]
         print_table(("", ""), [row for row in rows if row[1]])
-        print_table(("file", "bytes"), ((plain(each.path), f"{each.size:,}") for each in files))
+        print_items(files, {"file": "path", "bytes": "size"})
 
     return CommandAnswer(view.model_dump() | {"files": files}, show)
 
 
-@command(models)
-def rm(client: "CliClient", name: ModelName) -> CommandAnswer:
-    """Delete one version (`name:v3`), or all of a name. Their numbers are not given again."""
-    deleted = client.ask("DELETE", f"/models/{name}")
-    return CommandAnswer(deleted, partial(say, f"{name} is deleted"))
+by_id(
+    *(models, "rm", ModelName, lambda client, name: client.models.delete(name)),
+    lambda name, _: say(f"{name} is deleted"),
+    "Delete one version (`name:v3`), or all of a name. Their numbers are not given again.",
+)
 
 
 @command(models)
@@ -134,7 +124,7 @@ def _layout_row(row: "LayoutBytes") -> tuple[str, ...]:
 
 @command(app)
 def chat(
-    client: "CliClient",
+    client: "Client",
     as_json: bool,
     name: ModelName,
     message: Annotated[
@@ -174,7 +164,7 @@ def _lines() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def _texts(client: "CliClient", request: dict[str, Any]) -> Iterator[str]:
+def _texts(client: "Client", request: dict[str, Any]) -> Iterator[str]:
     with waiting(f"waiting for a sampler of {request['model']}, which loads the model if none has it") as has_begun:
         for chunk in client.chat(request):
             has_begun()
@@ -184,7 +174,7 @@ def _texts(client: "CliClient", request: dict[str, Any]) -> Iterator[str]:
 
 @command(app)
 def download(
-    client: "CliClient",
+    client: "Client",
     name: Annotated[
         str,
         typer.Argument(metavar="NAME|RUN", help="A published name, also `name:v3` or `run:step-30`; or a run's id."),
@@ -205,39 +195,53 @@ def download(
     return CommandAnswer(document, partial(print, target))
 
 
-def _fetch(client: "CliClient", name: str, target: Path) -> "tuple[FileEntry, ...]":
+def _fetch(client: "Client", name: str, target: Path) -> "tuple[FileEntry, ...]":
     """Fetch the published model of a run id, or of a name."""
+    from longshore.client import NotFound
+
     if ":" not in name:
-        try:
-            return fetch_tar(client, f"/runs/{name}/download", name, target)
-        except Stop as stop:
-            if stop.code != NOT_FOUND:
-                raise
+        with suppress(NotFound):
+            return client.runs.download(name, target)
     try:
-        return fetch_files(client, f"/models/{name}", "files", target)
-    except Stop as stop:
-        if stop.code != NOT_FOUND:
-            raise
+        return client.models.download(name, target)
+    except NotFound:
         advice = "`longshore models ls` shows what is published, `longshore ls` the runs"
         raise Stop(f"there is no run {name}, and nothing is published as {name}", NOT_FOUND, advice) from None
 
 
-def _fetch_checkpoint(client: "CliClient", run_id: str, step: int, target: Path) -> "tuple[FileEntry, ...]":
-    """Fetch a run's checkpoint; of a step that two workers saved, the newer one."""
-    from shared.runs.status import CheckpointRef
+def _fetch_checkpoint(client: "Client", run_id: str, step: int, target: Path) -> "tuple[FileEntry, ...]":
+    """Fetch a run's checkpoint, and check it against its manifest; of a step that two workers saved, the newer one.
 
-    found = client.get(f"/runs/{run_id}/checkpoints", tuple[CheckpointRef, ...])
+    Raises Stop: a file is missing, or has another hash than in the manifest. Nothing is left behind.
+    """
+    from shared.storage.artifacts import Manifest, sha256_file
+    from shared.storage.paths import MANIFEST
+
+    found = client.runs.checkpoints(run_id)
     labels = [each.fence.label for each in found if each.step == step]
     if not labels:
         there = ", ".join(sorted({str(each.step) for each in found}, key=int)) or "none"
         raise Stop(f"--checkpoint: {run_id} keeps no checkpoint of step {step}; it has: {there}", NOT_FOUND)
-    folder = f"{run_id}-{max(labels)}-step-{step}"
-    return fetch_tar(client, f"/runs/{run_id}/checkpoints/{max(labels)}/{step}/download", folder, target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
+        folder = Path(temporary) / f"{run_id}-{max(labels)}-step-{step}"
+        tar = client.runs.save_checkpoint(run_id, max(labels), step, Path(temporary) / "download.tar")
+        try:
+            with tarfile.open(tar) as archive:
+                archive.extractall(temporary, filter="data")
+            manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+            for entry in manifest.files:
+                if sha256_file(folder / entry.path) != entry.sha256:
+                    raise Stop(f"{entry.path}: the SHA-256 is not the manifest's", advice="try the download again")
+        except (tarfile.TarError, FileNotFoundError) as error:
+            raise Stop(f"the download is incomplete: {error}", advice="try it again") from None
+        folder.rename(target)
+    return manifest.files
 
 
 @command(app)
 def export(
-    client: "CliClient",
+    client: "Client",
     name: ModelName,
     merged: Annotated[
         bool, typer.Option("--merged", help="Write safetensors like the base model's, with the adapter merged.")
@@ -268,32 +272,33 @@ def export(
         raise Stop("name one of --merged, --gguf, --fp8, --mlx, and one of --into, --to, --push", USAGE)
     if stored_as and not formats:
         raise Stop("--type is of --gguf or --mlx", USAGE)
-    put = destination(to, push)
-    path, label = f"/models/{name}", ""
-    if merged and _view(client, name).kind == "model":
+    with _told():
+        put = _s3(to) if to is not None else None if push is None else _hub(push)
+    of, label = name, None
+    if merged and client.models.get(name).kind == "model":
         say(f"{name} is a whole model already: there is nothing to merge")
     elif formats:
-        view = _exported(client, name, {"format": formats[0], "type": stored_as})
-        path, label = f"/models/{view.model}/exports/{view.label}", view.label
+        from longshore.views import Export
+
+        view = _exported(client, name, checked(Export, {"format": formats[0], "type": stored_as}))
+        of, label = view.model, view.label
     if put is not None:
-        files, place = deliver(client, path, put), str(to or push)
+        files, place = _deliver(client, of, label, put), str(to or push)
     else:
         target = _free(into or Path("-".join(filter(None, (name.replace(":", "-"), label)))))
-        files, place = fetch_files(client, path, "files", target), str(target.resolve())
+        files, place = client.models.download(of, target, label), str(target.resolve())
     document = {"name": name, "folder": place, "files": [each.path for each in files]}
     return CommandAnswer(document, partial(print, to or push or target))
 
 
-def _exported(client: "CliClient", name: str, body: dict[str, str | None]) -> "ExportView":
+def _exported(client: "Client", name: str, asked: "Export") -> "ExportView":
     """Have the service write an export, and wait for it. Raises Stop with the reason if it failed."""
-    from service.inference.exports import ExportView
-
-    view = client.post(f"/models/{name}/exports", ExportView, is_repeatable=True, json=body)
+    view = client.models.export(name, asked)
     if view.state == "running":
         say(f"the service writes {view.label} of {view.model}; interrupted, the same command goes on with it")
     while view.state == "running":
         time.sleep(_LOOK_EVERY_S)
-        view = client.get(f"/models/{view.model}/exports/{view.label}", ExportView)
+        view = client.models.get_export(view.model, view.label)
     if view.error is not None:
         raise Stop(view.error)
     return view
@@ -301,7 +306,7 @@ def _exported(client: "CliClient", name: str, body: dict[str, str | None]) -> "E
 
 @command(app)
 def verify(
-    client: "CliClient",
+    client: "Client",
     name: ModelName,
     key: Annotated[
         Path | None,
@@ -320,17 +325,17 @@ def verify(
     --retrain opens the installation's store with this machine's settings, and trains with its worker: the bits are the
     same if the devices are of the same kind.
     """
-    from service.sealing import checked, read_key
+    from service.sealing import checked as signed_statement
+    from service.sealing import read_key
     from shared.errors import CorruptArtifact, InvalidInput
-    from shared.provenance import Envelope, PublicKey
     from shared.storage.paths import published_version
 
-    view, tenant = _view(client, name), client.ask("GET", "/whoami")["tenant"]
+    view, tenant = client.models.get(name), client.whoami().tenant
     version, place = view.id, published_version(tenant, f"{view.kind}s", view.name, view.version)
-    envelope = client.get(f"/models/{version}/provenance", Envelope)
+    envelope = client.models.provenance(version)
     try:
-        keys = client.get("/provenance/keys", tuple[PublicKey, ...]) if key is None else _keys_in(key)
-        statement = checked(envelope, [read_key(each.pem) for each in keys])
+        keys = client.models.public_keys() if key is None else _keys_in(key)
+        statement = signed_statement(envelope, [read_key(each.pem) for each in keys])
     except InvalidInput as error:
         raise Stop(f"--key: {error}" if key else str(error)) from None
     except CorruptArtifact as error:
@@ -338,7 +343,7 @@ def verify(
     if not statement.is_of(place):
         raise Stop(f"{version} of tenant {tenant}: the statement was signed for another version, or names none")
     with tempfile.TemporaryDirectory(prefix="longshore-verify-") as folder:
-        entries = fetch_files(client, f"/models/{version}", "files", Path(folder) / "files")
+        entries = client.models.download(version, Path(folder) / "files")
         differing = statement.differing(entries)
         if differing:
             raise Stop(f"{version}: differs from the signed statement: {', '.join(differing)}")
@@ -367,13 +372,11 @@ def _retrained(statement: "Statement", seed: int | None, folder: Path) -> "Retra
     from shared.settings import Settings
     from shared.storage.store import open_store
 
-    settings, details = Settings(), statement.predicate.run_details
-    run_id = details.metadata.invocation_id
-    signed_job = next((each.digest.sha256 for each in details.byproducts if each.name == "job"), None)
+    settings, run_id = Settings(), statement.run_id
     store = open_store(settings.store, settings.s3)
     (folder / "retrained").mkdir()
     try:
-        chosen = choose(stretches(store, run_id, signed_job), run_id, seed)
+        chosen = choose(stretches(store, run_id, dict(statement.causes).get("job")), run_id, seed)
         say(f"{chosen} are done again")
         return retrain(chosen, store, folder / "retrained")
     except LongshoreError as error:
@@ -381,15 +384,12 @@ def _retrained(statement: "Statement", seed: int | None, folder: Path) -> "Retra
 
 
 def _show_statement(version: str, statement: "Statement", by_own_keys: bool, retrained: "Retrained | None") -> None:
-    built, details = statement.predicate.build_definition, statement.predicate.run_details
     rows = [
         ("model", version),
         ("signed", "by a key of the file" if by_own_keys else "by the key that the service says is its own"),
         ("files", f"{len(statement.subject)}, each as signed"),
-        ("by the run", details.metadata.invocation_id),
-        *((name, value[:16]) for name, value in details.builder.version.items()),
-        *((name, plain(value)) for name, value in built.internal_parameters.items()),
-        *((each.name, each.digest.sha256[:16]) for each in (*built.resolved_dependencies, *details.byproducts)),
+        ("by the run", statement.run_id),
+        *((name, value[:16] if len(value) == 64 else plain(value)) for name, value in statement.causes),  # a hash
     ]
     if retrained is not None:
         same = "the same bits" if retrained.is_equal else "OTHER BITS"
@@ -399,13 +399,78 @@ def _show_statement(version: str, statement: "Statement", by_own_keys: bool, ret
     print_table(("", ""), rows)
 
 
-def _view(client: "CliClient", name: str) -> "ModelView":
-    from service.inference.published_models import ModelView
-
-    return client.get(f"/models/{name}", ModelView)
-
-
 def _free(target: Path) -> Path:
     if target.exists():
         raise Stop(f"{target} is there already", USAGE, "name another folder with --into")
     return target
+
+
+# --- Delivering ---
+# Copies files from the service to S3 or the Hugging Face hub, with this machine's credentials, one at a time.
+#
+# boto3 and huggingface_hub find the credentials themselves. These are never sent to the service, nor passed as process
+# arguments.
+
+Put = Callable[[Path, str], object]
+"""Takes a file here, and its path at the destination."""
+
+
+def _deliver(client: "Client", name: str, export: str | None, put: Put) -> "tuple[FileEntry, ...]":
+    """Pass on the files that `path/files` lists, each checked against its hash. One file at a time is on this disk."""
+    entries = client.models.files(name) if export is None else client.models.export_files(name, export)
+    from shared.storage.artifacts import sha256_file
+
+    for entry in entries:
+        with tempfile.TemporaryDirectory(prefix="longshore-export-") as folder:
+            file = Path(folder) / entry.path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if export is None:
+                client.models.save_file(name, entry.path, file)
+            else:
+                client.models.save_export_file(name, export, entry.path, file)
+            if sha256_file(file) != entry.sha256:
+                raise Stop(f"{entry.path}: the SHA-256 is not the manifest's", advice="try it again")
+            with _told():
+                put(file, entry.path)
+        say(f"{entry.path} is there")
+    return entries
+
+
+def _s3(uri: str) -> Put:
+    from shared.storage.store import S3Store, open_store
+
+    store = open_store(uri, read_settings().s3)
+    if not isinstance(store, S3Store):
+        raise Stop(f"--to: {uri} is no s3:// URI; a folder is named with --into", USAGE)
+    return lambda file, path: store.put_file(path, file)
+
+
+def _hub(repository: str) -> Put:
+    from huggingface_hub import HfApi, get_token
+
+    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", repository, re.ASCII):
+        raise Stop("--push: a repository of the hub is ORG/NAME: letters, digits, dots, dashes, underscores", USAGE)
+    if (token := get_token()) is None:
+        raise Stop("--push: there is no token for the hub", USAGE, "set HF_TOKEN, or sign in with `hf auth login`")
+    api = HfApi(token=token)
+    api.create_repo(repository, private=True, exist_ok=True)
+    return lambda file, path: api.upload_file(path_or_fileobj=file, path_in_repo=path, repo_id=repository)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Raise the errors of S3 and of the hub as Stop, without the content of their requests."""
+    from httpx import HTTPError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from shared.errors import LongshoreError
+
+    try:
+        yield
+    except LongshoreError as error:
+        raise Stop(f"--to: {error}") from None
+    except HfHubHTTPError as error:
+        problem = f"the hub answers {error.response.status_code} to {error.response.url.path}"
+        raise Stop(f"--push: {problem}") from None
+    except (HTTPError, ValueError) as error:
+        raise Stop(f"--push: {type(error).__name__} from the hub's library") from None

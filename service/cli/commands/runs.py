@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from service.cli.command import CommandAnswer, command, group
-from service.cli.connection import cli_client, run_ids
+from service.cli.command import CommandAnswer, cli_client, command, group, run_ids
 from service.cli.render import (
     DONE,
     FAILED,
@@ -30,22 +29,12 @@ from service.cli.render import (
 from service.cli.run_output import doing, outcome, print_details, print_step_metrics, print_steps, step_line, summary
 
 if TYPE_CHECKING:
-    from service.cli.client import CliClient
-    from service.runs.history import Metrics
-    from service.runs.views import RunView
-    from shared.runs.status import StepStatus
+    from longshore import Client
+    from longshore.views import Metrics, RunView, StepStatus
 
 _LONGEST_REASON = 72
 _LONG_POLL_S = 10.0
 _LOOK_S = 1.0
-_GOALS = {
-    "sft": "loss",
-    "dpo": "loss",
-    "distill": "loss",
-    "reward": "loss",
-    "rl": "reward_mean",
-    "session": "loss",
-}  # what a list shows of how runs do
 State = Literal["running", "paused", "succeeded", "failed", "cancelled"]
 RunId = Annotated[
     str, typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.", autocompletion=run_ids)
@@ -60,7 +49,7 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new o
 
 @command(app)
 def ls(
-    client: "CliClient",
+    client: "Client",
     state: Annotated[State | None, typer.Option(help="Show only runs in this state.")] = None,
     kind: Annotated[
         Literal["sft", "dpo", "distill", "reward", "rl", "session"] | None,
@@ -73,45 +62,41 @@ def ls(
     idle: Annotated[bool, typer.Option("--all", help="Include sessions that have waited for a day.")] = False,
 ) -> CommandAnswer:
     """List runs, newest first."""
-    page = client.runs(limit, state, kind=kind, words=words, idle=idle or None)
+    page = client.runs.list(limit, state=state, kind=kind, words=words, idle=idle or None)
 
-    def say_hidden() -> None:
+    def show() -> None:
+        if page.runs:
+            places = client.overview().waiting if any(map(_waits, page.runs)) else {}
+            rows = (_row(view, places.get(view.run_id), time.time()) for view in page.runs)
+            print_table(("run", "state", "phase or error", "step", "left", "loss/reward", "name", "submitted"), rows)
+        else:
+            say("there is none; longshore submit starts one")
+        if page.has_more:
+            say(f"there are more: --limit shows up to 200, {limit} now")
         if num := page.num_hidden_sessions:
             say(f"{num} idle session{'s are' if num > 1 else ' is'} hidden: --all")
 
-    def show_none() -> None:
-        say("there is none; longshore submit starts one")
-        say_hidden()
-
-    def show() -> None:
-        places = client.places() if any(map(_waits, page.runs)) else {}
-        rows = (_row(view, places.get(view.run_id), time.time()) for view in page.runs)
-        print_table(("run", "state", "phase or error", "step", "left", "loss/reward", "name", "submitted"), rows)
-        if page.has_more:
-            say(f"there are more: --limit shows up to 200, {limit} now")
-        say_hidden()
-
-    return CommandAnswer([outcome(view) for view in page.runs], show if page.runs else show_none)
+    return CommandAnswer([outcome(view) for view in page.runs], show)
 
 
 @command(app)
-def get(client: "CliClient", run_id: RunId) -> CommandAnswer:
+def get(client: "Client", run_id: RunId) -> CommandAnswer:
     """Show a run."""
-    view = client.run(run_id)
+    view = client.runs.get(run_id)
 
     def show() -> None:
-        print(summary(view, client.places().get(run_id) if _waits(view) else None))
+        print(summary(view, client.overview().waiting.get(run_id) if _waits(view) else None))
         print_details(view)
 
     return CommandAnswer(outcome(view) | {"run": view.run}, show)
 
 
 @command(app, patience_s=20)
-def watch(client: "CliClient", run_id: RunId, timeout: Timeout = None) -> CommandAnswer:
+def watch(client: "Client", run_id: RunId, timeout: Timeout = None) -> CommandAnswer:
     """Follow a run to its end. Ctrl-C leaves; the run continues."""
     from service.cli.commands.submit import finish
 
-    return finish(client, client.run(run_id), wait=True, timeout_s=timeout)
+    return finish(client, client.runs.get(run_id), wait=True, timeout_s=timeout)
 
 
 @app.command()
@@ -121,9 +106,9 @@ def logs(context: typer.Context, run_id: RunId, follow: Follow = False) -> None:
 
     with cli_client(context, patience_s=20 if follow else 2) as client:
         try:
-            for event in client.events_to_the_end(run_id, None, follow):
+            for event in client.runs.follow(run_id, None, follow):
                 print(log_line(event), flush=True)
-            for line in last_lines(client.run(run_id)):
+            for line in last_lines(client.runs.get(run_id)):
                 print(line)
         except KeyboardInterrupt:
             _left(f"longshore logs -f {run_id}")
@@ -140,7 +125,7 @@ def events(
     """Print the workers' events, one JSON object a line."""
     with cli_client(context, patience_s=20 if follow else 2) as client:
         try:
-            for event in client.events_to_the_end(run_id, after, follow):
+            for event in client.runs.follow(run_id, after, follow):
                 print(event.model_dump_json(), flush=True)
                 after = event.cursor
         except KeyboardInterrupt:
@@ -154,37 +139,26 @@ def steps(context: typer.Context, run_id: RunId, follow: Follow = False, *, as_j
     With --follow, print each step as it ends; with --json, everything that is known; with both, an object a line.
     """
     with cli_client(context, patience_s=20 if follow else 2) as client:
-        _demand_train_steps(client, run_id)
+        if (kind := client.runs.get(run_id).kind) != "rl":
+            message = f"{run_id} is of kind {kind}, and `steps` lists the train steps of RL runs"
+            raise Stop(message, USAGE, f"longshore metrics {run_id}")
         if follow:
-            _follow_steps(client, run_id, as_json)
+            try:
+                for step in client.runs.follow_steps(run_id):
+                    print(step.model_dump_json() if as_json else step_line(step), flush=True)
+            except KeyboardInterrupt:
+                _left(f"longshore steps -f {run_id}")
             return None
-        found = list(client.steps(run_id))
+        found = list(client.runs.follow_steps(run_id, until_end=False))
     return CommandAnswer(
         found, partial(print_steps, found) if found else partial(say, f"no step of {run_id} has ended yet")
     )
 
 
-def _demand_train_steps(client: "CliClient", run_id: str) -> None:
-    """Raise Stop for a run that has no train steps with rewards: an SFT, a DPO or a distillation run, a session."""
-    if (kind := client.run(run_id).kind) != "rl":
-        message = f"{run_id} is of kind {kind}, and `steps` lists the train steps of RL runs"
-        raise Stop(message, USAGE, f"longshore metrics {run_id}")
-
-
-def _follow_steps(client: "CliClient", run_id: str, as_json: bool) -> None:
-    try:
-        for step in client.steps_to_the_end(run_id):
-            print(step.model_dump_json() if as_json else step_line(step), flush=True)
-    except KeyboardInterrupt:
-        _left(f"longshore steps -f {run_id}")
-
-
 @command(app)
-def metrics(client: "CliClient", run_id: RunId) -> CommandAnswer:
+def metrics(client: "Client", run_id: RunId) -> CommandAnswer:
     """Show the main metrics of every step and evaluation; with --json, all."""
-    from service.runs.history import Metrics
-
-    found = client.get(f"/runs/{run_id}/metrics", Metrics)
+    found = client.runs.metrics(run_id)
     return CommandAnswer(found, partial(_print_metrics, found))
 
 
@@ -204,11 +178,11 @@ def _print_metrics(found: "Metrics") -> None:
 
 @command(app)
 def compare(
-    client: "CliClient",
+    client: "Client",
     run_ids: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Ids of runs.", autocompletion=run_ids)],
 ) -> CommandAnswer:
     """Compare runs: the settings that differ, and their newest metrics, side by side."""
-    views = [client.run(run_id) for run_id in run_ids]
+    views = [client.runs.get(run_id) for run_id in run_ids]
     settings = _side_by_side([_flat(view.run.model_dump(mode="json")) for view in views])
     settings = {name: row for name, row in settings.items() if any(value != row[0] for value in row)}
     metrics = _side_by_side([view.metrics for view in views])
@@ -234,18 +208,16 @@ def _side_by_side(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 @command(app)
-def checkpoints(client: "CliClient", run_id: RunId) -> CommandAnswer:
+def checkpoints(client: "Client", run_id: RunId) -> CommandAnswer:
     """List the checkpoints in the store."""
-    from shared.runs.status import CheckpointRef
-
-    found = client.get(f"/runs/{run_id}/checkpoints", tuple[CheckpointRef, ...])
+    found = client.runs.checkpoints(run_id)
     rows = ((str(c.step), c.fence.label, c.artifact.uri) for c in found)
     return CommandAnswer(found, partial(print_table, ("step", "written by", "uri"), rows))
 
 
 @command(app)
 def profile(
-    client: "CliClient",
+    client: "Client",
     run_id: RunId,
     steps: Annotated[int, typer.Option(min=1, max=10, help="Most steps to profile; a job may have fewer left.")] = 3,
     into: Annotated[
@@ -257,14 +229,11 @@ def profile(
 
     Exit codes: 0 done, 2 usage, 100 the run ended without one, 101 not finished within --timeout.
     """
-    from service.runs.files import Traces
-    from shared.storage.files import ProfileRequest
-
     end = None if timeout is None else time.monotonic() + timeout
-    asked = client.post(f"/runs/{run_id}/profiles", ProfileRequest, json={"steps": steps})
+    asked = client.runs.profile(run_id, steps)
     while True:
-        has_ended = client.run(run_id).state != "running"  # asked first: what is listed next is then complete
-        known = {trace.profile_id: trace for trace in client.get(f"/runs/{run_id}/profiles", Traces).traces}
+        has_ended = client.runs.get(run_id).state != "running"  # asked first: what is listed next is then complete
+        known = {trace.profile_id: trace for trace in client.runs.profiles(run_id).traces}
         if (trace := known.get(asked.profile_id)) is not None:
             break
         if has_ended:
@@ -273,57 +242,58 @@ def profile(
             raise Stop(f"no trace within {timeout:g} s; it is kept below the run when it is done", NOT_FINISHED)
         time.sleep(_LOOK_S)
     target = into or Path(f"{run_id}-profile.json.gz")
-    client.save(f"/runs/{run_id}/jobs/{trace.job_id}/{trace.fence}/profiles/{trace.profile_id}", target)
+    client.runs.save_profile(run_id, trace.job_id, trace.fence, trace.profile_id, target)
     return CommandAnswer(
         trace, partial(say, f"{target}: {trace.num_bytes} bytes, of job {trace.job_id}; open it in Perfetto")
     )
 
 
 @command(app)
-def cancel(client: "CliClient", run_id: RunId) -> CommandAnswer:
+def cancel(client: "Client", run_id: RunId) -> CommandAnswer:
     """Cancel a run: at its next step, with a checkpoint, or at once if it does not train."""
-    view = client.change(run_id, "cancel")
+    view = client.runs.cancel(run_id)
     words = f"{_ending(view, 'is cancelled', 'ends')}; `longshore resume {run_id}` goes on from there"
     return CommandAnswer(outcome(view), partial(say, words))
 
 
 @command(app)
-def pause(client: "CliClient", run_id: RunId) -> CommandAnswer:
+def pause(client: "Client", run_id: RunId) -> CommandAnswer:
     """Pause a run at its next step, with a checkpoint. A paused run does not count in a quota."""
-    view = client.change(run_id, "pause")
+    view = client.runs.pause(run_id)
     words = f"{_ending(view, 'is paused', 'pauses')}; `longshore resume {run_id}` goes on from there"
     return CommandAnswer(outcome(view), partial(say, words))
 
 
 @command(app)
-def rm(client: "CliClient", run_id: RunId) -> CommandAnswer:
+def rm(client: "Client", run_id: RunId) -> CommandAnswer:
     """Remove a run that has ended: its checkpoints, logs and data. What it published stays."""
-    gone = client.ask("DELETE", f"/runs/{run_id}")
-    words = f"{run_id} is removed: {gone['num_objects']} objects, {size(gone['num_bytes'])}"
-    stays = "; what it published stays, with its request and result" if gone["stays_published"] else ""
+    gone = client.runs.remove(run_id)
+    words = f"{run_id} is removed: {gone.num_objects} objects, {size(gone.num_bytes)}"
+    stays = "; what it published stays, with its request and result" if gone.stays_published else ""
     return CommandAnswer(gone, partial(say, words + stays))
 
 
 @command(app)
-def resume(client: "CliClient", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> CommandAnswer:
+def resume(client: "Client", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> CommandAnswer:
     """Resume a paused, cancelled or failed run from its last checkpoint."""
     from service.cli.commands.submit import finish
 
-    return finish(client, client.change(run_id, "resume"), wait=wait, timeout_s=timeout)
+    return finish(client, client.runs.resume(run_id), wait=wait, timeout_s=timeout)
 
 
 @command(app)
-def retry(client: "CliClient", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> CommandAnswer:
+def retry(client: "Client", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> CommandAnswer:
     """Submit the request of a failed or cancelled run again, as a new run. Prints its id."""
     from service.cli.commands.submit import finish
 
-    return finish(client, client.change(run_id, "retry"), wait=wait, timeout_s=timeout)
+    return finish(client, client.runs.retry(run_id), wait=wait, timeout_s=timeout)
 
 
 def _row(view: "RunView", place: int | None, now: float) -> tuple[str, ...]:
     """Return the cells of a run in the list. `place`: its position in the queue for workers."""
     from service.runs.views import seconds_left
 
+    goal = "reward_mean" if view.kind == "rl" else "loss"  # what a list shows of how runs do
     why = shorten(view.problem.message, _LONGEST_REASON, placeholder=" …") if view.problem else ""
     return (
         view.run_id,
@@ -331,7 +301,7 @@ def _row(view: "RunView", place: int | None, now: float) -> tuple[str, ...]:
         plain(doing(view, place) if view.state == "running" else why),
         f"{view.step}/{view.num_steps or '?'}",
         "" if (left_s := seconds_left(view, now)) is None else span(left_s),
-        f"{view.metrics[goal]:.4g}" if (goal := _GOALS[view.kind]) in view.metrics else "",
+        f"{view.metrics[goal]:.4g}" if goal in view.metrics else "",
         plain(view.run.name),
         ago(view.created_at),
     )
@@ -358,7 +328,7 @@ def _left(command: str) -> None:
 
 @command(app, patience_s=20)
 def step(
-    client: "CliClient",
+    client: "Client",
     run_id: RunId,
     groups: Annotated[str, typer.Argument(help="Trajectory groups as JSONL: a file (uploaded), or a URI.")],
     key: Annotated[
@@ -378,10 +348,10 @@ def step(
     end = None if timeout is None else time.monotonic() + timeout
     uri = dataset_uri(client, groups, "groups")
     key = key or f"cli-{secrets.token_hex(16)}"
-    found = client.train_step(run_id, key, uri)
+    found = client.runs.train(run_id, uri, key)
     while wait and not found.is_final and (end is None or time.monotonic() < end):
         left = _LONG_POLL_S if end is None else min(_LONG_POLL_S, max(0.0, end - time.monotonic()))
-        found = client.step(run_id, found.step, left)
+        found = client.runs.step(run_id, found.step, left)
         if found.key != key:  # it was resumed meanwhile, and the number is another's
             raise Stop("the run ended before this step, and was resumed: send it again", FAILED)
     code = FAILED if found.state == "failed" else NOT_FINISHED if wait and not found.is_final else DONE
@@ -389,11 +359,9 @@ def step(
 
 
 @command(app, "finish")
-def finish_run(client: "CliClient", run_id: RunId) -> CommandAnswer:
+def finish_run(client: "Client", run_id: RunId) -> CommandAnswer:
     """End an RL run after the steps that are queued."""
-    return CommandAnswer(
-        outcome(client.change(run_id, "finish")), partial(say, f"{run_id} ends when its steps are done")
-    )
+    return CommandAnswer(outcome(client.runs.finish(run_id)), partial(say, f"{run_id} ends when its steps are done"))
 
 
 def _words(step: "StepStatus") -> str:
@@ -410,25 +378,8 @@ def _words(step: "StepStatus") -> str:
     return words
 
 
-@command(session, "ls")
-def ls_sessions(
-    client: "CliClient",
-    state: Annotated[State | None, typer.Option(help="Show only sessions in this state.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
-) -> CommandAnswer | None:
-    """List sessions, newest first."""
-    return ls(client, state, "session", None, limit)
-
-
-@command(session, "get")
-def get_session(client: "CliClient", run_id: RunId) -> CommandAnswer | None:
-    """Show a session: its state, its last step's metrics, its published adapters."""
-    return get(client, run_id)
-
-
 @command(session)
-def close(client: "CliClient", run_id: RunId) -> CommandAnswer:
+def close(client: "Client", run_id: RunId) -> CommandAnswer:
     """Close a session: it ends after the commands that were sent, and its state stays."""
-    return CommandAnswer(
-        outcome(client.close_session(run_id)), partial(say, f"{run_id} ends when its commands are done")
-    )
+    words = f"{run_id} ends when its commands are done"
+    return CommandAnswer(outcome(client.sessions.close(run_id)), partial(say, words))

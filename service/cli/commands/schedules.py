@@ -1,25 +1,21 @@
 """`longshore schedule`, `sweep` and `webhook`."""
 
 import json
-import secrets
 import time
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from service.cli.command import CommandAnswer, command, group
-from service.cli.render import DONE, NOT_FINISHED, OF_STATE, USAGE, Stop, ago, print_table, say, seconds_of
+from service.cli.command import CommandAnswer, by_id, checked, command, group
+from service.cli.render import NOT_FINISHED, OF_STATE, USAGE, Stop, ago, print_items, print_table, say, seconds_of
 from service.cli.run_output import best, print_sweep, progress
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from service.automation.schedule_views import ScheduleView
-    from service.automation.sweep_views import SweepView
-    from service.cli.client import CliClient
-    from shared.runs.requests import Run
+    from longshore import Client
+    from longshore.automation import ScheduleView, SweepView
+    from longshore.runs import Run
 
 
 # --- `longshore webhook`: URLs that are notified of runs ---
@@ -27,108 +23,73 @@ if TYPE_CHECKING:
 WebhookId = Annotated[
     str, typer.Argument(metavar="WEBHOOK", help="The webhook's id, as `longshore webhook ls` shows it.")
 ]
+_COLUMNS = {"webhook": "id", "url": "url", "events": "events", "enabled": "enabled"}
 webhook = group("webhook", help="Notify a URL of runs.")
-_COLUMNS = ("webhook", "url", "events", "")
 
 
 @command(webhook, "create")
 def create_webhook(
-    client: "CliClient",
+    client: "Client",
     url: Annotated[str, typer.Argument(help="https://host/path; requests to it are signed.")],
     event: Annotated[
         list[str] | None, typer.Option(help="Event to send, such as run.failed; may be repeated. All if absent.")
     ] = None,
 ) -> CommandAnswer:
     """Create a webhook. Its secret, which the receiver needs to check signatures, is shown only once."""
-    made = client.ask("POST", "/webhooks", json={"url": url, "events": event or []})
-    return CommandAnswer(made, partial(_print_secret, made["id"], made["secret"]))
+    from longshore.automation import WebhookChoice
 
-
-@command(webhook)
-def update(
-    client: "CliClient",
-    webhook_id: WebhookId,
-    url: Annotated[str | None, typer.Option(help="Another URL; pending deliveries go there too.")] = None,
-    event: Annotated[
-        list[str] | None, typer.Option(help="Event to send, replacing the previous ones; may be repeated.")
-    ] = None,
-    all_events: Annotated[bool, typer.Option("--all-events", help="Send all events.")] = False,
-    enabled: Annotated[
-        bool | None, typer.Option("--enable/--disable", help="Whether events are sent.", show_default=False)
-    ] = None,
-) -> CommandAnswer:
-    """Change a webhook. What is not given stays, and so does its secret."""
-    if event and all_events:
-        raise Stop("--event and --all-events exclude each other", USAGE)
-    events = [] if all_events else event or None
-    asked = {"url": url, "events": events, "enabled": enabled}
-    change = {name: value for name, value in asked.items() if value is not None}
-    if not change:
-        raise Stop("name what to change: --url, --event, --all-events, --enable or --disable", USAGE)
-    changed = client.ask("PATCH", f"/webhooks/{webhook_id}", json=change)
-    return CommandAnswer(changed, partial(print_table, _COLUMNS, [_row(changed)]))
+    made = client.webhooks.create(checked(WebhookChoice, {"url": url, "events": event or []}))
+    return CommandAnswer(made, partial(_print_secret, made.id, made.secret))
 
 
 @command(webhook)
 def rotate(
-    client: "CliClient",
+    client: "Client",
     webhook_id: WebhookId,
     overlap: Annotated[
         str, typer.Option(help="How long the old secret signs together with the new one, at most 7d. 0s: not at all.")
     ] = "24h",
 ) -> CommandAnswer:
     """Rotate the secret of a webhook. The new one is shown only once."""
-    body = {"overlap_s": seconds_of(overlap, "--overlap")}
-    made = client.ask("POST", f"/webhooks/{webhook_id}/rotate", json=body)
-    return CommandAnswer(made, partial(_print_secret, made["secret"]))
+    from longshore.automation import Rotation
+
+    made = client.webhooks.rotate(webhook_id, checked(Rotation, {"overlap_s": seconds_of(overlap, "--overlap")}))
+    return CommandAnswer(made, partial(_print_secret, made.secret))
 
 
 @command(webhook, "ls")
-def ls_webhook(client: "CliClient") -> CommandAnswer:
+def ls_webhook(client: "Client") -> CommandAnswer:
     """List webhooks."""
-    found = client.ask("GET", "/webhooks")
-    return CommandAnswer(found, partial(print_table, _COLUMNS, map(_row, found)))
-
-
-@command(webhook, "rm")
-def rm_webhook(client: "CliClient", webhook_id: WebhookId) -> CommandAnswer:
-    """Remove a webhook, its secret and its deliveries."""
-    return CommandAnswer(client.ask("DELETE", f"/webhooks/{webhook_id}"), partial(say, f"{webhook_id} is removed"))
+    found = client.webhooks.list()
+    return CommandAnswer(found, partial(print_items, found, _COLUMNS))
 
 
 @command(webhook)
-def ping(client: "CliClient", webhook_id: WebhookId) -> CommandAnswer:
-    """Send it a `ping`; `longshore webhook deliveries` shows the answer."""
-    sent = client.ask("POST", f"/webhooks/{webhook_id}/ping")
-    return CommandAnswer(sent, partial(print, sent["notice_id"]))
-
-
-@command(webhook)
-def deliveries(client: "CliClient", webhook_id: WebhookId) -> CommandAnswer:
+def deliveries(client: "Client", webhook_id: WebhookId) -> CommandAnswer:
     """List deliveries and their answers, newest first."""
-    found = client.ask("GET", f"/webhooks/{webhook_id}/deliveries")
+    found = client.webhooks.deliveries(webhook_id)
     rows = (
-        (
-            d["notice_id"],
-            d["type"],
-            d["run_id"] or "",
-            d["state"],
-            ", ".join(str(a["status"] or a["problem"]) for a in d["attempts"]),
-            ago(d["created_at"]),
-        )
+        (d.notice_id, d.type, d.run_id or "", d.state, ", ".join(str(a.status or a.problem) for a in d.attempts))
         for d in found
     )
-    return CommandAnswer(found, partial(print_table, ("message", "type", "run", "state", "answers", "made"), rows))
+    return CommandAnswer(found, partial(print_table, ("message", "type", "run", "state", "answers"), rows))
+
+
+by_id(
+    *(webhook, "rm", WebhookId, lambda client, id: client.webhooks.delete(id)),
+    lambda id, _: say(f"{id} is removed"),
+    "Remove a webhook, its secret and its deliveries.",
+)
+by_id(
+    *(webhook, "ping", WebhookId, lambda client, id: client.webhooks.ping(id)),
+    lambda _, sent: print(sent.notice_id),
+    "Send it a `ping`; `longshore webhook deliveries` shows the answer.",
+)
 
 
 def _print_secret(*lines: str) -> None:
     print(*lines, sep="\n")
     say("keep the secret: it is not shown again")
-
-
-def _row(webhook: dict[str, Any]) -> tuple[str, str, str, str]:
-    state = "" if webhook["enabled"] else "disabled"
-    return webhook["id"], webhook["url"], ", ".join(webhook["events"]) or "all", state
 
 
 # --- `longshore schedule`: start runs at set times. `longshore sweep`: runs that differ in a few fields ---
@@ -139,7 +100,6 @@ Examples:
       -- submit sft -m org/model -d train.jsonl --eval-dataset held_out.jsonl --steps 200
   longshore sweep create grid --sampler grid -p learning_rate=1e-4,3e-4 -- submit sft …
 """
-M = TypeVar("M", bound="BaseModel")
 Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
 ScheduleName = Annotated[
     str, typer.Argument(metavar="NAME", help="The schedule's name, as `longshore schedule ls` shows it.")
@@ -157,7 +117,7 @@ app.add_typer(webhook, name="webhook")
 @command(schedule, patience_s=20)
 def create(
     context: typer.Context,
-    client: "CliClient",
+    client: "Client",
     name: Annotated[str, typer.Argument(help="The name of the schedule.")],
     command: Annotated[list[str], typer.Argument(help="`-- submit sft …`: what to start, with all of its options.")],
     cron: Annotated[
@@ -193,19 +153,16 @@ def create(
         "continues": continues,
         "even_unchanged": even_unchanged,
     }
-    from service.automation.schedule_views import ScheduleView
-    from shared.automation import ScheduledRun
+    from longshore.automation import ScheduledRun
 
-    body = _checked(ScheduledRun, fields).model_dump()
-    return _answer(client.post("/schedules", ScheduleView, is_repeatable=True, json=body))
+    view = client.schedules.create(checked(ScheduledRun, fields))
+    return CommandAnswer(view, partial(_print, name, view))
 
 
 @command(schedule)
-def ls(client: "CliClient") -> CommandAnswer:
+def ls(client: "Client") -> CommandAnswer:
     """List schedules."""
-    from service.automation.schedule_views import ScheduleView
-
-    found = client.get("/schedules", tuple[ScheduleView, ...])
+    found = client.schedules.list()
     rows = (
         (view.scheduled.name, view.scheduled.run.kind, _when(view), _next(view), f"{view.num_actions}")
         for view in found
@@ -214,59 +171,14 @@ def ls(client: "CliClient") -> CommandAnswer:
 
 
 @command(schedule)
-def show(client: "CliClient", name: ScheduleName) -> CommandAnswer:
-    """Show a schedule, its next time, and its last runs."""
-    from service.automation.schedule_views import ScheduleView
-
-    return _answer(client.get(f"/schedules/{name}", ScheduleView))
-
-
-@command(schedule)
 def pause(
-    client: "CliClient",
+    client: "Client",
     name: ScheduleName,
     note: Annotated[str | None, typer.Option(help="The reason, shown by `show`.")] = None,
 ) -> CommandAnswer:
     """Pause a schedule: it starts no runs until it is resumed."""
-    return _tell(client, name, "pause", params={"note": note} if note else {})
-
-
-@command(schedule)
-def resume(client: "CliClient", name: ScheduleName) -> CommandAnswer:
-    """Resume a paused schedule."""
-    return _tell(client, name, "resume")
-
-
-@command(schedule)
-def trigger(client: "CliClient", name: ScheduleName) -> CommandAnswer:
-    """Trigger a schedule now, once. Its rules about overlap and unchanged data apply."""
-    return _tell(client, name, "trigger")
-
-
-@command(schedule)
-def backfill(
-    client: "CliClient",
-    name: ScheduleName,
-    begin: Annotated[datetime, typer.Option("--from", help="Start of the period, in UTC, as 2026-01-31T02:00:00.")],
-    end: Annotated[datetime, typer.Option("--to", help="End of the period, in UTC; at most 31 days later.")],
-    overlap: Annotated[
-        Overlap, typer.Option(help="What to do if one of these runs overlaps the one before.")
-    ] = "buffer_all",
-) -> CommandAnswer:
-    """Start the runs of a period in the past."""
-    span = {
-        "begin": begin.replace(tzinfo=UTC).timestamp(),
-        "end": end.replace(tzinfo=UTC).timestamp(),
-        "overlap": overlap,
-    }
-    return _tell(client, name, "backfill", json=span)
-
-
-@command(schedule)
-def rm(client: "CliClient", name: ScheduleName) -> CommandAnswer:
-    """Delete a schedule. Its runs stay, also one that is running."""
-    view = client.ask("DELETE", f"/schedules/{name}")
-    return CommandAnswer(view, partial(say, f"schedule {name} is removed; its runs stay"))
+    view = client.schedules.pause(name, note)
+    return CommandAnswer(view, partial(_print, name, view))
 
 
 def _run_of(context: typer.Context, command: list[str], kinds: str = "sft, dpo or rl") -> "Run":
@@ -278,29 +190,7 @@ def _run_of(context: typer.Context, command: list[str], kinds: str = "sft, dpo o
     return run_of(context, command[1:], "longshore submit")
 
 
-def _checked(model: type[M], fields: dict[str, Any]) -> M:
-    """Validate a request. Raises Stop with the first rule that it breaks."""
-    from pydantic import ValidationError
-
-    from shared.field_rules import first_rule
-
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        raise Stop(first_rule(error), USAGE, "--help lists the options") from None
-
-
-def _tell(client: "CliClient", name: str, verb: str, **options: Any) -> CommandAnswer:
-    from service.automation.schedule_views import ScheduleView
-
-    return _answer(client.post(f"/schedules/{name}/{verb}", ScheduleView, **options))
-
-
-def _answer(view: "ScheduleView") -> CommandAnswer:
-    return CommandAnswer(view, partial(_print, view))
-
-
-def _print(view: "ScheduleView") -> None:
+def _print(_: str, view: "ScheduleView") -> None:
     scheduled = view.scheduled
     print(f"{scheduled.name}: {scheduled.run.kind} {_when(view)}, overlap {scheduled.overlap}; next {_next(view)}")
     if view.num_overlapped or view.num_missed:
@@ -325,10 +215,23 @@ def _next(view: "ScheduleView") -> str:
     return datetime.fromtimestamp(view.next_times[0], UTC).isoformat(timespec="minutes").replace("+00:00", "Z")
 
 
+for _name, _ask, _words in (
+    ("show", lambda client, name: client.schedules.get(name), "Show a schedule, its next time, and its last runs."),
+    ("resume", lambda client, name: client.schedules.resume(name), "Resume a paused schedule."),
+    ("trigger", lambda client, name: client.schedules.trigger(name), "Trigger a schedule now, once, by its own rules."),
+):
+    by_id(schedule, _name, ScheduleName, _ask, _print, _words)
+by_id(
+    *(schedule, "rm", ScheduleName, lambda client, name: client.schedules.delete(name)),
+    lambda name, _: say(f"schedule {name} is removed; its runs stay"),
+    "Delete a schedule. Its runs stay, also one that is running.",
+)
+
+
 @command(sweep, "create", patience_s=20)
 def create_sweep(
     context: typer.Context,
-    client: "CliClient",
+    client: "Client",
     name: Annotated[str, typer.Argument(help="The name to publish the best trial under.")],
     command: Annotated[list[str], typer.Argument(help="`-- submit sft …`: the run, with all of its options.")],
     parameter: Annotated[
@@ -374,13 +277,9 @@ def create_sweep(
         "direction": direction,
         "halving": {"first_step": first} | ({"reduction": reduction} if reduction else {}) if halving else None,
     }
-    from service.automation.sweep_views import SweepView
-    from shared.automation import Sweep
+    from longshore.automation import Sweep
 
-    unset = {"trainable"} - fields["run"].model_fields_set  # as `submit` leaves it out
-    body = _checked(Sweep, fields).model_dump(exclude={"run": unset})
-    headers = {"idempotency-key": idempotency_key or f"cli-{secrets.token_hex(16)}"}
-    view = client.post("/sweeps", SweepView, is_repeatable=True, json=body, headers=headers)
+    view = client.sweeps.create(checked(Sweep, fields), idempotency_key)
     if not wait:
         return CommandAnswer(view, partial(print, view.sweep_id))
     say(f"sweep {view.sweep_id}")
@@ -388,41 +287,29 @@ def create_sweep(
 
 
 @command(sweep, "ls")
-def list_sweeps(client: "CliClient") -> CommandAnswer:
+def list_sweeps(client: "Client") -> CommandAnswer:
     """List sweeps, newest first."""
-    from service.automation.sweep_views import SweepView
-
-    found = client.get("/sweeps", tuple[SweepView, ...])
+    found = client.sweeps.list()
     rows = (
         (view.sweep_id, view.sweep.name, view.state, progress(view), best(view), ago(view.created_at)) for view in found
     )
     return CommandAnswer(found, partial(print_table, ("sweep", "name", "state", "trials", "best", "created"), rows))
 
 
-@command(sweep, "show")
-def show_sweep(client: "CliClient", sweep_id: SweepId) -> CommandAnswer:
-    """Show a sweep and its trials."""
-    from service.automation.sweep_views import SweepView
-
-    return _swept(client.get(f"/sweeps/{sweep_id}", SweepView))
-
-
-@command(sweep, "cancel")
-def cancel_sweep(client: "CliClient", sweep_id: SweepId) -> CommandAnswer:
-    """Cancel a sweep, and those of its runs that have not ended."""
-    from service.automation.sweep_views import SweepView
-
-    return _swept(client.post(f"/sweeps/{sweep_id}/cancel", SweepView))
+for _name, _ask, _words in (
+    ("show", lambda client, id: client.sweeps.get(id), "Show a sweep and its trials."),
+    ("cancel", lambda client, id: client.sweeps.cancel(id), "Cancel a sweep, and those of its runs that go on."),
+):
+    by_id(sweep, _name, SweepId, _ask, lambda _, view: print_sweep(view), _words)
 
 
-def _at_its_end(client: "CliClient", view: "SweepView", timeout_s: float | None) -> CommandAnswer:
-    from service.automation.sweep_views import SweepView
-
+def _at_its_end(client: "Client", view: "SweepView", timeout_s: float | None) -> CommandAnswer:
     until = None if timeout_s is None else time.monotonic() + timeout_s
     while view.state == "running" and (until is None or time.monotonic() < until):
         time.sleep(_POLL_S)
-        view = client.get(f"/sweeps/{view.sweep_id}", SweepView)
-    return _swept(view, NOT_FINISHED if view.state == "running" else OF_STATE[view.state])
+        view = client.sweeps.get(view.sweep_id)
+    code = NOT_FINISHED if view.state == "running" else OF_STATE[view.state]
+    return CommandAnswer(view, partial(print_sweep, view), code)
 
 
 def _parameter(text: str) -> tuple[str, dict[str, Any]]:
@@ -447,7 +334,3 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _swept(view: "SweepView", code: int = DONE) -> CommandAnswer:
-    return CommandAnswer(view, partial(print_sweep, view), code)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from service.cli.command import CommandAnswer, command, group
-from service.cli.connection import address, read_settings
+from service.cli.command import CommandAnswer, address, command, group, read_settings
 from service.cli.render import DONE, FAILED, USAGE, Stop, print_table, say
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from temporalio.client import Client
 
     from service.database.engine import Database
-    from service.rebuild import Differences
     from shared.settings import Settings
     from shared.storage.store import ObjectStore
 
@@ -52,7 +50,7 @@ def dev(
 ) -> None:
     """Run the whole stack on this machine: Temporal, the web service, hosts."""
     from service.dev import supervisor as stack
-    from service.dev.connection import add_folders
+    from service.dev.supervisor import add_folders
     from service.errors import DevError
 
     settings = read_settings()
@@ -78,7 +76,7 @@ def dev(
 
 
 def _link(root: Path) -> str:
-    from service.dev.connection import Connection
+    from service.dev.supervisor import Connection
 
     connection = Connection.read(root)
     if connection is None or (link := connection.sign_in_link()) is None:
@@ -156,45 +154,30 @@ def _of_temporal(ask: "Callable[[Client, Settings], Awaitable[T]]") -> T:
 
 
 @command(db)
-def rebuild() -> CommandAnswer:
-    """Rebuild tenants, keys, files and runs from the store. The audit log stays unchanged.
+def files() -> CommandAnswer:
+    """List uploads that no file of the database names, and files whose bytes are gone, if older than a day.
 
-    The service may be running; it then updates active runs.
+    There are such if the database or the store was restored from an older backup. Fails if there are any.
     """
-    from service.database import engine
-    from service.rebuild import rebuild
+    import asyncio
 
+    from service.accounts.tenants import Quotas
+    from service.files import Files, uploads_folder
+
+    settings = read_settings()
     with _opened() as (store, database):
-        engine.upgrade(database)
-        differences = rebuild(store, database)
-    return CommandAnswer(differences, partial(_print, differences))
+        quotas = Quotas(settings.quotas, store, database)
+        found = asyncio.run(Files(store, database, quotas, uploads_folder(settings.root_path)).compare())
 
+    def show() -> None:
+        for key in found.unnamed:
+            print(f"no file: {key}")
+        for name in found.missing:
+            print(f"no bytes: {name}")
+        if not (found.unnamed or found.missing):
+            say("every upload has a file, and every file its bytes")
 
-@command(db)
-def check() -> CommandAnswer:
-    """Compare the database with the store, and change nothing. Fails when they differ."""
-    from service.database import engine
-    from service.rebuild import rebuild
-
-    with _opened() as (store, database):
-        with database.connection() as connection:
-            found, wanted = engine.revision(connection), engine.newest()
-        if found != wanted:
-            message = f"the database is at revision {found}, this version needs {wanted}"
-            raise Stop(message, advice="longshore db upgrade")
-        differences = rebuild(store, database, only_look=True)
-    return CommandAnswer(differences, partial(_print, differences), FAILED if differences.any else DONE)
-
-
-def _print(found: "Differences") -> None:
-    say("read from the store: " + (", ".join(f"{number} {table}" for table, number in found.read.items()) or "nothing"))
-    for word, counts in (("missing", found.missing), ("outdated", found.outdated), ("not in the store", found.unknown)):
-        for table, number in counts.items():
-            print(f"{table}: {number} {word}")
-    for text in found.unreadable:
-        print(f"unreadable: {text}")
-    if not found.any:
-        say("the database says what the store says")
+    return CommandAnswer(found, show, FAILED if (found.unnamed or found.missing) else DONE)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """`longshore submit`: start a run. Its options are the fields of the run models (service/cli/run_options.py)."""
 
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import CommandAnswer, answering, group
-from service.cli.connection import Globals
-from service.cli.render import DONE, OF_STATE, USAGE, Stop, say
+from service.cli.command import CommandAnswer, Globals, answering, group
+from service.cli.render import DONE, USAGE, Stop, say
 from service.cli.run_options import (
     UNLESS,
     RunOption,
@@ -28,9 +26,10 @@ from service.cli.run_output import outcome, summary
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
-    from service.cli.client import CliClient
-    from service.runs.views import RunView
-    from shared.runs.requests import Run
+    from longshore import Client
+    from longshore.accounts import FileView
+    from longshore.runs import Run
+    from longshore.views import RunView
 
 _EXAMPLES = """\b
 Examples:
@@ -62,7 +61,7 @@ app = group("submit", help="Start a run: sft, dpo, distill, reward or rl.", epil
 def _submit(
     kind: str,
     context: typer.Context,
-    client: "CliClient",
+    client: "Client",
     wait: Wait = False,
     timeout: Timeout = None,
     idempotency_key: IdempotencyKey = None,
@@ -81,7 +80,7 @@ def _submit(
         taker.take_run(run)
         raise typer.Exit
     with naming_options(run.model, options_of(type(run))):
-        view = client.submit(run, idempotency_key or f"cli-{secrets.token_hex(16)}")
+        view = client.runs.submit(run, idempotency_key)
     return finish(client, view, wait=wait, timeout_s=timeout)
 
 
@@ -148,11 +147,11 @@ def _wrong(option: RunOption | None, rule: str) -> Stop:
 @contextmanager
 def naming_options(model: str, options: tuple[RunOption, ...] = ()) -> Iterator[None]:
     """Turn a refusal of the service into an error about an option. `model`: the model of the request."""
-    from service.cli.render import ServiceRefused
+    from longshore.client import Invalid
 
     try:
         yield
-    except ServiceRefused as refused:
+    except Invalid as refused:
         # The folder, or a file in it: by its URI or its path.
         if str(refused).startswith((model, model.removeprefix("file://"))):
             raise Stop(f"--model: {refused}", USAGE, "--help lists the options") from None
@@ -173,9 +172,9 @@ def run_of(context: typer.Context, arguments: list[str], prog_name: str) -> "Run
     return taken[0]
 
 
-def finish(client: "CliClient", view: "RunView", *, wait: bool, timeout_s: float | None) -> CommandAnswer:
+def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | None) -> CommandAnswer:
     """Follow a run if that was asked for. Returns its state, with the exit code of the state."""
-    from service.cli.run_output import Detached, attach_again, follow
+    from service.cli.run_output import follow
 
     def started() -> None:
         print(view.run_id)
@@ -186,12 +185,7 @@ def finish(client: "CliClient", view: "RunView", *, wait: bool, timeout_s: float
     if not wait:
         return CommandAnswer(outcome(view), started, DONE)
     say(f"run {view.run_id}")
-    try:
-        view = follow(client, view, timeout_s)
-        code = OF_STATE[view.state]
-    except Detached as left:
-        view, code = left.view, left.code
-        say(attach_again(view.run_id))
+    view, code = follow(client, view, timeout_s)
     return CommandAnswer(outcome(view), partial(print, summary(view)), code)
 
 
@@ -212,14 +206,14 @@ def model_uri(model: str) -> str:
     return model
 
 
-def dataset_uri(client: "CliClient", dataset: str, option: str) -> str:
+def dataset_uri(client: "Client", dataset: str, option: str) -> str:
     """Upload a local file, and return its URI; URIs as they are."""
     file = uploaded(client, dataset, option)
-    return str(file["uri"]) if file else dataset
+    return file[0].uri if file else dataset
 
 
-def uploaded(client: "CliClient", dataset: str, option: str) -> dict[str, Any] | None:
-    """Upload a local file, and return its record; None for a URI. `is_new`: it was not in the store before."""
+def uploaded(client: "Client", dataset: str, option: str) -> "tuple[FileView, bool] | None":
+    """Upload a local file, and return its record, and whether it was not in the store before; None for a URI."""
     if "://" in dataset:
         return None
     path = Path(dataset).expanduser()
@@ -230,7 +224,7 @@ def uploaded(client: "CliClient", dataset: str, option: str) -> dict[str, Any] |
     if not path.stat().st_size:
         raise Stop(f"{option}: {dataset} is empty", USAGE)
     start = time.monotonic()
-    record = client.upload_file(path)
+    record = client.files.put(path)
     if (duration_s := time.monotonic() - start) > 1:
         say(f"uploaded {path.name} in {duration_s:.1f} s")
     return record

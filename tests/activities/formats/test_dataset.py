@@ -13,8 +13,8 @@ from activities.formats import rows
 from activities.formats.dataset import open_dataset
 from activities.formats.messages import Chat, Example, PromptCompletion, Text, TokenIds, WeighedText
 from activities.formats.specs import FORMATS
+from longshore.dataset_runs import DatasetSource, Format
 from shared.errors import InvalidInput
-from shared.runs.dataset_runs import DatasetSource, Format
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 

@@ -14,8 +14,8 @@ from activities.formats.dataset import open_dataset
 from activities.formats.messages import Chat, Example, PreferencePair, PromptCompletion
 from activities.formats.rows import Row
 from activities.formats.specs import preference
+from longshore.dataset_runs import DatasetSource, Format
 from shared.errors import InvalidInput
-from shared.runs.dataset_runs import DatasetSource, Format
 
 ASK = {"role": "user", "content": "q"}
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}

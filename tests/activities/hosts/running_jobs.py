@@ -7,9 +7,9 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.hosts.lease import Stager
 from activities.hosts.run_job import JobResult, RunJob, RunJobRequest
-from shared.jobs.events import Step
+from longshore.events import Step
+from longshore.views import CheckpointRef
 from shared.jobs.job import JobPlan
-from shared.runs.status import CheckpointRef
 from shared.settings import S3Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import open_uri

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest, Bells
+from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest, ServedSessions
 from longshore.commands import (
     Asked,
     CommandProblem,
@@ -58,7 +58,7 @@ def applying(host: Host, tmp_path: Path, num_steps: int, next_command: int) -> I
             most=10,
             idle_s=0.1,
         )
-        commands = ApplyCommands(host.pool, host.store, Bells(), HostAddress(socket="/nowhere"))
+        commands = ApplyCommands(host.pool, host.store, ServedSessions(), HostAddress(socket="/nowhere"))
         future = thread.submit(environment.run, commands.apply_commands, request)
         try:
             yield Applying(outputs / "commands", future)

@@ -15,12 +15,13 @@ import pytest
 import activities.hosts.lease
 from activities.hosts import workers
 from activities.hosts.workers import WorkerPool, end_leftover_workers, end_processes, launch, processes_of
+from longshore.fields import Fence
 from longshore.layout import Layout
 from longshore.training import Lora
 from shared.errors import HostLeft, LeaseLost, WorkerLost
 from shared.jobs.job import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
 from shared.storage.files import write_atomically
-from shared.storage.paths import Fence, HostPaths, RunKeys, WorkerPaths
+from shared.storage.paths import HostPaths, RunKeys, WorkerPaths
 from shared.storage.store import LocalStore
 from tests.activities.lease_on_thread import HeldLease, Host
 from tests.waiting import wait_until

@@ -8,15 +8,16 @@ import pytest
 
 from activities.host_context import HostContext
 from activities.hosts.progress import ProgressReport
+from activities.hosts.run_job import JobResult
 from activities.hosts.workers import processes_of
 from activities.records.run_records import FindCheckpoint, FindCheckpointRequest, damage, find_newest, prune_checkpoints
+from longshore.events import Cancelled, Probed, Succeeded
+from longshore.fields import Fence
 from longshore.losses import Reinforce
 from shared.errors import CorruptArtifact, HostLeft, LeaseLost, WorkerLost
-from shared.jobs.events import Cancelled, Probed, Succeeded
 from shared.jobs.job import Job, JobPlan
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact, read_manifest, stored_checkpoints
-from shared.storage.paths import Fence
 from shared.storage.store import open_store
 from tests.activities.hosts.running_jobs import KEYS, Running, plan_for, steps, weights
 from tests.activities.lease_on_thread import HeldLease, Host
@@ -30,6 +31,11 @@ from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
 def host(tmp_path: Path) -> Iterator[Host]:
     with Host(tmp_path) as host:
         yield host
+
+
+def done(host: Host, plan: JobPlan, epoch: int = 1) -> JobResult:
+    with HeldLease(host, plan, epoch=epoch) as lease:
+        return Running(host, lease, plan).ended()
 
 
 def test_a_job_ends_with_everything_in_the_store_and_nothing_on_the_disk(host: Host, tmp_path: Path) -> None:
@@ -52,8 +58,7 @@ def test_a_job_ends_with_everything_in_the_store_and_nothing_on_the_disk(host: H
 
 def test_the_newest_checkpoints_are_kept_whole_and_older_ones_go(host: Host, tmp_path: Path) -> None:
     plan = plan_for(host, tmp_path, num_steps=20, every_steps=2, keep=3)
-    with HeldLease(host, plan, epoch=1) as lease:
-        result = Running(host, lease, plan).ended()
+    result = done(host, plan)
     left = stored_checkpoints(host.store, "r1")
     assert [checkpoint.step for checkpoint in left] == [16, 18, 20]
     for checkpoint in left:
@@ -72,8 +77,7 @@ def test_what_an_older_lease_left_half_carried_goes(host: Host, tmp_path: Path) 
     host.store.put_bytes(half, b"{}")
     host.store.put_bytes(running, b"{}")
     plan = plan_for(host, tmp_path)
-    with HeldLease(host, plan, epoch=2) as lease:
-        Running(host, lease, plan).ended()
+    done(host, plan, epoch=2)
     assert host.store.head(half) is None
     assert host.store.head(running) is not None, "a newer lease's is not ours to judge"
 
@@ -82,8 +86,7 @@ def test_a_job_whose_results_go_to_s3(tmp_path: Path, s3_server: S3Server) -> No
     with Host(tmp_path) as host:
         host.store = open_store(f"{s3_server.uri}/job-{tmp_path.name}", s3_server.settings)
         plan = plan_for(host, tmp_path, num_steps=12, every_steps=3, keep=2)
-        with HeldLease(host, plan, epoch=1) as lease:
-            result = Running(host, lease, plan).ended()
+        result = done(host, plan)
         assert result.checkpoint == find_newest(host.store, "r1").checkpoint
         assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [9, 12]
         assert weights(host, result.checkpoint, s3_server.settings) == adapter_bytes(7, 12)
@@ -93,8 +96,7 @@ def test_a_job_whose_results_go_to_s3(tmp_path: Path, s3_server: S3Server) -> No
 
 def test_a_half_pruned_or_half_carried_checkpoint_is_never_found(host: Host, tmp_path: Path) -> None:
     plan = plan_for(host, tmp_path, num_steps=10, every_steps=5)
-    with HeldLease(host, plan, epoch=1) as lease:
-        Running(host, lease, plan).ended()
+    done(host, plan)
     host.store.delete(f"{stored_checkpoints(host.store, 'r1')[-1].key}/state.json")
     found = find_newest(host.store, "r1").checkpoint
     assert found is not None
@@ -110,8 +112,7 @@ def test_no_byte_of_a_manifest_can_be_flipped_without_an_older_checkpoint_or_a_f
     host: Host, tmp_path: Path
 ) -> None:
     plan = plan_for(host, tmp_path, num_steps=10, every_steps=5)
-    with HeldLease(host, plan, epoch=1) as lease:
-        Running(host, lease, plan).ended()
+    done(host, plan)
     older, newer = stored_checkpoints(host.store, "r1")
     key = f"{newer.key}/manifest.json"
     whole = host.store.get_bytes(key)
@@ -153,8 +154,7 @@ def test_a_cancelled_job_leaves_a_checkpoint_and_goes_on_to_the_same_bytes(tmp_p
             assert result.checkpoint.step == result.step
             assert isinstance(read_events(host.store, "r1")[0][-1], Cancelled)
             assert lease.thread.is_alive(), "the worker is free, not dead"
-        with HeldLease(host, plan, epoch=2) as lease:
-            end = Running(host, lease, plan).ended()
+        end = done(host, plan, epoch=2)
         assert weights(host, end.checkpoint) == adapter_bytes(7, 50)
 
 
@@ -204,8 +204,7 @@ def test_a_worker_that_is_killed_mid_step_loses_nothing_that_was_saved(tmp_path:
         with pytest.raises(WorkerLost):
             job.ended()
         lease.ended()
-        with HeldLease(host, plan, epoch=2) as lease:
-            end = Running(host, lease, plan).ended()
+        end = done(host, plan, epoch=2)
         assert weights(host, end.checkpoint) == adapter_bytes(7, 200)
 
 
@@ -216,8 +215,7 @@ def train_step(host: Host, tmp_path: Path, **changes: int) -> JobPlan:
 
 def test_a_train_step_is_told_by_all_its_optimizer_steps_and_its_probe(host: Host, tmp_path: Path) -> None:
     plan = train_step(host, tmp_path)
-    with HeldLease(host, plan, epoch=1) as lease:
-        result = Running(host, lease, plan).ended()
+    result = done(host, plan)
     assert result.metrics["loss"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
     (event,) = [event for event in read_events(host.store, "r1")[0] if isinstance(event, Probed)]
     assert result.probe == event.logprobs
@@ -258,13 +256,12 @@ def test_a_checkpoint_that_stands_has_the_log_of_its_steps_before_it(tmp_path: P
 
 def test_a_failed_job_answers_with_its_problem(host: Host, tmp_path: Path) -> None:
     plan = plan_for(host, tmp_path, seed=SEEDS["invalid_input"])
-    with HeldLease(host, plan, epoch=1) as lease:
-        result = Running(host, lease, plan).ended()
-        assert result.outcome == "failed"
-        assert result.problem is not None
-        assert result.problem.kind == "invalid_input"
-        assert "layout.tp" in result.problem.message
-        assert result.checkpoint is None
+    result = done(host, plan)
+    assert result.outcome == "failed"
+    assert result.problem is not None
+    assert result.problem.kind == "invalid_input"
+    assert "layout.tp" in result.problem.message
+    assert result.checkpoint is None
 
 
 def test_a_job_of_an_older_fence_is_refused_by_the_host(host: Host, tmp_path: Path) -> None:
@@ -305,15 +302,23 @@ def test_progress_is_told_at_once_and_then_seldom(tmp_path: Path) -> None:
     assert [report.step for report in told] == sorted({report.step for report in told})
 
 
-def test_a_straggler_deletes_no_checkpoint_that_a_newer_lease_may_have_begun_from(host: Host, tmp_path: Path) -> None:
-    for step, epoch in ((5, 1), (10, 1), (15, 1)):
+def save(host: Host, tmp_path: Path, *saved: tuple[int, int]) -> None:
+    """Checkpoints of these steps and epochs."""
+    for step, epoch in saved:
         key = KEYS.checkpoint(Fence(epoch=epoch), step)
-        artifact(host.store, tmp_path / str(step), key, state_json="{}")
+        artifact(host.store, tmp_path / f"{epoch}-{step}", key, state_json="{}")
+
+
+def left_of(host: Host, epoch: int, keep: int, **more: int) -> list[tuple[int, int]]:
+    prune_checkpoints(host.store, "r1", keep, Fence(epoch=epoch), **more)
+    return [(one.step, Fence.from_label(one.fence_label).epoch) for one in stored_checkpoints(host.store, "r1")]
+
+
+def test_a_straggler_deletes_no_checkpoint_that_a_newer_lease_may_have_begun_from(host: Host, tmp_path: Path) -> None:
+    save(host, tmp_path, (5, 1), (10, 1), (15, 1))
     host.store.put_bytes(KEYS.lease(2), b"{}")
-    prune_checkpoints(host.store, "r1", 1, Fence(epoch=1))
-    assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [5, 10, 15]
-    prune_checkpoints(host.store, "r1", 1, Fence(epoch=2))
-    assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [15]
+    assert left_of(host, 1, keep=1) == [(5, 1), (10, 1), (15, 1)]
+    assert left_of(host, 2, keep=1) == [(15, 1)]
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [(12, 2)]), (2, [(10, 1), (12, 2)]), (3, [(5, 1), (10, 1), (12, 2)])])
@@ -321,34 +326,22 @@ def test_a_checkpoint_that_was_passed_over_takes_no_sound_ones_place(
     host: Host, tmp_path: Path, keep: int, left: list[tuple[int, int]]
 ) -> None:
     """Step 20 is damaged inside a file of the right size: the second lease went on from step 10."""
-    for step, epoch in ((5, 1), (10, 1), (20, 1), (12, 2)):
-        key = KEYS.checkpoint(Fence(epoch=epoch), step)
-        artifact(host.store, tmp_path / str(step), key, state_json="{}")
-    prune_checkpoints(host.store, "r1", keep, Fence(epoch=2))
-    found = stored_checkpoints(host.store, "r1")
-    assert [(one.step, Fence.from_label(one.fence_label).epoch) for one in found] == left
+    save(host, tmp_path, (5, 1), (10, 1), (20, 1), (12, 2))
+    assert left_of(host, 2, keep) == left
 
 
 def test_states_that_a_client_asked_for_stay_the_newest_of_them(host: Host, tmp_path: Path) -> None:
-    for step, epoch in ((3, 1), (5, 1), (7, 1), (5, 2), (9, 2), (11, 2)):
-        key = KEYS.checkpoint(Fence(epoch=epoch), step)
-        artifact(host.store, tmp_path / f"{epoch}-{step}", key, state_json="{}")
+    save(host, tmp_path, (3, 1), (5, 1), (7, 1), (5, 2), (9, 2), (11, 2))
     for step in (3, 5, 7):
         host.store.put_bytes(f"{KEYS.kept_states}{step:08d}", b"")
-    prune_checkpoints(host.store, "r1", 1, Fence(epoch=2), keep_states=2)
-    found = stored_checkpoints(host.store, "r1")
-    assert [(c.step, c.fence_label) for c in found] == [(5, "e000002-a01"), (7, "e000001-a01"), (11, "e000002-a01")]
-    prune_checkpoints(host.store, "r1", 1, Fence(epoch=2), keep_states=1)
-    assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [7, 11]
+    assert left_of(host, 2, keep=1, keep_states=2) == [(5, 2), (7, 1), (11, 2)]
+    assert left_of(host, 2, keep=1, keep_states=1) == [(7, 1), (11, 2)]
 
 
 def test_a_broken_checkpoint_of_a_straggler_pushes_out_no_whole_one(host: Host, tmp_path: Path) -> None:
-    broken = KEYS.checkpoint(Fence(epoch=1), 20)
-    artifact(host.store, tmp_path / "broken", broken, state_json="{}")
-    host.store.delete(f"{broken}/state.json")
-    artifact(host.store, tmp_path / "whole", KEYS.checkpoint(Fence(epoch=2), 15), state_json="{}")
-    prune_checkpoints(host.store, "r1", 1, Fence(epoch=2))
-    assert [checkpoint.step for checkpoint in stored_checkpoints(host.store, "r1")] == [15]
+    save(host, tmp_path, (20, 1), (15, 2))
+    host.store.delete(f"{KEYS.checkpoint(Fence(epoch=1), 20)}/state.json")
+    assert left_of(host, 2, keep=1) == [(15, 2)]
 
 
 def test_a_worker_that_is_stopped_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,5 +364,4 @@ def test_a_worker_that_is_slow_is_not_lost(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("activities.hosts.run_job._SILENCE_S", 0.05)
     with Host(tmp_path, step_s=0.5) as host:
         plan = plan_for(host, tmp_path, num_steps=2)
-        with HeldLease(host, plan, epoch=1) as lease:
-            assert Running(host, lease, plan).ended().outcome == "succeeded"
+        assert done(host, plan).outcome == "succeeded"

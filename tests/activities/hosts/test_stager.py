@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from activities.hosts.lease import JobStaging, Stager
-from longshore.fields import Artifact
+from longshore.fields import Artifact, Fence
 from shared.jobs.commands import LoadStored
 from shared.jobs.job import Job, SessionPlan
 from shared.settings import S3Settings
 from shared.storage.artifacts import staged, upload_artifact
 from shared.storage.files import StageAnswer, StageRequest, write_atomically
-from shared.storage.paths import Fence, RunKeys
+from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore, open_store
 from tests.conftest import S3Server
 from tests.workflows.stand_in import artifact, job_plan

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from activities.records.run_records import find_newest
+from longshore.fields import Fence
 from shared.errors import StoreUnavailable
-from shared.storage.paths import Fence
-from shared.storage.store import LocalStore
+from shared.storage.files import go_on
+from shared.storage.store import Check, LocalStore
 from tests.activities.hosts.running_jobs import Running, plan_for, steps, weights
 from tests.activities.lease_on_thread import HeldLease, Host
 from tests.waiting import wait_until
@@ -30,9 +31,9 @@ class Leaky(LocalStore):
         self._answer(key)
         super().put_bytes(key, data)
 
-    def put_file(self, key: str, path: Path) -> None:
+    def put_file(self, key: str, path: Path, check: Check = go_on) -> None:
         self._answer(key)
-        super().put_file(key, path)
+        super().put_file(key, path, check)
 
     def _answer(self, key: str) -> None:
         if self.is_away:
@@ -68,6 +69,7 @@ def test_a_store_that_comes_back_finds_the_job_further_on(leaky: tuple[Host, Lea
     assert steps(read_events(store, "r1")[0]) == list(range(1, 101))
 
 
+@pytest.mark.deep
 def test_a_store_that_stays_away_ends_the_job_without_a_process_left(
     leaky: tuple[Host, Leaky], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from activities.hosts import run_job
 from activities.hosts.run_job import JobSyncs, TrainerSyncs
+from longshore.fields import Fence
 from longshore.training import Full, Lora
 from shared.jobs.job import AnyPlan, LeaseGrant, SessionPlan, SyncAccess
-from shared.storage.paths import Fence
 from shared.storage.store import LocalStore
 from tests.workflows.stand_in import artifact, job_plan
 

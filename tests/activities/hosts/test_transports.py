@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from activities.hosts.lease import check_backend, reasons_here
 from shared.errors import InvalidInput
-from shared.jobs.job import EXPERIMENTAL, SamplerKey
+from shared.jobs.job import SamplerKey
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore
@@ -35,24 +34,24 @@ def test_a_host_refuses_a_weight_sync_that_it_cannot_do_before_anything_starts(
             HeldLease(host, plan, epoch=1, sync_backend="cuda_ipc").ended(),
             HeldSampler(host, settings, key, epoch=1, sync_backend="cuda_ipc").ended(),
             HeldSampler(host, settings, key, epoch=1, sync_backend="collective").ended(),
-            HeldLease(host, plan, epoch=1, sync_backend="nixl").ended(),
-            HeldLease(host, plan, epoch=1, sync_backend="nixl", joins=True).ended(),
-            HeldSampler(host, settings, key, epoch=1, sync_backend="mooncake").ended(),
+            HeldLease(host, plan, epoch=1, sync_backend="external").ended(),
+            HeldLease(host, plan, epoch=1, sync_backend="external", joins=True).ended(),
+            HeldSampler(host, settings, key, epoch=1, sync_backend="external").ended(),
         ]
         assert host.worker_ids() == [] and host.store.head(RunKeys("r1").lease(1)) is None
         assert all(isinstance(error, InvalidInput) for error in refusals), refusals
         assert all("sync.backend" in error.place for error in refusals if isinstance(error, InvalidInput))
-        of_worker, of_sampler, unreachable, *experimental = map(str, refusals)
+        of_worker, of_sampler, unreachable, *external = map(str, refusals)
         no_cuda = "needs cuda, and this is cpu ("
         assert f"cuda_ipc is not possible on this gpu host: cuda_ipc {no_cuda}" in of_worker
-        assert of_worker.endswith("; possible are auto, store, delta, shared_memory, collective")
+        assert of_worker.endswith("; possible are auto, store, delta, shared_memory, tcp, collective")
         assert of_sampler.count("not possible on this sampler host") == 1
         address = "it has no address for weights (LONGSHORE_SAMPLING__WEIGHTS_ADDRESS)"
-        assert f"; possible are auto, store, delta, shared_memory; collective is not: {address}" in of_sampler
+        assert f"; possible are auto, store, delta, shared_memory; tcp is not: {address}" in of_sampler
         assert f"collective is not possible on this sampler host: {address}" in unreachable
-        assert f"possible are auto, store, delta, shared_memory; cuda_ipc is not: cuda_ipc {no_cuda}" in unreachable
-        not_allowed = "it is experimental, and its operator has not allowed it (LONGSHORE_EXPERIMENTAL_TRANSPORTS)"
-        assert all(not_allowed in one for one in experimental), experimental
+        assert f"; possible are auto, store, delta, shared_memory; cuda_ipc is not: cuda_ipc {no_cuda}" in unreachable
+        not_allowed = "its operator has not allowed it (LONGSHORE_EXTERNAL_TRANSPORT)"
+        assert all(not_allowed in one for one in external), external
         with HeldLease(host, plan, epoch=1, sync_backend="collective") as lease:
             assert lease.grant.fence.epoch == 1, "the trainer needs no address"
 
@@ -69,30 +68,20 @@ def test_a_transport_that_cannot_be_imported_says_so(tmp_path: Path, monkeypatch
         reasons_here.cache_clear()
 
 
-def test_what_an_operator_allows_is_asked_of_the_package_that_brings_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And of no other: what is not allowed is not imported."""
-    for package, module in (("nixl", "_api"), ("mooncake", "engine")):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
-        source = f"from pathlib import Path\nPath({str(tmp_path)!r}, '{package}-was-imported').touch()\n"
-        (tmp_path / package / f"{module}.py").write_text(source + "raise ImportError('libibverbs.so.1 is not there')\n")
+def test_what_an_operator_allows_is_loaded_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (info := tmp_path / "its_package-1.0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: its-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[longshore.weight_sync]\nits = its_module:ENDS\n")
+    was_loaded = tmp_path / "was-loaded"
+    source = f"open({str(was_loaded)!r}, 'w')\nraise ImportError('libibverbs.so.1 is not there')\n"
+    (tmp_path / "its_module.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPOSITORY}")
     reasons_here.cache_clear()
     try:
+        check_backend("tcp", "gpu")
+        assert not was_loaded.exists()
         with pytest.raises(InvalidInput, match=r"on this gpu host: ImportError: libibverbs\.so\.1 is not there; "):
-            check_backend("mooncake", "gpu", ("mooncake",))
-        assert (tmp_path / "mooncake-was-imported").exists() and not (tmp_path / "nixl-was-imported").exists()
-        problem = {"mooncake": "it has no address"}
-        with pytest.raises(InvalidInput, match="mooncake is not possible on this sampler host: it has no address; "):
-            check_backend("mooncake", "sampler", ("mooncake",), problem)
+            check_backend("external", "gpu", external=True)
+        assert was_loaded.exists()
     finally:
         reasons_here.cache_clear()
-
-
-def test_settings_allow_what_is_experimental_and_nothing_else() -> None:
-    assert Settings().experimental_transports == ()
-    assert Settings(experimental_transports=EXPERIMENTAL).experimental_transports == EXPERIMENTAL
-    with pytest.raises(ValidationError, match="'nixl' or 'mooncake'"):
-        Settings(experimental_transports=("shared_memory",))

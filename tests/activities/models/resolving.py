@@ -16,9 +16,9 @@ from shared.storage import artifacts
 
 
 def resolve(
-    config: Settings, uri: str | Path, layout: Layout | None = None, engine: EngineName = "megatron"
+    config: Settings, uri: str | Path, layout: Layout | None = None, engine: EngineName = "megatron", **more
 ) -> ResolvedModel:
-    request = ModelRequest(uri=str(uri), tenant="default", layout=layout or Layout(), engine=engine)
+    request = ModelRequest(uri=str(uri), tenant="default", layout=layout or Layout(), engine=engine, **more)
     return ActivityEnvironment().run(Resolve(HostContext(config)).resolve_model, request)
 
 
@@ -27,9 +27,11 @@ def stage(config: Settings, resolved: ResolvedModel | ResolvedAdapter) -> Path:
     return artifacts.stage(artifact, config.root_path / "cache", config.s3)
 
 
-def refusal(config: Settings, uri: str | Path, layout: Layout | None = None, engine: EngineName = "megatron") -> str:
+def refusal(
+    config: Settings, uri: str | Path, layout: Layout | None = None, engine: EngineName = "megatron", **more
+) -> str:
     with pytest.raises(InvalidInput) as refused:
-        resolve(config, uri, layout, engine)
+        resolve(config, uri, layout, engine, **more)
     return str(refused.value)
 
 

@@ -1,7 +1,5 @@
 """What an adapter is asked to be beside is refused before a run as the worker refuses it, in every family."""
 
-from typing import get_args
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,13 +11,11 @@ from activities.models.resolve import Resolve
 from activities.sources.models import locate
 from longshore.training import LINEARS, Lora
 from shared.errors import InvalidInput
-from shared.families import read_architecture
+from shared.families import FAMILIES, read_architecture
 from shared.families import read_config as read_model
-from shared.families.model_slices import slices_of
+from shared.families.model_slices import shape_of
 from shared.families.tensor_slices import modules_of
-from shared.models.config import Family
 from shared.models.peft import OUTPUT, UNREAD, layer_of, module_of
-from shared.models.shape import shape_of
 from shared.runs.start import ModelRequest
 from tests.activities.models.resolving import edit
 from tests.megatron_worker.rows import distinct_model, model_with_tower
@@ -34,11 +30,11 @@ def modules_before_a_run(config, model) -> dict[str, bool]:
 
 
 def modules_in_the_worker(model) -> dict[str, bool]:
-    found = modules_of(slices_of(read_architecture(model), 1))
+    found = modules_of(read_architecture(model).slices(1))
     return {name: can_adapt for name, can_adapt in found.items() if name != OUTPUT}
 
 
-@pytest.mark.parametrize("family", get_args(Family))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_modules_of_a_model_are_those_that_its_worker_adapts(config, tmp_path, family) -> None:
     model = distinct_model(tmp_path / "model", family, tied=family.startswith("gemma"), num_layers=4)
     found = modules_before_a_run(config, model)

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from activities.model_look import look_at
 from activities.publishing.export import write_export
 from examples.tiny_model import make_tiny_model
+from longshore.accounts import Room
 from longshore.training import Lora
 from shared.errors import InvalidInput
-from shared.limits import QuotaSettings
 from shared.storage.store import open_store
 from tests.activities.models.resolving import refusal, resolve, stage
 from tests.activities.publishing.test_export import source_of
@@ -224,8 +224,7 @@ def test_a_layer_that_the_keys_do_not_know_is_refused(config, folder) -> None:
 
 
 def test_a_tenant_s_room_is_asked_for_before_a_byte_is_written(config, folder) -> None:
-    small = config.model_copy(update={"quotas": QuotaSettings(stored_bytes=300_000)})
-    told = refusal(small, folder)
+    told = refusal(config, folder, room=Room(most=300_000))
     assert ".gguf: quota stored_bytes: default stores 0 bytes of 300,000" in told
     assert written_below(config.root_path) < 100_000
 

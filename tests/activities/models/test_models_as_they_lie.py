@@ -9,10 +9,8 @@ from safetensors.numpy import load_file, save_file
 
 from megatron_worker.tensors.safetensors_files import model_files, single_file
 from shared.errors import InvalidInput
-from shared.families import read_architecture
-from shared.families.model_slices import slices_of
+from shared.families import read_architecture, read_model_config
 from shared.families.tensor_slices import TensorSlice
-from shared.models.config import read_model_config
 from tests.activities.models.resolving import edit, refusal, resolve
 from tests.activities.models.test_resolve_adapter import adapter_refusal, resolve_adapter, shape_with
 from tests.activities.models.test_resolve_model import shard
@@ -46,7 +44,7 @@ def test_a_tied_model_may_hold_its_output_twice_and_no_other_one(config, model, 
     assert "config.json: tie_word_embeddings is true, but lm_head.weight of model" in message
     assert "differs from model.embed_tokens.weight: set it to false, or remove that tensor" in message
     with model_files(model) as files, pytest.raises(InvalidInput, match=r"ties 'lm_head\.weight'"):
-        files.assign(slices_of(read_architecture(model), 1), model)
+        files.assign(read_architecture(model).slices(1), model)
     edit(model / "config.json", tie_word_embeddings=False)
     resolve(config, model)
 
@@ -92,12 +90,7 @@ def test_a_chat_template_that_tokenizers_do_not_read_is_none(config, model) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "fields"),
-    [
-        ("deepseek_v2", {"intermediate_size": None}),
-        ("gemma2", {"hidden_act": None}),
-        (None, {}),
-    ],
+    ("family", "fields"), [("deepseek_v2", {"intermediate_size": None}), ("gemma2", {"hidden_act": None}), (None, {})]
 )
 def test_an_unknown_family_is_refused_as_such_whatever_its_fields_are(config, model, family, fields) -> None:
     edit(model / "config.json", model_type=family, **fields)

@@ -11,13 +11,14 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.models.resolve import AdapterRequest, Resolve, ResolvedAdapter
+from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from longshore.fields import Artifact
+from longshore.runs import RLRun
 from longshore.training import Lora, ScalarHead, SessionRun
 from shared.errors import CorruptArtifact, InvalidInput
-from shared.models.config import read_model_config
-from shared.models.shape import ModelShape, shape_of
-from shared.runs.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
-from shared.runs.requests import RLRun
+from shared.families import read_model_config
+from shared.families.model_slices import shape_of
+from shared.models.shape import ModelShape
 from shared.runs.start import ModelRequest, ResolvedModel, RLStart, RunStart, SessionStart
 from shared.settings import Settings
 from shared.storage.artifacts import manifest_of, refer, upload_files
@@ -158,14 +159,10 @@ def test_an_adapter_that_cannot_be_used_names_its_field(config, adapter, changes
     assert reason in adapter_refusal(config, adapter)
 
 
-def test_an_adapter_of_another_rank_than_the_run_is_refused(config, adapter) -> None:
+def test_an_adapter_of_another_rank_or_a_deeper_model_is_refused(config, adapter) -> None:
     message = adapter_refusal(config, adapter, lora=Lora(rank=8, alpha=8, targets=("q_proj", "o_proj")))
     assert "the adapter's rank is 4, 8 is asked for" in message
-
-
-def test_an_adapter_of_a_deeper_model_is_refused(config, adapter) -> None:
-    message = adapter_refusal(config, adapter, shape=shape_with(num_hidden_layers=1))
-    assert "but the model has 1 layers" in message
+    assert "but the model has 1 layers" in adapter_refusal(config, adapter, shape=shape_with(num_hidden_layers=1))
 
 
 def test_a_missing_or_truncated_adapter_is_named(config, adapter) -> None:

@@ -8,9 +8,10 @@ from activities.host_context import HostContext
 from activities.models.resolve import Resolve
 from longshore.layout import Layout
 from longshore.training import Dtype
+from longshore.views import Devices
 from shared.errors import InvalidInput
 from shared.runs.start import ModelRequest
-from shared.storage.host_states import Devices, write_offer
+from shared.storage.host_states import write_offer
 from tests.activities.models.resolving import edit
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

@@ -1,4 +1,4 @@
-"""Nemotron-H, whose layers are one block each: its folder and its adapters are checked before a worker is asked for."""
+"""Nemotron-H's layers of one block each and Gemma's experts beside MLPs: checked before a worker is asked for."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from longshore.layout import Layout
 from longshore.training import Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.families import read_config
-from shared.models.shape import shape_of
+from shared.families.model_slices import shape_of
 from tests.activities.models.resolving import edit, refusal, resolve
 from tests.activities.models.test_resolve_adapter import adapter_refusal, resolve_adapter
 from tests.megatron_worker.rows import distinct_model
@@ -72,3 +72,15 @@ def test_an_adapter_beside_every_linear_is_resolved(config, model, tmp_path) -> 
     assert f"{len(tensors)} tensors; this model and these targets need {len(tensors) + 1}" in adapter_refusal(
         config, folder, shape=shape
     )
+
+
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+
+
+def test_experts_beside_an_mlp(config, tmp_path) -> None:
+    model = distinct_model(tmp_path / "model", "gemma4", config=EXPERTS)
+    shape = resolve(config, model, Layout(ep=2, dp=2)).shape
+    assert shape == shape_of(read_config(model))
+    assert (shape.num_experts, shape.expert_ffn_size) == (4, 32)
+    assert {"gate_proj", "q_proj"} <= set(shape.linears)
+    assert "needs sp with tp" in refusal(config, model, Layout(tp=2))

@@ -1,6 +1,7 @@
 """Exports: read back by transformers and by the gguf package's reader, within what each format may be off."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from activities.host_context import HostContext
 from activities.publishing.export import Exports, ExportSource, Fp8, Mlx, write_export
 from examples.tiny_model import make_tiny_model
+from longshore.accounts import Room
 from longshore.fields import Artifact
+from longshore.views import Export
 from shared.errors import CorruptArtifact, InvalidInput
-from shared.limits import QuotaSettings
 from shared.models.merging import Merger
-from shared.runs.start import LABELS, Export, ExportRequest
+from shared.runs.start import LABELS, ExportRequest
 from shared.settings import Settings
 from shared.storage.artifacts import manifest_of, seal, upload_artifact
 from tests.conftest import CORPUS
@@ -209,7 +211,7 @@ def test_a_file_that_is_not_what_was_written_fails_when_it_is_read_back(llama, t
     def spoilt(self, entry, source, place):
         calls.append(entry.name)
         if calls.count(entry.name) == 2 and entry.name.endswith("1.mlp.up_proj.weight"):
-            self.factors = {name: (3 * scale, *others) for name, (scale, *others) in self.factors.items()}
+            self.factors = {name: replace(own, scale=3 * own.scale) for name, own in self.factors.items()}
         return merged(self, entry, source, place)
 
     monkeypatch.setattr(Merger, "blocks", spoilt)
@@ -236,11 +238,12 @@ def test_the_activity_writes_once_within_the_quota(llama, tmp_path) -> None:
     before = path.stat()
     assert ActivityEnvironment().run(Exports(HostContext(settings)).export, request) == done
     assert path.stat() == before and [each.path for each in manifest_of(path.parent).files] == [path.name]
-    small = Settings(root=tmp_path / "root", quotas=QuotaSettings(stored_bytes=1_000_000))
     other = Export(format="gguf", type="f16")
-    more = request.model_copy(update={"key": request.key.replace("q8_0", "f16"), "export": other})
+    more = request.model_copy(
+        update={"key": request.key.replace("q8_0", "f16"), "export": other, "room": Room(most=1_000_000)}
+    )
     with pytest.raises(InvalidInput, match="quota stored_bytes"):
-        ActivityEnvironment().run(Exports(HostContext(small)).export, more)
+        ActivityEnvironment().run(Exports(HostContext(settings)).export, more)
 
 
 def test_a_type_belongs_to_its_format() -> None:

@@ -9,25 +9,25 @@ import pytest
 from activities.host_context import HostContext
 from activities.publishing.publish import REGISTERING, Claim, Publish, PublishRequest, claim_version, model_card
 from activities.records.run_records import BeginRequest, Begun, RunRecords
-from longshore.fields import Artifact
+from longshore.dataset_runs import DatasetSource, SFTRun
+from longshore.events import Started
+from longshore.fields import Artifact, Fence
 from longshore.training import Full, Lora
+from longshore.views import CheckpointRef, RunStatus
 from service.inference.published_models import PublishedModels
 from service.sealing import Signer, checked
 from shared.errors import CorruptArtifact
-from shared.jobs.events import Started
 from shared.jobs.job import Job, JobPlan, PackedData, Schedule
 from shared.provenance import code_sha256
-from shared.runs.dataset_runs import DatasetSource, SFTRun
 from shared.runs.start import result_sha256
-from shared.runs.status import CheckpointRef, RunStatus
 from shared.settings import Settings
 from shared.storage.artifacts import read_manifest, seal, sha256_file, stage, upload_artifact
-from shared.storage.paths import Fence, RunKeys, published_version
+from shared.storage.paths import RunKeys, published_version
 from shared.storage.store import LocalStore, ObjectStore, open_store
 from tests.workflows.stand_in import artifact
 from tests.workflows.stand_in_worker import adapter_bytes
 
-METRICS = {"loss": 0.25, "eval_loss": 0.5, "step_time_s": 1.234, "tokens_per_s": 99.0}
+METRICS = {"loss": 0.25, "eval_loss": 0.5, "step_s": 1.234, "sampling_seconds": 2.0, "tokens_per_s": 99.0}
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_a_published_adapter_has_the_checkpoints_bytes_and_a_card(settings, stor
     card = (folder / "README.md").read_text()
     for words in ("file:///models/tiny", "| eval_loss | 0.5 |", "| LoRA rank | 16 |", "| num_rows | 12 |"):
         assert words in card
-    for secret in ("password", "signature", "tokens_per_s", "step_time_s"):
+    for secret in ("password", "signature", "tokens_per_s", "step_s", "sampling_seconds"):
         assert secret not in card
     assert sorted(path.name for path in folder.iterdir()) == [
         "README.md",
@@ -126,15 +126,14 @@ def test_a_version_has_a_signed_statement_of_its_job_beside_it(settings, store, 
     found = models.find("default", "harbour")
     key = published_version("default", "adapters", "harbour", 1)
     assert statement.differing(read_manifest(store, key, published.sha256).files) == [] and statement.is_of(key)
-    details, built = statement.predicate.run_details, statement.predicate.build_definition
-    assert {each.name: each.digest.sha256 for each in details.byproducts} == {
-        "job": hashlib.sha256(job).hexdigest(),
-        "checkpoint": request.checkpoint.artifact.sha256,
-    }
-    assert details.builder.version["code"] == code_sha256()
-    assert {each.name for each in built.resolved_dependencies} == {"base model", "data units", "data plan"}
-    assert built.resolved_dependencies[0].digest.sha256 == request.model.sha256
-    assert built.internal_parameters["device"] == "cpu"
+    causes = dict(statement.causes)
+    assert causes["job"] == hashlib.sha256(job).hexdigest()
+    assert causes["checkpoint"] == request.checkpoint.artifact.sha256
+    assert causes["code"] == code_sha256()
+    built = statement.predicate["buildDefinition"]
+    assert {each["name"] for each in built["resolvedDependencies"]} == {"base model", "data units", "data plan"}
+    assert causes["base model"] == request.model.sha256
+    assert causes["device"] == "cpu"
     Publish(HostContext(settings), signer.sign).publish(request)
     assert models.provenance("default", "harbour:v1") == envelope
     models.delete("default", found)
@@ -218,7 +217,7 @@ def test_a_checkpoint_that_was_changed_is_refused(settings, store, tmp_path: Pat
 
 def test_the_card_is_the_same_text_for_the_same_run(store, tmp_path: Path) -> None:
     run = request_for(store, tmp_path).run
-    other_clock = METRICS | {"step_time_s": 5.0, "tokens_per_s": 1.0}
+    other_clock = METRICS | {"step_s": 5.0, "sampling_seconds": 1.0, "tokens_per_s": 1.0}
     card = model_card(run, METRICS, {"num_rows": 1}, {})
     assert card == model_card(run, other_clock, {"num_rows": 1}, {})
     assert card != model_card(run, METRICS | {"loss": 0.3}, {"num_rows": 1}, {})

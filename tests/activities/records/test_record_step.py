@@ -8,11 +8,14 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.records.run_records import RecoverRequest, RunRecords, StepRecordRequest, find_newest, saved_by_job
+from longshore.fields import Fence
+from longshore.runs import HeldOut
 from longshore.training import Lora
+from longshore.views import CheckpointRef, StepStatus
 from shared.jobs.job import JobPlan, PackedData, Schedule
-from shared.runs.status import CheckpointRef, StepStatus
+from shared.runs.status import Evaluated
 from shared.settings import Settings
-from shared.storage.paths import Fence, RunKeys
+from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, ObjectStore, open_store
 from tests.workflows.stand_in import artifact
 
@@ -74,6 +77,21 @@ def test_a_run_knows_the_policies_of_its_last_steps(settings: Settings, store: O
     assert policies(1) == [(4, 2, second)]
     assert policies(2) == [(3, 1, first), (4, 2, second)]
     assert policies(9) == [(0, 0, None), (1, 0, None), (2, 1, first), (3, 1, first), (4, 2, second)]
+
+
+def test_a_run_knows_its_best_step_and_for_how_long_it_has_waited(settings: Settings) -> None:
+    """As the workflow found it, step by step: skipped and repeated steps have no policy of their own to evaluate."""
+    held_out = {"prompts": {"uri": "file:///held-out"}, "every_steps": 1, "keep": "best", "early_stop": {"patience": 2}}
+    watched, evaluated = HeldOut.model_validate(held_out), Evaluated()
+    states = ["done", "done", "done", "skipped", "done", "done", "done"]
+    for number, (state, grade) in enumerate(zip(states, [9.0, 0.5, 0.75, 2.0, 0.75, 3.0, 0.25], strict=True)):
+        policy = {"policy_version": number, "optimizer_step": number} | ({"same_as": 1} if number == 5 else {})
+        step = record(settings, number, state=state, metrics={"eval_reward_mean": grade}, **policy)
+        evaluated = evaluated.after(step, watched)
+    assert evaluated.best is not None and evaluated.best.step == 2
+    assert watched.is_over(evaluated.known), "steps 4 and 6 were no better than step 2"
+    recovered = RunRecords(HostContext(settings)).recover_steps(RecoverRequest(run_id=RUN, watched=watched))
+    assert recovered.evaluated == evaluated
 
 
 def test_checkpoints_of_steps_that_were_never_done_are_discarded(

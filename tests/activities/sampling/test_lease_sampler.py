@@ -17,15 +17,16 @@ from activities.host_context import HostContext
 from activities.hosts.workers import WorkerProcess, processes_of
 from activities.sampling import samplers as lease_sampler
 from activities.sampling.samplers import SamplerCommand, Samplers
-from longshore.fields import Artifact
+from longshore.fields import Artifact, Fence
+from longshore.views import FileEntry
 from shared.chat.completions import CompletionRequest, SamplerReady, Sampling
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.job import LeaseGrant, LeaseMark, SamplerKey
 from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.settings import Settings
-from shared.storage.artifacts import FileEntry, Manifest, seal, upload_artifact
+from shared.storage.artifacts import Manifest, seal, upload_artifact
 from shared.storage.files import write_atomically
-from shared.storage.paths import MANIFEST, Fence
+from shared.storage.paths import MANIFEST
 from shared.storage.store import open_store
 from tests.activities.lease_on_thread import HeldSampler, Host
 from tests.activities.test_end_tokens import TURN_END, make_base

@@ -22,9 +22,9 @@ from activities.sampling.completions import (
 )
 from activities.trajectories.group_samples import GROUPS, GroupSamples, GroupSamplesRequest
 from activities.trajectories.pack_trajectories import GroupsRequest, PackedGroups, PackTrajectories
+from longshore.views import StepStatus
 from shared.errors import InvalidInput
 from shared.jobs.packed import RouteShape, Units
-from shared.runs.status import StepStatus
 from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
 from shared.storage.store import LocalStore

@@ -5,9 +5,12 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
@@ -31,18 +34,16 @@ from activities.sampling.samplers import Samplers
 from activities.tokenizing.render_prompts import PromptRow, Prompts, PromptsFile, PromptsRequest, RenderPrompts
 from activities.trajectories.group_samples import GroupSamples, GroupSamplesRequest
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
-from longshore.fields import Artifact
+from longshore.fields import Artifact, Fence
+from longshore.views import StepStatus
 from shared.chat.completions import SamplerReady, Sampling
 from shared.errors import InvalidInput, SamplerMismatch, SamplerUnavailable
-from shared.grading import parse_grader
-from shared.runs.status import StepStatus
+from shared.runs.acceptance import parse_grader
 from shared.serving import LeasedSampler, ServedSampler
 from shared.settings import SamplingSettings, Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
-from shared.storage.paths import Fence
 from shared.storage.store import LocalStore
 from tests.activities.groups import rl_run
-from tests.activities.sampler_proxy import SamplerProxy, proxy_of
 from tests.activities.sampling.injected import (
     Policy,
     check_that_faults_are_noticed,
@@ -51,6 +52,86 @@ from tests.activities.sampling.injected import (
     write_zero_adapter,
 )
 from tests.megatron_worker.sampler_process import NAME, running, write_adapter
+
+
+class SamplerProxy(ThreadingHTTPServer):
+    """Passes every request on to `target`, and its answer back.
+
+    Attributes:
+        asked: path and body of every POST, in the order in which they came.
+        answered: how many completions their clients were sent.
+        hold_after: completions beyond this number are kept back until `released` is set.
+    """
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, target: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Passed)
+        self.target = httpx.Client(base_url=target, timeout=300, trust_env=False)
+        self.lock = threading.Lock()
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.answered = 0
+        self.hold_after = 1 << 62
+        self.released = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        """The prompts of all completions that were asked for."""
+        return [tuple(body["prompt"]) for path, body in self.asked if path == "/v1/completions"]
+
+
+class _Passed(BaseHTTPRequestHandler):
+    server: SamplerProxy
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._pass_on(b"")
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        with self.server.lock:
+            self.server.asked.append((self.path, json.loads(body)))
+        self._pass_on(body)
+
+    def _pass_on(self, body: bytes) -> None:
+        headers = {"Authorization": self.headers.get("Authorization", "")}
+        answer = self.server.target.request(self.command, self.path, content=body, headers=headers)
+        if self.path == "/v1/completions":
+            with self.server.lock:
+                self.server.answered += 1
+                is_held = self.server.answered > self.server.hold_after
+            if is_held:
+                self.server.released.wait(300)
+        try:
+            self.send_response(answer.status_code)
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+        except OSError:
+            self.close_connection = True  # the client has left
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def proxy_of(target: str) -> Iterator[SamplerProxy]:
+    server = SamplerProxy(target)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.released.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        server.target.close()
+
 
 NUM_PROMPTS, GROUP_SIZE = 12, 4
 GRADER = {
@@ -370,12 +451,7 @@ def test_an_adapter_is_proved_by_its_logprobs(place: Place, tmp_path: Path, tiny
 
     def prove(adapter: Artifact | None, logprobs: tuple[float, ...], bound: float = 1e-4) -> float:
         request = ProveRequest(
-            run_id="r5",
-            adapter=adapter,
-            probe=prompts.probe,
-            logprobs=logprobs,
-            bound=bound,
-            place=ServedSampler(),
+            run_id="r5", adapter=adapter, probe=prompts.probe, logprobs=logprobs, bound=bound, place=ServedSampler()
         )
         found: Proved = ActivityEnvironment().run(
             SamplerActivities(HostContext(settings), Samplers(settings)).prove_adapter, request

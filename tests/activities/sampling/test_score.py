@@ -20,12 +20,13 @@ from activities.sampling.score import ScoreSamples, ScoreSamplesRequest, convers
 from activities.tokenizing.encoding import encoded
 from activities.tokenizing.render_prompts import PromptsRequest, RenderPrompts
 from activities.tokenizing.tokenizer import tokenizer_files
+from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact
+from longshore.grading import GradeOneRequest, SampledItem, SampleGrade, SampleRewards
 from longshore.training import Lora, ScalarHead
 from shared.errors import InvalidInput
-from shared.grading import GradeOneRequest, SampledItem, SampleGrade, SampleRewards, parse_grader
 from shared.models.peft import HEAD_TENSORS, WEIGHTS
-from shared.runs.dataset_runs import DatasetSource
+from shared.runs.acceptance import parse_grader
 from shared.runs.status import RewardModel
 from shared.serving import ServedSampler
 from shared.settings import SamplingSettings, Settings
@@ -153,8 +154,26 @@ def test_conversations_are_those_of_training(place, tmp_path, ends_with_answer) 
     host = HostContext(place.settings)
     files = tokenizer_files(host, place.model)
     source = SOURCE.model_copy(update={"format": "chat"})
-    found = [each.token_ids for each in conversations(host.stage(place.samples), files, source, ends_with_answer)]
+    found = [each.token_ids for each in conversations(host.stage(place.samples), files, {"": source}, ends_with_answer)]
     assert found == [ids[:end] if ends_with_answer else ids for ids, end in ids_of_training(place, tmp_path)]
+
+
+def test_samples_of_a_mixture_are_read_as_their_source_is(place, tmp_path) -> None:
+    messages = row(1)["messages"][1:]  # a text is a user's message
+    chat = {"sample": {"output_text": "yes"}, "item": {"messages": messages}}
+    mixed = [{"sample": {"output_text": "yes", "source": "a"}, "item": chat["item"]}]
+    mixed += [{"sample": {"output_text": "yes", "source": "b"}, "item": {"question": messages[-1]["content"]}}]
+    for name, samples in (("mixed", mixed), ("alone", [chat, chat])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
+    files = tokenizer_files(HostContext(place.settings), place.model)
+    read_as = {
+        "a": SOURCE.model_copy(update={"format": "chat"}),
+        "b": DatasetSource(uri="file:///b", format="prompt_completion", prompt_field="question"),
+    }
+    found = list(conversations(tmp_path / "mixed", files, read_as, False))
+    assert found == list(conversations(tmp_path / "alone", files, {"": read_as["a"]}, False))
+    assert [each.refusal for each in found] == [None, None]
 
 
 def test_scores_grade(place, tmp_path) -> None:

@@ -7,16 +7,21 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.sources.download import Download, Downloaded, DownloadRequest
+from longshore.accounts import Room
+from longshore.dataset_runs import DatasetSource
 from shared.errors import InvalidInput
-from shared.runs.dataset_runs import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import stage
 
 ROWS = b'{"prompt": "how many crates?", "completion": "42"}\n' * 50
 
 
-def download(settings: Settings, uri: str, run_id: str = "sft-1", split: str = "train") -> Downloaded:
-    request = DownloadRequest(run_id=run_id, tenant="default", split=split, source=DatasetSource(uri=uri))
+def download(
+    settings: Settings, uri: str, run_id: str = "sft-1", split: str = "train", most: int | None = None
+) -> Downloaded:
+    """`most`: the bytes that the tenant may store; it stores none yet."""
+    source, room = DatasetSource(uri=uri), Room(most=most)
+    request = DownloadRequest(run_id=run_id, tenant="default", split=split, source=source, room=room)
     return ActivityEnvironment().run(Download(HostContext(settings)).download, request)
 
 
@@ -30,9 +35,9 @@ def scratch_of(settings: Settings) -> list[Path]:
     return [path for path in (settings.root_path / "scratch").rglob("*") if path.is_file()]
 
 
-def refusal(settings: Settings, uri: str, run_id: str = "sft-1") -> str:
+def refusal(settings: Settings, uri: str, run_id: str = "sft-1", most: int | None = None) -> str:
     with pytest.raises(InvalidInput) as refused:
-        download(settings, uri, run_id)
+        download(settings, uri, run_id, most=most)
     assert scratch_of(settings) == []
     return str(refused.value)
 

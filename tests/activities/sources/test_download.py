@@ -11,10 +11,9 @@ import pytest
 import zstandard
 
 from shared.errors import DiskFull
-from shared.limits import QuotaSettings
-from shared.storage.paths import LEFT
+from shared.storage.paths import LEFT, RunKeys
 from shared.storage.store import LocalStore, uri_of
-from shared.storage.stored_bytes import Room
+from shared.storage.stored_bytes import stored_of_run
 from tests.activities.sources.downloads import ROWS, download, files_of, refusal, scratch_of, with_limits
 from tests.activities.web_server import Page
 
@@ -184,15 +183,21 @@ def test_a_copy_of_a_tenants_own_upload_does_not_count_again(settings) -> None:
     store, packed = LocalStore(settings.root_path / "store"), gzip.compress(ROWS)
     store.put_bytes("tenants/default/uploads/0/rows.jsonl", ROWS)
     store.put_bytes("tenants/default/uploads/1/rows.jsonl.gz", packed)
-    uploaded = len(ROWS) + len(packed)
-    tight = settings.model_copy(update={"quotas": QuotaSettings(stored_bytes=uploaded + len(ROWS))})
-    room = Room(store, "default", tight.quotas)
-    for run_id in ("sft-1", "sft-2", "sft-2", "sft-3"):
-        assert download(tight, uri_of(store, "tenants/default/uploads/0/rows.jsonl"), run_id).num_bytes == len(ROWS)
-        assert room.left() == len(ROWS)
-    download(tight, uri_of(store, "tenants/default/uploads/1/rows.jsonl.gz"), "sft-4")
-    assert room.left() == len(packed)
-    assert "quota stored_bytes" in refusal(tight, uri_of(store, "tenants/default/uploads/1/rows.jsonl.gz"), "sft-5")
+    plain, compressed = (
+        uri_of(store, f"tenants/default/uploads/{name}") for name in ("0/rows.jsonl", "1/rows.jsonl.gz")
+    )
+
+    def counted(run_id: str) -> int:
+        data = (each.num_bytes for each in stored_of_run(store, "default", run_id) if each.what == "data")
+        return sum(data) - store.head(f"{RunKeys(run_id).dataset('train')}/manifest.json").size
+
+    for run_id in ("sft-1", "sft-2", "sft-2"):
+        assert download(settings, plain, run_id, most=0).num_bytes == len(ROWS)
+        assert counted(run_id) == 0
+    grows = len(ROWS) - len(packed)
+    download(settings, compressed, "sft-3", most=grows)
+    assert counted("sft-3") == grows
+    assert "quota stored_bytes" in refusal(settings, compressed, "sft-4", most=grows - 1)
 
 
 # The disk

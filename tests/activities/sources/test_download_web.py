@@ -17,8 +17,8 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext, locked
 from activities.sources.download import Download, DownloadRequest
+from longshore.dataset_runs import DatasetSource
 from shared.errors import StoreUnavailable
-from shared.runs.dataset_runs import DatasetSource
 from tests.activities.sources.downloads import ROWS, download, files_of, refusal, scratch_of, with_limits
 from tests.activities.web_server import Page, WebServer, serve_pages
 

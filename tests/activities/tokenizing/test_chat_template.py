@@ -2,9 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from activities.formats.messages import Chat
+from activities.sandbox.calls import CODE
 from activities.tokenizing.chat_template import ChatTemplate, Rendered, Unrendered
 from activities.tokenizing.template_process import TemplateProcess, TemplateSource
 from shared.errors import InvalidInput
 from tests.activities.templates import CHATML, HARMONY, SPECIAL, TEMPLATES, open_model, write_model
+from tests.waiting import wait_until
 
 TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "tide", "arguments": {"port": "<nørth> & 'co'"}}}
@@ -243,41 +242,13 @@ def chat(*messages: dict[str, Any]) -> Chat:
 
 
 def test_the_process_gives_what_the_template_gives_and_leaves_nobody_behind() -> None:
-    before = {child.pid for child in psutil.Process().children()}
     with TemplateProcess(source(CHATML), "model") as process:
         [rendered] = process.spans([chat(user("q é"), assistant("a"))], prompts=True)
     assert trained(rendered) == ["a<|im_end|>"]
     assert rendered.prompt == "<|im_start|>user\nq é<|im_end|>\n<|im_start|>assistant\n"
-    assert {child.pid for child in psutil.Process().children()} <= before
-
-
-def test_a_template_process_has_no_limit_of_its_parents_on_processor_time() -> None:
-    """A confined child's limit grows with each of its steps; that of what it started would not.
-
-    In few calls: the parent itself has two seconds, and looking at processes takes longer the more there are.
-    """
-    code = """if True:
-        import resource
-        import psutil
-        from activities.formats.messages import Chat
-        from activities.tokenizing.template_process import TemplateProcess, TemplateSource
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        bound = int(used.ru_utime + used.ru_stime) + 2
-        resource.setrlimit(resource.RLIMIT_CPU, (bound, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-        from tests.activities.templates import CHATML
-        loops = "{% for a in range(20) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-        slow = TemplateSource(loops + CHATML, {}, ["<|im_start|>", "<|im_end|>"])
-        with TemplateProcess(slow, "model") as process:
-            turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            for _ in range(200):
-                process.spans([Chat("row", turns, None, [0.0, 1.0])])
-                child = psutil.Process(process._child.pid)
-                if sum(sum(each.cpu_times()[:2]) for each in [child, *child.children(recursive=True)]) > 4:
-                    print("over")
-                    break
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout == "over\n", done.stderr[-1000:]
+    assert CODE._process is not None
+    launcher = psutil.Process(CODE._process.pid)
+    wait_until(lambda: len(launcher.children(recursive=True)) == 1, "only the server is left")
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -304,7 +275,7 @@ def test_a_template_that_eats_memory_is_stopped() -> None:
 @pytest.mark.parametrize(
     ("number", "error", "words"),
     [
-        (signal.SIGSEGV, InvalidInput, "model: the chat template ended"),
+        (signal.SIGSEGV, InvalidInput, r"model: the chat template .*SIGSEGV"),
         (signal.SIGKILL, RuntimeError, "killed by signal 9"),
         (signal.SIGTERM, RuntimeError, "killed by signal 15"),
     ],
@@ -312,15 +283,10 @@ def test_a_template_that_eats_memory_is_stopped() -> None:
 def test_a_child_that_dies_is_an_error_and_its_users_own_only_if_nobody_killed_it(
     number: int, error: type[Exception], words: str
 ) -> None:
-    before = {child.pid for child in psutil.Process().children()}
     with TemplateProcess(source(CHATML), "model") as process:
-        [child] = [child for child in psutil.Process().children() if child.pid not in before]
-        tree = [child, *child.children(recursive=True)]
+        assert CODE._process is not None
+        *_, child = psutil.Process(CODE._process.pid).children(recursive=True)
         child.send_signal(number)
-        end = time.monotonic() + 20  # not psutil's wait, which would take its end away from us
-        while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in tree):
-            assert time.monotonic() < end
-            time.sleep(0.01)
         with pytest.raises(error, match=words):
             process.spans([chat(user("q"), assistant("a"))])
 

@@ -11,12 +11,11 @@ from activities.host_context import HostContext
 from activities.packing import PackRequest, write_plan
 from activities.tokenizing.render_prompts import PromptsRequest, write_prompts
 from activities.tokenizing.tokenize import PreviewDataset, TokenizeRequest, preview_of, write_units
+from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact
+from longshore.previews import Cut, Preview, PreviewRequest, PreviewStart
 from shared.errors import InvalidInput
-from shared.jobs.bins import Cut
 from shared.jobs.packed import Units
-from shared.runs.dataset_runs import DatasetSource
-from shared.runs.previews import Preview, PreviewRequest, PreviewStart
 from shared.settings import DownloadSettings, Settings
 from tests.activities.templates import open_model, write_model
 

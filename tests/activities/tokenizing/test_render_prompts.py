@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,15 +20,16 @@ from activities.tokenizing.render_prompts import (
     PromptsRequest,
     RenderPrompts,
     ids_before_answers,
+    mix_rows,
     write_prompts,
 )
 from activities.tokenizing.tokenize import TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer
 from examples.tiny_model import train_tokenizer
+from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
-from shared.runs.dataset_runs import DatasetSource
 from shared.settings import Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
 from shared.storage.store import LocalStore
@@ -282,3 +284,27 @@ def test_the_activity_renders_the_same_rows_once(tiny_model: Path, tmp_path: Pat
     with PromptsFile(stage(first.prompts, own.root_path / "cache", own.s3)) as file:
         assert file[0].token_ids == first.probe
     assert not list((tmp_path / "machine" / "scratch").iterdir())
+
+
+def test_prompts_of_a_mixture_keep_their_rows_and_name_their_source(
+    models: dict[str, ModelTokenizer], tmp_path: Path
+) -> None:
+    chat, _ = prompts(tmp_path / "a", models["chatml"], *({"messages": turns((USER, f"a {n}"))} for n in range(3)))
+    long = ({"question": text} for text in ("short", "much too long " * 50, "brief"))
+    field, report = prompts(
+        tmp_path / "b", models["chatml"], *long, prompt_field="question", max_prompt_tokens=60, max_lost_fraction=0.5
+    )
+    assert report.num_too_long == 1
+    (tmp_path / "mixed").mkdir()
+    mix_rows({"chats": tmp_path / "a" / "prompts", "2": tmp_path / "b" / "prompts"}, tmp_path / "mixed")
+    with PromptsFile(tmp_path / "mixed") as file:
+        rows = [file[number] for number in range(len(file))]
+    named = [("chats", row) for row in chat] + [("2", row) for row in field]
+    assert rows == [replace(row, source=name, place=f"{name}/{row.place}") for name, row in named]
+    assert rows[3].place == "2/rows.jsonl:1"
+    mixed = PromptsReport.model_validate_json((tmp_path / "mixed" / "report.json").read_bytes())
+    assert (mixed.num_rows, mixed.num_prompts, mixed.num_too_long) == (6, 5, 1)
+    assert {name: (each.format, each.num_prompts) for name, each in mixed.sources.items()} == {
+        "chats": ("chat", 3),
+        "2": ("prompt_completion", 2),
+    }

@@ -18,11 +18,11 @@ from activities.host_context import HostContext
 from activities.tokenizing.chat_template import WeightedSpan
 from activities.tokenizing.tokenize import Tokenize, TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer, tokenizer_files
+from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact
+from longshore.previews import Report
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
-from shared.runs.dataset_runs import DatasetSource
-from shared.runs.previews import Report
 from shared.settings import S3Settings, Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
 from shared.storage.store import LocalStore
@@ -52,6 +52,15 @@ def rows_in(folder: Path, *rows: Any) -> Path:
 def tokenize(tmp_path: Path, tokenizer: ModelTokenizer, *rows: Any, **fields: Any) -> tuple[list[Unit], Report]:
     report = write_units(rows_in(tmp_path, *rows), tokenizer, request_of(**fields), tmp_path / "units")
     return units_in(tmp_path / "units"), report
+
+
+def ids_up_to(unit: Any, token: int) -> list[int]:
+    """The sequence that ends with a token of a tree."""
+    ids = []
+    while token >= 0:
+        ids.append(int(unit.token_id_T[token]))
+        token = int(unit.parent_T[token])
+    return ids[::-1]
 
 
 def units_in(folder: Path) -> list[Unit]:

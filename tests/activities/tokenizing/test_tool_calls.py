@@ -13,10 +13,9 @@ from pydantic import ValidationError
 from activities.host_context import HostContext
 from activities.sampling.questions import ChatPrompts, chat_completion, text_before_calls, told_calls
 from longshore.fields import Artifact
-from service.apis.openai.answering import ChatChunks
-from service.inference.questions import PartialAnswer
 from shared.chat.completions import CompletionResponse
 from shared.chat.messages import ChatCompletion, ChatRequest
+from shared.chat.streams import ChatChunks, StreamStart
 from shared.settings import Settings
 from shared.storage.artifacts import seal
 from tests.activities.templates import write_model
@@ -88,7 +87,7 @@ def test_a_call_ends_the_answer_whole_and_in_a_stream() -> None:
     assert choice.message.tool_calls is not None
     [call] = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("tide", {"port": "nørth", "day": 2})
-    chunks = ChatChunks(PartialAnswer(), "m")
+    chunks = ChatChunks(StreamStart(answer_id="chatcmpl-1", created=1), "m")
     grown = [text_before_calls(SAID[:n]) for n in range(len(SAID))]
     early = [chunk for text in grown for chunk in chunks.grown((text,))]
     sent = [chunk.choices[0] for chunk in (*early, *chunks.rest(answer))]

@@ -24,11 +24,11 @@ from activities.tokenizing.tokenize import TokenizeRequest, preview_of, write_un
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
 from activities.tokenizing.units import Tally
 from activities.trajectories.read_groups import BrokenTrajectory, Conversations
+from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact
+from longshore.previews import PreviewRequest
 from shared.chat.trajectories import ChatTrajectory
 from shared.errors import InvalidInput
-from shared.runs.dataset_runs import DatasetSource
-from shared.runs.previews import PreviewRequest
 from shared.settings import Settings
 from shared.storage.artifacts import seal
 from tests.activities.templates import CHATML, LLAMA, QWEN, SPECIAL, TEMPLATES, open_model, tokenizer_json
@@ -574,7 +574,7 @@ def test_thoughts_that_a_template_cuts_are_counted(tmp_path: Path) -> None:
     row = {"messages": [ASK, thoughtful, ASK, thoughtful]}
     [batch] = encoded(open_dataset(folder_of(tmp_path, row, row), DatasetSource(uri="file:///rows")), model_of(QWEN))
     tally = Tally("chat", 100)
-    tally.add_warnings_of(batch.control_tokens, batch.hidden_thoughts)
+    tally.add_warnings_of(batch.control_tokens, batch.dropped_reasoning)
     told = "the chat template leaves the thoughts of earlier turns out of 2 rows; first: rows.jsonl:1"
     assert tally.report().warnings == (told,)
     opened = open_prompts(folder_of(tmp_path, row), DatasetSource(uri="file:///rows"))
@@ -758,7 +758,7 @@ def check_rule(template: ChatTemplate, row: dict[str, Any]) -> None:
             for key, value in json.loads(call["function"]["arguments"]).items():
                 assert key in whole and said_in(whole, str(value))
     assert all((tool.get("function") or tool)["name"] in whole for tool in row["tools"] or ())
-    assert hidden == found.hidden_thoughts
+    assert hidden == found.dropped_reasoning
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     asked = template.asked(messages[:last], tools).text
     own = found.text[found.spans[-1].start :]

@@ -14,10 +14,10 @@ from activities.host_context import HostContext
 from activities.records.run_records import BeginRequest, RunRecords
 from activities.tracking.track import RunLines, Track, Tracked, TrackRequest
 from activities.tracking.wandb_writer import STEP, Done, History, HistoryRow, Line, TrainStep
+from longshore.runs import RunRecord, Source, WandbRun
+from longshore.views import RunStatus
 from shared.runs.events import read_run_events
-from shared.runs.requests import RunRecord, Source, WandbRun
 from shared.runs.start import result_sha256
-from shared.runs.status import RunStatus
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
@@ -90,6 +90,7 @@ def test_train_steps_stand_beside_the_workers_numbers(settings: Settings, store:
     assert [row[STEP] for row in history] == sorted(row[STEP] for row in history)
 
 
+@pytest.mark.deep
 def test_train_steps_are_followed_while_a_run_goes_on(settings: Settings, store: ObjectStore) -> None:
     """Each comes behind its own job's events, also when it comes on record after they were read."""
     put_train_step(store, "rl-2", train_step(1, 2), range(1, 3), with_record=False)
@@ -156,8 +157,9 @@ def kept(settings: Settings) -> list[str]:
     return sorted(path.name for path in (settings.root_path / "wandb").iterdir())
 
 
-def test_one_process_writes_more_runs_than_it_has_open_at_a_time(settings: Settings, store: ObjectStore) -> None:
-    run_ids = [f"sft-many{n}" for n in range(24)]
+@pytest.mark.deep
+def test_few_processes_write_many_runs(settings: Settings, store: ObjectStore) -> None:
+    run_ids = [f"sft-many{n}" for n in range(12)]
     for run_id in run_ids:
         put_log(store, run_id, FIRST, WHOLE_RUN)
         end_run(store, run_id)
@@ -178,7 +180,7 @@ def test_one_process_writes_more_runs_than_it_has_open_at_a_time(settings: Setti
     finally:
         done.set()
         watching.join()
-    assert most == 1
+    assert 1 <= most <= 8
     assert kept(settings) == sorted(run_ids)
     for run_id in run_ids:
         assert set(named(read_offline(settings.root_path / "wandb" / run_id)[1], "train/loss")) == {1, 2, 3, 4, 5}
@@ -186,7 +188,7 @@ def test_one_process_writes_more_runs_than_it_has_open_at_a_time(settings: Setti
 
 @pytest.mark.parametrize("victim", drawn(["activities.tracking.wandb_writer", "wandb-core"], 1))
 def test_what_a_killed_writer_had_in_hand_is_written_again(victim: str, settings: Settings, store: ObjectStore) -> None:
-    """Each time that the writer has opened runs, until a third of them is written: no step is lost, or there twice."""
+    """Each time that runs are open, until a part of them is written: no step is lost, or there twice."""
     run_ids = [f"sft-killed{n}" for n in range(12)]
     for run_id in run_ids:
         put_log(store, run_id, FIRST, WHOLE_RUN)
@@ -196,7 +198,7 @@ def test_what_a_killed_writer_had_in_hand_is_written_again(victim: str, settings
     def kill() -> None:
         nonlocal kills
         while not done.wait(0.02) and kills < 2:
-            if list((settings.root_path / "wandb").glob(".writer-*/runs/*/wandb/offline-run-*")):
+            if list((settings.root_path / "wandb").glob(".writer-*/run/wandb/offline-run-*")):
                 for process in psutil.Process(os.getpid()).children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         if victim in " ".join(process.cmdline()):
@@ -289,7 +291,7 @@ def test_who_followed_a_run_ends_when_it_was_resumed_before_its_result_was_seen(
             assert ActivityEnvironment().run(record.begin, asked).status == ended
             return await asyncio.wait_for(following, 300)
         finally:
-            await activity.close()
+            activity.close()
 
     assert asyncio.run(follow()).num_events == len(WHOLE_RUN)
 
@@ -305,7 +307,7 @@ def test_cancelled_activity_writes_what_is_there(settings: Settings, store: Obje
         try:
             await following
         finally:
-            await activity.close()
+            activity.close()
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(follow())

@@ -1,6 +1,5 @@
 """Runs that cannot be written: W&B is away, a writer dies or does not answer."""
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -12,23 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 from temporalio.exceptions import ApplicationError
-from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.tracking.track import Track, Tracked, TrackRequest, Tries, Writer, WriterLost
-from activities.tracking.wandb_writer import STEP, Done, HistoryRow, WriterStart
+from activities.tracking.track import NotWritten, Track, Writer
+from activities.tracking.wandb_writer import STEP, HistoryRow, WriterStart
 from shared.settings import Settings
 from shared.storage.store import ObjectStore
-from tests.activities.tracking.tracked_runs import (
-    FIRST,
-    RUN,
-    WHOLE_RUN,
-    end_run,
-    named,
-    put_log,
-    read_offline,
-    track,
-)
+from tests.activities.tracking.tracked_runs import FIRST, WHOLE_RUN, end_run, named, put_log, read_offline, track
 
 
 @pytest.fixture
@@ -48,6 +37,7 @@ def hanging_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("port", ["dead_port", "hanging_port"])
 def test_unreachable_wandb_is_a_warning_and_an_offline_run(
     port: str,
@@ -90,6 +80,7 @@ def _writers() -> list[str]:
     return found
 
 
+@pytest.mark.deep
 def test_a_run_that_cannot_be_written_at_all_is_tried_again_later(
     settings: Settings, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,70 +92,20 @@ def test_a_run_that_cannot_be_written_at_all_is_tried_again_later(
     assert not raised.value.non_retryable and raised.value.next_retry_delay
 
 
-def test_a_run_is_written_however_often_others_of_its_writer_get_no_answer(
-    settings: Settings, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("activities.tracking.track.POLL_S", 0.01)
-    put_log(store, "sft-12", FIRST, WHOLE_RUN)
-    end_run(store, "sft-12")
-    activity = Track(HostContext(settings))
-
-    async def follow() -> Tracked:
-        following = None
-        try:
-            for _ in range(4):
-                async with (await activity._writer._running()).used() as hanging:
-                    writer = psutil.Process(hanging._process._process.pid)
-                    writer.suspend()
-                    following = following or asyncio.ensure_future(
-                        ActivityEnvironment().run(activity.track, TrackRequest(run_id="sft-12", run=RUN))
-                    )
-                    while len(list(hanging.folder.parent.iterdir())) < 2:  # noqa: ASYNC110 - the other has no event
-                        await asyncio.sleep(0.01)
-                    with pytest.raises(WriterLost, match="did not close"):
-                        await hanging.close(0.05)
-                    await asyncio.to_thread(writer.wait)
-            return await following
-        finally:
-            await activity.close()
-
-    assert asyncio.run(follow()).warning is None
-    assert set(named(read_offline(settings.root_path / "wandb" / "sft-12")[1], "train/loss")) == {1, 2, 3, 4, 5}
-
-
-def test_only_tries_in_a_row_that_bring_nothing_new_are_counted() -> None:
-    tries = Tries()
-    for step in (1, 2, 3):
-        tries.opened(Done(step=step))
-        tries.failed(WriterLost("it did not write in time"))
-        assert tries.num_vain == 1
-    tries.opened(Done(step=3))
-    tries.failed(WriterLost("it did not write in time"))
-    assert tries.num_vain == 2
-
-
 async def test_a_writer_that_does_not_answer_is_ended_and_another_takes_its_place(tmp_path: Path) -> None:
     start = WriterStart(
-        run_id="r",
-        name="r",
-        project="p",
-        kind="sft",
-        mode="offline",
-        folder=tmp_path,
-        init_timeout_s=5.0,
-        config={},
+        run_id="r", name="r", project="p", kind="sft", mode="offline", folder=tmp_path, init_timeout_s=5.0, config={}
     )
-    writer = Writer(tmp_path)
     before = set(psutil.Process().children())
-    async with writer.opened(start) as run:
-        [process] = set(psutil.Process().children()) - before
-        process.suspend()
-        with pytest.raises(WriterLost, match="did not close within 1 s"):
-            await run.close(1.0)
-    async with writer.opened(start) as run:
-        await run.write([HistoryRow(values={STEP: n}) for n in range(1, 1000)])
-        await run.close(60.0)
-    await writer.close()
+    with pytest.raises(NotWritten, match="did not end within 1 s"):
+        async with Writer.opened(tmp_path, start) as writer:
+            [process] = set(psutil.Process().children()) - before
+            process.suspend()
+            await writer.close(1.0)
+    async with Writer.opened(tmp_path, start) as writer:
+        await writer.write([HistoryRow(values={STEP: n}) for n in range(1, 1000)])
+        await writer.close(60.0)
+        assert list(writer.folder.rglob("*.wandb"))
     assert not process.is_running() and not _writers()
     assert not _scratch(tmp_path)
 

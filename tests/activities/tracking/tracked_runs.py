@@ -10,12 +10,13 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.tracking.track import Track, Tracked, TrackRequest
 from activities.tracking.wandb_writer import STEP
+from longshore.dataset_runs import DatasetSource, SFTRun
+from longshore.events import Evaluated, EvaluationSample, Event, Offloaded, Started, Step, Succeeded
+from longshore.fields import Fence
+from longshore.runs import RLRun
 from longshore.training import Lora
-from shared.jobs.events import Evaluated, EvaluationSample, Event, Offloaded, Started, Step, Succeeded
-from shared.runs.dataset_runs import DatasetSource, SFTRun
-from shared.runs.requests import RLRun
-from shared.runs.status import StepStatus
-from shared.storage.paths import Fence, RunKeys
+from longshore.views import StepStatus
+from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
 
 RUN = SFTRun(
@@ -82,14 +83,14 @@ def track(activity: Track, run_id: str, run: SFTRun | RLRun = RUN) -> Tracked:
 
 
 def track_all(activity: Track, run_ids: list[str], run: SFTRun | RLRun = RUN) -> list[Tracked]:
-    """Follow runs side by side, and end the writer then."""
+    """Follow runs side by side."""
 
     async def follow() -> list[Tracked]:
         requests = [TrackRequest(run_id=run_id, run=run) for run_id in run_ids]
         try:
             return await asyncio.gather(*(ActivityEnvironment().run(activity.track, each) for each in requests))
         finally:
-            await activity.close()
+            activity.close()
 
     return asyncio.run(follow())
 

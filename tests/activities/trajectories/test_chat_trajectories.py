@@ -22,9 +22,9 @@ from activities.trajectories.read_groups import (
     sequences_of,
 )
 from longshore.fields import Artifact
+from longshore.views import StepStatus
 from shared.chat.trajectories import ChatTrajectory, Trajectory
 from shared.errors import InvalidInput
-from shared.runs.status import StepStatus
 from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import seal
 from tests.activities.groups import rl_run, trajectory, write_groups
@@ -323,10 +323,7 @@ def test_groups_may_mix_both_forms_and_arts_json_is_read(
     ("changes", "rule"),
     [
         ({"messages": []}, "trajectories.0.messages: "),
-        (
-            {"additional_histories": [{"messages_and_choices": []}]},
-            "trajectories.0.additional_histories.0.messages",
-        ),
+        ({"additional_histories": [{"messages_and_choices": []}]}, "trajectories.0.additional_histories.0.messages"),
         ({"rewards": 1}, "trajectories.0.rewards: there is no such field"),
         ({"token_ids": [1]}, "trajectories.0.token_ids: there is no such field"),
     ],

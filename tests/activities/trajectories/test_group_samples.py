@@ -25,9 +25,10 @@ from activities.trajectories.group_samples import (
 from activities.trajectories.pack_trajectories import rollout_metrics
 from activities.trajectories.read_groups import GroupsRead, Rules, parse_groups, read_groups, sequences_of
 from longshore.fields import Artifact
+from longshore.grading import SampleGrade
 from shared.errors import InvalidInput
-from shared.grading import SampleGrade, parse_grader
 from shared.jobs.packed import RouteShape
+from shared.runs.acceptance import parse_grader
 from shared.settings import Settings
 from shared.storage.artifacts import seal, stage, upload_artifact
 from shared.storage.store import LocalStore, open_store
@@ -83,14 +84,16 @@ def redrawn_of(tmp_path: Path, group: SampledGroup, *found: float) -> Drawn:
     return Drawn(completions=artifacts[0], grades=artifacts[1])
 
 
-def grouped(tmp_path: Path, found: list[SampleGrade], **fields: Any) -> tuple[Grouped, GroupsRead]:
+def grouped(
+    tmp_path: Path, found: list[SampleGrade], drawn: list[SampledGroup] | None = None, **fields: Any
+) -> tuple[Grouped, GroupsRead]:
     store = LocalStore(tmp_path / "given")
     folders = {name: tmp_path / name for name in ("completions", "samples", "grades", "prompts")}
     for folder in folders.values():
         folder.mkdir(exist_ok=True)
     write_rows((PromptRow(f"rows.jsonl:{number}", (1,), {}) for number in range(11)), folders["prompts"])
     with PromptsFile(folders["prompts"]) as prompts:
-        write_samples(groups(), prompts, folders["completions"], folders["samples"])
+        write_samples(drawn or groups(), prompts, folders["completions"], folders["samples"])
     (folders["grades"] / GRADES).write_text("".join(grade.model_dump_json() + "\n" for grade in found))
     failed = [grade for grade in found if grade.grade is None]
     summary = GradeSummary(
@@ -254,10 +257,7 @@ def test_what_was_drawn_again_takes_the_place_of_equal_grades(tmp_path: Path) ->
         )
         return groups()[1].model_copy(update={"samples": tuple(samples)})
 
-    rounds = (
-        redrawn_of(tmp_path, again(0), *[0.25] * GROUP_SIZE),
-        redrawn_of(tmp_path, again(50), *[0.0] * 7, 1.0),
-    )
+    rounds = (redrawn_of(tmp_path, again(0), *[0.25] * GROUP_SIZE), redrawn_of(tmp_path, again(50), *[0.0] * 7, 1.0))
     once, _ = grouped(tmp_path, equal, tells_equal=True, redrawn=rounds[:1])
     assert once.equal_groups == (1,)
     twice, read = grouped(tmp_path, equal, tells_equal=True, redrawn=rounds)
@@ -291,3 +291,19 @@ def test_routes_of_what_was_drawn_again_lie_behind_the_first(tmp_path: Path) -> 
         assert found.ravel().tolist() == [2] * 5
     with pytest.raises(InvalidInput, match="of another sequence"):
         RoutesFile([folders[0][0]], shape).of_sequence(one["token_ids"], 3, tuple(one["routes"]))
+
+
+def test_prompts_and_rewards_of_a_step_are_told_by_source(tmp_path: Path) -> None:
+    """Of what is trained in the end: grades of groups that were drawn again replace the first."""
+    found = [group.model_copy(update={"source": name}) for group, name in zip(groups(), ("a", "b", "a"), strict=True)]
+    lost = [grade.model_copy(update={"grade": None, "error": "none"}) for grade in grades()[8:16]]
+    told, _ = grouped(tmp_path, [*grades()[:8], *lost, *grades()[16:]], found, max_ungraded_fraction=0.5)
+    mean = sum(n / 10 for n in (*range(8), *range(16, 24))) / 16
+    assert told.metrics == {"samples": 24, "ungraded_share": 1 / 3, "prompts_a": 2, "prompts_b": 1,
+        "reward_mean_a": pytest.approx(mean)}  # fmt: skip
+    again = redrawn_of(tmp_path, found[2], *[3.0] * 8)
+    told, _ = grouped(tmp_path, grades(), found, redrawn=(again,))
+    assert told.metrics["reward_mean_a"] == pytest.approx((sum(n / 10 for n in range(8)) + 24) / 16)
+    assert told.metrics["prompts_a"] == 2
+    (tmp_path / "alone").mkdir()
+    assert set(grouped(tmp_path / "alone", grades())[0].metrics) == {"samples", "ungraded_share"}

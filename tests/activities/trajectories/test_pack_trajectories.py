@@ -18,15 +18,14 @@ from activities.trajectories.pack_trajectories import (
     mini_batches,
     sequence_of,
 )
-from longshore.fields import Artifact
+from longshore.fields import Artifact, Fence
+from longshore.views import CheckpointRef, StepStatus
 from shared.chat.trajectories import Trajectory
 from shared.errors import InvalidInput
 from shared.jobs.packed import Plan, Units
 from shared.jobs.prefix_tree import SequenceRow, split_tree
-from shared.runs.status import CheckpointRef, StepStatus
 from shared.settings import DownloadSettings, Settings
 from shared.storage.artifacts import stage
-from shared.storage.paths import Fence
 from tests.activities.groups import group, random_groups, rl_run, write_groups
 
 

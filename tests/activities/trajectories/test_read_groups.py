@@ -118,9 +118,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 def test_long_answers_lose_reward_by_how_near_the_limit_they_are(tmp_path: Path) -> None:
     """With a limit of 64 and 20 tokens before it: nothing up to 44, half of the penalty at 54, all of it from 64 on."""
     lengths = [10, 44, 54, 63]
-    longer = {
-        "trajectories": [trajectory(1.0, prompt=1, answer=(5,) * num, policy_version=4) for num in lengths],
-    }
+    longer = {"trajectories": [trajectory(1.0, prompt=1, answer=(5,) * num, policy_version=4) for num in lengths]}
     overlong = {"buffer_tokens": 20, "penalty": 0.5}
     [rewards] = read(tmp_path / "rows.jsonl", longer, overlong=overlong).groups
     assert [one.reward for one in rewards] == pytest.approx([1.0, 1.0, 0.75, 1 - 0.5 * 19 / 20])

@@ -10,6 +10,7 @@ import pytest
 from activities.host_context import HostContext
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories, StepReport
 from activities.trajectories.read_groups import BrokenTrajectory, Conversations, PublishedPolicy, RememberedAnswers
+from longshore.views import StepStatus
 from shared.chat.messages import CalledFunction, ToolCall
 from shared.chat.trajectories import (
     AnswerLookup,
@@ -23,7 +24,6 @@ from shared.chat.trajectories import (
     prune_answers,
     remember,
 )
-from shared.runs.status import StepStatus
 from shared.settings import DownloadSettings, Settings
 from shared.storage.store import LocalStore, ObjectStore, open_store, open_uri
 from tests.activities.groups import rl_run, write_groups

@@ -1,14 +1,17 @@
-"""Muon, LoRA+ and groups of decay: beside plain torch, torch's own and PEFT's, on both engines, whatever the layout."""
+"""Muon, LoRA+ and groups of decay: beside plain torch, torch's own and PEFT's. Over ranks: test_plans.py."""
 
-import json
+import math
+from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from longshore.layout import Layout
-from longshore.training import Adam, Muon
+from longshore.training import Adam, Muon, Optimizer
 from megatron_worker.megatron.optimizer import MegatronOptimizer, arrange
 from megatron_worker.megatron.parallel import join_mesh
 from megatron_worker.optimizers import groups_of, orthogonal
@@ -16,12 +19,65 @@ from megatron_worker.tensors.slot_engine import gradient_noise
 from shared.families.tensor_slices import TensorSlice
 from tests.depth import drawn
 from tests.megatron_worker.driving import LOSS, train
-from tests.megatron_worker.engines import checkpoint_bytes, furthest, gradient, start
-from tests.megatron_worker.optimizers import references
-from tests.megatron_worker.optimizers.optimizer_ranks import RATES, STEPS, Trial, do
-from tests.megatron_worker.rows import bin_of, distinct_model, random_rows, total_weight
+from tests.megatron_worker.engines import furthest, gradient, start
+from tests.megatron_worker.launch import in_turn, on_ranks
+from tests.megatron_worker.parallel_ranks import accumulate
+from tests.megatron_worker.rows import Row, bin_of, distinct_model, random_rows, reference_loss, total_weight
 from tests.megatron_worker.scores import transformers_model
-from tests.megatron_worker.trials import run_trials
+
+
+def orthogonal_reference(matrix: Tensor, num_steps: int) -> Tensor:
+    """Jordan's quintic iteration, an element of its polynomial at a time."""
+    x = matrix / (matrix.norm() + 1e-30)
+    for _ in range(num_steps):
+        symmetric = x @ x.T
+        x = 3.4445 * x - 4.7750 * symmetric @ x + 2.0315 * symmetric @ symmetric @ x
+    return x
+
+
+def is_of_layer(name: str, p: Tensor) -> bool:
+    return p.ndim == 2 and (".layers." in name or ".lora_" in name)
+
+
+class Reference:
+    """Steps of `optimizer`. Muon's are of whole matrices, in the parameters' dtype."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
+        self.named, self.optimizer, self.count = [(n, p) for n, p in named if p.requires_grad], optimizer, 0
+        self.states = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.named}
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        o, self.count = self.optimizer, self.count + 1
+        if o.clip_norm:
+            nn.utils.clip_grad_norm_([p for _, p in self.named], o.clip_norm)
+        for name, p in self.named:
+            rate = learning_rate * (o.lora_plus_ratio if ".lora_B" in name else 1)
+            decays = o.decay == "all" or (p.ndim >= 2 and "embed" not in name)
+            p *= 1 - rate * (o.weight_decay if decays else 0)
+            mean, square = self.states[name]
+            if o.kind == "muon" and is_of_layer(name, p):
+                mean.copy_(o.momentum * mean + (1 - o.momentum) * p.grad)
+                direction = o.momentum * mean + (1 - o.momentum) * p.grad if o.nesterov else mean
+                sizes = p.shape
+                scale = (
+                    0.2 * math.sqrt(max(sizes)) if o.scale == "match_rms_adamw" else max(1, sizes[0] / sizes[1]) ** 0.5
+                )
+                p -= rate * scale * orthogonal_reference(direction, o.newton_schulz_steps)
+            else:
+                mean.copy_(o.beta1 * mean + (1 - o.beta1) * p.grad)
+                square.copy_(o.beta2 * square + (1 - o.beta2) * p.grad**2)
+                corrected = (square / (1 - o.beta2**self.count)).sqrt() + o.eps
+                p -= rate * mean / (1 - o.beta1**self.count) / corrected
+            p.grad = None
+
+
+def train_reference(model: Any, steps: Sequence[Sequence[Row]], optimizer: Optimizer, learning_rate: float) -> None:
+    reference = Reference(list(model.named_parameters()), optimizer)
+    for rows in steps:
+        reference_loss(model, rows).backward()
+        reference.step(learning_rate)
+
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,6 +96,8 @@ OPTIMIZERS = {
     ),
     "matrices": Adam(weight_decay=3.0, decay="matrices", eps=1e-5),
 }
+RATES = {"lora": 3e-3, "full": 3e-4}
+STEPS = [[rows[:2], rows[2:]] for rows in (random_rows([40, 17, 90, 25], seed=s) for s in range(4))]
 ROWS = [random_rows([40, 17, 90, 25], seed=step % 4) for step in range(10)]
 BINS = [[rows[:2], rows[2:]] for rows in ROWS]
 
@@ -54,7 +112,7 @@ def test_singular_values_are_near_one_and_those_of_each_matrix_alone(shape):
     values = torch.linalg.svdvals(found)
     assert values.min() > 0.6
     assert values.max() < 1.3
-    alone = [references.orthogonal(m.double(), 5) for m in matrix.view(-1, *shape[-2:])]
+    alone = [orthogonal_reference(m.double(), 5) for m in matrix.view(-1, *shape[-2:])]
     assert (found.view(-1, *shape[-2:]) - torch.stack(alone)).abs().max() <= 1e-5
     assert not orthogonal(torch.zeros(shape), 5, torch.float32).any()
 
@@ -63,7 +121,7 @@ def test_singular_values_are_near_one_and_those_of_each_matrix_alone(shape):
 def test_ten_steps_of_all_weights_are_plain_torch_s(tmp_path, engine, name, tied):
     model = distinct_model(tmp_path / "model", "qwen2" if not tied else "qwen3", tied)
     reference = transformers_model(model)
-    references.train(reference, ROWS, OPTIMIZERS[name], RATES["full"])
+    train_reference(reference, ROWS, OPTIMIZERS[name], RATES["full"])
     driven = start(engine, model, "full")
     train(driven, BINS, OPTIMIZERS[name], RATES["full"])
     ours, theirs = dict(driven.named_weights()), dict(reference.named_parameters())
@@ -78,7 +136,7 @@ def test_ten_steps_of_all_weights_are_plain_torch_s(tmp_path, engine, name, tied
 def test_ten_steps_of_an_adapter_are_plain_torch_s(model, tmp_path, engine, optimizer):
     driven = start(engine, model, "lora")
     reference = in_peft(driven, model, tmp_path)
-    references.train(reference, ROWS, optimizer, 1e-3)
+    train_reference(reference, ROWS, optimizer, 1e-3)
     train(driven, BINS, optimizer, 1e-3)
     assert furthest(weights(driven, tmp_path / "end"), peft_weights(reference, tmp_path)) <= 1e-5
 
@@ -91,7 +149,7 @@ def test_ten_steps_of_lora_plus_are_peft_s(model, tmp_path, engine):
     settings = {"lr": 1e-3, "loraplus_lr_ratio": 8.0, "loraplus_weight_decay": 0.1, "eps": 1e-5}
     theirs = create_loraplus_optimizer(reference, torch.optim.AdamW, **settings)
     for rows in ROWS:
-        references.reference_loss(reference, rows).backward()
+        reference_loss(reference, rows).backward()
         theirs.step()
         theirs.zero_grad()
     train(driven, BINS, Adam(lora_plus_ratio=8.0, weight_decay=0.1, eps=1e-5, clip_norm=0), 1e-3)
@@ -167,66 +225,6 @@ def test_groups_are_what_their_names_say():
         assert groups_of([stack])["p"].is_layers == groups_of([stack])["p"].is_matrix == is_matrix
 
 
-# Layouts, and kills.
-
-LORA_PLUS = Muon(weight_decay=0.1, lora_plus_ratio=4.0, eps=1e-5)
-DP2, TP2, SP2 = Layout(dp=2), Layout(tp=2), Layout(tp=2, sp=True)
-ALL_TRIALS = [
-    {"kind": "full", "layout": DP2, "optimizer": MUON},
-    {"kind": "full", "layout": TP2, "optimizer": MUON},
-    {"kind": "lora", "layout": DP2, "optimizer": LORA_PLUS},
-    {"kind": "lora", "layout": SP2, "optimizer": LORA_PLUS},
-    {"kind": "full", "layout": Layout(pp=2), "optimizer": OPTIMIZERS["muon original"]},
-    {"kind": "full", "layout": DP2, "optimizer": OPTIMIZERS["matrices"]},
-    {"kind": "lora", "layout": DP2, "optimizer": MUON, "states": "8bit"},
-    {"kind": "full", "layout": DP2, "optimizer": MUON, "engine": "fsdp"},
-    {"kind": "full", "layout": TP2, "optimizer": MUON, "engine": "fsdp"},
-    {"kind": "lora", "layout": DP2, "optimizer": LORA_PLUS, "engine": "fsdp"},
-    {"kind": "full", "layout": Layout(dp=2, ep=2), "optimizer": MUON, "model": "gpt_oss"},
-    {"kind": "full", "layout": Layout(dp=2, ep=2), "optimizer": MUON, "model": "qwen3_moe"},
-    {"kind": "full", "layout": DP2, "optimizer": MUON, "model": "qwen3_moe", "engine": "fsdp"},
-    {"kind": "lora", "layout": DP2, "optimizer": MUON, "measures": True},
-    {"kind": "full", "layout": DP2, "optimizer": MUON, "measures": True},
-    {"kind": "lora", "layout": DP2, "optimizer": MUON, "measures": True, "engine": "fsdp"},
-]
-TRIALS = drawn(ALL_TRIALS, 4, always=[trial for trial in ALL_TRIALS if "measures" in trial])
-
-
-def in_words(trial):
-    words = [
-        f"{v.label}" if isinstance(v, Layout) else v for k, v in trial.items() if k not in ("optimizer", "measures")
-    ]
-    return "-".join([*words, trial["optimizer"].kind])
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """All trials done by two ranks; and a folder for what one does."""
-    folder = tmp_path_factory.mktemp("optimizers")
-    models = {f: distinct_model(folder / f, f, num_kv_heads=2) for f in ("qwen3", "qwen3_moe", "gpt_oss")}
-    trials = {
-        in_words(t): Trial(**t | {"model": models[t.get("model", "qwen3")]}) for t in TRIALS if "measures" not in t
-    }
-    measured = [Trial(**t | {"model": models["qwen3"]}) for t in TRIALS if "measures" in t]
-    run_trials("optimizers.optimizer_ranks", folder, [*trials.values(), *measured], 2, 580)
-    return folder, trials, measured
-
-
-@pytest.mark.parametrize("name", [in_words(t) for t in TRIALS if "measures" not in t])
-def test_two_ranks_give_one_rank_s_weights_and_after_a_kill_their_own_bits(results, name):
-    folder, trials, _ = results
-    trial = trials[name]
-    two = folder / trial.name
-    assert checkpoint_bytes(two / "end") == checkpoint_bytes(two / "again")
-    alone = trial.model_copy(update={"layout": Layout()})
-    do(alone, folder)
-    one = folder / alone.name
-    assert checkpoint_bytes(one / "end") == checkpoint_bytes(one / "again")
-    file = "adapter_model.safetensors" if trial.kind == "lora" else "model.safetensors"
-    ends = [load_file(place / "end" / "weights" / file) for place in (one, two)]
-    assert furthest(*ends) <= (1e-5 if trial.states == "float32" else 1e-3)
-
-
 # The gradient's noise.
 
 
@@ -255,24 +253,34 @@ def test_the_estimates_are_unbiased_whatever_ranks_weigh():
     assert sum(d["grad_signal"] for d in draws) / 2000 == pytest.approx(1.8, rel=0.05)
 
 
-def test_ranks_tell_the_noise_of_their_own_gradients(results, tmp_path):
-    folder, _, measured = results
-    for trial in measured:
+NOISY = Adam(noise_scale=True, clip_norm=0)
+OF_NOISE = [("megatron", "lora"), ("megatron", "full"), ("fsdp", "lora")]
+
+
+def noise_of(engine, kind, model):
+    """By data-parallel ranks, after a step: LoRA's A has a gradient from then on."""
+    driven = start(engine, model, kind, layout=Layout(dp=2))
+    train(driven, STEPS[:1], Adam(), RATES[kind])
+    sums = accumulate(driven, [bin_of(rows) for rows in STEPS[1]], LOSS)
+    return dict(driven.optim_step(NOISY, 1e-4, sums["weight"]).noise)
+
+
+def test_ranks_tell_the_noise_of_their_own_gradients(model, tmp_path):
+    by_rank = on_ranks(2, in_turn, noise_of, [(*case, model) for case in OF_NOISE])
+    for number, (engine, kind) in enumerate(OF_NOISE):
         whole = []
         for rows in STEPS[1]:
-            engine = start(trial.engine, trial.model, trial.kind)
-            train(engine, STEPS[:1], Adam(), RATES[trial.kind])
-            engine.forward_backward(bin_of(rows), LOSS)
-            of_rank = gradient(engine, tmp_path / f"{trial.name}-{len(whole)}", total_weight(rows))
+            driven = start(engine, model, kind)
+            train(driven, STEPS[:1], Adam(), RATES[kind])
+            driven.forward_backward(bin_of(rows), LOSS)
+            of_rank = gradient(driven, tmp_path / f"{number}-{len(whole)}", total_weight(rows))
             whole.append((total_weight(rows), torch.cat([t.flatten() for t in of_rank.values()]).double()))
         total = sum(weight for weight, _ in whole)
         square = float((sum(weight * g for weight, g in whole) / total).square().sum())
         trace = sum(weight * float(g.square().sum()) for weight, g in whole) - total * square
-        expected = {"grad_noise_trace": trace, "grad_signal": square - trace / total}
-        for rank in range(2):
-            found = json.loads((folder / trial.name / f"noise-{rank}.json").read_text())
-            assert found["grad_noise_trace"] == pytest.approx(expected["grad_noise_trace"], rel=1e-3)
-            assert found["grad_signal"] == pytest.approx(expected["grad_signal"], rel=1e-3)
+        for found in by_rank:
+            assert found[number]["grad_noise_trace"] == pytest.approx(trace, rel=1e-3)
+            assert found[number]["grad_signal"] == pytest.approx(square - trace / total, rel=1e-3)
 
 
 # What cannot be.

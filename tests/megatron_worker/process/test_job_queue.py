@@ -1,14 +1,21 @@
-"""Rank 0's side of the folder: whole files only, in order, fenced."""
+"""Rank 0's side of the folder: whole jobs only, in order, fenced; whole lines of events; and signals that end it."""
 
+import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_worker.process.job_queue import JobQueue
+from longshore.events import Cancelled, Evaluated, Failed, Step, Succeeded
+from longshore.fields import Fence
+from megatron_worker.process.job_queue import EventLog, JobQueue
+from shared.errors import InvalidInput
 from shared.jobs.job import LeaseMark
 from shared.storage.files import write_atomically
-from shared.storage.paths import Fence, WorkerPaths
-from tests.megatron_worker.workshop import Workshop, make_workshop, submit
+from shared.storage.paths import WorkerPaths
+from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, submit
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +109,73 @@ def test_cancel_and_stop_are_files(workshop: Workshop, paths: WorkerPaths):
     write_atomically(paths.stop, b"")
     assert queue.is_cancelled(job)
     assert queue.should_leave()
+
+
+def test_events_are_numbered_from_one_and_readable_at_once(tmp_path: Path):
+    report = EventLog(tmp_path / "deep" / "log.jsonl")
+    for step in (1, 2, 3):
+        report.emit(Step, step=step, metrics={"loss": 1.0})
+        assert [event.seq for event in read_log(tmp_path / "deep" / "log.jsonl")] == list(range(1, step + 1))
+
+
+@pytest.mark.parametrize("terminal", [Succeeded, Cancelled, Failed])
+def test_nothing_comes_after_the_terminal_event(tmp_path: Path, terminal: type):
+    report = EventLog(tmp_path / "log.jsonl")
+    fault = {"kind": "error", "message": "it broke"} if terminal is Failed else {}
+    report.emit(terminal, step=3, device="released", **fault)
+    report.emit(Step, step=4, metrics={})
+    assert [type(event) for event in read_log(tmp_path / "log.jsonl")] == [terminal]
+
+
+def test_a_log_of_another_attempt_is_refused(tmp_path: Path):
+    EventLog(tmp_path / "log.jsonl").emit(Step, step=1, metrics={})
+    with pytest.raises(InvalidInput, match="another attempt"):
+        EventLog(tmp_path / "log.jsonl")
+
+
+def test_a_report_without_a_path_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    EventLog(None).emit(Succeeded, step=1, device="released")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_metric_that_is_not_finite_stays_readable(tmp_path: Path):
+    EventLog(tmp_path / "log.jsonl").emit(Evaluated, step=1, metrics={"loss": float("nan")})
+    assert str(read_log(tmp_path / "log.jsonl")[0].metrics["loss"]) == "nan"
+
+
+def test_a_line_that_does_not_fit_leaves_nothing_and_takes_no_number(tmp_path: Path):
+    """The kernel's own limit on a file's size stands for a full disk: the write is cut short."""
+    report = EventLog(tmp_path / "log.jsonl")
+    report.emit(Step, step=1, metrics={"loss": 1.0})
+    size = (tmp_path / "log.jsonl").stat().st_size
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            report.emit(Step, step=2, metrics={"loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (tmp_path / "log.jsonl").stat().st_size == size
+    report.emit(Succeeded, step=1, device="released")
+    assert [event.seq for event in read_log(tmp_path / "log.jsonl")] == [1, 2]
+
+
+WAITS = """
+import queue, signal, sys, threading, time
+from megatron_worker.process.startup import on_signals
+
+waiting = queue.SimpleQueue()
+on_signals(lambda: waiting.put(None))
+idle = threading.Thread(target=threading.Event().wait, daemon=True)
+idle.start()
+threading.Timer(0.2, lambda: signal.pthread_kill(idle.ident, signal.SIGTERM)).start()
+waiting.get()
+print("ended")
+"""
+
+
+def test_a_signal_that_another_thread_takes_ends_a_wait():
+    done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("ended\n", "")

@@ -1,12 +1,18 @@
-"""Codes against the formats' definitions in float64; products with codes against products with whole weights."""
+"""Codes of weights and of moments against their definitions; products and training with them beside whole ones."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from longshore.layout import Layout
+from longshore.training import Full
 from megatron_worker import quantized as block_codes
+from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.memory import CpuMeter
-from megatron_worker.quantized import CODES, QuantizedTensors, quantized_linear, quantized_product
+from megatron_worker.quantized import CODES, CodedMoment, QuantizedTensors, quantized_linear, quantized_product
+from tests.megatron_worker.driving import train
+from tests.megatron_worker.engines import LORA
+from tests.megatron_worker.rows import random_rows
 
 # scipy.stats.norm.ppf at the paper's probabilities: 8 from 1/2 to its offset, 9 on the other side, over the last.
 _OFFSET = (1 - 1 / 30 + 1 - 1 / 32) / 2
@@ -129,3 +135,81 @@ def test_a_graph_holds_no_whole_weight():
         assert meter.mark() <= 3 * output.nbytes
     finally:
         meter.stop()
+
+
+STEPS = [[rows[:2], rows[2:]] for rows in (random_rows([40, 17, 90, 25], seed=s % 3) for s in range(24))]
+RATES = {"lora": 3e-3, "full": 3e-4}
+CPU = torch.device("cpu")
+
+
+def start(model, kind, dtype="float32", states="8bit"):
+    engine = MegatronEngine(model, Layout(), dtype, optimizer_states=states)
+    engine.train_full(Full()) if kind == "full" else engine.add_adapter("run", LORA, seed=3)
+    return engine
+
+
+def numbers(is_square):
+    """Blocks whose numbers lie far apart, of very different sizes; one of zeros, one with a single number."""
+    torch.manual_seed(0)
+    made = torch.randn(40, 64) * 10 ** -(6 * torch.rand(40, 64)) * torch.logspace(-9, 9, 40)[:, None]
+    made[3] = 0
+    made[4, 1:] = 0
+    made[5] = -made[5].abs()
+    return (made.square() if is_square else made).flatten()
+
+
+def magnitudes(num_bits):
+    """A unary exponent, of ten, leaves a fraction the rest of the bits: the upper end of its part of 0.1 to 1."""
+    values = []
+    for exponent in range(7):
+        fractions = 2 ** (num_bits - exponent)
+        values += [10.0**-exponent * (0.1 + 0.9 * (k + 1) / fractions) for k in range(fractions)]
+    return values
+
+
+@pytest.mark.parametrize("is_square", [False, True])
+def test_each_number_is_the_nearest_of_its_block_s(is_square):
+    values = magnitudes(7) if is_square else [s * v for v in magnitudes(6) for s in (1, -1)]
+    values = torch.tensor([0.0, *values], dtype=torch.float64)
+    assert len(values) == 255
+    moment, given = CodedMoment(2560, is_square, CPU), numbers(is_square)
+    moment.write(given)
+    ours, theirs = moment.read().double(), given.double()
+    if is_square:
+        ours, theirs = ours.sqrt(), theirs.sqrt()
+    for found, wanted in zip(ours.view(-1, 64), theirs.view(-1, 64), strict=True):
+        scale = wanted.abs().max()
+        distance = (wanted[:, None] - values * scale).abs().amin(1)
+        assert ((found - wanted).abs() <= distance + 3e-7 * (found.abs() + wanted.abs())).all()
+
+
+@pytest.mark.parametrize("is_square", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 1e-12])
+def test_what_is_read_has_the_codes_that_it_was_read_from(is_square, factor):
+    first, second = (CodedMoment(2560, is_square, CPU) for _ in range(2))
+    first.write(numbers(is_square) * (factor**2 if is_square else factor))
+    second.write(first.read())
+    for one, other in zip(first.flats, second.flats, strict=True):
+        assert torch.equal(one.buffer, other.buffer)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_losses_are_those_of_moments_in_float32(model, kind):
+    found = train(start(model, kind), STEPS, learning_rate=RATES[kind])
+    expected = train(start(model, kind, states="float32"), STEPS, learning_rate=RATES[kind])
+    differences = [abs(ours / theirs - 1) for (ours, _), (theirs, _) in zip(found, expected, strict=True)]
+    assert 0 < max(differences) <= 0.01
+    assert expected[-1][0] < 0.9 * expected[0][0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_are_counted_before_a_slot_is_made_and_there_afterwards(model, dtype):
+    engine = MegatronEngine(model, Layout(), dtype, optimizer_states="8bit")
+    said = engine.slot_bytes(Full())
+    engine.train_full(Full())
+    held = engine.memory().parts["optimizer"].device
+    num_weights = engine._model.flat.num_elements
+    masters = 4 * num_weights if dtype == "bfloat16" else 0
+    padding = held - masters - 2 * num_weights * (1 + 4 / 64)
+    assert said["optimizer"] == held
+    assert 0 <= padding <= 2 * 64 * 4  # of scales

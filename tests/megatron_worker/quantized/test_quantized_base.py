@@ -1,10 +1,10 @@
 """An engine whose base is quantized against one that has the whole weights which the codes stand for."""
 
-import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from longshore.fields import Artifact
 from longshore.layout import Layout
@@ -15,13 +15,12 @@ from megatron_worker.warm_engine import build_engine
 from shared.jobs.job import SessionPlan
 from tests.depth import drawn
 from tests.megatron_worker.driving import train
-from tests.megatron_worker.engines import LORA, checkpoint_bytes, furthest, gradient
-from tests.megatron_worker.quantized.quantized_ranks import Trial
-from tests.megatron_worker.quantized.whole_models import write_whole
+from tests.megatron_worker.engines import LORA, furthest, gradient
+from tests.megatron_worker.launch import in_turn, on_ranks
+from tests.megatron_worker.parallel_ranks import SFT_LOSS, scores, sft_bins, step
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 from tests.megatron_worker.scores import logprobs
 from tests.megatron_worker.trees import LOSS
-from tests.megatron_worker.trials import run_trials
 
 ROWS = random_rows([40, 17, 90])
 STEPS = [[rows[:2], rows[2:]] for rows in (random_rows([40, 17, 90, 25], seed=s % 3) for s in range(6))]
@@ -35,6 +34,15 @@ def start(model, kind, dtype="float32"):
 
 def named(engine):
     return {name: tensor.clone() for name, tensor in engine.named_weights()}
+
+
+def write_whole(named, model, folder):
+    """A folder as `model`'s, with the weights that a quantized base stands for in place of its own."""
+    shutil.copytree(model, folder)
+    kept = {name: tensor for name, tensor in load_file(model / "model.safetensors").items() if name not in named}
+    whole = {name: tensor.contiguous() for name, tensor in named.items()}
+    save_file(kept | whole, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def is_quantized(name):
@@ -67,28 +75,6 @@ def test_it_computes_and_trains_as_the_whole_weights_do(tmp_path, family, kind):
     largest = max(float(tensor.abs().max()) for tensor in found[1].values())
     assert furthest(*found) <= 1e-4 * largest
     assert (logprobs(engine, batch) - logprobs(reference, batch)).abs().max() <= 1e-4
-
-
-@pytest.mark.parametrize(("kind", "dtype"), drawn([("nf4", "float32"), ("int8", "bfloat16"), ("fp8", "float32")], 1))
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_run_killed_and_resumed_ends_with_the_same_bits(tmp_path, family, kind, dtype):
-    model = distinct_model(tmp_path / "model", family)
-
-    def begin():
-        engine = start(model, kind, dtype)
-        engine.add_adapter("run", LORA, seed=3)
-        return engine
-
-    whole = begin()
-    train(whole, STEPS[:3])
-    whole.save(tmp_path / "middle")
-    train(whole, STEPS[3:])
-    whole.save(tmp_path / "end")
-    resumed = begin()
-    resumed.load(tmp_path / "middle")
-    train(resumed, STEPS[3:])
-    resumed.save(tmp_path / "again")
-    assert checkpoint_bytes(tmp_path / "end") == checkpoint_bytes(tmp_path / "again")
 
 
 @pytest.mark.parametrize("kind", CODES)
@@ -139,24 +125,40 @@ def test_it_takes_adapters_beside_some_linears_and_none(model, tmp_path):
     assert (logprobs(engine, bin_of(ROWS)) - logprobs(reference, bin_of(ROWS))).abs().max() <= 1e-5
 
 
+SOME = Lora(rank=3, alpha=6, targets=("q_proj", "down_proj"))  # other linears have a backward of their own
+
+
+def apart_and_moved(model, layout, kind, folder):
+    """Of scores before two steps of an adapter and after them: how far they are from those of whole weights on the same
+    layout, and how far the steps have moved them."""
+
+    def scored(engine):
+        found = [scores(engine, sft_bins(0)[0])[0]]
+        engine.add_adapter("run", SOME, seed=5)
+        for seed in range(2):
+            step(engine, sft_bins(seed), SFT_LOSS, 1e-2)
+        return torch.tensor([*found, scores(engine, sft_bins(0)[0])[0]])
+
+    engine = MegatronEngine(model, layout, "float32", quantize=kind)
+    whole = write_whole(named(engine), model, folder / f"{model.name}-{layout.label}-{engine.facts.rank}")
+    found = scored(engine)
+    expected = scored(MegatronEngine(whole, layout, "float32"))
+    return float((found - expected).abs().max()), float((found[0] - found[1]).abs().max())
+
+
 def test_layouts_compute_with_the_codes_of_their_own_parts(tmp_path):
-    """Of every rank the scores before and after two steps, beside whole weights on the same layout."""
     dense = distinct_model(tmp_path / "dense", "qwen3", num_kv_heads=2)
     mixture = distinct_model(tmp_path / "mixture", "qwen3_moe", num_kv_heads=2)
     stacked = distinct_model(tmp_path / "stacked", "gpt_oss")
-    trials = [
-        Trial(model=dense, layout=Layout(tp=2), quantize="nf4"),
-        Trial(model=dense, layout=Layout(tp=2, sp=True), quantize="int8"),
-        Trial(model=dense, layout=Layout(pp=2), quantize="fp8"),
-        Trial(model=mixture, layout=Layout(ep=2, dp=2), quantize="nf4"),
-        Trial(model=mixture, layout=Layout(tp=2, sp=True, etp=2), quantize="int8"),
-        Trial(model=stacked, layout=Layout(ep=2, dp=2), quantize="nf4"),
+    cases = [
+        (dense, Layout(tp=2), "nf4"),
+        (dense, Layout(tp=2, sp=True), "int8"),
+        (dense, Layout(pp=2), "fp8"),
+        (mixture, Layout(ep=2, dp=2), "nf4"),
+        (mixture, Layout(tp=2, sp=True, etp=2), "int8"),
+        (stacked, Layout(ep=2, dp=2), "nf4"),
     ]
-    results = tmp_path / "results"
-    results.mkdir()
-    run_trials("quantized.quantized_ranks", results, trials, 2, 240)
-    found = {path.name: json.loads(path.read_text()) for path in results.glob("*.json")}
-    assert len(found) == 2 * len(trials)
-    for name, figures in found.items():
-        assert figures["furthest"] <= 2e-5, name
-        assert figures["moved"] > 1e-3, name
+    for found in on_ranks(2, in_turn, apart_and_moved, [(*case, tmp_path) for case in cases]):
+        for case, (apart, moved) in zip(cases, found, strict=True):
+            assert apart <= 2e-5, case
+            assert moved > 1e-3, case

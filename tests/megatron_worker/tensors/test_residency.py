@@ -6,18 +6,66 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.layout import Layout
+from longshore.layout import EngineName, Layout
 from longshore.training import Full, Lora
 from megatron_worker.engine import Memory, Outputs, PartBytes
+from megatron_worker.tensors.slot_engine import Engine
 from tests.depth import drawn
-from tests.megatron_worker import residency_ranks
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import LORA, checkpoint_bytes, start
-from tests.megatron_worker.launch import fork_ranks
-from tests.megatron_worker.residency_ranks import check_slot_bytes, train_everywhere
+from tests.megatron_worker.launch import on_ranks
 from tests.megatron_worker.rows import bin_of, random_rows
 
 ROWS = random_rows([40, 17, 90])
+BINS = [[row] for row in random_rows([40, 17, 90])]
+RATES = {"lora": 3e-3, "full": 3e-4}
+PARTS = ("weights", "gradients", "optimizer")
+PLACES = [dict(zip(PARTS, places, strict=True)) for places in product(("device", "host"), repeat=3)]
+
+
+def placed(engine: Engine) -> dict[str, str]:
+    """Which part is where, by the bytes that it holds on the device."""
+    return {part: "device" if held.device else "host" for part, held in engine.memory().parts.items()}
+
+
+def check_slot_bytes(engine: Engine, trainable: Lora | Full) -> None:
+    """What a slot is said to take is what the device has more by part, to the byte, once it is there."""
+    before = engine.memory()
+    said = engine.slot_bytes(trainable)
+    assert engine.memory() == before, "nothing was made"
+    if isinstance(trainable, Lora):
+        engine.add_adapter("counted", trainable, seed=0)
+    else:
+        engine.train_full(trainable)
+    after = engine.memory().parts
+    assert said == {part: after[part].device - before.parts.get(part, PartBytes()).device for part in PARTS}
+    assert said["gradients"] > 0 and said["optimizer"] > 0
+
+
+def train_everywhere(engine: Engine, kind: str, moves: bool) -> None:
+    """A step for each combination, and gradients that lie there between their backward and their update."""
+    whole = engine.memory().parts
+    for place in PLACES:
+        if moves:
+            engine.place(**place)
+            assert placed(engine) == place
+            for part, held in engine.memory().parts.items():
+                assert held.device in (0, whole[part].device)
+                assert place[part] == "device" or held.host >= whole[part].device
+        with engine.training():
+            assert placed(engine) == dict.fromkeys(PARTS, "device")
+            train(engine, [BINS], learning_rate=RATES[kind])
+        assert not moves or placed(engine) == place
+    engine.place("device")
+
+
+def train_in_both_ways(engine: EngineName, layout: Layout, model: Path, out: Path) -> None:
+    for kind, moves in product(RATES, (False, True)):
+        if not moves:
+            check_slot_bytes(start(engine, model, layout=layout), LORA if kind == "lora" else Full())
+        driven = start(engine, model, kind, layout=layout)
+        train_everywhere(driven, kind, moves)
+        driven.save(out / kind / str(moves))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), drawn([*product(("lora", "full"), ("float32", "bfloat16"))], 2))
@@ -40,13 +88,9 @@ def test_every_combination_comes_back_to_the_bit(model: Path, tmp_path: Path, en
     ),
 )
 def test_several_ranks_come_back_to_the_bit(model: Path, tmp_path: Path, name, layout: Layout):
-    said = residency_ranks.Layouts.dump_json({name: [layout]}).decode()
-    module, num_ranks = "tests.megatron_worker.residency_ranks", layout.world_size
-    fork_ranks(module, str(model), str(tmp_path), said, num_ranks=num_ranks)
-    folders = sorted(tmp_path.iterdir())
-    assert len(folders) == 2
-    for folder in folders:
-        assert checkpoint_bytes(folder / "moved") == checkpoint_bytes(folder / "plain"), folder.name
+    on_ranks(layout.world_size, train_in_both_ways, name, layout, model, tmp_path)
+    for kind in RATES:
+        assert checkpoint_bytes(tmp_path / kind / "True") == checkpoint_bytes(tmp_path / kind / "False"), kind
 
 
 def test_bytes_by_part_are_exact(model: Path, engine):

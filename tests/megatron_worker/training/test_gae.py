@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longshore.algorithms import Critic
 from megatron_worker.critic import estimate, moves_of
-from shared.jobs.losses import Critic
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, split_tree
 
@@ -97,7 +97,7 @@ def test_advantages_are_their_definition(tmp_path, per, gamma, lam) -> None:
     assert not trained_N.all() and (len(moves.first_M) < len(trained_N)) == (per == "turn")
     for ours, wanted_N in zip((made.advantage_M, made.return_M, made.reward_to_come_M), expected, strict=True):
         np.testing.assert_allclose(ours[moves.of_N][trained_N], wanted_N[trained_N], rtol=0, atol=1e-12)
-    at_cuts = made.advantage_M[moves.goes_on_M]
+    at_cuts = made.advantage_M[moves.bootstrap_M]
     assert len(at_cuts) and not at_cuts.any()
 
 
@@ -122,4 +122,4 @@ def test_units_without_positions_are_chains(tmp_path) -> None:
     writer.close()
     moves = moves_of(Units(tmp_path / "units"), per_turn=True)
     assert moves.first_M.tolist() == [0, 2] and moves.of_N.tolist() == [0, 0, 1, 1, 1, 1]
-    assert moves.ends_M.all() and not moves.goes_on_M.any()
+    assert moves.ends_M.all() and not moves.bootstrap_M.any()

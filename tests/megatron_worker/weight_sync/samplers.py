@@ -1,6 +1,5 @@
 """Samplers in this process that trainers can send weights to: their weights, a socket and the thread that generates."""
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,39 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-import pytest
 import torch
 
-from megatron_worker.sampler.decoders import AnyDecoder, open_decoder
+from longshore.weight_sync import Transport
+from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.sampler.models import Models
 from megatron_worker.weight_sync.connections import accept_locally, accept_remotely
-from megatron_worker.weight_sync.transports.table import ends_of, why_not
-from shared.jobs.job import EXPERIMENTAL, SyncAccess, SyncTarget, Transport, secret_of_run
+from megatron_worker.weight_sync.transports.table import ends_of
+from shared.jobs.job import SyncAccess, SyncTarget, secret_of_run
 
-PACKAGES = Path(__file__).parents[3] / ".venv" / "clients" / "transports"
-"""NIXL and Mooncake, as requirements/clients.txt pins them."""
-TRANSPORTS = [pytest.param(name, marks=pytest.mark.transports) for name in EXPERIMENTAL]
-WAYS = [
-    *(name for name in get_args(Transport) if name not in EXPERIMENTAL and "cpu" in ends_of(name).devices),
-    *TRANSPORTS,
-]
-sys.path.append(str(PACKAGES))
+WAYS = [name for name in get_args(Transport) if name != "external" and "cpu" in ends_of(name).devices]
+WITHOUT_GROUP = [name for name in WAYS if name != "collective"]
 NAME = "tiny"
 KEY = b"k" * 32
-
-
-def needs(way: str) -> None:
-    """Skip the test where an experimental transport cannot be had, and say why."""
-    for name in EXPERIMENTAL:
-        if name == way and (reason := why_not(name, torch.device("cpu"))) is not None:
-            pytest.skip(f"{name} is not here: {reason}")
 
 
 @dataclass
 class Listening:
     models: Models
-    decoder: AnyDecoder
+    decoder: Decoder
     generator: Generator
     path: str
     address: str
@@ -50,16 +36,12 @@ class Listening:
 
 
 def target_of(samplers: list[Listening], version: int, way: str, bucket_bytes: int) -> SyncTarget:
-    """`way`: one of WAYS; or `delta` by one of them, which is collective without sockets' paths."""
+    """`way`: one of WAYS; or `delta` by one of them, which is tcp without sockets' paths."""
     backend, _, transport = way.partition(" by ")
-    paths = tuple(one.path + ("-elsewhere" if transport == "collective" else "") for one in samplers)
+    paths = tuple(one.path + ("-elsewhere" if transport == "tcp" else "") for one in samplers)
     addresses = tuple(one.address for one in samplers)
     return SyncTarget(
-        sockets=paths or ("none",),
-        addresses=addresses,
-        version=version,
-        backend=backend,
-        bucket_bytes=bucket_bytes,
+        sockets=paths or ("none",), addresses=addresses, version=version, backend=backend, bucket_bytes=bucket_bytes
     )
 
 
@@ -68,12 +50,10 @@ def access_of(run_id: str) -> SyncAccess:
 
 
 @contextmanager
-def listening(
-    model: Path, folder: Path, num: int, dtype: torch.dtype = torch.float32, by_transformers: bool = False
-) -> Iterator[list[Listening]]:
+def listening(model: Path, folder: Path, num: int, dtype: torch.dtype = torch.float32) -> Iterator[list[Listening]]:
     found = []
     for number in range(num):
-        decoder = open_decoder(model, dtype, torch.device("cpu"), by_transformers)
+        decoder = Decoder(model, dtype, torch.device("cpu"))
         generator = Generator(decoder, 4)
         models = Models(NAME, model, decoder, generator, 256)
         path = folder / ("a-long-name-" * 8) / f"{number}.sock"

@@ -10,24 +10,26 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, replace
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+from longshore.events import Synced
 from longshore.layout import EngineName, Layout
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outgoing, TensorBlock
+from megatron_worker.memory import CpuMeter
 from megatron_worker.process.job_queue import EventLog
 from megatron_worker.process.ranks import WorkerRanks, start_group
 from megatron_worker.sampler.adapters import adapter_of
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.trained_slot import sent_meanwhile
-from megatron_worker.weight_sync.sender import LastSent, Sending, send
-from shared.jobs.events import Synced
+from megatron_worker.weight_sync.buckets import Announcement
+from megatron_worker.weight_sync.sender import DeltaBase, Sending, send
 from shared.jobs.job import Job
 from shared.models.peft import WEIGHTS
 from tests.depth import drawn
@@ -35,8 +37,62 @@ from tests.megatron_worker.driving import accumulate, train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import random_rows
 from tests.megatron_worker.weight_sync.samplers import Listening, access_of, listening, target_of
-from tests.megatron_worker.weight_sync.sync_memory import SyncMemory, Taken
 from tests.megatron_worker.weight_sync.test_sync import At, Killed, die
+
+
+@dataclass
+class Taken:
+    """Most bytes at once. `mapped`: of the buffers that processes share, at all ends of a sync in this process."""
+
+    sent: int = 0
+    received: int = 0
+    mapped: int = 0
+    buffer: int = 0
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """As a sync's phases: at the commit both ends still have their buffers."""
+        if name == "commit":
+            self.mapped = _mapped_bytes()
+        yield
+
+    def end(self, announcement: Announcement) -> None:
+        self.buffer = announcement.buffer_bytes
+
+
+class SyncMemory:
+    """Counts what operations make in all threads that begin from now on."""
+
+    def __init__(self) -> None:
+        self._meters: list[tuple[str, CpuMeter]] = []
+        threading.setprofile(self._begin)
+
+    def _begin(self, *_: object) -> None:
+        """Meter a thread: called at the first event in each."""
+        sys.setprofile(None)
+        self._meters.append((threading.current_thread().name, CpuMeter()))
+        self._meters[-1][1].start()
+
+    @contextmanager
+    def taken(self) -> Iterator[Taken]:
+        """Count in a `with` block in which a sync begins and ends. Storages of before do not count."""
+        marks, found = [meter.mark() for _, meter in self._meters], Taken()
+        try:
+            yield found
+        finally:
+            marks += [0] * (len(self._meters) - len(marks))
+            for (name, meter), before in zip(self._meters, marks, strict=True):
+                if name == "background":  # as BackgroundCall names the thread of a rank
+                    found.sent += meter.peak() - before
+                else:
+                    found.received += meter.peak() - before
+
+
+def _mapped_bytes() -> int:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = (line.split()[0].split("-") for line in lines if "/memfd:longshore-weights" in line)
+    return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
+
 
 # By model: what has two ranks. Ranks draw as the test does, by the same seed.
 _MEGATRON = [Layout(dp=2), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)]
@@ -58,7 +114,7 @@ NUM_SAMPLERS = 2
 BINS = [[row] for row in random_rows([40, 17])]
 
 
-WAYS = ("shared_memory", "delta by shared_memory", "collective", "delta by collective")
+WAYS = ("shared_memory", "delta by shared_memory", "tcp", "delta by tcp")
 
 
 def sync_all(
@@ -68,7 +124,7 @@ def sync_all(
 
     Yields what each sync took of memory, but for those with `delta`, which compute with 80 bytes an element.
     """
-    slot, sent, passed = (None if kind == "full" else "run"), LastSent(), threading.Event()
+    slot, sent, passed = (None if kind == "full" else "run"), DeltaBase(), threading.Event()
     for version, way in enumerate(("delta by shared_memory", *WAYS)):
         train(engine, [BINS], learning_rate=1e-4)
         target, outgoing = target_of(samplers, version, way, BUCKET), engine.outgoing(slot)
@@ -103,7 +159,7 @@ def _must_be_set(event: threading.Event) -> None:
     assert event.wait(60), "nobody goes on while weights are sent"
 
 
-def check_copies(outgoing: Outgoing, sent: LastSent) -> None:
+def check_copies(outgoing: Outgoing, sent: DeltaBase) -> None:
     """Changes are found against a copy of what this rank holds, and of no more; none is kept of an adapter."""
     own = [block for block in outgoing.blocks if block.rank == outgoing.ranks.rank and outgoing.lora is None]
     assert list(sent._copies) == own
@@ -113,7 +169,7 @@ def check_copies(outgoing: Outgoing, sent: LastSent) -> None:
 
 def break_and_mend(engine: Engine, samplers: list[Listening], run_id: str) -> None:
     """What breaks on one rank ends the sync on all of them; the next one brings every tensor to the bit."""
-    sent, elsewhere = LastSent(), [block for block in engine.outgoing(None).blocks if block.rank]
+    sent, elsewhere = DeltaBase(), [block for block in engine.outgoing(None).blocks if block.rank]
     breaks = ["", "only changes", "rank 0 dies", "", "a sampler is lost", ""]
     for version, broken in enumerate(breaks + ["a rank cannot read", ""] * bool(elsewhere), start=10):
         train(engine, [BINS], learning_rate=1e-7)  # which changes one of an element's two words

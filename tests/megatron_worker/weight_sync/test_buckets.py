@@ -11,7 +11,7 @@ from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.ranks import SideRanks
 from megatron_worker.weight_sync import buckets
 from megatron_worker.weight_sync.buckets import Assembly, Bucket, Digest, checksum, cut_buckets
-from megatron_worker.weight_sync.sender import Gathering, LastSent
+from megatron_worker.weight_sync.sender import DeltaBase, Gathering
 from shared.errors import InvalidInput
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -72,7 +72,7 @@ def block_of(tensor, block):
 )
 def test_blocks_of_rows_and_columns_are_put_together_whole_and_as_changes(shapes, dtype, bucket_bytes, data):
     """As ranks hold them; each compares a copy of its own blocks."""
-    tensors, sent, blocks = some_tensors(shapes, dtype), LastSent(), []
+    tensors, sent, blocks = some_tensors(shapes, dtype), DeltaBase(), []
     for name, tensor in tensors.items():
         by_rows = data.draw(st.booleans())
         ends = sorted(data.draw(st.sets(st.integers(1, tensor.shape[1 - by_rows])))) or [0]
@@ -142,12 +142,7 @@ def test_the_checksum_notices_order_and_single_bits():
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.integers(1, 5000),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.floats(0, 1),
-    st.integers(0, 2**31),
-)
+@given(st.integers(1, 5000), st.sampled_from([torch.float32, torch.bfloat16]), st.floats(0, 1), st.integers(0, 2**31))
 def test_changes_lead_exactly_from_one_version_to_the_next(size, dtype, share, seed):
     generator = torch.Generator().manual_seed(seed)
     old = torch.randn(size, generator=generator).to(dtype)

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.generation import Ending, Sequence, Ticket
+from megatron_worker.sampler.generation import Ending, RequestGroup, Sequence
 from megatron_worker.sampler.models import RequestRefused
 from shared.chat.completions import Sampling
 from tests.megatron_worker.driving import train
@@ -29,7 +29,7 @@ def draw(model):
         sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
         ending = is_held or Ending(sampling, frozenset(), tokenizer)
         sequences = [Sequence((5, 6, 7 + seed), sampling, seed, ending) for seed in range(num)]
-        ticket = Ticket(sampler.models.find(NEWEST), sequences, sampler.generator.num_changes)
+        ticket = RequestGroup(sampler.models.find(NEWEST), sequences, sampler.generator.num_changes)
         sampler.generator.submit(ticket)
         return ticket
 

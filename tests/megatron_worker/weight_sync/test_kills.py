@@ -1,4 +1,5 @@
 """A trainer or a sampler that is killed, or a connection that is cut, in each phase: nothing half-loaded is used.
+Last, trainer and samplers on machines of their own.
 
 Samplers that are killed are processes of their own. A trainer that is gone is, to a sampler, the end of its
 connections, which is what an exception in a phase leaves behind.
@@ -11,24 +12,30 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_worker.sampler.models import RequestRefused
-from megatron_worker.weight_sync.transports.collective import MemberStore, SyncGroup, Values
-from shared.jobs.job import SyncTarget
+from megatron_worker.weight_sync import connections
+from megatron_worker.weight_sync.connections import accept_remotely
+from megatron_worker.weight_sync.transports.collective import SyncGroup
+from shared.jobs.job import SyncAccess, SyncTarget
 from tests import forks
 from tests.depth import drawn
 from tests.forks import Program
+from tests.machines import made
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.launch import REPOSITORY, environment
 from tests.megatron_worker.rows import random_rows
 from tests.megatron_worker.weight_sync import samplers as here
-from tests.megatron_worker.weight_sync.samplers import WAYS, Listening, listening, needs
-from tests.megatron_worker.weight_sync.test_sync import BUCKET, At, Killed, die, sync
+from tests.megatron_worker.weight_sync.samplers import KEY, NAME, WAYS, WITHOUT_GROUP, Listening, listening
+from tests.megatron_worker.weight_sync.test_sync import BUCKET, STEPS, At, Killed, die, sync
 
 # The last two: the version is whole, and the sampler may have it.
 PHASES = ["prepare", "connect", "settle 0", "fill 0", "send 0", "send 1", "settle 3", "settle", "commit", "finalize"]
@@ -61,10 +68,9 @@ def equal(sampler, driven):
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WITHOUT_GROUP)
 def test_a_sampler_killed_in_any_phase_costs_the_other_nothing(model, tmp_path, way):
     """The survivor gets every tensor to the bit, in the same sync; the trainer names the one that is lost."""
-    needs(way)
     driven = start("megatron", model, "full")
     phases = drawn(["connect", "fill 0", "send 1", "settle 3", "commit"], 2)
     with listening(model, tmp_path, 1) as [survivor]:
@@ -82,7 +88,6 @@ def test_a_sampler_killed_in_any_phase_costs_the_other_nothing(model, tmp_path, 
 @pytest.mark.drawn
 @pytest.mark.parametrize("way", WAYS)
 def test_a_trainer_gone_in_any_phase_leaves_the_old_weights_or_the_new_or_none(model, tmp_path, way):
-    needs(way)
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 1) as [sampler]:
         before = {name: tensor.clone() for name, tensor in sampler.tensors().items()}
@@ -105,10 +110,9 @@ def test_a_trainer_gone_in_any_phase_leaves_the_old_weights_or_the_new_or_none(m
                     sampler.models.find(old)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WITHOUT_GROUP)
 def test_a_cut_connection_is_the_loss_of_one_sampler(model, tmp_path, way):
     """The link to one sampler is cut at a bucket; the other has the version, and the cut one nothing that is named."""
-    needs(way)
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 2) as [cut, kept]:
         sending = []
@@ -146,12 +150,9 @@ def test_a_cut_connection_is_the_loss_of_one_sampler(model, tmp_path, way):
 def test_a_group_is_left_while_a_broadcast_is_under_way():
     """Whoever leaves does not wait for a broadcast to end that nobody sends. Several times: threads must not race."""
     for _ in range(5):
-        values = Values(time.monotonic() + 60)
+        store = dist.HashStore()
         with ThreadPoolExecutor(2) as threads:
-            joining = [
-                threads.submit(SyncGroup, MemberStore(values), rank, 2, torch.device("cpu"), "127.0.0.1")
-                for rank in range(2)
-            ]
+            joining = [threads.submit(SyncGroup, store, rank, 2, torch.device("cpu"), "127.0.0.1") for rank in range(2)]
             root, waiting = (future.result() for future in joining)
         del joining
         work = waiting.broadcast(torch.zeros(8), 0)
@@ -160,7 +161,91 @@ def test_a_group_is_left_while_a_broadcast_is_under_way():
         root.drop()
 
 
+@pytest.mark.parametrize("phase", drawn(["connect", "fill 0", "send 1", "settle 3"], 1))
+def test_a_group_that_loses_a_member_ends_the_sync_of_all(model, tmp_path, phase):
+    """Nobody names half of a version, and the other one gets the next."""
+    driven = start("megatron", model, "full")
+    with listening(model, tmp_path, 1) as [survivor]:
+        with apart(model, tmp_path / "victim") as (victim, pid):
+            kill = At(phase, lambda: os.kill(pid, signal.SIGKILL))
+            done = sync(driven, None, [victim, survivor], 1, "collective", phases=kill)
+        lost = {victim.path} if phase == "connect" and done.digest else {victim.path, survivor.path}
+        assert done.problems.keys() == lost and (done.digest is None) == (survivor.path in lost)
+        with survivor.models._syncing:  # its end of the sync is over
+            names = [card.id for card in survivor.models.cards().data]
+        assert survivor.path not in lost or names in ([], [NAME])
+        assert sync(driven, None, [survivor], 2, "collective").problems == {}
+        assert equal(survivor, driven)
+
+
 def here_send(driven, target, phases):
     from megatron_worker.weight_sync.sender import send
 
     return send(driven.outgoing(None), target, "run", None, here.access_of("run"), phases)
+
+
+def sampler_at(machines, name, model, folder, opened):
+    folder.mkdir()
+    host = machines.addresses[name]
+    [one] = machines.on(name, lambda: opened.enter_context(listening(model, folder, 1)))
+    return replace(one, address=machines.on(name, lambda: accept_remotely(host, KEY, one.models.receive)))
+
+
+@pytest.fixture
+def machines():
+    with made("trainer", "first", "second", "stranger") as machines:
+        yield machines
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A link is given up after seconds."""
+    monkeypatch.setattr(connections, "_LINK_S", 6)
+
+
+def test_weights_travel_between_machines_whatever_happens_to_a_link(model, tmp_path, machines, quick):
+    driven = start("megatron", model, "full")
+    with ExitStack() as opened:
+        samplers = [sampler_at(machines, name, model, tmp_path / name, opened) for name in ("first", "second")]
+
+        def synced(version, at=None):
+            train(driven, [STEPS[version % len(STEPS)]], learning_rate=1e-3)
+            return machines.on("trainer", lambda: sync(driven, None, samplers, version, "tcp", phases=at))
+
+        def cut():
+            machines.link("first", "down")
+
+        def cut_for_a_moment():
+            cut()
+            threading.Timer(1.0, machines.link, ("first", "up")).start()
+
+        assert synced(1).problems == {}
+        at = At("fill 3", cut_for_a_moment)
+        assert synced(2, at).problems == {} and "fill 3" in at.seen
+        assert all(equal(one, driven) for one in samplers), "what was lost on the way has come again"
+
+        first, second = samplers
+        lost = synced(3, At("fill 3", cut))
+        assert list(lost.problems) == [first.path] and lost.digest is not None
+        assert equal(second, driven)
+        with first.models._syncing:  # its end of the sync is over
+            assert first.models.cards().data == []
+
+        machines.link("first", "up")
+        assert synced(4).problems == {}
+        assert all(equal(one, driven) for one in samplers)
+
+
+def test_a_stranger_on_a_third_machine_is_refused(model, tmp_path, machines):
+    driven = start("megatron", model, "full")
+    with ExitStack() as opened:
+        sampler = sampler_at(machines, "first", model, tmp_path / "first", opened)
+        before = {name: tensor.clone() for name, tensor in sampler.tensors().items()}
+        train(driven, STEPS[:1], learning_rate=1e-3)
+        for access in (SyncAccess(), SyncAccess(secret="0" * 64)):
+            refused = machines.on("stranger", lambda a=access: sync(driven, None, [sampler], 1, "tcp", access=a))
+            assert list(refused.problems) == [sampler.path] and refused.digest is None
+            assert "no sampler listens" not in refused.problems[sampler.path], "it is reached, and refuses"
+        assert all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in before.items())
+        assert machines.on("trainer", lambda: sync(driven, None, [sampler], 1, "tcp")).problems == {}
+        assert equal(sampler, driven)

@@ -14,21 +14,20 @@ import pytest
 from benchmarks.machine import PeakMemory
 from examples.tiny_model import make_tiny_model
 from longshore.layout import EngineName
-from megatron_worker.weight_sync.sender import LastSent
+from megatron_worker.weight_sync.sender import DeltaBase
 from tests import forks
 from tests.depth import drawn
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.launch import REPOSITORY, environment
 from tests.megatron_worker.rows import random_rows
+from tests.megatron_worker.weight_sync.samplers import WAYS
 from tests.megatron_worker.weight_sync.test_kills import apart, listen_apart
 from tests.megatron_worker.weight_sync.test_sync import sync
 
 BUCKET = 32 << 20
 SLACK = 20 << 20  # whatever the bucket's size: a tensor, what checksums and changes are computed with, threads' heaps
 _M_MMAP_THRESHOLD = -3
-# NIXL and Mooncake have buffers of their own, which depend on what they travel by.
-WAYS = ("shared_memory", "collective")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ def measure(engine, model, way, sampler, pid):
     """The trainer, in a process of its own: free memory that earlier tests have left would hide what a sync takes."""
     driven, backends = start(engine, model, "full"), (way, way, f"delta by {way}", f"delta by {way}")
     for number in range(2):  # the first time loads code, too
-        sent = LastSent()
+        sent = DeltaBase()
         return_at_once()  # also the last one's copy
         for place, backend in enumerate(backends):
             version = len(backends) * number + place
@@ -73,9 +72,9 @@ def measure(engine, model, way, sampler, pid):
 def test_a_sync_takes_two_buckets_beside_the_weights(larger_model, tmp_path, engine, way):
     with apart(larger_model, tmp_path / "sampler", listen_and_return_at_once) as (sampler, pid):
         call = partial(measure, engine, larger_model, way, sampler, pid)
-        code, stdout, stderr = forks.captured(call, sys.argv, environment(), REPOSITORY, timeout_s=300)
-    assert code == 0, stderr
-    measured = [json.loads(line) for line in stdout.splitlines()]
+        done = forks.captured(call, sys.argv, environment(), REPOSITORY, timeout_s=300)
+    assert done.code == 0, done.stderr
+    measured = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(measured) == 8
     # The fifth frees what the ones before have kept, which hides what it takes; so may what a later one finds free.
     for side in zip(*measured[5:], strict=True):

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.generation import Ending, Sequence, Ticket
+from megatron_worker.sampler.generation import Ending, RequestGroup, Sequence
 from megatron_worker.sampler.models import RequestRefused
 from megatron_worker.weight_sync.buckets import Announcement, Connect, SyncBroken, SyncMessage, SyncReply, shapes_sha256
 from megatron_worker.weight_sync.connections import connect_locally
-from megatron_worker.weight_sync.sender import LastSent, send
+from megatron_worker.weight_sync.sender import DeltaBase, send
 from megatron_worker.weight_sync.transports.same_machine import Buffers
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
@@ -29,7 +29,7 @@ from shared.storage.files import reachable
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import distinct_model, random_rows
-from tests.megatron_worker.weight_sync.samplers import NAME, WAYS, access_of, listening, needs, target_of
+from tests.megatron_worker.weight_sync.samplers import NAME, WAYS, access_of, listening, target_of
 
 STEPS = [[random_rows([40, 17, 90, 25], seed=s)] for s in range(3)]
 BUCKET = 1 << 14  # the tiny model needs many
@@ -39,14 +39,14 @@ def test_a_stranger_who_does_not_know_the_secret_is_refused_in_bounded_time(mode
     """Neither a wrong secret, another run's, nor silence gets weights in; nor does a run that sends as another."""
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 1) as [sampler]:
-        target = target_of([sampler], 1, "collective", BUCKET)
+        target = target_of([sampler], 1, "tcp", BUCKET)
         for access in (SyncAccess(), SyncAccess(secret="0" * 64), access_of("another")):
             done = send(driven.outgoing(None), target, "run", None, access).wait()
             assert list(done.problems) == [sampler.path] and done.digest is None
         host, port = sampler.address.split(":")
         silent = [socket.create_connection((host, int(port))) for _ in range(12)]
         assert [card.id for card in sampler.models.cards().data] == [NAME]
-        assert not sync(driven, None, [sampler], 1, "collective").problems, "those that are silent keep nobody away"
+        assert not sync(driven, None, [sampler], 1, "tcp").problems, "those that are silent keep nobody away"
         for one in silent:
             one.close()
         assert all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in driven.named_weights())
@@ -61,6 +61,29 @@ def test_a_backend_that_cannot_be_and_a_profile_that_cannot_be_written_are_said(
         profile = SyncAccess(profile=str(tmp_path / "none" / "trace.json"))
         done = send(driven.outgoing(None), target, "run", None, profile).wait()
         assert done.problems == {} and "cannot be written" in done.profile_problem
+
+
+EXTERNAL = """
+from megatron_worker.weight_sync.transports.protocol import TcpInbound, TcpOutbound
+
+ENDS = TcpOutbound, TcpInbound, ("cpu",)
+"""
+
+
+def test_a_transport_of_an_installed_package_is_one_more(model, tmp_path, monkeypatch):
+    driven = start("megatron", model, "full")
+    with listening(model, tmp_path, 1) as [sampler]:
+        refused = sync(driven, None, [sampler], 1, "external").problems[sampler.path]
+        assert refused.startswith("ImportError: 0 packages have an entry point")
+        (tmp_path / "its_module.py").write_text(EXTERNAL)
+        info = tmp_path / "its_package-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: its-package\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[longshore.weight_sync]\nits = its_module:ENDS\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        done = sync(driven, None, [sampler], 1, "external")
+        assert done.problems == {} and done.transport == "external"
+        assert all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in driven.named_weights())
 
 
 def shapes_of(sampler):
@@ -79,8 +102,7 @@ def sync(engine, slot, samplers, version, way="shared_memory", sent=None, phases
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "collective"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_full_weights_are_the_same_in_every_sampler(model, tmp_path, engine, dtype, way):
-    needs(way)
-    driven, sent = start(engine, model, "full", dtype), LastSent()
+    driven, sent = start(engine, model, "full", dtype), DeltaBase()
     with listening(model, tmp_path, 2, getattr(torch, dtype)) as samplers:
         for version, rows in enumerate(STEPS):
             train(driven, [rows], learning_rate=1e-5)
@@ -100,7 +122,7 @@ def test_full_weights_are_the_same_in_every_sampler(model, tmp_path, engine, dty
 
 
 def test_one_sampler_without_the_last_version_gets_all_of_it(model, tmp_path):
-    driven, sent = start("megatron", model, "full", "bfloat16"), LastSent()
+    driven, sent = start("megatron", model, "full", "bfloat16"), DeltaBase()
     with listening(model, tmp_path, 2, torch.bfloat16) as samplers:
         sync(driven, None, samplers[:1], 1, "delta", sent)
         train(driven, STEPS[:1], learning_rate=1e-5)
@@ -207,7 +229,6 @@ def die():
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sync_that_breaks_leaves_no_weights_to_sample_from(model, tmp_path, way):
     """The trainer is gone after a bucket: the sampler refuses to draw until it has whole weights again."""
-    needs(way)
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 1) as [sampler]:
         with pytest.raises(Killed):
@@ -278,7 +299,6 @@ def test_buffers_that_no_memory_is_left_for_are_refused():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_left_open(model, tmp_path, way):
-    needs(way)
     driven = start("megatron", model, "full")
     with listening(model, tmp_path, 1) as [sampler]:
         assert sync(driven, None, [sampler], 0, way).problems == {}  # what a process opens once
@@ -315,7 +335,7 @@ def test_samples_under_way_end_on_the_old_weights_and_later_ones_wait(model, tmp
         def ticket(max_tokens, num_changes):
             sampling = Sampling(max_tokens=max_tokens, ignore_eos=True, temperature=0)
             sequence = Sequence((5, 6), sampling, 0, Ending(sampling, frozenset(), tokenizer))
-            submitted = Ticket(base, [sequence], num_changes)
+            submitted = RequestGroup(base, [sequence], num_changes)
             sampler.generator.submit(submitted)
             return submitted
 
@@ -332,7 +352,7 @@ def test_samples_under_way_end_on_the_old_weights_and_later_ones_wait(model, tmp
 
 
 def test_a_step_that_changed_nothing_is_a_version_too(model, tmp_path):
-    driven, sent = start("megatron", model, "full", "bfloat16"), LastSent()
+    driven, sent = start("megatron", model, "full", "bfloat16"), DeltaBase()
     with listening(model, tmp_path, 1, torch.bfloat16) as samplers:
         first = sync(driven, None, samplers, 1, "delta", sent)
         second = sync(driven, None, samplers, 2, "delta", sent)

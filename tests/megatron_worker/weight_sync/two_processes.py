@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from activities.sampling.client import Sampler
+from longshore.weight_sync import SyncOutcome, Transport
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.weight_sync.buckets import weights_sha256
 from megatron_worker.weight_sync.sender import send
 from shared.chat.completions import Sampling
-from shared.jobs.job import SyncAccess, SyncOutcome, SyncTarget, Transport, secret_of_run
+from shared.jobs.job import SyncAccess, SyncTarget, secret_of_run
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import random_rows
 from tests.megatron_worker.sampler_process import started
-from tests.megatron_worker.weight_sync.samplers import PACKAGES
 
 BUCKET = 1 << 14  # the tiny model needs many
 STEPS = [[random_rows([40, 17], seed=s)] for s in range(2)]
@@ -34,11 +34,7 @@ class Apart(NamedTuple):
 
     def sent(self, engine: Engine, slot: str | None, version: int, transport: Transport) -> SyncOutcome:
         target = SyncTarget(
-            sockets=(self.socket,),
-            addresses=(self.address,),
-            version=version,
-            backend=transport,
-            bucket_bytes=BUCKET,
+            sockets=(self.socket,), addresses=(self.address,), version=version, backend=transport, bucket_bytes=BUCKET
         )
         sending = send(engine.outgoing(slot), target, "run", None, self.access)
         assert sending is not None
@@ -51,8 +47,7 @@ def apart(model: Path, folder: Path, device: str, dtype: str = "bfloat16") -> It
     file.write_text(key.hex())
     options = ("--dtype", dtype, "--device", device, "--weights-socket", path, "--max-model-len", "128")
     remote = ("--weights-address", "127.0.0.1", "--weights-key-file", str(file))
-    packages = {"PYTHONPATH": str(PACKAGES)}
-    with started(model, folder, *options, *remote, **packages) as ready, Sampler(ready.url, ready.api_key) as client:
+    with started(model, folder, *options, *remote) as ready, Sampler(ready.url, ready.api_key) as client:
         yield Apart(client, path, ready.weights_address, SyncAccess(secret=secret_of_run(key, "run").hex()))
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.dev.connection import Connection
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import published_version
 from shared.storage.store import LocalStore
@@ -68,8 +67,7 @@ def within_bounds(_bounds: Bounds) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def operator(stack: Stack) -> Tenant:
     """The first tenant's admin, who made the others."""
-    connection = Connection.read(stack.root)
-    assert connection is not None
+    connection = stack.connection
     return Tenant(connection.api_url, "default", connection.api_key)
 
 

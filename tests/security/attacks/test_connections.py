@@ -159,7 +159,7 @@ def _hung_up(service: Service, before: bytes) -> bytes:
         end = time.monotonic() + _PATIENCE_S
         while time.monotonic() < end:
             try:
-                if before:
+                if before and not found:  # sent behind the answer, it could cost the rest of the answer
                     connection.sendall(b"x")
                 if not (piece := connection.recv(1 << 16)):
                     return found or b"closed"

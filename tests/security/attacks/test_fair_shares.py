@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
+from longshore.events import Applied
 from service.accounts.limits import FairShare
 from service.errors import Busy
-from shared.jobs.events import Applied
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from tests.activities.web_server import Page, WebServer, serve_pages
-from tests.depth import one_of
 from tests.end_to_end.stack import Stack, wait_until
 from tests.megatron_worker.workshop import read_log
 from tests.security.attacks.tenants import Tenant
@@ -23,7 +22,6 @@ from tests.security.attacks.tenants import Tenant
 ROW = b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}\n'
 _NUM_SLOW = 36
 BIN_TOKENS = 2048
-ON_A_WORKER = ("adapters", "commands", "runs that wait")  # of which a run of the suite tries one
 NUM_HEAVY = 40
 
 
@@ -35,6 +33,7 @@ def slow() -> Iterator[WebServer]:
         yield web
 
 
+@pytest.mark.deep
 def test_slow_previews_of_one_tenant_leave_others_their_answers(
     attacker: Tenant, victim: Tenant, slow: WebServer, tiny_model: Path
 ) -> None:
@@ -77,7 +76,7 @@ def submitted(tenant: Tenant, model: Path, steps: int, **run: object) -> str:
     return str(answer.json()["run_id"])
 
 
-@one_of(ON_A_WORKER, "adapters")
+@pytest.mark.deep
 def test_a_run_is_trained_beside_the_endless_ones_of_another_tenant(
     attacker: Tenant, victim: Tenant, sharing: None, tiny_model: Path
 ) -> None:
@@ -98,7 +97,7 @@ def heavy_command() -> bytes:
     return json.dumps({"kind": "forward_backward", "data": data}).encode()
 
 
-@one_of(ON_A_WORKER, "commands")
+@pytest.mark.deep
 def test_a_command_waits_for_two_passes_of_another_tenant_s_many(
     attacker: Tenant, victim: Tenant, sharing: None, stack: Stack, tiny_model: Path
 ) -> None:
@@ -145,7 +144,7 @@ def test_a_command_waits_for_two_passes_of_another_tenant_s_many(
         tenant.ended(run_id)
 
 
-@one_of(ON_A_WORKER, "runs that wait")
+@pytest.mark.deep
 def test_runs_that_wait_for_a_worker_get_it_tenant_by_tenant(
     attacker: Tenant, victim: Tenant, tiny_model: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.depth import drawn
 from tests.end_to_end.stack import Stack
 from tests.security.attacks.bounds import CONFINED_BYTES
 from tests.security.attacks.tenants import Tenant
@@ -80,7 +81,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "make", "sentence"), ROWS, ids=[make.__name__ for _, make, _ in ROWS])
+@pytest.mark.parametrize(("name", "make", "sentence"), drawn(ROWS, 1), ids=lambda given: getattr(given, "__name__", ""))
 def test_rows_that_take_a_hosts_memory_are_refused_once(
     stack: Stack, attacker: Tenant, victim: Tenant, tiny_model: Path, tmp_path: Path, name: str, make, sentence: str
 ) -> None:

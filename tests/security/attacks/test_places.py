@@ -133,7 +133,7 @@ def test_what_the_stack_keeps_for_itself_is_nobodys(
     theirs = victim.upload("more.jsonl", ROWS)
     store = stack.root / "store"
     places = [theirs, *(stack.root / name for name in ("dev.json", "temporal.db", "service/longshore.db"))]
-    places += [store / "records/keys", store / "models/imported/00000000000000000000000000000000", store / "runs"]
+    places += [store / "records/queries", store / "models/imported/00000000000000000000000000000000", store / "runs"]
     for place in places:
         uri = place if isinstance(place, str) else place.as_uri()
         refused(attacker, uri, str(tiny_model), "nothing of yours")

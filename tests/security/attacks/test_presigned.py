@@ -1,7 +1,8 @@
-"""A presigned URI's signature stands in one record of the store, and in nothing else of ours."""
+"""Presigned URIs' signatures stand in one record of the store; manifests count where we write them alone."""
 
 import asyncio
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,10 +13,14 @@ from activities.sources.download import find_sources
 from service.temporal import Temporal
 from shared.errors import InvalidInput
 from shared.settings import Settings
+from shared.storage.artifacts import manifest_of
 from shared.storage.places import with_query
 from shared.storage.store import open_store
+from tests.end_to_end.stack import Stack
 from tests.files_below import files_below
 from tests.opened import opened
+from tests.security.attacks.tenants import Tenant
+from tests.security.attacks.test_places import ROWS, refused
 from tests.security.belongings import TENANT, Belongings
 from tests.service.conftest import Service, sft
 from tests.service.stand_in import WAITS
@@ -86,3 +91,36 @@ def test_other_uris_are_left_as_they_are(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri(), Settings().s3)
     for uri in ("https://host/rows.jsonl", "file:///data/a?b", "s3://bucket/key?x"):
         assert with_query(store, uri) == uri
+
+
+def forged(tenant: Tenant, root: Path) -> str:
+    """The folder of an upload whose manifest says that its files lie at `root`."""
+    manifest = manifest_of(root).model_copy(update={"root": root.as_uri()})
+    return tenant.upload("manifest.json", manifest.encoded()).removesuffix("/manifest.json")
+
+
+def test_an_uploaded_manifest_gives_nobodys_model(attacker: Tenant, secret_model: Path) -> None:
+    rows = attacker.upload("rows.jsonl", ROWS)
+    uri = forged(attacker, secret_model)
+    for place in (uri, f"{uri}/", uri.removeprefix("file://")):
+        refused(attacker, rows, place, "nothing was completed there")
+
+
+def test_an_uploaded_manifest_gives_nobodys_adapter(attacker: Tenant, secret_model: Path, tiny_model: Path) -> None:
+    rows = attacker.upload("rows.jsonl", ROWS)
+    run = {"model": str(tiny_model), "dataset": {"uri": rows}, "steps": 1, "batch_size": 1, "max_tokens": 64}
+    said = attacker.refusal("sft", **run, initial_adapter=forged(attacker, secret_model))
+    assert "nothing was completed there" in said
+
+
+def test_an_uploaded_manifest_tells_nothing_of_other_files(stack: Stack, attacker: Tenant) -> None:
+    """Neither whether a file is there, nor its size, hash or fields: all answers are the same."""
+    rows = attacker.upload("rows.jsonl", ROWS)
+    said = set()
+    for name, size in (("dev.json", 1), ("dev.json", (stack.root / "dev.json").stat().st_size), ("none.json", 1)):
+        files = [{"path": name, "size": size, "sha256": "0" * 64}]
+        data = json.dumps({"schema_version": 1, "files": files, "root": stack.root.as_uri()}).encode()
+        uri = attacker.upload("manifest.json", data).removesuffix("/manifest.json")
+        answer = attacker.http.post("/api/v1/preview", json={"source": {"uri": rows}, "model_uri": uri})
+        said.add((answer.status_code, re.sub("[0-9a-f]{64}", "", answer.text)))
+    assert len(said) == 1 and "nothing was completed there" in said.pop()[1]

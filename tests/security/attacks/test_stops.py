@@ -17,11 +17,11 @@ from fastapi.routing import APIRoute, iter_route_contexts
 from pydantic import Field, model_validator
 
 from longshore.fields import Frozen
-from service.accounts.keys import Principal, is_demand
-from service.apis import decoders
+from service import decoding
+from service.accounts.keys import Demand, Principal
 from service.apis.bodies import MAX_FIELDS, JsonBody, JsonRoute, judged
 from service.app import create_app
-from service.decoding import SMALL_BYTES, Decoding
+from service.decoding import SMALL_BYTES
 from service.errors import Forbidden
 from shared.settings import Settings
 from tests.security.attacks.tenants import Tenant
@@ -72,8 +72,8 @@ def test_a_pattern_that_is_not_is_found(tmp_path: Path, pattern: str) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from shared.grading import *\ntry: parse_expression('1' * 3990 + 'e1x')\nexcept ExpressionError: pass",
-        "from shared.grading import *\ntry: parse_expression('1+' * 1990 + '1' * 10 + 'e1.')"
+        "from longshore.grading import *\ntry: parse_expression('1' * 3990 + 'e1x')\nexcept ExpressionError: pass",
+        "from longshore.grading import *\ntry: parse_expression('1+' * 1990 + '1' * 10 + 'e1.')"
         "\nexcept ExpressionError: pass",
         "from activities.grading.open_grader import score_in\n"
         "openings = ('```' + ' ' * 500_000, '```' + ' \\n' * 200_000 + 'x', '```json' * 100_000)\n"
@@ -82,7 +82,7 @@ def test_a_pattern_that_is_not_is_found(tmp_path: Path, pattern: str) -> None:
         "  except Exception as error: assert type(error).__name__ == 'NotGraded'",
         "from activities.sampling.questions import told_calls\n"
         "for said in ('<tool_call>' * 200_000, '<tool_call></tool_call' * 100_000): told_calls(said, 'a')",
-        "from shared.grading import *\n"
+        "from longshore.grading import *\n"
         "for said in ('{{' * 30_000, '{{ ' + 'a.' * 30_000 + '}}', '{{' + ' ' * 60_000 + '}}'):\n"
         "  try: parse_template(said)\n"
         "  except TemplateError: pass",
@@ -134,8 +134,10 @@ _app.router.route_class = JsonRoute
 _app.post("/")(text_of)
 
 
-def test_a_large_body_is_judged_in_a_child(tmp_path: Path) -> None:
-    _app.state.decoding = Decoding(Settings(root=tmp_path))
+def test_a_large_body_is_judged_in_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A child sees the packages of a service, and no tests: this module is imported before the child is made.
+    monkeypatch.setattr(decoding._server, "modules", (*decoding._server.modules, __name__))
+    _app.state.decoding = decoding.Decoding(Settings(root=tmp_path))
 
     async def ask(content: str) -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(_app), base_url="http://app") as client:
@@ -168,7 +170,7 @@ READS = re.compile(r"request\.(body|json|form|stream)\(")
 
 def test_every_body_of_every_route_is_read_so(tmp_path: Path) -> None:
     """A new operation finds itself here: a child judges its body, after its scope was checked, or it is streamed."""
-    with_body, children = set(), {module.__name__ for module in decoders.LOADED}
+    with_body = set()
     for context in iter_route_contexts(create_app(Settings(root=tmp_path)).routes):
         route = context.original_route
         if not isinstance(route, APIRoute) or not (route.methods or set()) - {"GET", "HEAD"}:
@@ -179,7 +181,7 @@ def test_every_body_of_every_route_is_read_so(tmp_path: Path) -> None:
             body = getsource(route.endpoint)
             assert told in STREAMED or told.startswith(OF_THE_PAGE) or not READS.search(body), told
         elif not told.startswith(OF_THE_PAGE):
-            assert isinstance(route, JsonRoute) and module in children, told
+            assert isinstance(route, JsonRoute), told
             with_body.add(f"{module}:{name}")
     assert len(with_body) > 45
     for endpoint in with_body:
@@ -207,7 +209,7 @@ def test_a_key_without_the_scope_has_no_body_read(tmp_path: Path) -> None:
 
     for context in iter_route_contexts(app.routes):
         route = context.original_route
-        if isinstance(route, JsonRoute) and any(is_demand(each.call) for each in route.dependant.dependencies):
+        if isinstance(route, JsonRoute) and any(isinstance(each.call, Demand) for each in route.dependant.dependencies):
             asyncio.run(refused(route))
             tried += 1
     assert tried > 60

@@ -34,14 +34,14 @@ from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.hosts.lease import LeaseRequest
+from longshore.dataset_runs import SFTRun
 from longshore.fields import Artifact
 from longshore.layout import Layout
-from service.dev.connection import Connection
+from longshore.views import RunStatus
 from service.sealing import UNSEALED
 from shared.jobs.job import WorkerKey
-from shared.runs.dataset_runs import SFTRun
 from shared.runs.start import RunStart
-from shared.runs.status import STATUS_MEMO, RunStatus, StepRequest
+from shared.runs.status import StepRequest
 from tests.end_to_end.stack import Stack, wait_until
 from tests.security.attacks.tenants import Tenant
 from workflows.control import NOT_STARTED
@@ -57,8 +57,7 @@ WORKFLOWS = [
 
 @pytest.fixture
 async def stranger(stack: Stack) -> AsyncIterator[Client]:
-    connection = Connection.read(stack.root)
-    assert connection is not None
+    connection = stack.connection
     yield await Client.connect(connection.temporal_address, data_converter=pydantic_data_converter)
 
 
@@ -108,10 +107,9 @@ async def start_raw(client: Client, kind: str, id: str, given: Payloads) -> None
 async def test_a_strangers_workflow_hides_no_runs(
     stranger: Client, stack: Stack, victim: Tenant, run: dict[str, Any]
 ) -> None:
-    """It is of a run's type and has a run's memo; nobody works for it, so that it is listed on and on."""
+    """It is of a run's type; nobody works for it, so that it is listed on and on."""
     id = "sft-0196f0000000000009"
-    memo = {STATUS_MEMO: RunStatus(run_id=id).model_dump(mode="json")}
-    handle = await stranger.start_workflow("SFTWorkflow", id=id, task_queue="nobody", memo=memo)
+    handle = await stranger.start_workflow("SFTWorkflow", id=id, task_queue="nobody")
     try:
         sent = await asyncio.to_thread(victim.http.post, "/api/v1/runs/sft", json=run)
         assert sent.status_code == 201, sent.text

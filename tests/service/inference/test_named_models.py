@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from activities.publishing.publish import Claim, claim_version
+from longshore.dataset_runs import RewardRun, SFTRun
+from longshore.runs import RLRun, RunRecord
 from service.inference.published_models import NamedModels, PublishedModels
 from shared.errors import InvalidInput
-from shared.grading import parse_grader
-from shared.runs.acceptance import check_startable
-from shared.runs.dataset_runs import RewardRun, SFTRun
-from shared.runs.requests import RLRun, RunRecord
+from shared.runs.acceptance import check_startable, parse_grader
 from shared.settings import SamplingSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import RunKeys, published_version
@@ -54,7 +53,6 @@ def test_a_name_becomes_the_adapter_and_the_model_that_it_is_on(store) -> None:
     expected = parse_grader({"type": "reward_model", "name": "r", "model": uri, "base": BASE})
     for named in ("taste", "taste:v1"):
         assert names.resolved("acme", run_of(model=named)).rollouts.grader == expected
-    assert names.with_rewards("acme", run_of(model="taste"), "method.reinforcement.grader").rollouts.grader == expected
     by_uri = names.resolved("acme", run_of(model=uri, base="/models/other/")).rollouts.grader
     assert (by_uri.model, by_uri.base) == (uri, "file:///models/other")
     parts = {"r": {"type": "reward_model", "name": "r", "model": "both", "scalar": "kind"}, "s": STRING_CHECK}

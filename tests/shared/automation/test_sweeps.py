@@ -7,7 +7,8 @@ import optuna
 import pytest
 from pydantic import ValidationError
 
-from shared.automation import Halving, Report, Reports, Sweep, candidates, grid_values, pruned, with_values
+from longshore.automation import Halving, Report, Sweep
+from shared.automation import Reports, candidates, grid_values, pruned, with_values
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 
@@ -57,6 +58,10 @@ def test_a_metric_says_what_is_better() -> None:
     rewarded = sweep(run=rl)
     assert (rewarded.measured, rewarded.maximizes) == ("eval_reward_mean", True)
     assert not sweep(metric="eval_reward_mean", direction="minimize").maximizes
+    kept = sweep(run={**SFT, "eval_every": 2, "keep": "best", "best_by": "eval_accuracy"})
+    assert (kept.measured, kept.maximizes) == ("best_eval_accuracy", True)
+    held_out = {"prompts": DATA, "every_steps": 1, "keep": "best"}
+    assert sweep(run={**RL, "rollouts": {**RL["rollouts"], "held_out": held_out}}).measured == "best_eval_reward_mean"
 
 
 def test_a_grid_goes_through_its_choices_as_nested_loops_do() -> None:

@@ -3,9 +3,8 @@
 import pytest
 
 from shared.errors import InvalidInput
-from shared.families import architecture_of
-from shared.families.model_slices import Stored, constants_of, contents_of, slices_of
-from shared.models.config import read_model_config
+from shared.families import read_model_config
+from shared.families.model_slices import Stored, contents_of
 
 MIXTURE = {
     **{"model_type": "qwen3_5_moe_text", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 8},
@@ -26,8 +25,8 @@ GATE_UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.e
 
 def found_of(config) -> tuple[list, tuple, dict]:
     """Slices, what is carried, and the tensors of a folder in which all have their own names."""
-    a = architecture_of(read_model_config(config, "config.json"))
-    slices = [*slices_of(a, 1), *constants_of(a)]
+    a = read_model_config(config, "config.json").architecture()
+    slices = [*a.slices(1), *a.constants]
     return slices, a.carried, {s.name: Stored("BF16", s.shape) for s in slices}
 
 

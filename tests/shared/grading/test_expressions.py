@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.grading import FUNCTIONS, ExpressionError, parse_expression
+from longshore.grading import FUNCTIONS, ExpressionError, parse_expression
 
 VALUES = {"a": 0.5, "b_2": -3.0, "minimum": 2.0}
 

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from longshore.grading import MAX_SOURCE_BYTES, MultiGrader, SampledItem
 from shared.errors import InvalidInput
-from shared.grading import MAX_SOURCE_BYTES, MultiGrader, SampledItem, parse_grader
+from shared.runs.acceptance import parse_grader
 
 CHECK = {"type": "string_check", "name": "n", "operation": "eq", "input": "{{sample.output_text}}", "reference": "x"}
 SIMILARITY = {"type": "text_similarity", "name": "n", "evaluation_metric": "bleu", "input": "a", "reference": "b"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.grading import MAX_TEMPLATE_CHARS, TemplateError, parse_template, render
+from longshore.grading import MAX_TEMPLATE_CHARS, TemplateError, parse_template, render
 
 ROW = {
     "sample": {"output_text": "12 sacks", "output_json": {"n": [1, {"deep": "x"}]}},

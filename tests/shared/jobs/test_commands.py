@@ -14,13 +14,7 @@ from longshore.commands import EFFECTS, Asked, Datum, Forward, ForwardBackward, 
 from longshore.losses import PPO
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.field_rules import first_error
-from shared.jobs.commands import (
-    Command,
-    CommandHead,
-    check_data,
-    read_command,
-    stored_form,
-)
+from shared.jobs.commands import Command, CommandHead, check_data, read_command, stored_form
 from shared.jobs.packed import Units
 
 POLICY = Datum(tokens=(5, 6, 7), weights=(1.0, 0.0), advantages=(0.5, -1.0), logprobs=(-0.1, -0.2))

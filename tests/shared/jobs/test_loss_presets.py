@@ -9,11 +9,11 @@ import pytest
 from pydantic import ValidationError
 
 from activities.trajectories.pack_trajectories import advantages_of
+from longshore.algorithms import PRESETS, Critic, preset, reference_of, reference_uri, with_reference
 from longshore.fields import Artifact
 from longshore.losses import PPO, Distillation, Kl
+from longshore.runs import RLRun
 from longshore.training import Lora, ScalarHead
-from shared.jobs.losses import PRESETS, Critic, preset, reference_of, reference_uri, with_reference
-from shared.runs.requests import RLRun
 
 # As the papers have them, for rewards 0, 0, 1: what the mean of the group, or of the others, leaves.
 MEAN, NORMALIZED, OTHERS = [-1 / 3, -1 / 3, 2 / 3], [-(0.5**0.5), -(0.5**0.5), 2**0.5], [-0.5, -0.5, 1.0]
@@ -92,9 +92,13 @@ def test_what_a_run_says_itself_goes_before_the_paper() -> None:
         ({"algorithm": "grpo", "loss": {"beta": 0.1}}, "beta"),
         ({"algorithm": "dr_grpo", "loss": {"aggregation": "token_mean"}}, "constant belongs to"),
         ({"algorithm": "vtrace"}, "algorithm"),
+        ({"loss": {"kind": "cross_entropy"}}, "cross_entropy"),
+        ({"loss": {"kind": "ppo", "truncated_importance": 2.0}}, "would be ignored"),
+        ({"advantages": "given", "equal_rewards": "keep"}, "has no meaning"),
+        ({"bin_tokens": 16}, "must hold a trajectory"),
     ],
 )
-def test_what_contradicts_the_algorithm_is_refused(fields: dict[str, object], rule: str) -> None:
+def test_what_contradicts_the_algorithm_or_the_run_is_refused(fields: dict[str, object], rule: str) -> None:
     with pytest.raises(ValidationError, match=rule):
         run_of(**fields)
 

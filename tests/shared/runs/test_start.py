@@ -1,15 +1,20 @@
-"""What is refused before a run starts, with the place and the rule."""
+"""What is refused before a run starts, with place and rule; the form of its base and its optimizer."""
 
 import time
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from longshore.training import Full
+from longshore.commands import OptimStep
+from longshore.dataset_runs import SFTRun
+from longshore.fields import Artifact
+from longshore.layout import Layout
+from longshore.runs import RLRun, dtype_of
+from longshore.training import Adam, Full, Lora, Muon, SessionRun
 from shared.errors import InvalidInput
+from shared.jobs.job import JobPlan, PackedData, Schedule, WorkerKey
 from shared.runs.acceptance import check_offered, check_startable, precision_of
-from shared.runs.requests import RLRun, dtype_of
 from shared.settings import SamplingSettings, Settings
 from shared.storage.host_states import write_fast_bf16, write_offer
 from shared.storage.store import LocalStore
@@ -128,9 +133,9 @@ def test_a_weight_sync_that_cannot_be_is_refused(sync, place):
     assert refused.value.errors()[0]["loc"] == ("rollouts", "weight_sync", place)
 
 
-@pytest.mark.parametrize("backend", ["hccl", "pigeon"])
+@pytest.mark.parametrize("backend", ["hccl", "nixl"])
 def test_a_backend_that_there_is_not_is_refused_with_those_that_there_are(backend):
-    possible = "possible are auto, store, delta, shared_memory, collective, cuda_ipc, nixl, mooncake"
+    possible = "possible are auto, store, delta, shared_memory, tcp, collective, cuda_ipc, external"
     with pytest.raises(ValidationError, match=possible):
         RLRun.model_validate(FULL | {"rollouts": ROLLOUTS | {"weight_sync": {"backend": backend}}})
 
@@ -190,3 +195,113 @@ def test_a_run_on_more_machines_than_there_can_be_is_refused() -> None:
 def test_a_run_that_no_service_has_accepted_is_of_float32() -> None:
     old = RLRun.model_validate({"kind": "rl", "model": "/model"})
     assert dtype_of(old) == "float32" and dtype_of(old.model_copy(update={"dtype": "bfloat16"})) == "bfloat16"
+
+
+ANY = Artifact(uri="file:///x", sha256="0" * 64)
+DATA = {"uri": "file:///rows.jsonl"}
+CHECK = {
+    "type": "string_check",
+    "name": "same",
+    "operation": "eq",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+}
+
+
+def sft(**changes):
+    return SFTRun.model_validate({"model": "m", "dataset": DATA, "steps": 1, "batch_size": 1} | changes)
+
+
+def rl(probe_bound=None, **changes):
+    rollouts = {"prompts": DATA, "grader": CHECK, "steps": 1, "probe_bound": probe_bound}
+    return RLRun.model_validate({"model": "m", "rollouts": rollouts} | changes)
+
+
+def plan(**changes):
+    data = PackedData(units=ANY, plan=ANY)
+    schedule = Schedule(learning_rate=1.0)
+    fields = {"run_id": "r", "job_id": "000001", "model": ANY, "data": data, "num_steps": 1, "schedule": schedule}
+    return JobPlan.model_validate(fields | {"trainable": Lora()} | changes)
+
+
+@pytest.mark.parametrize("make", [sft, lambda **c: SessionRun(model="m", **c), lambda **c: rl(0.5, **c), plan])
+def test_a_quantized_base_is_of_adapters_beside_megatron_s(make):
+    assert make().quantize_base is None
+    assert make(quantize_base="nf4").quantize_base == "nf4"
+    with pytest.raises(ValidationError, match="quantize_base: quantized weights are frozen; train a lora"):
+        make(quantize_base="nf4", trainable=Full())
+    with pytest.raises(ValidationError, match="quantize_base: the engine fsdp holds weights as they are; use megatron"):
+        make(quantize_base="int8", engine="fsdp")
+    with pytest.raises(ValidationError, match="'nf4', 'int8' or 'fp8'"):
+        make(quantize_base="int4")
+    assert make(optimizer_states="8bit", trainable=Full()).optimizer_states == "8bit"
+    with pytest.raises(ValidationError, match="optimizer_states: the engine fsdp holds moments in float32; use meg"):
+        make(optimizer_states="8bit", engine="fsdp")
+
+
+@pytest.mark.parametrize("make", [sft, lambda **c: SessionRun(model="m", **c), lambda **c: rl(0.5, **c), plan])
+def test_split_linears_of_fsdp_have_no_dropout_and_no_norms(make):
+    with pytest.raises(ValidationError, match=r"trainable\.dora: the engine fsdp has no dora for split rows; use meg"):
+        make(trainable=Lora(dora=True), engine="fsdp", layout=Layout(tp=2))
+    dropped = {"trainable": Lora(dropout=0.1), "engine": "fsdp"}
+    assert make(**dropped, layout=Layout(dp=2)).trainable.dropout == 0.1
+    assert make(**dropped | {"engine": "megatron"}, layout=Layout(tp=2)).trainable.dropout == 0.1
+    with pytest.raises(ValidationError, match=r"trainable\.dropout: the engine fsdp has no dropout for split linears"):
+        make(**dropped, layout=Layout(tp=2))
+
+
+def test_rollouts_say_how_far_a_sampler_may_be_off():
+    with pytest.raises(ValidationError, match=r"quantize_base: samplers hold the base .* rollouts\.probe_bound"):
+        rl(quantize_base="nf4")
+    assert rl(quantize_base=None).quantize_base is None
+    assert RLRun(model="m", quantize_base="nf4").rollouts is None
+
+
+def test_a_worker_serves_runs_of_the_same_base_alone():
+    keys = {WorkerKey.of(plan(quantize_base=kind)) for kind in (None, "nf4", "int8", "fp8", "nf4")}
+    assert len(keys) == 4
+    assert WorkerKey.of(plan(optimizer_states="8bit")) not in keys
+
+
+@pytest.mark.parametrize("make", [sft, rl])
+def test_what_a_run_asks_for_is_its_jobs_optimizer(make):
+    assert make().settings_of_optimizer == Adam()
+    fields = {"weight_decay": 0.1, "decay": "matrices", "clip_norm": 2.0, "lora_plus_ratio": 8.0, "noise_scale": True}
+    asked = make(**fields, layout=Layout(dp=2))
+    assert asked.settings_of_optimizer == Adam(**fields)
+    assert make(optimizer="muon", weight_decay=0.1).settings_of_optimizer == Muon(weight_decay=0.1)
+    with pytest.raises(ValidationError, match="'adamw' or 'muon'"):
+        make(optimizer="sgd")
+
+
+def of_plan(**changes):
+    own = {name: changes.pop(name) for name in ("noise_scale", "lora_plus_ratio") if name in changes}
+    return plan(optimizer=Muon(**own), **changes)
+
+
+@pytest.mark.parametrize("make", [sft, rl, of_plan])
+def test_settings_that_would_do_nothing_are_refused(make):
+    with pytest.raises(ValidationError, match="lora_plus_ratio: full training has no B matrices"):
+        make(lora_plus_ratio=2.0, trainable=Full())
+    assert make(noise_scale=True, layout=Layout(dp=2)).layout.dp == 2
+    assert make(noise_scale=True, layout=Layout(dp=2), engine="fsdp", trainable=Lora()).engine == "fsdp"
+    for layout in (Layout(), Layout(tp=2), Layout(tp=2, dp=2), Layout(dp=2, ep=2), Layout(dp=2, cp=2)):
+        with pytest.raises(ValidationError, match=r"noise_scale: .* ask for a layout of dp alone"):
+            make(noise_scale=True, layout=layout)
+    with pytest.raises(ValidationError, match="noise_scale: the engine fsdp"):
+        make(noise_scale=True, layout=Layout(dp=2), engine="fsdp", trainable=Full())
+
+
+def test_an_optimizer_is_read_by_its_kind():
+    for optimizer in (Adam(beta1=0.5), Muon(momentum=0.5)):
+        asked = OptimStep(learning_rate=0.1, optimizer=optimizer)
+        assert OptimStep.model_validate_json(asked.model_dump_json()) == asked
+    for wrong, told in (({"kind": "adamw", "momentum": 0.5}, "momentum"), ({"kind": "sgd"}, "'adamw', 'muon'")):
+        with pytest.raises(ValidationError, match=told):
+            OptimStep.model_validate({"kind": "optim_step", "learning_rate": 0.1, "optimizer": wrong})
+
+
+def test_the_openapi_document_has_both():
+    schema = TypeAdapter(OptimStep).json_schema()
+    assert {"Adam", "Muon"} <= schema["$defs"].keys()
+    assert {"optimizer", "decay", "lora_plus_ratio", "noise_scale"} <= SFTRun.model_json_schema()["properties"].keys()

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from longshore.fields import Artifact
+from longshore.views import FileEntry
 from shared.errors import CorruptArtifact, StoreUnavailable
 from shared.settings import S3Settings
 from shared.storage.artifacts import (
     RANGE_BYTES,
     Fetched,
-    FileEntry,
     Manifest,
     fetch,
     find_artifact,

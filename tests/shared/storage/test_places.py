@@ -5,8 +5,8 @@ from urllib.parse import unquote
 
 import pytest
 
+from longshore.dataset_runs import DatasetSource
 from shared.errors import InvalidInput
-from shared.runs.dataset_runs import DatasetSource
 from shared.settings import DownloadSettings, S3Settings, Settings
 from shared.storage.paths import query_record
 from shared.storage.places import OpenPlaces, with_query, without_queries
@@ -44,8 +44,7 @@ def is_open(found: OpenPlaces, path: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["seal.key", ".seal.key.x", "hosts/h.json", "new.json", "later/x", "store/runs/x", "store/tenants/bob/x"],
+    "name", ["seal.key", ".seal.key.x", "hosts/h.json", "new.json", "later/x", "store/runs/x", "store/tenants/bob/x"]
 )
 def test_nothing_of_the_root_is_data(home: Path, name: str) -> None:
     (home / "link.txt").symlink_to(home / "root" / name)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable
 from shared.settings import S3Settings
-from shared.storage.store import LocalStore, ObjectInfo, ObjectStore, S3Store, open_store, open_uri, uri_of
+from shared.storage.store import LocalStore, ObjectStore, S3Store, open_store, open_uri, uri_of
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -61,7 +61,6 @@ def test_a_key_that_leaves_the_store_is_refused(store, key) -> None:
     for attempt in (
         lambda: store.put_bytes(key, b"x"),
         lambda: store.put_if_absent(key, b"x"),
-        lambda: store.put_if_unchanged(key, b"x", ObjectInfo(key, 1, "a")),
         lambda: store.get_bytes(key),
         lambda: store.head(key),
         lambda: store.delete(key),
@@ -164,24 +163,6 @@ def test_one_of_many_creates(store) -> None:
     assert keys_of(store) == ["claims/one"]
 
 
-def test_one_of_many_that_saw_a_version_replaces_it(store) -> None:
-    store.put_bytes("claims/two", b"writer 0")
-    seen = store.head("claims/two")
-    barrier = threading.Barrier(8)
-
-    def replace(i: int) -> bool:
-        barrier.wait()
-        return store.put_if_unchanged("claims/two", f"writer {i}".encode(), seen)
-
-    with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(replace, range(1, 9)))
-    assert won.count(True) == 1
-    assert store.get_bytes("claims/two") == f"writer {won.index(True) + 1}".encode()
-    store.delete("claims/two")
-    assert not store.put_if_unchanged("claims/two", b"late", seen)
-    assert keys_of(store) == []
-
-
 def test_readers_see_whole_objects_while_writers_replace_them(store) -> None:
     store.put_bytes("k", b"a" * 100_000)
 
@@ -203,6 +184,22 @@ def test_a_large_file_goes_both_ways(store, tmp_path) -> None:
     store.put_file("large", tmp_path / "large")
     store.get_file("large", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == data
+
+
+def test_an_error_of_a_check_ends_an_upload_and_a_download(store, tmp_path) -> None:
+    class Stopped(Exception): ...
+
+    def stop() -> None:
+        raise Stopped
+
+    (tmp_path / "large").write_bytes(bytes(20 << 20))
+    store.put_file("there", tmp_path / "large")
+    with pytest.raises(Stopped):
+        store.put_file("not there", tmp_path / "large", stop)
+    with pytest.raises(Stopped):
+        store.get_file("there", tmp_path / "folder" / "copy", stop)
+    assert keys_of(store) == ["there"]
+    assert not list((tmp_path / "folder").iterdir())
 
 
 def test_a_file_uri_has_no_host() -> None:

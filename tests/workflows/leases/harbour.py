@@ -14,6 +14,7 @@ from temporalio.client import Client
 from longshore.fields import Artifact
 from service.accounts.limits import FairShare
 from service.accounts.tenants import Quotas
+from service.database import engine
 from service.database.engine import open_database
 from service.host import serve_host
 from service.host_http.clients import HostClients
@@ -29,6 +30,7 @@ from shared.storage.paths import HostPaths
 from shared.storage.store import ObjectStore, open_store
 from tests.megatron_worker.sampler_process import write_adapter
 from tests.workflows.published import publish
+from tests.workflows.rows import recording
 
 IDLE_S = 4.0
 NUM_TOKENS = 24
@@ -53,10 +55,11 @@ class Harbour:
     def inference(self, **changes: Any) -> Inference:
         settings = self.settings.model_copy(update=changes)
         published, temporal = PublishedModels(self.store), Temporal(settings)
-        untrained = UntrainedModels(settings, temporal, self.store)
-        models = ArtModels(
-            self.store, published, untrained, Quotas(settings.quotas, self.store, open_database(settings))
-        )
+        database = open_database(settings)
+        engine.upgrade(database)
+        quotas = Quotas(settings.quotas, self.store, database)
+        untrained = UntrainedModels(settings, temporal, self.store, quotas)
+        models = ArtModels(self.store, database, published, untrained, quotas)
         questions, hosts = FairShare("questions", 16, 10), HostClients(settings, settings.heartbeat_timeout_s)
         return Inference(settings, self.store, published, models, untrained, temporal, questions, hosts)
 
@@ -98,11 +101,13 @@ async def started(temporal_address: str, model: Path, folder: Path) -> AsyncIter
     assert [publish(store, path, id.partition(":")[0], artifact) for id, path in adapters.items()] == [1, 2, 1]
     stopped = asyncio.Event()
     hosts = [asyncio.create_task(serve_host(role, settings, stopped)) for role in ("control", "sampler")]
-    try:
-        yield Harbour(settings, store, model, artifact, adapters, await connect_temporal(settings))
-    finally:
-        stopped.set()
-        await asyncio.gather(*hosts)
+    client = await connect_temporal(settings)
+    async with recording(client, settings):
+        try:
+            yield Harbour(settings, store, model, artifact, adapters, client)
+        finally:
+            stopped.set()
+            await asyncio.gather(*hosts)
 
 
 async def there_is(look: Any, is_enough: Any = bool, timeout_s: float = 300) -> Any:

@@ -13,8 +13,8 @@ import pytest
 from temporalio.client import WorkflowHandle
 
 from activities.hosts.lease import LeaseRecord
+from longshore.events import Step
 from service.launching import Launching, waiting
-from shared.jobs.events import Step
 from shared.runs.start import RunTiming
 from shared.storage.artifacts import is_job
 from shared.storage.host_states import read_states
@@ -87,7 +87,7 @@ def is_alone(stack: Stack) -> bool:
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("trial", drawn(range(TRIALS), 2))
+@pytest.mark.parametrize("trial", drawn(range(TRIALS), 1))
 async def test_hosts_come_for_runs_that_wait_and_a_scale_down_in_the_middle_loses_nothing(
     trial: int, temporal_address: str, tmp_path: Path
 ) -> None:
@@ -207,7 +207,7 @@ PHASES = (_at_once, _is_leased, _has_a_job, _is_in_its_middle, _has_done_its_ste
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("phase", drawn(PHASES, 2))
+@pytest.mark.parametrize("phase", drawn(PHASES, 1))
 async def test_a_notice_in_any_phase_of_a_job_loses_nothing(
     phase: Callable[[Stack, str], Awaitable[bool]], temporal_address: str, tmp_path: Path
 ) -> None:

@@ -16,15 +16,14 @@ from temporalio.service import RPCError
 from activities.hosts.workers import end_processes
 from longshore.fields import Artifact
 from longshore.layout import Layout
-from service.host_workers import control_workers
+from service.host import control_workers
 from shared.jobs.job import WorkerKey
 from shared.runs.start import RunTiming
 from shared.storage.paths import HostPaths
 from tests.depth import IS_DEEP, SEED
 from tests.waiting import eventually
 from tests.workflows.leases.gang_holder import GangHolder, Holding
-from tests.workflows.stack import Stack, has_checkpoint, started
-from tests.workflows.stand_in import StandInCommand
+from tests.workflows.stack import Stack, started
 from tests.workflows.stand_in_worker import adapter_bytes
 from workflows import leases, policies
 from workflows.leases import GangTurnsWorkflow, Turn
@@ -38,35 +37,12 @@ async def test_two_hosts_are_one_worker_and_are_lost_and_leased_together(tempora
     """A host of two dies in the middle of a job: the other one's part ends too, and with a third the run goes on."""
     async with started(temporal_address, tmp_path) as stack:
         hosts = [stack.spawn_gpu_host(0.05, tmp_path / f"machine-{number}") for number in range(2)]
-        handle = await stack.start(steps=200, layout=TWO)
-        await eventually(lambda: has_checkpoint(handle), "a checkpoint")
+        handle = await stack.begun(steps=200, layout=TWO)
         hosts[1].kill()
         await stack.add_gpu_host(root=tmp_path / "machine-3")
         status = await asyncio.wait_for(handle.result(), 300)
         assert status.state == "succeeded" and status.workers_lost == 1
         assert stack.weights(status) == adapter_bytes(7, 200)
-
-
-class BreaksOnce:
-    """A worker of a host that does not start at first."""
-
-    def __init__(self) -> None:
-        self._has_broken = False
-
-    def __call__(self, folder: Path, key: WorkerKey) -> list[str]:
-        if self._has_broken:
-            return StandInCommand()(folder, key)
-        self._has_broken = True
-        return ["sh", "-c", "echo it does not start; exit 3"]
-
-
-async def test_a_host_is_not_avoided_where_there_are_not_as_many_others(temporal_address: str, tmp_path: Path) -> None:
-    """A run that needs two hosts, and has lost its worker's start on one of two, would wait for a third for ever."""
-    async with started(temporal_address, tmp_path) as stack:
-        await stack.add_gpu_host(command=BreaksOnce(), check=tuple, root=tmp_path / "machine-1")
-        await stack.add_gpu_host(check=tuple, root=tmp_path / "machine-2")
-        status = await asyncio.wait_for((await stack.start(steps=5, layout=TWO)).result(), 120)
-        assert status.state == "succeeded" and status.workers_lost == 1
 
 
 @asynccontextmanager
@@ -177,6 +153,7 @@ class Fleet:
         self.hosts[place] = self._another()
 
 
+@pytest.mark.deep
 @pytest.mark.drawn
 @pytest.mark.timeout(7200)
 async def test_gangs_never_wait_for_each_other(temporal_address: str, tmp_path: Path) -> None:

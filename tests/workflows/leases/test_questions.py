@@ -12,11 +12,11 @@ import pytest
 from activities.host_context import HostContext
 from activities.sampling.questions import OpenQuestion, Questions, chat_completion
 from activities.sampling.samplers import Samplers
-from service.apis.openai.answering import ChatChunks
 from service.inference.published_models import PublishedModels
-from service.inference.questions import PartialAnswer
+from service.inference.questions import StreamedAnswer
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.messages import ChatCompletion
+from shared.chat.streams import ChatChunks, StreamStart
 from shared.chat.trajectories import AnswerLookup, AnswerRecord, look_up, parse_record
 from shared.errors import InvalidInput, NotFound
 from shared.serving import CompleteRequest, ServedSampler
@@ -117,10 +117,10 @@ async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(h
         assert choice.logprobs is not None
         assert tuple(token.logprob for token in choice.logprobs.content) == kept.logprobs
         assert kept.content == choice.message.content
-    draft = PartialAnswer()
-    chunks = list(ChatChunks(draft, "north").rest(answer))
+    start = StreamStart(answer_id="chatcmpl-1", created=1)
+    chunks = list(ChatChunks(start, "north").rest(answer))
     named = [chunk.choices[0].answer_id for chunk in chunks if chunk.choices[0].answer_id]
-    assert named == [draft.answer_id, answer.id] * 2, "of each choice the first chunk and the last"
+    assert named == [start.answer_id, answer.id] * 2, "of each choice the first chunk and the last"
     assert [chunk.prompt_token_ids for chunk in chunks] == [answer.prompt_token_ids, *[None] * (len(chunks) - 1)]
     told = [chunk.choices[0].token_ids for chunk in chunks if chunk.choices[0].token_ids]
     assert told == [choice.token_ids for choice in answer.choices]
@@ -131,22 +131,35 @@ async def test_what_was_drawn_is_told_on_request_and_remembered_for_its_tenant(h
 
 
 async def test_text_comes_while_it_is_drawn(harbour: Harbour) -> None:
-    """Texts only grow into those of the answer, which is remembered under the id that its stream had."""
-    inference, draft, seen = harbour.inference(), PartialAnswer(), dict[tuple[str, ...], float]()
+    """In events, whose texts make the answer that is remembered under the id that its stream had."""
+    inference, events = harbour.inference(), list[bytes]()
     await inference.chat("default", greedy("north", max_tokens=1))
     asked_at = time.monotonic()
     asked = greedy("north", temperature=1, n=2, max_tokens=1500, stream=True)
+    draft = StreamedAnswer(asked)
     answering = asyncio.ensure_future(inference.chat("default", asked, draft))
     while not answering.done():
-        await asyncio.sleep(0.02)
-        if draft.texts:
-            seen.setdefault(draft.texts, time.monotonic() - asked_at)
-    answer = answering.result().read()
-    print(f"first text after {min(seen.values()):.2f} s, all of it after {time.monotonic() - asked_at:.2f} s")
-    texts = [choice.message.content for choice in answer.choices]
-    assert sum(map(len, next(iter(seen)))) < sum(map(len, texts))
-    assert all(whole.startswith(text) for each in seen for whole, text in zip(texts, each, strict=True))
-    assert remembered(harbour, "default", draft.answer_id) is not None and answer.id == draft.answer_id
+        await asyncio.wait(
+            [answering, asyncio.ensure_future(draft.changed.wait())], return_when=asyncio.FIRST_COMPLETED
+        )
+        if not events:
+            print(f"first text after {time.monotonic() - asked_at:.2f} s")
+        events.append(draft.take())
+    events.append(draft.take())
+    assert len(events) > 3 and b'"content":"' in events[0]
+    record = remembered(harbour, "default", draft.start.answer_id)
+    assert record is not None
+    assert [choice.content for choice in record.choices] == texts_of(b"".join(events))
+
+
+def texts_of(events: bytes) -> list[str]:
+    """The texts of a stream's two choices."""
+    found = ["", ""]
+    for line in events.decode().split("\n"):
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                found[choice["index"]] += choice["delta"].get("content") or ""
+    return found
 
 
 async def test_what_cannot_be_answered_is_refused_by_name(harbour: Harbour) -> None:

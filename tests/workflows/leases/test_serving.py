@@ -1,6 +1,7 @@
 """Samplers of published adapters: leased when a question comes, lost, replaced, shared, and gone when none comes."""
 
 import asyncio
+import json
 import shutil
 import uuid
 from collections.abc import Awaitable, Callable
@@ -19,23 +20,24 @@ from activities.host_context import HostContext
 from activities.hosts.workers import processes_of
 from activities.sampling.client import Sampler
 from activities.sampling.samplers import OpenSampler, SamplerLeaseRequest, ServingAdapters
-from longshore.fields import Artifact
+from longshore.accounts import QuotaSettings
+from longshore.fields import Artifact, Fence
+from longshore.runs import RLRun, RunRecord
 from service.accounts.tenants import Quotas
 from service.database import engine
 from service.database.engine import Database
-from service.inference.questions import IdleEviction, PartialAnswer
+from service.inference.questions import IdleEviction, StreamedAnswer
 from service.runs.rows import RunRows, run_row
 from service.runs.runs import queued
 from service.temporal import Temporal
+from shared.chat.trajectories import AnswerLookup, look_up, parse_record
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.jobs.job import LeaseGrant, SamplerKey
-from shared.limits import QuotaSettings
-from shared.runs.requests import RLRun, RunRecord
 from shared.runs.start import RunTiming
 from shared.serving import ServeRequest, ServingStart
 from shared.settings import ServingSettings
 from shared.storage.artifacts import find_artifact
-from shared.storage.paths import Fence, published_version
+from shared.storage.paths import published_version
 from tests.depth import drawn
 from tests.workflows.leases.harbour import IDLE_S, Harbour, greedy, said, there_is
 from tests.workflows.published import publish
@@ -47,11 +49,12 @@ from workflows.leases import ServingWorkflow
 @pytest.mark.parametrize("waits_s", drawn([0.0, 0.01, 0.1, 1.0, None], 1, always=[None]))
 async def test_a_caller_that_leaves_takes_the_question_back(harbour: Harbour, waits_s: float | None) -> None:
     """However far it has come: on its way to the host, waiting, drawn. None: a part of the answer is there."""
-    inference, draft = harbour.inference(), PartialAnswer()
+    inference = harbour.inference()
     await inference.chat("default", greedy("north"))
     endless = greedy("north", temperature=1, max_tokens=1900, n=128, stream=True)
+    draft = StreamedAnswer(endless)
     asked = asyncio.create_task(inference.chat("default", endless, draft))
-    await (there_is(lambda: draft.texts) if waits_s is None else asyncio.sleep(waits_s))
+    await (there_is(draft.changed.is_set) if waits_s is None else asyncio.sleep(waits_s))
     asked.cancel()
     with suppress(asyncio.CancelledError):
         await asked
@@ -73,17 +76,25 @@ async def is_idle(sampler: str) -> bool:
 
 async def test_a_sampler_that_is_killed_over_a_question_is_replaced(harbour: Harbour) -> None:
     """The new one goes on with what the old one drew, though the question names no seed."""
-    inference, draft = harbour.inference(), PartialAnswer()
-    long = greedy("north", max_tokens=1900, temperature=1, stream=True)
+    inference, long = harbour.inference(), greedy("north", max_tokens=1900, temperature=1, stream=True)
+    draft = StreamedAnswer(long)
     asked = asyncio.create_task(inference.chat("default", long, draft))
-    before = await there_is(lambda: draft.texts)
+    await there_is(draft.changed.is_set)
+    before = draft.take()
     assert not asked.done()
     [sampler] = harbour.samplers()
     for process in processes_of(sampler):
         process.kill()
-    answer = (await asked).read()
+    await asked
     assert harbour.samplers() != [sampler]
-    assert said(answer).startswith(before[0]) and len(said(answer)) > len(before[0])
+    whole = before + draft.take()
+    text = "".join(
+        json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+        for line in whole.decode().split("\n")
+        if line.startswith("data: {")
+    )
+    record = parse_record(look_up(harbour.store, "default", AnswerLookup(ids=(draft.start.answer_id,)))[0])
+    assert before and record is not None and text == record.choices[0].content, "nothing twice, and nothing left out"
 
 
 async def test_of_many_adapters_the_one_asked_longest_ago_makes_room(harbour: Harbour) -> None:

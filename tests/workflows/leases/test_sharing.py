@@ -8,12 +8,12 @@ import pytest
 from temporalio.client import WorkflowHandle
 
 from activities.hosts.workers import processes_of
+from longshore.fields import Fence
+from longshore.views import PhaseSpan, RunStatus
 from shared.jobs.job import LeaseGrant
 from shared.runs.start import RunTiming
-from shared.runs.status import PhaseSpan, RunStatus
-from shared.storage.paths import Fence
 from tests.waiting import eventually
-from tests.workflows.stack import Stack, failure_of, has_checkpoint, started
+from tests.workflows.stack import Stack, failure_of, started
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
 from workflows.sft import SFTWorkflow
 
@@ -34,8 +34,7 @@ async def is_leased(handle: WorkflowHandle) -> bool:
 
 
 async def test_runs_join_a_worker_and_another_one_has_its_turn_after_them(stack: Stack) -> None:
-    first = await stack.start(steps=1_000_000, seed=1, shares_with="")  # until it is cancelled
-    await eventually(lambda: has_checkpoint(first), "a checkpoint")
+    first = await stack.begun(steps=1_000_000, seed=1, shares_with="")  # until it is cancelled
     [worker_id] = stack.worker_ids()
     others = {
         2: await stack.start(steps=10, seed=2, shares_with="", threads_per_rank=2),
@@ -72,14 +71,14 @@ def training(status: RunStatus) -> PhaseSpan:
 async def test_nobody_joins_a_worker_for_longer_than_its_window(temporal_address: str, tmp_path: Path) -> None:
     async with started(temporal_address, tmp_path, sharing_window_s=0.0) as stack:
         await stack.add_gpu_host(SLOW_S)
-        first = await stack.start(steps=60, seed=1, shares_with="")
-        await eventually(lambda: has_checkpoint(first), "a checkpoint")
+        first = await stack.begun(steps=60, seed=1, shares_with="")
         late = await stack.start(steps=10, seed=2, shares_with="")
         status, other = await first.result(), await late.result()
         assert training(other).began >= training(status).ended
         assert stack.weights(other) == adapter_bytes(2, 10)
 
 
+@pytest.mark.deep
 async def test_a_worker_takes_as_many_runs_as_its_host_says(temporal_address: str, tmp_path: Path) -> None:
     async with started(temporal_address, tmp_path, runs_per_worker=2) as stack:
         await stack.add_gpu_host(SLOW_S)
@@ -110,6 +109,7 @@ async def test_a_lost_worker_is_lost_to_all_and_each_goes_on_alone(stack: Stack)
     assert late.began >= early.ended
 
 
+@pytest.mark.deep
 async def test_runs_meet_again_when_their_host_was_killed(temporal_address: str, tmp_path: Path) -> None:
     async with started(temporal_address, tmp_path) as stack:
         host = stack.spawn_gpu_host(SLOW_S)
@@ -150,12 +150,13 @@ async def test_a_run_that_is_cancelled_leaves_the_worker_to_the_others(stack: St
 async def test_a_run_that_is_crowded_out_has_the_next_worker_and_others_may_join_it(stack: Stack) -> None:
     """It has lost nothing, and does not join the same worker again, which would refuse it again."""
     seed = SEEDS["crowded"]
-    first = await stack.start(steps=60, seed=1, shares_with="")
-    await eventually(lambda: has_checkpoint(first), "a checkpoint")
+    first = await stack.begun(steps=1_000_000, seed=1, shares_with="")  # until the others have joined it
     crowded = await stack.start(steps=100, seed=seed, shares_with="")
     await eventually(lambda: is_leased(crowded), "the joined run's lease")
-    stays = await stack.start(steps=1_000, seed=2, shares_with="")  # until it is cancelled: it holds the first worker
+    stays = await stack.start(steps=1_000_000, seed=2, shares_with="")  # until it is cancelled: it holds the worker
     await eventually(lambda: is_leased(stays), "another lease of the first worker")
+    await first.cancel()
+    await failure_of(first)
 
     async def has_left() -> bool:
         status = await crowded.query(SFTWorkflow.status)
@@ -168,7 +169,7 @@ async def test_a_run_that_is_crowded_out_has_the_next_worker_and_others_may_join
     await failure_of(stays)
     await eventually(lambda: is_leased(crowded), "a worker of its own")
     joined = await stack.start(steps=10, seed=3, shares_with="")
-    for handle, of, steps in ((first, 1, 60), (crowded, seed, 100), (joined, 3, 10)):
+    for handle, of, steps in ((crowded, seed, 100), (joined, 3, 10)):
         status = await handle.result()
         assert status.workers_lost == 0
         assert stack.weights(status) == adapter_bytes(of, steps)

@@ -3,17 +3,18 @@
 import pytest
 from pydantic import ValidationError
 
+from longshore.algorithms import DPO, reference_of, reference_uri
+from longshore.dataset_runs import DatasetSource, DPORun, SFTRun
 from longshore.fields import Artifact
 from longshore.layout import Layout
 from longshore.losses import CrossEntropy
-from longshore.training import Full
+from longshore.runs import RLRun
+from longshore.training import EarlyStop, Full
+from longshore.views import RunStatus, StepStatus
 from shared.jobs.job import JobPlan, PackedData
-from shared.jobs.losses import DPO, reference_of, reference_uri
 from shared.models.shape import ModelShape
-from shared.runs.dataset_runs import DatasetSource, DPORun, SFTRun
-from shared.runs.requests import RLRun
 from shared.runs.start import RLStart, RunStart
-from shared.runs.status import RLState, RunStatus, StepStatus
+from shared.runs.status import RLState
 from workflows.training.job_plan import dataset_job, rl_job
 
 ANY = Artifact(uri="file:///any", sha256="0" * 64)
@@ -25,7 +26,9 @@ def plan_of(num_steps: int = 35, eval_data: PackedData | None = None, **changes)
     eval_dataset = source if eval_data else None
     run = SFTRun(model="m", dataset=source, eval_dataset=eval_dataset, steps=num_steps, batch_size=2, **changes)
     start = RunStart(run_id="r1", run=run, threads_per_rank=2)
-    return dataset_job(start, model=ANY, adapter=None, data=DATA, eval_data=eval_data, num_steps=num_steps)
+    return dataset_job(
+        start, model=ANY, adapter=None, data=DATA, eval_data={"": eval_data} if eval_data else {}, num_steps=num_steps
+    )
 
 
 @pytest.mark.parametrize(("num_steps", "every"), [(1, 1), (9, 1), (10, 1), (11, 2), (35, 4), (1000, 100)])
@@ -50,6 +53,8 @@ def test_what_the_user_asked_for_arrives() -> None:
         eval_every=5,
         num_samples=2,
         sample_tokens=9,
+        keep="best",
+        early_stop=EarlyStop(patience=2),
         eval_data=DATA,
     )
     assert (plan.schedule.kind, plan.schedule.learning_rate, plan.schedule.warmup_steps) == ("cosine", 0.5, 3)
@@ -62,12 +67,15 @@ def test_what_the_user_asked_for_arrives() -> None:
         "every_steps": 5,
         "num_samples": 2,
         "sample_tokens": 9,
+        "keep": "best",
+        "best_by": None,
+        "early_stop": {"metric": None, "patience": 2},
     }
 
 
 def test_a_preference_run_has_its_loss_and_its_reference() -> None:
     run = DPORun(model="m", dataset=DatasetSource(uri="d"), steps=3, batch_size=2, beta=0.3, label_smoothing=0.1)
-    given = {"model": ANY, "adapter": None, "data": DATA, "eval_data": None, "num_steps": 3}
+    given = {"model": ANY, "adapter": None, "data": DATA, "eval_data": {}, "num_steps": 3}
     start = RunStart(run_id="r1", run=run)
     assert dataset_job(start, **given).loss == DPO(beta=0.3, label_smoothing=0.1, reference="base")
     assert dataset_job(start, **given, reference=ANY).loss == DPO(beta=0.3, label_smoothing=0.1, reference=ANY)

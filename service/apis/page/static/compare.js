@@ -1,28 +1,15 @@
 // Several runs: their charts laid over each other, and a table of results and settings. The address names the runs.
 
-import { comparison, namesOf, runName } from "./comparison.js";
-import { ago, byId, get, make, Problem, repeat, show, showIfNew, toast } from "./page.js";
-import { OverlaidCharts, RunMetrics } from "./series.js";
+import { Comparison, namesOf, runName } from "./comparison.js";
+import { ago, get, html, mount, Problem, toast, useData } from "./page.js";
+import { Charts, RunMetrics, useChartOptions } from "./series.js";
 import { shownState, stateBadge } from "./status.js";
 
 const MOST = 6;  // as many as there are colours
 const ids = [...new Set(new URLSearchParams(location.search).getAll("run"))].slice(0, MOST);
 const metrics = new Map();
-const charts = new OverlaidCharts(byId("chart-grid"));
-let runs = [];
 
 const go = (chosen) => location.assign(`/compare?${chosen.map((id) => `run=${encodeURIComponent(id)}`).join("&")}`);
-
-function draw() {
-  const names = namesOf(runs);
-  charts.draw(runs.map((run, n) => ({ name: names[n], metrics: metrics.get(run.run_id) })), { log: byId("log").checked, smooth: byId("smooth").checked });
-}
-
-function chip(run, n) {
-  const name = namesOf(runs)[n];
-  return make("li", {}, make(`i.b${n}`), make("a", { href: `/runs/${encodeURIComponent(run.run_id)}`, title: name }, name), stateBadge(shownState(run)),
-    make("button.plain", { type: "button", "aria-label": `Leave out ${name}`, click: () => go(ids.filter((id) => id !== run.run_id)) }, "✕"));
-}
 
 async function found(id) {
   try {
@@ -34,24 +21,50 @@ async function found(id) {
   }
 }
 
-async function turn() {
-  runs = (await Promise.all(ids.map(found))).filter(Boolean);
-  showIfNew(byId("compared"), runs.map((run) => [run.run_id, run.state, run.phase]), () => (runs.length ? runs.map(chip) : make("li.muted", {}, "No run is chosen yet.")));
-  for (const run of runs) if (!metrics.has(run.run_id)) metrics.set(run.run_id, new RunMetrics(run.run_id, run.kind));
-  const isNew = await Promise.all(runs.map((run) => metrics.get(run.run_id).read()));
-  if (isNew.some(Boolean) || !charts.isDrawn) draw();
-  showIfNew(byId("table"), [runs.map((run) => [run.state, run.step, run.metrics])], () => runs.length && make("div.card", {}, comparison(runs)));
-  return runs.some((run) => run.state === "running") ? 2500 : 0;
+async function read() {
+  const runs = (await Promise.all(ids.map(found))).filter(Boolean);
+  for (const { run_id: id, kind } of runs) if (!metrics.has(id)) metrics.set(id, new RunMetrics(id, kind));
+  await Promise.all(runs.map((run) => metrics.get(run.run_id).read()));
+  return runs;
 }
 
-async function offer() {
-  const page = await get("/runs?limit=200");
-  const others = page.runs.filter((run) => !ids.includes(run.run_id) && run.kind !== "session");
-  byId("add").append(...others.map((run) => make("option", { value: run.run_id }, `${runName(run)} · ${run.kind} · ${run.state} · ${ago(run.created_at)}`)));
-  byId("add").disabled = ids.length >= MOST;
+async function others() {
+  const { runs } = await get("/runs?limit=200");
+  return runs.filter((run) => !ids.includes(run.run_id) && run.kind !== "session");
 }
 
-byId("add").addEventListener("change", (event) => event.target.value && go([...ids, event.target.value]));
-for (const id of ["log", "smooth"]) byId(id).addEventListener("change", draw);
-offer().catch((error) => toast(error.message, true));
-repeat(turn);
+function Compare() {
+  const [runs] = useData(read, (all) => (all.some((run) => run.state === "running") ? 2500 : 0));
+  const [offered] = useData(others), [options, fields] = useChartOptions(), names = namesOf(runs ?? []);
+  const none = ids.length ? "These runs recorded no steps." : "Choose runs to compare, here or in the list of runs.";
+  const chip = (run, n) => html`<li>
+    <i class=${`b${n}`} />
+    <a href=${`/runs/${encodeURIComponent(run.run_id)}`} title=${names[n]}>${names[n]}</a>${stateBadge(shownState(run))}
+    <button type="button" class="plain" aria-label=${`Leave out ${names[n]}`}
+      onClick=${() => go(ids.filter((id) => id !== run.run_id))}>✕</button></li>`;
+  return html`
+    <div class="heading run-heading"><div><p class="crumb"><a href="/">Runs</a></p><h1>Compare runs</h1></div></div>
+    <section class="card" aria-label="Runs compared">
+      <ul id="compared" class="compared">
+        ${runs && (runs.length ? runs.map(chip) : html`<li class="muted">No run is chosen yet.</li>`)}
+      </ul>
+      <div class="section-head">
+        <label class="field">Add <select id="add" disabled=${ids.length >= MOST}
+          onChange=${({ target: { value } }) => value && go([...ids, value])}>
+          <option value="">a run</option>
+          ${offered?.map((run) => html`<option value=${run.run_id}>
+            ${`${runName(run)} · ${run.kind} · ${run.state} · ${ago(run.created_at)}`}</option>`)}
+        </select></label>
+        ${fields}
+      </div>
+    </section>
+    <section aria-label="Charts">
+      <${Charts} runs=${(runs ?? []).map((run, n) => ({ name: names[n], metrics: metrics.get(run.run_id) }))}
+        ...${options} none=${runs ? none : "Loading …"} />
+    </section>
+    <section aria-label="Results and settings" id="table">
+      ${runs?.length > 0 && html`<${Comparison} runs=${runs} />`}
+    </section>`;
+}
+
+mount(html`<${Compare} />`);

@@ -1,152 +1,173 @@
 // What a run left behind: its data and their report, its log, checkpoints, published files, its request and job files.
 
+import { acting, Alert, bytes, Facts, getText, html, named, number, post, Table, useLayoutEffect, useMemo, useRef,
+  useState, words } from "./page.js";
 import { withTokenMarks } from "./texts.js";
-import { byId, bytes, get, getText, make, named, number, post, show, table } from "./page.js";
 
-export async function showData(place, previewPlace, run) {
-  const source = run.run.dataset ?? run.run.rollouts?.prompts ?? null;
-  const { dataset, packing } = await get(`/runs/${run.run_id}/report`);
-  show(place,
-    make("p", {}, source ? named(source.uri) : make("span.muted", {}, "Trajectory groups sent by a client.")),
-    dataset && report(dataset), packing && packed(packing),
-    !dataset && make("p.muted", {}, run.state === "running" ? "The report appears once the data has been read." : "There is no report."));
-  if (run.run.dataset && !previewPlace.childElementCount) show(previewPlace, previewButton(previewPlace, run.run));
-}
-
-const facts = (pairs) => make("dl.facts", {}, pairs.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const json = (value) => html`<pre class="json" tabindex="0">${value}</pre>`;
 
-export function report(found) {
-  if (!("lengths" in found)) return make("details", {}, make("summary", {}, "Report of the last step's groups"), make("pre.json", { tabindex: "0" }, JSON.stringify(found, null, 2)));
-  const top = Math.max(...found.lengths.map((one) => one.num_rows), 1);
-  const columns = found.lengths.map((one) => {
-    const bar = make("i");
-    bar.style.height = `${(100 * one.num_rows) / top}%`;
-    return make(`div${one.up_to_tokens / 2 >= found.max_tokens ? ".long" : ""}`, { title: `${number(one.num_rows)} rows of up to ${number(one.up_to_tokens)} tokens` }, make("span", {}, number(one.num_rows)), bar, make("span", {}, `≤${number(one.up_to_tokens)}`));
-  });
-  const lost = found.lost.map((one) => make("li", {}, make("code", {}, one.place), ` ${one.reason}`));
-  const described = found.lengths.map((one) => `${one.num_rows} of up to ${one.up_to_tokens}`).join(", ");
-  return [
-    facts([["Format", found.format], ["Rows", number(found.num_rows)], ["Kept", number(found.num_kept)], ["Tokens", number(found.num_tokens)], ["Trained tokens", `${number(found.num_targets)} (${percent(found.trained_fraction)})`], ["Longest", `${number(found.longest_tokens)} of ${number(found.max_tokens)}`], ["Truncated", number(found.num_truncated)], ["Too long", number(found.num_too_long)], ["Nothing to train", number(found.num_fully_masked)], ["Refused by the template", number(found.num_refused || 0)]]),
-    make("h3", {}, "Lengths of rows, in tokens"),
-    make("div.histogram", { role: "img", "aria-label": `Rows by tokens: ${described}` }, columns),
-    ...(found.warnings ?? []).map((text) => make("p.problem", {}, `Warning: ${text}.`)),
-    lost.length > 0 && make("details", {}, make("summary", {}, `Rows dropped (the first ${lost.length})`), make("ul", {}, lost)),
+export function Data({ run, report }) {
+  const source = run.run.dataset ?? run.run.rollouts?.prompts, { dataset, packing } = report;
+  const none = run.state === "running" ? "The report appears once the data has been read." : "There is no report.";
+  const packed = packing && [["Steps", number(packing.num_steps)], ["Tokens of all steps", number(packing.num_tokens)],
+    ["Bins", number(packing.num_bins)], ["Tokens of a bin", number(packing.bin_tokens)],
+    ["Filled", percent(packing.packing_efficiency)]];
+  return html`
+    <p>${source
+        ? [source].flat().map(({ uri }) => html`${named(uri)} `)
+        : html`<span class="muted">Trajectory groups sent by a client.</span>`}</p>
+    ${dataset ? html`<${Report} found=${dataset} />` : html`<p class="muted">${none}</p>`}
+    ${packed && html`<h3>Packing</h3><${Facts} pairs=${packed} />`}
+    ${run.run.dataset?.uri && html`<div id="preview"><${Preview} run=${run.run} /></div>`}`;
+}
+
+export function Report({ found }) {
+  if (!("lengths" in found)) {
+    const text = JSON.stringify(found, null, 2);
+    return html`<details><summary>Report of the last step's groups</summary>${json(text)}</details>`;
+  }
+  const { lengths, lost } = found, top = Math.max(...lengths.map((one) => one.num_rows), 1);
+  const described = lengths.map((one) => `${one.num_rows} of up to ${one.up_to_tokens}`).join(", ");
+  const counts = [
+    ["Format", found.format], ["Rows", number(found.num_rows)], ["Kept", number(found.num_kept)],
+    ["Tokens", number(found.num_tokens)],
+    ["Trained tokens", `${number(found.num_targets)} (${percent(found.trained_fraction)})`],
+    ["Longest", `${number(found.longest_tokens)} of ${number(found.max_tokens)}`],
+    ["Truncated", number(found.num_truncated)], ["Too long", number(found.num_too_long)],
+    ["Nothing to train", number(found.num_fully_masked)],
+    ["Refused by the template", number(found.num_refused || 0)],
   ];
+  const column = ({ num_rows: rows, up_to_tokens: tokens }) => html`
+    <div class=${tokens / 2 >= found.max_tokens ? "long" : ""}
+      title=${`${number(rows)} rows of up to ${number(tokens)} tokens`}>
+      <span>${number(rows)}</span><i style=${{ height: `${(100 * rows) / top}%` }} /><span>≤${number(tokens)}</span>
+    </div>`;
+  return html`
+    <${Facts} pairs=${counts} />
+    <h3>Lengths of rows, in tokens</h3>
+    <div class="histogram" role="img" aria-label=${`Rows by tokens: ${described}`}>${lengths.map(column)}</div>
+    ${(found.warnings ?? []).map((text) => html`<p class="problem">Warning: ${text}.</p>`)}
+    ${lost.length > 0 && html`<details><summary>Rows dropped (the first ${lost.length})</summary>
+      <ul>${lost.map((one) => html`<li><code>${one.place}</code> ${one.reason}</li>`)}</ul></details>`}`;
 }
 
-function packed(plan) {
-  return [make("h3", {}, "Packing"), facts([["Steps", number(plan.num_steps)], ["Tokens of all steps", number(plan.num_tokens)], ["Bins", number(plan.num_bins)], ["Tokens of a bin", number(plan.bin_tokens)], ["Filled", percent(plan.packing_efficiency)]])];
-}
+/** A dataset's first rows as a run's model will see them, and its report. Raises Problem. */
+export const previewOf = ({ dataset, model, max_tokens, too_long }) =>
+  post("/preview", { source: dataset, model_uri: model, max_tokens, too_long, num_rows: 6, max_rows: 1000 });
 
-/** Show a dataset's first rows as a run's model will see them, and its report. Raises Problem. */
-export async function preview(place, { dataset, model, max_tokens, too_long }, more = () => []) {
-  const found = await post("/preview", { source: dataset, model_uri: model, max_tokens, too_long, num_rows: 6, max_rows: 1000 });
-  show(place, more(found), make("h3", {}, "Rows as the model sees them (", make("span.trained", {}, "trained tokens"), " are coloured)"), found.problem && make("p.problem", {}, found.problem), found.rows.map(previewRow));
-}
+export const PreviewRows = ({ found }) => html`
+  <h3>Rows as the model sees them (<span class="trained">trained tokens</span> are coloured)</h3>
+  ${found.problem && html`<p class="problem">${found.problem}</p>`}
+  ${found.rows.map(previewRow)}`;
 
-function previewButton(place, run) {
-  return make("button", { type: "button", id: "preview-button", click: async (event) => {
-    event.target.disabled = true;
-    event.target.textContent = "Reading …";
-    try {
-      await preview(place, run);
-    } catch (error) {
-      show(place, make("p.problem", { role: "alert" }, error.message), previewButton(place, run));
-    }
-  } }, "Preview examples");
-}
-
-const spans = (list) => make("div.text.spans-of-tokens", {}, list.map((span) => (span.trained ? make("span.trained", {}, withTokenMarks(span.text)) : withTokenMarks(span.text))));
-
-function previewRow(one) {
-  const fate = one.fate === "kept" ? "" : make("span.mark", {}, one.fate.replaceAll("_", " "));
-  return make("article.sample", {},
-    make("div.who", {}, one.place, make("span.muted", {}, `${number(one.num_tokens)} tokens, ${number(one.num_targets)} trained`), fate, one.is_cut && make("span.mark.calm", {}, "shown in part")),
-    spans(one.spans), one.rejected.length > 0 && [make("div.who", {}, "rejected answer"), spans(one.rejected)]);
-}
-
-export async function showFiles(place, run) {
-  const checkpoints = await get(`/runs/${run.run_id}/checkpoints`);
-  const published = run.adapter ? await get(`/runs/${run.run_id}/files`) : [];
-  show(place, checkpoints.length ? checkpointTable(run, checkpoints) : make("p.muted", {}, "No checkpoint is stored."), published.length > 0 && publishedTable(run, published));
-}
-
-const download = (href, text, name) => make("a", { href, download: true, "aria-label": `Download ${name}` }, text);
-
-function checkpointTable(run, checkpoints) {
-  const rows = checkpoints.toReversed().map(({ step, fence, artifact }) => {
-    const label = `e${String(fence.epoch).padStart(6, "0")}-a${String(fence.attempt).padStart(2, "0")}`;
-    return make("tr", {}, make("td", {}, number(step)), make("td", {}, `${fence.epoch}${fence.attempt > 1 ? `, attempt ${fence.attempt}` : ""}`), make("td.mono", {}, artifact.sha256.slice(0, 12)),
-      make("td.number", {}, download(`/api/v1/runs/${run.run_id}/checkpoints/${label}/${step}/download`, "tar", `the checkpoint of step ${step}`)));
-  });
-  return table(["Checkpoint of step", "Lease", "Manifest", ""], rows);
-}
-
-function publishedTable(run, files) {
-  const rows = files.map(({ path, size }) => make("tr", {}, make("td.mono", {}, path), make("td.number", {}, bytes(size)),
-    make("td.number", {}, download(`/api/v1/runs/${run.run_id}/files/${path.split("/").map(encodeURIComponent).join("/")}`, "file", path))));
-  return [
-    make("h3", {}, `Published as ${run.name}${run.version ? ` v${run.version}` : ""}`),
-    table(["File", "Size", ""], rows),
-    make("p", {}, make("a.button", { href: `/api/v1/runs/${run.run_id}/download`, download: true }, "Everything as a tar")),
-  ];
-}
-
-export async function showRequest(place, run) {
-  const jobs = await get(`/runs/${run.run_id}/jobs`);
-  const isOpen = [...place.querySelectorAll("details[open]")].map((node) => node.dataset.name);
-  const fold = (name, text) => {
-    const body = make("pre.json", { tabindex: "0" }, "…");
-    const node = make("details", { "data-name": name, toggle: async () => { if (node.open && body.textContent === "…") body.textContent = await text().catch((error) => error.message); } }, make("summary", {}, name), body);
-    node.open = isOpen.includes(name);
-    return node;
+function Preview({ run }) {
+  const [found, setFound] = useState(null), [error, setError] = useState(null), [isBusy, setBusy] = useState(false);
+  const read = async () => {
+    setBusy(true);
+    await previewOf(run).then(setFound, setError);
+    setBusy(false);
   };
-  const path = (job) => `/runs/${run.run_id}/jobs/${job.job_id}/${job.fence}`;
-  const files = jobs.slice(-40).flatMap((job) => [
-    job.has_job && fold(`Job file ${job.job_id}, ${job.fence}`, () => getText(path(job))),
-    job.has_output && fold(`Worker's output ${job.job_id}, ${job.fence}`, () => getText(`${path(job)}/output`)),
-  ]).filter(Boolean);
-  show(place, fold("The request, as it was accepted", async () => JSON.stringify(run.run, null, 2)), files,
-    jobs.length > 40 && make("p.muted", {}, `Showing the newest 40 of ${jobs.length} attempts.`), !files.length && make("p.muted", {}, run.state === "running" ? "Job files appear with the first job." : "No worker received a job of this run."));
+  if (found) return html`<${PreviewRows} found=${found} />`;
+  return html`<${Alert} error=${error} />
+    <button type="button" id="preview-button" onClick=${acting(read)}>
+      ${isBusy ? "Reading …" : "Preview examples"}</button>`;
+}
+
+const spans = (list) => html`<div class="text spans-of-tokens">${list.map(({ trained, text }) => (
+  trained ? html`<span class="trained">${withTokenMarks(text)}</span>` : withTokenMarks(text)))}</div>`;
+
+const previewRow = (one) => html`<article class="sample">
+  <div class="who">${one.place}
+    <span class="muted">${number(one.num_tokens)} tokens, ${number(one.num_targets)} trained</span>
+    ${one.fate !== "kept" && html`<span class="mark">${words(one.fate)}</span>`}
+    ${one.is_cut && html`<span class="mark calm">shown in part</span>`}</div>
+  ${spans(one.spans)}
+  ${one.rejected.length > 0 && html`<div class="who">rejected answer</div>${spans(one.rejected)}`}</article>`;
+
+const download = (href, text, name) => html`<a href=${href} download aria-label=${`Download ${name}`}>${text}</a>`;
+const right = (cell) => html`<td class="number">${cell}</td>`;
+const mono = (cell) => html`<td class="mono">${cell}</td>`;
+
+export function Files({ run, checkpoints, files }) {
+  const path = `/api/v1/runs/${run.run_id}`;
+  const saved = checkpoints.toReversed().map(({ step, fence: { epoch, attempt }, artifact }) => {
+    const label = `e${String(epoch).padStart(6, "0")}-a${String(attempt).padStart(2, "0")}`;
+    const link = download(`${path}/checkpoints/${label}/${step}/download`, "tar", `the checkpoint of step ${step}`);
+    const lease = `${epoch}${attempt > 1 ? `, attempt ${attempt}` : ""}`;
+    return [number(step), lease, mono(artifact.sha256.slice(0, 12)), right(link)];
+  });
+  const published = files.map(({ path: name, size }) => {
+    const address = `${path}/files/${name.split("/").map(encodeURIComponent).join("/")}`;
+    return [mono(name), right(bytes(size)), right(download(address, "file", name))];
+  });
+  return html`
+    ${saved.length ? html`<${Table} names=${["Checkpoint of step", "Lease", "Manifest", ""]} rows=${saved} />`
+      : html`<p class="muted">No checkpoint is stored.</p>`}
+    ${published.length > 0 && html`
+      <h3>Published as ${run.name}${run.version ? ` v${run.version}` : ""}</h3>
+      <${Table} names=${["File", "Size", ""]} rows=${published} />
+      <p><a class="button" href=${`${path}/download`} download>Everything as a tar</a></p>`}`;
+}
+
+/** A text that is read when it is opened. */
+function Fold({ name, read }) {
+  const [text, setText] = useState(null);
+  const open = async (event) => {
+    if (event.target.open && text === null) setText(await read().catch((error) => error.message));
+  };
+  return html`<details onToggle=${open}><summary>${name}</summary>${json(text ?? "…")}</details>`;
+}
+
+export function Request({ run, jobs }) {
+  const folds = jobs.slice(-40).flatMap((job) => {
+    const path = `/runs/${run.run_id}/jobs/${job.job_id}/${job.fence}`, place = `${job.job_id}, ${job.fence}`;
+    const output = [`Worker's output ${place}`, `${path}/output`];
+    return [job.has_job && [`Job file ${place}`, path], job.has_output && output];
+  }).filter(Boolean);
+  const isRunning = run.state === "running";
+  const none = isRunning ? "Job files appear with the first job." : "No worker received a job of this run.";
+  return html`
+    <${Fold} name="The request, as it was accepted" read=${async () => JSON.stringify(run.run, null, 2)} />
+    ${folds.map(([name, path]) => html`<${Fold} key=${name} name=${name} read=${() => getText(path)} />`)}
+    ${jobs.length > 40 && html`<p class="muted">Showing the newest 40 of ${jobs.length} attempts.</p>`}
+    ${!folds.length && html`<p class="muted">${none}</p>`}`;
 }
 
 const MOST_SHOWN = 2000;
 
-export class Logs {
-  constructor(runId) {
-    this.runId = runId;
-    this.lines = [];
-    byId("log-words").addEventListener("input", () => this.draw());
-  }
-
-  async read() {
-    const text = await getText(`/runs/${this.runId}/logs`);
-    this.lines = text.split("\n").filter(Boolean);
-    this.draw();
-  }
-
-  draw() {
-    const place = byId("log-lines"), wanted = byId("log-words").value.trim().toLowerCase();
-    const found = wanted ? this.lines.filter((line) => line.toLowerCase().includes(wanted)) : this.lines;
-    const isAtEnd = place.scrollHeight - place.scrollTop - place.clientHeight < 40;
-    const all = `${number(this.lines.length)} line${this.lines.length === 1 ? "" : "s"}`;
-    byId("log-count").textContent = wanted ? `${number(found.length)} of ${all}` : all;
-    const left = found.length - MOST_SHOWN;
-    const more = left > 0 ? [make("div.muted", {}, `… ${number(left)} earlier lines are not shown; use search to find them`)] : [];
-    place.replaceChildren(...more, ...found.slice(-MOST_SHOWN).map((line) => logRow(line, wanted)));
-    if (isAtEnd) place.scrollTop = place.scrollHeight;
-  }
+export function Logs({ text }) {
+  const [sought, setSought] = useState(""), place = useRef(), isAtEnd = useRef(true);
+  const wanted = sought.trim().toLowerCase(), lines = useMemo(() => text.split("\n").filter(Boolean), [text]);
+  const found = wanted ? lines.filter((line) => line.toLowerCase().includes(wanted)) : lines;
+  const rows = useMemo(() => found.slice(-MOST_SHOWN).map((line) => logRow(line, wanted)), [text, wanted]);
+  const all = `${number(lines.length)} line${lines.length === 1 ? "" : "s"}`, left = found.length - MOST_SHOWN;
+  useLayoutEffect(() => {
+    if (isAtEnd.current) place.current.scrollTop = place.current.scrollHeight;
+  }, [rows]);
+  const scrolled = ({ target }) => {
+    isAtEnd.current = target.scrollHeight - target.scrollTop - target.clientHeight < 40;
+  };
+  return html`
+    <div class="section-head"><h2 id="logs-h">Logs</h2>
+      <label class="field grow">Search <input id="log-words" type="search" spellcheck=${false} autocomplete="off"
+        onInput=${(event) => setSought(event.target.value)} /></label>
+      <span id="log-count" class="muted small" role="status">
+        ${wanted ? `${number(found.length)} of ${all}` : all}</span>
+    </div>
+    <div id="log-lines" class="log" tabindex="0" role="log" aria-label="Log lines" aria-live="off" ref=${place}
+      onScroll=${scrolled}>
+      ${left > 0 && html`<div class="muted">
+        … ${number(left)} earlier lines are not shown; use search to find them</div>`}
+      ${rows}
+    </div>`;
 }
 
 function logRow(line, wanted) {
   const [, time, text] = line.match(/^(\d{4}-\S+Z) (.*)$/) ?? [null, null, line];
-  const kind = /failed|lost/.test(text) ? ".bad" : /succeeded/.test(text) ? ".good" : "";
-  return make(`div${kind}`, {}, time && make("time", { datetime: time }, new Date(time).toLocaleTimeString()), marked(text, wanted));
-}
-
-function marked(text, wanted) {
-  const at = wanted ? text.toLowerCase().indexOf(wanted) : -1;
-  if (at < 0) return [text];
-  return [text.slice(0, at), make("mark", {}, text.slice(at, at + wanted.length)), text.slice(at + wanted.length)];
+  const look = /failed|lost/.test(text) ? "bad" : /succeeded/.test(text) ? "good" : "";
+  const at = wanted ? text.toLowerCase().indexOf(wanted) : -1, end = at + wanted.length;
+  return html`<div class=${look}>
+    ${time && html`<time datetime=${time}>${new Date(time).toLocaleTimeString()}</time>`}
+    ${at < 0 ? text : [text.slice(0, at), html`<mark>${text.slice(at, end)}</mark>`, text.slice(end)]}</div>`;
 }

@@ -1,50 +1,58 @@
 // Uploaded files: datasets and others, newest first.
 
-import { act, ago, byId, bytes, clock, get, isSure, make, remove, show, table, toast, upload } from "./page.js";
+import { Act, Alert, bytes, get, Heading, html, Loaded, moment, mount, removing, Table, toast, upload, useData,
+  useState } from "./page.js";
 
 const PAGE = 50;
-const query = new URLSearchParams(location.search);
+const after = new URLSearchParams(location.search).get("after");
 
-async function load() {
-  const after = query.get("after");
-  const page = await get(`/files?limit=${PAGE}${after ? `&after=${encodeURIComponent(after)}` : ""}`);
-  byId("newest").disabled = !after;
-  byId("older").disabled = !page.has_more;
-  byId("older").onclick = () => location.assign(`/files?after=${encodeURIComponent(page.next)}`);
-  const rows = page.files.map((file) => make("tr", {},
-    make("td", {}, make("strong", {}, file.name), make("span.under.muted.small.mono", {}, file.file_id)),
-    make("td.number", {}, bytes(file.size)), make("td", {}, file.purpose), make("td", { title: clock(file.created_at) }, ago(file.created_at)),
-    make("td.number", {}, make("div.actions", {},
-      make("a.button", { href: `/new?dataset=${encodeURIComponent(file.uri)}`, "aria-label": `Train on ${file.name}` }, "Train"),
-      make("a.button", { href: `/api/v1/files/${encodeURIComponent(file.file_id)}/content`, download: file.name, "aria-label": `Download ${file.name}` }, "Download"),
-      make("button.danger", { type: "button", "aria-label": `Delete ${file.name}`, click: (event) => act(event.target, () => forget(file)) }, "Delete")))));
-  show(byId("files"), rows.length ? table(["File", "Size", "Purpose", "Uploaded", ""], rows) : make("p.empty", {}, "No files yet."));
+function row(file, reload) {
+  const { name, uri, file_id: id } = file;
+  const path = `/files/${encodeURIComponent(id)}`;
+  const question = `Delete ${name}? Runs that have not read it yet will fail.`;
+  return [
+    html`<strong>${name}</strong><span class="under muted small mono">${id}</span>`,
+    html`<td class="number">${bytes(file.size)}</td>`, file.purpose, moment(file.created_at),
+    html`<td class="number"><div class="actions">
+      <a class="button" href=${`/new?dataset=${encodeURIComponent(uri)}`} aria-label=${`Train on ${name}`}>Train</a>
+      <a class="button" href=${`/api/v1${path}/content`} download=${name} aria-label=${`Download ${name}`}>Download</a>
+      <${Act} label="Delete" name=${`Delete ${name}`} look="danger"
+        work=${removing(question, path, `${name} is deleted.`, reload)} />
+    </div></td>`,
+  ];
 }
 
-async function forget(file) {
-  if (!await isSure(`Delete ${file.name}? Runs that have not read it yet will fail.`)) return;
-  await remove(`/files/${encodeURIComponent(file.file_id)}`);
-  toast(`${file.name} is deleted.`);
-  await load();
+function Files() {
+  const more = after ? `&after=${encodeURIComponent(after)}` : "";
+  const [page, reload, failed] = useData(() => get(`/files?limit=${PAGE}${more}`));
+  const [refused, setRefused] = useState(null);
+  const send = async ({ target }) => {
+    const [file] = target.files;
+    if (!file) return;
+    target.disabled = true;
+    const stored = await upload(file).then(() => null, (error) => error);
+    setRefused(stored);
+    if (!stored) {
+      toast(`${file.name} is uploaded.`);
+      reload();
+    }
+    Object.assign(target, { value: "", disabled: false });
+  };
+  return html`
+    <${Heading} title="Files" />
+    <form id="upload" class="form card">
+      <${Alert} error=${refused} />
+      <label>Upload a file <input name="file" type="file" onChange=${send} /></label>
+    </form>
+    <section class="card flush" aria-label="Uploaded files"><div id="files">
+      <${Loaded} data=${page?.files} failed=${failed} none="No files yet." draw=${(files) => html`<${Table}
+        names=${["File", "Size", "Purpose", "Uploaded", ""]} rows=${files.map((file) => row(file, reload))} />`} />
+    </div></section>
+    <nav class="pager" aria-label="More files">
+      <button type="button" id="newest" disabled=${!after} onClick=${() => location.assign("/files")}>← Newest</button>
+      <button type="button" id="older" disabled=${!page?.has_more}
+        onClick=${() => location.assign(`/files?after=${encodeURIComponent(page.next)}`)}>Older →</button>
+    </nav>`;
 }
 
-byId("newest").addEventListener("click", () => location.assign("/files"));
-byId("upload").elements.file.addEventListener("change", async (event) => {
-  const input = event.target, [file] = input.files, said = byId("upload").querySelector(".problem");
-  if (!file) return;
-  said.hidden = true;
-  input.disabled = true;
-  try {
-    await upload(file);
-    toast(`${file.name} is uploaded.`);
-    await load();
-  } catch (error) {
-    said.textContent = error.message;
-    said.hidden = false;
-  } finally {
-    input.value = "";
-    input.disabled = false;
-  }
-});
-
-load().catch((error) => show(byId("files"), make("p.problem", { role: "alert" }, error.message)));
+mount(html`<${Files} />`);

@@ -1,31 +1,44 @@
 // Hosts: how many of each role ask for work, and what each GPU and sampler host is, does and lacks.
 
-import { ago, byId, bytes, clock, duration, get, make, now, number, repeat, showIfNew, table } from "./page.js";
+import {
+  bytes, duration, Facts, get, Heading, html, Loaded, moment, mount, now, number, Table, under, useData,
+} from "./page.js";
 
 const ROLES = { control: "Control", gpu: "GPU", sampler: "Sampler" };
 
-const asking = ({ role, num_polling: count, hosts }) => make("div", {}, make("dt", {}, `${ROLES[role]} hosts`), make("dd", {},
-  role === "control" ? `${number(count)} up` : `${number(hosts.length)} up`, role !== "control" && make("span.muted.small.under", {}, `${number(count)} idle`)));
+const NONE = html`No GPU or sampler host is up. <code>python -m service.host --role gpu</code> starts one.`;
+
+const asking = ({ role, num_polling: count, hosts }) => [`${ROLES[role]} hosts`,
+  role === "control" ? `${number(count)} up` : [`${number(hosts.length)} up`, under(`${number(count)} idle`)]];
 
 function doing(host) {
-  if (host.lacking.length) return [make("span.mark", {}, "takes no runs"), make("span.under.small", {}, host.lacking.join("; "))];
-  return host.lease_since ? `has been working for ${duration(now() - host.lease_since)}` : "idle";
+  const { lacking, lease_since: since } = host;
+  if (!lacking.length) return since ? `has been working for ${duration(now() - since)}` : "idle";
+  return html`<span class="mark">takes no runs</span><span class="under small">${lacking.join("; ")}</span>`;
 }
 
-function devices({ devices: found, max_ranks: ranks }) {
-  const told = found && `${number(found.number)} × ${bytes(found.num_bytes)}`;
-  return [told ?? "–", ranks > (found?.number ?? 1) && make("span.under.muted.small", {}, `runs of up to ${number(ranks)} ranks`)];
+const devices = ({ devices: found, max_ranks: ranks }) => [
+  found ? `${number(found.number)} × ${bytes(found.num_bytes)}` : "–",
+  ranks > (found?.number ?? 1) && under(`runs of up to ${number(ranks)} ranks`),
+];
+
+const row = (host) => [
+  html`<strong>${host.name ?? host.id}</strong>
+    ${host.name && html`<span class="under muted small mono">${host.id}</span>`}`,
+  ROLES[host.role], host.shape, devices(host), doing(host), moment(host.seen_at),
+];
+
+function Hosts() {
+  const [roles] = useData(() => get("/hosts"), () => 5000);
+  const hosts = roles?.flatMap(({ role, hosts: found }) => found.map((host) => ({ ...host, role })));
+  return html`
+    <${Heading} title="Hosts" more=${hosts?.length ? `${number(hosts.length)} GPU and sampler hosts` : ""} />
+    <section class="card" aria-label="Roles">
+      <${Facts} id="roles" look="overview" pairs=${roles?.map(asking) ?? []} /></section>
+    <section class="card flush" aria-label="GPU and sampler hosts"><div id="hosts">
+      <${Loaded} data=${hosts} none=${NONE} draw=${(all) => html`
+        <${Table} names=${["Host", "Role", "Shape", "Devices", "Status", "Last seen"]} rows=${all.map(row)} />`} />
+    </div></section>`;
 }
 
-const row = (host) => make("tr", {},
-  make("td", {}, make("strong", {}, host.name ?? host.id), host.name && make("span.under.muted.small.mono", {}, host.id)),
-  [ROLES[host.role], host.shape, devices(host), doing(host)].map((cell) => make("td", {}, cell)),
-  make("td", { title: clock(host.seen_at) }, ago(host.seen_at)));
-
-repeat(async () => {
-  const roles = await get("/hosts"), hosts = roles.flatMap(({ role, hosts: found }) => found.map((host) => ({ ...host, role })));
-  byId("summary").textContent = hosts.length ? `${number(hosts.length)} GPU and sampler hosts` : "";
-  showIfNew(byId("roles"), roles, () => roles.map(asking));
-  showIfNew(byId("hosts"), [hosts, Math.floor(Date.now() / 5000)], () => (hosts.length ? table(["Host", "Role", "Shape", "Devices", "Status", "Last seen"], hosts.map(row)) : make("p.empty", {}, "No GPU or sampler host is up. ", make("code", {}, "python -m service.host --role gpu"), " starts one.")));
-  return 5000;
-});
+mount(html`<${Hosts} />`);

@@ -1,70 +1,64 @@
 // The form of a new run: its data are uploaded, previewed and counted before anything is trained.
 
-import { preview, report } from "./details.js";
-import { act, byId, duration, make, money, number, post, show } from "./page.js";
-import { fieldOfRun, forget, newKey, prepareSettings, refuse, runOf, settingsOf, showAddress, takeFiles } from "./run_form.js";
+import { PreviewRows, previewOf, Report } from "./details.js";
+import { fieldOfRun, Form, FormButton, RunFields, runOf } from "./form.js";
+import { duration, Facts, html, money, mount, number, post, useEffect, useRef, useState } from "./page.js";
 
-const form = byId("new-run"), { elements } = form, place = byId("preview");
-let key = newKey();  // a request that is sent again unchanged, because no answer came, starts one run
-prepareSettings(form);
-for (const [name, value] of new URLSearchParams(location.search)) if (["model", "dataset"].includes(name)) showAddress(elements[name], value);
+/** As the command line does if nothing is given: one pass, eight examples a step. */
+const withDefaults = (run) => (run.kind === "rl" ? run
+  : { ...(run.steps ? {} : { epochs: 1 }), ...(run.batch_tokens ? {} : { batch_size: 8 }), ...run });
 
-form.addEventListener("input", () => { key = newKey(); });
-
-takeFiles(form);
-
-/** Do something with the run that the form asks for; what is refused is said at its field. */
-async function withRun(work) {
-  forget(form);
-  const settings = settingsOf(form);
-  if (!settings) return;
-  try {
-    await work(runOf(elements, settings));
-  } catch (error) {
-    refuse(form, error, fieldOfRun);
-  }
+/** Steps, tokens, time and cost of a run before it is started. */
+function Estimate({ found }) {
+  const { dtype, reason, notice } = found.precision, isRl = found.samples !== null;
+  const about = found.is_exact || isRl ? "" : "about ";
+  const facts = [
+    ["Steps", `${about}${number(found.steps)}`],
+    [isRl ? "Prompts" : "Examples", `${number(found.examples)} of ${number(found.rows)} rows`],
+    isRl && ["Samples", number(found.samples)],
+    ["Tokens", `${isRl ? "at most " : about}${number(found.tokens)}`],
+    ["Training", found.seconds === null ? "not measured yet" : `about ${duration(found.seconds)}`],
+    ["Precision", reason ? `${dtype}: ${reason}` : dtype],
+    found.cost !== null && ["Cost", `about ${money(found.cost, found.currency)}`],
+  ];
+  const other = found.same_layout ? "" : ", with another layout, engine or precision; the estimate may be far off";
+  return html`
+    <h2>Estimate</h2>
+    <${Facts} id="estimate" pairs=${facts} />
+    ${found.problem && html`<p class="problem" role="alert">A run would refuse this dataset: ${found.problem}</p>`}
+    ${notice && html`<p class="notice">${notice}</p>`}
+    ${found.measured_on.length > 0 && html`<p class="muted small">Measured on ${found.measured_on.join(", ")}${other}.
+      Waiting, loading and evaluation are not included.</p>`}
+    ${found.not_measured !== null && html`<p class="muted small">The duration is unknown because ${found.not_measured}.
+      The run estimates it itself after its second step.</p>`}
+    ${!found.is_complete && html`<p class="muted small">
+      Only the first ${number(found.rows)} rows were counted; the dataset has more.</p>`}`;
 }
 
-form.addEventListener("submit", (event) => {
-  event.preventDefault();
-  act(event.submitter, () => withRun(async ({ kind, ...run }) => {
+function NewRun() {
+  const [looked, setLooked] = useState(null), place = useRef();
+  useEffect(() => { if (looked) place.current.scrollIntoView({ block: "nearest" }); }, [looked]);
+  const start = async ({ elements }, key) => {
+    const { kind, ...run } = runOf(elements);
     const started = await post(`/runs/${kind}`, run, { "idempotency-key": key });
     location.assign(`/runs/${started.run_id}`);
-  }));
-});
-
-byId("look").addEventListener("click", (event) => act(event.target, () => withRun(async (run) => {
-  if (run.kind === "rl" && !run.rollouts) return;
-  const found = await post("/estimate", withDefaults(run));
-  if (run.kind === "rl") show(place, estimated(found));
-  else await preview(place, run, ({ report: rows }) => [estimated(found), report(rows)]);
-  place.hidden = false;
-  place.scrollIntoView({ block: "nearest" });
-})));
-
-/** What the command line says too where nothing is said: one pass, eight examples a step. */
-const withDefaults = (run) => (run.kind === "rl" ? run : { ...(run.steps ? {} : { epochs: 1 }), ...(run.batch_tokens ? {} : { batch_size: 8 }), ...run });
-
-/** Steps, tokens, time and cost of the run, before it is started. */
-function estimated(found) {
-  const about = found.is_exact || found.samples !== null ? "" : "about ";
-  const tokens = `${found.samples === null ? about : "at most "}${number(found.tokens)}`;
-  const parts = [
-    ["Steps", `${about}${number(found.steps)}`],
-    [found.samples === null ? "Examples" : "Prompts", `${number(found.examples)} of ${number(found.rows)} rows`],
-    ...(found.samples === null ? [] : [["Samples", number(found.samples)]]),
-    ["Tokens", tokens],
-    ["Training", found.seconds === null ? "not measured yet" : `about ${duration(found.seconds)}`],
-    ["Precision", found.precision.reason ? `${found.precision.dtype}: ${found.precision.reason}` : found.precision.dtype],
-    ...(found.cost === null ? [] : [["Cost", `about ${money({ amount: found.cost, currency: found.currency })}`]]),
-  ];
-  return [
-    make("h2", {}, "Estimate"),
-    make("dl.facts", { id: "estimate" }, parts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))),
-    found.problem && make("p.problem", { role: "alert" }, `A run would refuse this dataset: ${found.problem}`),
-    found.precision.notice && make("p.notice", {}, found.precision.notice),
-    found.measured_on.length > 0 && make("p.muted.small", {}, `Measured on ${found.measured_on.join(", ")}${found.same_layout ? "" : ", with another layout, engine or precision; the estimate may be far off"}. Waiting, loading and evaluation are not included.`),
-    found.not_measured !== null && make("p.muted.small", {}, `The duration is unknown because ${found.not_measured}. The run estimates it itself after its second step.`),
-    !found.is_complete && make("p.muted.small", {}, `Only the first ${number(found.rows)} rows were counted; the dataset has more.`),
-  ];
+  };
+  const look = async ({ elements }) => {
+    const run = runOf(elements);
+    const estimate = await post("/estimate", withDefaults(run));
+    setLooked({ estimate, preview: run.kind === "rl" ? null : await previewOf(run) });
+  };
+  return html`
+    <div class="heading run-heading"><div><p class="crumb"><a href="/">Runs</a></p><h1>New run</h1></div></div>
+    <${Form} id="new-run" look="card" send=${start} fieldOf=${fieldOfRun}>
+      <fieldset><legend>What is trained</legend><${RunFields} takesFiles /></fieldset>
+      <div class="actions"><button class="strong" type="submit">Start run</button>
+        <${FormButton} id="look" work=${look}>Preview and estimate<//></div>
+    <//>
+    <section id="preview" class="card" aria-label="Preview" hidden=${!looked} ref=${place}>
+      ${looked && html`<${Estimate} found=${looked.estimate} />`}
+      ${looked?.preview && html`<${Report} found=${looked.preview.report} /><${PreviewRows} found=${looked.preview} />`}
+    </section>`;
 }
+
+mount(html`<${NewRun} />`);

@@ -1,6 +1,12 @@
-// Shared by every script: calls of the native API, elements made of text, and formatted numbers.
+// Shared by every script: calls of the native API, small components, and formatted numbers.
+
+import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+
+export * from "./vendor/htm-preact.js";
 
 const CSRF = document.body.dataset.csrf ?? "";
+/** What the frame knows: the tenant, the run, links, and defaults of forms (pages.py). */
+export const FRAME = JSON.parse(document.body.dataset.page ?? "{}");
 
 export class Problem extends Error {
   constructor(status, message, place = null) {
@@ -38,62 +44,40 @@ async function problemOf(answer) {
 
 export const get = async (path) => (await answerOf(path)).json();
 export const getText = async (path) => (await answerOf(path)).text();
-export const send = async (method, path, body, headers = {}) => {
-  const options = { method, headers };
-  if (body !== undefined) Object.assign(options, { body: JSON.stringify(body), headers: { "content-type": "application/json", ...headers } });
+export const remove = async (path) => (await answerOf(path, { method: "DELETE" })).json();
+
+const JSON_TYPE = { "content-type": "application/json" };
+
+export async function send(method, path, body, headers = {}) {
+  if (body === undefined) return (await answerOf(path, { method, headers })).json();
+  const options = { method, body: JSON.stringify(body), headers: { ...JSON_TYPE, ...headers } };
   return (await answerOf(path, options)).json();
-};
+}
+
 export const post = (path, body, headers = {}) => send("POST", path, body, headers);
 
 /** Send a file's bytes; the record of the stored file. */
-export const upload = async (file) => (await answerOf(`/files?name=${encodeURIComponent(file.name)}`, { method: "POST", body: file, headers: { "content-type": "application/octet-stream" } })).json();
+export async function upload(file) {
+  const options = { method: "POST", body: file, headers: { "content-type": "application/octet-stream" } };
+  return (await answerOf(`/files?name=${encodeURIComponent(file.name)}`, options)).json();
+}
 
 /** Post JSON, and yield the data of each event of the answer as it comes. `signal` hangs up. */
 export async function* events(path, body, signal) {
-  const answer = await answerOf(path, { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" }, signal });
+  const answer = await answerOf(path, { method: "POST", body: JSON.stringify(body), headers: JSON_TYPE, signal });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let text = "", part = await reader.read(); !part.done; part = await reader.read()) {
     const found = (text + part.value).split("\n\n");
     text = found.pop();
-    for (const event of found) if (event.startsWith("data: ") && event !== "data: [DONE]") yield JSON.parse(event.slice(6));
+    for (const event of found) {
+      if (event.startsWith("data: ") && event !== "data: [DONE]") yield JSON.parse(event.slice(6));
+    }
   }
-}
-
-export const remove = async (path) => (await answerOf(path, { method: "DELETE" })).json();
-
-/** An element: `make("a.strong", {href}, "text", child)`. Text stays text; functions are listeners. */
-export function make(what, options = {}, ...children) {
-  const [tag, ...classes] = what.split(".");
-  const node = document.createElement(tag);
-  if (classes.length) node.className = classes.join(" ");
-  return filled(node, options, children);
-}
-
-export function svg(tag, options = {}, ...children) {
-  return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), options, children);
-}
-
-function filled(node, options, children) {
-  for (const [name, value] of Object.entries(options)) {
-    if (value === undefined || value === null || value === false) continue;
-    if (typeof value === "function") node.addEventListener(name, value);
-    else node.setAttribute(name, value === true ? "" : value);
-  }
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
-  return node;
 }
 
 export const byId = (id) => document.getElementById(id);
-export const show = (node, ...children) => node.replaceChildren(...children.flat(Infinity).filter(Boolean));
-
-/** Replace what is shown only where it is another than before: focus, selection and open details stay. */
-export function showIfNew(node, stamp, draw) {
-  const text = JSON.stringify(stamp);
-  if (node.dataset.stamp === text) return false;
-  node.dataset.stamp = text;
-  show(node, draw());
-  return true;
-}
+/** Draw a page in the frame's main part. */
+export const mount = (page) => render(page, byId("main"));
 
 let fading;
 export function toast(text, isBad = false) {
@@ -104,20 +88,22 @@ export function toast(text, isBad = false) {
   fading = setTimeout(() => { node.className = ""; }, isBad ? 9000 : 4000);
 }
 
-/** Do what a button asks for: meanwhile it takes no second click, and what goes wrong is said. */
-export async function act(button, work) {
+/** A listener that does what a button asks for: meanwhile it takes no second click, and an error is shown. */
+export const acting = (work) => async (event) => {
+  const button = event.submitter ?? event.currentTarget;
+  event.preventDefault();
   button.disabled = true;
   try {
-    await work();
+    await work(event);
   } catch (error) {
     toast(error.message, true);
   } finally {
     button.disabled = false;
   }
-}
+};
 
-/** Do something again and again while the page is looked at; `work` says in how many milliseconds. */
-export function repeat(work) {
+/** Do something again and again while the page is looked at; `work` returns the milliseconds to the next time. */
+function repeat(work) {
   let timer;
   let isBusy = false, again = false;
   const turn = async () => {
@@ -142,6 +128,30 @@ export function repeat(work) {
   return turn;
 }
 
+/**
+ * What `ask` returns, a function that asks again, and the error if there was one. `pause(data)` gives the milliseconds
+ * to the next time; without it, `ask` is called once, and its error is shown in place of the data.
+ */
+export function useData(ask, pause) {
+  const [found, setFound] = useState({ data: null, error: null });
+  const latest = useRef(), turn = useRef();
+  latest.current = ask;
+  useEffect(() => {
+    turn.current = repeat(async () => {
+      try {
+        const data = await latest.current();
+        setFound({ data, error: null });
+        return pause ? pause(data) : 0;
+      } catch (error) {
+        if (pause || !(error instanceof Problem)) throw error;
+        setFound({ data: null, error });
+        return 0;
+      }
+    });
+  }, []);
+  return [found.data, () => turn.current(), found.error];
+}
+
 export const now = () => Date.now() / 1000;
 
 export function duration(seconds) {
@@ -156,7 +166,9 @@ export function duration(seconds) {
 export function ago(moment) {
   const s = Math.max(0, now() - moment);
   if (s < 5) return "just now";
-  for (const [unit, length] of [["d", 86400], ["h", 3600], ["min", 60]]) if (s >= length) return `${Math.floor(s / length)} ${unit} ago`;
+  for (const [unit, length] of [["d", 86400], ["h", 3600], ["min", 60]]) {
+    if (s >= length) return `${Math.floor(s / length)} ${unit} ago`;
+  }
   return `${Math.floor(s)} s ago`;
 }
 
@@ -173,11 +185,12 @@ export function number(value) {
   return value === 0 ? "0" : value.toExponential(2);
 }
 
-export const money = ({ amount, currency }) => `${amount.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 })} ${currency}`;
+const CENTS = { minimumFractionDigits: 2, maximumFractionDigits: 2 };
+export const money = (amount, currency) => `${amount.toLocaleString("en", CENTS)} ${currency}`;
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
-/** The unit for so many bytes: its name and its size in bytes. */
+/** The unit for a number of bytes: its name and its size in bytes. */
 export function byteUnit(value) {
   const power = Math.max(0, Math.min(UNITS.length - 1, Math.floor(Math.log2(Math.max(1, value)) / 10)));
   return { name: UNITS[power], size: 1024 ** power };
@@ -188,19 +201,21 @@ export function bytes(value) {
   return `${size > 1 && amount < 100 ? amount.toFixed(1) : Math.round(amount)} ${name}`;
 }
 
-const GENERIC = /^(model|adapter|base|final|best|last|latest|main|data|dataset|checkpoint|(checkpoint|step)-\d+|v?\d+)$/i;
+const GENERIC = /^(model|adapter|base|final|best|last|latest|main|data(set)?|(checkpoint|step)-\d+|checkpoint|v?\d+)$/i;
 
 /**
  * The name that a person gave to what lies at an address: `rows.jsonl` of an upload, `harbour v1` of what was published
- * here, or else the last part, with the one before it where the last says little.
+ * here, or else the last part, with the one before it if the last says little.
  */
 export function nameOf(address) {
-  const parts = String(address).replace(/[?#].*$/, "").replace(/^[a-z][a-z0-9+.-]*:\/\//i, "").split("/").filter(Boolean);
+  const path = String(address).replace(/[?#].*$/, "").replace(/^[a-z][a-z0-9+.-]*:\/\//i, "");
+  const parts = path.split("/").filter(Boolean);
   if (parts.length < 2) return String(address);
   const version = /^v(\d{6,})$/.exec(parts.at(-1));
   if (version) return `${parts.at(-2)} v${Number(version[1])}`;
   if (parts.at(-3) === "checkpoints" && isHash(parts.at(-1))) return `checkpoint of ${parts.at(-2)}`;
-  const said = parts.filter((part) => !isHash(part) && part !== "snapshots").map((part) => part.replace(/^models--/, "").replaceAll("--", "/"));
+  const telling = parts.filter((part) => !isHash(part) && part !== "snapshots");
+  const said = telling.map((part) => part.replace(/^models--/, "").replaceAll("--", "/"));
   const last = said.at(-1) ?? parts.at(-1);
   return decoded(GENERIC.test(last) && said.length > 1 ? said.slice(-2).join("/") : last);
 }
@@ -215,28 +230,80 @@ function decoded(text) {
   }
 }
 
-/** What lies at an address by its name; the address itself is shown where the name is pointed at. */
-export const named = (address) => make("span", { title: address }, nameOf(address));
+/** What lies at an address by its name; the address itself is the tooltip. */
+export const named = (address) => html`<span title=${address}>${nameOf(address)}</span>`;
 
 export const words = (name) => String(name).replaceAll("_", " ");
 
+const cellOf = (cell, name) => {
+  if (!["td", "th"].includes(cell?.type)) return html`<td data-label=${name || null}>${cell}</td>`;
+  if (name && cell.type === "td") cell.props["data-label"] = name;
+  return cell;
+};
+
 /**
- * A table of rows of cells in a frame that scrolls sideways. `names`: of its columns. On narrow screens a `stacked` one has
- * a block for each row, with the names above the values.
+ * A table in a frame that scrolls sideways. `rows` have cells or what stands in them. On narrow screens each row is a
+ * block, with the names of the columns above the values.
  */
-export function table(names, rows, { stacked = true } = {}) {
-  if (stacked) for (const row of rows) [...row.cells].forEach((cell, n) => n && names[n] && (cell.dataset.label = names[n]));
-  const head = make("thead", {}, make("tr", {}, names.map((name) => make("th", { scope: "col" }, name))));
-  return make("div.scroll", { tabindex: "0", role: "region", "aria-label": `Table: ${names.filter(Boolean).join(", ")}` }, make(`table${stacked ? ".stacked" : ""}`, {}, head, make("tbody", {}, rows)));
+export const Table = ({ names, rows, heads = names, look = "" }) => html`
+  <div class="scroll" tabindex="0" role="region" aria-label=${`Table: ${names.filter(Boolean).join(", ")}`}>
+    <table class=${`stacked ${look}`}>
+      <thead><tr>${heads.map((name) => html`<th scope="col">${name}</th>`)}</tr></thead>
+      <tbody>${rows.map((cells) => html`<tr>${cells.map((cell, n) => cellOf(cell, names[n]))}</tr>`)}</tbody>
+    </table>
+  </div>`;
+
+/** Names and values; pairs that are false are left out. */
+export const Facts = ({ pairs, look = "facts", id }) => html`
+  <dl class=${look} id=${id}>
+    ${pairs.filter(Boolean).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}
+  </dl>`;
+
+export const Heading = ({ title, more, children }) => html`
+  <div class="heading"><h1>${title}</h1><span id="summary" class="muted">${more}</span>${children}</div>`;
+
+export const Alert = ({ error }) => error && html`<p class="problem" role="alert">${error.message ?? error}</p>`;
+
+/** What `draw` makes of data; else that they are being read, what went wrong, or the text `none` for no data. */
+export function Loaded({ data, failed, none, look = "empty", draw }) {
+  if (failed) return html`<${Alert} error=${failed} />`;
+  return data?.length ? draw(data) : html`<div class=${look}>${data ? none : "Loading …"}</div>`;
 }
+
+/** A button for one thing of several. `name` says to which it belongs: screen readers have it in place of the label. */
+export const Act = ({ label, name, work, look }) => html`
+  <button type="button" class=${look} aria-label=${name} onClick=${acting(work)}>${label}</button>`;
+
+/** What a button does to remove what is at a path, after a question. */
+export const removing = (question, path, done, after) => async () => {
+  if (!await isSure(question)) return;
+  await remove(path);
+  toast(done);
+  after();
+};
+
+/** A small line under a value. */
+export const under = (text) => html`<span class="muted small under">${text}</span>`;
+export const moment = (at) => html`<td title=${clock(at)}>${ago(at)}</td>`;
+export const runLink = (id) => html`<a href=${`/runs/${encodeURIComponent(id)}`}>${id}</a>`;
 
 /** Ask in the page's own dialog; true for yes. */
 export function isSure(question) {
-  const dialog = byId("sure");
-  byId("sure-text").textContent = question;
-  dialog.returnValue = "no";
-  dialog.showModal();
-  return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true }));
+  const place = document.body.appendChild(document.createElement("div"));
+  return new Promise((resolve) => {
+    const close = (event) => {
+      resolve(event.target.returnValue === "yes");
+      place.remove();
+    };
+    render(html`
+      <dialog id="sure" aria-labelledby="sure-text" onClose=${close}><form method="dialog">
+        <p id="sure-text">${question}</p>
+        <div class="actions">
+          <button value="no">No, go back</button><button value="yes" class="danger">Yes</button>
+        </div>
+      </form></dialog>`, place);
+    place.firstElementChild.showModal();
+  });
 }
 
 byId("sign-out")?.addEventListener("click", async () => {

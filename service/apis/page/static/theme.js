@@ -9,7 +9,7 @@
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
   addEventListener("DOMContentLoaded", () => {
     const button = document.getElementById("theme");
-    const say = () => button.setAttribute("aria-label", isDark() ? "Switch to light colours" : "Switch to dark colours");
+    const say = () => button.setAttribute("aria-label", `Switch to ${isDark() ? "light" : "dark"} colours`);
     say();
     button.addEventListener("click", () => {
       root.dataset.theme = isDark() ? "light" : "dark";

@@ -1,6 +1,6 @@
 // The phases of a run in time: a bar in proportion, and a list in words, which says where a worker was lost.
 
-import { clock, duration, make, now, words } from "./page.js";
+import { clock, duration, html, now, words } from "./page.js";
 
 const KINDS = {
   data: ["checking", "downloading", "tokenizing", "packing"],
@@ -19,34 +19,33 @@ const nameOf = (span) => words(span.phase) + (span.split ? ` (${span.split})` : 
 
 /** A host that shuts down hands its run to another: nothing was lost. */
 function markOf(span, isLost) {
-  if (span.isAnother) return make(`span.mark${isLost ? "" : ".calm"}`, {}, `${isLost ? "worker lost" : "another host"}: lease ${span.lease}`);
-  return span.isResumed ? make("span.mark.calm", {}, "resumed") : make("span");
+  if (span.isAnother && isLost) return html`<span class="mark">worker lost: lease ${span.lease}</span>`;
+  const text = span.isAnother ? `another host: lease ${span.lease}` : span.isResumed ? "resumed" : "";
+  return html`<span class=${text && "mark calm"}>${text}</span>`;
 }
 
-export function drawTimeline(run) {
+export function Timeline({ run }) {
   const spans = spansOf(run), isLost = run.workers_lost > 0;
-  if (!spans.length) return make("p.muted", {}, run.state === "running" ? "Nothing has begun yet." : "There is no record of its phases.");
+  const none = run.state === "running" ? "Nothing has begun yet." : "There is no record of its phases.";
+  if (!spans.length) return html`<p class="muted">${none}</p>`;
   const total = spans.reduce((sum, span) => sum + seconds(span), 0);
-  const bar = make("div.phases", { role: "img", "aria-label": `${spans.length} phases in ${duration(total)}; the list below names them` });
-  for (const span of spans) {
-    const piece = make(`i.${classOf(span.phase)}${span.isAnother && isLost ? ".retry" : ""}`, { title: `${nameOf(span)}: ${duration(seconds(span))}` });
-    piece.style.flexGrow = Math.max(seconds(span), total / 400);
-    bar.append(piece);
-  }
-  const rows = spans.map((span) => make("li", {},
-    make(`i.${classOf(span.phase)}`),
-    make("span", { title: clock(span.began) }, nameOf(span), span.ended === null && run.state === "running" ? " …" : ""),
-    markOf(span, isLost),
-    make("span.number", {}, duration(seconds(span)))));
-  const list = make("ol.spans", {}, rows);
-  if (rows.length <= 14) return [bar, list];
-  return [bar, make("details", {}, make("summary", {}, `All ${rows.length} phases`), list)];
+  const list = html`<ol class="spans">${spans.map((span) => html`<li>
+    <i class=${classOf(span.phase)} />
+    <span title=${clock(span.began)}>${nameOf(span)}${span.ended === null && run.state === "running" ? " …" : ""}</span>
+    ${markOf(span, isLost)}
+    <span class="number">${duration(seconds(span))}</span></li>`)}</ol>`;
+  const told = `${spans.length} phases in ${duration(total)}; the list below names them`;
+  return html`
+    <div class="phases" role="img" aria-label=${told}>${spans.map((span) => html`
+      <i class=${`${classOf(span.phase)} ${span.isAnother && isLost ? "retry" : ""}`}
+        title=${`${nameOf(span)}: ${duration(seconds(span))}`}
+        style=${{ flexGrow: `${Math.max(seconds(span), total / 400)}` }} />`)}</div>
+    ${spans.length > 14 ? html`<details><summary>All ${spans.length} phases</summary>${list}</details>` : list}`;
 }
 
 /**
- * A run's phases for its list: one wait is one span, waits of no time are left out, each knows its `split` where
- * there is a held-out set, `isResumed` where somebody resumed the run, and `isAnother` where another worker took over in
- * the middle of things.
+ * A run's phases for its list. One wait is one span, and waits of no time are left out. A span has its `split` if there
+ * is a held-out set, `isResumed` if somebody resumed the run, and `isAnother` if another worker went on in its middle.
  */
 function spansOf(run) {
   const found = [];
@@ -61,11 +60,12 @@ function spansOf(run) {
     else if (span.phase === "training" || goesOn) live = span.lease;
     if (span.phase === "checking") seen.clear();
     const isResumed = span.phase === "checking" && last !== undefined && !["queued", "checking"].includes(last.phase);
-    const hasTwo = Boolean(run.run.eval_dataset) && OF_DATA.includes(span.phase);
+    const hasTwo = Boolean(run.run.eval_dataset || run.run.eval_datasets) && OF_DATA.includes(span.phase);
     const split = hasTwo ? (seen.has(span.phase) ? "held out" : "train") : "";
     seen.add(span.phase);
-    if (last?.phase === span.phase && !split) Object.assign(last, { ended: span.ended, lease: span.lease, isAnother: last.isAnother || isAnother });
-    else found.push({ ...span, ended: span.ended ?? run.ended_at, isAnother, isResumed, split });
+    if (last?.phase === span.phase && !split) {
+      Object.assign(last, { ended: span.ended, lease: span.lease, isAnother: last.isAnother || isAnother });
+    } else found.push({ ...span, ended: span.ended ?? run.ended_at, isAnother, isResumed, split });
   });
   return withoutEmptyWaits(found);
 }

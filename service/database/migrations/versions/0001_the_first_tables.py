@@ -25,6 +25,30 @@ def upgrade() -> None:
     op.create_index("audit_by_tenant", "audit", ["tenant", "id"], unique=False)
     op.create_index(op.f("ix_audit_time"), "audit", ["time"], unique=False)
     op.create_table(
+        "documents",
+        sa.Column("tenant", sa.String(length=48), nullable=False),
+        sa.Column("kind", sa.String(length=32), nullable=False),
+        sa.Column("key", sa.Text().with_variant(sa.Text(collation="C"), "postgresql"), nullable=False),
+        sa.Column("alias", sa.Text(), nullable=True),
+        sa.Column("body", sa.Text(), nullable=False),
+        sa.Column("num_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("written_at", sa.Float(precision=53), nullable=False),
+        sa.PrimaryKeyConstraint("tenant", "kind", "key"),
+    )
+    op.create_index("documents_by_age", "documents", ["kind", "written_at"], unique=False)
+    op.create_index("documents_by_alias", "documents", ["tenant", "kind", "alias"], unique=True)
+    op.create_index("documents_by_bytes", "documents", ["tenant", "num_bytes"], unique=False)
+    op.create_table(
+        "stored_bytes",
+        sa.Column("tenant", sa.String(length=48), nullable=False),
+        sa.Column("owner", sa.String(length=128), nullable=False),
+        sa.Column("what", sa.String(length=64), nullable=False),
+        sa.Column("num_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("at", sa.Float(precision=53), nullable=False),
+        sa.Column("expires_at", sa.Float(precision=53), nullable=True),
+        sa.PrimaryKeyConstraint("tenant", "owner", "what"),
+    )
+    op.create_table(
         "files",
         sa.Column("file_id", sa.String(length=64), nullable=False),
         sa.Column("tenant", sa.String(length=48), nullable=False),
@@ -34,10 +58,13 @@ def upgrade() -> None:
         sa.Column("sha256", sa.String(length=64), nullable=False),
         sa.Column("uri", sa.Text(), nullable=False),
         sa.Column("created_at", sa.Float(precision=53), nullable=False),
-        sa.Column("deleted_at", sa.Float(precision=53), nullable=True),
+        sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("state_at", sa.Float(precision=53), nullable=False),
         sa.PrimaryKeyConstraint("file_id", "tenant"),
     )
+    op.create_index("files_by_state", "files", ["state", "state_at"], unique=False)
     op.create_index("files_by_time", "files", ["tenant", "created_at", "file_id"], unique=False)
+    op.create_index("files_by_uri", "files", ["tenant", "uri"], unique=False)
     op.create_table(
         "keys",
         sa.Column("key_id", sa.String(length=64), nullable=False),
@@ -73,6 +100,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Float(precision=53), nullable=False),
         sa.Column("ended_at", sa.Float(precision=53), nullable=False),
         sa.Column("gpu_seconds", sa.Float(precision=53), nullable=False),
+        sa.Column("stays_published", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("run_id"),
     )
     op.create_index("removed_by_end", "removed_runs", ["tenant", "ended_at"], unique=False)
@@ -98,6 +126,7 @@ def upgrade() -> None:
         sa.Column("record", sa.Text(), nullable=False),
         sa.Column("status", sa.Text(), nullable=False),
         sa.Column("updated_at", sa.Float(precision=53), nullable=False),
+        sa.Column("recorded_at", sa.Float(precision=53), nullable=False),
         sa.PrimaryKeyConstraint("run_id"),
     )
     op.create_index("runs_by_api", "runs", ["tenant", "api", "created_at", "run_id"], unique=False)
@@ -122,3 +151,18 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Float(precision=53), nullable=False),
         sa.PrimaryKeyConstraint("tenant"),
     )
+    op.create_table(
+        "units",
+        sa.Column("unit", sa.String(length=128), nullable=False),
+        sa.Column("claimed_at", sa.Float(precision=53), nullable=False),
+        sa.PrimaryKeyConstraint("unit"),
+    )
+    op.create_table(
+        "uses",
+        sa.Column("unit", sa.String(length=128), nullable=False),
+        sa.Column("run_id", sa.String(length=255), nullable=False),
+        sa.Column("at", sa.Float(precision=53), nullable=False),
+        sa.PrimaryKeyConstraint("unit", "run_id"),
+    )
+    columns = (sa.column("quotas", sa.JSON()), *map(sa.column, ("tenant", "title", "created_at")))
+    op.execute(sa.table("tenants", *columns).insert().values(tenant="default", title="", quotas={}, created_at=0.0))

@@ -1,6 +1,5 @@
 """A tenant's schedules on a real Temporal server, with stand-in runs."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,21 +11,22 @@ from temporalio.client import Client
 from activities.host_context import HostContext
 from activities.records.run_records import RunRecords
 from activities.sources.download import Download
-from service.automation.schedule_views import ActionView, ScheduleView
+from longshore.automation import ActionView, ScheduledRun, ScheduleView
+from longshore.runs import RunRecord
+from longshore.views import RunStatus
+from service.accounts.tenants import Documents
 from service.automation.schedules import Schedules
 from service.backend import Backend
 from service.database import engine
 from service.database.engine import open_database
-from service.host_workers import control_workers
+from service.host import control_workers
 from service.temporal import Temporal, connect_temporal
-from shared.automation import ScheduledRun, ScheduleRecord
-from shared.runs.requests import RunRecord
-from shared.runs.status import RunStatus
+from shared.automation import ScheduleRecord
 from shared.settings import DownloadSettings, Settings
-from shared.storage.paths import RunKeys, schedule_record
+from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore, open_store
 from tests.service.stand_in import SUCCEEDS, StandIn
-from tests.waiting import eventually
+from tests.waiting import eventually, meanwhile
 from workflows.services import ScheduledRunWorkflow
 
 TENANT = "schedulers"  # whose schedules no other test has on the Temporal server that they share
@@ -95,16 +95,20 @@ class Stack:
         assert run_id is not None
         return RunRecord.model_validate_json(self.store.get_bytes(RunKeys(run_id).record))
 
-    def temporal_id(self, name: str) -> str:
+    async def temporal_id(self, name: str) -> str:
         """A schedule's id in Temporal."""
-        return ScheduleRecord.model_validate_json(self.store.get_bytes(schedule_record(self.tenant, name))).temporal_id
+        return (await self.records.get(self.tenant, name)).temporal_id
+
+    @property
+    def records(self) -> Documents[ScheduleRecord]:
+        return Documents(self.backend.database, self.backend.quotas, "schedule", ScheduleRecord)
 
     async def settled(self, name: str) -> None:
         """Its workflows have ended, so that the next action overlaps with none."""
 
         async def look() -> bool:
             async with self.temporal.client() as client:
-                known = await client.get_schedule_handle(self.temporal_id(name)).describe()
+                known = await client.get_schedule_handle(await self.temporal_id(name)).describe()
             return not known.info.running_actions
 
         await eventually(look, f"{name} is idle")
@@ -129,21 +133,9 @@ async def started(address: str, root: Path, serves: bool = True) -> AsyncIterato
         AsyncExitStack() as service,
     ):
         if serves:
-            await service.enter_async_context(accepting(backend))
+            await service.enter_async_context(meanwhile(backend.serve_workflows()))
         yield Stack(settings, store, backend, temporal, client)
     backend.database.close()
-
-
-@asynccontextmanager
-async def accepting(backend: Backend) -> AsyncIterator[None]:
-    """The service answers schedules' workflows."""
-    serving = asyncio.create_task(backend.scheduled_runs.serve())
-    try:
-        yield
-        assert not serving.done(), serving
-    finally:
-        serving.cancel()
-        await asyncio.wait([serving])
 
 
 def stack_run(uri: str) -> dict[str, object]:

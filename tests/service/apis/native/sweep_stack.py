@@ -17,22 +17,21 @@ with workflow.unsafe.imports_passed_through():
     from activities.host_context import HostContext
     from activities.publishing.publish import Publish
     from activities.records.run_records import RunRecords
-    from longshore.fields import Artifact
+    from longshore.automation import Sweep, SweepView
+    from longshore.events import Evaluated
+    from longshore.fields import Artifact, Fence
+    from longshore.views import RunStatus
     from service.accounts.keys import Principal
-    from service.automation.sweep_views import SweepView
     from service.automation.sweeps import Sweeps
     from service.backend import Backend
     from service.database import engine
     from service.database.engine import open_database
-    from service.host_workers import control_workers
+    from service.host import control_workers
     from service.temporal import connect_temporal
-    from shared.automation import Sweep
-    from shared.jobs.events import Evaluated
     from shared.runs.start import RunStart
-    from shared.runs.status import RunStatus
     from shared.settings import Settings
     from shared.storage.artifacts import seal, upload_artifact
-    from shared.storage.paths import Fence, RunKeys
+    from shared.storage.paths import RunKeys
     from shared.storage.store import ObjectStore, open_store
     from workflows import control
     from workflows.services import SweepWorkflow
@@ -60,6 +59,7 @@ class Measured:
         self._status = RunStatus(run_id=start.run_id, num_steps=STEPS, phase="training", gpu_seconds=1.0)
         try:
             await uninterrupted(control.begin(start))
+            await uninterrupted(control.record_run(self._status))
             rate = start.run.learning_rate
             for step in range(1, STEPS + 1):
                 await self._do("report", [start.run_id, step, loss_of(rate, step)])
@@ -86,6 +86,7 @@ class Measured:
     async def _end(self, **changes: object) -> None:
         self._show(**changes)
         await control.do(RunRecords.record_result, self._status, within=timedelta(seconds=20))
+        await control.record_run(self._status)
 
     def _show(self, **changes: object) -> None:
         self._status = self._status.model_copy(update=changes)
@@ -111,11 +112,10 @@ class SweepStack:
 
         async def watch() -> None:
             while True:
-                await self.backend.watch.refresh()
+                await self.backend.states.refresh_training()
                 await asyncio.sleep(0.2)
 
-        serve = self.backend.scheduled_runs.serve(*self.backend.sweeps.activities)
-        self.service = [asyncio.create_task(serve), asyncio.create_task(watch())]
+        self.service = [asyncio.create_task(self.backend.serve_workflows()), asyncio.create_task(watch())]
 
     async def kill_service(self) -> None:
         assert not any(task.done() for task in self.service), self.service

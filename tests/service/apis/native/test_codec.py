@@ -12,7 +12,7 @@ from temporalio.api.common.v1 import Payload
 from temporalio.client import Client
 
 from service.accounts.keys import COOKIE
-from service.apis.native.codec import PREFIX
+from service.apis.native.installation import CODEC
 from service.sealing import ENCRYPTED
 from shared.settings import Settings
 from tests.opened import on_the_wire
@@ -20,7 +20,7 @@ from tests.security.belongings import new_tenant
 from tests.security.conftest import client
 from tests.service.conftest import KEY, Service, new_key, serving, settings_below, sft
 
-DECODE = f"{PREFIX}/decode"
+DECODE = f"{CODEC}/decode"
 UI = "http://temporal.test:8233"
 NAME = "canary-run"
 
@@ -83,7 +83,7 @@ def test_nobody_else_does(service: Service, payloads: list[dict[str, Any]]) -> N
 
 def test_it_seals_nothing(service: Service) -> None:
     with client(service, KEY) as operator:
-        answer = operator.post(f"{PREFIX}/encode", json={"payloads": [{"data": "MQ=="}]})
+        answer = operator.post(f"{CODEC}/encode", json={"payloads": [{"data": "MQ=="}]})
     assert answer.status_code == 403 and "none is sealed" in answer.text
 
 
@@ -116,7 +116,7 @@ def test_temporals_page_may_ask_with_the_session_of_an_admin(service: Service, p
 def test_it_is_off_unless_it_is_set(temporal_address: str, tmp_path: Path) -> None:
     settings = settings_below(tmp_path, temporal_address).model_copy(update={"temporal_ui": UI})
     with serving(settings) as service, client(service, KEY) as operator:
-        for path in (DECODE, f"{PREFIX}/encode"):
+        for path in (DECODE, f"{CODEC}/encode"):
             answer = operator.post(path, json={"payloads": []}, headers={"origin": UI})
             assert answer.status_code == 404 and "LONGSHORE_TEMPORAL_CODEC" in answer.text
             assert "access-control-allow-origin" not in answer.headers

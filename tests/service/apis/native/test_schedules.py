@@ -1,8 +1,7 @@
 """Schedules on a real Temporal server: what they start, what they leave out and why, and what a kill leaves of them."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,24 +16,21 @@ from temporalio.worker import Worker
 from activities.host_context import HostContext
 from activities.records.run_records import RunRecords
 from activities.sources.download import Download
+from longshore.accounts import QuotaSettings
+from longshore.automation import ActionView, Backfill, ScheduledRun
+from longshore.dataset_runs import SFTRun
 from service.accounts.keys import Principal
-from service.accounts.tenants import Access, Quotas
-from service.automation.schedule_views import ActionView, Backfill
+from service.accounts.tenants import Documents
 from service.automation.schedules import Schedules
-from service.database import engine
-from service.database.engine import open_database
 from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
-from service.host_workers import control_workers
-from shared.automation import AcceptRequest, Decision, ScheduledAction, ScheduledRun
+from service.host import control_workers
+from shared.automation import AcceptRequest, Decision, ScheduledAction, ScheduleRecord
 from shared.errors import InvalidInput, NotFound
-from shared.limits import QuotaSettings
-from shared.runs.dataset_runs import SFTRun
-from shared.storage.paths import RunKeys, published_version, schedule_record
-from shared.storage.store import LocalStore
-from tests.service.apis.native.schedule_stack import TENANT, Stack, accepting, stack_run, started
+from shared.storage.paths import RunKeys, published_version
+from tests.service.apis.native.schedule_stack import TENANT, Stack, stack_run, started
 from tests.service.conftest import put_versions
-from tests.service.stand_in import FAILS, WAITS, StandIn
-from tests.waiting import eventually
+from tests.service.stand_in import FAILS, SUCCEEDS, WAITS, StandIn
+from tests.waiting import eventually, meanwhile
 from workflows.policies import service_queue
 from workflows.services import ScheduledRunWorkflow
 
@@ -56,7 +52,6 @@ async def test_new_data_is_trained_on_from_the_last_version_and_old_data_is_not(
     record = stack.record(first.run_id)
     assert (record.tenant, record.owner, record.source.schedule) == (TENANT, "key-1", "nightly")
     assert record.run == view.scheduled.run.model_copy(update={"dtype": "float32"})
-    assert stack.store.head(f"index/runs/{first.run_id}") is not None
     assert (await stack.result(first.run_id)).state == "succeeded"
     await stack.settled("nightly")
 
@@ -81,6 +76,22 @@ async def test_new_data_is_trained_on_from_the_last_version_and_old_data_is_not(
     ]
 
 
+async def test_new_data_in_one_source_of_a_mixture_starts_a_run(stack: Stack) -> None:
+    sources = [{"uri": stack.data(name), "weight": weight} for name, weight in (("mixed-a", 2), ("mixed-b", 1))]
+    run = {"kind": "sft", "name": "mixed", "model": "org/m", "dataset": sources, "steps": 4, "batch_size": 2}
+    await stack.create("mixed", run=run | {"seed": SUCCEEDS})
+    first = await stack.trigger("mixed", 1)
+    assert (await stack.result(first.run_id)).state == "succeeded"
+    for number in (1, 2):
+        assert [*stack.store.list(f"{RunKeys(first.run_id).dataset(f'train-{number}')}/")], "the run's own data"
+    await stack.settled("mixed")
+    second = await stack.trigger("mixed", 2)
+    assert (second.state, second.reason) == ("skipped", f"the dataset is the one that {first.run_id} had")
+    stack.data("mixed-b", "two")
+    third = await stack.trigger("mixed", 3)
+    assert third.state == "started" and (await stack.result(third.run_id)).state == "succeeded"
+
+
 async def test_a_schedule_of_a_name_that_was_used_before_has_done_nothing(stack: Stack) -> None:
     await stack.create("reborn", even_unchanged=True)
     await stack.trigger("reborn", 1)
@@ -93,7 +104,7 @@ async def test_a_schedule_of_a_name_that_was_used_before_has_done_nothing(stack:
 
 async def test_a_schedule_that_temporal_has_and_the_store_has_not_becomes_what_is_asked_for(stack: Stack) -> None:
     orphan = await stack.create("orphan", cron="0 5 * * *")
-    stack.store.delete(schedule_record(TENANT, "orphan"))
+    await stack.records.delete(TENANT, "orphan")
     made = await stack.create("orphan", cron="30 6 * * *")
     assert made.scheduled != orphan.scheduled
     assert {datetime.fromtimestamp(at, UTC).strftime("%H:%M") for at in made.next_times} == {"06:30"}
@@ -156,7 +167,7 @@ async def test_the_clock_starts_runs_until_it_is_paused(stack: Stack) -> None:
     """The interval is shortened behind our back: a minute is the least that users may ask for."""
     await stack.create("ticking", cron=None, every_s=60, even_unchanged=True)
     async with stack.temporal.client() as client:
-        handle = client.get_schedule_handle(stack.temporal_id("ticking"))
+        handle = client.get_schedule_handle(await stack.temporal_id("ticking"))
         await handle.update(_each_second)
 
     async def two() -> bool:
@@ -203,7 +214,7 @@ async def test_what_temporal_lost_is_made_again(stack: Stack) -> None:
     after = await stack.schedules.show(TENANT, "lost")
     assert after == before and after.next_times
     async with stack.temporal.client() as client:
-        policy = (await client.get_schedule_handle(stack.temporal_id("lost")).describe()).schedule.policy
+        policy = (await client.get_schedule_handle(await stack.temporal_id("lost")).describe()).schedule.policy
     assert (policy.overlap.name, policy.catchup_window) == ("BUFFER_ONE", timedelta(minutes=20))
 
     await _lose(stack, "lost")
@@ -213,64 +224,75 @@ async def test_what_temporal_lost_is_made_again(stack: Stack) -> None:
 
 async def _lose(stack: Stack, name: str) -> None:
     async with stack.temporal.client() as client:
-        await client.get_schedule_handle(stack.temporal_id(name)).delete()
+        await client.get_schedule_handle(await stack.temporal_id(name)).delete()
 
 
-class PausingStore(LocalStore):
-    """Once it was asked for a schedule's record, or given one, it waits until somebody else is done, if that comes."""
+class PausingRecords(Documents[ScheduleRecord]):
+    """After the first read of a kind, or before the first change, it waits until somebody else is done."""
 
-    def __init__(self, root: Path, what: str) -> None:
-        super().__init__(root)
-        self._what = what
-        self.reached, self.go_on = threading.Event(), threading.Event()
+    def wait_at(self, what: str) -> None:
+        self._what, self.reached, self.go_on = what, asyncio.Event(), asyncio.Event()
 
-    def get_bytes(self, key: str) -> bytes:
-        data = super().get_bytes(key)
-        self._pause("get", key)
-        return data
+    async def find(self, tenant: str, key: str) -> ScheduleRecord | None:
+        found = await super().find(tenant, key)
+        await self._pause("find")
+        return found
 
-    def put_bytes(self, key: str, data: bytes) -> None:
-        self._pause("put", key)
-        super().put_bytes(key, data)
+    async def everybodys(self) -> list[tuple[str, ScheduleRecord]]:
+        found = await super().everybodys()
+        await self._pause("everybodys")
+        return found
 
-    def _pause(self, what: str, key: str) -> None:
-        if f"{what} {key}" == self._what and not self.reached.is_set():
+    async def change(
+        self, tenant: str, key: str, change: Callable[[ScheduleRecord], ScheduleRecord], *, always: bool = False
+    ) -> ScheduleRecord:
+        await self._pause("change")
+        return await super().change(tenant, key, change, always=always)
+
+    async def _pause(self, what: str) -> None:
+        if what == self._what and not self.reached.is_set():
             self.reached.set()
-            self.go_on.wait(2)
+            await asyncio.wait_for(self.go_on.wait(), 60)
 
 
-@pytest.mark.parametrize("what", ["resume", "trigger", "restore", "restore_elsewhere"])
-async def test_a_schedule_that_is_deleted_at_that_moment_stays_deleted(stack: Stack, what: str) -> None:
-    name = what.replace("_", "-")
-    await stack.create(name)
-    in_temporal = stack.temporal_id(name)
-    await _lose(stack, name)
-    store = PausingStore(
-        stack.settings.root_path / "store",
-        f"{'put' if what == 'resume' else 'get'} {schedule_record(TENANT, name)}",
-    )
-    engine.upgrade(database := open_database(stack.settings))
-    quotas = Quotas(stack.settings.quotas, store, database)
-    schedules = Schedules(stack.settings, store, stack.temporal, Access(stack.settings, store), quotas)
-    match what:
-        case "resume":
-            working = asyncio.create_task(schedules.resume(TENANT, name))
-        case "trigger":
-            working = asyncio.create_task(schedules.trigger(TENANT, name))
-        case _:
-            working = asyncio.create_task(schedules.restore())
-    assert await asyncio.to_thread(store.reached.wait, 60)
-    other = stack.schedules if what == "restore_elsewhere" else schedules  # another service's
-    deleting = asyncio.create_task(other.delete(TENANT, name))
-    deleting.add_done_callback(lambda _: store.go_on.set())
-    await asyncio.wait([working, deleting])
-    assert deleting.exception() is None
+@pytest.mark.parametrize(("what", "at"), [("resume", "change"), ("trigger", "find"), ("restore", "everybodys")])
+async def test_a_schedule_that_is_deleted_at_that_moment_stays_deleted(stack: Stack, what: str, at: str) -> None:
+    await stack.create(what)
+    in_temporal = await stack.temporal_id(what)
+    await _lose(stack, what)
+    records = PausingRecords(stack.backend.database, stack.backend.quotas, "schedule", ScheduleRecord)
+    records.wait_at(at)
+    other = Schedules(stack.settings, stack.temporal, stack.backend.access, stack.backend.quotas, records)
+    ask = {"resume": other.resume, "trigger": other.trigger}
+    working = asyncio.create_task(other.restore() if what == "restore" else ask[what](TENANT, what))
+    await asyncio.wait_for(records.reached.wait(), 60)
+    await stack.schedules.delete(TENANT, what)
+    records.go_on.set()
+    await asyncio.wait([working])
     # It may also have met Temporal's own workflow of the schedule as that ended, and asked it in vain.
     assert isinstance(working.exception(), NotFound | TemporalUnavailable | None)
-    assert stack.store.head(schedule_record(TENANT, name)) is None, "its record came back"
+    assert await stack.records.find(TENANT, what) is None, "its record came back"
     async with stack.temporal.client() as client:
         with pytest.raises(RPCError, match="not found"):
             await client.get_schedule_handle(in_temporal).describe()
+
+
+async def test_a_deletion_that_was_cut_off_is_finished(stack: Stack) -> None:
+    """By the service's start, or by who makes a schedule of that name."""
+    for name in ("cut-off", "made-anew"):
+        await stack.create(name)
+        in_temporal = await stack.temporal_id(name)
+        await stack.records.change(TENANT, name, lambda record: record.model_copy(update={"is_deleted": True}))
+        with pytest.raises(NotFound):
+            await stack.schedules.show(TENANT, name)
+        if name == "cut-off":
+            await stack.schedules.restore()
+            assert await stack.records.find(TENANT, name) is None
+        else:
+            await stack.create(name, cron="0 5 * * *")
+        async with stack.temporal.client() as client:
+            with pytest.raises(RPCError, match="not found"):
+                await client.get_schedule_handle(in_temporal).describe()
 
 
 async def test_names_belong_to_tenants(stack: Stack) -> None:
@@ -317,15 +339,13 @@ async def test_a_run_that_the_sweep_was_first_to_start_is_not_started_twice(stac
     action = ScheduledAction(tenant=TENANT, scheduled=scheduled)
     record = RunRecords(HostContext(settings))
     activities = [Download(HostContext(settings)).download, record.record_result, record.begin]
+    answers = [accept_and_sweep, *stack.backend.records.activities]
     async with (
         control_workers(stack.client, settings.control_queue, activities, [ScheduledRunWorkflow, StandIn]),
-        Worker(stack.client, task_queue=service_queue(settings.control_queue), activities=[accept_and_sweep]),
+        Worker(stack.client, task_queue=service_queue(settings.control_queue), activities=answers),
     ):
         ended = await stack.client.execute_workflow(
-            ScheduledRunWorkflow.run,
-            action,
-            id=f"swept/{settings.control_queue}",
-            task_queue=settings.control_queue,
+            ScheduledRunWorkflow.run, action, id=f"swept/{settings.control_queue}", task_queue=settings.control_queue
         )
         assert ended.state == "started"
         assert (await stack.result(ended.run_id)).state == "succeeded"
@@ -354,7 +374,6 @@ async def test_a_quota_holds_for_schedules_as_for_what_is_sent(stack: Stack) -> 
     await _cancel(stack, first)
 
     async def seen() -> bool:
-        await backend.watch.refresh()
         return (await backend.quotas.usage("small")).concurrent_runs == 0
 
     await eventually(seen, f"the end of {taken}'s run gives its place back")
@@ -381,7 +400,7 @@ async def test_a_service_that_is_away_is_waited_for(temporal_address: str, tmp_p
         await stack.create("patient")
         waiting = await stack.trigger("patient", 1, "preparing")
         assert not list(stack.store.list("index/runs/"))
-        async with accepting(stack.backend):
+        async with meanwhile(stack.backend.serve_workflows()):
             action = (await stack.acted("patient", 1, "started", "skipped", "failed"))[0]
             assert (action.state, action.at) == ("started", waiting.at)
             assert (await stack.result(action.run_id)).state == "succeeded"

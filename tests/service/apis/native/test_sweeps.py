@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from service.automation.sweep_views import SweepView, Trial
-from service.automation.sweeps import may_start, next_values
+from longshore.automation import Report, Sweep, SweepView
+from longshore.runs import RunRecord, Source, SweepTrial
+from longshore.views import RunStatus
+from service.automation.sweeps import Trial, may_start, next_values
 from service.errors import Conflict
 from service.runs.rows import IndexedRun
-from shared.automation import Report, Sweep
 from shared.errors import InvalidInput, NotFound
-from shared.runs.requests import RunRecord, Source, SweepTrial
-from shared.runs.status import RunStatus
 from shared.storage.paths import RunKeys
 from tests.service.apis.native.sweep_stack import (
     BEST_RATE,

@@ -1,17 +1,17 @@
-"""Keys, tenants and their runs over real HTTP; the index, on SQLite and on PostgreSQL, is lost and built again."""
+"""Keys, tenants and their runs over real HTTP, on SQLite and on PostgreSQL."""
 
 import re
 import time
+from contextlib import closing
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
-from service.database.engine import AuditRow, KeyRow, RunRow, Table, open_database
-from service.rebuild import rebuild
+from service.database.engine import KeyRow, open_database
 from shared.settings import DownloadSettings, Settings
-from shared.storage.paths import RunKeys, key_record
 from tests.files_below import files_below
-from tests.service.conftest import Service, longshore, new_key, reaches, serving, started
+from tests.service.conftest import Service, new_key, reaches, serving, started
 from tests.service.stand_in import FAILS, SUCCEEDS, WAITS
 from tests.waiting import wait_until
 
@@ -48,8 +48,10 @@ def test_a_key_is_shown_once_and_kept_as_a_hash(service: Service, api, theirs) -
     assert shown["last_used_at"] == pytest.approx(time.time(), abs=30)
     assert made["key_id"] not in api.get("/keys").text  # the first tenant's admin sees its own
     secret = made["key"].rpartition("-")[2].encode()
-    kept = b"".join(data for _, data in files_below(service.settings.root_path))
-    assert secret not in kept and made["key_id"].encode() in kept
+    assert secret not in b"".join(data for _, data in files_below(service.settings.root_path))
+    with closing(open_database(service.settings)) as database:
+        kept = database.write(lambda session: str(session.execute(select(KeyRow.__table__)).all()))
+    assert secret.decode() not in kept and made["key_id"] in kept
 
 
 def test_a_revoked_key_and_an_expired_one_are_strangers(service: Service, api, theirs) -> None:
@@ -97,7 +99,7 @@ def test_pause_resume_cancel_and_retry(theirs) -> None:
 
 
 def test_the_list_follows_without_anybody_asking(theirs) -> None:
-    """Nobody looks at the run itself: the watch moves its row."""
+    """Nobody looks at the run itself: its workflow records it."""
     run_id = started(theirs, seed=WAITS)
 
     def listed(**query: str) -> list[dict[str, Any]]:
@@ -106,84 +108,6 @@ def test_the_list_follows_without_anybody_asking(theirs) -> None:
     wait_until(lambda: [run for run in listed() if run["phase"] == "training"], "the row shows the phase")
     theirs.post(f"/runs/{run_id}/cancel")
     wait_until(lambda: listed(state="cancelled"), "the row shows the end")
-
-
-# The database is lost.
-
-
-def test_a_lost_database_is_built_again_from_the_store(service: Service, api, theirs, acme: str) -> None:
-    ended, waiting = started(theirs, seed=SUCCEEDS, name="quay"), started(theirs, seed=WAITS)
-    theirs.post("/files", params={"name": "kept.jsonl"}, content=b"kept\n")
-    dead = new_key(theirs)
-    theirs.delete(f"/keys/{dead['key_id']}")
-    reaches(theirs, ended, "succeeded")
-
-    def everything() -> dict[str, Any]:
-        runs = theirs.get("/runs", params={"limit": 200}).json()["runs"]
-        keys = [{**key, "last_used_at": None} for key in theirs.get("/keys").json()]
-        return {
-            "runs": runs,
-            "keys": keys,
-            "tenants": api.get("/tenants").json(),
-            "files": theirs.get("/files").json(),
-            "own": [run["run_id"] for run in api.get("/runs", params={"limit": 200}).json()["runs"]],
-        }
-
-    def steady() -> dict[str, Any] | None:
-        found = everything()
-        time.sleep(1.2)
-        return found if found == everything() else None
-
-    before = wait_until(steady, "nothing moves")
-    environment = service.environment | {
-        "LONGSHORE_ROOT": str(service.settings.root_path),
-        "LONGSHORE_DATABASE_URL": service.settings.database_url.get_secret_value(),
-        "LONGSHORE_API_URL": service.url,
-    }
-    database = open_database(service.settings)
-    assert not rebuild(service.store, database, only_look=True).any
-    for table in Table.metadata.sorted_tables:
-        if table.name != AuditRow.__tablename__:
-            database.write(lambda session, table=table: session.execute(table.delete()))
-    lost = rebuild(service.store, database, only_look=True).missing
-    assert lost["runs"] >= 1 and lost["keys"] >= 2 and lost["files"] >= 1  # the watch may have found what runs
-    database.close()
-    time.sleep(2.1)  # what a service knows of a key for so long
-    with service.http(acme) as client:
-        assert client.get("/runs").status_code == 401
-
-    assert longshore("db", "check", env=environment).code == 100
-    said = longshore("db", "rebuild", env=environment)
-    assert said.code == 0 and "keys: " in said.stdout, said
-    assert re.search(r"read from the store: .*\d+ keys.*\d+ runs", said.stderr), said
-    wait_until(lambda: theirs.get(f"/runs/{waiting}").json()["phase"] == "training", "the watch sees the run")
-    assert wait_until(steady, "nothing moves", 60) == before
-    with service.http(dead["key"]) as client:
-        assert client.get("/runs").status_code == 401
-    theirs.post(f"/runs/{waiting}/cancel")
-
-
-def test_what_a_record_says_wins_over_a_row(service: Service, theirs) -> None:
-    run_id = started(theirs, seed=SUCCEEDS)
-    reaches(theirs, run_id, "succeeded")
-    made = new_key(theirs)
-    database = open_database(service.settings)
-
-    def spoil(session) -> None:
-        session.get(RunRow, run_id).state = "failed"
-        session.get(KeyRow, made["key_id"]).scopes = ["admin"]
-        ghost = session.get(KeyRow, made["key_id"])
-        copy = {c.name: getattr(ghost, c.name) for c in KeyRow.__table__.columns}
-        session.add(KeyRow(**copy | {"key_id": "key-ghost", "sha256": "0" * 64, "created_at": 1.0}))
-
-    database.write(spoil)
-    service.rebuild()
-    with service.http(made["key"]) as client:
-        wait_until(lambda: client.get("/runs").status_code == 200, "the key has its scopes again")
-    assert run_id in [run["run_id"] for run in theirs.get("/runs", params={"state": "succeeded"}).json()["runs"]]
-    assert database.write(lambda session: session.get(KeyRow, "key-ghost")) is None
-    assert service.store.head(key_record(made["key_id"])) and service.store.head(RunKeys(run_id).result)
-    database.close()
 
 
 def test_two_services_share_a_database_and_a_run_ends_once(service: Service, theirs, acme: str) -> None:

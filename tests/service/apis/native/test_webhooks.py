@@ -8,32 +8,30 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select
 from standardwebhooks import Webhook as Verifier
 from standardwebhooks.webhooks import WebhookVerificationError
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.host_context import HostContext
-from activities.records.deliver import Deliver, DeliverRequest, NotDelivered, retry_after_s
-from service.automation.webhooks import Rotation, WebhookChange, WebhookChoice
-from service.database.engine import OutboxRow
+from longshore.automation import Rotation, WebhookChange, WebhookChoice
+from longshore.views import Problem
+from service.automation import webhooks as webhooks_module
+from service.automation.webhooks import NotDelivered, retry_after_s
+from service.database.engine import DocumentRow, OutboxRow
 from service.errors import Conflict
-from service.host_workers import control_workers
+from service.host import control_workers
 from service.runs.rows import notice_of
 from service.temporal import connect_temporal
-from shared.automation import Notice, Webhook
+from shared.automation import DeliverRequest, Notice
 from shared.errors import InvalidInput, NotFound
-from shared.runs.status import Problem
 from shared.settings import Settings, WebhookSettings
-from shared.storage.paths import webhook_record
-from shared.storage.store import open_store
 from tests.opened import opened
 from tests.service.apis.native.webhook_stack import (
     TENANT,
     TOKEN,
     Received,
     Receiver,
-    SlowStore,
     Stack,
     receiving,
     record,
@@ -41,7 +39,7 @@ from tests.service.apis.native.webhook_stack import (
     status,
     webhooks_of,
 )
-from tests.waiting import eventually
+from tests.waiting import eventually, meanwhile
 from workflows.policies import webhook_retry
 from workflows.services import WebhookWorkflow
 
@@ -105,7 +103,7 @@ async def test_the_outbox_is_emptied_and_told_once(stack: Stack, receiver: Recei
     assert await stack.num_waiting() == 0
     await stack.ended(made.id)
     await stack.put(notice)  # as if the service had died before the row went
-    assert await stack.webhooks.send_outbox(stack.database) == 1
+    assert await stack.webhooks.send_outbox() == 1
     await stack.tell(status("paused"))
     await stack.ended(made.id, 2)
     bodies = [json.loads(received.body) for received in receiver.received]
@@ -125,37 +123,42 @@ async def test_a_row_that_cannot_be_read_holds_up_nobody(stack: Stack, receiver:
 async def test_a_webhook_that_cannot_be_read_holds_up_nobody(stack: Stack, receiver: Receiver, caplog) -> None:
     """A record of another version; what it holds is kept out of the log."""
     made = await stack.webhooks.create(TENANT, None, WebhookChoice(url=receiver.url))
-    other = webhook_record(TENANT, "wh-other")
-    stack.store.put_bytes(other, json.dumps({"webhook_id": "wh-other", "secret": [TOKEN]}).encode())
+    other = {"webhook_id": "wh-other", "secret": [TOKEN]}
+    row = DocumentRow(
+        tenant=TENANT, kind="webhook", key="wh-other", body=json.dumps(other), num_bytes=1, written_at=1.0
+    )
+    await stack.database.writing(lambda session: session.add(row))
     try:
         await stack.tell(status("cancelled"))
         assert await stack.num_waiting() == 0
         assert [d.type for d in await stack.ended(made.id)] == ["run.cancelled"]
         assert [view.id for view in await stack.webhooks.of(TENANT)] == [made.id]
     finally:
-        stack.store.delete(other)
+        await stack.database.writing(lambda session: session.delete(row))
     said = [entry.getMessage() for entry in caplog.records if "wh-other" in entry.getMessage()]
     assert said and "secret" in said[0] and TOKEN not in "".join(said)
 
 
 async def test_changes_of_one_webhook_at_once_are_all_made(stack: Stack, receiver: Receiver) -> None:
     made = await stack.webhooks.create(TENANT, None, WebhookChoice(url=receiver.url))
-    slow = webhooks_of(stack.settings, SlowStore(stack.settings.root_path / "store"), stack.database)
+    services = [webhooks_of(stack.settings, stack.database) for _ in range(4)]
     rotated, *_ = await asyncio.gather(
-        slow.rotate(TENANT, made.id, Rotation()),
-        slow.change(TENANT, made.id, WebhookChange(events=("run.failed",))),
-        slow.change(TENANT, made.id, WebhookChange(url="http://127.0.0.1:9/")),
-        slow.change(TENANT, made.id, WebhookChange(enabled=False)),
+        services[0].rotate(TENANT, made.id, Rotation()),
+        services[1].change(TENANT, made.id, WebhookChange(events=("run.failed",))),
+        services[2].change(TENANT, made.id, WebhookChange(url="http://127.0.0.1:9/")),
+        services[3].change(TENANT, made.id, WebhookChange(enabled=False)),
     )
-    kept = Webhook.model_validate_json(stack.store.get_bytes(webhook_record(TENANT, made.id)))
+    kept = await stack.webhooks._records.get(TENANT, made.id)
     assert (kept.secret, kept.previous_secret) == (rotated.secret, made.secret)
     assert (kept.events, kept.url, kept.enabled) == (("run.failed",), "http://127.0.0.1:9/", False)
-    deleted = asyncio.create_task(slow.delete(TENANT, made.id))
-    changed = asyncio.create_task(slow.change(TENANT, made.id, WebhookChange(enabled=True)))
-    assert (await deleted).id == made.id
+    await services[0].delete(TENANT, made.id)
     with pytest.raises(NotFound):
-        await changed
-    assert stack.store.head(webhook_record(TENANT, made.id)) is None, "a change brought it back"
+        await services[1].change(TENANT, made.id, WebhookChange(enabled=True))
+
+
+def request_of(webhook_id: str, digit: str = "0") -> DeliverRequest:
+    notice = Notice(notice_id=f"evt-{digit * 23}", tenant=TENANT, type="ping", created_at=1.0, data={})
+    return DeliverRequest(webhook_id=webhook_id, notice=notice)
 
 
 async def test_only_what_it_wants_and_only_its_tenant(stack: Stack, receiver: Receiver) -> None:
@@ -203,7 +206,8 @@ async def test_ping_change_disable_and_delete(stack: Stack, receiver: Receiver) 
         await stack.webhooks.ping(TENANT, made.id)
     assert len(receiver.received) == 1
     await stack.webhooks.delete(TENANT, made.id)
-    assert list(stack.store.list("records/deliveries/acme/")) == list(stack.store.list("records/webhooks/acme/")) == []
+    left = select(DocumentRow.kind).where(DocumentRow.tenant == TENANT)
+    assert not await stack.database.reading(lambda session: session.scalars(left).all())
 
 
 async def test_a_rotated_secret_signs_beside_the_old_one_while_its_time_lasts(stack: Stack, receiver: Receiver) -> None:
@@ -276,19 +280,18 @@ def test_how_long_a_receiver_asks_for(header: str | None, wait_s: float | None) 
 
 
 @pytest.mark.parametrize(("asked", "given_s"), [("10", 0.0), ("30", 30.0), ("1000000", 6 * 3600.0)])
-def test_the_next_attempt_is_put_off_up_to_a_cap(
+async def test_the_next_attempt_is_put_off_up_to_a_cap(
     tmp_path: Path, receiver: Receiver, asked: str, given_s: float
 ) -> None:
     """Of the third attempt, which the retry policy would let wait for 16 s; 0: it decides alone."""
     settings = Settings(root=tmp_path, webhooks=WebhookSettings(allow_private_addresses=True))
     webhooks = webhooks_of(settings)
-    made = asyncio.run(webhooks.create(TENANT, None, WebhookChoice(url=receiver.url)))
-    notice = Notice(notice_id=f"evt-{'0' * 23}", tenant=TENANT, type="ping", created_at=1.0, data={})
+    made = await webhooks.create(TENANT, None, WebhookChoice(url=receiver.url))
     receiver.answers, receiver.retry_after = [503], asked
     environment = ActivityEnvironment()
     environment.info = replace(environment.info, attempt=3, retry_policy=webhook_retry(1.0))
     with pytest.raises((ApplicationError, NotDelivered)) as raised:
-        environment.run(Deliver(HostContext(settings)).deliver, DeliverRequest(webhook_id=made.id, notice=notice))
+        await environment.run(webhooks.deliver, request_of(made.id))
     delay = getattr(raised.value, "next_retry_delay", None)
     assert (delay.total_seconds() if delay else 0.0) == given_s
 
@@ -303,11 +306,9 @@ async def test_a_private_address_is_never_reached_unless_it_is_allowed(
     strict = stack.settings.model_copy(
         update={"webhooks": WebhookSettings(timeout_s=5), "control_queue": tmp_path.name}
     )
-    strict_webhooks = webhooks_of(strict, stack.store, stack.database)
+    strict_webhooks = webhooks_of(strict, stack.database)
     client = await connect_temporal(strict)
-    deliver = Deliver(HostContext(strict))
-    activities = [deliver.deliver, deliver.give_up]
-    async with control_workers(client, strict.control_queue, activities, [WebhookWorkflow]):
+    async with control_workers(client, strict.control_queue, [], [WebhookWorkflow]), meanwhile(strict_webhooks.serve()):
         for url in (receiver.url, receiver.url.replace("127.0.0.1", "localhost")):
             made = await stack.webhooks.create(TENANT, None, WebhookChoice(url=url))
             await strict_webhooks.ping(TENANT, made.id)
@@ -333,19 +334,15 @@ async def test_what_is_plainly_private_is_refused_when_it_is_named(tmp_path: Pat
     assert (await webhooks.show(TENANT, made.id)).url == "https://example.org/hook"
 
 
-def test_a_webhook_keeps_its_newest_deliveries(tmp_path: Path, receiver: Receiver) -> None:
-    settings = Settings(root=tmp_path, webhooks=WebhookSettings(allow_private_addresses=True))
-    store = open_store(settings.store, settings.s3)
-    webhooks = webhooks_of(settings)
-    made = asyncio.run(webhooks.create(TENANT, None, WebhookChoice(url=receiver.url)))
-    folder = tmp_path / "store" / "records" / "deliveries" / TENANT / made.id
-    folder.mkdir(parents=True)
-    for number in range(205):
-        (folder / f"evt-{number:023x}").write_text("{}")
-    notice = Notice(notice_id=f"evt-{'f' * 23}", tenant=TENANT, type="ping", created_at=1.0, data={})
-    Deliver(HostContext(settings)).deliver(DeliverRequest(webhook_id=made.id, notice=notice))
-    kept = [item.key for item in store.list(f"records/deliveries/acme/{made.id}/")]
-    assert len(kept) == 200 and kept[-1].endswith("f" * 23) and kept[0].endswith(f"{6:023x}")
+async def test_a_webhook_keeps_its_newest_deliveries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhooks_module, "_KEPT_DELIVERIES", 3)
+    webhooks = webhooks_of(Settings(root=tmp_path))
+    made = await webhooks.create(TENANT, None, WebhookChoice(url="https://example.org/hook"))
+    for digit in "21435":
+        await webhooks._note(request_of(made.id, digit), lambda before: before)
+    kept = await webhooks.deliveries(TENANT, made.id, 10)
+    assert [each.notice_id[-1] for each in kept] == ["5", "4", "3"]
+    assert [each.notice_id[-1] for each in await webhooks.deliveries(TENANT, made.id, 1)] == ["5"]
 
 
 @pytest.mark.parametrize("api", ["native", "openai"])

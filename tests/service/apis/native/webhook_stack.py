@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -12,21 +11,20 @@ from pathlib import Path
 from sqlalchemy import func, select
 from temporalio.client import Client
 
-from activities.host_context import HostContext
-from activities.records.deliver import Deliver
+from longshore.automation import Delivery
+from longshore.dataset_runs import SFTRun
+from longshore.runs import RunRecord, Source
+from longshore.views import RunStatus, State
 from service.accounts.tenants import Quotas
 from service.automation.webhooks import Webhooks
 from service.database.engine import Database, OutboxRow, open_database, upgrade
-from service.host_workers import control_workers
+from service.host import control_workers
 from service.runs.rows import notice_of
 from service.temporal import Temporal, connect_temporal
-from shared.automation import Delivery, Notice
-from shared.runs.dataset_runs import SFTRun
-from shared.runs.requests import RunRecord, Source
-from shared.runs.status import RunStatus, State
+from shared.automation import Notice
 from shared.settings import Settings, WebhookSettings
-from shared.storage.store import LocalStore, ObjectStore, open_store
-from tests.waiting import eventually
+from shared.storage.store import open_store
+from tests.waiting import eventually, meanwhile
 from workflows.services import WebhookWorkflow
 
 TENANT = "acme"
@@ -90,29 +88,19 @@ def receiving() -> Iterator[Receiver]:
         server.server_close()
 
 
-class SlowStore(LocalStore):
-    """What is read is old before it is used."""
-
-    def get_bytes(self, key: str) -> bytes:
-        data = super().get_bytes(key)
-        time.sleep(0.2)
-        return data
-
-
-def webhooks_of(settings: Settings, store: ObjectStore | None = None, database: Database | None = None) -> Webhooks:
+def webhooks_of(settings: Settings, database: Database | None = None) -> Webhooks:
     """What a service of these settings has."""
-    store = store or open_store(settings.store, settings.s3)
     if database is None:
         upgrade(database := open_database(settings))
-    return Webhooks(settings, store, Temporal(settings), Quotas(settings.quotas, store, database))
+    quotas = Quotas(settings.quotas, open_store(settings.store, settings.s3), database)
+    return Webhooks(settings, database, Temporal(settings), quotas)
 
 
 @dataclass
 class Stack:
-    """Webhooks of a service, the host that tells them, and the outbox."""
+    """Webhooks of a service, and the outbox."""
 
     settings: Settings
-    store: ObjectStore
     webhooks: Webhooks
     database: Database
     temporal: Temporal
@@ -135,7 +123,7 @@ class Stack:
         notice = notice_of(record(api), status, before)
         assert notice is not None
         await self.put(notice)
-        await self.webhooks.send_outbox(self.database)
+        await self.webhooks.send_outbox()
         return notice
 
     async def put(self, notice: Notice) -> None:
@@ -173,11 +161,10 @@ async def started(address: str, root: Path) -> AsyncIterator[Stack]:
         control_queue=f"control-{root.name}",
         webhooks=WebhookSettings(allow_private_addresses=True, timeout_s=5, first_retry_s=0.05),
     )
-    store, temporal, database = open_store(settings.store, settings.s3), Temporal(settings), open_database(settings)
+    temporal, database = Temporal(settings), open_database(settings)
     await asyncio.to_thread(upgrade, database)
     client = await connect_temporal(settings)
-    deliver = Deliver(HostContext(settings))
-    activities = [deliver.deliver, deliver.give_up]
-    async with control_workers(client, settings.control_queue, activities, [WebhookWorkflow]):
-        yield Stack(settings, store, webhooks_of(settings, store, database), database, temporal, client)
+    webhooks = webhooks_of(settings, database)
+    async with control_workers(client, settings.control_queue, [], [WebhookWorkflow]), meanwhile(webhooks.serve()):
+        yield Stack(settings, webhooks, database, temporal, client)
     database.close()

@@ -1,0 +1,401 @@
+"""The native API's hosts and published models; keys, tenants, usage, the audit log; the codec for Temporal's page."""
+
+import asyncio
+import logging
+import time
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Depends, Path, Query, Response
+from fastapi.responses import StreamingResponse
+from pydantic import Base64Bytes, Field
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+from temporalio.api.common.v1 import Payload
+
+from longshore.accounts import (
+    ALL_SCOPES,
+    AuditPage,
+    KeyRequest,
+    KeyView,
+    NewKey,
+    NewTenant,
+    QuotaSettings,
+    TenantRequest,
+    TenantUsage,
+)
+from longshore.automation import GarbageView
+from longshore.fields import Frozen
+from longshore.runs import FIRST_TENANT, Tenant
+from longshore.views import (
+    DeletedVersions,
+    Envelope,
+    Export,
+    ExportView,
+    FileEntry,
+    HostView,
+    ModelView,
+    PublicKey,
+    QueueHosts,
+)
+from service.accounts import audit
+from service.accounts.keys import BEARER, Asking, Principal, reads_or_writes, require, require_operator
+from service.accounts.tenants import TenantRecord
+from service.apis.bodies import JsonBody, JsonRoute, file_answer, tar_answer
+from service.apis.errors import RESPONSES
+from service.backend import Backed, Backend
+from service.errors import Conflict, Forbidden
+from service.files import PublishedFiles
+from service.sealing import SealKey, public_keys, seal_keys, unseal
+from shared.automation import GarbageRequest
+from shared.errors import InvalidInput, NotFound
+from shared.runs.acceptance import precision_of
+from shared.settings import Settings
+from shared.storage.host_states import HostState, read_states
+
+# --- Published models, their files and exports; and the hosts that poll ---
+
+router = APIRouter(
+    route_class=JsonRoute, prefix="/api/v1", dependencies=[*BEARER, Depends(reads_or_writes)], responses=RESPONSES
+)
+ModelId = Annotated[str, Path(max_length=128, description="`name`, its newest version; `name:v3`; `run:step-30`")]
+
+
+@router.get("/hosts")
+async def list_hosts(backend: Backed, asking: Asking) -> tuple[QueueHosts, ...]:
+    """The hosts of each role: how many wait for work, what each of them is, and why some take no runs."""
+    settings = backend.settings
+    states = await asyncio.to_thread(read_states, backend.store, settings.shape)
+    precision = await asyncio.to_thread(precision_of, "auto", settings, backend.store)
+    queues: tuple[tuple[Literal["control", "gpu", "sampler"], str], ...] = (
+        ("control", settings.control_queue),
+        ("gpu", settings.lease_queue),
+        ("sampler", settings.sampler_queue),
+    )
+    counts = await asyncio.gather(*(backend.temporal.num_polling(queue) for _, queue in queues))
+    return tuple(
+        QueueHosts(
+            role=role,
+            queue=queue,
+            num_polling=count,
+            lacking=tuple(
+                f"{each.name} ({each.id}): {why}" if asking.is_operator else why
+                for each in states
+                if each.role == role
+                for why in each.lacks
+            ),
+            precision=precision if role == "gpu" else None,
+            hosts=tuple(_view(each, asking.is_operator) for each in states if each.role == role),
+        )
+        for (role, queue), count in zip(queues, counts, strict=True)
+    )
+
+
+def _view(host: HostState, by_name: bool) -> HostView:
+    shown = host.model_dump(include={"shape", "max_ranks", "devices", "lease_since", "seen_at"})
+    name = host.name if by_name else None
+    return HostView(id=host.id, name=name, lacking=host.lacks, **shown)
+
+
+@router.get("/models")
+async def list_models(backend: Backed, asking: Asking) -> tuple[ModelView, ...]:
+    """The tenant's published models: each name once, with its newest version."""
+    return tuple(await asyncio.to_thread(backend.published.views, asking.tenant))
+
+
+@router.get("/models/{model_id}")
+async def get_model(model_id: ModelId, backend: Backed, asking: Asking) -> ModelView:
+    """The published version of a name or id, with its size."""
+    return await asyncio.to_thread(backend.published.view, asking.tenant, model_id)
+
+
+@router.delete("/models/{model_id}")
+async def delete_model(model_id: ModelId, backend: Backed, asking: Asking) -> DeletedVersions:
+    """Delete a published model: `name:v3` deletes one version, `name` all. Their numbers are not used again."""
+    audit.touched(model_id)
+    await asyncio.to_thread(backend.published.delete_model, asking.tenant, model_id)
+    await backend.quotas.measure(asking.tenant)
+    return DeletedVersions(id=model_id)
+
+
+@router.get("/models/{model_id}/files")
+@router.get("/models/{model_id}/exports/{export}/files")
+async def model_files(
+    model_id: ModelId, backend: Backed, asking: Asking, export: str | None = None
+) -> tuple[FileEntry, ...]:
+    """The files of an adapter, in PEFT's format, or of a model, or of an export: paths, sizes, hashes."""
+    return (await asyncio.to_thread(_files, backend, asking.tenant, model_id, export)).entries
+
+
+@router.get("/models/{model_id}/files/{path:path}", response_class=Response)
+@router.get("/models/{model_id}/exports/{export}/files/{path:path}", response_class=Response)
+async def model_file(
+    model_id: ModelId, path: str, backend: Backed, asking: Asking, export: str | None = None
+) -> StreamingResponse:
+    """One file of an adapter, of a model or of an export."""
+    return file_answer(await asyncio.to_thread(_files, backend, asking.tenant, model_id, export), path)
+
+
+@router.get("/models/{model_id}/provenance")
+async def model_provenance(model_id: ModelId, backend: Backed, asking: Asking) -> Envelope:
+    """The signed statement of a version's origin: in-toto with SLSA provenance, in a DSSE envelope."""
+    return await asyncio.to_thread(backend.published.provenance, asking.tenant, model_id)
+
+
+@router.get("/provenance/keys")
+async def provenance_keys(backend: Backed, asking: Asking) -> tuple[PublicKey, ...]:
+    """The public keys that verify statements of this installation. Keep a copy elsewhere to trust them."""
+    return await asyncio.to_thread(public_keys, backend.settings)
+
+
+@router.get("/models/{model_id}/download", response_class=Response)
+@router.get("/models/{model_id}/exports/{export}/download", response_class=Response)
+async def download_model(
+    model_id: ModelId, backend: Backed, asking: Asking, export: str | None = None
+) -> StreamingResponse:
+    """All files of an adapter, of a model or of an export, as a tar."""
+    files = await asyncio.to_thread(_files, backend, asking.tenant, model_id, export)
+    return tar_answer(files, "-".join(filter(None, (model_id.replace(":", "-"), export))))
+
+
+@router.get("/models/{model_id}/base")
+async def base_files(model_id: ModelId, backend: Backed, asking: Asking) -> tuple[FileEntry, ...]:
+    """The files of the model that an adapter was trained on: with them an adapter can be merged."""
+    return (await asyncio.to_thread(_base, backend, asking.tenant, model_id)).entries
+
+
+@router.get("/models/{model_id}/base/{path:path}", response_class=Response)
+async def base_file(model_id: ModelId, path: str, backend: Backed, asking: Asking) -> StreamingResponse:
+    """One file of the model that an adapter was trained on."""
+    return file_answer(await asyncio.to_thread(_base, backend, asking.tenant, model_id), path)
+
+
+def _files(backend: Backend, tenant: str, model_id: str, export: str | None) -> PublishedFiles:
+    if export is not None:
+        artifact = backend.exports.artifact(tenant, model_id, export)
+    else:
+        artifact = backend.published.artifact(tenant, backend.published.find(tenant, model_id))
+    return PublishedFiles.of_artifact(artifact, backend.settings.s3)
+
+
+def _base(backend: Backend, tenant: str, model_id: str) -> PublishedFiles:
+    target = backend.published.target_of(tenant, model_id)
+    if target.adapter is None:
+        raise InvalidInput("this is a whole model, and no adapter on one", "model_id")
+    return PublishedFiles.of_artifact(target.model, backend.settings.s3)
+
+
+# Exports: whole models in other programs' formats.
+
+
+@router.post("/models/{model_id}/exports", status_code=202)
+async def start_export(model_id: ModelId, body: JsonBody[Export], backend: Backed, asking: Asking) -> ExportView:
+    """Write a whole model in another program's format. It is stored with the version, and deleted with it."""
+    return await backend.exports.start(asking.tenant, model_id, body)
+
+
+@router.get("/models/{model_id}/exports/{export}")
+async def get_export(model_id: ModelId, export: str, backend: Backed, asking: Asking) -> ExportView:
+    """The status of an export."""
+    return await backend.exports.view(asking.tenant, model_id, export)
+
+
+@router.delete("/models/{model_id}/exports/{export}")
+async def delete_export(model_id: ModelId, export: str, backend: Backed, asking: Asking) -> ExportView:
+    """Delete the files of an export. It can be asked for again."""
+    return await backend.exports.delete(asking.tenant, model_id, export)
+
+
+# --- Keys, tenants, usage and the audit log ---
+
+logger = logging.getLogger("longshore.service")
+accounts_router = APIRouter(route_class=JsonRoute, prefix="/api/v1", dependencies=BEARER, responses=RESPONSES)
+_admin = [Depends(require("admin"))]
+
+
+@accounts_router.get("/whoami")
+async def whoami(asking: Asking) -> Principal:
+    """The tenant and the scopes of the key that asks."""
+    return asking
+
+
+@accounts_router.get("/usage", dependencies=[Depends(require("read"))])
+async def usage(backend: Backed, asking: Asking) -> TenantUsage:
+    """The tenant's usage and quotas."""
+    return await backend.quotas.usage(asking.tenant)
+
+
+@accounts_router.post("/keys", status_code=201, dependencies=_admin)
+async def create_key(request: JsonBody[KeyRequest], backend: Backed, asking: Asking) -> NewKey:
+    """Make a key. It is shown this once."""
+    return await backend.keys.create(
+        asking.tenant,
+        title=request.title,
+        scopes=request.scopes,
+        expires_at=request.expires_at,
+        created_by=asking.key_id,
+    )
+
+
+@accounts_router.get("/keys", dependencies=_admin)
+async def list_keys(backend: Backed, asking: Asking) -> tuple[KeyView, ...]:
+    """The tenant's keys, newest first, without their secrets."""
+    return await backend.keys.list(asking.tenant)
+
+
+@accounts_router.delete("/keys/{key_id}", dependencies=_admin)
+async def revoke_key(key_id: str, backend: Backed, asking: Asking) -> KeyView:
+    """End a key for good."""
+    return await backend.keys.revoke(asking.tenant, key_id)
+
+
+_operators = [Depends(require_operator("tenants are an affair of"))]
+
+
+@accounts_router.post("/tenants", status_code=201, dependencies=_operators)
+async def create_tenant(request: JsonBody[TenantRequest], backend: Backed, asking: Asking) -> NewTenant:
+    """Make a tenant and its first key. 409 when the name is taken."""
+    backend.quotas.check_priced(request.quotas)
+    try:
+        tenant = await backend.tenants.create(request.tenant, request.title, request.quotas)
+    except Conflict:
+        keys = await backend.keys.list(request.tenant)
+        is_open = any(k.revoked_at is None and (k.expires_at is None or k.expires_at > time.time()) for k in keys)
+        if request.tenant == FIRST_TENANT or is_open:
+            raise
+        # Its making was cut off before somebody had a key to it: who tries again is given one.
+        tenant = await backend.tenants.show(request.tenant)
+    key = await backend.keys.create(tenant.tenant, title="first", scopes=ALL_SCOPES, created_by=asking.key_id)
+    return NewTenant(tenant=tenant, key=key, warning=_shared_folders(backend))
+
+
+def _shared_folders(backend: Backend) -> str | None:
+    """The warning for a second tenant if all tenants may read folders of the hosts; None if no folder is open."""
+    if not (roots := backend.settings.download.file_roots):
+        return None
+    text = f"every tenant may read files below {', '.join(map(str, roots))} on this installation's hosts"
+    logger.warning("%s (download.file_roots)", text)
+    return f"{text}: name other folders as download.file_roots, or with `longshore dev --open`"
+
+
+@accounts_router.get("/tenants", dependencies=_operators)
+async def list_tenants(backend: Backed) -> tuple[TenantRecord, ...]:
+    """All tenants, by name."""
+    return await backend.tenants.list()
+
+
+@accounts_router.get("/tenants/{tenant}/usage", dependencies=_operators)
+async def tenant_usage(tenant: Tenant, backend: Backed) -> TenantUsage:
+    """A tenant's usage and quotas."""
+    return await backend.quotas.usage((await backend.tenants.show(tenant)).tenant)
+
+
+@accounts_router.put("/tenants/{tenant}/quotas", dependencies=_operators)
+async def set_quotas(tenant: Tenant, quotas: JsonBody[QuotaSettings], backend: Backed) -> TenantRecord:
+    """Set a tenant's quotas. Fields that are left out return to the installation's values."""
+    backend.quotas.check_priced(quotas)
+    return await backend.tenants.set_quotas(tenant, quotas)
+
+
+@accounts_router.post("/gc", dependencies=_operators)
+async def collect_garbage(
+    backend: Backed,
+    dry_run: Annotated[bool, Query(description="only report what would be deleted")] = True,
+    wait_s: Annotated[float, Query(ge=0, le=600, description="how long to wait for the end")] = 60,
+) -> GarbageView:
+    """Measure all tenants' storage, and delete objects that the policies expire. A repeated call joins."""
+    return await backend.garbage.collect(GarbageRequest(is_dry=dry_run), wait_s)
+
+
+@accounts_router.get("/audit", dependencies=_admin)
+async def audit_log(
+    backend: Backed,
+    asking: Asking,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    before: Annotated[int | None, Query(ge=1, le=2**62, description="the `next` of the previous page")] = None,
+    everybody: Annotated[
+        bool,
+        Query(description="for the first tenant only: entries of all tenants, and of requests without a valid key"),
+    ] = False,
+) -> AuditPage:
+    """Requests that changed something or were refused, newest first."""
+    if everybody and not asking.is_operator:
+        raise Forbidden("only admins of the first tenant see the log of other tenants")
+    return await backend.audit.page(None if everybody else asking.tenant, limit, before)
+
+
+# --- The codec of Temporal's page and command line: opens payloads for the installation's admins ---
+#
+# The protocol is Temporal's own, of remote codecs. Payloads are opened and never sealed: what hosts act on comes from
+# the service alone.
+
+CODEC = "/api/v1/codec"
+
+
+async def _is_on(backend: Backed) -> None:
+    if not backend.settings.temporal_codec:
+        raise NotFound("this service opens no payloads of Temporal's: LONGSHORE_TEMPORAL_CODEC is not set")
+
+
+codec_router = APIRouter(
+    route_class=JsonRoute,
+    prefix=CODEC,
+    dependencies=[*BEARER, Depends(require_operator("payloads of all tenants are opened for")), Depends(_is_on)],
+    responses=RESPONSES,
+)
+
+
+class WirePayload(Frozen):
+    """A payload as Temporal writes it in JSON: bytes in base64."""
+
+    metadata: dict[str, Base64Bytes] = Field(default_factory=dict)
+    data: Base64Bytes = b""
+
+    def opened(self, keys: tuple[SealKey, ...]) -> "WirePayload":
+        """Return the decrypted payload, or the payload unchanged if none of the keys opens it."""
+        found = unseal(Payload(metadata=self.metadata, data=self.data), keys)
+        return self if found is None else WirePayload.model_construct(metadata=dict(found.metadata), data=found.data)
+
+
+class WirePayloads(Frozen):
+    payloads: tuple[WirePayload, ...] = Field(max_length=2000)
+
+    def opened(self, settings: Settings) -> bytes:
+        """Return JSON of the decrypted payloads. Blocking."""
+        keys = seal_keys(settings)
+        opened = tuple(each.opened(keys) for each in self.payloads)
+        return WirePayloads.model_construct(payloads=opened).model_dump_json().encode()
+
+
+@codec_router.post("/decode", response_model=WirePayloads)
+async def decode(body: JsonBody[WirePayloads], backend: Backed) -> Response:
+    """Open payloads of any tenant's workflows. A payload that was not sealed here is returned unchanged."""
+    return Response(await asyncio.to_thread(body.opened, backend.settings), media_type="application/json")
+
+
+@codec_router.post("/encode", include_in_schema=False)
+async def encode() -> None:
+    """Refuse: a payload is sealed for one workflow, and the protocol does not name it."""
+    raise Forbidden("payloads are opened here, and none is sealed: ask Longshore's own API, which says who may")
+
+
+def ui_origin(settings: Settings) -> str | None:
+    """Return the origin of Temporal's page if it may use the codec; None if no page may."""
+    if not (settings.temporal_codec and settings.temporal_ui):
+        return None
+    parts = urlsplit(settings.temporal_ui)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+class CodecCors(CORSMiddleware):
+    """Tells browsers that Temporal's page may ask the codec, with the session of whoever has signed in here."""
+
+    def __init__(self, app: ASGIApp, origin: str) -> None:
+        headers = ("authorization", "content-type", "x-namespace")
+        super().__init__(
+            app, allow_origins=(origin,), allow_methods=("POST",), allow_headers=headers, allow_credentials=True
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_codec = scope["type"] == "http" and scope["path"].startswith(f"{CODEC}/")
+        await (super().__call__ if is_codec else self.app)(scope, receive, send)
