@@ -206,6 +206,7 @@ def make_deterministic(plan: WorkerPlan) -> None:
 
 
 POLL_S, SOON_POLL_S = 0.05, 0.005  # SOON_POLL_S for SOON_S seconds, while another job is likely to come
+READY_POLL_S = 0.001  # for as long, of what jobs in hand wait for: a session's client waits for each command
 SOON_S = 10.0
 KEEP_ALIVE_S = 60.0  # idle ranks wait in a broadcast, which may not time out
 
@@ -434,7 +435,12 @@ class QueueReader:
                 return WorkerOrder(kind="go_on", run_id=turns.next(ready))
             if is_on_device and not in_hand and self.queue.has_no_lease():
                 return WorkerOrder(kind="offload")
-            time.sleep(SOON_POLL_S if waited_s < SOON_S else POLL_S)
+            if waited_s > SOON_S:
+                time.sleep(POLL_S)
+            else:
+                until = time.monotonic() + SOON_POLL_S
+                while time.monotonic() < until and not any(task.is_ready() for task in in_hand.values()):
+                    time.sleep(READY_POLL_S)
         return WorkerOrder(kind="wait")
 
 

@@ -82,3 +82,4 @@ def start_logging(form: Literal["text", "json"] = "text", ids: Ids = dict) -> No
     text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     handler.setFormatter(JsonFormatter(ids) if form == "json" else EscapingFormatter(text))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each request to a host

@@ -3,6 +3,7 @@
 import logging
 import time
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import delete, select
@@ -25,21 +26,40 @@ _QUESTIONS = (
     *(f"{_TINKER}/{name}" for name in ("client/config", "client/dynamic_config", "weights_info", "cancel_future")),
 )
 """Paths of POST requests that change nothing: questions to models, and polls, which are too many for the log."""
-_touched: ContextVar[list[str] | None] = ContextVar("touched", default=None)
+_STEPS_EACH_S = 60.0
+_MOST_NOTED = 4096
+
+
+@dataclass
+class Touched:
+    """What one request changes: `targets`, and the session whose passes or steps it asks for."""
+
+    targets: list[str] = field(default_factory=list)
+    steps_of: str | None = None
+
+
+_touched: ContextVar[Touched | None] = ContextVar("touched", default=None)
 
 
 def touched(target: str) -> None:
     """Note which run, key, file or tenant the current request changes. Does nothing outside a request."""
-    targets = _touched.get()
-    if targets is not None and target not in targets:
-        targets.append(target)
+    current = _touched.get()
+    if current is not None and target not in current.targets:
+        current.targets.append(target)
 
 
-def collect_touched() -> list[str]:
-    """Start a new list for `touched` to fill during one request, and return it."""
-    targets: list[str] = []
-    _touched.set(targets)
-    return targets
+def steps(run_id: str) -> None:
+    """Note that the current request is one of many passes or steps of a session, which the store keeps by number."""
+    touched(run_id)
+    if (current := _touched.get()) is not None:
+        current.steps_of = run_id
+
+
+def collect_touched() -> Touched:
+    """Start a new object for `touched` and `steps` to fill during one request, and return it."""
+    current = Touched()
+    _touched.set(current)
+    return current
 
 
 class Audit:
@@ -50,12 +70,26 @@ class Audit:
         self._days = days
         # Refusals are limited for each key, and for all requests without a valid key, lest they fill the disk.
         self._refusals = RateLimit(per_s=1, burst=100)
+        self._steps_noted: dict[tuple[str, str], float] = {}
 
-    def wants(self, method: str, path: str, status: int, key_id: str | None) -> bool:
-        """True for requests that belong into this log."""
+    def wants(self, method: str, path: str, status: int, key_id: str | None, steps_of: str | None = None) -> bool:
+        """True for requests that belong into this log. `steps_of`: the session whose passes or steps are asked for.
+
+        Such requests are noted once a minute for each key and session, as a session has many a second.
+        """
         if status in _REFUSALS:
             return self._refusals.wait_s(key_id or "") == 0
-        return method not in _LOOKS and path not in _QUESTIONS and key_id is not None
+        if method in _LOOKS or path in _QUESTIONS or key_id is None:
+            return False
+        if steps_of is None or status >= 400:
+            return True
+        now = time.monotonic()
+        if now - self._steps_noted.get((key_id, steps_of), -_STEPS_EACH_S) < _STEPS_EACH_S:
+            return False
+        if len(self._steps_noted) >= _MOST_NOTED:
+            self._steps_noted.clear()
+        self._steps_noted[key_id, steps_of] = now
+        return True
 
     async def note(self, **fields: Any) -> None:
         """Write an entry. If the database cannot be reached, the entry is only in the service's own log.

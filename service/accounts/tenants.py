@@ -89,6 +89,7 @@ QUERIES, PARTS, _RESERVED = "queries", "parts", "reserved"
 _NOTED = (QUERIES, PARTS, _RESERVED)
 """Owners of bytes that the service alone writes and counts: no measurement has them."""
 _MOST_NAMED = 5
+_MOST_SURPLUS = 4096
 _MOST_IDLE = 100  # runs of a tenant that wait for their clients without a place of the quota; more of them count
 F = TypeVar("F", bound=Frozen)
 
@@ -168,6 +169,7 @@ class Quotas:
         self._prices = prices or PriceSettings()
         self._store = store
         self._database = database
+        self._surplus: dict[tuple[str, str, str], int] = {}  # bytes that `put_noted` has counted ahead
 
     async def usage(self, tenant: str) -> TenantUsage:
         def look(session: Session) -> TenantUsage:
@@ -266,11 +268,21 @@ class Quotas:
             await reserved.release()
 
     async def put_noted(
-        self, tenant: str, owner: str, what: str, num_bytes: int, put: Callable[[], Awaitable[bool]]
+        self,
+        tenant: str,
+        owner: str,
+        what: str,
+        num_bytes: int,
+        put: Callable[[], Awaitable[bool]],
+        block_bytes: int = 0,
     ) -> bool:
         """Put an object of `num_bytes`, which count before it is there. `put` returns False if it was there.
 
         If the process dies in between they count until `owner` is measured.
+
+        Args:
+            block_bytes: count so many bytes more, if the quota has room, for the next objects of the same kind; these
+                then need no transaction. A measurement of `owner` forgets this surplus.
 
         Raises QuotaExceeded, and what `put` raises.
         """
@@ -280,13 +292,28 @@ class Quotas:
             self.check_bytes(session, tenant, more)
             add_stored(session, tenant, owner, what, more)
 
-        await self._database.writing(partial(add, num_bytes))
+        key = tenant, owner, what
+        counted = self._surplus.pop(key, 0)
         is_put = False
         try:
+            if (missing := num_bytes - counted) > 0:
+                try:
+                    await self._database.writing(partial(add, missing + block_bytes))
+                    counted = num_bytes + block_bytes
+                except QuotaExceeded:
+                    if not block_bytes:
+                        raise
+                    await self._database.writing(partial(add, missing))
+                    counted = num_bytes
             is_put = await put()
         finally:
-            if not is_put:
-                await self._database.writing(lambda s: add_stored(s, tenant, owner, what, -num_bytes))
+            left = counted - num_bytes if is_put else counted
+            if left and block_bytes:
+                if len(self._surplus) >= _MOST_SURPLUS:
+                    self._surplus.clear()  # these count until their owners are measured
+                self._surplus[key] = self._surplus.get(key, 0) + left
+            elif left:
+                await self._database.writing(lambda s: add_stored(s, tenant, owner, what, -left))
         return is_put
 
     async def sealed(self, tenant: str, request: F) -> F:

@@ -209,13 +209,14 @@ class _Exchange:
         """Write the audit entry before the answer is sent."""
         who: Principal | None = self._scope["state"].get("principal")  # set by the middleware, or by a sign-in
         method, path, client = self._scope["method"], self._scope["path"], self._scope.get("client")
-        if self._audit.wants(method, path, status, who.key_id if who else None):
+        key_id = who.key_id if who else None
+        if self._audit.wants(method, path, status, key_id, self._touched.steps_of):
             await self._audit.note(
                 tenant=who.tenant if who else None,
-                key_id=who.key_id if who else None,
+                key_id=key_id,
                 method=method,
                 path=path[:_LONGEST_PATH],
-                target=" ".join(self._touched) or None,
+                target=" ".join(self._touched.targets) or None,
                 status=status,
                 address=client[0] if client else None,
                 request_id=self._request_id,

@@ -181,6 +181,7 @@ _SLOW_S = 0.25
 _TELL_AGAIN_S = 30.0
 _MOST_TOLD = 4096
 _DAY_S = 86_400.0
+_COUNTED_BYTES = 64 << 10  # of a session's commands, counted ahead: else each is a transaction
 
 
 @dataclass(eq=False)
@@ -324,7 +325,7 @@ class Sessions:
             return False
 
         put_command = partial(asyncio.to_thread, put)
-        await self._quotas.put_noted(record.tenant, record.run_id, COMMANDS, len(data), put_command)
+        await self._quotas.put_noted(record.tenant, record.run_id, COMMANDS, len(data), put_command, _COUNTED_BYTES)
         return stored
 
     def _take_back(self, key: str, data: bytes) -> None:

@@ -122,7 +122,11 @@ class LocalStore:
         with disk_errors(self._path(key)) as path:
             temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
             try:
-                write_atomically(temporary, data)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with temporary.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
                 os.link(temporary, path)
             except FileExistsError:
                 return False
