@@ -14,7 +14,7 @@ from temporalio.client import WorkflowUpdateFailedError, WorkflowUpdateRPCTimeou
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from longshore.commands import Asked, CommandResult, LoadState
+from longshore.commands import Asked, CommandResult, LoadState, SaveState
 from longshore.fields import Artifact, Frozen
 from longshore.runs import RunRecord
 from longshore.training import Full, Lora
@@ -277,6 +277,8 @@ class Sessions:
 
     async def _stored_form(self, record: RunRecord, number: int, asked: Asked | Skip | bytes) -> bytes:
         """Return a command's stored form; bytes already have it. The state of a `load_state` is looked up once."""
+        if not isinstance(asked, SaveState | LoadState):
+            audit.steps(record.run_id)
         if isinstance(asked, bytes):
             return asked
         if not isinstance(asked, LoadState):
