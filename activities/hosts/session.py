@@ -371,8 +371,7 @@ class _Applying:
         if self._next > self._through:
             return False
         try:
-            with open(f"{self._folder}/{self._next:08d}.result.json", "rb") as file:  # pathlib takes longer at each poll
-                data = file.read()
+            data = self._path(self._next).with_suffix(".result.json").read_bytes()
         except FileNotFoundError:
             return False
         result = _ResultHead.model_validate_json(data)

@@ -26,7 +26,7 @@ def session(service: Service, tiny_model: Path) -> str:
     return opened.json()["run_id"]
 
 
-def put(service: Service, session: str, number: int, asked: Forward | ForwardBackward) -> httpx.Response:
+def put(service: Service, session: str, number: int, asked: Forward | ForwardBackward | SaveState) -> httpx.Response:
     with service.http() as api:
         path, headers = f"/sessions/{session}/commands/{number}", {"content-type": "application/json"}
         return api.put(path, content=asked.model_dump_json(), headers=headers)
@@ -42,6 +42,22 @@ def test_a_command_is_stored_with_its_data_as_arrays(
     assert service.store.get_bytes(RunKeys(session).command(number)) == stored_form(asked)
     refused = put(service, session, number, asked.model_copy(update={"temperature": 0.5}))
     assert refused.status_code == 422 and "was another one" in refused.text
+
+
+def test_steps_are_in_the_audit_log_once_a_minute(service: Service, session: str) -> None:
+    """As a session has many of them a second. Saves and refusals are there each time."""
+    for number in range(11, 15):
+        assert put(service, session, number, SMALL).status_code == 202
+    assert put(service, session, 14, LARGE).status_code == 422
+    for number in (15, 16):
+        assert put(service, session, number, SaveState()).status_code == 202
+    with service.http() as api:
+        entries = api.get("/audit", params={"limit": 500}).json()["entries"]
+    about = [each for each in reversed(entries) if each["path"].startswith(f"/api/v1/sessions/{session}/commands/")]
+    noted = {(each["path"].rsplit("/", 1)[1], each["status"]) for each in about}
+    assert {("14", 422), ("15", 202), ("16", 202)} <= noted
+    assert len([number for number, status in noted if status == 202 and number not in ("15", "16")]) == 1, noted
+    assert all(each["target"] == session for each in about)
 
 
 def test_what_is_wrong_with_a_large_command_is_said(service: Service, session: str) -> None:

@@ -47,12 +47,16 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path)
 
 
-async def write(quotas: Quotas, run_id: str, num_bytes: int) -> None:
+async def write(
+    quotas: Quotas, run_id: str, num_bytes: int, block_bytes: int = 0, answer: bool | Exception = True
+) -> None:
     async def put() -> bool:
         await asyncio.sleep(0.01)
-        return True
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    await quotas.put_noted("acme", run_id, COMMANDS, num_bytes, put)
+    await quotas.put_noted("acme", run_id, COMMANDS, num_bytes, put, block_bytes)
 
 
 async def used(quotas: Quotas) -> int:
@@ -71,6 +75,32 @@ async def test_of_many_services_writers_with_room_for_one_one_writes(
     assert [await used(quotas) for quotas in services] == [60] * 4
     await write(services[3], "session-small", 40)
     assert await used(services[0]) == 100
+
+
+async def test_what_is_counted_ahead_is_used_up_to_the_last_byte(
+    databases: list[Database], store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects that come at once, that were there already, and that fail: the count is never below what is stored."""
+    quotas, other, tight = (Quotas(QuotaSettings(stored_bytes=n), store, databases[0]) for n in (1000, 1000, 110))
+    await write(quotas, "session-1", 10, block_bytes=50)
+    assert await used(quotas) == 60
+    written, writing = [], databases[0].writing
+    monkeypatch.setattr(databases[0], "writing", lambda work: written.append(work) or writing(work))
+    await asyncio.gather(*(write(quotas, "session-1", 10, 50) for _ in range(2)))
+    await write(quotas, "session-1", 10, 50, answer=False)
+    with pytest.raises(OSError):
+        await write(quotas, "session-1", 10, 50, answer=OSError("the disk is full"))
+    assert len(written) == 1, "one of two that came at once found nothing counted ahead"
+    num = await used(quotas)
+    while await used(quotas) == num:
+        await write(quotas, "session-1", 10, 50)
+    assert num == 120 and len(written) == 2, "12 objects of 10 bytes fit into what was counted"
+    await databases[0].writing(lambda session: session.execute(delete(StoredRow)))
+    for _ in range(11):
+        await write(tight, "session-2", 10, 50)
+    with pytest.raises(QuotaExceeded):
+        await write(tight, "session-2", 10, 50)
+    assert await used(other) == 110, "the quota was used up"
 
 
 async def test_what_was_never_written_is_given_back_also_by_the_dead(
