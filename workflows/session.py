@@ -11,7 +11,13 @@ from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest
-    from activities.records.run_records import CommandRecordRequest, CommandRecords, FillGapRequest, FindCommandsRequest
+    from activities.records.run_records import (
+        CommandRecordRequest,
+        CommandRecords,
+        DropCommandsRequest,
+        FillGapRequest,
+        FindCommandsRequest,
+    )
     from longshore.commands import CommandResult
     from longshore.fields import Artifact
     from longshore.runs import dtype_of
@@ -70,7 +76,9 @@ class SessionWorkflow(ClientDrivenHandlers):
         self._run.show(state="succeeded", phase="done")
 
     async def _drop_what_waits(self) -> None:
-        await control.record(CommandRecords.drop_commands, FindCommandsRequest(run_id=self._start.run_id))
+        problem = self._run.status.problem
+        request = DropCommandsRequest(run_id=self._start.run_id, reason=problem and problem.message)
+        await control.record(CommandRecords.drop_commands, request)
 
     async def _serve(self) -> bool:
         """Execute commands until the session is closed. Returns False if this execution's history is long enough."""

@@ -411,6 +411,13 @@ class FindCommandsRequest(Frozen):
     run_id: RunId
 
 
+class DropCommandsRequest(Frozen):
+    """`reason`: why the session ended, for the clients whose commands are dropped."""
+
+    run_id: RunId
+    reason: str | None = None
+
+
 class FoundCommands(Frozen):
     """`next`: the first number without a result. `waiting`: the commands without one, in order. `last`: the greatest
     number with one.
@@ -451,16 +458,17 @@ class CommandRecords:
             return self._find(RunKeys(request.run_id))
 
     @activity.defn(name="drop_commands", no_thread_cancel_exception=True)
-    def drop_commands(self, request: FindCommandsRequest) -> None:
+    def drop_commands(self, request: DropCommandsRequest) -> None:
         """Drop the commands that wait at a session's end. They are not done even if the session is resumed."""
         keys = RunKeys(request.run_id)
+        message = f"{_ENDED}: {request.reason}" if request.reason else _ENDED
         with beating():
             found = self._find(keys)
             for number in found.waiting:
                 if number < found.last:  # it should save a state, and later commands are done
-                    self._say_dropped(keys, number, Gap(through=number, message=_ENDED))
+                    self._say_dropped(keys, number, Gap(through=number, message=message))
             if found.waiting and found.waiting[-1] > found.last:
-                gap = Gap(through=found.waiting[-1], message=_ENDED)
+                gap = Gap(through=found.waiting[-1], message=message)
                 self._store.put_bytes(keys.command(found.last + 1), gap.model_dump_json().encode())
                 self._say_dropped(keys, found.last + 1, gap)
 
