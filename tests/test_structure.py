@@ -155,17 +155,16 @@ def test_lock_holds_every_direct_dependency() -> None:
 # The most lines of Python that a room has: a package's own modules, or a folder of it with all below. Modules and
 # functions have no limit. Growth beyond this is a decision, which changes the table.
 LINES_OF_ROOMS = {
-    "activities": 750,
+    "activities": 1_150,
     "activities/formats": 1_620,
     "activities/grading": 1_090,
     "activities/hosts": 3_110,
     "activities/models": 1_120,
     "activities/publishing": 980,
-    "activities/records": 510,
     "activities/sampling": 2_640,
     "activities/sandbox": 1_430,
     "activities/sources": 1_300,
-    "activities/tokenizing": 3_040,
+    "activities/tokenizing": 3_150,
     "activities/tracking": 620,
     "activities/trajectories": 1_500,
     "longshore": 7_600,  # local.py has an order of steps, as a workflow has; metrics.py a line for each metric
@@ -181,13 +180,12 @@ LINES_OF_ROOMS = {
     "megatron_worker/trainer_rank": 910,
     "megatron_worker/training": 960,
     "megatron_worker/weight_sync": 2_260,
-    "service": 3_640,
+    "service": 4_280,
     "service/accounts": 1_200,
     "service/apis": 8_260,
     "service/automation": 1_900,
     "service/cli": 5_080,
     "service/database": 650,
-    "service/dev": 690,
     "service/host_http": 980,
     "service/inference": 1_730,
     "service/runs": 2_550,
@@ -200,7 +198,7 @@ LINES_OF_ROOMS = {
     "shared/storage": 2_050,
     "workflows": 2_150,
     "workflows/rollouts": 1_100,
-    "workflows/training": 1_190,  # requests and steps as pure functions, which local runs share
+    "workflows/training": 1_200,  # requests and steps as pure functions, which local runs share
 }
 
 

@@ -9,7 +9,7 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.records.run_records import BeginRequest, RunRecords
+    from activities.records import BeginRequest, RunRecords
     from longshore.accounts import Room
     from longshore.fields import Frozen
     from longshore.views import RunStatus

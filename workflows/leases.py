@@ -15,8 +15,8 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import Lease, LeaseRequest
     from activities.sampling.samplers import LeaseSampler, SamplerLeaseRequest
     from longshore.fields import Frozen
+    from longshore.training import SyncBackend
     from longshore.views import Problem
-    from longshore.weight_sync import SyncBackend
     from shared.jobs.job import GangLeader, LeaseGrant, SamplerKey
     from shared.runs.start import RunTiming
     from shared.serving import ServeRequest, ServingStart

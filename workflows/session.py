@@ -11,7 +11,7 @@ from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest
-    from activities.records.run_records import CommandRecordRequest, CommandRecords, FillGapRequest, FindCommandsRequest
+    from activities.records import CommandRecordRequest, CommandRecords, FillGapRequest, FindCommandsRequest
     from longshore.commands import CommandResult
     from longshore.fields import Artifact
     from longshore.runs import dtype_of

@@ -1,5 +1,6 @@
 """The lease: one run's right to one worker process, held by a long activity on the queue of a shape of hosts."""
 
+import asyncio
 import functools
 import json
 import logging
@@ -14,19 +15,20 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from temporalio import activity
+from temporalio.client import Client, WorkflowHandle
+from temporalio.service import RPCError
 
 from activities.heartbeats import HOST_LEAVES, beating, host_is_leaving, is_cancelled
 from activities.hosts.health import HostHealth
-from activities.hosts.progress import Signals
 from activities.hosts.workers import Meeting, WorkerPool, WorkerProcess, last_words, log_tail
 from activities.telemetry import LEASES, phase
 from longshore.fields import Artifact, Fence, Frozen
 from longshore.runs import RunId
-from longshore.weight_sync import SyncBackend
+from longshore.training import SyncBackend
 from shared.child_environment import child_environment
 from shared.errors import (
     DiskFull,
@@ -97,6 +99,42 @@ def reasons_here(external: bool = False) -> dict[str, str | None]:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         _log.warning("what weights can travel by is not known: %s", error)
         return {}
+
+
+# --- Signals to the workflow of an activity ---
+
+_SIGNAL_TIMEOUT_S = 10.0
+
+
+class Signals(Protocol):
+    """Sends signals to the workflow of the current activity. To be called from the activity's thread."""
+
+    def send(self, name: str, message: Frozen) -> "Future[bool]":
+        """Start to send a signal. The future's result is False if it did not arrive; that is not raised as an error."""
+        ...
+
+
+class WorkflowSignals:
+    """Signals through the host's Temporal client, which lives in the host's event loop."""
+
+    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop) -> None:
+        self._client = client
+        self._loop = loop
+
+    def send(self, name: str, message: Frozen) -> "Future[bool]":
+        info = activity.info()
+        assert info.workflow_id is not None
+        handle = self._client.get_workflow_handle(info.workflow_id, run_id=info.workflow_run_id)
+        return asyncio.run_coroutine_threadsafe(_send(handle, name, message), self._loop)
+
+
+async def _send(handle: WorkflowHandle[Any, Any], name: str, message: Frozen) -> bool:
+    try:
+        await asyncio.wait_for(handle.signal(name, message), _SIGNAL_TIMEOUT_S)
+    except (RPCError, TimeoutError) as error:
+        _log.warning("signal %s did not reach %s: %s", name, handle.id, error)
+        return False
+    return True
 
 
 # --- Stager ---

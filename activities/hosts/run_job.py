@@ -1,10 +1,10 @@
-"""Runs a job on a leased worker: writes the job file, follows the log, and uploads the results into the store."""
+"""Runs a job on a leased worker: writes the job file, follows the log, reports progress, and uploads the results."""
 
 import asyncio
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,23 +19,24 @@ from temporalio.service import RPCError
 
 from activities.heartbeats import HOST_LEAVES, beating, host_is_leaving, is_cancelled
 from activities.hosts.health import HostHealth
-from activities.hosts.lease import JobStaging, Stager
-from activities.hosts.progress import Metrics, Progress, Signals
+from activities.hosts.lease import JobStaging, Signals, Stager
 from activities.hosts.session import carry_results
 from activities.hosts.workers import WorkerPool, WorkerProcess, log_tail
-from activities.records.run_records import damage, find_newest, newest_first, prune_checkpoints, saved_by_job
+from activities.records import damage, find_newest, newest_first, prune_checkpoints, saved_by_job
 from activities.telemetry import JobSeen
-from longshore.algorithms import is_policy_loss
 from longshore.events import (
     Applied,
     Best,
     Cancelled,
+    Evaluated,
+    Evaluating,
     Event,
     Failed,
     Kept,
     Offloaded,
     Probed,
     Saved,
+    Started,
     Step,
     Succeeded,
     Synced,
@@ -43,9 +44,10 @@ from longshore.events import (
     parse_event,
 )
 from longshore.fields import Fence, Frozen
-from longshore.training import Lora
+from longshore.losses import Loss, is_policy_loss
+from longshore.metrics import combined_by
+from longshore.training import Lora, SyncOutcome, WeightSync
 from longshore.views import CheckpointRef, Problem, ProfileRequest
-from longshore.weight_sync import SyncOutcome, WeightSync
 from shared.errors import CorruptArtifact, DiskFull, HostLeft, StoreUnavailable, WorkerLost
 from shared.jobs.job import AnyPlan, Job, LeaseGrant, LeaseMark, SyncAccess, SyncTarget, secret_of_run
 from shared.runs.events import EventCursor, SessionResults, read_run_events
@@ -55,6 +57,149 @@ from shared.storage.artifacts import upload_artifact
 from shared.storage.files import write_atomically, write_privately
 from shared.storage.paths import HostPaths, RunKeys
 from shared.storage.store import ObjectStore
+
+# --- Progress of a job, reported to its workflow by signals ---
+# With growing pauses, as the workflow's history must stay short.
+#
+# A train step of reinforcement learning is one job of several optimizer steps (epochs times mini-batches), and its
+# metrics combine those of all of them. Any other job is the whole training of a run; its metrics are the newest step's.
+
+Metrics = Mapping[str, float]
+
+# A signal costs four events of a history that ends at 51,200: the pause grows with the job, to at most five minutes.
+_SHORTEST_S = 2.0
+_SHARE = 0.02
+_LONGEST_S = 300.0
+
+
+def job_metrics(loss: Loss, steps: Iterable[Metrics]) -> dict[str, float]:
+    """Combine the metrics of a job's optimizer steps, in order."""
+    job = JobMetrics(loss)
+    for metrics in steps:
+        job.take(metrics)
+    return job.combined()
+
+
+class JobMetrics:
+    """Combines the metrics of a job's optimizer steps, which are given in order.
+
+    Skipped steps are always counted. For a policy loss each metric is combined as longshore/metrics.py says, over the
+    steps that have it. For any other loss, each metric is its newest value.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self._is_train_step = is_policy_loss(loss)
+        self._sums: dict[str, tuple[float, float]] = {}  # numerator and denominator of each value
+
+    def take(self, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            before, weight = self._sums.get(name, (0.0, 0.0))
+            match combined_by(name) if self._is_train_step or name == "skipped" else "last":
+                case "last":
+                    self._sums[name] = value, 1.0
+                case "sum":
+                    self._sums[name] = before + value, 1.0
+                case "max":
+                    self._sums[name] = max(before, value), 1.0
+                case "mean":
+                    self._sums[name] = before + value, weight + 1
+                case "mean_of_tokens":
+                    tokens = metrics["target_tokens"]
+                    self._sums[name] = before + value * tokens, weight + tokens
+
+    def combined(self) -> dict[str, float]:
+        found = {name: value / weight for name, (value, weight) in self._sums.items()}
+        if self._is_train_step and "tokens_per_s" in found:
+            found["tokens_per_s"] = found["tokens"] / found["step_s"]
+        return found
+
+
+class ProgressReport(Frozen):
+    """A report on a job, signalled to its workflow, which ignores reports of other fences than its current one.
+
+    `held_s`: seconds that the lease has had of its worker's time so far. `num_steps`: not meaningful for a session.
+    `evaluations`: those that the job has made so far, which took `evaluating_s` seconds.
+    """
+
+    fence: Fence
+    step: int
+    num_steps: int
+    metrics: dict[str, float]
+    checkpoint: CheckpointRef | None
+    held_s: float = 0.0
+    evaluations: int = 0
+    evaluating_s: float = 0.0
+
+
+class Progress:
+    """The newest state of a job, and when its workflow heard of it last. Evaluation metrics are named `eval_...`.
+
+    `steps_before`: metrics of the optimizer steps before this attempt.
+    """
+
+    def __init__(
+        self,
+        plan: AnyPlan,
+        fence: Fence,
+        steps_before: Iterable[Metrics],
+        signals: Signals,
+        held_s: Callable[[], float],
+    ) -> None:
+        self.step = 0
+        self._training = JobMetrics(plan.step_loss)
+        for metrics in steps_before:
+            self._training.take(metrics)
+        self._evaluation: dict[str, float] = {}
+        self._evaluations, self._evaluating_s, self._last_event_at = 0, 0.0, 0.0
+        self._fence = fence
+        self._num_steps = plan.last_step or 0
+        self._signals = signals
+        self._held_s = held_s
+        self._begun_at = time.monotonic()
+        self._told_at: float | None = None
+        self._told: ProgressReport | None = None
+        self._sending: Future[bool] | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self._training.combined() | self._evaluation
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Started(first_step=step):
+                self.step = step
+            case Step(step=step, metrics=metrics):
+                self.step = step
+                self._training.take(metrics)
+            case Evaluated(metrics=metrics):
+                self._evaluations += 1
+                self._evaluating_s += event.time - self._last_event_at
+                self._evaluation |= {n if n.startswith("eval_") else f"eval_{n}": value for n, value in metrics.items()}
+        if not isinstance(event, Evaluating):
+            self._last_event_at = event.time
+
+    def tick(self, durable: CheckpointRef | None) -> None:
+        """Signal new progress if the last signal is long enough ago; the first step is signalled at once."""
+        if (self.step == 0 and not self.metrics) or (self._sending is not None and not self._sending.done()):
+            return
+        now = time.monotonic()
+        pause_s = min(_LONGEST_S, max(_SHORTEST_S, _SHARE * (now - self._begun_at)))
+        if self._told_at is not None and now - self._told_at < pause_s:
+            return
+        report = ProgressReport(
+            fence=self._fence,
+            step=self.step,
+            num_steps=self._num_steps,
+            metrics=self.metrics,
+            checkpoint=durable,
+            evaluations=self._evaluations,
+            evaluating_s=self._evaluating_s,
+        )
+        if report != self._told:
+            sent = report.model_copy(update={"held_s": self._held_s()})
+            self._sending = self._signals.send("progress", sent)
+            self._told, self._told_at = report, now
+
 
 # --- A host's part in its jobs' weight syncs: it gives workers their sync key and the addresses of samplers ---
 
@@ -396,7 +541,7 @@ class JobResult(Frozen):
     """The end of a job. `checkpoint` is the newest one in the store: this job's, or the one it started from; if the job
     keeps the best, that of its `best` evaluation.
 
-    `metrics` combine those of all its optimizer steps (progress.py) and of its newest evaluation; `probe` are the
+    `metrics` combine those of all its optimizer steps (`JobMetrics`) and of its newest evaluation; `probe` are the
     log-probabilities of `JobPlan.probe` except its first token, by the weights of the last step. `sync`: the outcome of
     sending these to samplers, if the plan asked for it. `damaged`: what is wrong with the checkpoint that the job
     should continue from, if that made it fail. `held_s`: seconds of its worker's time that the lease has used so far.

@@ -13,16 +13,15 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from activities.formats.messages import Question, messages_of, tools_of
-from activities.formats.rows import Row
+from activities.formats.rows import Question, Row, messages_of, tools_of
 from activities.host_context import HostContext
 from activities.sampling.client import Tell
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters, refusal
 from activities.sandbox import calls as confined
 from activities.tokenizing.render_prompts import ids_before_answers
-from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import (
     ModelTokenizer,
+    TemplateProcess,
     check_characters,
     check_loading,
     stopping_at,

@@ -20,15 +20,14 @@ from temporalio.exceptions import CancelledError
 from activities.heartbeats import HOST_LEAVES, LOOK_EVERY_S, beating, host_is_leaving, stop_if_cancelled, when_cancelled
 from activities.host_context import HostContext
 from activities.hosts.health import HostHealth
-from activities.hosts.lease import ProcessLease, check_backend, mark_of
-from activities.hosts.progress import Signals
+from activities.hosts.lease import ProcessLease, Signals, check_backend, mark_of
 from activities.hosts.workers import WorkerPool, WorkerProcess
 from activities.sampling.client import ATTEMPTS, TIMEOUT_S, Sampler
 from activities.sources.http import parse_http_uri, resolve, shown_uri
 from activities.tokenizing.tokenizer import end_ids_of
 from longshore.fields import Artifact, Frozen, Sha256
 from longshore.runs import RunId
-from longshore.weight_sync import OVER_TCP, SyncBackend
+from longshore.training import OVER_TCP, SyncBackend
 from shared.chat.completions import SamplerMemory, SamplerReady
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.job import LeaseMark, ProcessKey, SamplerKey, newest_name

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from activities.formats.messages import (
+from activities.formats.rows import (
     MASKED_LABEL,
     Chat,
     Example,
@@ -23,8 +23,7 @@ from activities.formats.messages import (
 )
 from activities.sandbox.child import sign
 from activities.tokenizing.chat_template import Rendered, WeightedSpan
-from activities.tokenizing.template_process import TemplateProcess
-from activities.tokenizing.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, check_characters
+from activities.tokenizing.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, TemplateProcess, check_characters
 from activities.tokenizing.units import TokenBlock
 from longshore.fields import Frozen
 from shared.errors import InvalidInput

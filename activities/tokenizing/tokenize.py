@@ -40,7 +40,7 @@ from activities.tokenizing.units import (
 )
 from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact, Frozen
-from longshore.previews import (
+from longshore.views import (
     Cut,
     LengthCount,
     Preview,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import typer
 from typer.core import TyperCommand
 
-from service.cli.render import USAGE, Stop
+from service.cli.command import USAGE, Stop
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -280,7 +280,7 @@ def _walk(model: "type[BaseModel]", path: tuple[str, ...], prefix: str, is_requi
 
 def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required: bool) -> Iterator[RunOption]:
     from longshore.dataset_runs import DatasetSource
-    from longshore.layout import Layout
+    from longshore.training import Layout
 
     type_ = _plain_type(field.annotation)
     option = _option(field, path, prefix, is_required)

@@ -13,7 +13,7 @@ from activities.hosts.lease import Lease, LeaseRequest
 from activities.hosts.workers import WorkerCommand, WorkerPool, processes_of
 from activities.sampling.samplers import LeaseSampler, SamplerLeaseRequest
 from longshore.fields import Frozen
-from longshore.weight_sync import SyncBackend
+from longshore.training import SyncBackend
 from shared.jobs.job import JobPlan, LeaseGrant, SamplerKey, WorkerKey
 from shared.settings import Settings
 from shared.storage.host_states import HostAddress

@@ -10,12 +10,11 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from activities.hosts.progress import job_metrics
+from activities.hosts.run_job import job_metrics
 from longshore.events import Failed, Saved, Step
 from longshore.fields import Artifact
-from longshore.layout import Layout
 from longshore.losses import PPO, CrossEntropy, Kl
-from longshore.training import Adam, Full, Lora, ScalarHead
+from longshore.training import Adam, Full, Layout, Lora, ScalarHead
 from megatron_worker.critic import Scale
 from megatron_worker.engine import LossFunction, LossSums, Outputs
 from megatron_worker.losses import loss_function

@@ -9,13 +9,12 @@ from activities.sampling.sample import PolicySampleRequest, ProveRequest, Sample
 from activities.sampling.samplers import PolicyWeights
 from activities.tokenizing.render_prompts import MixPromptsRequest, Prompts, PromptsOfSource, PromptsRequest
 from activities.trajectories.group_samples import Drawn, GroupSamplesRequest
-from longshore.algorithms import COMPARE_GROUPS
 from longshore.dataset_runs import Dataset, DatasetSource, evaluations_by_split, named_sources
 from longshore.fields import Artifact
-from longshore.previews import SourceShare, shares
+from longshore.losses import COMPARE_GROUPS
 from longshore.runs import RLRun, Rollouts, dtype_of
 from longshore.training import Dtype, Full, Lora
-from longshore.views import StepStatus
+from longshore.views import SourceShare, StepStatus, shares
 from shared.chat.completions import Sampling
 from shared.jobs.bins import shares_of
 from shared.jobs.job import LeaseGrant, SamplerKey, SyncTarget, newest_name

@@ -9,10 +9,18 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.models.resolve import AdapterRequest, Resolve
     from activities.publishing.publish import Publish, Published, PublishRequest
-    from longshore.algorithms import BradleyTerry, Loss, with_reference
     from longshore.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
     from longshore.fields import Artifact
-    from longshore.losses import CrossEntropy, Distillation, DistillationSettings, Reference, SquaredError
+    from longshore.losses import (
+        BradleyTerry,
+        CrossEntropy,
+        Distillation,
+        DistillationSettings,
+        Loss,
+        Reference,
+        SquaredError,
+        with_reference,
+    )
     from longshore.runs import RLRun, dtype_of
     from longshore.training import Lora, Watched
     from longshore.views import CheckpointRef, StepStatus

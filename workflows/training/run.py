@@ -12,10 +12,9 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import LeaseRequest
-    from activities.hosts.progress import ProgressReport
-    from activities.hosts.run_job import JobResult, RunJob, RunJobRequest
+    from activities.hosts.run_job import JobResult, ProgressReport, RunJob, RunJobRequest
     from activities.publishing.publish import Published
-    from activities.records.run_records import FindCheckpoint, FindCheckpointRequest, RunRecords, saved_by_job
+    from activities.records import FindCheckpoint, FindCheckpointRequest, RunRecords, saved_by_job
     from longshore.training import Lora
     from longshore.views import CheckpointRef, Phase, PhaseSpan, Problem, RunStatus, State
     from shared.errors import HostLeft, WorkerLost

@@ -14,8 +14,8 @@ with workflow.unsafe.imports_passed_through():
     from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
     from longshore.accounts import Room
     from longshore.runs import RLRun
+    from longshore.training import SyncOutcome
     from longshore.views import Problem, RunStatus, StepStatus
-    from longshore.weight_sync import SyncOutcome
     from shared.jobs.job import SyncTarget
     from shared.runs.start import RLStart
     from shared.runs.status import RLState, StepRequest

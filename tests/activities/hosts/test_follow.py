@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from activities.hosts.progress import job_metrics
-from activities.hosts.run_job import LogReader
-from longshore.algorithms import DPO
+from activities.hosts.run_job import LogReader, job_metrics
 from longshore.events import Step
-from longshore.losses import PPO, CrossEntropy
+from longshore.losses import DPO, PPO, CrossEntropy
 
 
 def line(seq: int) -> bytes:

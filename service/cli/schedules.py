@@ -8,8 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from service.cli.command import CommandAnswer, by_id, checked, command, group
-from service.cli.render import NOT_FINISHED, OF_STATE, USAGE, Stop, ago, print_items, print_table, say, seconds_of
+from service.cli.command import (
+    NOT_FINISHED,
+    OF_STATE,
+    USAGE,
+    CommandAnswer,
+    Stop,
+    ago,
+    by_id,
+    checked,
+    command,
+    group,
+    print_items,
+    print_table,
+    say,
+    seconds_of,
+)
 from service.cli.run_output import best, print_sweep, progress
 
 if TYPE_CHECKING:
@@ -183,7 +197,7 @@ def pause(
 
 def _run_of(context: typer.Context, command: list[str], kinds: str = "sft, dpo or rl") -> "Run":
     """Return the run of the `submit` command after `--`."""
-    from service.cli.commands.submit import run_of
+    from service.cli.runs import run_of
 
     if command[0] != "submit":
         raise Stop(f"after -- give the run to start: -- submit KIND ({kinds}), with its options", USAGE)
