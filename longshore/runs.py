@@ -65,6 +65,10 @@ class HeldOut(Watched):
         """The held-out prompts by name; those of `prompts` have an empty one."""
         return {"": self.prompts} if self.prompts is not None else self.sets
 
+    def is_due(self, step: int) -> bool:
+        """Return True if a step, counted from 1, is evaluated."""
+        return bool(self.every_steps) and step % self.every_steps == 0
+
     @model_validator(mode="after")
     def _has_prompts(self) -> Self:
         if self.prompts is None and not self.sets:

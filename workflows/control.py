@@ -85,13 +85,8 @@ async def begin(start: Start) -> RunStatus | None:
     Raises:
         ApplicationError: the service did not ask for this: the start id was used before, or the run ended otherwise.
     """
-    request = BeginRequest(
-        run_id=start.run_id,
-        start_id=start.start_id,
-        execution=workflow.info().first_execution_run_id,
-        resumed=start.resumed,
-        goes_on_from=start.goes_on_from,
-    )
+    own = {name: getattr(start, name) for name in ("run_id", "start_id", "resumed", "goes_on_from")}
+    request = BeginRequest(**own, execution=workflow.info().first_execution_run_id)
     begun = await do(RunRecords.begin, request, policies.RECORD_RETRY, policies.RECORD_TIMEOUT)
     if begun.refusal is not None:
         raise ApplicationError(begun.refusal, type=NOT_STARTED, non_retryable=True)

@@ -256,7 +256,8 @@ class Leasing:
 
     def take_sampler(self, run_id: str, key: SamplerKey, epoch: int, sync_backend: SyncBackend = "auto") -> None:
         """Ask for a sampler, after giving back the one held before."""
-        patience_s = policies.sampler_ready_timeout_s(key)
+        is_vllm = key.sampler == "vllm"
+        patience_s = policies.VLLM_READY_TIMEOUT_S if is_vllm else policies.WORKER_READY_TIMEOUT_S
         request = SamplerLeaseRequest(
             run_id=run_id, epoch=epoch, key=key, ready_timeout_s=patience_s, sync_backend=sync_backend
         )

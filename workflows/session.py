@@ -14,7 +14,6 @@ with workflow.unsafe.imports_passed_through():
     from activities.records import CommandRecordRequest, CommandRecords, FillGapRequest, FindCommandsRequest
     from longshore.commands import CommandResult
     from longshore.fields import Artifact
-    from longshore.runs import dtype_of
     from longshore.views import CheckpointRef, RunStatus
     from shared.errors import HostLeft
     from shared.jobs.job import ONLY_JOB, LeaseGrant, SessionPlan
@@ -62,15 +61,14 @@ class SessionWorkflow(ClientDrivenHandlers):
 
     @workflow.run
     async def run(self, start: SessionStart) -> RunStatus:
-        return await self._run.to_its_end(self._serve_and_finish, self._drop_what_waits)
+        found = FindCommandsRequest(run_id=start.run_id)
+        drop_what_waits = partial(control.record, CommandRecords.drop_commands, found)
+        return await self._run.to_its_end(self._serve_and_finish, drop_what_waits)
 
     async def _serve_and_finish(self) -> None:
         if not await self._run.interruptible(self._serve()):
             await self._move_on()
         self._run.show(state="succeeded", phase="done")
-
-    async def _drop_what_waits(self) -> None:
-        await control.record(CommandRecords.drop_commands, FindCommandsRequest(run_id=self._start.run_id))
 
     async def _serve(self) -> bool:
         """Execute commands until the session is closed. Returns False if this execution's history is long enough."""
@@ -169,19 +167,9 @@ class SessionWorkflow(ClientDrivenHandlers):
     def _plan(self, state: SessionState) -> SessionPlan:
         run = self._start.run
         return SessionPlan(
-            run_id=self._start.run_id,
+            **job_plan.worker_plan(self._start, state.model),
             job_id=ONLY_JOB,
-            model=state.model,
-            engine=run.engine,
-            layout=run.layout,
-            dtype=dtype_of(run),
-            quantize_base=run.quantize_base,
-            optimizer_states=run.optimizer_states,
-            recompute=run.recompute,
-            threads_per_rank=self._start.threads_per_rank,
-            trainable=run.trainable,
             initial_adapter=state.adapter,
-            seed=run.seed,
             max_tokens=run.max_tokens,
             save_after_s=run.save_after_s,
             keep_states=run.keep_states,
@@ -206,8 +194,10 @@ class SessionWorkflow(ClientDrivenHandlers):
                     raise RunFailed(problem_of_error(error)) from error
                 lost_epoch = grant.fence.epoch
                 try:  # wait for the session's job to notice the loss, and take a new lease
-                    is_known = partial(self._is_leased_after, lost_epoch)
-                    await workflow.wait_condition(is_known, timeout=timedelta(seconds=_LOSS_IS_KNOWN_S))
+                    await workflow.wait_condition(
+                        lambda lost_epoch=lost_epoch: self._training.leasing.epoch > lost_epoch,  # type: ignore[misc]
+                        timeout=timedelta(seconds=_LOSS_IS_KNOWN_S),
+                    )
                 except TimeoutError:
                     return
                 continue
@@ -224,15 +214,9 @@ class SessionWorkflow(ClientDrivenHandlers):
                 applied.idle and (self._is_wanted() or workflow.time() >= idle_since + run.idle_s)
             ):
                 return
-            self._show_idle(applied.idle)
-
-    def _show_idle(self, is_idle: bool) -> None:
-        if is_idle != self._is_idle:
-            self._is_idle = is_idle
-            self._run.show(phase="waiting_for_commands" if is_idle else "waiting_for_worker")
-
-    def _is_leased_after(self, epoch: int) -> bool:
-        return self._training.leasing.epoch > epoch
+            if applied.idle != self._is_idle:
+                self._is_idle = applied.idle
+                self._run.show(phase="waiting_for_commands" if applied.idle else "waiting_for_worker")
 
     def _grant_after(self, epoch: int) -> LeaseGrant | None:
         grant = self._training.leasing.grant
