@@ -54,7 +54,7 @@ from activities.heartbeats import stop_if_cancelled
 from activities.host_context import HostContext
 from activities.hosts import programs
 from activities.hosts.health import HostHealth, HostUnfit, health_of
-from activities.hosts.lease import Lease, Stager, WorkflowSignals
+from activities.hosts.lease import Lease, ProcessLease, Stager, WorkflowSignals
 from activities.hosts.run_job import QuestionSamplers, RunJob, TrainerSyncs
 from activities.hosts.session import ApplyCommands, ServedSessions
 from activities.hosts.workers import (
@@ -501,7 +501,8 @@ def gpu_workers(
     shares = joining_leases if settings.runs_per_worker > 1 else None
     stager = Stager(HostPaths(settings.root_path).cache, settings.s3)
     external, grace_s = settings.external_transport, settings.drain_grace_s
-    lease = Lease(pool, store, signals, host_queue, shares, external, health, Gangs(settings), stager, grace_s)
+    process = ProcessLease(pool, signals, host_queue, "leased", health)
+    lease = Lease(process, store, shares, external, Gangs(settings), stager, grace_s)
     make = partial(_worker, client, settings.lease_queue, threads, 1, [lease.lease])
     leases = _leases(health, make, settings, leave, idle_s)
     syncs = TrainerSyncs(sync_key(settings), settings.root_path, QuestionSamplers(client, loop, settings))
@@ -524,7 +525,8 @@ def sampler_workers(
     """Make the workers of a sampler host: one lease at a time on the shape's queue, rollouts on its own."""
     host = HostContext(settings, note_use=note_uses(client, settings))
     signals = WorkflowSignals(client, asyncio.get_running_loop())
-    lease = LeaseSampler(pool, host, signals, host_queue, at, health).lease_sampler
+    process = ProcessLease(pool, signals, host_queue, "sampler_leased", health)
+    lease = LeaseSampler(process, host, at).lease_sampler
     make = partial(_worker, client, settings.sampler_queue, threads, 1, [lease])
     leases = _leases(health, make, settings, leave, idle_s)
     own = sampling_activities(host, Samplers(settings, pool))

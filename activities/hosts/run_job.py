@@ -72,14 +72,6 @@ _SHARE = 0.02
 _LONGEST_S = 300.0
 
 
-def job_metrics(loss: Loss, steps: Iterable[Metrics]) -> dict[str, float]:
-    """Combine the metrics of a job's optimizer steps, in order."""
-    job = JobMetrics(loss)
-    for metrics in steps:
-        job.take(metrics)
-    return job.combined()
-
-
 class JobMetrics:
     """Combines the metrics of a job's optimizer steps, which are given in order.
 
@@ -87,9 +79,11 @@ class JobMetrics:
     steps that have it. For any other loss, each metric is its newest value.
     """
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, steps: Iterable[Metrics] = ()) -> None:
         self._is_train_step = is_policy_loss(loss)
         self._sums: dict[str, tuple[float, float]] = {}  # numerator and denominator of each value
+        for metrics in steps:
+            self.take(metrics)
 
     def take(self, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -146,9 +140,7 @@ class Progress:
         held_s: Callable[[], float],
     ) -> None:
         self.step = 0
-        self._training = JobMetrics(plan.step_loss)
-        for metrics in steps_before:
-            self._training.take(metrics)
+        self._training = JobMetrics(plan.step_loss, steps_before)
         self._evaluation: dict[str, float] = {}
         self._evaluations, self._evaluating_s, self._last_event_at = 0, 0.0, 0.0
         self._fence = fence
@@ -559,33 +551,22 @@ class JobResult(Frozen):
     best: Best | None = None
 
 
+@dataclass(frozen=True)
 class RunJob:
-    """Does jobs on the workers of this host."""
+    """Does jobs on the workers of this host.
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        store: ObjectStore,
-        stager: Stager,
-        signals: Signals,
-        syncs: TrainerSyncs | None = None,
-        health: HostHealth | None = None,
-        drain_grace_s: float = 0.0,
-        told: Callable[[Event], object] = lambda _: None,
-    ) -> None:
-        """
-        Args:
-            drain_grace_s: the time that a job has to save a checkpoint once this host leaves.
-            told: called with each event of a job, in order.
-        """
-        self._pool = pool
-        self._store = store
-        self._stager = stager
-        self._signals = signals
-        self._syncs = syncs
-        self._health = health
-        self._drain_grace_s = drain_grace_s
-        self._told = told
+    `drain_grace_s`: the time that a job has to save a checkpoint once this host leaves. `told`: called with each event
+    of a job, in order.
+    """
+
+    pool: WorkerPool
+    store: ObjectStore
+    stager: Stager
+    signals: Signals
+    syncs: TrainerSyncs | None = None
+    health: HostHealth | None = None
+    drain_grace_s: float = 0.0
+    told: Callable[[Event], object] = lambda _: None
 
     @activity.defn(name="run_job", no_thread_cancel_exception=True)
     def run_job(self, request: RunJobRequest) -> JobResult:
@@ -596,12 +577,10 @@ class RunJob:
             StoreUnavailable: the results could not be uploaded into the store.
         """
         lease = LeaseMark(run_id=request.plan.run_id, fence=request.fence)
-        with self._pool.using(request.worker_id, lease) as worker:
+        with self.pool.using(request.worker_id, lease) as worker:
             # Looked up while this lease holds: hosts of older leases no longer delete checkpoints.
-            newest = find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint
-            start = saved_by_job(request.plan, newest)
-            attempt = _Attempt(worker, request, lease, start, self._store, self._stager, self._signals, self._syncs)
-            attempt.drain_grace_s, attempt.told = self._drain_grace_s, self._told
+            newest = find_newest(self.store, request.plan.run_id, request.passed_over).checkpoint
+            attempt = _Attempt(self, worker, request, lease, saved_by_job(request.plan, newest))
             try:
                 with beating(lambda: attempt.reader.offset), attempt.uploader:
                     result = attempt.run()
@@ -617,7 +596,7 @@ class RunJob:
 
         Raises WorkerLost: this host's disk is full, and there are other hosts.
         """
-        problem, health = result.problem, self._health
+        problem, health = result.problem, self.health
         if health is None:
             return
         if attempt.has_worked:
@@ -635,46 +614,32 @@ class _Attempt:
     """One job on one worker."""
 
     def __init__(
-        self,
-        worker: WorkerProcess,
-        request: RunJobRequest,
-        lease: LeaseMark,
-        start: CheckpointRef | None,
-        store: ObjectStore,
-        stager: Stager,
-        signals: Signals,
-        syncs: TrainerSyncs | None,
+        self, host: RunJob, worker: WorkerProcess, request: RunJobRequest, lease: LeaseMark, start: CheckpointRef | None
     ) -> None:
-        self.worker = worker
-        self.request = request
+        plan, paths = request.plan, worker.paths
+        self.host, self.worker, self.request, self.start = host, worker, request, start
         self.held_s = partial(worker.held_s, lease)
-        self.store = store
-        self.start = start
-        self.outputs = worker.paths.outputs(request.plan.run_id, request.plan.job_id, request.fence)
         self.job = Job(
-            plan=request.plan,
+            plan=plan,
             fence=request.fence,
-            **Job.places(worker.paths, request.plan, request.fence),
+            **Job.places(paths, plan, request.fence),
             start=start.artifact if start else None,
             tenant=request.tenant,
             tenant_weight=request.tenant_weight,
         )
         self.reader = LogReader(Path(self.job.log_path))
-        self.uploader = Uploader(store, self.job, start)
-        self.staging = JobStaging(stager, self.job, store)
-        self.progress = Progress(
-            request.plan, request.fence, _steps_before(store, request.plan, start), signals, self.held_s
-        )
-        self.has_worked = False
+        self.uploader = Uploader(host.store, self.job, start)
+        self.staging = JobStaging(host.stager, self.job, host.store)
+        steps_before = _steps_before(host.store, plan, start)
+        self.progress = Progress(plan, request.fence, steps_before, host.signals, self.held_s)
+        self.has_worked = self.is_drained = False
         self.probe: tuple[float, ...] = ()
         self.sync: SyncOutcome | None = None
-        self.syncs = syncs.of_job(request.plan, self.job.log_path) if syncs is not None else None
-        self.cancel = worker.paths.cancel(request.plan.run_id, request.plan.job_id, request.fence)
+        self.syncs = host.syncs.of_job(plan, self.job.log_path) if host.syncs is not None else None
+        self.cancel = paths.cancel(plan.run_id, plan.job_id, request.fence)
         self.kill_at: float | None = None
-        self.drain_grace_s, self.is_drained = 0.0, False
-        self.told: Callable[[Event], object] = lambda _: None
         self.heard_at = time.monotonic()
-        self.seen = JobSeen(request.plan, request.fence, time.time())
+        self.seen = JobSeen(plan, request.fence, time.time())
 
     def run(self) -> JobResult:
         try:
@@ -744,20 +709,20 @@ class _Attempt:
         self.uploader.line(line, at_once=not isinstance(event, Step | Applied | Kept | Terminal))
         self.progress.take(event)
         self.seen.take(event)
-        self.told(event)
+        self.host.told(event)
 
     def _obey(self) -> None:
         """Pass on to the worker that the job is cancelled, or that the host leaves: either way it saves a checkpoint
         after the step in hand, and is ended if it does not do so in time.
         """
-        leaves = self.worker.loses_its_host()
-        if leaves and not self.drain_grace_s:
+        leaves, drain_grace_s = self.worker.loses_its_host(), self.host.drain_grace_s
+        if leaves and not drain_grace_s:
             raise HostLeft(HOST_LEAVES)
         if not leaves and not is_cancelled():
             return
         if self.kill_at is None:
             self.is_drained = leaves
-            self.kill_at = time.monotonic() + (self.drain_grace_s if leaves else self.request.cancel_grace_s)
+            self.kill_at = time.monotonic() + (drain_grace_s if leaves else self.request.cancel_grace_s)
             write_atomically(self.cancel, b"")
         elif time.monotonic() > self.kill_at:
             self.worker.end()
@@ -775,7 +740,8 @@ class _Attempt:
         if self.syncs is not None:
             self.syncs.end()
         self.uploader.finish(output)
-        shutil.rmtree(self.outputs, ignore_errors=True)
+        plan, fence = self.request.plan, self.request.fence
+        shutil.rmtree(self.worker.paths.outputs(plan.run_id, plan.job_id, fence), ignore_errors=True)
         self.cancel.unlink(missing_ok=True)
 
     def _result(self, terminal: Terminal | None) -> JobResult:
@@ -790,7 +756,7 @@ class _Attempt:
             case Failed(step=step, kind=kind, message=message):
                 outcome, problem = "failed", Problem(kind=kind, message=message)
                 if kind == "corrupt_artifact" and self.start is not None:
-                    damaged = damage(self.store, self.request.plan.run_id, self.start)
+                    damaged = damage(self.host.store, self.request.plan.run_id, self.start)
             case Cancelled(step=step):
                 outcome = "cancelled"
             case None:
@@ -811,10 +777,10 @@ class _Attempt:
     def _checkpoint_of(self, best: Best) -> CheckpointRef:
         """Find the newest lease's checkpoint of the best evaluation. Raises CorruptArtifact: it is gone."""
         run_id = self.request.plan.run_id
-        for found in newest_first(self.store, run_id):
-            if found.step == best.step:
-                return found
-        raise CorruptArtifact(f"the checkpoint of the best evaluation, of step {best.step}, is gone", run_id)
+        found = next((found for found in newest_first(self.host.store, run_id) if found.step == best.step), None)
+        if found is None:
+            raise CorruptArtifact(f"the checkpoint of the best evaluation, of step {best.step}, is gone", run_id)
+        return found
 
 
 def _was_cancelled() -> bool:

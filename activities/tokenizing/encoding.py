@@ -81,7 +81,7 @@ _BATCH_CHARACTERS = 2 << 20
 _BATCHES_AHEAD = 4
 RowT = TypeVar("RowT")
 _NONE = np.zeros(0, dtype=np.int64)
-_NO_ROWS = TokenBlock([], _NONE, _NONE, np.zeros(0, dtype=np.float32), _NONE)
+NO_ROWS = TokenBlock([], _NONE, _NONE, np.zeros(0, dtype=np.float32), _NONE)
 
 
 class Prompt(Frozen):
@@ -229,7 +229,7 @@ def _encode_chats(
     }  # with both answers of a pair
     kept = [each for each in zip(chats, rendered, strict=True) if each[0].place not in refused]
     if not kept:
-        return EncodedBatch(_NO_ROWS, refused=refused)
+        return EncodedBatch(NO_ROWS, refused=refused)
     chats, rendered = [chat for chat, _ in kept], [row for _, row in kept]
     sign_longest([row.text for row in rendered], [chat.place for chat in chats])
     spans = [part_spans(chat, row) for chat, row in zip(chats, rendered, strict=True)]

@@ -23,13 +23,11 @@ from longshore.connection import Address, ConnectionProblem, Profiles, find_addr
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
-
-    from longshore import Client, Run
-    from shared.settings import Settings
-if TYPE_CHECKING:
     from rich.console import Console
 
+    from longshore import Client, Run
     from longshore.client import ServiceError
+    from shared.settings import Settings
 
 # --- Exit codes, and the errors that end a command with one or two plain lines ---
 

@@ -47,15 +47,12 @@ from service.cli.run_options import (
 from service.cli.run_output import doing, outcome, print_details, print_step_metrics, print_steps, step_line, summary
 
 if TYPE_CHECKING:
-    from longshore import Client
-    from longshore.views import Metrics, RunView, StepStatus
-if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
     from longshore import Client
     from longshore.accounts import FileView
     from longshore.runs import Run
-    from longshore.views import RunView
+    from longshore.views import Metrics, RunView, StepStatus
 
 # --- Start a run: its options are the fields of the run models (service/cli/run_options.py) ---
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from activities.hosts.run_job import job_metrics
+from activities.hosts.run_job import JobMetrics
 from longshore.events import Failed, Saved, Step
 from longshore.fields import Artifact
 from longshore.losses import PPO, CrossEntropy, Kl
@@ -204,7 +204,7 @@ def test_a_policy_waits_for_its_critic(workshop: Workshop) -> None:
     assert not any(tensor.any() for name, tensor in ends[1].items() if "lora_B" in name)
     found = steps(job)
     assert found[-1]["critic_loss"] < found[0]["critic_loss"] and all(one["skipped"] == 1 for one in found)
-    told = job_metrics(PENALISED, found)
+    told = JobMetrics(PENALISED, found).combined()
     assert told["tokens"] > told["target_tokens"] > 0 and told["critic_learning_rate"] == CRITIC_RATE
 
 
