@@ -12,17 +12,22 @@ from typing import Any
 
 from pydantic import Field
 
-from activities.formats.messages import Chat
+from activities.formats.rows import Chat
 from activities.host_context import HostContext
-from activities.models.files import HUB_PATTERNS, Weights, check_chat_template, check_tokenizer, gguf_file, read_config
 from activities.models.gguf_file import convert_gguf
-from activities.models.resolve import check_contents
+from activities.models.resolve import (
+    HUB_PATTERNS,
+    Weights,
+    check_chat_template,
+    check_contents,
+    check_tokenizer,
+    gguf_file,
+    read_config,
+)
 from activities.sources.models import locate, located
-from activities.tokenizing.template_process import TemplateProcess
-from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
+from activities.tokenizing.tokenizer import ModelTokenizer, TemplateProcess, TokenizerFiles
 from longshore.fields import Frozen
-from longshore.layout import Layout
-from longshore.training import Linear, Lora
+from longshore.training import Layout, Linear, Lora
 from shared.errors import InvalidInput
 from shared.families.config import DenseConfig
 from shared.families.model_slices import shape_of

@@ -18,7 +18,7 @@ from temporalio.client import Client
 from benchmarks.stack_processes import end
 from longshore.accounts import hash_key, new_key
 from longshore.client import Client as LongshoreClient
-from service.dev.supervisor import QUEUE_OPTIONS, Ports, listens, temporal_binary
+from service.dev import QUEUE_OPTIONS, Ports, listens, temporal_binary
 from shared.child_environment import Kind, child_environment
 
 _START_S = 120.0

@@ -29,8 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.machine import PeakMemory, provenance, tell
 from benchmarks.random_model import Sizes, write_config
 from benchmarks.weight_sync import step
-from longshore.layout import EngineName, Layout
-from longshore.training import Full
+from longshore.training import EngineName, Full, Layout
 from megatron_worker.process.ranks import start_group
 from megatron_worker.warm_engine import new_engine
 

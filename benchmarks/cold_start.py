@@ -44,7 +44,7 @@ from examples.tiny_model import make_tiny_model
 from longshore import Client
 from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.training import Lora
-from service.dev.supervisor import QUEUE_OPTIONS, temporal_binary
+from service.dev import QUEUE_OPTIONS, temporal_binary
 
 LauncherName = Literal["local", "again", "slurm"]
 ROOT = Path(__file__).parents[1]

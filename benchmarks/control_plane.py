@@ -23,7 +23,7 @@ from examples.tiny_model import make_tiny_model
 from longshore import Client
 from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.training import Lora
-from service.dev.supervisor import Connection
+from service.dev import Connection
 from shared.storage.paths import HostPaths
 
 LONGSHORE = str(Path(sys.executable).parent / "longshore")

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from benchmarks.machine import provenance
 from benchmarks.published_layouts import section
-from longshore.layout import Layout
-from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
+from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Layout, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.tensors.slot_engine import Engine

@@ -22,7 +22,7 @@ import httpx
 
 from benchmarks.control_plane import stack, tiny_run
 from benchmarks.machine import provenance, tell
-from service.dev.supervisor import Connection
+from service.dev import Connection
 
 _ENDED = ("succeeded", "failed", "cancelled")
 _PATIENCE_S, _LOOK_S = 3600.0, 2.0

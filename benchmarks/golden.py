@@ -22,13 +22,11 @@ import numpy as np
 
 from benchmarks.machine import attempt, provenance, tell
 from examples.tiny_model import make_tiny_model
-from longshore.algorithms import DPO
 from longshore.commands import SaveState
 from longshore.events import Evaluated, Step, Succeeded
 from longshore.fields import Artifact
-from longshore.layout import Layout
-from longshore.losses import CISPO, DRO, GSPO, PPO, Distillation, Kl, Reinforce, SquaredError
-from longshore.training import Adam, Full, Lora, Muon, ScalarHead
+from longshore.losses import CISPO, DPO, DRO, GSPO, PPO, Distillation, Kl, Reinforce, SquaredError
+from longshore.training import Adam, Full, Layout, Lora, Muon, ScalarHead
 from shared.families import FAMILIES
 from shared.jobs.job import Checkpointing, Evaluation, Job, JobCritic, PackedData, Schedule
 from shared.jobs.packed import Units, UnitsWriter

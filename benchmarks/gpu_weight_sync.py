@@ -33,8 +33,7 @@ from benchmarks.machine import accelerator, attempt, provenance, tell
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, write_config
 from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync, write_weights
 from examples.tiny_model import make_tiny_model
-from longshore.layout import Layout
-from longshore.weight_sync import Transport
+from longshore.training import Layout, Transport
 from megatron_worker.weight_sync.transports.table import why_not
 
 Figures = dict[str, object]

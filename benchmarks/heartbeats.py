@@ -22,7 +22,7 @@ from temporalio.client import Client
 
 from benchmarks.machine import provenance, tell
 from benchmarks.recovery import Stack, started, submit_rl, submit_sft
-from service.dev.supervisor import Connection
+from service.dev import Connection
 
 TIMEOUTS_S = (2.0, 3.0, 5.0, 10.0, 20.0)
 _ASK_EVERY_S = 0.2

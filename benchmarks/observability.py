@@ -37,9 +37,9 @@ from benchmarks.stack_processes import processes, processor_s
 from examples.tiny_model import make_tiny_model
 from longshore import Client
 from longshore.dataset_runs import DatasetSource, SFTRun
-from longshore.previews import PreviewRequest
 from longshore.training import Full, Lora
-from service.dev.supervisor import Connection
+from longshore.views import PreviewRequest
+from service.dev import Connection
 
 WARM = {"LONGSHORE_WORKER_IDLE_S": "600"}
 PORTS = 21_700

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from benchmarks.machine import provenance, tell
 from benchmarks.random_model import RandomFsdp, RandomMegatron, Sizes, described, write_config
-from longshore.layout import Layout
-from longshore.training import Full
+from longshore.training import Full, Layout
 
 ENGINES: dict[str, type[RandomMegatron] | type[RandomFsdp]] = {"megatron": RandomMegatron, "fsdp": RandomFsdp}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -20,9 +20,8 @@ import torch
 
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
-from longshore.layout import Layout
 from longshore.losses import CrossEntropy
-from longshore.training import Adam, Dtype, Full, Lora, Muon, Optimizer, OptimizerStates
+from longshore.training import Adam, Dtype, Full, Layout, Lora, Muon, Optimizer, OptimizerStates
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from tests.megatron_worker.rows import Row, bin_of

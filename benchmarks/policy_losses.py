@@ -24,8 +24,7 @@ from torch import Tensor
 
 from activities.trajectories.pack_trajectories import advantages_of
 from benchmarks.machine import provenance
-from longshore.algorithms import AdvantageKind
-from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, Kl, PolicyLoss, Reinforce
+from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, AdvantageKind, Kl, PolicyLoss, Reinforce
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
 

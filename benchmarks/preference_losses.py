@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import provenance
-from longshore.algorithms import DPO, KTO, Loss
+from longshore.losses import DPO, KTO, Loss
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
 

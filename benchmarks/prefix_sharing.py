@@ -48,9 +48,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
-from longshore.layout import Layout
 from longshore.losses import CrossEntropy
-from longshore.training import Adam, Lora
+from longshore.training import Adam, Layout, Lora
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine

@@ -27,8 +27,7 @@ from activities.models.resolve import Resolve
 from activities.publishing.export import ExportSource, write_export
 from activities.publishing.publish import REGISTERING
 from benchmarks.machine import provenance
-from longshore.layout import Layout
-from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
+from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Layout, Lora
 from longshore.views import Export
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder

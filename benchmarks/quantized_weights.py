@@ -20,9 +20,8 @@ import torch
 
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
-from longshore.layout import Layout
 from longshore.losses import CrossEntropy
-from longshore.training import Adam, Full, Lora, Quantization
+from longshore.training import Adam, Full, Layout, Lora, Quantization
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine

@@ -34,9 +34,8 @@ import torch
 from benchmarks.machine import accelerator, attempt, provenance
 from benchmarks.prefix_sharing import as_batch
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, flops, write_config
-from longshore.layout import Layout
 from longshore.losses import PPO, CrossEntropy
-from longshore.training import Adam, Lora
+from longshore.training import Adam, Layout, Lora
 from megatron_worker.engine import Batch, LossFunction, Where
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine

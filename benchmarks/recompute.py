@@ -17,8 +17,7 @@ import torch
 
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
-from longshore.layout import Layout
-from longshore.training import Lora
+from longshore.training import Layout, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.memory import measure_step, new_meter
 from shared.families import FAMILIES

@@ -32,7 +32,7 @@ import psutil
 from benchmarks.control_plane import LONGSHORE, tiny_run
 from benchmarks.machine import provenance, tell, until
 from longshore.events import Step
-from service.dev.supervisor import Connection
+from service.dev import Connection
 from shared.child_environment import STACK_MARK
 from shared.runs.events import read_run_events
 from shared.storage.paths import HostPaths

@@ -26,7 +26,7 @@ from longshore.losses import PPO
 from longshore.runs import RLRun
 from longshore.training import Lora
 from longshore.views import StepStatus
-from service.dev.supervisor import Connection
+from service.dev import Connection
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, ANSWER_TOKENS = 8, 8, 32, 16
 

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from benchmarks.machine import provenance
 from examples.tiny_model import make_tiny_model
 from longshore.fields import Artifact, Fence
-from longshore.layout import Layout
 from longshore.losses import PPO, Kl
-from longshore.training import Lora, ScalarHead
+from longshore.training import Layout, Lora, ScalarHead
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.process.ranks import Staging, WorkerRanks

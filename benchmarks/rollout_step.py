@@ -36,16 +36,14 @@ from benchmarks.machine import provenance, tell
 from benchmarks.one_device import Device
 from examples.tiny_model import make_tiny_model
 from longshore import Client
-from longshore.algorithms import Critic
 from longshore.dataset_runs import PromptsSource
 from longshore.events import Event, Started, Step, Succeeded, Synced
 from longshore.grading import PythonGrader
-from longshore.losses import PPO, Kl
+from longshore.losses import PPO, Critic, Kl
 from longshore.runs import RLRun, Rollouts
-from longshore.training import Full, Lora, Trainable
+from longshore.training import Full, Lora, Trainable, WeightSync
 from longshore.views import StepStatus
-from longshore.weight_sync import WeightSync
-from service.dev.supervisor import Connection
+from service.dev import Connection
 
 WARMING, HIDDEN = 2, 256
 LETTERS = "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n"

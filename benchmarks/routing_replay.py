@@ -31,10 +31,9 @@ from activities.sampling.completions import ROUTES, RoutesFile
 from activities.trajectories.group_samples import GROUPS
 from activities.trajectories.read_groups import Rules, parse_groups, read_groups
 from benchmarks.machine import provenance, tell
-from longshore.layout import Layout
 from longshore.local import train
 from longshore.runs import RLRun
-from longshore.training import Full
+from longshore.training import Full, Layout
 from megatron_worker.engine import Batch, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine

@@ -35,7 +35,7 @@ from longshore.dataset_runs import SFTRun
 from longshore.runs import RunRecord
 from longshore.views import RunStatus
 from service.database.engine import open_database
-from service.dev.supervisor import Connection
+from service.dev import Connection
 from service.runs.rows import run_row
 from shared.settings import Settings
 from shared.storage.paths import RunKeys

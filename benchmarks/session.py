@@ -34,7 +34,7 @@ from examples.tiny_model import make_tiny_model
 from longshore.client import Client, Pending, Session
 from longshore.commands import Datum, Forward
 from longshore.training import Lora, SessionRun
-from service.dev.supervisor import Connection
+from service.dev import Connection
 from shared.jobs.commands import read_command, stored_form
 
 TOKENS = 64
@@ -204,7 +204,7 @@ def _quantiles(found: list[float]) -> dict[str, float]:
 
 def _in_process(model: Path, num_commands: int) -> dict[str, float]:
     """The same forward on an engine of this process."""
-    from longshore.layout import Layout
+    from longshore.training import Layout
     from megatron_worker.dispatch import Dispatcher
     from megatron_worker.engine import Outputs
     from megatron_worker.megatron.engine import MegatronEngine

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from benchmarks.machine import provenance, tell
-from service.dev.supervisor import supervisor
+from service.dev import supervisor
 from shared.child_environment import STACK_MARK
 
 _SAMPLE_EVERY_S = 1.0
@@ -141,7 +141,7 @@ def processes(root: Path) -> Iterator[tuple[str, psutil.Process]]:
 def _role(command: Sequence[str]) -> str:
     words = " ".join(command)
     roles = {"service.app": "service", "start-dev": "temporal", "megatron_worker": "worker", "wandb": "wandb"}
-    roles |= {"service.dev.supervisor": "supervisor", "activities.sandbox": "sandbox"}
+    roles |= {"service.dev": "supervisor", "activities.sandbox": "sandbox"}
     if "service.host" in words:
         return f"{command[-1]} host" if command.count("--role") == 1 else "host"
     return next((role for word, role in roles.items() if word in words), Path(sys.executable).name)

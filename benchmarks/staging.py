@@ -95,7 +95,7 @@ def _prepared(way: str, model: Path, weights: Path, endpoint: str, copy: Path) -
     if way == "read":
         import torch
 
-        from longshore.layout import Layout
+        from longshore.training import Layout
         from megatron_worker.megatron.engine import MegatronEngine
 
         torch.ones(2, 2) @ torch.ones(2, 2)

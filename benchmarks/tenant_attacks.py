@@ -37,7 +37,7 @@ from examples.tiny_model import make_tiny_model
 from service.apis.tinker.wire import MESSAGES, PROTOBUF, TINKER
 from service.app import MAX_BODY_BYTES, create_app
 from service.decoding import SMALL_BYTES
-from service.dev.supervisor import Connection
+from service.dev import Connection
 from shared.settings import Settings
 from tests.security.worst_bodies import endpoints, worst
 

@@ -24,9 +24,8 @@ import torch
 
 from benchmarks.machine import provenance, tell
 from examples.tiny_model import make_tiny_model
-from longshore.layout import Layout
 from longshore.losses import CrossEntropy
-from longshore.training import LINEARS, Adam, Lora
+from longshore.training import LINEARS, Adam, Layout, Lora
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine

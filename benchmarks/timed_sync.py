@@ -13,7 +13,7 @@ from pathlib import Path
 from activities.sampling.client import Sampler
 from benchmarks.machine import PeakMemory
 from benchmarks.stack_processes import end
-from longshore.weight_sync import SyncOutcome
+from longshore.training import SyncOutcome
 from megatron_worker.tensors.safetensors_files import WrittenTensor, write_model
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.weight_sync.sender import DeltaBase, Sending, send

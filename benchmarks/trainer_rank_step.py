@@ -35,10 +35,9 @@ from torch import Tensor
 from benchmarks.machine import accelerator, provenance, tell
 from benchmarks.prefix_sharing import as_batch
 from benchmarks.random_model import QWEN3_8B, TINY, RandomMegatron, Sizes, described, write_config
-from longshore.layout import Layout
 from longshore.losses import CrossEntropy, Reinforce
 from longshore.trainer_rank import ForwardInput, ForwardOutput, TrainerRank
-from longshore.training import Adam, Dtype, Lora
+from longshore.training import Adam, Dtype, Layout, Lora
 from megatron_worker.engine import Batch, LossFunction, Norms
 from megatron_worker.losses import loss_function
 from shared.jobs import bins as packing

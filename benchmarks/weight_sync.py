@@ -44,10 +44,8 @@ from benchmarks.machine import PeakMemory, provenance, tell
 from benchmarks.random_model import Sizes
 from benchmarks.timed_sync import TEXT, Receiver, sampler, target_of, timed_sync, write_weights
 from examples.tiny_model import make_tiny_model
-from longshore.layout import EngineName, Layout
 from longshore.losses import CrossEntropy
-from longshore.training import Adam, Full
-from longshore.weight_sync import Transport
+from longshore.training import Adam, EngineName, Full, Layout, Transport
 from megatron_worker.engine import Batch
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine

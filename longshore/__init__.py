@@ -37,11 +37,9 @@ if TYPE_CHECKING:
     )
     from longshore.commands import Datum
     from longshore.dataset_runs import DatasetSource, DistillRun, DPORun, RewardRun, SFTRun
-    from longshore.layout import Layout
-    from longshore.previews import PreviewRequest
     from longshore.runs import HeldOut, RLRun, Rollouts, Run
-    from longshore.training import Adam, Full, Lora, Muon, ScalarHead, SessionRun
-    from longshore.views import Export
+    from longshore.training import Adam, Full, Layout, Lora, Muon, ScalarHead, SessionRun
+    from longshore.views import Export, PreviewRequest
 
 _MODULES = ("client", "dataset_runs", "runs", "training", "commands", "automation", "accounts", "previews", "views")
 # fmt: off

@@ -67,7 +67,9 @@ class ScheduledRun(Frozen):
 
     name: Name
     run: Run
-    cron: Annotated[str, Field(max_length=128), AfterValidator(_five_fields)] | None = None
+    cron: Annotated[str, Field(max_length=128), AfterValidator(_five_fields)] | None = Field(
+        default=None, description='times as in "0 2 * * *": minute, hour, day, month, weekday'
+    )
     every_s: int | None = Field(default=None, ge=60, le=366 * 86_400)
     timezone: Annotated[str, Field(max_length=64), AfterValidator(_known_zone)] = Field(
         default="UTC", description="the time zone of cron's hours"

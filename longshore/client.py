@@ -79,7 +79,6 @@ from longshore.dataset_runs import TrainedRun
 from longshore.events import RunEvent
 from longshore.grading import Grader, OneGrade, SampledItem
 from longshore.losses import CrossEntropy
-from longshore.previews import Preview, PreviewRequest
 from longshore.runs import Kind, Run
 from longshore.training import Adam, Optimizer, SessionRun
 from longshore.views import (
@@ -100,6 +99,8 @@ from longshore.views import (
     Metrics,
     ModelView,
     Overview,
+    Preview,
+    PreviewRequest,
     ProfileRequest,
     PublicKey,
     QueueHosts,

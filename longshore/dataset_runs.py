@@ -14,10 +14,14 @@ from pydantic import (
     model_validator,
 )
 
-from longshore.algorithms import Preferences, check_teacher_is_frozen
 from longshore.fields import Frozen, Name, added, pattern
-from longshore.layout import EngineName, Layout, engine_takes_the_layout, pipelines_have_bins
-from longshore.losses import MOST_TEACHERS, DistillationSettings, several_teachers_fit
+from longshore.losses import (
+    MOST_TEACHERS,
+    DistillationSettings,
+    Preferences,
+    check_teacher_is_frozen,
+    several_teachers_fit,
+)
 from longshore.training import (
     DTYPE_DESCRIPTION,
     MAX_SCALARS,
@@ -29,7 +33,9 @@ from longshore.training import (
     Adam,
     Decay,
     DtypeChoice,
+    EngineName,
     Full,
+    Layout,
     Lora,
     LoraPlusRatio,
     ModelUri,
@@ -44,7 +50,9 @@ from longshore.training import (
     Trainable,
     Watched,
     check_optimizer,
+    engine_takes_the_layout,
     fields_fit_engine,
+    pipelines_have_bins,
     trains_the_language_head,
 )
 
@@ -526,7 +534,7 @@ class DistillRun(_ExamplesRun, TaughtBy):
 
 
 class DPORun(Preferences, _DatasetRun):
-    """Preference optimisation (DPO, KTO in algorithms.py), as a user requests it. An example is a pair; for kto it is
+    """Preference optimisation (DPO, KTO in losses.py), as a user requests it. An example is a pair; for kto it is
     an answer with its label and an answer to another prompt.
 
     An example's tokens are those of its prompt and of both answers. If they exceed max_tokens it is left out, not cut.
@@ -559,7 +567,7 @@ class DPORun(Preferences, _DatasetRun):
 
 
 class RewardRun(_DatasetRun):
-    """A reward model, as a user requests it: trained on pairs of answers (longshore.algorithms.BradleyTerry) or on
+    """A reward model, as a user requests it: trained on pairs of answers (longshore.losses.BradleyTerry) or on
     answers with scores (squared_error). The objective sets the head of scalars. Rewards are at answers' last tokens.
     """
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from longshore.fields import Fence, Frozen, Reason, Sha256, added
-from longshore.weight_sync import SyncOutcome
+from longshore.training import SyncOutcome
 
 Device = Literal["released", "held"]
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from longshore.accounts import QuotaSettings, Room
-from longshore.algorithms import reference_uri
 from longshore.dataset_runs import (
     DatasetRun,
     DatasetSource,
@@ -29,7 +28,7 @@ from longshore.dataset_runs import (
 from longshore.events import Evaluated, Event, Step
 from longshore.fields import Artifact, Fence, Frozen
 from longshore.grading import reward_graders
-from longshore.losses import Reference
+from longshore.losses import Reference, reference_uri
 from longshore.runs import RLRun, RunRecord
 from longshore.server import importable
 from longshore.views import RunStatus, StepStatus
@@ -49,9 +48,8 @@ with importable("shared", "activities", "workflows"):
         worker_environment,
     )
     from activities.models.resolve import Resolve
-    from activities.packing import PackDataset, Packed, PackRequest
     from activities.publishing.publish import Publish
-    from activities.records.run_records import (
+    from activities.records import (
         FindCheckpoint,
         FindCheckpointRequest,
         RunRecords,
@@ -63,6 +61,7 @@ with importable("shared", "activities", "workflows"):
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.render_prompts import Prompts, RenderPrompts
     from activities.tokenizing.tokenize import MixSources, Tokenize, Tokenized
+    from activities.tokenizing.units import PackDataset, Packed, PackRequest
     from activities.trajectories.group_samples import Drawn, GroupSamples
     from activities.trajectories.pack_trajectories import PackTrajectories
     from shared.errors import InvalidInput, NotFound, WorkerLost

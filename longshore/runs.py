@@ -4,16 +4,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from longshore.algorithms import (
-    COMPARE_GROUPS,
-    PRESETS,
-    AdvantageKind,
-    Critic,
-    Preset,
-    RLLoss,
-    check_teacher_is_frozen,
-    with_algorithm,
-)
 from longshore.dataset_runs import (
     PEAK,
     DatasetSource,
@@ -28,9 +18,19 @@ from longshore.dataset_runs import (
 )
 from longshore.fields import NO_NUL, Frozen, Name, added, pattern
 from longshore.grading import UNGRADED, Grader
-from longshore.losses import PPO, Distillation
-from longshore.training import Dtype, Full, SessionRun, Watched, fields_fit_engine
-from longshore.weight_sync import SamplerKind, WeightSync
+from longshore.losses import (
+    COMPARE_GROUPS,
+    PPO,
+    PRESETS,
+    AdvantageKind,
+    Critic,
+    Distillation,
+    Preset,
+    RLLoss,
+    check_teacher_is_frozen,
+    with_algorithm,
+)
+from longshore.training import Dtype, Full, SamplerKind, SessionRun, Watched, WeightSync, fields_fit_engine
 
 # --- Settings of an RL run's own rollouts: prompts, grader, samplers, and held-out prompts ---
 
@@ -64,6 +64,10 @@ class HeldOut(Watched):
     def evaluations(self) -> dict[str, DatasetSource]:
         """The held-out prompts by name; those of `prompts` have an empty one."""
         return {"": self.prompts} if self.prompts is not None else self.sets
+
+    def is_due(self, step: int) -> bool:
+        """Return True if a step, counted from 1, is evaluated."""
+        return bool(self.every_steps) and step % self.every_steps == 0
 
     @model_validator(mode="after")
     def _has_prompts(self) -> Self:

@@ -9,10 +9,108 @@ from re import _parser  # type: ignore[attr-defined]
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_core import SchemaValidator, core_schema
+from pydantic_core import PydanticCustomError, SchemaValidator, core_schema
 
-from longshore.fields import Frozen, Name
-from longshore.layout import EngineName, Layout, engine_takes_the_layout
+from longshore.fields import Frozen, Name, Sha256, only, pattern
+
+# --- The parallel layout of one worker: how many ranks, and what each dimension splits ---
+
+Degree = Annotated[int, Field(ge=1, le=4096)]
+EngineName = Literal["megatron", "fsdp"]
+MAX_WORLD_SIZE = 4096
+
+
+class Layout(Frozen):
+    """Degrees of tensor (tp), pipeline (pp), context (cp), expert (ep) and data (dp) parallelism.
+
+    The world is `tp * pp * cp * dp`, shared out evenly among the hosts of `nodes` machines, which are leased together:
+    ranks 0 to n - 1 are on the first. Ranks of a tensor-parallel group are on one machine.
+    `sp` (sequence parallelism) lets the tensor-parallel ranks share out the tokens between their linears. Experts are
+    laid over the same ranks anew: `ep` ranks share them out, `etp` (expert tensor parallelism) split each, so that
+    `ep * etp` divides `tp * cp * dp`. Optimizer state is split over all ranks that hold the same weights.
+    """
+
+    tp: Degree = Field(default=1, description="tensor-parallel ranks")
+    sp: bool = Field(default=False, description="sequence parallelism: needs tp of at least 2")
+    pp: Degree = Field(default=1, description="pipeline stages")
+    cp: Degree = Field(default=1, description="context-parallel ranks")
+    ep: Degree = Field(default=1, description="expert-parallel ranks")
+    etp: Degree = Field(default=1, description="tensor-parallel ranks of each expert")
+    dp: Degree = Field(default=1, description="data-parallel ranks")
+    nodes: Degree = Field(default=1, description="machines, each with the same number of ranks")
+
+    @model_validator(mode="after")
+    def _total_is_bounded(self) -> Self:
+        if self.world_size > MAX_WORLD_SIZE:
+            raise ValueError(f"tp * pp * cp * dp = {self.world_size:,} ranks; a layout has up to {MAX_WORLD_SIZE:,}")
+        if self.world_size % self.nodes:
+            raise ValueError(f"nodes={self.nodes} machines cannot share out {self.world_size} ranks evenly")
+        if self.ranks_per_node % self.tp:
+            raise ValueError(f"tp={self.tp} ranks would lie on several machines: each has {self.ranks_per_node}")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.world_size // self.nodes
+
+    @property
+    def label(self) -> str:
+        """A short name, such as `tp2-sp-dp2` or `dp4-nodes2`; `single` for one rank."""
+        degrees = self.model_dump()
+        parts = [
+            "sp" if name == "sp" else f"{name}{degree}"
+            for name, degree in degrees.items()
+            if degree > 1 or degree is True
+        ]
+        return "-".join(parts) or "single"
+
+
+def broken_rule(engine: EngineName, layout: Layout) -> str | None:
+    """Return the rule of an engine that a layout breaks, whatever the model; None if it accepts the layout."""
+    if engine == "fsdp" and layout != Layout(dp=layout.dp, tp=layout.tp, nodes=layout.nodes):
+        return f"the engine fsdp splits data by dp and linears by tp alone: use these, and no {layout.label}"
+    return None
+
+
+class _HasLayout(Protocol):
+    @property
+    def engine(self) -> EngineName: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+HasLayoutT = TypeVar("HasLayoutT", bound=_HasLayout)
+
+
+def engine_takes_the_layout(laid: HasLayoutT) -> HasLayoutT:
+    """Validate models that have both. Raises ValueError with the rule that the layout breaks."""
+    if rule := broken_rule(laid.engine, laid.layout):
+        raise ValueError(rule)
+    return laid
+
+
+class _HasBudget(Protocol):
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def memory_budget_bytes(self) -> int | None: ...
+
+
+HasBudgetT = TypeVar("HasBudgetT", bound=_HasBudget)
+
+
+def pipelines_have_bins(budgeted: HasBudgetT) -> HasBudgetT:
+    """Validate a model with a layout and a memory budget. Raises ValueError if a pipeline has a memory budget."""
+    if budgeted.memory_budget_bytes is not None and budgeted.layout.pp > 1:
+        raise ValueError("memory_budget_bytes: a pipeline holds all micro-batches of a step at once; use pp 1")
+    return budgeted
+
 
 # --- Regular expressions for module names, as in PEFT's settings, matched in linear time ---
 #
@@ -581,3 +679,78 @@ def _best(evaluations: Evaluations, metric: str) -> int:
         return math.isnan(value), 0.0 if math.isnan(value) else value, step
 
     return min(evaluations, key=rank)
+
+
+# --- Weight sync of runs and jobs: how a trainer's weights get to the samplers of its run ---
+
+Transport = Literal["shared_memory", "tcp", "collective", "cuda_ipc", "external"]
+OVER_TCP: tuple[Transport, ...] = ("tcp", "collective", "external")
+"""Transports whose samplers are reached at an address."""
+_Backend = Literal["auto", "store", "delta", Transport]
+
+
+def _possible(value: object) -> object:
+    """Refuse an unknown backend, and name the known ones."""
+    if (names := get_args(_Backend)) and value in names:
+        return value
+    raise PydanticCustomError("not_possible", "no such backend: possible are {names}", {"names": ", ".join(names)})
+
+
+SyncBackend = Annotated[_Backend, BeforeValidator(_possible)]
+PROFILE_PATH = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}){0,3}$"
+
+
+class WeightSync(Frozen):
+    """How a run's samplers get the weights of each step.
+
+    `store`: samplers load the published weights; every other backend falls back to this. `shared_memory`: the trainer's
+    process hands the weights over on one machine. `tcp`: it sends them to samplers on other machines whose hosts have
+    an address for it. `collective`: it broadcasts them to those; by NCCL on CUDA, by gloo on the CPU. `cuda_ipc`: from
+    one CUDA device's memory, on one machine. `external`: by a package that is installed on both hosts, if their
+    operators allow it. `delta`: like auto, but only changed elements are sent; each trainer rank keeps a copy of its
+    weights for that. `auto`: shared_memory if trainer and samplers are on one machine, else tcp if there is an address,
+    else store.
+    """
+
+    backend: SyncBackend = Field(default="auto", description="how samplers get a step's weights")
+    bucket_bytes: int = Field(
+        default=512 << 20, ge=1 << 10, le=4 << 30, description="bytes sent at a time; two such buffers are allocated"
+    )
+    in_flight: Literal["finish", "continue"] = Field(
+        default="finish",
+        description="samples in progress when weights change: finish with the old ones, or continue with the new ones",
+    )
+
+    profile_path: str | None = pattern(
+        PROFILE_PATH,
+        "a relative path of letters, digits and ._-, of at most four parts, none of which begins with a dot or a dash",
+        default=None,
+        description="a trace of each sync's phases, in `profiles/<run>/` below the root of the trainer's host",
+    )
+
+
+class SyncOutcome(Frozen):
+    """The result of a sync. `digest`: of the weights that were sent, absent if no sampler took them. `problems`: the
+    errors of samplers that did not get them, by socket. `transport`: the one used. `profile_problem`: why there is no
+    trace.
+
+    `num_bytes` were sent to each sampler, of `weight_bytes`. `blocked_s`: seconds that the trainer waited;
+    `duration_s`: until the last sampler had the weights.
+    """
+
+    version: int
+    digest: Sha256 | None
+    num_bytes: int
+    weight_bytes: int
+    blocked_s: float
+    duration_s: float
+    problems: dict[str, str] = Field(default_factory=dict)
+    transport: Transport | None = None
+    profile_problem: str | None = None
+
+
+SamplerKind = Annotated[
+    Literal["own", "vllm"],
+    only("own", "vllm", words="a sampler is own or vllm; sglang, which needs a GPU here, was never tried"),
+]
+"""The program of a sampler that a host starts: Longshore's own, or a vLLM server."""

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longshore.algorithms import Critic
 from longshore.fields import Frozen
-from longshore.losses import PolicyLoss
+from longshore.losses import Critic, PolicyLoss
 from longshore.training import Optimizer
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs, reported

@@ -18,9 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longshore.layout import Layout
 from longshore.losses import DivergenceKind, DivergenceTokens
-from longshore.training import Dtype, Lora
+from longshore.training import Dtype, Layout, Lora
 from megatron_worker.process.ranks import SideRanks
 from shared.jobs.packed import RouteShape
 

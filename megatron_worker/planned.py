@@ -9,10 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from longshore.algorithms import has_several_teachers, is_policy_loss, reference_of, scores_old
 from longshore.events import Best, Evaluated, Evaluating, EvaluationSample, Kept, Probed
 from longshore.fields import Artifact
-from longshore.losses import Distillation
+from longshore.losses import Distillation, has_several_teachers, is_policy_loss, reference_of, scores_old
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import check_columns, loss_function
 from megatron_worker.process.ranks import CancelledEarly, Fault, Folders, JobFailed, NotFinite

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore import events
-from longshore.algorithms import check_head
 from longshore.commands import (
     EFFECTS,
     CommandProblem,
@@ -26,7 +25,7 @@ from longshore.commands import (
     SaveState,
 )
 from longshore.fields import bounded
-from longshore.losses import Distillation
+from longshore.losses import Distillation, check_head
 from longshore.training import check_optimizer
 from megatron_worker.engine import Outputs, Where, reported
 from megatron_worker.losses import loss_function

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from longshore.algorithms import adapters_of, has_several_teachers, reference_of
 from longshore.fields import Artifact
-from longshore.layout import EngineName, Layout
-from longshore.training import Dtype, Full, Lora, OptimizerStates, Quantization
+from longshore.losses import adapters_of, has_several_teachers, reference_of
+from longshore.training import Dtype, EngineName, Full, Layout, Lora, OptimizerStates, Quantization
 from megatron_worker.critic import CriticSlot, Scale
 from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.memory import PASSES_SHARE, SlotNeed, SlotRoom

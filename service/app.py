@@ -22,6 +22,7 @@ from service import decoding
 from service.accounts.keys import BEARER
 from service.accounts.limits import RateLimit
 from service.apis import errors as problems
+from service.apis import page as pages
 from service.apis.art import training_jobs as art_jobs
 from service.apis.art import wandb_artifacts
 from service.apis.edge import LOOPBACK_NAMES, Edge, HeadRequests
@@ -31,7 +32,6 @@ from service.apis.openai import chat as openai_chat
 from service.apis.openai import files as openai_files
 from service.apis.openai import jobs as openai_jobs
 from service.apis.openai.jobs import SentRequests
-from service.apis.page import pages
 from service.apis.tinker import routes as tinker_routes
 from service.apis.tinker import samples as tinker_samples
 from service.backend import Backend

@@ -22,10 +22,9 @@ from service.inference.questions import IdleEviction, Inference
 from service.runs.estimates import Checks, Estimates
 from service.runs.files import Histories, RunFiles, RunReader
 from service.runs.overview import InstallationGauges, Overviews
-from service.runs.rows import Records, RunRows, serve
+from service.runs.rows import Records, RunRows, Uses, serve
 from service.runs.runs import FirstRequest, Runs, RunStates
 from service.runs.sessions import Sessions, TrainSteps
-from service.runs.uses import Uses
 from service.temporal import Temporal
 from shared.automation import ScheduleRecord, SweepRef
 from shared.settings import Settings

@@ -54,8 +54,7 @@ from activities.heartbeats import stop_if_cancelled
 from activities.host_context import HostContext
 from activities.hosts import programs
 from activities.hosts.health import HostHealth, HostUnfit, health_of
-from activities.hosts.lease import Lease, Stager
-from activities.hosts.progress import WorkflowSignals
+from activities.hosts.lease import Lease, ProcessLease, Stager, WorkflowSignals
 from activities.hosts.run_job import QuestionSamplers, RunJob, TrainerSyncs
 from activities.hosts.session import ApplyCommands, ServedSessions
 from activities.hosts.workers import (
@@ -394,13 +393,13 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     from activities.grading.ask_teacher import AskTeacher
     from activities.grading.grade import Grade
     from activities.models.resolve import Resolve
-    from activities.packing import PackDataset
     from activities.publishing.export import Exports
     from activities.publishing.publish import Publish
-    from activities.records.run_records import CommandRecords, FindCheckpoint, RunRecords
+    from activities.records import CommandRecords, FindCheckpoint, RunRecords
     from activities.sources.download import Download
     from activities.tokenizing.render_prompts import RenderPrompts
     from activities.tokenizing.tokenize import MixSources, PreviewDataset, Tokenize
+    from activities.tokenizing.units import PackDataset
     from activities.trajectories.group_samples import GroupSamples
     from activities.trajectories.pack_trajectories import PackTrajectories
 
@@ -502,7 +501,8 @@ def gpu_workers(
     shares = joining_leases if settings.runs_per_worker > 1 else None
     stager = Stager(HostPaths(settings.root_path).cache, settings.s3)
     external, grace_s = settings.external_transport, settings.drain_grace_s
-    lease = Lease(pool, store, signals, host_queue, shares, external, health, Gangs(settings), stager, grace_s)
+    process = ProcessLease(pool, signals, host_queue, "leased", health)
+    lease = Lease(process, store, shares, external, Gangs(settings), stager, grace_s)
     make = partial(_worker, client, settings.lease_queue, threads, 1, [lease.lease])
     leases = _leases(health, make, settings, leave, idle_s)
     syncs = TrainerSyncs(sync_key(settings), settings.root_path, QuestionSamplers(client, loop, settings))
@@ -525,7 +525,8 @@ def sampler_workers(
     """Make the workers of a sampler host: one lease at a time on the shape's queue, rollouts on its own."""
     host = HostContext(settings, note_use=note_uses(client, settings))
     signals = WorkflowSignals(client, asyncio.get_running_loop())
-    lease = LeaseSampler(pool, host, signals, host_queue, at, health).lease_sampler
+    process = ProcessLease(pool, signals, host_queue, "sampler_leased", health)
+    lease = LeaseSampler(process, host, at).lease_sampler
     make = partial(_worker, client, settings.sampler_queue, threads, 1, [lease])
     leases = _leases(health, make, settings, leave, idle_s)
     own = sampling_activities(host, Samplers(settings, pool))
@@ -534,8 +535,7 @@ def sampler_workers(
 
 def sampling_activities(host: HostContext, samplers: Samplers) -> list[Callable[..., Any]]:
     """Return the activities that ask samplers: a sampler host asks its own, a control host servers behind a URL."""
-    from activities.sampling.sample import SamplerActivities
-    from activities.sampling.score import ScoreSamples
+    from activities.sampling.sample import SamplerActivities, ScoreSamples
 
     ask, score = SamplerActivities(host, samplers), ScoreSamples(host, samplers).score_samples
     return [ask.sample, ask.draw_share, ask.prove_adapter, ask.sleep_sampler, ask.wake_sampler, score]

@@ -243,7 +243,7 @@ def _described(key: Ed25519PublicKey) -> PublicKey:
 # inputs and results, the activity's name. The service and the hosts hold the keys. Payloads that none of the keys
 # opens, or of another workflow, are refused: a start fails at once, a signal is dropped, an update is rejected, an
 # activity is not run. A seal does not prevent reuse: a run's first activity checks that its input is not used twice
-# (activities/records/run_records.py).
+# (activities/records.py).
 #
 # A payload under a key that the installation has, but this process lacks, is not refused: the workflow's task fails,
 # and is retried until a host with that key takes it.

@@ -6,8 +6,7 @@ from pydantic import Field
 
 from longshore.fields import Artifact, Fence, Frozen, Reason
 from longshore.runs import FIRST_TENANT, RunId, Tenant
-from longshore.training import Dtype
-from longshore.weight_sync import SamplerKind
+from longshore.training import Dtype, SamplerKind
 from shared.chat.completions import CompletionRequest
 from shared.chat.messages import ChatRequest
 from shared.chat.streams import StreamStart

@@ -17,7 +17,7 @@ import pytest
 
 from examples.tiny_model import make_tiny_model
 from longshore.server import with_import_path
-from service.dev.supervisor import QUEUE_OPTIONS
+from service.dev import QUEUE_OPTIONS
 from shared.settings import S3Settings
 from shared.storage.artifacts import manifest_of
 from shared.storage.paths import MANIFEST

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _FORKS = multiprocessing.get_context("forkserver")
-IMPORTED = [__name__, "longshore.client", "service.cli.commands.runs", "service.cli.commands.submit"]
+IMPORTED = [__name__, "longshore.client", "service.cli.runs"]
 """Modules that all forks have at once. Whoever starts other programs adds what these import."""
 
 

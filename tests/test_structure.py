@@ -155,20 +155,19 @@ def test_lock_holds_every_direct_dependency() -> None:
 # The most lines of Python that a room has: a package's own modules, or a folder of it with all below. Modules and
 # functions have no limit. Growth beyond this is a decision, which changes the table.
 LINES_OF_ROOMS = {
-    "activities": 750,
+    "activities": 1_150,
     "activities/formats": 1_620,
     "activities/grading": 1_090,
-    "activities/hosts": 3_110,
+    "activities/hosts": 3_050,
     "activities/models": 1_120,
     "activities/publishing": 980,
-    "activities/records": 510,
-    "activities/sampling": 2_640,
+    "activities/sampling": 2_530,
     "activities/sandbox": 1_430,
     "activities/sources": 1_300,
-    "activities/tokenizing": 3_040,
+    "activities/tokenizing": 3_140,
     "activities/tracking": 620,
     "activities/trajectories": 1_500,
-    "longshore": 7_600,  # local.py has an order of steps, as a workflow has; metrics.py a line for each metric
+    "longshore": 7_550,  # local.py has an order of steps, as a workflow has; metrics.py a line for each metric
     "megatron_worker": 5_340,
     "megatron_worker/fsdp": 1_120,
     "megatron_worker/head": 1_620,
@@ -181,13 +180,12 @@ LINES_OF_ROOMS = {
     "megatron_worker/trainer_rank": 910,
     "megatron_worker/training": 960,
     "megatron_worker/weight_sync": 2_260,
-    "service": 3_640,
+    "service": 4_280,
     "service/accounts": 1_200,
     "service/apis": 8_260,
     "service/automation": 1_900,
-    "service/cli": 5_080,
+    "service/cli": 5_030,
     "service/database": 650,
-    "service/dev": 690,
     "service/host_http": 980,
     "service/inference": 1_730,
     "service/runs": 2_550,
@@ -198,9 +196,9 @@ LINES_OF_ROOMS = {
     "shared/models": 1_080,
     "shared/runs": 750,
     "shared/storage": 2_050,
-    "workflows": 2_150,
+    "workflows": 2_120,
     "workflows/rollouts": 1_100,
-    "workflows/training": 1_190,  # requests and steps as pure functions, which local runs share
+    "workflows/training": 1_160,  # requests and steps as pure functions, which local runs share
 }
 
 

@@ -9,7 +9,7 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.records.run_records import BeginRequest, RunRecords
+    from activities.records import BeginRequest, RunRecords
     from longshore.accounts import Room
     from longshore.fields import Frozen
     from longshore.views import RunStatus
@@ -85,13 +85,8 @@ async def begin(start: Start) -> RunStatus | None:
     Raises:
         ApplicationError: the service did not ask for this: the start id was used before, or the run ended otherwise.
     """
-    request = BeginRequest(
-        run_id=start.run_id,
-        start_id=start.start_id,
-        execution=workflow.info().first_execution_run_id,
-        resumed=start.resumed,
-        goes_on_from=start.goes_on_from,
-    )
+    own = {name: getattr(start, name) for name in ("run_id", "start_id", "resumed", "goes_on_from")}
+    request = BeginRequest(**own, execution=workflow.info().first_execution_run_id)
     begun = await do(RunRecords.begin, request, policies.RECORD_RETRY, policies.RECORD_TIMEOUT)
     if begun.refusal is not None:
         raise ApplicationError(begun.refusal, type=NOT_STARTED, non_retryable=True)

@@ -15,8 +15,8 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import Lease, LeaseRequest
     from activities.sampling.samplers import LeaseSampler, SamplerLeaseRequest
     from longshore.fields import Frozen
+    from longshore.training import SyncBackend
     from longshore.views import Problem
-    from longshore.weight_sync import SyncBackend
     from shared.jobs.job import GangLeader, LeaseGrant, SamplerKey
     from shared.runs.start import RunTiming
     from shared.serving import ServeRequest, ServingStart
@@ -256,7 +256,8 @@ class Leasing:
 
     def take_sampler(self, run_id: str, key: SamplerKey, epoch: int, sync_backend: SyncBackend = "auto") -> None:
         """Ask for a sampler, after giving back the one held before."""
-        patience_s = policies.sampler_ready_timeout_s(key)
+        is_vllm = key.sampler == "vllm"
+        patience_s = policies.VLLM_READY_TIMEOUT_S if is_vllm else policies.WORKER_READY_TIMEOUT_S
         request = SamplerLeaseRequest(
             run_id=run_id, epoch=epoch, key=key, ready_timeout_s=patience_s, sync_backend=sync_backend
         )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from temporalio.common import Priority, RetryPolicy, VersioningBehavior
 
-from shared.jobs.job import SamplerKey, WorkerKey
+from shared.jobs.job import WorkerKey
 from shared.programs import is_of_a_build
 from shared.runs.start import RunTiming
 
@@ -63,7 +63,7 @@ ROW_TIMEOUT = timedelta(seconds=15)
 LEASE_TIMEOUT = timedelta(days=365)
 WORKER_READY_TIMEOUT_S = 300.0
 # vLLM compiles a model, and starts three processes that each import it: minutes on a busy machine.
-_VLLM_READY_TIMEOUT_S = 1800.0
+VLLM_READY_TIMEOUT_S = 1800.0
 PREVIEW_TIMEOUT = timedelta(minutes=5)
 # A webhook's receiver that does not answer is tried for 28 hours.
 WEBHOOK_PATIENCE = timedelta(hours=28)
@@ -84,10 +84,6 @@ def join_queue(shape: str, key: WorkerKey, group: str) -> str:
 
 def sampler_queue(shape: str) -> str:
     return f"sampler-{shape}"
-
-
-def sampler_ready_timeout_s(key: SamplerKey) -> float:
-    return _VLLM_READY_TIMEOUT_S if key.sampler == "vllm" else WORKER_READY_TIMEOUT_S
 
 
 # A control host's activities are divided into pools, depending on what they wait for. Each pool has its own threads and

@@ -7,9 +7,9 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.publishing.publish import Publish
-    from activities.records.run_records import Recovered, RecoverRequest, RunRecords, StepRecordRequest
-    from longshore.algorithms import reference_uri
+    from activities.records import Recovered, RecoverRequest, RunRecords, StepRecordRequest
     from longshore.fields import Artifact
+    from longshore.losses import reference_uri
     from longshore.training import Lora, Watched
     from longshore.views import Problem, RunStatus, StepStatus
     from shared.automation import BestRequest

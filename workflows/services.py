@@ -20,8 +20,7 @@ with workflow.unsafe.imports_passed_through():
     from longshore.automation import Action, GarbageReport
     from longshore.fields import Artifact, Frozen
     from longshore.grading import GradeOneRequest, OneGrade
-    from longshore.previews import Preview, PreviewStart
-    from longshore.views import RunStatus
+    from longshore.views import Preview, PreviewStart, RunStatus
     from shared.automation import (
         ACTION_MEMO,
         AcceptRequest,

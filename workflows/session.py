@@ -11,7 +11,7 @@ from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.session import AppliedCommands, ApplyCommands, ApplyRequest
-    from activities.records.run_records import (
+    from activities.records import (
         CommandRecordRequest,
         CommandRecords,
         DropCommandsRequest,
@@ -20,7 +20,6 @@ with workflow.unsafe.imports_passed_through():
     )
     from longshore.commands import CommandResult
     from longshore.fields import Artifact
-    from longshore.runs import dtype_of
     from longshore.views import CheckpointRef, RunStatus
     from shared.errors import HostLeft
     from shared.jobs.job import ONLY_JOB, LeaseGrant, SessionPlan
@@ -177,19 +176,9 @@ class SessionWorkflow(ClientDrivenHandlers):
     def _plan(self, state: SessionState) -> SessionPlan:
         run = self._start.run
         return SessionPlan(
-            run_id=self._start.run_id,
+            **job_plan.worker_plan(self._start, state.model),
             job_id=ONLY_JOB,
-            model=state.model,
-            engine=run.engine,
-            layout=run.layout,
-            dtype=dtype_of(run),
-            quantize_base=run.quantize_base,
-            optimizer_states=run.optimizer_states,
-            recompute=run.recompute,
-            threads_per_rank=self._start.threads_per_rank,
-            trainable=run.trainable,
             initial_adapter=state.adapter,
-            seed=run.seed,
             max_tokens=run.max_tokens,
             save_after_s=run.save_after_s,
             keep_states=run.keep_states,
@@ -214,8 +203,10 @@ class SessionWorkflow(ClientDrivenHandlers):
                     raise RunFailed(problem_of_error(error)) from error
                 lost_epoch = grant.fence.epoch
                 try:  # wait for the session's job to notice the loss, and take a new lease
-                    is_known = partial(self._is_leased_after, lost_epoch)
-                    await workflow.wait_condition(is_known, timeout=timedelta(seconds=_LOSS_IS_KNOWN_S))
+                    await workflow.wait_condition(
+                        lambda lost_epoch=lost_epoch: self._training.leasing.epoch > lost_epoch,  # type: ignore[misc]
+                        timeout=timedelta(seconds=_LOSS_IS_KNOWN_S),
+                    )
                 except TimeoutError:
                     return
                 continue
@@ -232,15 +223,9 @@ class SessionWorkflow(ClientDrivenHandlers):
                 applied.idle and (self._is_wanted() or workflow.time() >= idle_since + run.idle_s)
             ):
                 return
-            self._show_idle(applied.idle)
-
-    def _show_idle(self, is_idle: bool) -> None:
-        if is_idle != self._is_idle:
-            self._is_idle = is_idle
-            self._run.show(phase="waiting_for_commands" if is_idle else "waiting_for_worker")
-
-    def _is_leased_after(self, epoch: int) -> bool:
-        return self._training.leasing.epoch > epoch
+            if applied.idle != self._is_idle:
+                self._is_idle = applied.idle
+                self._run.show(phase="waiting_for_commands" if applied.idle else "waiting_for_worker")
 
     def _grant_after(self, epoch: int) -> LeaseGrant | None:
         grant = self._training.leasing.grant

@@ -6,9 +6,9 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities.grading.ask_teacher import AskTeacher, TeacherRequest
-    from activities.packing import PackDataset, Packed, PackRequest
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.tokenize import MixRequest, MixSources, SourceUnits, Tokenize, Tokenized, TokenizeRequest
+    from activities.tokenizing.units import PackDataset, Packed, PackRequest
     from longshore.dataset_runs import (
         DatasetRun,
         DatasetSource,
@@ -21,8 +21,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from longshore.fields import Artifact
     from longshore.losses import Reference
-    from longshore.previews import SourceShare, shares
-    from longshore.views import RunStatus
+    from longshore.views import RunStatus, SourceShare, shares
     from shared.jobs.job import PackedData
     from shared.runs.start import ResolvedModel, RunStart
     from workflows import control

@@ -12,8 +12,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from activities.formats.messages import Chat, Example, PromptCompletion, Question
-from activities.formats.rows import Row, is_given, listed, refuse_missing, rows_of
+from activities.formats.rows import (
+    Chat,
+    Example,
+    PromptCompletion,
+    Question,
+    Row,
+    is_given,
+    listed,
+    refuse_missing,
+    rows_of,
+)
 from activities.formats.specs import (
     FORMATS,
     GUARDED,

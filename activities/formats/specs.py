@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from activities.formats import THOUGHTS
-from activities.formats.messages import (
+from activities.formats.rows import (
+    JSON,
     KEYS,
     MASKED_LABEL,
     MEDIA,
@@ -28,23 +29,20 @@ from activities.formats.messages import (
     PreferencePair,
     PromptCompletion,
     Question,
+    Row,
     Text,
     TokenIds,
     has_weighed_parts,
-    message_of,
-    messages_of,
-    refuse_media,
-    tools_of,
-    turn_weight,
-)
-from activities.formats.rows import (
-    JSON,
-    Row,
     is_given,
     list_of_objects,
     listed,
+    message_of,
+    messages_of,
+    refuse_media,
     refuse_missing,
     text_of,
+    tools_of,
+    turn_weight,
     type_name,
     weight_of,
 )

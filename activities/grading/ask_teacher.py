@@ -15,8 +15,7 @@ import numpy as np
 from pydantic import Field
 from temporalio import activity
 
-from activities.grading.open_grader import GraderMeans, ModelServer, answering
-from activities.grading.python_sandbox import NotGraded
+from activities.grading.open_grader import GraderMeans, ModelServer, NotGraded, answering
 from activities.host_context import HostContext
 from activities.sandbox import calls as confined
 from activities.sandbox.child import sign

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from temporalio import activity
@@ -89,15 +89,7 @@ class HostCheck:
 
 
 def missing_packages(wanted: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f"{name} is not installed: pip install {name}" for name in wanted if not _is_installed(name))
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
+    return tuple(f"{name} is not installed: pip install {name}" for name in wanted if not any(distributions(name=name)))
 
 
 def disk_lacks(root: Path, least_bytes: int = LEAST_BYTES) -> tuple[str, ...]:

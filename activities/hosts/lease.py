@@ -1,5 +1,6 @@
 """The lease: one run's right to one worker process, held by a long activity on the queue of a shape of hosts."""
 
+import asyncio
 import functools
 import json
 import logging
@@ -12,21 +13,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from temporalio import activity
+from temporalio.client import Client, WorkflowHandle
+from temporalio.service import RPCError
 
 from activities.heartbeats import HOST_LEAVES, beating, host_is_leaving, is_cancelled
 from activities.hosts.health import HostHealth
-from activities.hosts.progress import Signals
 from activities.hosts.workers import Meeting, WorkerPool, WorkerProcess, last_words, log_tail
 from activities.telemetry import LEASES, phase
 from longshore.fields import Artifact, Fence, Frozen
 from longshore.runs import RunId
-from longshore.weight_sync import SyncBackend
+from longshore.training import SyncBackend
 from shared.child_environment import child_environment
 from shared.errors import (
     DiskFull,
@@ -97,6 +100,42 @@ def reasons_here(external: bool = False) -> dict[str, str | None]:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         _log.warning("what weights can travel by is not known: %s", error)
         return {}
+
+
+# --- Signals to the workflow of an activity ---
+
+_SIGNAL_TIMEOUT_S = 10.0
+
+
+class Signals(Protocol):
+    """Sends signals to the workflow of the current activity. To be called from the activity's thread."""
+
+    def send(self, name: str, message: Frozen) -> "Future[bool]":
+        """Start to send a signal. The future's result is False if it did not arrive; that is not raised as an error."""
+        ...
+
+
+class WorkflowSignals:
+    """Signals through the host's Temporal client, which lives in the host's event loop."""
+
+    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop) -> None:
+        self._client = client
+        self._loop = loop
+
+    def send(self, name: str, message: Frozen) -> "Future[bool]":
+        info = activity.info()
+        assert info.workflow_id is not None
+        handle = self._client.get_workflow_handle(info.workflow_id, run_id=info.workflow_run_id)
+        return asyncio.run_coroutine_threadsafe(_send(handle, name, message), self._loop)
+
+
+async def _send(handle: WorkflowHandle[Any, Any], name: str, message: Frozen) -> bool:
+    try:
+        await asyncio.wait_for(handle.signal(name, message), _SIGNAL_TIMEOUT_S)
+    except (RPCError, TimeoutError) as error:
+        _log.warning("signal %s did not reach %s: %s", name, handle.id, error)
+        return False
+    return True
 
 
 # --- Stager ---
@@ -258,26 +297,23 @@ class LeaseRecord(Frozen):
     workflow_run_id: str
 
 
+@dataclass(frozen=True)
 class ProcessLease:
     """The common part of all leases: start or adopt a process, signal the run, and watch until the lease ends.
 
-    Args:
-        signal: the name of the signal that announces the process to the run's workflow.
-        health: this host's, which counts lost workers.
+    `signal`: the name of the signal that announces the process to the run's workflow. `health`: this host's, which
+    counts lost workers; without one it takes every lease.
     """
 
-    def __init__(
-        self, pool: WorkerPool, signals: Signals, host_queue: str, signal: str, health: HostHealth | None = None
-    ) -> None:
-        self._pool = pool
-        self._signals = signals
-        self._host_queue = host_queue
-        self._signal = signal
-        self._health = health
+    pool: WorkerPool
+    signals: Signals
+    host_queue: str
+    signal: str
+    health: HostHealth | None = None
 
     def offered(self) -> AbstractContextManager[None]:
         """Hold a lease in a `with` block, unless this host leaves (`HostHealth.offered`)."""
-        return nullcontext() if self._health is None else self._health.offered()
+        return nullcontext() if self.health is None else self.health.offered()
 
     @contextmanager
     def begin(
@@ -298,7 +334,7 @@ class ProcessLease:
         """
         with self._counted() as begun, ExitStack() as after, ExitStack() as held:
             with phase("start worker"):
-                worker = self._pool.acquire(key, mark, node)
+                worker = self.pool.acquire(key, mark, node)
                 begun.append(worker)
                 held.enter_context(self._until_released(worker, mark))
                 after.enter_context(meet(worker))
@@ -313,19 +349,19 @@ class ProcessLease:
             yield begun
         except (WorkerLost, DiskFull, OSError) as error:
             # If the disk is full, another host's may have room. A host without others raises the error itself.
-            if self._health is None:
+            if self.health is None:
                 raise
             loss = error if isinstance(error, WorkerLost) else WorkerLost(f"no worker can be started: {error}")
-            self._health.lost(loss, at_start=not any(worker.has_worked for worker in begun))
-            if loss is error or not self._health.has_others():
+            self.health.lost(loss, at_start=not any(worker.has_worked for worker in begun))
+            if loss is error or not self.health.has_others():
                 raise
             raise loss from error
 
     @contextmanager
     def join(self, queue: str, mark: LeaseMark, ready_timeout_s: float) -> Iterator[WorkerProcess | None]:
         """Like `begin`, with a process that serves other leases, too. Yields None if no such process takes this one."""
-        is_closing = self._health is not None and self._health.is_closing
-        worker = None if is_closing else self._pool.join(queue, mark)
+        is_closing = self.health is not None and self.health.is_closing
+        worker = None if is_closing else self.pool.join(queue, mark)
         if worker is None:
             yield None
             return
@@ -337,7 +373,7 @@ class ProcessLease:
         try:
             yield
         finally:
-            self._pool.release(worker, mark)
+            self.pool.release(worker, mark)
 
     def hold(self, worker: WorkerProcess, look: Callable[[], None] = lambda: None) -> None:
         """Keep the process until the lease ends, and call `look` now and then. Raises as `begin` does."""
@@ -363,48 +399,34 @@ class ProcessLease:
         """
         worker.count_time_of(mark)
         grant = LeaseGrant(
-            fence=mark.fence, host_queue=self._host_queue, worker_id=worker.worker_id, joined=joined
+            fence=mark.fence, host_queue=self.host_queue, worker_id=worker.worker_id, joined=joined
         ).model_copy(update=reached)
-        while not self._signals.send(self._signal, grant).result():
+        while not self.signals.send(self.signal, grant).result():
             if not _is_held(worker):
                 return False
             time.sleep(1.0)
         return True
 
 
+@dataclass(frozen=True)
 class Lease:
     """Starts or adopts a worker, tells the run about it, and holds it until the lease is cancelled.
 
     Args:
         joining: makes a context; while it is open, this host polls a queue for `join_lease` activities.
         external_transport: whether runs may name the weight sync of an installed package.
-        health: this host's; without one it takes every lease.
         meetings: the rendezvous with hosts of other machines. `stager`: stages inputs for ranks here whose job is on
             another host. Without these, the host takes no part of a worker of several machines.
         drain_grace_s: the time that such a worker has to save a checkpoint once this host leaves.
     """
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        store: ObjectStore,
-        signals: Signals,
-        host_queue: str,
-        joining: JoiningLeases | None = None,
-        external_transport: bool = False,
-        health: HostHealth | None = None,
-        meetings: Meetings | None = None,
-        stager: Stager | None = None,
-        drain_grace_s: float = 0.0,
-    ) -> None:
-        self._signals = signals
-        self._meetings, self._stager, self._drain_grace_s = meetings, stager, drain_grace_s
-        self._lease = ProcessLease(pool, signals, host_queue, "leased", health)
-        self._pool = pool
-        self._store = store
-        self._host_queue = host_queue
-        self._joining = joining
-        self._external_transport = external_transport
+    process: ProcessLease
+    store: ObjectStore
+    joining: JoiningLeases | None = None
+    external_transport: bool = False
+    meetings: Meetings | None = None
+    stager: Stager | None = None
+    drain_grace_s: float = 0.0
 
     @activity.defn(name="lease", no_thread_cancel_exception=True)
     def lease(self, request: LeaseRequest) -> None:
@@ -419,24 +441,24 @@ class Lease:
         mark = mark_of(request.run_id, request.epoch)
         if request.leader is not None:
             mark = mark.model_copy(update={"fence": request.leader.fence})
-        with beating(), self._lease.offered(), ExitStack() as after:
-            check_backend(request.sync_backend, "gpu", self._external_transport)
+        with beating(), self.process.offered(), ExitStack() as after:
+            check_backend(request.sync_backend, "gpu", self.external_transport)
             if not request.node and not self._record(mark):
                 if request.join_queue is not None:
                     return
                 raise LeaseLost(f"lease {mark.fence.label} of {mark.run_id} was taken before")
             meet = partial(self._meet, request, mark)
-            with self._lease.begin(request.key, mark, request.ready_timeout_s, request.node, meet) as worker:
+            with self.process.begin(request.key, mark, request.ready_timeout_s, request.node, meet) as worker:
                 if worker is not None and request.node:
                     self._attend(worker, mark)
                     return
-                if worker is None or not self._lease.tell(worker, mark):
+                if worker is None or not self.process.tell(worker, mark):
                     return
-                if request.join_queue is not None and self._joining is not None:
-                    self._pool.share(request.join_queue, worker)
-                    after.enter_context(self._joining(request.join_queue))
+                if request.join_queue is not None and self.joining is not None:
+                    self.process.pool.share(request.join_queue, worker)
+                    after.enter_context(self.joining(request.join_queue))
                     after.callback(_wait_for_others, worker)
-                self._lease.hold(worker)
+                self.process.hold(worker)
 
     @contextmanager
     def _meet(self, request: LeaseRequest, mark: LeaseMark, worker: WorkerProcess) -> Iterator[None]:
@@ -447,15 +469,15 @@ class Lease:
         with ExitStack() as stack:
             nodes = request.key.layout.nodes
             if nodes > 1:
-                assert self._meetings is not None
+                assert self.meetings is not None
                 if request.leader is None:
-                    led = worker.meeting = stack.enter_context(self._meetings.leading(worker.paths, nodes))
+                    led = worker.meeting = stack.enter_context(self.meetings.leading(worker.paths, nodes))
                     leader = GangLeader(fence=mark.fence, worker_id=worker.worker_id, at=led.at)
-                    while not self._signals.send("gathers", leader).result() and _is_held(worker):
+                    while not self.process.signals.send("gathers", leader).result() and _is_held(worker):
                         time.sleep(1.0)
                 else:
                     try:
-                        meeting = self._meetings.following(worker.paths, request.node, request.leader)
+                        meeting = self.meetings.following(worker.paths, request.node, request.leader)
                         worker.meeting = stack.enter_context(meeting)
                     except OSError as error:
                         raise WorkerLost(f"the first machine's host is not reached: {error}") from error
@@ -463,12 +485,12 @@ class Lease:
 
     def _attend(self, worker: WorkerProcess, mark: LeaseMark) -> None:
         """Hold this machine's part of a worker whose jobs the first machine's host has. Raises as `lease` does."""
-        assert self._stager is not None and worker.meeting is not None
-        staging = NodeStaging(self._stager, worker.paths, mark, self._store)
+        assert self.stager is not None and worker.meeting is not None
+        staging = NodeStaging(self.stager, worker.paths, mark, self.store)
         try:
-            self._lease.hold(worker, staging.look)
+            self.process.hold(worker, staging.look)
         except HostLeft:
-            worker.meeting.is_leaving, until = True, time.monotonic() + self._drain_grace_s
+            worker.meeting.is_leaving, until = True, time.monotonic() + self.drain_grace_s
             while time.monotonic() < until and worker.is_alive() and not worker.meeting.broken:
                 staging.look()
                 time.sleep(_POLL_S)
@@ -486,10 +508,10 @@ class Lease:
         assert request.join_queue is not None
         mark = mark_of(request.run_id, request.epoch)
         with beating(), ExitStack() as after:
-            check_backend(request.sync_backend, "gpu", self._external_transport)
-            worker = after.enter_context(self._lease.join(request.join_queue, mark, request.ready_timeout_s))
-            if worker is not None and self._record(mark) and self._lease.tell(worker, mark, joined=True):
-                self._lease.hold(worker)
+            check_backend(request.sync_backend, "gpu", self.external_transport)
+            worker = after.enter_context(self.process.join(request.join_queue, mark, request.ready_timeout_s))
+            if worker is not None and self._record(mark) and self.process.tell(worker, mark, joined=True):
+                self.process.hold(worker)
 
     def _record(self, mark: LeaseMark) -> bool:
         """Record the lease in the store. Returns False if the run has a lease of this epoch: only the first counts."""
@@ -497,11 +519,11 @@ class Lease:
             run_id=mark.run_id,
             fence=mark.fence,
             host=socket.gethostname(),
-            host_queue=self._host_queue,
+            host_queue=self.process.host_queue,
             workflow_run_id=activity.info().workflow_run_id or "",
         )
         key = RunKeys(mark.run_id).lease(mark.fence.epoch)
-        return self._store.put_if_absent(key, record.model_dump_json().encode())
+        return self.store.put_if_absent(key, record.model_dump_json().encode())
 
 
 def mark_of(run_id: RunId, epoch: int) -> LeaseMark:

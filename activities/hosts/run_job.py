@@ -1,10 +1,10 @@
-"""Runs a job on a leased worker: writes the job file, follows the log, and uploads the results into the store."""
+"""Runs a job on a leased worker: writes the job file, follows the log, reports progress, and uploads the results."""
 
 import asyncio
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,23 +19,24 @@ from temporalio.service import RPCError
 
 from activities.heartbeats import HOST_LEAVES, beating, host_is_leaving, is_cancelled
 from activities.hosts.health import HostHealth
-from activities.hosts.lease import JobStaging, Stager
-from activities.hosts.progress import Metrics, Progress, Signals
+from activities.hosts.lease import JobStaging, Signals, Stager
 from activities.hosts.session import carry_results
 from activities.hosts.workers import WorkerPool, WorkerProcess, log_tail
-from activities.records.run_records import damage, find_newest, newest_first, prune_checkpoints, saved_by_job
+from activities.records import damage, find_newest, newest_first, prune_checkpoints, saved_by_job
 from activities.telemetry import JobSeen
-from longshore.algorithms import is_policy_loss
 from longshore.events import (
     Applied,
     Best,
     Cancelled,
+    Evaluated,
+    Evaluating,
     Event,
     Failed,
     Kept,
     Offloaded,
     Probed,
     Saved,
+    Started,
     Step,
     Succeeded,
     Synced,
@@ -43,9 +44,10 @@ from longshore.events import (
     parse_event,
 )
 from longshore.fields import Fence, Frozen
-from longshore.training import Lora
+from longshore.losses import Loss, is_policy_loss
+from longshore.metrics import combined_by
+from longshore.training import Lora, SyncOutcome, WeightSync
 from longshore.views import CheckpointRef, Problem, ProfileRequest
-from longshore.weight_sync import SyncOutcome, WeightSync
 from shared.errors import CorruptArtifact, DiskFull, HostLeft, StoreUnavailable, WorkerLost
 from shared.jobs.job import AnyPlan, Job, LeaseGrant, LeaseMark, SyncAccess, SyncTarget, secret_of_run
 from shared.runs.events import EventCursor, SessionResults, read_run_events
@@ -55,6 +57,141 @@ from shared.storage.artifacts import upload_artifact
 from shared.storage.files import write_atomically, write_privately
 from shared.storage.paths import HostPaths, RunKeys
 from shared.storage.store import ObjectStore
+
+# --- Progress of a job, reported to its workflow by signals ---
+# With growing pauses, as the workflow's history must stay short.
+#
+# A train step of reinforcement learning is one job of several optimizer steps (epochs times mini-batches), and its
+# metrics combine those of all of them. Any other job is the whole training of a run; its metrics are the newest step's.
+
+Metrics = Mapping[str, float]
+
+# A signal costs four events of a history that ends at 51,200: the pause grows with the job, to at most five minutes.
+_SHORTEST_S = 2.0
+_SHARE = 0.02
+_LONGEST_S = 300.0
+
+
+class JobMetrics:
+    """Combines the metrics of a job's optimizer steps, which are given in order.
+
+    Skipped steps are always counted. For a policy loss each metric is combined as longshore/metrics.py says, over the
+    steps that have it. For any other loss, each metric is its newest value.
+    """
+
+    def __init__(self, loss: Loss, steps: Iterable[Metrics] = ()) -> None:
+        self._is_train_step = is_policy_loss(loss)
+        self._sums: dict[str, tuple[float, float]] = {}  # numerator and denominator of each value
+        for metrics in steps:
+            self.take(metrics)
+
+    def take(self, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            before, weight = self._sums.get(name, (0.0, 0.0))
+            match combined_by(name) if self._is_train_step or name == "skipped" else "last":
+                case "last":
+                    self._sums[name] = value, 1.0
+                case "sum":
+                    self._sums[name] = before + value, 1.0
+                case "max":
+                    self._sums[name] = max(before, value), 1.0
+                case "mean":
+                    self._sums[name] = before + value, weight + 1
+                case "mean_of_tokens":
+                    tokens = metrics["target_tokens"]
+                    self._sums[name] = before + value * tokens, weight + tokens
+
+    def combined(self) -> dict[str, float]:
+        found = {name: value / weight for name, (value, weight) in self._sums.items()}
+        if self._is_train_step and "tokens_per_s" in found:
+            found["tokens_per_s"] = found["tokens"] / found["step_s"]
+        return found
+
+
+class ProgressReport(Frozen):
+    """A report on a job, signalled to its workflow, which ignores reports of other fences than its current one.
+
+    `held_s`: seconds that the lease has had of its worker's time so far. `num_steps`: not meaningful for a session.
+    `evaluations`: those that the job has made so far, which took `evaluating_s` seconds.
+    """
+
+    fence: Fence
+    step: int
+    num_steps: int
+    metrics: dict[str, float]
+    checkpoint: CheckpointRef | None
+    held_s: float = 0.0
+    evaluations: int = 0
+    evaluating_s: float = 0.0
+
+
+class Progress:
+    """The newest state of a job, and when its workflow heard of it last. Evaluation metrics are named `eval_...`.
+
+    `steps_before`: metrics of the optimizer steps before this attempt.
+    """
+
+    def __init__(
+        self,
+        plan: AnyPlan,
+        fence: Fence,
+        steps_before: Iterable[Metrics],
+        signals: Signals,
+        held_s: Callable[[], float],
+    ) -> None:
+        self.step = 0
+        self._training = JobMetrics(plan.step_loss, steps_before)
+        self._evaluation: dict[str, float] = {}
+        self._evaluations, self._evaluating_s, self._last_event_at = 0, 0.0, 0.0
+        self._fence = fence
+        self._num_steps = plan.last_step or 0
+        self._signals = signals
+        self._held_s = held_s
+        self._begun_at = time.monotonic()
+        self._told_at: float | None = None
+        self._told: ProgressReport | None = None
+        self._sending: Future[bool] | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self._training.combined() | self._evaluation
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Started(first_step=step):
+                self.step = step
+            case Step(step=step, metrics=metrics):
+                self.step = step
+                self._training.take(metrics)
+            case Evaluated(metrics=metrics):
+                self._evaluations += 1
+                self._evaluating_s += event.time - self._last_event_at
+                self._evaluation |= {n if n.startswith("eval_") else f"eval_{n}": value for n, value in metrics.items()}
+        if not isinstance(event, Evaluating):
+            self._last_event_at = event.time
+
+    def tick(self, durable: CheckpointRef | None) -> None:
+        """Signal new progress if the last signal is long enough ago; the first step is signalled at once."""
+        if (self.step == 0 and not self.metrics) or (self._sending is not None and not self._sending.done()):
+            return
+        now = time.monotonic()
+        pause_s = min(_LONGEST_S, max(_SHORTEST_S, _SHARE * (now - self._begun_at)))
+        if self._told_at is not None and now - self._told_at < pause_s:
+            return
+        report = ProgressReport(
+            fence=self._fence,
+            step=self.step,
+            num_steps=self._num_steps,
+            metrics=self.metrics,
+            checkpoint=durable,
+            evaluations=self._evaluations,
+            evaluating_s=self._evaluating_s,
+        )
+        if report != self._told:
+            sent = report.model_copy(update={"held_s": self._held_s()})
+            self._sending = self._signals.send("progress", sent)
+            self._told, self._told_at = report, now
+
 
 # --- A host's part in its jobs' weight syncs: it gives workers their sync key and the addresses of samplers ---
 
@@ -396,7 +533,7 @@ class JobResult(Frozen):
     """The end of a job. `checkpoint` is the newest one in the store: this job's, or the one it started from; if the job
     keeps the best, that of its `best` evaluation.
 
-    `metrics` combine those of all its optimizer steps (progress.py) and of its newest evaluation; `probe` are the
+    `metrics` combine those of all its optimizer steps (`JobMetrics`) and of its newest evaluation; `probe` are the
     log-probabilities of `JobPlan.probe` except its first token, by the weights of the last step. `sync`: the outcome of
     sending these to samplers, if the plan asked for it. `damaged`: what is wrong with the checkpoint that the job
     should continue from, if that made it fail. `held_s`: seconds of its worker's time that the lease has used so far.
@@ -414,33 +551,22 @@ class JobResult(Frozen):
     best: Best | None = None
 
 
+@dataclass(frozen=True)
 class RunJob:
-    """Does jobs on the workers of this host."""
+    """Does jobs on the workers of this host.
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        store: ObjectStore,
-        stager: Stager,
-        signals: Signals,
-        syncs: TrainerSyncs | None = None,
-        health: HostHealth | None = None,
-        drain_grace_s: float = 0.0,
-        told: Callable[[Event], object] = lambda _: None,
-    ) -> None:
-        """
-        Args:
-            drain_grace_s: the time that a job has to save a checkpoint once this host leaves.
-            told: called with each event of a job, in order.
-        """
-        self._pool = pool
-        self._store = store
-        self._stager = stager
-        self._signals = signals
-        self._syncs = syncs
-        self._health = health
-        self._drain_grace_s = drain_grace_s
-        self._told = told
+    `drain_grace_s`: the time that a job has to save a checkpoint once this host leaves. `told`: called with each event
+    of a job, in order.
+    """
+
+    pool: WorkerPool
+    store: ObjectStore
+    stager: Stager
+    signals: Signals
+    syncs: TrainerSyncs | None = None
+    health: HostHealth | None = None
+    drain_grace_s: float = 0.0
+    told: Callable[[Event], object] = lambda _: None
 
     @activity.defn(name="run_job", no_thread_cancel_exception=True)
     def run_job(self, request: RunJobRequest) -> JobResult:
@@ -451,12 +577,10 @@ class RunJob:
             StoreUnavailable: the results could not be uploaded into the store.
         """
         lease = LeaseMark(run_id=request.plan.run_id, fence=request.fence)
-        with self._pool.using(request.worker_id, lease) as worker:
+        with self.pool.using(request.worker_id, lease) as worker:
             # Looked up while this lease holds: hosts of older leases no longer delete checkpoints.
-            newest = find_newest(self._store, request.plan.run_id, request.passed_over).checkpoint
-            start = saved_by_job(request.plan, newest)
-            attempt = _Attempt(worker, request, lease, start, self._store, self._stager, self._signals, self._syncs)
-            attempt.drain_grace_s, attempt.told = self._drain_grace_s, self._told
+            newest = find_newest(self.store, request.plan.run_id, request.passed_over).checkpoint
+            attempt = _Attempt(self, worker, request, lease, saved_by_job(request.plan, newest))
             try:
                 with beating(lambda: attempt.reader.offset), attempt.uploader:
                     result = attempt.run()
@@ -472,7 +596,7 @@ class RunJob:
 
         Raises WorkerLost: this host's disk is full, and there are other hosts.
         """
-        problem, health = result.problem, self._health
+        problem, health = result.problem, self.health
         if health is None:
             return
         if attempt.has_worked:
@@ -490,46 +614,32 @@ class _Attempt:
     """One job on one worker."""
 
     def __init__(
-        self,
-        worker: WorkerProcess,
-        request: RunJobRequest,
-        lease: LeaseMark,
-        start: CheckpointRef | None,
-        store: ObjectStore,
-        stager: Stager,
-        signals: Signals,
-        syncs: TrainerSyncs | None,
+        self, host: RunJob, worker: WorkerProcess, request: RunJobRequest, lease: LeaseMark, start: CheckpointRef | None
     ) -> None:
-        self.worker = worker
-        self.request = request
+        plan, paths = request.plan, worker.paths
+        self.host, self.worker, self.request, self.start = host, worker, request, start
         self.held_s = partial(worker.held_s, lease)
-        self.store = store
-        self.start = start
-        self.outputs = worker.paths.outputs(request.plan.run_id, request.plan.job_id, request.fence)
         self.job = Job(
-            plan=request.plan,
+            plan=plan,
             fence=request.fence,
-            **Job.places(worker.paths, request.plan, request.fence),
+            **Job.places(paths, plan, request.fence),
             start=start.artifact if start else None,
             tenant=request.tenant,
             tenant_weight=request.tenant_weight,
         )
         self.reader = LogReader(Path(self.job.log_path))
-        self.uploader = Uploader(store, self.job, start)
-        self.staging = JobStaging(stager, self.job, store)
-        self.progress = Progress(
-            request.plan, request.fence, _steps_before(store, request.plan, start), signals, self.held_s
-        )
-        self.has_worked = False
+        self.uploader = Uploader(host.store, self.job, start)
+        self.staging = JobStaging(host.stager, self.job, host.store)
+        steps_before = _steps_before(host.store, plan, start)
+        self.progress = Progress(plan, request.fence, steps_before, host.signals, self.held_s)
+        self.has_worked = self.is_drained = False
         self.probe: tuple[float, ...] = ()
         self.sync: SyncOutcome | None = None
-        self.syncs = syncs.of_job(request.plan, self.job.log_path) if syncs is not None else None
-        self.cancel = worker.paths.cancel(request.plan.run_id, request.plan.job_id, request.fence)
+        self.syncs = host.syncs.of_job(plan, self.job.log_path) if host.syncs is not None else None
+        self.cancel = paths.cancel(plan.run_id, plan.job_id, request.fence)
         self.kill_at: float | None = None
-        self.drain_grace_s, self.is_drained = 0.0, False
-        self.told: Callable[[Event], object] = lambda _: None
         self.heard_at = time.monotonic()
-        self.seen = JobSeen(request.plan, request.fence, time.time())
+        self.seen = JobSeen(plan, request.fence, time.time())
 
     def run(self) -> JobResult:
         try:
@@ -599,20 +709,20 @@ class _Attempt:
         self.uploader.line(line, at_once=not isinstance(event, Step | Applied | Kept | Terminal))
         self.progress.take(event)
         self.seen.take(event)
-        self.told(event)
+        self.host.told(event)
 
     def _obey(self) -> None:
         """Pass on to the worker that the job is cancelled, or that the host leaves: either way it saves a checkpoint
         after the step in hand, and is ended if it does not do so in time.
         """
-        leaves = self.worker.loses_its_host()
-        if leaves and not self.drain_grace_s:
+        leaves, drain_grace_s = self.worker.loses_its_host(), self.host.drain_grace_s
+        if leaves and not drain_grace_s:
             raise HostLeft(HOST_LEAVES)
         if not leaves and not is_cancelled():
             return
         if self.kill_at is None:
             self.is_drained = leaves
-            self.kill_at = time.monotonic() + (self.drain_grace_s if leaves else self.request.cancel_grace_s)
+            self.kill_at = time.monotonic() + (drain_grace_s if leaves else self.request.cancel_grace_s)
             write_atomically(self.cancel, b"")
         elif time.monotonic() > self.kill_at:
             self.worker.end()
@@ -630,7 +740,8 @@ class _Attempt:
         if self.syncs is not None:
             self.syncs.end()
         self.uploader.finish(output)
-        shutil.rmtree(self.outputs, ignore_errors=True)
+        plan, fence = self.request.plan, self.request.fence
+        shutil.rmtree(self.worker.paths.outputs(plan.run_id, plan.job_id, fence), ignore_errors=True)
         self.cancel.unlink(missing_ok=True)
 
     def _result(self, terminal: Terminal | None) -> JobResult:
@@ -645,7 +756,7 @@ class _Attempt:
             case Failed(step=step, kind=kind, message=message):
                 outcome, problem = "failed", Problem(kind=kind, message=message)
                 if kind == "corrupt_artifact" and self.start is not None:
-                    damaged = damage(self.store, self.request.plan.run_id, self.start)
+                    damaged = damage(self.host.store, self.request.plan.run_id, self.start)
             case Cancelled(step=step):
                 outcome = "cancelled"
             case None:
@@ -666,10 +777,10 @@ class _Attempt:
     def _checkpoint_of(self, best: Best) -> CheckpointRef:
         """Find the newest lease's checkpoint of the best evaluation. Raises CorruptArtifact: it is gone."""
         run_id = self.request.plan.run_id
-        for found in newest_first(self.store, run_id):
-            if found.step == best.step:
-                return found
-        raise CorruptArtifact(f"the checkpoint of the best evaluation, of step {best.step}, is gone", run_id)
+        found = next((found for found in newest_first(self.host.store, run_id) if found.step == best.step), None)
+        if found is None:
+            raise CorruptArtifact(f"the checkpoint of the best evaluation, of step {best.step}, is gone", run_id)
+        return found
 
 
 def _was_cancelled() -> bool:

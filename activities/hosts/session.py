@@ -13,7 +13,7 @@ from temporalio import activity
 
 from activities.heartbeats import HOST_LEAVES, beating, host_is_leaving
 from activities.hosts.workers import WorkerPool, WorkerProcess
-from activities.records.run_records import newest_first
+from activities.records import newest_first
 from longshore.commands import EFFECTS, CommandProblem, CommandResult
 from longshore.events import Started, parse_event
 from longshore.fields import Artifact, Fence, Frozen

@@ -23,7 +23,7 @@ from activities.heartbeats import host_is_leaving
 from activities.hosts.programs import SPIN_COUNT, RunningProgram, start
 from activities.sandbox.calls import machine_bytes
 from activities.telemetry import GPU_SECONDS
-from longshore.layout import MAX_WORLD_SIZE
+from longshore.training import MAX_WORLD_SIZE
 from shared.child_environment import child_environment
 from shared.errors import LeaseLost, LongshoreError
 from shared.jobs.job import WORKER_ID_VARIABLE, LeaseMark, ProcessKey, SamplerKey, WorkerKey, WorkerRecord, check_ranks

@@ -16,8 +16,8 @@ from temporalio import activity
 
 from activities.heartbeats import beating
 from activities.host_context import HostContext
-from activities.models.files import INDEX
 from activities.models.gguf_file import GGUF_FAMILIES, PAIRED, gguf_name, pre_tokenizer_name, rope_factors, swapped
+from activities.models.resolve import INDEX
 from activities.sandbox.child import sign
 from longshore.fields import Artifact, Frozen
 from longshore.views import Export

@@ -13,9 +13,9 @@ from activities.heartbeats import beating, stop_if_cancelled
 from activities.host_context import HostContext
 from activities.sources.http import shown_uri
 from activities.tokenizing.tokenizer import end_ids_of
-from longshore.algorithms import Preferences
 from longshore.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
 from longshore.fields import Artifact, Frozen
+from longshore.losses import Preferences
 from longshore.metrics import is_of_the_machine
 from longshore.runs import FIRST_TENANT, RLRun, Run, RunId, Tenant, dtype_of
 from longshore.training import Full, Lora, SessionRun

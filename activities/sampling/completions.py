@@ -23,7 +23,7 @@ from activities.sampling.client import Completion
 from activities.tokenizing.render_prompts import PromptRow
 from longshore.fields import Frozen, added
 from longshore.grading import SampledItem
-from longshore.previews import SourceShare
+from longshore.views import SourceShare
 from shared.chat.completions import DrawnBy
 from shared.errors import InvalidInput
 from shared.jobs import bins as packing

@@ -13,16 +13,15 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from activities.formats.messages import Question, messages_of, tools_of
-from activities.formats.rows import Row
+from activities.formats.rows import Question, Row, messages_of, tools_of
 from activities.host_context import HostContext
 from activities.sampling.client import Tell
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters, refusal
 from activities.sandbox import calls as confined
 from activities.tokenizing.render_prompts import ids_before_answers
-from activities.tokenizing.template_process import TemplateProcess
 from activities.tokenizing.tokenizer import (
     ModelTokenizer,
+    TemplateProcess,
     check_characters,
     check_loading,
     stopping_at,
@@ -136,6 +135,7 @@ _PLACE = "messages"
 _NO_CHARACTER = "\ufffd"  # the text of a token that is only a part of a character
 _TEXT = ResponseFormat(type="text")
 _IMPOSSIBLE = -9999.0  # JSON has no infinity
+_SAME = ("stop_token_ids", "seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
 class ChatPrompts:
@@ -227,17 +227,11 @@ def sampler_request(asked: ChatRequest, model: str, prompt_ids: Sequence[int], m
         temperature=1.0 if asked.temperature is None else asked.temperature,
         top_p=1.0 if asked.top_p is None else asked.top_p,
         stop=asked.stop or None,
-        stop_token_ids=asked.stop_token_ids,
         ignore_eos=bool(asked.ignore_eos),
-        seed=asked.seed,
         logprobs=asked.top_logprobs or 0,  # 0 still returns the sampled tokens' logprobs, which training may need
         return_token_ids=True,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        logit_bias=asked.logit_bias,
         structured_outputs=forced_calls(asked) or (asked.response_format or _TEXT).wanted,
+        **{name: getattr(asked, name) for name in _SAME},
     )
 
 

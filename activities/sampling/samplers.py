@@ -19,16 +19,14 @@ from temporalio.exceptions import CancelledError
 
 from activities.heartbeats import HOST_LEAVES, LOOK_EVERY_S, beating, host_is_leaving, stop_if_cancelled, when_cancelled
 from activities.host_context import HostContext
-from activities.hosts.health import HostHealth
 from activities.hosts.lease import ProcessLease, check_backend, mark_of
-from activities.hosts.progress import Signals
 from activities.hosts.workers import WorkerPool, WorkerProcess
 from activities.sampling.client import ATTEMPTS, TIMEOUT_S, Sampler
 from activities.sources.http import parse_http_uri, resolve, shown_uri
 from activities.tokenizing.tokenizer import end_ids_of
 from longshore.fields import Artifact, Frozen, Sha256
 from longshore.runs import RunId
-from longshore.weight_sync import OVER_TCP, SyncBackend
+from longshore.training import OVER_TCP, SyncBackend
 from shared.chat.completions import SamplerMemory, SamplerReady
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.job import LeaseMark, ProcessKey, SamplerKey, newest_name
@@ -483,19 +481,8 @@ class LeaseSampler:
     Samples are seeded and stored by content, so an old lease cannot spoil them.
     """
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        host: HostContext,
-        signals: Signals,
-        host_queue: str,
-        answers_at: HostAddress,
-        health: HostHealth | None = None,
-    ) -> None:
-        self._answers_at = answers_at
-        self._lease = ProcessLease(pool, signals, host_queue, "sampler_leased", health)
-        self._host = host
-        self._health = health
+    def __init__(self, process: ProcessLease, host: HostContext, answers_at: HostAddress) -> None:
+        self._lease, self._host, self._answers_at = process, host, answers_at
 
     @activity.defn(name="lease_sampler", no_thread_cancel_exception=True)
     def lease_sampler(self, request: SamplerLeaseRequest) -> None:
@@ -529,8 +516,8 @@ class LeaseSampler:
             if worker is not None:
                 _forget(worker, self._host.stage(request.key.model))
                 worker.has_worked = True
-                if self._health is not None:
-                    self._health.worked()
+                if self._lease.health is not None:
+                    self._lease.health.worked()
                 takes_weights = request.key.sampler == "own"
                 reached = {
                     "weights_socket": str(worker.paths.weights_socket) if takes_weights else None,

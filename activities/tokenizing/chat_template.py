@@ -9,7 +9,7 @@ contents. To find it, the conversation is rendered again with a marker character
 A row is refused if removing the markers does not give the same text, or if no such token follows.
 
 This module runs in a separate process (`CodeProcess` of activities/sandbox/calls.py), as templates are untrusted
-code. `render_asked` answers a batch of rows after another; activities/tokenizing/template_process.py asks it.
+code. `render_asked` answers a batch of rows after another; activities/tokenizing/tokenizer.py asks it.
 """
 
 import importlib

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from activities.formats.messages import (
+from activities.formats.rows import (
     MASKED_LABEL,
     Chat,
     Example,
@@ -23,8 +23,7 @@ from activities.formats.messages import (
 )
 from activities.sandbox.child import sign
 from activities.tokenizing.chat_template import Rendered, WeightedSpan
-from activities.tokenizing.template_process import TemplateProcess
-from activities.tokenizing.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, check_characters
+from activities.tokenizing.tokenizer import MAX_CHARACTERS, Encoded, ModelTokenizer, TemplateProcess, check_characters
 from activities.tokenizing.units import TokenBlock
 from longshore.fields import Frozen
 from shared.errors import InvalidInput
@@ -82,7 +81,7 @@ _BATCH_CHARACTERS = 2 << 20
 _BATCHES_AHEAD = 4
 RowT = TypeVar("RowT")
 _NONE = np.zeros(0, dtype=np.int64)
-_NO_ROWS = TokenBlock([], _NONE, _NONE, np.zeros(0, dtype=np.float32), _NONE)
+NO_ROWS = TokenBlock([], _NONE, _NONE, np.zeros(0, dtype=np.float32), _NONE)
 
 
 class Prompt(Frozen):
@@ -230,7 +229,7 @@ def _encode_chats(
     }  # with both answers of a pair
     kept = [each for each in zip(chats, rendered, strict=True) if each[0].place not in refused]
     if not kept:
-        return EncodedBatch(_NO_ROWS, refused=refused)
+        return EncodedBatch(NO_ROWS, refused=refused)
     chats, rendered = [chat for chat, _ in kept], [row for _, row in kept]
     sign_longest([row.text for row in rendered], [chat.place for chat in chats])
     spans = [part_spans(chat, row) for chat, row in zip(chats, rendered, strict=True)]

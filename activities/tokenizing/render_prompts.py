@@ -17,15 +17,21 @@ from pydantic import Field
 from temporalio import activity
 
 from activities.formats.dataset import Dataset, open_prompts
-from activities.formats.messages import Question
+from activities.formats.rows import Question
 from activities.host_context import HostContext
 from activities.tokenizing.chat_template import HiddenThoughts, Rendered, WeightedSpan
 from activities.tokenizing.encoding import batches_of, sign_longest
-from activities.tokenizing.template_process import TemplateProcess, TemplateSource
-from activities.tokenizing.tokenizer import Encoded, ModelTokenizer, TokenizerFiles, tokenizer_files
+from activities.tokenizing.tokenizer import (
+    Encoded,
+    ModelTokenizer,
+    TemplateProcess,
+    TemplateSource,
+    TokenizerFiles,
+    tokenizer_files,
+)
 from longshore.dataset_runs import DatasetSource, Format
 from longshore.fields import Artifact, Frozen, added
-from longshore.previews import LostRow
+from longshore.views import LostRow
 from shared.errors import InvalidInput
 from shared.storage.artifacts import read_record
 from shared.storage.paths import content_key, rendered_prompts

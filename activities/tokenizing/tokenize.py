@@ -4,7 +4,7 @@ import json
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from temporalio import activity
 
-from activities.formats.dataset import open_dataset, open_prompts
+from activities.formats.dataset import Dataset, open_dataset, open_prompts
+from activities.formats.rows import Example
 from activities.formats.specs import LABELS, MARGIN, Numbers
 from activities.heartbeats import beating
 from activities.host_context import HostContext
 from activities.models.resolve import Resolve
 from activities.sandbox.calls import Kind
 from activities.sources.download import Download, DownloadRequest
-from activities.tokenizing.encoding import NUM_PROMPTS, Prompt, encoded
+from activities.tokenizing.encoding import NO_ROWS, NUM_PROMPTS, EncodedBatch, Prompt, encoded
 from activities.tokenizing.render_prompts import PromptTally, rendered
 from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles, tokenizer_files
 from activities.tokenizing.units import (
@@ -40,7 +41,7 @@ from activities.tokenizing.units import (
 )
 from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact, Frozen
-from longshore.previews import (
+from longshore.views import (
     Cut,
     LengthCount,
     Preview,
@@ -186,6 +187,7 @@ def mixed_report(reports: Mapping[str, Report]) -> Report:
         kind: tuple(f"source {name}: {text}" for name, part in reports.items() for text in getattr(part, kind))
         for kind in ("warnings", "notices")
     }
+    shown = SourceReport.model_fields.keys() - {"name"}
     return Report(
         format=formats.pop() if len(formats) == 1 else "auto",
         trained_fraction=sums["num_targets"] / sums["num_tokens"],
@@ -194,15 +196,7 @@ def mixed_report(reports: Mapping[str, Report]) -> Report:
         lengths=tuple(LengthCount(up_to_tokens=k, num_rows=n) for k, n in sorted(lengths.items())),
         lost=tuple(row for part in parts for row in part.lost)[:MAX_LISTED],
         sources=tuple(
-            SourceReport(
-                name=name,
-                format=part.format,
-                num_rows=part.num_rows,
-                num_kept=part.num_kept,
-                num_tokens=part.num_tokens,
-                num_lost=part.num_lost,
-            )
-            for name, part in reports.items()
+            SourceReport(name=name, **{each: getattr(part, each) for each in shown}) for name, part in reports.items()
         ),
         **sums,
         **several,
@@ -235,29 +229,13 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
     has_columns = request.pairs or request.labels or request.numbers
     columns = TAUGHT_COLUMNS if request.teachers else PAIR_COLUMNS if has_columns else REQUIRED_COLUMNS
     writer = UnitsWriter(folder, columns)
-    per_turn = request.numbers == (LABELS,)
-    answers = LabelledAnswers(request.max_tokens, opened.format.has_pairs)
-    with closing(encoded(opened, tokenizer)) as batches:
-        for batch in batches:
-            if request.labels:
-                kept: KeptPairs | KeptRows = answers.keep(batch.block)
-            elif request.numbers:
-                kept = keep_scored(batch.block, opened.numbers, request.max_tokens, request.pairs, per_turn)
-            elif request.pairs:
-                kept = keep_pairs(batch.block, request.max_tokens)
-            else:
-                kept = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
-                if request.teachers:
-                    taught_by = [opened.numbers.pop(place)[0] for place in batch.block.places]
-                    kept = replace(kept, advantage_R=np.array(taught_by, dtype=np.float32))
-            kept.count(tally)
+    with closing(_kept(opened, opened, request.pairs, request, tokenizer, tally)) as units:
+        for batch, kept in units:
+            if request.teachers and isinstance(kept, KeptRows):
+                taught_by = [opened.numbers.pop(place)[0] for place in batch.block.places]
+                kept = replace(kept, advantage_R=np.array(taught_by, dtype=np.float32))
             kept.write(writer)
-            tally.add_refused(batch.refused)
-            tally.add_warnings_of(batch.control_tokens, batch.dropped_reasoning, batch.unlike_prompts)
             prompts += batch.prompts
-    rest = answers.rest()
-    rest.count(tally)
-    rest.write(writer)
     writer.close()
     tally.refuse_losses(request.max_lost_fraction, request.source.uri)
     report = tally.report()
@@ -266,6 +244,36 @@ def write_units(dataset: Path, tokenizer: ModelTokenizer, request: TokenizeReque
     (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
     (folder / PROMPTS).write_text(json.dumps(chosen, indent=1) + "\n")
     return report
+
+
+def _kept(
+    opened: Dataset[Example],
+    examples: Iterable[Example],
+    are_pairs: bool,
+    request: TokenizeRequest | PreviewRequest,
+    tokenizer: ModelTokenizer,
+    tally: Tally,
+) -> Generator[tuple[EncodedBatch, KeptRows | KeptPairs], None, None]:
+    """Encode examples of a dataset in batches, and yield each with the units that are kept of it, which are counted."""
+    answers = LabelledAnswers(request.max_tokens, opened.format.has_pairs)
+    with closing(encoded(examples, tokenizer)) as batches:
+        for batch in batches:
+            if request.labels:
+                kept: KeptRows | KeptPairs = answers.keep(batch.block)
+            elif request.numbers:
+                per_turn = request.numbers == (LABELS,)
+                kept = keep_scored(batch.block, opened.numbers, request.max_tokens, are_pairs, per_turn)
+            elif are_pairs:
+                kept = keep_pairs(batch.block, request.max_tokens)
+            else:
+                kept = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
+            kept.count(tally)
+            tally.add_refused(batch.refused)
+            tally.add_warnings_of(batch.control_tokens, batch.dropped_reasoning, batch.unlike_prompts)
+            yield batch, kept
+    rest = answers.rest()
+    rest.count(tally)
+    yield EncodedBatch(NO_ROWS), rest
 
 
 def keep_scored(
@@ -351,32 +359,16 @@ def preview_of(dataset: Path, tokenizer: ModelTokenizer, request: PreviewRequest
     examples = _Counted(iter(opened), request)
     tally = Tally(opened.format.name, request.max_tokens, opened.unread, tokenizer.template)
     shown, tokens_U = list[PreviewRow](), array("q")
-    answers = LabelledAnswers(request.max_tokens, opened.format.has_pairs)
-    with closing(encoded(examples.first(), tokenizer)) as batches:
-        for batch in batches:
-            tally.add_refused(batch.refused)
-            tally.add_warnings_of(batch.control_tokens, batch.dropped_reasoning, batch.unlike_prompts)
+    with closing(_kept(opened, examples.first(), opened.format.has_pairs, request, tokenizer, tally)) as units:
+        for batch, kept in units:
             num_left = request.num_rows - len(shown)
-            if request.labels:
-                kept: KeptRows | KeptPairs = answers.keep(batch.block)
-            elif request.numbers:
-                are_pairs, per_turn = opened.format.has_pairs, request.numbers == (LABELS,)
-                kept = keep_scored(batch.block, opened.numbers, request.max_tokens, are_pairs, per_turn)
-            elif opened.format.has_pairs:
-                both = keep_pairs(batch.block, request.max_tokens)
-                for number in range(min(len(both.pairs), num_left)):
-                    shown.append(_pair_row(batch.block, both.pairs[number], number, tokenizer, _budget(shown)))
-                kept = both
-            else:
-                rows = keep_rows(batch.block, request.max_tokens, request.too_long == "truncate")
+            if isinstance(kept, KeptRows):
                 for row in range(min(len(batch.block.places), num_left)):
-                    shown.append(_row(rows, row, tokenizer, _budget(shown)))
-                kept = rows
-            kept.count(tally)
+                    shown.append(_row(kept, row, tokenizer, _budget(shown)))
+            elif not request.labels and not request.numbers:
+                for number in range(min(len(kept.pairs), num_left)):
+                    shown.append(_pair_row(batch.block, kept.pairs[number], number, tokenizer, _budget(shown)))
             tokens_U.extend(kept.num_tokens_U.tolist())
-    rest = answers.rest()
-    rest.count(tally)
-    tokens_U.extend(rest.num_tokens_U.tolist())
     problem = _problem(tally.refuse_losses, request.max_lost_fraction, request.source.uri)
     return Preview(
         report=tally.report(),
@@ -399,22 +391,14 @@ def _preview_of_prompts(dataset: Path, tokenizer: ModelTokenizer, request: Previ
         if len(shown) < request.num_rows:
             shown.append(_prompt_row(question.place, token_ids, is_kept, tokenizer, _budget(shown)))
     counted = tally.report()
+    same = ("format", "num_rows", "longest_tokens", "num_too_long", "num_refused", "lost", "warnings")
+    nothing = dict.fromkeys(("num_targets", "trained_fraction", "num_truncated", "num_fully_masked"), 0)
     report = Report(
-        format=counted.format,
-        num_rows=counted.num_rows,
+        **{name: getattr(counted, name) for name in same} | nothing,
         num_kept=counted.num_prompts,
         num_tokens=tally.num_tokens,
-        num_targets=0,
-        trained_fraction=0.0,
         max_tokens=request.max_tokens,
-        longest_tokens=counted.longest_tokens,
-        num_truncated=0,
-        num_too_long=counted.num_too_long,
-        num_fully_masked=0,
-        num_refused=counted.num_refused,
         lengths=(),
-        lost=counted.lost,
-        warnings=counted.warnings,
     )
     return Preview(
         report=report,

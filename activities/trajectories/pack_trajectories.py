@@ -14,7 +14,7 @@ from temporalio import activity
 
 from activities.heartbeats import beating
 from activities.host_context import HostContext
-from activities.records.run_records import find_key
+from activities.records import find_key
 from activities.sampling.completions import RoutesFile
 from activities.sandbox.child import ask
 from activities.sources.download import Download, DownloadRequest
@@ -35,9 +35,9 @@ from activities.trajectories.read_groups import (
     sequences_of,
 )
 from longshore.accounts import Room
-from longshore.algorithms import AdvantageKind
 from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact, Frozen
+from longshore.losses import AdvantageKind
 from longshore.runs import RLRun, RunId, Tenant
 from longshore.views import PlanHeader, StepStatus
 from shared.chat.trajectories import AnswerLookup, Trajectory, look_up

@@ -12,13 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from activities.formats.messages import Chat, Question, call_of, message_of, tools_of
-from activities.formats.rows import Row, lines_of
+from activities.formats.rows import Chat, Question, Row, call_of, lines_of, message_of, tools_of
 from activities.sampling.completions import RoutesFile
-from activities.tokenizing.template_process import TemplateProcess
-from activities.tokenizing.tokenizer import ModelTokenizer, TokenizerFiles
-from longshore.algorithms import COMPARE_GROUPS
+from activities.tokenizing.tokenizer import ModelTokenizer, TemplateProcess, TokenizerFiles
 from longshore.fields import Artifact, Frozen
+from longshore.losses import COMPARE_GROUPS
 from longshore.runs import RLRun
 from shared.chat.trajectories import (
     FORMS,

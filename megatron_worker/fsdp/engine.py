@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longshore.layout import Layout, broken_rule
-from longshore.training import Dtype, Lora
+from longshore.training import Dtype, Layout, Lora, broken_rule
 from megatron_worker.engine import Batch, EngineInfo, LossFunction, Outputs, Scores, TeacherStates, over_ranks
 from megatron_worker.fsdp.model import FsdpModel, probe, refusing
 from megatron_worker.fsdp.optimizer import FsdpOptimizer, join_ranks

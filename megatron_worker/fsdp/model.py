@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
-from longshore.layout import Layout
-from longshore.training import LINEARS
+from longshore.training import LINEARS, Layout
 from megatron_worker.engine import Batch
 from megatron_worker.families import check_lengths
 from megatron_worker.fsdp.adapter import (

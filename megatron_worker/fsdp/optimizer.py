@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from longshore.layout import Layout
-from longshore.training import Muon, Optimizer
+from longshore.training import Layout, Muon, Optimizer
 from megatron_worker.families import local_of, read_slice, write_slice
 from megatron_worker.optimizers import groups_of, rates_of, step_matrix, step_of, sum_of_squares, update
 from megatron_worker.process.ranks import SideRanks, agreement, join, join_side_ranks

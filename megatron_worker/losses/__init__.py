@@ -1,7 +1,6 @@
 """Losses: sums over a bin's targets. A new kind of loss needs a `case` in both functions here."""
 
-from longshore.algorithms import DPO, KTO, BradleyTerry, Loss
-from longshore.losses import CrossEntropy, Distillation, SquaredError
+from longshore.losses import DPO, KTO, BradleyTerry, CrossEntropy, Distillation, Loss, SquaredError
 from megatron_worker.engine import LossFunction
 from megatron_worker.losses import supervised
 from megatron_worker.losses.policy import check_policy_columns, policy_loss

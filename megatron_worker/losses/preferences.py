@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from longshore.algorithms import DPO, KTO, BradleyTerry
+from longshore.losses import DPO, KTO, BradleyTerry
 from megatron_worker.engine import PART, Batch, LossFunction, LossSums, Outputs, Scores
 from megatron_worker.losses.targets import check_finite, read_column, sums_of_sequences
 from shared.errors import InvalidInput

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longshore.layout import Layout
-from longshore.training import Dtype, Lora, OptimizerStates, Quantization
+from longshore.training import Dtype, Layout, Lora, OptimizerStates, Quantization
 from megatron_worker.engine import Batch, EngineInfo, LossFunction, LossSums, Outputs, Scores, TeacherStates, over_ranks
 from megatron_worker.head.distributions import score_with_divergence
 from megatron_worker.head.logprobs import VocabShard

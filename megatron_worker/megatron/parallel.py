@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longshore.layout import Layout
+from longshore.training import Layout
 from megatron_worker.families import parts_of, read_slice
 from megatron_worker.process.ranks import SideRanks, agreement, join, join_side_ranks
 from shared.families.architecture import Architecture

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Store
 
 from longshore.fields import Artifact, Frozen
-from longshore.layout import Layout
+from longshore.training import Layout
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput, LongshoreError
 from shared.jobs.job import Job, artifacts_of
 from shared.programs import INTERFACE_VARIABLE, NODE_VARIABLE, RENDEZVOUS_VARIABLE

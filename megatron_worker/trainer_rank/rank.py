@@ -28,10 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from longshore.layout import EngineName, Layout
 from longshore.training import (
     Dtype,
+    EngineName,
     Full,
+    Layout,
     Lora,
     Optimizer,
     OptimizerStates,

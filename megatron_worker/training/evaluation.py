@@ -13,10 +13,9 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from longshore.algorithms import Loss, is_policy_loss, reference_of
 from longshore.events import EvaluationSample
 from longshore.fields import Frozen
-from longshore.losses import CrossEntropy
+from longshore.losses import CrossEntropy, Loss, is_policy_loss, reference_of
 from megatron_worker.engine import PART, SUM, LossFunction, reported
 from megatron_worker.losses import loss_function
 from megatron_worker.training.batches import PackedBatches

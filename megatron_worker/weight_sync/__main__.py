@@ -8,7 +8,7 @@ import json
 import sys
 from typing import get_args
 
-from longshore.weight_sync import Transport
+from longshore.training import Transport
 
 
 def reasons(external: bool) -> dict[str, str | None]:

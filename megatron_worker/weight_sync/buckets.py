@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from longshore.fields import Frozen, Sha256
-from longshore.training import Lora
-from longshore.weight_sync import Transport
+from longshore.training import Lora, Transport
 from megatron_worker.engine import Outgoing, TensorBlock
 from shared.errors import InvalidInput
 

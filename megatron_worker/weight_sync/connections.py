@@ -27,7 +27,7 @@ from typing import TypeVar
 from pydantic import Field, ValidationError
 
 from longshore.fields import Frozen, Sha256
-from longshore.weight_sync import OVER_TCP
+from longshore.training import OVER_TCP
 from megatron_worker.weight_sync.buckets import Announcement, SyncBroken, SyncMessage, SyncReply
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule

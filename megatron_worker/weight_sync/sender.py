@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longshore.fields import Sha256
-from longshore.weight_sync import SyncOutcome
+from longshore.training import SyncOutcome
 from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.ranks import BackgroundCall, SideRanks
 from megatron_worker.weight_sync import buckets

@@ -22,9 +22,9 @@ from service.accounts.audit import Audit
 from service.accounts.keys import COOKIE, CSRF_HEADER, Keys, Principal, SignIns, is_from_page, sent_key
 from service.accounts.limits import RateLimit
 from service.apis import errors as problems
+from service.apis import page as pages
 from service.apis.art.wandb_artifacts import TELEMETRY, WANDB, wandb_key
 from service.apis.native.installation import CODEC
-from service.apis.page import pages
 from service.apis.tinker.wire import BATCH_PATHS, TINKER, TINKER_FILES, tinker_key
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES as MAX_BATCH_BYTES
 from service.errors import DatabaseUnavailable

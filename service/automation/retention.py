@@ -18,7 +18,7 @@ from temporalio import activity
 from temporalio.client import WorkflowFailureError
 from temporalio.common import WorkflowIDConflictPolicy
 
-from activities.records.run_records import find_newest
+from activities.records import find_newest
 from longshore.automation import Freed, GarbageReport, GarbageView
 from longshore.fields import Frozen
 from longshore.runs import FIRST_TENANT, RunRecord, SessionRun
@@ -28,9 +28,8 @@ from service.accounts.tenants import Documents, Quotas
 from service.automation.sweeps import SweepState
 from service.database.engine import Database, RemovedRow, RunRow, UseRow
 from service.errors import Conflict
-from service.runs.rows import forget
+from service.runs.rows import CLAIM_S, Claim, Uses, forget
 from service.runs.runs import Runs
-from service.runs.uses import CLAIM_S, Claim, Uses
 from service.temporal import Temporal, cause_of
 from shared.automation import GarbageRequest
 from shared.errors import InvalidInput, NotFound
@@ -300,7 +299,7 @@ def _is_over(days: float | None, since: float, now: float) -> bool:
 
 # --- The activity `collect_garbage`: measures what tenants store, and deletes what policies expire ---
 #
-# It may be killed at any moment and retried: each unit is deleted under a claim (service/runs/uses.py), manifests
+# It may be killed at any moment and retried: each unit is deleted under a claim (service/runs/rows.py), manifests
 # first. One census finds all due units; before its deletion each unit is checked again, under its claim.
 
 _log = logging.getLogger("longshore.service")

@@ -12,20 +12,31 @@ import typer
 from typer.core import TyperGroup
 
 from longshore.connection import ConnectionProblem
-from service.cli.command import LONGEST_HELP, TRACE_PARENT, Globals, Json, profile_names
-from service.cli.render import DONE, INTERRUPTED, USAGE, Stop, print_json, say, stop_of
+from service.cli.command import (
+    DONE,
+    INTERRUPTED,
+    LONGEST_HELP,
+    TRACE_PARENT,
+    USAGE,
+    Globals,
+    Json,
+    Stop,
+    print_json,
+    profile_names,
+    say,
+    stop_of,
+)
 
 # --- The headings of `longshore --help`, and the module that defines each command ---
 #
 # A module is imported when one of its commands is asked for: `longshore ls` loads nothing of `submit`.
 
-# Heading: {command: module of service.cli.commands}.
+# Heading: {command: module of service.cli}.
 HEADINGS = {
     "Before a run": {"validate": "data", "preview": "data", "estimate": "data", "grader": "data", "files": "data"},
     "Start runs": {
-        "submit": "submit",
-        **dict.fromkeys(("step", "finish"), "runs"),
-        **{"sweep": "schedules", "schedule": "schedules", "import": "importing"},
+        **dict.fromkeys(("submit", "step", "finish", "import"), "runs"),
+        **{"sweep": "schedules", "schedule": "schedules"},
     },
     "Look at runs": {
         **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "compare"), "runs"),
@@ -69,7 +80,7 @@ class HeadedHelp(TyperGroup):
 
 @cache
 def _group(module: str) -> TyperGroup:
-    return typer.main.get_group(import_module(f"service.cli.commands.{module}").app)
+    return typer.main.get_group(import_module(f"service.cli.{module}").app)
 
 
 _EXAMPLES = """\b

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import typer
 from typer.core import TyperCommand
 
-from service.cli.render import USAGE, Stop
+from service.cli.command import USAGE, Stop
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -69,6 +69,8 @@ _HEADINGS = {"trainable": "The adapter", "rollouts": "Rollouts", "critic": "The 
 _HEADINGS |= dict.fromkeys(("engine", "dtype", "quantize_base", "optimizer_states", "recompute"), "Machines")
 _HEADINGS |= dict.fromkeys(("concurrent_runs", "gpu_hours", "spending", "stored_bytes"), "Quotas")
 _HEADINGS |= dict.fromkeys(("worker_sharing", "worker_weight"), "Quotas")
+_HEADINGS |= dict.fromkeys(("sampler", "trials", "parallel", "metric", "direction"), "Trials")
+_HEADINGS |= dict.fromkeys(("cron", "timezone", "overlap", "even_unchanged"), "Times")
 _OF_FIRST, _OF_REST = "What is set first", "Training"
 # Fields of a DatasetSource that its validators refuse in a kind of run.
 _NOT_READ = {
@@ -127,8 +129,7 @@ def options_of(model: "type[BaseModel]", only: Sequence[str] = ()) -> tuple[RunO
 
     `only`: the model's own fields that are wanted; all if empty.
     """
-    found = list(_walk(model, (), "", is_required=True))
-    found = [option for option in found if not only or option.path[0] in only]
+    found = list(_walk(model, (), "", is_required=True, only=only))
     if any(option.form in ("source", "sources") for option in found):
         found += _reading(str(model.model_fields["kind"].default))
     return tuple(found)
@@ -187,7 +188,7 @@ def run_command(
 
 
 def run_model(kind: str) -> "type[BaseModel]":
-    """The model that a request of this kind is checked by: a kind of run, or `quotas`.
+    """The model that a request of this kind is checked by: a kind of run, `quotas`, `schedule` or `sweep`.
 
     Its validators are built when a request is checked, and not on import: they are a third of the time of `--help`.
     """
@@ -197,11 +198,12 @@ def run_model(kind: str) -> "type[BaseModel]":
     # and the service the first request or workflow would wait for validators to be built, possibly by two threads.
     Frozen.model_config["defer_build"] = True
     from longshore.accounts import QuotaSettings
+    from longshore.automation import ScheduledRun, Sweep
     from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
     from longshore.runs import RLRun
 
     models: dict[str, type[BaseModel]] = {"sft": SFTRun, "dpo": DPORun, "distill": DistillRun, "reward": RewardRun}
-    return (models | {"rl": RLRun, "quotas": QuotaSettings})[kind]
+    return (models | {"rl": RLRun, "quotas": QuotaSettings, "schedule": ScheduledRun, "sweep": Sweep})[kind]
 
 
 def _with_options(command: Callable[..., None], options: Sequence[RunOption]) -> Callable[..., None]:
@@ -271,16 +273,18 @@ def json_of(text: str, flag: str) -> Any:
         raise Stop(f"{flag}: no JSON: {error}", USAGE) from None
 
 
-def _walk(model: "type[BaseModel]", path: tuple[str, ...], prefix: str, is_required: bool) -> Iterator[RunOption]:
+def _walk(
+    model: "type[BaseModel]", path: tuple[str, ...], prefix: str, is_required: bool, only: Sequence[str] = ()
+) -> Iterator[RunOption]:
     for name, field in model.model_fields.items():
-        if name in _REFUSED:
+        if name in _REFUSED or (only and name not in only):
             continue
         yield from _options(field, (*path, name), prefix, is_required and field.is_required())
 
 
 def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required: bool) -> Iterator[RunOption]:
     from longshore.dataset_runs import DatasetSource
-    from longshore.layout import Layout
+    from longshore.training import Layout
 
     type_ = _plain_type(field.annotation)
     option = _option(field, path, prefix, is_required)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from service.cli.render import (
+from service.cli.command import (
     INTERRUPTED,
     NOT_FINISHED,
     OF_STATE,

@@ -20,9 +20,8 @@ from temporalio.common import WorkflowIDConflictPolicy
 
 from longshore.dataset_runs import TrainedRun
 from longshore.fields import Artifact, Frozen, Name, pattern
-from longshore.layout import EngineName
 from longshore.runs import RLRun, Tenant
-from longshore.training import Dtype, Lora
+from longshore.training import Dtype, EngineName, Lora
 from longshore.views import RunStatus, StepStatus
 from service.accounts import audit
 from service.accounts.tenants import Documents, Quotas

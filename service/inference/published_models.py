@@ -18,10 +18,9 @@ from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from longshore.fields import Artifact, Frozen
 from longshore.grading import Grader, MultiGrader, RewardModelGrader
 from longshore.losses import Distillation
-from longshore.previews import PreviewRequest
 from longshore.runs import RLRun, Run, RunRecord
 from longshore.training import Dtype, Lora, ScalarHead, SessionRun
-from longshore.views import Envelope, Export, ExportView, ModelView
+from longshore.views import Envelope, Export, ExportView, ModelView, PreviewRequest
 from service.accounts import audit
 from service.accounts.tenants import Quotas
 from service.errors import Conflict

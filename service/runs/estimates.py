@@ -16,10 +16,9 @@ from pydantic import JsonValue
 
 from longshore.dataset_runs import Dataset, DatasetRun, DatasetSource, RewardRun, named_sources
 from longshore.grading import GradeOneRequest, Grader, OneGrade, SampledItem
-from longshore.previews import Cut, Preview, PreviewRequest, PreviewStart, shares
 from longshore.runs import RLRun, Run
 from longshore.training import SessionRun
-from longshore.views import Estimate
+from longshore.views import Cut, Estimate, Preview, PreviewRequest, PreviewStart, shares
 from service.accounts.limits import FairShare
 from service.accounts.tenants import Quotas
 from service.runs.files import Histories, RunHistory

@@ -30,8 +30,7 @@ from service.accounts.keys import Principal
 from service.accounts.tenants import Access, Documents, Quotas
 from service.database.engine import KeyedLocks
 from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
-from service.runs.rows import IndexedRun, RunFilter, RunRows
-from service.runs.uses import Uses, checkpoints_named
+from service.runs.rows import IndexedRun, RunFilter, RunRows, Uses, checkpoints_named
 from service.runs.views import with_cost
 from service.temporal import LIST_PATIENCE, PATIENCE, Temporal, query, unless_unknown
 from shared.errors import InvalidInput, LongshoreError, NotFound

@@ -23,9 +23,8 @@ from service.accounts import audit
 from service.accounts.tenants import Quotas
 from service.errors import Conflict, QueueFull, TemporalUnavailable
 from service.host_http.clients import SessionHosts
-from service.runs.rows import RunRows
+from service.runs.rows import RunRows, Uses
 from service.runs.runs import Runs
-from service.runs.uses import Uses
 from service.temporal import LOST_UPDATES, Temporal, causes_of, query, unless_unknown
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import CommandHead, LoadStored, Skip, stored_form

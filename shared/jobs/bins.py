@@ -11,7 +11,7 @@ from itertools import count, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.previews import Cut, RunLength, SourceShare
+from longshore.views import Cut, RunLength, SourceShare
 from shared.errors import InvalidInput
 
 # --- Packing ---

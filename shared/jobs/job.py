@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
-from longshore.algorithms import (
+from longshore.fields import Artifact, Fence, Frozen, Sha256, added
+from longshore.losses import (
     Critic,
+    CrossEntropy,
     Distillation,
     Loss,
     adapters_of,
@@ -18,29 +20,32 @@ from longshore.algorithms import (
     reference_of,
     scores_old,
 )
-from longshore.fields import Artifact, Fence, Frozen, Sha256, added
-from longshore.layout import EngineName, Layout, engine_takes_the_layout, pipelines_have_bins
-from longshore.losses import CrossEntropy
 from longshore.training import (
+    PROFILE_PATH,
     Adam,
     Dtype,
+    EngineName,
+    Layout,
     Lora,
     Optimizer,
     OptimizerStates,
     Quantization,
     Recompute,
+    SamplerKind,
     Trainable,
+    Transport,
     Watched,
     check_optimizer,
+    engine_takes_the_layout,
     fields_fit_engine,
+    pipelines_have_bins,
 )
-from longshore.weight_sync import PROFILE_PATH, SamplerKind, Transport
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.storage.host_states import HostAddress
 from shared.storage.paths import WorkerPaths
 
-# --- Layouts (longshore/layout.py) from their labels, and their limits ---
+# --- Layouts (longshore/training.py) from their labels, and their limits ---
 
 
 def layout_of(label: str) -> Layout:

@@ -8,8 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from longshore.fields import Frozen
-from longshore.layout import EngineName, Layout, broken_rule
-from longshore.training import LINEARS, Linear, Lora, Target
+from longshore.training import LINEARS, EngineName, Layout, Linear, Lora, Target, broken_rule
 from shared.errors import InvalidInput
 from shared.jobs.packed import RouteShape
 

@@ -5,10 +5,9 @@ from typing import Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from longshore.algorithms import reference_uri
 from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from longshore.grading import GRADER_TYPES, Grader, RewardModelGrader, reward_graders
-from longshore.losses import Distillation
+from longshore.losses import Distillation, reference_uri
 from longshore.runs import Precision, RLRun, Rollouts, Run
 from longshore.training import DtypeChoice, Lora
 from shared.errors import InvalidInput

@@ -9,9 +9,8 @@ from pydantic import Field
 from longshore.accounts import QuotaSettings, Room
 from longshore.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
 from longshore.fields import Artifact, Frozen
-from longshore.layout import EngineName, Layout
 from longshore.runs import FIRST_TENANT, RLRun, Run, RunId, RunRecord, Tenant
-from longshore.training import Dtype, SessionRun, Trainable
+from longshore.training import Dtype, EngineName, Layout, SessionRun, Trainable
 from longshore.views import _TYPES, Export, RunStatus
 from shared.errors import NotFound
 from shared.models.shape import ModelShape

@@ -3,9 +3,8 @@
 from pydantic import Field
 
 from longshore.fields import Artifact, Frozen, Sha256, added
-from longshore.previews import SourceShare
 from longshore.training import Evaluations, ScalarHead, Watched
-from longshore.views import CheckpointRef, RunStatus, StepKey, StepStatus
+from longshore.views import CheckpointRef, RunStatus, SourceShare, StepKey, StepStatus
 from shared.models.shape import ModelShape
 
 

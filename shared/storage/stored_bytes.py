@@ -26,7 +26,7 @@ _UNIT = re.compile(rf"(?:{'|'.join(SHARED)})/[0-9a-f]{{32}}")
 
 
 def unit_of(key: str) -> str | None:
-    """Return the unit (service/runs/uses.py) of a key; None for a key outside the folders of shared artifacts."""
+    """Return the unit (service/runs/rows.py) of a key; None for a key outside the folders of shared artifacts."""
     match = _UNIT.match(key)
     return match[0] if match else None
 

@@ -9,11 +9,11 @@ from typing import Any, Self
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.hosts.lease import Lease, LeaseRequest
+from activities.hosts.lease import Lease, LeaseRequest, ProcessLease
 from activities.hosts.workers import WorkerCommand, WorkerPool, processes_of
 from activities.sampling.samplers import LeaseSampler, SamplerLeaseRequest
 from longshore.fields import Frozen
-from longshore.weight_sync import SyncBackend
+from longshore.training import SyncBackend
 from shared.jobs.job import JobPlan, LeaseGrant, SamplerKey, WorkerKey
 from shared.settings import Settings
 from shared.storage.host_states import HostAddress
@@ -118,7 +118,7 @@ class HeldLease(Held):
         joins: bool = False,
     ) -> None:
         notebook = Notebook()
-        lease = Lease(host.pool, host.store, notebook, "host-queue")
+        lease = Lease(ProcessLease(host.pool, notebook, "host-queue", "leased"), host.store)
         key = WorkerKey.of(plan)
         request = LeaseRequest(
             run_id=plan.run_id,
@@ -145,7 +145,8 @@ class HeldSampler(Held):
     ) -> None:
         self.patience_s = patience_s
         notebook = Notebook()
-        lease = LeaseSampler(host.pool, HostContext(settings), notebook, "host-queue", HostAddress(socket="unasked"))
+        process = ProcessLease(host.pool, notebook, "host-queue", "sampler_leased")
+        lease = LeaseSampler(process, HostContext(settings), HostAddress(socket="unasked"))
         request = SamplerLeaseRequest(
             run_id="r1", epoch=epoch, key=key, ready_timeout_s=patience_s, sync_backend=sync_backend
         )

@@ -17,8 +17,7 @@ from activities.tokenizing.tokenize import TokenizeRequest, preview_of, write_un
 from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact
 from longshore.grading import Grader, SampledItem, parse_expression
-from longshore.previews import LostRow, PreviewRequest
-from longshore.views import Problem
+from longshore.views import LostRow, PreviewRequest, Problem
 from shared.errors import InvalidInput, LongshoreError, StoreUnavailable
 from shared.settings import Settings
 from tests.activities.templates import CHATML, open_model, write_model

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from activities.tokenizing.tokenize import preview_of, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer
-from longshore.algorithms import KTO
-from longshore.previews import PreviewRequest, Report
+from longshore.losses import KTO
+from longshore.views import PreviewRequest, Report
 from megatron_worker.losses import check_columns
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units

@@ -72,8 +72,7 @@ def test_it_says_what_would_be_computed_and_what_each_layout_wants(folder: Path)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bytes_are_those_that_an_engine_counts(tmp_path: Path, family: str, dtype: str) -> None:
-    from longshore.layout import Layout
-    from longshore.training import Full
+    from longshore.training import Full, Layout
     from megatron_worker.megatron.engine import MegatronEngine
 
     model = make_tiny_model(tmp_path / "model", ["quay"] * 8, family=family, tied=False)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from activities.packing import PackRequest, write_plan
 from activities.tokenizing.tokenize import PROMPTS, preview_of, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer
+from activities.tokenizing.units import PackRequest, write_plan
 from longshore.dataset_runs import DatasetSource
-from longshore.previews import PreviewRequest, Report
+from longshore.views import PreviewRequest, Report
 from shared.errors import InvalidInput
 from shared.jobs.packed import Plan, Units
 from tests.activities.templates import TEMPLATES, open_model, tokenizer_json, write_model

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from activities.grading.open_grader import ScoreModel, score_in
-from activities.grading.python_sandbox import NotGraded
+from activities.grading.open_grader import NotGraded, ScoreModel, score_in
 from longshore.grading import SampledItem, ScoreModelGrader
 from shared.errors import InvalidInput, StoreUnavailable
 from shared.settings import GradingSettings

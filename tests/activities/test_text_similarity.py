@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activities.grading.open_grader import bleu, gleu, rouge_n, share_in_common, string_check, text_similarity
-from activities.grading.python_sandbox import NotGraded
+from activities.grading.open_grader import (
+    NotGraded,
+    bleu,
+    gleu,
+    rouge_n,
+    share_in_common,
+    string_check,
+    text_similarity,
+)
 
 CAT, MAT = "the cat sat on the mat".split(), "the cat is on the mat".split()
 

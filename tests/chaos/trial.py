@@ -24,12 +24,11 @@ import psutil
 from examples.tiny_model import make_tiny_model
 from longshore import Client, Conflict, Unreachable
 from longshore.dataset_runs import DatasetSource, DPORun, SFTRun
-from longshore.layout import Layout
 from longshore.losses import PPO
 from longshore.runs import RLRun, Run
-from longshore.training import Full, Lora
+from longshore.training import Full, Layout, Lora
 from longshore.views import RunView
-from service.dev.supervisor import Connection, supervisor
+from service.dev import Connection, supervisor
 from tests.activities.groups import random_groups
 from tests.conftest import CORPUS
 from tests.end_to_end.conftest import LETTERS, QUICK

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.dev.supervisor import Connection
+from service.dev import Connection
 from shared.jobs.job import Job
 from shared.jobs.packed import Units
 from tests.art_clients import run_with_art

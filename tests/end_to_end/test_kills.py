@@ -30,10 +30,9 @@ import pytest
 
 from longshore.client import Client, Session
 from longshore.commands import Asked
-from longshore.layout import Layout
 from longshore.losses import Reinforce
 from longshore.runs import RLRun
-from longshore.training import Lora
+from longshore.training import Layout, Lora
 from shared.storage.artifacts import sha256_file
 from tests.activities.groups import random_groups, write_groups
 from tests.chaos.trial import forget, lose_power

@@ -23,11 +23,9 @@ from temporalio.client import WorkflowHandle
 
 from activities.hosts.workers import processes_of
 from longshore.dataset_runs import DatasetSource, PromptsSource, SFTRun
-from longshore.layout import Layout
 from longshore.runs import RLRun, Rollouts
-from longshore.training import Lora
+from longshore.training import Layout, Lora, WeightSync
 from longshore.views import RunStatus, StepStatus
-from longshore.weight_sync import WeightSync
 from service.host import serve_host
 from service.host_http.gangs import join_streams
 from service.sealing import seal_keys

@@ -72,7 +72,7 @@ class Watch:
     """Looks at all processes below a stack's supervisor, again and again, until the block ends."""
 
     def __init__(self, stack: Stack) -> None:
-        (self._supervisor,) = stack.processes("service.dev.supervisor")
+        (self._supervisor,) = stack.processes("service.dev")
         self.seen: dict[str, Seen] = defaultdict(Seen)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look_on)

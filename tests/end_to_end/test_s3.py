@@ -12,8 +12,7 @@ from longshore.client import Pending
 from longshore.commands import Datum
 from longshore.events import Step
 from longshore.fields import Fence
-from longshore.layout import Layout
-from longshore.training import Lora, SessionRun
+from longshore.training import Layout, Lora, SessionRun
 from service.accounts.tenants import bytes_of_rows
 from service.database.engine import Database
 from shared.jobs.job import Job

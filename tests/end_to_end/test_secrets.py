@@ -13,7 +13,7 @@ import pytest
 from temporalio.api.common.v1 import Payload
 from temporalio.client import Client
 
-from service.dev.supervisor import Connection
+from service.dev import Connection
 from shared.settings import Settings
 from tests.end_to_end.conftest import SECRETS
 from tests.end_to_end.stack import Stack, wait_until

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.dev.supervisor import Connection
+from service.dev import Connection
 from tests.depth import IS_DEEP, drawn, one_of
 from tests.end_to_end.stack import Stack, wait_until
 from tests.end_to_end.victims import Victim, control_host, gpu_host, kill, sampler_host, temporal_server, web_service

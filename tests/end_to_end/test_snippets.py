@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from service.dev.supervisor import Connection, Ports
+from service.dev import Connection, Ports
 from tests.art_clients import VERSIONS, run_with_art
 from tests.end_to_end.stack import Stack
 from tests.end_to_end.test_art import wandb

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from activities.records.run_records import find_newest
+from activities.records import find_newest
 from activities.sampling.client import Sampler
 from activities.sampling.samplers import adapter_name
 from longshore.runs import RLRun

@@ -21,8 +21,8 @@ from shared.settings import Settings
 @pytest.mark.parametrize("options", [demo.BASE_RUN, demo.RADIO_RUN])
 def test_options_are_those_of_the_command(options: list[str]) -> None:
     from longshore.dataset_runs import SFTRun
-    from service.cli.commands.submit import checked_run  # the command's own check, before anything is sent
     from service.cli.run_options import given, options_of
+    from service.cli.runs import checked_run  # the command's own check, before anything is sent
 
     command = typer.main.get_command(app).get_command(None, "submit").commands["sft"]  # type: ignore[attr-defined]
     context = command.make_context("sft", ["--model", "org/m", "--dataset", "d", "--eval-dataset", "e", *options])

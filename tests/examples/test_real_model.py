@@ -7,8 +7,7 @@ import torch
 
 from activities.model_look import look_at
 from examples import real_model
-from longshore.layout import Layout
-from longshore.training import Lora
+from longshore.training import Layout, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from tests.megatron_worker.rows import Row, bin_of

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from longshore.layout import Layout
+from longshore.training import Layout
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.offload import HostCopy
 from tests.gpu.cuda import NEEDS_CUDA

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.weight_sync import Transport
+from longshore.training import Transport
 from tests.gpu.cuda import NEEDS_CUDA
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start

@@ -173,7 +173,7 @@ def test_roles_are_those_of_the_host() -> None:
 
 
 def test_ports_agree() -> None:
-    from service.dev.supervisor import API_PORT, TEMPORAL_PORT
+    from service.dev import API_PORT, TEMPORAL_PORT
 
     services = compose()["services"]
     assert services["service"]["ports"] == [f"127.0.0.1:{API_PORT}:{API_PORT}"]

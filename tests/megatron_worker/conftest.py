@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from longshore.layout import EngineName
+from longshore.training import EngineName
 from tests.megatron_worker.rows import distinct_model
 from tests.megatron_worker.workshop import Workshop, make_workshop
 

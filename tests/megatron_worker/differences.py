@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from longshore.layout import Layout
+from longshore.training import Layout
 
 GRADIENTS = "gradients.safetensors"
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from longshore.layout import EngineName, Layout
-from longshore.training import Adam, Full, Lora
+from longshore.training import Adam, EngineName, Full, Layout, Lora
 from megatron_worker.fsdp.engine import FsdpEngine
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.slot_engine import Engine

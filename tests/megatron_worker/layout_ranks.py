@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from activities.tokenizing.units import pair_unit
-from longshore.algorithms import DPO, Loss
-from longshore.layout import Layout
-from longshore.losses import PPO, CrossEntropy, Kl, Reinforce
+from longshore.losses import DPO, PPO, CrossEntropy, Kl, Loss, Reinforce
+from longshore.training import Layout
 from megatron_worker.engine import Batch, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from longshore.layout import Layout
+from longshore.training import Layout
 from shared.errors import InvalidInput
 from shared.families import read_config
 from shared.families.model_slices import shape_of

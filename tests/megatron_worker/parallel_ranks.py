@@ -15,9 +15,8 @@ import torch
 from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
-from longshore.layout import Layout
 from longshore.losses import CrossEntropy
-from longshore.training import LINEARS, Adam, Dtype, Full, Linear, Lora
+from longshore.training import LINEARS, Adam, Dtype, Full, Layout, Linear, Lora
 from megatron_worker import lora
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.families import join_parts, local_of, parts_of

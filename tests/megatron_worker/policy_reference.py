@@ -12,8 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from longshore.algorithms import Loss
-from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, PolicyLoss, Reinforce, TruncatedReinforce
+from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, Loss, PolicyLoss, Reinforce, TruncatedReinforce
 from megatron_worker.engine import Batch, Scores
 from megatron_worker.losses import loss_function
 from tests.megatron_worker.training.test_batches import a_batch

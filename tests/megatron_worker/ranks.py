@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longshore.layout import Layout
-from longshore.training import Lora
+from longshore.training import Layout, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, Snapshot, TopK, TrainerRank
 from tests.megatron_worker.rows import VOCAB_SIZE

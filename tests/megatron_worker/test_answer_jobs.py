@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from activities.tokenizing.units import PAIR_COLUMNS, LabelledAnswers, TokenBlock
-from longshore.algorithms import DPO, KTO
+from longshore.losses import DPO, KTO
 from megatron_worker.training.batches import PackedBatches
 from shared.jobs.job import Evaluation, JobPlan
 from shared.jobs.packed import UnitsWriter

@@ -10,12 +10,11 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from activities.hosts.progress import job_metrics
+from activities.hosts.run_job import JobMetrics
 from longshore.events import Failed, Saved, Step
 from longshore.fields import Artifact
-from longshore.layout import Layout
 from longshore.losses import PPO, CrossEntropy, Kl
-from longshore.training import Adam, Full, Lora, ScalarHead
+from longshore.training import Adam, Full, Layout, Lora, ScalarHead
 from megatron_worker.critic import Scale
 from megatron_worker.engine import LossFunction, LossSums, Outputs
 from megatron_worker.losses import loss_function
@@ -205,7 +204,7 @@ def test_a_policy_waits_for_its_critic(workshop: Workshop) -> None:
     assert not any(tensor.any() for name, tensor in ends[1].items() if "lora_B" in name)
     found = steps(job)
     assert found[-1]["critic_loss"] < found[0]["critic_loss"] and all(one["skipped"] == 1 for one in found)
-    told = job_metrics(PENALISED, found)
+    told = JobMetrics(PENALISED, found).combined()
     assert told["tokens"] > told["target_tokens"] > 0 and told["critic_learning_rate"] == CRITIC_RATE
 
 

@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from longshore.events import Evaluated, Failed, Step, Succeeded
 from longshore.fields import Artifact
-from longshore.layout import Layout
 from longshore.losses import CrossEntropy, Distillation
-from longshore.training import Full, Lora
+from longshore.training import Full, Layout, Lora
 from megatron_worker.training.batches import PackedBatches
 from shared.jobs.job import Evaluation, Job, JobPlan
 from tests.depth import drawn

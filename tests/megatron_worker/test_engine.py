@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from longshore.layout import EngineName
-from longshore.training import Adam, Full
+from longshore.training import Adam, EngineName, Full
 from megatron_worker.engine import Outputs
 from shared.errors import InvalidInput
 from tests.depth import drawn

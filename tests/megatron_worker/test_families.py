@@ -19,8 +19,7 @@ from torch import Tensor
 
 from activities.sampling.client import Sampler
 from benchmarks.families import measure
-from longshore.layout import EngineName, Layout
-from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Full, Lora
+from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, EngineName, Full, Layout, Lora
 from megatron_worker.families import read_slice, write_slice
 from megatron_worker.megatron import attention, experts
 from megatron_worker.megatron.engine import MegatronEngine

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longshore.layout import Layout
+from longshore.training import Layout
 from megatron_worker.fsdp import model as fsdp_model
 from megatron_worker.fsdp.engine import FsdpEngine
 from megatron_worker.fsdp.model import probe

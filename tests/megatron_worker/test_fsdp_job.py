@@ -7,8 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from longshore.events import Evaluated, Offloaded, Started
-from longshore.layout import Layout
-from longshore.training import Full, Lora
+from longshore.training import Full, Layout, Lora
 from shared.jobs.job import Checkpointing, Job, JobPlan
 from tests.megatron_worker.engines import furthest
 from tests.megatron_worker.launch import fork_ranks

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from examples.tiny_model import make_tiny_model
-from longshore.layout import Layout
-from longshore.training import Lora
+from longshore.training import Layout, Lora
 from megatron_worker.engine import Outputs
 from megatron_worker.fsdp import adapter
 from megatron_worker.fsdp.optimizer import Ranks

@@ -12,8 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from longshore.layout import Layout
-from longshore.training import Lora
+from longshore.training import Layout, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput

@@ -15,8 +15,7 @@ from benchmarks.qwen3_8b import TINY_WORK, rl_step, run, sft_step
 from benchmarks.qwen3_8b import main as train_qwen3_8b
 from benchmarks.qwen3_8b import measure as measure_training
 from benchmarks.random_model import QWEN3_8B, TINY, RandomFsdp, RandomMegatron, flops, write_config
-from longshore.layout import Layout
-from longshore.training import Lora
+from longshore.training import Layout, Lora
 from tests.megatron_worker.launch import REPOSITORY
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, and this is about having none")

@@ -8,11 +8,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from longshore.algorithms import DPO
 from longshore.commands import CommandResult, Datum, Forward, ForwardBackward, OptimStep, SaveState
 from longshore.dataset_runs import DPORun, SFTRun
 from longshore.events import Failed
-from longshore.losses import PPO, CrossEntropy, SquaredError
+from longshore.losses import DPO, PPO, CrossEntropy, SquaredError
 from longshore.runs import RLRun
 from longshore.training import Full, Lora, ScalarHead
 from shared.errors import InvalidInput

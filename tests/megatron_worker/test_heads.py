@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longshore.layout import EngineName
-from longshore.training import Full, Lora
+from longshore.training import EngineName, Full, Lora
 from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
 from shared.models.peft import read_config

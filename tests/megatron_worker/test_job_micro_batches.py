@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from longshore.events import Failed, Step
-from longshore.layout import Layout
 from longshore.losses import CrossEntropy
-from longshore.training import Lora
+from longshore.training import Layout, Lora
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.forwards import pack
 from megatron_worker.losses import loss_function

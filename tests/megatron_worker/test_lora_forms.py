@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longshore.layout import Layout
-from longshore.training import LATENT, LINEARS, TARGETS, Adam, Lora, ScalarHead
+from longshore.training import LATENT, LINEARS, TARGETS, Adam, Layout, Lora, ScalarHead
 from megatron_worker.lora import Masks, dropped
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.adapters import load_adapter

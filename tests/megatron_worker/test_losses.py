@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from longshore.algorithms import DPO, KTO, PairObjective, reference_of
-from longshore.losses import PPO, CrossEntropy, Reinforce
+from longshore.losses import DPO, KTO, PPO, CrossEntropy, PairObjective, Reinforce, reference_of
 from megatron_worker.engine import Batch, LossFunction, Scores
 from megatron_worker.losses import check_columns, loss_function
 from megatron_worker.training.batches import Sums

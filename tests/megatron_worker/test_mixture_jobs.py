@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from activities.packing import PackRequest
-from activities.packing import write_plan as write_packed
+from activities.tokenizing.units import PackRequest
+from activities.tokenizing.units import write_plan as write_packed
 from longshore.events import Evaluated, Step, Succeeded
-from longshore.previews import SourceShare
+from longshore.views import SourceShare
 from shared.jobs.job import Checkpointing, Evaluation, JobPlan, PackedData
 from shared.jobs.packed import Units, mix_units
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, losses

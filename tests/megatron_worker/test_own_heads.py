@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longshore.layout import EngineName, Layout
-from longshore.training import Adam, Lora
+from longshore.training import Adam, EngineName, Layout, Lora
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank, train_head
 from shared.errors import InvalidInput
 from tests.megatron_worker import differences

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.layout import Layout
+from longshore.training import Layout
 from tests.depth import drawn
 from tests.megatron_worker import parallel_ranks
 from tests.megatron_worker.differences import furthest, furthest_gradient, notes, rounding, scores_of

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from examples.tiny_model import make_tiny_model
 from longshore.events import Evaluated, Saved, Step, Succeeded
 from longshore.fields import Artifact
-from longshore.layout import Layout
-from longshore.training import Adam, Full, Lora, Muon
+from longshore.training import Adam, Full, Layout, Lora, Muon
 from shared.jobs.job import Checkpointing, Evaluation, Job, Schedule
 from tests.depth import drawn
 from tests.megatron_worker.differences import furthest

@@ -7,8 +7,7 @@ import warnings
 import pytest
 import torch
 
-from longshore.layout import Layout
-from longshore.training import Lora
+from longshore.training import Layout, Lora
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.errors import InvalidInput

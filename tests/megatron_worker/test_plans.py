@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from longshore.layout import EngineName, Layout
-from longshore.training import Adam, Dtype, Full, Lora, Muon, Optimizer, ScalarHead
+from longshore.training import Adam, Dtype, EngineName, Full, Layout, Lora, Muon, Optimizer, ScalarHead
 from megatron_worker.engine import Outputs
 from megatron_worker.tensors.slot_engine import Engine
 from tests.depth import drawn

@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longshore.algorithms import Loss
 from longshore.events import Step, Succeeded
 from longshore.fields import Artifact
-from longshore.losses import PPO, Kl, Reinforce
+from longshore.losses import PPO, Kl, Loss, Reinforce
 from longshore.training import Full, Lora
 from megatron_worker.engine import Batch, Outputs, Scores
 from megatron_worker.training.batches import PackedBatches, bins_to_score

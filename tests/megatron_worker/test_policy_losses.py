@@ -9,9 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from longshore.algorithms import PRESETS, preset
 from longshore.fields import Artifact
-from longshore.losses import CISPO, DRO, GMPO, GSPO, PPO, SAPO, Kl, PolicyLoss, Reinforce, TruncatedReinforce
+from longshore.losses import (
+    CISPO,
+    DRO,
+    GMPO,
+    GSPO,
+    PPO,
+    PRESETS,
+    SAPO,
+    Kl,
+    PolicyLoss,
+    Reinforce,
+    TruncatedReinforce,
+    preset,
+)
 from megatron_worker.engine import reported
 from megatron_worker.losses import loss_function
 from megatron_worker.losses.targets import divergence

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from activities.tokenizing.units import pair_unit
-from longshore.algorithms import DPO, Loss
 from longshore.events import Probed, Saved, Step, Succeeded
 from longshore.fields import Artifact
-from longshore.layout import Layout
-from longshore.losses import CISPO, DRO, GSPO, PPO, Kl, Reinforce
-from longshore.training import Adam, Full, Lora
+from longshore.losses import CISPO, DPO, DRO, GSPO, PPO, Kl, Loss, Reinforce
+from longshore.training import Adam, Full, Layout, Lora
 from megatron_worker.engine import Batch, LossFunction, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from activities.tokenizing.units import PAIR_COLUMNS, pair_unit
-from longshore.algorithms import DPO
 from longshore.events import Evaluated
-from longshore.losses import PPO, CrossEntropy
+from longshore.losses import DPO, PPO, CrossEntropy
 from longshore.training import Full
 from megatron_worker.training.batches import PackedBatches
 from megatron_worker.training.evaluation import held_out_loss

@@ -15,7 +15,7 @@ import pytest
 from activities.hosts import programs
 from longshore.events import Cancelled, Failed, Saved, Started, Step, Succeeded
 from longshore.fields import Artifact, Fence
-from longshore.layout import Layout
+from longshore.training import Layout
 from megatron_worker.process.startup import is_alive
 from shared.jobs.job import WORKER_ID_VARIABLE, Job, LeaseMark, WorkerKey, WorkerRecord
 from shared.storage.artifacts import sha256_file

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from longshore.events import Failed
-from longshore.layout import EngineName, Layout
-from longshore.training import Adam, Full, Lora, Quantization
+from longshore.training import Adam, EngineName, Full, Layout, Lora, Quantization
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.memory import measure_step
 from megatron_worker.training.batches import PackedBatches

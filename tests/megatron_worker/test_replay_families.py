@@ -15,8 +15,7 @@ from activities.sampling.client import Sampler
 from activities.sampling.completions import RoutesFile, RoutesWriter, SampledGroup
 from activities.sampling.sample import Drawing, draw_group
 from activities.tokenizing.render_prompts import PromptRow
-from longshore.layout import Layout
-from longshore.training import Full
+from longshore.training import Full, Layout
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput

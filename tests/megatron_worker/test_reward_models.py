@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longshore.algorithms import BradleyTerry, check_head
-from longshore.losses import SquaredError
+from longshore.losses import BradleyTerry, SquaredError, check_head
 from longshore.training import Lora, ScalarHead
 from megatron_worker.engine import Batch, Scores, reported
 from megatron_worker.losses import check_columns, loss_function

@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint as computed_again
 from examples.tiny_model import make_tiny_model
 from longshore.events import Failed, Saved, Step, Succeeded
 from longshore.fields import Artifact
-from longshore.layout import Layout
 from longshore.losses import PPO
-from longshore.training import Lora
+from longshore.training import Layout, Lora
 from megatron_worker.engine import Batch, Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.megatron.experts import Router

@@ -10,8 +10,7 @@ import torch
 
 from longshore.events import Started, Step, Succeeded
 from longshore.fields import Artifact
-from longshore.layout import Layout
-from longshore.training import Full, Lora
+from longshore.training import Full, Layout, Lora
 from megatron_worker.engine import Batch, LossFunction
 from shared.errors import InvalidInput
 from shared.jobs.job import Checkpointing, Evaluation, Job, PackedData, Schedule

@@ -13,9 +13,8 @@ import torch
 from tokenizers import Tokenizer
 
 from activities.sampling.client import Sampler
-from longshore.layout import Layout
 from longshore.losses import Reinforce
-from longshore.training import LINEARS
+from longshore.training import LINEARS, Layout
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from longshore.layout import Layout
+from longshore.training import Layout
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine

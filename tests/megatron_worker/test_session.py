@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from activities.tokenizing.units import PAIR_COLUMNS, pair_unit
-from longshore.algorithms import DPO
 from longshore.commands import Datum, Forward, ForwardBackward, OptimStep, SaveState
 from longshore.events import Applied, Cancelled, Failed, Kept, Saved, Started, Step, Succeeded
-from longshore.losses import PPO, Kl
+from longshore.losses import DPO, PPO, Kl
 from longshore.training import Full, Lora
 from megatron_worker.engine import Batch, LossFunction
 from megatron_worker.process.job_queue import EventLog

@@ -7,7 +7,7 @@ import pytest
 from examples.tiny_model import make_tiny_model
 from longshore.commands import Forward, ForwardBackward, SaveState
 from longshore.events import Applied
-from longshore.layout import Layout
+from longshore.training import Layout
 from shared.jobs.commands import Command
 from shared.jobs.job import Job
 from tests.megatron_worker.launch import fork_ranks

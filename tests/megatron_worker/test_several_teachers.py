@@ -7,11 +7,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from activities.formats.dataset import open_dataset
-from longshore.algorithms import preset
 from longshore.dataset_runs import DatasetSource, DistillRun
 from longshore.events import Evaluated, Failed
 from longshore.fields import Artifact
-from longshore.losses import Distillation
+from longshore.losses import Distillation, preset
 from longshore.runs import RLRun
 from shared.errors import InvalidInput
 from shared.jobs.job import Evaluation, JobPlan, PackedData

@@ -9,8 +9,7 @@ import torch
 
 from activities.trajectories.pack_trajectories import GroupsRequest, sequence_rows, sharing_sets, write_step
 from activities.trajectories.read_groups import Group, GroupsRead, GroupsReport, Scored
-from longshore.algorithms import Loss
-from longshore.losses import CISPO, GSPO, PPO
+from longshore.losses import CISPO, GSPO, PPO, Loss
 from longshore.runs import RLRun
 from longshore.views import StepStatus
 from megatron_worker.losses import loss_function

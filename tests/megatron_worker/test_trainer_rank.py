@@ -16,8 +16,7 @@ from benchmarks import trainer_rank_step
 from benchmarks.random_model import TINY
 from examples.tiny_model import make_tiny_model
 from longshore.commands import MAX_TOP_K
-from longshore.layout import Layout
-from longshore.training import Adam
+from longshore.training import Adam, Layout
 from megatron_worker.head.logprobs import policy
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start

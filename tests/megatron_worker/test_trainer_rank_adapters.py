@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longshore.layout import Layout
 from longshore.losses import PPO
-from longshore.training import Adam, Lora
+from longshore.training import Adam, Layout, Lora
 from megatron_worker.engine import Scores
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine

@@ -15,8 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.layout import Layout
-from longshore.training import Adam
+from longshore.training import Adam, Layout
 from megatron_worker.forwards import LEAST_SAVED, PackSize, pack
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.mixers.tree_attention import plan_forest

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longshore.layout import Layout
+from longshore.training import Layout
 from tests.depth import drawn
 from tests.megatron_worker import trainer_ranks
 from tests.megatron_worker.launch import in_turn, on_ranks

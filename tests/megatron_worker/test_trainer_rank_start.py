@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from longshore.layout import Layout
-from longshore.training import Adam, Lora
+from longshore.training import Adam, Layout, Lora
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
 from shared.errors import InvalidInput
 from tests.megatron_worker.engines import ENGINES

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longshore.layout import Layout
-from longshore.training import Full, Lora
+from longshore.training import Full, Layout, Lora
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.attention import attend, plan_bin
 from megatron_worker.megatron.engine import MegatronEngine

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longshore.layout import Layout
-from longshore.training import Adam, Full, Lora
+from longshore.training import Adam, Full, Layout, Lora
 from megatron_worker.__main__ import main
 from megatron_worker.engine import Batch, EngineInfo, LossFunction, Memory, Norms, Outputs, Part, Scores, over_ranks
 from megatron_worker.head.logprobs import score_targets, whole_vocabulary

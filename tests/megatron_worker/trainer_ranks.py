@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longshore.fields import Frozen
-from longshore.layout import EngineName, Layout
-from longshore.training import Adam, Recompute
+from longshore.training import Adam, EngineName, Layout, Recompute
 from megatron_worker.process.ranks import WorkerRanks, everyone
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from megatron_worker.trainer_rank.rank import measured_slots

@@ -4,7 +4,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from service.apis.page import pages
+from service.apis import page as pages
 
 STATIC = Path(pages.__file__).parent / "static"
 VENDOR = STATIC / "vendor"

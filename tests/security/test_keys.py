@@ -12,7 +12,7 @@ from sqlalchemy import func, select
 
 from service.accounts.keys import COOKIE, CSRF_HEADER, Principal, csrf_token
 from service.apis.art.wandb_artifacts import TELEMETRY
-from service.apis.page.pages import SIGN_IN
+from service.apis.page import SIGN_IN
 from service.apis.tinker.records import CheckpointRecord, Gateway, TinkerRecords
 from service.apis.tinker.routes import signed
 from service.app import create_app

@@ -23,7 +23,7 @@ from sqlalchemy import Engine, event, select
 from activities.grading.grade import Grade
 from activities.host_context import HostContext
 from activities.models.resolve import Resolve
-from activities.records.run_records import RunRecords
+from activities.records import RunRecords
 from activities.sources.download import Download
 from activities.tokenizing.tokenize import PreviewDataset
 from longshore.accounts import QuotaSettings
@@ -34,8 +34,7 @@ from service.cli.main import main
 from service.database.engine import Database, RunRow, open_database, upgrade
 from service.host import control_workers
 from service.host_http.server import config, listen_at, place_of
-from service.runs.rows import RunRows
-from service.runs.uses import Uses
+from service.runs.rows import RunRows, Uses
 from service.temporal import connect_temporal
 from shared.errors import NotFound
 from shared.limits import RateLimitSettings

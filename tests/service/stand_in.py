@@ -7,7 +7,7 @@ from temporalio import workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.records.run_records import RunRecords
+    from activities.records import RunRecords
     from longshore.views import Problem, RunStatus, StepStatus
     from shared.runs.start import RLStart, RunStart
     from shared.runs.status import StepRequest

@@ -15,7 +15,7 @@ import pytest
 from longshore.events import Step
 from longshore.fields import Fence
 from longshore.views import RunStatus
-from service.cli.render import waiting
+from service.cli.command import waiting
 from shared.storage import artifacts
 from shared.storage.paths import RunKeys
 from tests.service.conftest import LONGSHORE, Service

@@ -10,7 +10,7 @@ from longshore.dataset_runs import SFTRun
 from longshore.events import RunEvent, Saved, Step, Succeeded
 from longshore.fields import Fence
 from longshore.views import RunView
-from service.cli.render import Stop, seconds_of, span
+from service.cli.command import Stop, seconds_of, span
 from service.cli.run_output import Bar, Lines, phases, summary, took
 from service.runs.views import seconds_left
 from workflows.training.run import StepEta

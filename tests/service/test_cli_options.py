@@ -20,10 +20,10 @@ from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.fields import Artifact
 from longshore.runs import RLRun
 from longshore.training import Lora
-from service.cli.commands.submit import checked_run
+from service.cli.command import Stop
 from service.cli.main import app
-from service.cli.render import Stop
 from service.cli.run_options import NAMES, given, option_at, options_of, request_fields, run_command, run_model, table
+from service.cli.runs import checked_run
 
 ROOT = Path(__file__).parents[2]
 # Options as they were when each was typed by hand. They go on working.

@@ -22,7 +22,7 @@ from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.converter import ActivitySerializationContext, DataConverter, WorkflowSerializationContext
 from temporalio.exceptions import ApplicationError
 
-from service.cli.doctor import _seal_key
+from service.cli.stack import _seal_key
 from service.errors import WrongSealKey
 from service.sealing import UNSEALED, SealKeys, key_of, seal_keys, sealed_data_converter, unseal
 from service.temporal import connect_once, connect_temporal

@@ -24,9 +24,8 @@ from service.backend import Backend
 from service.database import engine
 from service.database.engine import Database, OutboxRow, RunRow, Table, TenantRow
 from service.errors import DatabaseUnavailable, QuotaExceeded
-from service.runs.rows import RunRows, run_row
+from service.runs.rows import BeingDeleted, RunRows, Uses, run_row
 from service.runs.runs import queued
-from service.runs.uses import BeingDeleted, Uses
 from shared.errors import InvalidInput
 from shared.settings import Settings
 from shared.storage.paths import RunKeys, tokenized

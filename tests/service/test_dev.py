@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from service.cli.main import main
-from service.dev.supervisor import Connection, Ports, StackProcess, end_leftovers, listens, supervisor, temporal_binary
+from service.dev import Connection, Ports, StackProcess, end_leftovers, listens, supervisor, temporal_binary
 from shared.child_environment import STACK_MARK
 from tests import forks
 from tests.depth import drawn
@@ -297,7 +297,7 @@ def test_a_taken_port_is_replaced() -> None:
 def test_a_port_is_its_stacks_also_while_nobody_listens(tmp_path: Path) -> None:
     """A server that was killed finds its port again, though another stack starts before it is back."""
     code = (
-        "import pathlib, sys; from service.dev.supervisor import Ports; "
+        "import pathlib, sys; from service.dev import Ports; "
         "print(Ports(pathlib.Path(sys.argv[1])).take(int(sys.argv[2])), flush=True); sys.stdin.read()"
     )
     with Ports(tmp_path) as free:

@@ -33,7 +33,7 @@ from activities.sources.download import Downloaded, DownloadRequest
 from activities.tracking.track import Track
 from longshore.dataset_runs import DatasetSource
 from longshore.grading import UNGRADED, GradeOneRequest, OneGrade
-from longshore.layout import Layout
+from longshore.training import Layout
 from service.host import UNFIT_STATUS, HostRecord, control_activities, serve_host
 from service.sealing import SealKey, seal_keys
 from service.temporal import connect_temporal

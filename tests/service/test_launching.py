@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from activities.hosts.lease import LeaseRequest
 from longshore.fields import Fence
-from longshore.layout import Layout
+from longshore.training import Layout
 from service.host_http import gangs
 from service.host_http.gangs import GangMeeting, Gangs
 from service.host_http.server import Trust

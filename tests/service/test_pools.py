@@ -21,16 +21,15 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.common import RetryPolicy
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from activities.records.run_records import FindCheckpointRequest, StepRecordRequest
+from activities.records import FindCheckpointRequest, StepRecordRequest
 from activities.sources.download import DownloadRequest
 from activities.tracking.track import TrackRequest
 from activities.trajectories.pack_trajectories import GroupsRequest
 from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.fields import Artifact, Frozen
-from longshore.previews import PreviewRequest, PreviewStart
 from longshore.runs import RLRun
 from longshore.training import Lora
-from longshore.views import RunStatus, StepStatus
+from longshore.views import PreviewRequest, PreviewStart, RunStatus, StepStatus
 from service.host import _AT_ONCE, serve_host
 from service.temporal import connect_temporal
 from shared.runs.start import RunStart

@@ -10,7 +10,7 @@ from sqlalchemy import delete, select
 
 from service.database.engine import UseRow, open_database
 from service.host import note_uses
-from service.runs.uses import Uses
+from service.runs.rows import Uses
 from service.temporal import connect_temporal
 from shared.limits import RetentionSettings
 from shared.settings import Settings

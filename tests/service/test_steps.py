@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from activities.host_context import HostContext
-from activities.records.run_records import RunRecords, StepRecordRequest
+from activities.records import RunRecords, StepRecordRequest
 from longshore.events import Event, Started, Step, Succeeded
 from longshore.fields import Fence
 from longshore.views import Problem, StepStatus

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cli.commands.schedules import _parameter
+from service.cli.schedules import _parameter
 from tests.service.conftest import Cli, Service
 from tests.service.stand_in import WAITS
 

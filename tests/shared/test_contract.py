@@ -5,13 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from longshore.algorithms import DPO
 from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.events import Probed, Started, Step, Succeeded, parse_event
 from longshore.fields import Artifact, Fence
-from longshore.layout import Layout
-from longshore.losses import PPO, CrossEntropy
-from longshore.training import Lora
+from longshore.losses import DPO, PPO, CrossEntropy
+from longshore.training import Layout, Lora
 from shared.chat.messages import ChatRequest
 from shared.errors import InvalidInput
 from shared.field_rules import rule_in_words

@@ -24,7 +24,7 @@ raise ValueError(text)
 """
 # What these write is an answer for their parent, or for who runs them.
 ANSWERS_ALONE = {
-    "activities/grading/python_sandbox.py",
+    "activities/grading/open_grader.py",
     "activities/hosts/health.py",
     "activities/sandbox/child.py",
     "megatron_worker/sampler/grammars/trial.py",

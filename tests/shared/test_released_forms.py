@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from activities.grading.grade import GradeSummary
 from activities.hosts.lease import LeaseRecord
 from activities.publishing.publish import Claim
-from activities.records.run_records import _Start
+from activities.records import _Start
 from activities.sampling.completions import SampledGroup
 from activities.sampling.sample import SampledSummary
 from activities.tokenizing.render_prompts import PromptsReport

@@ -33,10 +33,9 @@ from longshore.commands import Datum, SaveState
 from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.fields import Frozen
 from longshore.grading import GradeOneRequest, SampledItem, StringCheckGrader
-from longshore.previews import PreviewRequest, PreviewStart
 from longshore.training import Lora, SessionRun
-from longshore.views import Export
-from service.dev.supervisor import Connection
+from longshore.views import Export, PreviewRequest, PreviewStart
+from service.dev import Connection
 from service.host import serve_host
 from service.sealing import Sealing
 from service.temporal import connect_temporal

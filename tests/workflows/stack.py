@@ -21,7 +21,7 @@ from activities.hosts.health import health_of
 from activities.hosts.session import ServedSessions
 from activities.hosts.workers import Sharing, WorkerCommand, WorkerPool
 from activities.publishing.publish import Publish
-from activities.records.run_records import FindCheckpoint, RunRecords
+from activities.records import FindCheckpoint, RunRecords
 from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.views import RunStatus
 from service.host import _end_idle_workers, control_workers, gpu_workers, polling

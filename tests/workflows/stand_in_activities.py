@@ -7,9 +7,9 @@ from pathlib import Path
 
 from temporalio import activity
 
-from activities.packing import Packed, PackRequest
 from activities.sources.download import Downloaded, DownloadRequest
 from activities.tokenizing.tokenize import Tokenized, TokenizeRequest
+from activities.tokenizing.units import Packed, PackRequest
 from activities.tracking.track import Tracked, TrackRequest
 from longshore.fields import Artifact
 from shared.errors import InvalidInput

@@ -16,7 +16,7 @@ from temporalio.worker import UnsandboxedWorkflowRunner
 from activities.host_context import HostContext
 from activities.hosts.workers import processes_of
 from activities.publishing.publish import Publish
-from activities.records.run_records import FindCheckpoint, RunRecords
+from activities.records import FindCheckpoint, RunRecords
 from activities.trajectories.pack_trajectories import PackTrajectories
 from longshore.accounts import QuotaSettings
 from longshore.events import Started, Step

@@ -12,14 +12,12 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, CancelledError
 
 from activities.hosts.lease import LeaseRecord
-from activities.hosts.progress import ProgressReport
-from activities.hosts.run_job import RunJobRequest
+from activities.hosts.run_job import ProgressReport, RunJobRequest
 from activities.hosts.workers import processes_of
 from longshore.dataset_runs import DatasetSource
 from longshore.events import Step
 from longshore.fields import Fence
-from longshore.layout import Layout
-from longshore.training import Lora
+from longshore.training import Layout, Lora
 from shared.runs.start import ModelRequest, RunTiming
 from shared.storage.paths import RunKeys
 from tests.depth import drawn

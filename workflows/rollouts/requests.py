@@ -9,13 +9,12 @@ from activities.sampling.sample import PolicySampleRequest, ProveRequest, Sample
 from activities.sampling.samplers import PolicyWeights
 from activities.tokenizing.render_prompts import MixPromptsRequest, Prompts, PromptsOfSource, PromptsRequest
 from activities.trajectories.group_samples import Drawn, GroupSamplesRequest
-from longshore.algorithms import COMPARE_GROUPS
 from longshore.dataset_runs import Dataset, DatasetSource, evaluations_by_split, named_sources
 from longshore.fields import Artifact
-from longshore.previews import SourceShare, shares
+from longshore.losses import COMPARE_GROUPS
 from longshore.runs import RLRun, Rollouts, dtype_of
 from longshore.training import Dtype, Full, Lora
-from longshore.views import StepStatus
+from longshore.views import SourceShare, StepStatus, shares
 from shared.chat.completions import Sampling
 from shared.jobs.bins import shares_of
 from shared.jobs.job import LeaseGrant, SamplerKey, SyncTarget, newest_name
@@ -178,6 +177,9 @@ def _samples(
     place: SamplerPlace,
 ) -> PolicySampleRequest:
     run = start.run
+    # The versions that a sampler may have sampled from before it failed their proof.
+    continues = rollouts_of(run).weight_sync.in_flight != "finish"
+    refuted = {one.version: one.num_refuted for one in policies if continues}
     return PolicySampleRequest(
         run_id=start.run_id,
         model=model,
@@ -188,17 +190,9 @@ def _samples(
         sampling=sampling,
         seed=_seed(run.seed, "samples", step),
         place=place,
-        refuted=_refuted(run, policies),
+        refuted=tuple(version for version, number in refuted.items() for _ in range(number)),
         **dict(_weights_of(run, policies, policy, model)),
     )
-
-
-def _refuted(run: RLRun, policies: Sequence[Policy]) -> tuple[int, ...]:
-    """Return the versions that a sampler may have sampled from before it failed their proof."""
-    if rollouts_of(run).weight_sync.in_flight == "finish":
-        return ()
-    refuted = {one.version: one.num_refuted for one in policies}
-    return tuple(version for version, number in refuted.items() for _ in range(number))
 
 
 def _weights_of(run: RLRun, policies: Sequence[Policy], policy: Policy, model: Artifact | None = None) -> PolicyWeights:
@@ -277,7 +271,7 @@ def groups_request(run: RLRun, drawn: Sequence[Drawn], step: int) -> GroupSample
 def is_evaluated(run: RLRun, step: int, is_last: bool) -> bool:
     """Return True if held-out prompts are evaluated after a step, counted from 1."""
     held_out = rollouts_of(run).held_out
-    return held_out is not None and (is_last or bool(held_out.every_steps and step % held_out.every_steps == 0))
+    return held_out is not None and (is_last or held_out.is_due(step))
 
 
 def may_end_with(run: RLRun, step: int) -> bool:

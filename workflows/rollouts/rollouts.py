@@ -9,17 +9,18 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade, Graded, GradeRequest, GradeSummary
     from activities.models.resolve import Resolve
-    from activities.records.run_records import RunRecords, StepRecordRequest, policy_of
+    from activities.records import RunRecords, StepRecordRequest, policy_of
     from activities.sampling.sample import (
         PolicySampleRequest,
         Proved,
         ProveRequest,
         Sampled,
         SamplerActivities,
+        ScoreSamples,
+        ScoreSamplesRequest,
         Share,
         ShareRequest,
     )
-    from activities.sampling.score import ScoreSamples, ScoreSamplesRequest
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.render_prompts import Prompts, RenderPrompts
     from activities.trajectories.group_samples import Drawn, GroupSamples

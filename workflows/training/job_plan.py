@@ -9,10 +9,18 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.models.resolve import AdapterRequest, Resolve
     from activities.publishing.publish import Publish, Published, PublishRequest
-    from longshore.algorithms import BradleyTerry, Loss, with_reference
     from longshore.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
     from longshore.fields import Artifact
-    from longshore.losses import CrossEntropy, Distillation, DistillationSettings, Reference, SquaredError
+    from longshore.losses import (
+        BradleyTerry,
+        CrossEntropy,
+        Distillation,
+        DistillationSettings,
+        Loss,
+        Reference,
+        SquaredError,
+        with_reference,
+    )
     from longshore.runs import RLRun, dtype_of
     from longshore.training import Lora, Watched
     from longshore.views import CheckpointRef, StepStatus
@@ -39,6 +47,13 @@ with workflow.unsafe.imports_passed_through():
 _KEPT_BETWEEN_JOBS = 3
 
 
+def worker_plan(start: AnyStart, model: Artifact) -> dict[str, Any]:
+    """Return the fields that the plans of all jobs and of sessions have of their run."""
+    run, same = start.run, ("engine", "layout", "quantize_base", "optimizer_states", "recompute", "trainable", "seed")
+    own = {"run_id": start.run_id, "dtype": dtype_of(run), "threads_per_rank": start.threads_per_rank, "model": model}
+    return own | {name: getattr(run, name) for name in same}
+
+
 def dataset_job(
     start: RunStart,
     *,
@@ -53,24 +68,20 @@ def dataset_job(
     """The one job of a run on a dataset. The same run gives the same plan, however often it is leased."""
     run = start.run
     return JobPlan(
-        run_id=start.run_id,
+        **worker_plan(start, model),
         job_id=ONLY_JOB,
-        model=model,
-        engine=run.engine,
-        layout=run.layout,
-        dtype=dtype_of(run),
-        quantize_base=run.quantize_base,
-        optimizer_states=run.optimizer_states,
-        recompute=run.recompute,
-        threads_per_rank=start.threads_per_rank,
-        trainable=run.trainable,
         initial_adapter=adapter,
         data=data,
         num_steps=num_steps,
         loss=_loss_of(run, reference, more_teachers),
         temperature=run.temperature if isinstance(run, DistillRun) else 1.0,
         optimizer=run.settings_of_optimizer,
-        schedule=_schedule_of(run),
+        schedule=Schedule(
+            kind=run.schedule,
+            learning_rate=run.learning_rate,
+            warmup_steps=run.warmup_steps,
+            rates=run.learning_rates or () if isinstance(run, SFTRun) else (),
+        ),
         evaluation=Evaluation(
             data=eval_data.get(""),
             sets={name: data for name, data in eval_data.items() if name},
@@ -84,13 +95,7 @@ def dataset_job(
         checkpointing=Checkpointing(
             every_steps=run.checkpoint_every or max(1, math.ceil(num_steps / 10)), keep=run.keep_checkpoints
         ),
-        seed=run.seed,
     )
-
-
-def _schedule_of(run: DatasetRun) -> Schedule:
-    rates = run.learning_rates or () if isinstance(run, SFTRun) else ()
-    return Schedule(kind=run.schedule, learning_rate=run.learning_rate, warmup_steps=run.warmup_steps, rates=rates)
 
 
 def _loss_of(run: DatasetRun, reference: Reference, more_teachers: Sequence[Reference]) -> Loss:
@@ -136,17 +141,8 @@ def rl_job(
     # Later steps may be sampled from an older policy, and a sampler that has lost it reads it from its checkpoint.
     num_ahead = run.rollouts.off_policy_steps if run.rollouts else 0
     return JobPlan(
-        run_id=start.run_id,
+        **worker_plan(start, state.model),
         job_id=f"{step.step:06d}",
-        model=state.model,
-        engine=run.engine,
-        layout=run.layout,
-        dtype=dtype_of(run),
-        quantize_base=run.quantize_base,
-        optimizer_states=run.optimizer_states,
-        recompute=run.recompute,
-        threads_per_rank=start.threads_per_rank,
-        trainable=run.trainable,
         initial_adapter=state.adapter if state.checkpoint is None else None,
         initial_checkpoint=state.checkpoint.artifact if state.checkpoint else None,
         first_step=state.optimizer_step,
@@ -165,7 +161,6 @@ def rl_job(
             num_steps=run.planned_steps if run.schedule != "constant" else None,
         ),
         checkpointing=Checkpointing(keep=_KEPT_BETWEEN_JOBS + 2 * num_ahead),
-        seed=run.seed,
         after=run.between_steps,
         probe=state.rollouts.probe if state.rollouts else (),
         sync=sync,

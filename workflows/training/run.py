@@ -5,19 +5,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.lease import LeaseRequest
-    from activities.hosts.progress import ProgressReport
-    from activities.hosts.run_job import JobResult, RunJob, RunJobRequest
+    from activities.hosts.run_job import JobResult, ProgressReport, RunJob, RunJobRequest
     from activities.publishing.publish import Published
-    from activities.records.run_records import FindCheckpoint, FindCheckpointRequest, RunRecords, saved_by_job
+    from activities.records import FindCheckpoint, FindCheckpointRequest, RunRecords, saved_by_job
     from longshore.training import Lora
-    from longshore.views import CheckpointRef, Phase, PhaseSpan, Problem, RunStatus, State
+    from longshore.views import CheckpointRef, PhaseSpan, Problem, RunStatus
     from shared.errors import HostLeft, WorkerLost
     from shared.jobs.job import AnyPlan, GangLeader, LeaseGrant, WorkerKey
     from shared.runs.start import AnyStart
@@ -135,15 +134,6 @@ class Training:
         """Take a host's signal that a worker is up."""
         self.leasing.granted(grant)
         self.changed()
-
-    def gathers(self, leader: GangLeader) -> None:
-        """Take the signal from the first host of a worker of several machines: the other hosts may join."""
-        self.leasing.gathers(leader)
-
-    async def has_turn(self, turn: Turn) -> None:
-        """Take the signal that this run has the lock for gathering hosts."""
-        if self.leasing.turns is not None:
-            await self.leasing.turns.given(turn)
 
     def progress(self, report: ProgressReport) -> None:
         """Take a host's report on the job, unless it is of another lease or of an earlier step than is known."""
@@ -323,43 +313,20 @@ _KEPT_WHEN_RESUMED = (
 )
 
 
-class StatusChanges(TypedDict, total=False):
-    """The fields of a RunStatus that change during a run."""
-
-    state: State
-    phase: Phase
-    step: int
-    num_steps: int
-    planned_tokens: int | None
-    metrics: dict[str, float]
-    checkpoint: CheckpointRef | None
-    adapter: str | None
-    adapter_sha256: str | None
-    name: str | None
-    version: int | None
-    policy_version: int | None
-    dataset_report: str
-    skipped_steps: int
-    failed_steps: int
-    equal_reward_steps: int
-    zero_gradient_steps: int
-    notices: tuple[str, ...]
-    estimated_end: float | None
-    paused_by: str | None
-    client_away: bool
-    gpu_seconds: float
-    ended_at: float
+StatusChanges = dict[str, Any]
+"""Fields of a RunStatus that change during a run."""
 
 
 def version_shown(published: Published) -> StatusChanges:
     """Return what the status shows of a published version."""
-    version: StatusChanges = {"adapter": published.uri, "adapter_sha256": published.sha256}
-    return {**version, "name": published.name, "version": published.version}
+    named = {"name": published.name, "version": published.version}
+    return {"adapter": published.uri, "adapter_sha256": published.sha256, **named}
 
 
-def changed(status: RunStatus, **changes: Unpack[StatusChanges]) -> RunStatus:
+def changed(status: RunStatus, **changes: Any) -> RunStatus:
     """Return a copy of a status with some fields changed."""
-    return status.model_copy(update=dict(changes))
+    assert changes.keys() <= RunStatus.model_fields.keys()
+    return status.model_copy(update=changes)
 
 
 class ActiveRun:
@@ -449,7 +416,7 @@ class ActiveRun:
         if self.is_pausing:
             raise asyncio.CancelledError
 
-    def show(self, **changes: Unpack[StatusChanges]) -> None:
+    def show(self, **changes: Any) -> None:
         """Change the run's status; if state, phase or lease changed, its timeline and its row too."""
         self.status = changed(self.status, **changes)
         self._note()
@@ -497,13 +464,12 @@ class ActiveRun:
         while not self._is_over:
             self._recorded = self._noted
             self.room = await control.record_run(self.current()) or self.room
-            await workflow.wait_condition(self._is_to_record)
+            # The end is recorded by `to_its_end`, once its result is in the store.
+            await workflow.wait_condition(
+                lambda: self._is_over or (self._noted != self._recorded and self.status.state == "running")
+            )
             with suppress(TimeoutError):
                 await workflow.wait_condition(lambda: self._is_over, timeout=_RECORDED_TOGETHER)
-
-    def _is_to_record(self) -> bool:
-        """The end is recorded by `to_its_end`, once its result is in the store."""
-        return self._is_over or (self._noted != self._recorded and self.status.state == "running")
 
     def _note(self) -> None:
         """Put the phase on the timeline, if state, phase or lease changed. `_record_changes` looks at that."""
@@ -539,12 +505,13 @@ class RunHandlers:
     @workflow.signal
     def gathers(self, leader: GangLeader) -> None:
         """Take a host's signal that it has the first part of a worker of several machines."""
-        self._run.training.gathers(leader)
+        self._run.training.leasing.gathers(leader)
 
     @workflow.signal
     async def gang_turn(self, turn: Turn) -> None:
         """Take the signal that this run may gather the hosts of such a worker."""
-        await self._run.training.has_turn(turn)
+        if (turns := self._run.training.leasing.turns) is not None:
+            await turns.given(turn)
 
     @workflow.signal
     def pause(self) -> None:

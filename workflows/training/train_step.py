@@ -14,15 +14,15 @@ with workflow.unsafe.imports_passed_through():
     from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
     from longshore.accounts import Room
     from longshore.runs import RLRun
+    from longshore.training import SyncOutcome
     from longshore.views import Problem, RunStatus, StepStatus
-    from longshore.weight_sync import SyncOutcome
     from shared.jobs.job import SyncTarget
     from shared.runs.start import RLStart
     from shared.runs.status import RLState, StepRequest
     from workflows import control
     from workflows.training import job_plan
     from workflows.training.job_plan import replayed_routes, rl_job
-    from workflows.training.run import ActiveRun, StatusChanges
+    from workflows.training.run import ActiveRun, StatusChanges, version_shown
 
 
 # --- The train steps of an RL run as its workflow knows them: those that wait, and the last ones that ended ---
@@ -230,7 +230,7 @@ def is_due(start: RLStart, state: RLState, done: StepStatus) -> bool:
     assert done.policy_version is not None
     is_last = state.rollouts is not None and done.step == state.rollouts.num_steps
     held_out = start.run.held_out
-    is_candidate = held_out is not None and held_out.keep == "best" and done.step % held_out.every_steps == 0
+    is_candidate = held_out is not None and held_out.keep == "best" and held_out.is_due(done.step)
     return is_last or is_candidate or done.policy_version % start.run.publish_every == 0
 
 
@@ -244,14 +244,7 @@ async def publish_policy(
 
 def published_step(done: StepStatus, published: Published) -> StepStatus:
     """Return a step with the name and version of the policy that it made."""
-    return done.model_copy(
-        update={
-            "adapter": published.uri,
-            "adapter_sha256": published.sha256,
-            "name": published.name,
-            "version": published.version,
-        }
-    )
+    return done.model_copy(update=version_shown(published))
 
 
 async def unpublished(done: StepStatus) -> StepStatus:
@@ -296,7 +289,7 @@ def shown_after(known: RunStatus, run: RLRun, done: StepStatus) -> StatusChanges
     is_new = done.state == "done" and done.same_as is None
     by_rewards = is_new and run.advantages not in ("none", "given") and done.metrics["trajectories"] > 1
     are_equal = by_rewards and done.metrics["reward_std"] < 1e-9  # a mean's rounding is less
-    counts: StatusChanges = {
+    counts = {
         "skipped_steps": known.skipped_steps + (done.state == "skipped"),
         "failed_steps": known.failed_steps + (done.state == "failed"),
         "equal_reward_steps": known.equal_reward_steps + are_equal,
@@ -308,16 +301,9 @@ def shown_after(known: RunStatus, run: RLRun, done: StepStatus) -> StatusChanges
 def policy_shown(done: StepStatus) -> StatusChanges:
     """Return what the status shows of the policy that a step made."""
     assert done.policy_version is not None and done.optimizer_step is not None
-    shown: StatusChanges = {
-        "policy_version": done.policy_version,
-        "step": done.optimizer_step,
-        "metrics": done.metrics,
-        "checkpoint": done.checkpoint,
-    }
-    if done.adapter is None:
-        return shown
-    version: StatusChanges = {"adapter_sha256": done.adapter_sha256, "name": done.name, "version": done.version}
-    return shown | version | {"adapter": done.adapter}
+    version = ("adapter", "adapter_sha256", "name", "version") if done.adapter is not None else ()
+    shown = {name: getattr(done, name) for name in ("policy_version", "metrics", "checkpoint", *version)}
+    return shown | {"step": done.optimizer_step}
 
 
 def state_after(state: RLState, done: StepStatus) -> RLState:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from longshore.weight_sync import Transport
+from longshore.training import Transport
 from megatron_worker.weight_sync.transports.collective import CollectiveInbound, CollectiveOutbound
 from megatron_worker.weight_sync.transports.protocol import Inbound, Outbound, TcpInbound, TcpOutbound
 from megatron_worker.weight_sync.transports.same_machine import (

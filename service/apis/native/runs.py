@@ -30,7 +30,6 @@ from longshore.commands import Asked, Forward, ForwardBackward
 from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from longshore.fields import Name
 from longshore.grading import OneGrade
-from longshore.previews import Preview, PreviewRequest
 from longshore.runs import Kind, RLRun, Run, RunId, Source
 from longshore.training import SessionRun
 from longshore.views import (
@@ -47,6 +46,8 @@ from longshore.views import (
     JobFile,
     Metrics,
     Overview,
+    Preview,
+    PreviewRequest,
     ProfileRequest,
     RunPage,
     RunRemoved,

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from activities.formats import rows
 from activities.formats.dataset import open_dataset
-from activities.formats.messages import Chat, Example, PromptCompletion, Text, TokenIds, WeighedText
+from activities.formats.rows import Chat, Example, PromptCompletion, Text, TokenIds, WeighedText
 from activities.formats.specs import FORMATS
 from longshore.dataset_runs import DatasetSource, Format
 from shared.errors import InvalidInput

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from activities.formats.dataset import open_dataset
-from activities.formats.messages import Chat, Example, PreferencePair, PromptCompletion
-from activities.formats.rows import Row
+from activities.formats.rows import Chat, Example, PreferencePair, PromptCompletion, Row
 from activities.formats.specs import preference
 from longshore.dataset_runs import DatasetSource, Format
 from shared.errors import InvalidInput

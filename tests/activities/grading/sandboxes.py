@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from activities.grading.python_sandbox import NotGraded, PythonSandbox
+from activities.grading.open_grader import NotGraded, PythonSandbox
 from activities.sandbox import calls
 from activities.sandbox.calls import Server
 from shared.settings import GradingSettings

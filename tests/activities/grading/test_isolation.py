@@ -12,19 +12,19 @@ from typing import Any
 import psutil
 import pytest
 
-from activities.formats.messages import Question
+from activities.formats.rows import Question
 from activities.sandbox.calls import CODE
 from activities.sandbox.kernel import BUBBLEWRAP, launchers, read_frame, write_frame
-from activities.tokenizing.template_process import TemplateProcess, TemplateSource
+from activities.tokenizing.tokenizer import TemplateProcess, TemplateSource
 from tests.activities.grading.sandboxes import CAPABILITIES, REFUSAL, REPOSITORY, do
 
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 
 WITHOUT = """
-from activities.formats.messages import Question
-from activities.grading.python_sandbox import PythonSandbox
+from activities.formats.rows import Question
+from activities.grading.open_grader import PythonSandbox
 from activities.sandbox import calls
-from activities.tokenizing.template_process import TemplateProcess, TemplateSource
+from activities.tokenizing.tokenizer import TemplateProcess, TemplateSource
 from shared.errors import InvalidInput
 from shared.settings import ConfinedSettings, GradingSettings
 from tests.activities.confined_work import look_round

@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from activities.grading.python_sandbox import NotGraded, PythonSandbox
+from activities.grading.open_grader import NotGraded, PythonSandbox
 from activities.sandbox.calls import Server
 from shared.settings import GradingSettings
 from tests.activities.grading.sandboxes import CAPABILITIES, LIMITS, REFUSAL, REPOSITORY, SHORT, do, outcome
@@ -240,7 +240,7 @@ def test_a_sample_that_is_too_large_is_no_ones_end(server: Server) -> None:
 
 
 OWNER = """
-from activities.grading.python_sandbox import PythonSandbox
+from activities.grading.open_grader import PythonSandbox
 from shared.settings import GradingSettings
 print("grading", flush=True)
 PythonSandbox("def grade(s, i):\\n    while True: pass", GradingSettings(python_time_s=60)).grade({}, {})

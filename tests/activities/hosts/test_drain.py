@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from activities.records.run_records import find_newest
+from activities.records import find_newest
 from shared.errors import HostLeft
 from tests.activities.hosts.running_jobs import Running, plan_for, steps
 from tests.activities.lease_on_thread import HeldLease, Host

@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from activities.hosts.progress import job_metrics
-from activities.hosts.run_job import LogReader
-from longshore.algorithms import DPO
+from activities.hosts.run_job import JobMetrics, LogReader
 from longshore.events import Step
-from longshore.losses import PPO, CrossEntropy
+from longshore.losses import DPO, PPO, CrossEntropy
 
 
 def line(seq: int) -> bytes:
@@ -94,7 +92,7 @@ SKIPPED = {"skipped": 1.0, "tokens": 5.0, "target_tokens": 0.0, "ratio_max": 0.0
 
 def test_a_train_step_is_all_of_its_optimizer_steps():
     """By hand: means over tokens 30 to 10, those of steps one to one, the greatest, the sum, the last."""
-    assert job_metrics(PPO(), STEPS) == pytest.approx(
+    assert JobMetrics(PPO(), STEPS).combined() == pytest.approx(
         {
             "loss": 1.5,
             "grad_norm": 2.0,
@@ -114,24 +112,24 @@ def test_a_train_step_is_all_of_its_optimizer_steps():
 
 
 def test_one_optimizer_step_is_told_as_it_was():
-    assert job_metrics(PPO(), STEPS[:1]) == pytest.approx(STEPS[0])
+    assert JobMetrics(PPO(), STEPS[:1]).combined() == pytest.approx(STEPS[0])
 
 
 def test_a_skipped_step_takes_no_part_in_means_but_is_counted():
-    whole = job_metrics(PPO(), [*STEPS, SKIPPED])
+    whole = JobMetrics(PPO(), [*STEPS, SKIPPED]).combined()
     assert whole == pytest.approx(
-        job_metrics(PPO(), STEPS) | {"skipped": 1.0, "tokens": 125.0, "step_s": 4.0, "tokens_per_s": 125 / 4}
+        JobMetrics(PPO(), STEPS).combined() | {"skipped": 1.0, "tokens": 125.0, "step_s": 4.0, "tokens_per_s": 125 / 4}
     )
-    assert job_metrics(PPO(), [SKIPPED]) == SKIPPED
+    assert JobMetrics(PPO(), [SKIPPED]).combined() == SKIPPED
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(), DPO()])
 def test_other_jobs_are_told_by_their_newest_step(loss):
-    assert job_metrics(loss, STEPS) == STEPS[1]
-    assert job_metrics(loss, [*STEPS, SKIPPED]) == STEPS[1] | SKIPPED
-    assert job_metrics(loss, [SKIPPED, *STEPS, SKIPPED])["skipped"] == 2, "a run says how many it skipped"
+    assert JobMetrics(loss, STEPS).combined() == STEPS[1]
+    assert JobMetrics(loss, [*STEPS, SKIPPED]).combined() == STEPS[1] | SKIPPED
+    assert JobMetrics(loss, [SKIPPED, *STEPS, SKIPPED]).combined()["skipped"] == 2, "a run says how many it skipped"
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(), PPO()])
 def test_no_steps_have_no_metrics(loss):
-    assert job_metrics(loss, []) == {}
+    assert JobMetrics(loss, []).combined() == {}

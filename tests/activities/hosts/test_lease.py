@@ -16,8 +16,7 @@ import activities.hosts.lease
 from activities.hosts import workers
 from activities.hosts.workers import WorkerPool, end_leftover_workers, end_processes, launch, processes_of
 from longshore.fields import Fence
-from longshore.layout import Layout
-from longshore.training import Lora
+from longshore.training import Layout, Lora
 from shared.errors import HostLeft, LeaseLost, WorkerLost
 from shared.jobs.job import WORKER_ID_VARIABLE, LeaseMark, WorkerKey, WorkerRecord
 from shared.storage.files import write_atomically

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from activities.host_context import HostContext
-from activities.hosts.progress import ProgressReport
-from activities.hosts.run_job import JobResult
+from activities.hosts.run_job import JobResult, ProgressReport
 from activities.hosts.workers import processes_of
-from activities.records.run_records import FindCheckpoint, FindCheckpointRequest, damage, find_newest, prune_checkpoints
+from activities.records import FindCheckpoint, FindCheckpointRequest, damage, find_newest, prune_checkpoints
 from longshore.events import Cancelled, Probed, Succeeded
 from longshore.fields import Fence
 from longshore.losses import Reinforce

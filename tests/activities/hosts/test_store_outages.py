@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from activities.records.run_records import find_newest
+from activities.records import find_newest
 from longshore.fields import Fence
 from shared.errors import StoreUnavailable
 from shared.storage.files import go_on

@@ -8,7 +8,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.models.resolve import Resolve, ResolvedAdapter
-from longshore.layout import EngineName, Layout
+from longshore.training import EngineName, Layout
 from shared.errors import InvalidInput
 from shared.runs.start import ModelRequest, ResolvedModel
 from shared.settings import Settings

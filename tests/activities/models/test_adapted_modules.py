@@ -6,8 +6,7 @@ from safetensors.torch import load_file, save_file
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.models.files import HUB_PATTERNS, WEIGHTS, check_weights, read_config
-from activities.models.resolve import Resolve
+from activities.models.resolve import HUB_PATTERNS, WEIGHTS, Resolve, check_weights, read_config
 from activities.sources.models import locate
 from longshore.training import LINEARS, Lora
 from shared.errors import InvalidInput

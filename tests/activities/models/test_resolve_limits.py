@@ -6,8 +6,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
 from activities.models.resolve import Resolve
-from longshore.layout import Layout
-from longshore.training import Dtype
+from longshore.training import Dtype, Layout
 from longshore.views import Devices
 from shared.errors import InvalidInput
 from shared.runs.start import ModelRequest

@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save, save_file
 from safetensors.torch import load_file as torch_file
 from safetensors.torch import save_file as save_torch_file
 
-from activities.models.files import read_tensor_entries
-from longshore.layout import Layout
+from activities.models.resolve import read_tensor_entries
+from longshore.training import Layout
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.families import FAMILIES, read_config
 from shared.families.model_slices import shape_of

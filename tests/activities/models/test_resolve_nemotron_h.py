@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from activities.models.files import WEIGHTS
-from longshore.layout import Layout
-from longshore.training import Lora
+from activities.models.resolve import WEIGHTS
+from longshore.training import Layout, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.families import read_config
 from shared.families.model_slices import shape_of

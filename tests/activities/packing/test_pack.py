@@ -7,7 +7,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.packing import PackDataset, Packed, PackRequest, write_plan
+from activities.tokenizing.units import PackDataset, Packed, PackRequest, write_plan
 from longshore.fields import Artifact
 from shared.errors import InvalidInput
 from shared.jobs.packed import Plan, UnitsWriter

@@ -8,7 +8,7 @@ import pytest
 
 from activities.host_context import HostContext
 from activities.publishing.publish import REGISTERING, Claim, Publish, PublishRequest, claim_version, model_card
-from activities.records.run_records import BeginRequest, Begun, RunRecords
+from activities.records import BeginRequest, Begun, RunRecords
 from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.events import Started
 from longshore.fields import Artifact, Fence

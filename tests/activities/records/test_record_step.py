@@ -7,7 +7,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.records.run_records import RecoverRequest, RunRecords, StepRecordRequest, find_newest, saved_by_job
+from activities.records import RecoverRequest, RunRecords, StepRecordRequest, find_newest, saved_by_job
 from longshore.fields import Fence
 from longshore.runs import HeldOut
 from longshore.training import Lora

@@ -15,8 +15,8 @@ from activities.formats.dataset import open_dataset
 from activities.grading.grade import REWARDS, Grade, GradeRequest
 from activities.host_context import HostContext
 from activities.models.resolve import AdapterRequest, Resolve
+from activities.sampling.sample import ScoreSamples, ScoreSamplesRequest, conversations
 from activities.sampling.samplers import Samplers
-from activities.sampling.score import ScoreSamples, ScoreSamplesRequest, conversations
 from activities.tokenizing.encoding import encoded
 from activities.tokenizing.render_prompts import PromptsRequest, RenderPrompts
 from activities.tokenizing.tokenizer import tokenizer_files

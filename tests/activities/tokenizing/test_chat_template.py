@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from activities.formats.messages import Chat
+from activities.formats.rows import Chat
 from activities.sandbox.calls import CODE
 from activities.tokenizing.chat_template import ChatTemplate, Rendered, Unrendered
-from activities.tokenizing.template_process import TemplateProcess, TemplateSource
+from activities.tokenizing.tokenizer import TemplateProcess, TemplateSource
 from shared.errors import InvalidInput
 from tests.activities.templates import CHATML, HARMONY, SPECIAL, TEMPLATES, open_model, write_model
 from tests.waiting import wait_until

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from activities.packing import PackRequest, write_plan
 from activities.tokenizing.tokenize import write_units
+from activities.tokenizing.units import PackRequest, write_plan
 from shared.jobs.packed import Units
 from tests.activities.templates import open_model
 from tests.activities.tokenizing.test_tokenize import ARTIFACT, request_of, rows_in

@@ -17,8 +17,8 @@ from activities.formats.dataset import open_dataset
 from activities.tokenizing.tokenize import keep_scored
 from activities.tokenizing.tokenizer import ModelTokenizer
 from activities.tokenizing.units import PAIR_COLUMNS, Tally, TokenBlock, keep_pairs, pair_unit
-from longshore.algorithms import DPO
 from longshore.dataset_runs import DatasetSource, SFTRun
+from longshore.losses import DPO
 from longshore.runs import RewardRun
 from longshore.training import Full, Lora, ScalarHead
 from megatron_worker.losses import check_columns

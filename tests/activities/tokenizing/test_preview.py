@@ -8,12 +8,12 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.packing import PackRequest, write_plan
 from activities.tokenizing.render_prompts import PromptsRequest, write_prompts
 from activities.tokenizing.tokenize import PreviewDataset, TokenizeRequest, preview_of, write_units
+from activities.tokenizing.units import PackRequest, write_plan
 from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact
-from longshore.previews import Cut, Preview, PreviewRequest, PreviewStart
+from longshore.views import Cut, Preview, PreviewRequest, PreviewStart
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
 from shared.settings import DownloadSettings, Settings

@@ -18,7 +18,7 @@ from activities.tokenizing.units import Tally
 from benchmarks import chat_templates
 from benchmarks.chat_templates import FORMS, compiled, npm_files, template_of, trl_sources, weights_of, without_blocks
 from longshore.dataset_runs import DatasetSource
-from longshore.previews import PreviewRequest
+from longshore.views import PreviewRequest
 from tests.activities.templates import CHATML, HARMONY, QWEN, tokenizer_json
 from tests.activities.tokenizing.test_what_rows_say import folder_of
 

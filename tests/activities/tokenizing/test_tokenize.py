@@ -20,7 +20,7 @@ from activities.tokenizing.tokenize import Tokenize, TokenizeRequest, write_unit
 from activities.tokenizing.tokenizer import ModelTokenizer, tokenizer_files
 from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact
-from longshore.previews import Report
+from longshore.views import Report
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
 from shared.settings import S3Settings, Settings
@@ -376,7 +376,7 @@ def test_tokenizers_are_read_without_the_weights(tmp_path: Path) -> None:
 
 def test_importing_the_activities_loads_no_heavy_library() -> None:
     heavy = ("torch", "transformers", "pyarrow", "boto3", "tokenizers", "wandb")
-    modules = "activities.tokenizing.tokenize, activities.packing"
+    modules = "activities.tokenizing.tokenize, activities.tokenizing.units"
     code = f"import {modules}, sys; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from activities.formats.dataset import open_dataset, open_prompts
-from activities.formats.messages import messages_of, tools_of
-from activities.formats.rows import Row
+from activities.formats.rows import Row, messages_of, tools_of
 from activities.host_context import HostContext
 from activities.sampling.questions import ChatPrompts
 from activities.tokenizing.chat_template import ChatTemplate, Unrendered
@@ -26,7 +25,7 @@ from activities.tokenizing.units import Tally
 from activities.trajectories.read_groups import BrokenTrajectory, Conversations
 from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact
-from longshore.previews import PreviewRequest
+from longshore.views import PreviewRequest
 from shared.chat.trajectories import ChatTrajectory
 from shared.errors import InvalidInput
 from shared.settings import Settings

@@ -11,7 +11,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.records.run_records import BeginRequest, RunRecords
+from activities.records import BeginRequest, RunRecords
 from activities.tracking.track import RunLines, Track, Tracked, TrackRequest
 from activities.tracking.wandb_writer import STEP, Done, History, HistoryRow, Line, TrainStep
 from longshore.runs import RunRecord, Source, WandbRun

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from activities.host_context import HostContext
-from activities.records.run_records import RecoverRequest, RunRecords, StepRecordRequest
+from activities.records import RecoverRequest, RunRecords, StepRecordRequest
 from activities.trajectories.pack_trajectories import (
     GroupsRequest,
     PackedGroups,

@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longshore.layout import Layout
-from longshore.training import LINEARS, Lora
+from longshore.training import LINEARS, Layout, Lora
 from megatron_worker.engine import Outputs
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.errors import InvalidInput

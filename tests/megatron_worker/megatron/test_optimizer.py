@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from longshore.layout import Layout
-from longshore.training import Adam
+from longshore.training import Adam, Layout
 from megatron_worker.megatron.optimizer import MegatronOptimizer, arrange
 from megatron_worker.megatron.parallel import join_mesh
 

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from longshore.layout import Layout
-from longshore.training import Adam, Muon, Optimizer
+from longshore.training import Adam, Layout, Muon, Optimizer
 from megatron_worker.megatron.optimizer import MegatronOptimizer, arrange
 from megatron_worker.megatron.parallel import join_mesh
 from megatron_worker.optimizers import groups_of, orthogonal

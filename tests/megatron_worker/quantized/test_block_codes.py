@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longshore.layout import Layout
-from longshore.training import Full
+from longshore.training import Full, Layout
 from megatron_worker import quantized as block_codes
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.memory import CpuMeter

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longshore.fields import Artifact
-from longshore.layout import Layout
-from longshore.training import Full, Lora
+from longshore.training import Full, Layout, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.quantized import CODES
 from megatron_worker.warm_engine import build_engine

@@ -9,8 +9,7 @@ import torch
 
 from benchmarks import offload as benchmark
 from benchmarks.random_model import TINY
-from longshore.layout import Layout
-from longshore.training import Full, Lora
+from longshore.training import Full, Layout, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.offload import HostCopy
 from tests.megatron_worker.driving import train

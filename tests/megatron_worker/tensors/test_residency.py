@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.layout import EngineName, Layout
-from longshore.training import Full, Lora
+from longshore.training import EngineName, Full, Layout, Lora
 from megatron_worker.engine import Memory, Outputs, PartBytes
 from megatron_worker.tensors.slot_engine import Engine
 from tests.depth import drawn

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longshore.algorithms import Critic
+from longshore.losses import Critic
 from megatron_worker.critic import estimate, moves_of
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
 from shared.jobs.prefix_tree import SequenceRow, split_tree

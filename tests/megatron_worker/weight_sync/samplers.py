@@ -9,7 +9,7 @@ from typing import get_args
 
 import torch
 
-from longshore.weight_sync import Transport
+from longshore.training import Transport
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator
 from megatron_worker.sampler.models import Models

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from longshore.events import Synced
-from longshore.layout import EngineName, Layout
+from longshore.training import EngineName, Layout
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.memory import CpuMeter

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.machine import PeakMemory
 from examples.tiny_model import make_tiny_model
-from longshore.layout import EngineName
+from longshore.training import EngineName
 from megatron_worker.weight_sync.sender import DeltaBase
 from tests import forks
 from tests.depth import drawn

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from longshore.weight_sync import Transport
+from longshore.training import Transport
 from megatron_worker.weight_sync.buckets import Connect, CudaHandle, SyncBroken
 from megatron_worker.weight_sync.transports.same_machine import CudaInbound
 from tests.megatron_worker.weight_sync.samplers import WAYS

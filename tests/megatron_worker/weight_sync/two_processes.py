@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from activities.sampling.client import Sampler
-from longshore.weight_sync import SyncOutcome, Transport
+from longshore.training import SyncOutcome, Transport
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.weight_sync.buckets import weights_sha256
 from megatron_worker.weight_sync.sender import send

@@ -46,7 +46,7 @@ class Bounds:
         """All but the supervisor, which starts its own again."""
         for process in processes:
             with suppress(psutil.NoSuchProcess):
-                if "service.dev.supervisor" not in process.cmdline():
+                if "service.dev" not in process.cmdline():
                     process.kill()
 
 

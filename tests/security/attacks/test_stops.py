@@ -164,7 +164,7 @@ STREAMED = {
     *("art.training_jobs:create_job", "tinker.routes:forward_backward"),
     *("art.wandb_artifacts:passed_over", "art.wandb_artifacts:_telemetry", "tinker.routes:telemetry"),
 }
-OF_THE_PAGE = "page.pages:"  # a form of a few fields
+OF_THE_PAGE = "page:"  # a form of a few fields
 READS = re.compile(r"request\.(body|json|form|stream)\(")
 
 

@@ -36,7 +36,7 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 from activities.hosts.lease import LeaseRequest
 from longshore.dataset_runs import SFTRun
 from longshore.fields import Artifact
-from longshore.layout import Layout
+from longshore.training import Layout
 from longshore.views import RunStatus
 from service.sealing import UNSEALED
 from shared.jobs.job import WorkerKey

@@ -21,9 +21,9 @@ from service.accounts.limits import RateLimit
 from service.apis import errors as problems
 from service.apis.edge import Edge
 from service.apis.errors import validation_problem
-from service.cli.commands.submit import validated_request
-from service.cli.render import Stop
+from service.cli.command import Stop
 from service.cli.run_options import option_at, options_of
+from service.cli.runs import validated_request
 from service.database import engine
 from service.database.engine import Database
 from service.errors import Conflict, DatabaseUnavailable, Forbidden, QuotaExceeded, TemporalUnavailable

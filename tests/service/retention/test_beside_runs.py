@@ -13,14 +13,13 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from activities.host_context import HostContext
-from activities.records.run_records import BeginRequest, RunRecords, find_newest
+from activities.records import BeginRequest, RunRecords, find_newest
 from longshore.automation import Freed
 from longshore.fields import Fence
 from longshore.views import RunStatus
 from service.automation.retention import collect
 from service.database.engine import Database, ResultT, UnitRow, UseRow
-from service.runs.rows import run_row
-from service.runs.uses import CLAIM_S, BeingDeleted, Uses
+from service.runs.rows import CLAIM_S, BeingDeleted, Uses, run_row
 from shared.limits import RetentionSettings
 from shared.runs.start import result_sha256
 from shared.settings import Settings

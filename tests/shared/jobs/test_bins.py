@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from activities.packing import PackRequest, write_plan
 from activities.sampling.completions import Rows, numbers_of
+from activities.tokenizing.units import PackRequest, write_plan
 from longshore.fields import Artifact
-from longshore.previews import Cut
+from longshore.views import Cut
 from shared.jobs import bins
 from shared.jobs.bins import (
     best_fit_decreasing,

@@ -9,9 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from activities.trajectories.pack_trajectories import advantages_of
-from longshore.algorithms import PRESETS, Critic, preset, reference_of, reference_uri, with_reference
 from longshore.fields import Artifact
-from longshore.losses import PPO, Distillation, Kl
+from longshore.losses import PPO, PRESETS, Critic, Distillation, Kl, preset, reference_of, reference_uri, with_reference
 from longshore.runs import RLRun
 from longshore.training import Lora, ScalarHead
 

@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from activities.packing import PackRequest, write_plan
 from activities.sampling.completions import Rows, numbers_of
 from activities.tokenizing.tokenize import mixed_report
+from activities.tokenizing.units import PackRequest, write_plan
 from longshore.dataset_runs import DPORun, SFTRun
 from longshore.fields import Artifact
-from longshore.previews import Cut, LengthCount, Report, SourceShare
 from longshore.runs import RLRun
+from longshore.views import Cut, LengthCount, Report, SourceShare
 from service.apis.bodies import judged
 from service.apis.native import runs
-from service.cli.commands.submit import checked_run
-from service.cli.render import Stop
+from service.cli.command import Stop
 from service.cli.run_options import options_of, run_model
+from service.cli.runs import checked_run
 from shared.field_rules import first_error
 from shared.jobs.bins import epoch_order, interleaved, length_of_mixture, shares_of, steps_of
 from shared.jobs.packed import Plan, Units, UnitsWriter, mix_units

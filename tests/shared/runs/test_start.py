@@ -9,9 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 from longshore.commands import OptimStep
 from longshore.dataset_runs import SFTRun
 from longshore.fields import Artifact
-from longshore.layout import Layout
 from longshore.runs import RLRun, dtype_of
-from longshore.training import Adam, Full, Lora, Muon, SessionRun
+from longshore.training import Adam, Full, Layout, Lora, Muon, SessionRun
 from shared.errors import InvalidInput
 from shared.jobs.job import JobPlan, PackedData, Schedule, WorkerKey
 from shared.runs.acceptance import check_offered, check_startable, precision_of

@@ -15,7 +15,7 @@ from temporalio.service import RPCError
 
 from activities.hosts.workers import end_processes
 from longshore.fields import Artifact
-from longshore.layout import Layout
+from longshore.training import Layout
 from service.host import control_workers
 from shared.jobs.job import WorkerKey
 from shared.runs.start import RunTiming

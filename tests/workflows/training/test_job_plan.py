@@ -3,13 +3,11 @@
 import pytest
 from pydantic import ValidationError
 
-from longshore.algorithms import DPO, reference_of, reference_uri
 from longshore.dataset_runs import DatasetSource, DPORun, SFTRun
 from longshore.fields import Artifact
-from longshore.layout import Layout
-from longshore.losses import CrossEntropy
+from longshore.losses import DPO, CrossEntropy, reference_of, reference_uri
 from longshore.runs import RLRun
-from longshore.training import EarlyStop, Full
+from longshore.training import EarlyStop, Full, Layout
 from longshore.views import RunStatus, StepStatus
 from shared.jobs.job import JobPlan, PackedData
 from shared.models.shape import ModelShape

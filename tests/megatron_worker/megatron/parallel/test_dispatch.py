@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch.autograd import gradcheck
 
-from longshore.layout import Layout
+from longshore.training import Layout
 from megatron_worker.megatron.parallel import Group, added, copied, dispatch, join_mesh
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from longshore.layout import Layout
+from longshore.training import Layout
 from megatron_worker.megatron.parallel import Group, Link, join_mesh, layers_of, one_forward_one_backward
 
 

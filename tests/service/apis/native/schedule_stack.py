@@ -9,7 +9,7 @@ from pathlib import Path
 from temporalio.client import Client
 
 from activities.host_context import HostContext
-from activities.records.run_records import RunRecords
+from activities.records import RunRecords
 from activities.sources.download import Download
 from longshore.automation import ActionView, ScheduledRun, ScheduleView
 from longshore.runs import RunRecord

@@ -16,7 +16,7 @@ from temporalio.exceptions import ActivityError, is_cancelled_exception
 with workflow.unsafe.imports_passed_through():
     from activities.host_context import HostContext
     from activities.publishing.publish import Publish
-    from activities.records.run_records import RunRecords
+    from activities.records import RunRecords
     from longshore.automation import Sweep, SweepView
     from longshore.events import Evaluated
     from longshore.fields import Artifact, Fence

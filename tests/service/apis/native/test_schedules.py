@@ -14,7 +14,7 @@ from temporalio.service import RPCError
 from temporalio.worker import Worker
 
 from activities.host_context import HostContext
-from activities.records.run_records import RunRecords
+from activities.records import RunRecords
 from activities.sources.download import Download
 from longshore.accounts import QuotaSettings
 from longshore.automation import ActionView, Backfill, ScheduledRun

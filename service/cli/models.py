@@ -13,8 +13,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from service.cli.command import CommandAnswer, by_id, checked, command, group, read_settings
-from service.cli.render import DONE, FAILED, NOT_FOUND, USAGE, Stop, plain, print_items, print_table, say, size, waiting
+from service.cli.command import (
+    DONE,
+    FAILED,
+    NOT_FOUND,
+    USAGE,
+    CommandAnswer,
+    Stop,
+    by_id,
+    checked,
+    command,
+    group,
+    plain,
+    print_items,
+    print_table,
+    read_settings,
+    say,
+    size,
+    waiting,
+)
 
 if TYPE_CHECKING:
     from activities.model_look import ModelLook

@@ -4,12 +4,28 @@ import json
 import time
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import CommandAnswer, by_id, checked, command, group
-from service.cli.render import NOT_FINISHED, OF_STATE, USAGE, Stop, ago, print_items, print_table, say, seconds_of
+from service.cli.command import (
+    NOT_FINISHED,
+    OF_STATE,
+    USAGE,
+    CommandAnswer,
+    Stop,
+    ago,
+    answering,
+    by_id,
+    checked,
+    command,
+    group,
+    print_items,
+    print_table,
+    say,
+    seconds_of,
+)
+from service.cli.run_options import given, options_of, request_fields, run_command
 from service.cli.run_output import best, print_sweep, progress
 
 if TYPE_CHECKING:
@@ -100,7 +116,9 @@ Examples:
       -- submit sft -m org/model -d train.jsonl --eval-dataset held_out.jsonl --steps 200
   longshore sweep create grid --sampler grid -p learning_rate=1e-4,3e-4 -- submit sft …
 """
-Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
+# The fields of their requests that are options by themselves.
+_OF_SCHEDULES = ("cron", "timezone", "overlap", "even_unchanged")
+_OF_SWEEPS = ("sampler", "trials", "parallel", "metric", "direction")
 ScheduleName = Annotated[
     str, typer.Argument(metavar="NAME", help="The schedule's name, as `longshore schedule ls` shows it.")
 ]
@@ -114,47 +132,36 @@ app.add_typer(sweep, name="sweep")
 app.add_typer(webhook, name="webhook")
 
 
-@command(schedule, patience_s=20)
+@run_command(
+    schedule,
+    "schedule",
+    "create",
+    "Create a schedule. After `--` comes a `longshore submit` command, checked now and started later. Data that has "
+    "not changed since the schedule's last run is not trained on again; `show` reports that.",
+    _OF_SCHEDULES,
+)
+@partial(answering, patience_s=20)
 def create(
     context: typer.Context,
     client: "Client",
     name: Annotated[str, typer.Argument(help="The name of the schedule.")],
     command: Annotated[list[str], typer.Argument(help="`-- submit sft …`: what to start, with all of its options.")],
-    cron: Annotated[
-        str | None, typer.Option(help='Times as in "0 2 * * *": minute, hour, day, month, weekday.')
-    ] = None,
     every: Annotated[str | None, typer.Option(help="Interval, instead of --cron: 90m, 6h or 1d.")] = None,
-    timezone: Annotated[str, typer.Option(help="Time zone of --cron, such as Europe/Berlin.")] = "UTC",
-    overlap: Annotated[Overlap, typer.Option(help="What to do if the previous run has not ended.")] = "skip",
     catch_up: Annotated[
         str, typer.Option(help="Skip a time that was missed by more than this, as in an outage.")
     ] = "10m",
     continues: Annotated[
         bool, typer.Option("--continue", help="Start from the last published version of the run's --name.")
     ] = False,
-    even_unchanged: Annotated[
-        bool, typer.Option("--even-unchanged", help="Start also if the data has not changed since the last run.")
-    ] = False,
 ) -> CommandAnswer:
-    """Create a schedule. After `--` comes a `longshore submit` command, checked now and started later.
-
-    Data that has not changed since the schedule's last run is not trained on again; `show` reports that.
-    """
-    if (cron is None) == (every is None):
-        raise Stop("give exactly one of --cron and --every", USAGE)
-    fields = {
-        "name": name,
-        "run": _run_of(context, command),
-        "cron": cron,
-        "every_s": None if every is None else seconds_of(every, "--every"),
-        "timezone": timezone,
-        "overlap": overlap,
-        "catch_up_s": seconds_of(catch_up, "--catch-up"),
-        "continues": continues,
-        "even_unchanged": even_unchanged,
-    }
     from longshore.automation import ScheduledRun
 
+    fields = request_fields(options_of(ScheduledRun, _OF_SCHEDULES), given(context))
+    if ("cron" in fields) == (every is not None):
+        raise Stop("give exactly one of --cron and --every", USAGE)
+    fields |= {"name": name, "run": _run_of(context, command), "catch_up_s": seconds_of(catch_up, "--catch-up")}
+    fields["continues"] = continues
+    fields["every_s"] = None if every is None else seconds_of(every, "--every")
     view = client.schedules.create(checked(ScheduledRun, fields))
     return CommandAnswer(view, partial(_print, name, view))
 
@@ -183,7 +190,7 @@ def pause(
 
 def _run_of(context: typer.Context, command: list[str], kinds: str = "sft, dpo or rl") -> "Run":
     """Return the run of the `submit` command after `--`."""
-    from service.cli.commands.submit import run_of
+    from service.cli.runs import run_of
 
     if command[0] != "submit":
         raise Stop(f"after -- give the run to start: -- submit KIND ({kinds}), with its options", USAGE)
@@ -228,7 +235,15 @@ by_id(
 )
 
 
-@command(sweep, "create", patience_s=20)
+@run_command(
+    sweep,
+    "sweep",
+    "create",
+    "Create a sweep. After `--` comes a `longshore submit` command without --name. All values are checked before "
+    "anything starts.",
+    _OF_SWEEPS,
+)
+@partial(answering, patience_s=20)
 def create_sweep(
     context: typer.Context,
     client: "Client",
@@ -240,17 +255,7 @@ def create_sweep(
             "--parameter", "-p", help="PATH=a,b,c or PATH=low..high[:log][:int]; PATH=[…] for choices in JSON."
         ),
     ],
-    sampler: Annotated[
-        Literal["grid", "random", "tpe"], typer.Option(help="The method that chooses the values.")
-    ] = "tpe",
-    trials: Annotated[int | None, typer.Option(help="Number of trials; for a grid all combinations.")] = None,
-    parallel: Annotated[int, typer.Option(help="Number of runs at a time.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
-    metric: Annotated[
-        str | None,
-        typer.Option(help="The metric to compare; if absent, held-out loss, or an rl run's held-out reward."),
-    ] = None,
-    direction: Annotated[Literal["minimize", "maximize"] | None, typer.Option(help="Direction of the metric.")] = None,
     halving: Annotated[
         str | None, typer.Option(help="FIRST_STEP or FIRST_STEP/REDUCTION: successive halving, from that step on.")
     ] = None,
@@ -260,25 +265,16 @@ def create_sweep(
     ] = None,
     idempotency_key: Annotated[str | None, typer.Option(help="Calls with the same key return the same sweep.")] = None,
 ) -> CommandAnswer:
-    """Create a sweep. After `--` comes a `longshore submit` command without --name.
+    from longshore.automation import Sweep
 
-    All values are checked before anything starts.
-    """
     first, _, reduction = (halving or "").partition("/")
-    fields: dict[str, Any] = {
+    fields = request_fields(options_of(Sweep, _OF_SWEEPS), given(context)) | {
         "name": name,
         "run": _run_of(context, command, "sft, dpo, distill, reward or rl"),
         "parameters": dict(_parameter(text) for text in parameter),
-        "sampler": sampler,
         "seed": seed,
-        "trials": trials,
-        "parallel": parallel,
-        "metric": metric,
-        "direction": direction,
         "halving": {"first_step": first} | ({"reduction": reduction} if reduction else {}) if halving else None,
     }
-    from longshore.automation import Sweep
-
     view = client.sweeps.create(checked(Sweep, fields), idempotency_key)
     if not wait:
         return CommandAnswer(view, partial(print, view.sweep_id))

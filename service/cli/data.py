@@ -10,20 +10,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import CommandAnswer, answering, by_id, command, group
-from service.cli.commands.submit import model_uri, naming_options, run_of, uploaded, validated_request
-from service.cli.render import DONE, FAILED, USAGE, Stop, console, plain, print_items, print_table, say, span
+from service.cli.command import (
+    DONE,
+    FAILED,
+    USAGE,
+    CommandAnswer,
+    Stop,
+    answering,
+    by_id,
+    command,
+    console,
+    group,
+    plain,
+    print_items,
+    print_table,
+    say,
+    span,
+)
 from service.cli.run_options import given, json_of, options_of, request_fields, run_command, run_model
 from service.cli.run_output import precision_in_words
+from service.cli.runs import model_uri, naming_options, run_of, uploaded, validated_request
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from longshore import Client
     from longshore.grading import Grader, SampledItem
-    from longshore.previews import Preview, PreviewRequest, Span
     from longshore.runs import Run
-    from longshore.views import Estimate
+    from longshore.views import Estimate, Preview, PreviewRequest, Span
 
 
 # --- `longshore files`: datasets and other files in the store ---
@@ -278,7 +292,7 @@ def _request(context: typer.Context, client: "Client", num_rows: int) -> "Iterat
 
     A file uploaded only for the preview is deleted afterwards.
     """
-    from longshore.previews import PreviewRequest
+    from longshore.views import PreviewRequest
 
     options = options_of(run_model("sft"), _FIELDS)
     fields = request_fields(options, given(context)) | {"num_rows": num_rows}

@@ -1,19 +1,27 @@
 """`longshore login`, `config`, `whoami`, `usage`, `keys`, `tenants`, `audit` and `gc`."""
 
+import os
+import re
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longshore.connection import FIRST_PROFILE, Profile, Profiles, credentials_path
+from longshore.connection import FIRST_PROFILE, PROJECT_FILE, Profile, Profiles, credentials_path, user_config_path
 from service.cli.command import (
+    DONE,
+    NOT_FINISHED,
+    USAGE,
     CommandAnswer,
     Globals,
+    Stop,
     address,
+    ago,
     answering,
     by_id,
     checked,
@@ -21,19 +29,12 @@ from service.cli.command import (
     client_at,
     command,
     group,
-    profile_names,
-    read_settings,
-)
-from service.cli.render import (
-    DONE,
-    NOT_FINISHED,
-    USAGE,
-    Stop,
-    ago,
     plain,
     print_items,
     print_json,
     print_table,
+    profile_names,
+    read_settings,
     say,
     seconds_of,
     size,
@@ -42,9 +43,12 @@ from service.cli.render import (
 from service.cli.run_options import given, json_of, options_of, request_fields, run_command
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from longshore import Client
     from longshore.accounts import KeyHolder, KeyView, NewKey, QuotaSettings, TenantUsage
     from longshore.automation import GarbageReport
+    from shared.settings import Settings
 
 
 # --- `login`, `logout` and `config`: profiles of services, and the settings of this machine ---
@@ -148,8 +152,7 @@ def show(
     origin: Annotated[bool, typer.Option("--origin", help="Also show where each value comes from.")] = False,
 ) -> CommandAnswer:
     """Show the settings of this machine; secrets are cut to their beginning."""
-    from service.cli.setting_values import setting_values, shown
-    from service.dev.supervisor import Connection
+    from service.dev import Connection
 
     found, settings = address(context.obj), read_settings()
     used: dict[str, tuple[str | None, str]] = {}
@@ -171,7 +174,6 @@ def show(
 @command(config)
 def profiles() -> CommandAnswer:
     """List the services that were logged in to; * is the current one."""
-    from service.cli.setting_values import prefix
 
     known = Profiles.read()
     rows = [
@@ -195,6 +197,102 @@ def use(name: Annotated[str, typer.Argument(help="Name of a profile.")], as_json
         say(f"commands now talk to {profile.api_url}")
     _warn_if_hidden(name, profile)
     return CommandAnswer({"profile": name, "api_url": profile.api_url}, lambda: None)
+
+
+# --- The settings of this machine: where each comes from, and the part of its value that may be shown ---
+
+_PREFIX = "LONGSHORE_"
+_IS_SECRET = re.compile(r"key|secret|password|token")
+_OUR_KEY = re.compile(r"^(ls-[0-9a-f]{12})-")
+_LEAST_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class SettingValue:
+    """A setting by its dotted name. `value` may be shown: secrets are cut to their beginning."""
+
+    name: str
+    value: str | None
+    origin: str
+
+
+def layers() -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the values of the environment and of each file, by place. The first place wins."""
+    from pydantic_settings import TomlConfigSettingsSource
+
+    from shared.settings import Environment, Settings
+
+    return [
+        ("environment", Environment(Settings)()),
+        (f"./{PROJECT_FILE}", TomlConfigSettingsSource(Settings, PROJECT_FILE)()),
+        (str(user_config_path()), TomlConfigSettingsSource(Settings, user_config_path())()),
+    ]
+
+
+def setting_values(settings: "Settings") -> Iterator[SettingValue]:
+    """Return every setting, in the order of definition."""
+    said = layers()
+    for name, value in _flat(settings, ()):
+        yield SettingValue(".".join(name), shown(name[-1], value), _origin(name, said))
+
+
+def variable(*name: str) -> str:
+    """Return the environment variable that set a setting: its own, or that of its group."""
+    from shared.settings import FROM_FILE
+
+    known = {variable.upper() for variable in os.environ}
+    own = [_PREFIX + "__".join(name[:length]).upper() for length in range(len(name), 0, -1)]
+    wanted = [variable + suffix for variable in own for suffix in ("", FROM_FILE.upper())]
+    return next((each for each in wanted if each in known), wanted[0])
+
+
+def shown(name: str, value: object) -> str | None:
+    """Return a value as it may be shown: the prefix of a key, a URL without its password."""
+    from pydantic import SecretStr
+
+    if value is None:
+        return None
+    is_secret = isinstance(value, SecretStr) or _IS_SECRET.search(name) is not None
+    text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+    if isinstance(value, tuple):
+        text = ", ".join(str(each) for each in value)
+    if "://" in text:
+        text = re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:…@", text)
+        return text.partition("?")[0] + "?…" if is_secret and "?" in text else text
+    return prefix(text) if is_secret else text
+
+
+def prefix(key: str) -> str:
+    """Return the first characters of a key, enough for its holder to recognise it."""
+    if ours := _OUR_KEY.match(key):
+        return f"{ours[1]}…"
+    return f"{key[:4]}…" if len(key) >= _LEAST_SHOWN else "…"
+
+
+def _flat(model: "BaseModel", above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
+    from pydantic import BaseModel
+
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from _flat(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def _origin(name: tuple[str, ...], said: list[tuple[str, Mapping[str, Any]]]) -> str:
+    for place, values in said:
+        if _says(values, name):
+            return variable(*name) if place == "environment" else place
+    return "default"
+
+
+def _says(values: object, name: tuple[str, ...]) -> bool:
+    for part in name:
+        if not isinstance(values, Mapping) or part not in values:
+            return False
+        values = values[part]
+    return True
 
 
 # --- `whoami`, `usage`, `audit`, `keys`, `tenants` and `gc`: identity, quotas and use ---

@@ -599,7 +599,7 @@ def _start_supervisor(
     log: Path, root: Path, api_port: int | None, with_ui: bool, folders: Sequence[Path]
 ) -> psutil.Process:
     log.parent.mkdir(exist_ok=True)
-    command = [sys.executable, "-P", "-m", "service.dev.supervisor", "--root", str(root)]
+    command = [sys.executable, "-P", "-m", "service.dev", "--root", str(root)]
     command += [*(["--port", str(api_port)] if api_port else []), *(["--ui"] if with_ui else [])]
     with log.open("ab") as file:
         started = subprocess.Popen(
