@@ -181,7 +181,7 @@ LINES_OF_ROOMS = {
     "megatron_worker/training": 960,
     "megatron_worker/weight_sync": 2_260,
     "service": 4_280,
-    "service/accounts": 1_200,
+    "service/accounts": 1_260,
     "service/apis": 8_260,
     "service/automation": 1_900,
     "service/cli": 5_030,

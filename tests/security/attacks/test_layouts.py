@@ -9,7 +9,7 @@ import pytest
 
 from activities.hosts.workers import launch
 from longshore.fields import Artifact
-from longshore.layout import Layout
+from longshore.training import Layout
 from shared.errors import InvalidInput
 from shared.jobs.job import WorkerKey
 from shared.storage.paths import HostPaths
