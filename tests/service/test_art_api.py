@@ -139,11 +139,6 @@ def test_what_are_no_groups_is_refused(art: httpx.Client, body: str) -> None:
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("job_id", ["rl-none", "rl-none.1", "..", "a.b", "sft-1.x"])
-def test_unknown_jobs_are_not_found(art: httpx.Client, job_id: str) -> None:
-    assert art.get(f"/training-jobs/{job_id}/events").status_code == 404
-
-
 def test_a_run_of_another_api_is_no_job(art: httpx.Client, api: httpx.Client) -> None:
     assert art.get(f"/training-jobs/{started(api)}/events").status_code == 404
 

@@ -361,6 +361,7 @@ def test_a_run_is_paused_resumed_and_tried_again(cli: Cli, api: httpx.Client) ->
     run_id = started(api, seed=FAILS)
     failed = cli("watch", run_id)
     assert failed.code == 100 and f"longshore retry {run_id}" in failed.stdout
+    assert "train.jsonl:3: no assistant turn" in failed.stdout
     assert f"longshore resume {run_id}" not in failed.stdout, "its data would be as bad"
     wait_until(lambda: "no assistant turn" in cli("ls", "--state", "failed").stdout, "the list says why")
     again = cli("retry", run_id, "--wait", "--json")

@@ -1,4 +1,4 @@
-"""Schedules and webhooks as users meet them: the command line, the API, and a receiver that is told of what they do."""
+"""Schedules, webhooks and sweeps as users meet them: the command line, the API, and a receiver of what they do."""
 
 import json
 from collections.abc import Iterator
@@ -11,10 +11,12 @@ import pytest
 from standardwebhooks import Webhook as Verifier
 
 from longshore.runs import RunRecord
+from service.cli.schedules import _parameter
 from shared.settings import DownloadSettings, Settings, WebhookSettings
 from shared.storage.paths import RunKeys
 from tests.service.apis.native.webhook_stack import Receiver, receiving
-from tests.service.conftest import Answer, Cli, Service, sft
+from tests.service.conftest import Answer, Cli, Service
+from tests.service.stand_in import WAITS
 from tests.waiting import wait_until
 
 
@@ -104,6 +106,8 @@ def test_a_night_on_the_command_line(
     gone = cli("schedule", "show", "nightly")
     assert gone.code == 102 and "there is no schedule nightly" in gone.stderr
     assert run_id in cli("ls").stdout, "its runs stay"
+    told = {(entry["method"], entry["target"]) for entry in api.get("/audit").json()["entries"]}
+    assert told >= {("POST", "nightly"), ("DELETE", "nightly")}
 
 
 def _settled(api: httpx.Client, webhook_id: str, number: int) -> list[dict]:
@@ -136,27 +140,6 @@ def test_what_the_command_line_refuses(cli: Cli) -> None:
     assert cli("schedule", "ls", "--json").json == []
 
 
-def test_the_api_of_webhooks_shows_the_secret_once(cli: Cli, api: httpx.Client, receiver: Receiver) -> None:
-    made = api.post("/webhooks", json={"url": receiver.url, "events": ["run.failed"]})
-    assert made.status_code == 201
-    webhook_id, secret = made.json()["id"], made.json()["secret"]
-    shown = [api.get("/webhooks"), api.get(f"/webhooks/{webhook_id}"), api.get(f"/webhooks/{webhook_id}/deliveries")]
-    shown.append(api.patch(f"/webhooks/{webhook_id}", json={"events": ["run.cancelled"]}))
-    assert all(answer.status_code == 200 and secret not in answer.text for answer in shown)
-    assert shown[-1].json()["events"] == ["run.cancelled"]
-    assert api.post(f"/webhooks/{webhook_id}/ping").status_code == 202
-    wait_until(lambda: receiver.received, "the ping")
-    assert json.loads(receiver.received[0].body)["type"] == "ping"
-    assert api.get(f"/webhooks/wh-{'0' * 24}").status_code == 404
-    assert api.post("/webhooks", json={"url": "ftp://x"}).json()["error"]["place"] == "url"
-    rotated = api.post(f"/webhooks/{webhook_id}/rotate")
-    assert rotated.status_code == 200 and rotated.json()["secret"] not in (secret, api.get("/webhooks").text)
-    assert api.post(f"/webhooks/{webhook_id}/rotate", json={"overlap_s": -1}).status_code == 422
-    assert api.post(f"/webhooks/wh-{'0' * 24}/rotate").status_code == 404
-    assert cli("webhook", "rm", webhook_id).code == 0
-    assert api.get(f"/webhooks/{webhook_id}").status_code == 404
-
-
 def test_a_webhook_is_changed_and_given_a_new_secret_on_the_command_line(cli: Cli, receiver: Receiver) -> None:
     made = cli("webhook", "create", "http://127.0.0.1:9/", "--json").json
     path = f"/webhooks/{made['id']}"
@@ -187,17 +170,42 @@ def test_a_webhook_is_changed_and_given_a_new_secret_on_the_command_line(cli: Cl
     cli("webhook", "rm", made["id"])
 
 
-def test_the_api_of_schedules(api: httpx.Client) -> None:
-    body = {"name": "s", "run": {"kind": "sft", **sft()}, "cron": "0 2 * * *"}
-    assert api.post("/schedules", json=body).status_code == 201
-    assert api.post("/schedules", json=body).status_code == 201, "the same once more"
-    assert api.post("/schedules", json=body | {"cron": "0 3 * * *"}).status_code == 409
-    wrong = api.post("/schedules", json=body | {"name": "wrong", "cron": "0 2 * * 9"})
-    assert (wrong.status_code, wrong.json()["error"]["place"]) == (422, "cron")
-    assert [s["scheduled"]["name"] for s in api.get("/schedules").json()] == ["s"]
-    assert api.post("/schedules/s/backfill", json={"begin": 0, "end": 1e9}).status_code == 422
-    assert api.post("/schedules/none/trigger").status_code == 404
-    assert api.delete("/schedules/s").status_code == 200
-    entries = api.get("/audit").json()["entries"]
-    assert {(e["method"], e["target"]) for e in entries if e["target"]} >= {("POST", "s"), ("DELETE", "s")}
-    assert api.get("/schedules/s").status_code == 404
+@pytest.mark.parametrize(
+    ("text", "space"),
+    [
+        ("a=1,2.5,true,word", {"choices": [1, 2.5, True, "word"]}),
+        ('a=["up", ["down"]]', {"choices": ["up", ["down"]]}),
+        ("a=1e-5..1:log", {"min": "1e-5", "max": "1", "log": True, "integer": False}),
+        ("a=1..8:int", {"min": "1", "max": "8", "log": False, "integer": True}),
+        ("a=file:///data/../x,org/m", {"choices": ["file:///data/../x", "org/m"]}),
+    ],
+)
+def test_values_of_a_parameter(text: str, space: dict[str, object]) -> None:
+    assert _parameter(text) == ("a", space)
+
+
+def test_a_sweep_on_the_command_line(service: Service, cli: Cli, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one"}\n')
+    asked = ("sweep", "create", "rates", "--sampler", "grid", "--metric", "loss", "--json")
+    rates = ("-p", "learning_rate=1e-3,1e-4")
+    run = ("--", "submit", "sft", "-m", "org/model", "-d", rows.as_uri(), "--steps", "4")
+
+    refused = cli(*asked, "-p", "learning_rat=1,2", *run)
+    assert refused.code == 100 and "parameters.learning_rat" in refused.stderr
+    assert "there is no such field: learning_rat" in refused.stderr
+    assert "give choices" in cli(*asked, "-p", "learning_rate=2..1", *run).stderr
+    assert "after -- give" in cli(*asked, *rates, "--", "ls").stderr
+    assert "run.name" in cli(*asked, *rates, *run, "--name", "mine").stderr
+
+    # The stand-in succeeds and publishes nothing.
+    ended = cli(*asked, *rates, "--wait", "--timeout", "100", *run)
+    assert (ended.code, ended.json["state"]) == (100, "failed") and "published a result" in ended.json["problem"]
+    assert [trial["value"] for trial in ended.json["trials"]] == [1.5, 1.5]
+    shown = cli("sweep", "show", ended.json["sweep_id"])
+    assert "2 of 2 trials have ended" in shown.stdout and ended.json["trials"][0]["run_id"] in shown.stdout
+
+    held = cli(*asked[:-1], *rates, *run, "--seed", str(WAITS)).stdout.strip()
+    assert held in cli("sweep", "ls").stdout
+    assert cli("sweep", "cancel", held).code == 0
+    assert cli("sweep", "show", "sweep-" + "0" * 17).code == 102

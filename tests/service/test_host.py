@@ -1,57 +1,76 @@
-"""The host process: it says what it lacks and leaves when told to; a sampler host that is killed and come after."""
+"""The host process: what it lacks, how it leaves, what is done again after a kill; pools that are full; two builds."""
 
 import asyncio
 import errno
+import itertools
 import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from pydantic import SecretStr
 from temporalio import activity, workflow
 from temporalio.api.enums.v1 import EventType
+from temporalio.api.enums.v1.workflow_pb2 import PENDING_ACTIVITY_STATE_STARTED
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowHandle
 from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError
-from temporalio.worker import Worker
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.host_context import HostContext
 from activities.hosts.workers import processes_of
+from activities.records import FindCheckpointRequest, StepRecordRequest
 from activities.sampling.samplers import SamplerLeaseRequest
 from activities.sources.download import Downloaded, DownloadRequest
-from activities.tracking.track import Track
-from longshore.dataset_runs import DatasetSource
+from activities.tracking.track import Track, TrackRequest
+from activities.trajectories.pack_trajectories import GroupsRequest
+from longshore.dataset_runs import DatasetSource, SFTRun
+from longshore.fields import Artifact, Frozen
 from longshore.grading import UNGRADED, GradeOneRequest, OneGrade
-from longshore.training import Layout
-from service.host import UNFIT_STATUS, HostRecord, control_activities, serve_host
+from longshore.runs import RLRun
+from longshore.server import with_import_path
+from longshore.training import Layout, Lora
+from longshore.views import PreviewRequest, PreviewStart, RunStatus, StepStatus
+from service import temporal
+from service.host import _AT_ONCE, UNFIT_STATUS, HostRecord, control_activities, control_workers, serve_host
 from service.sealing import SealKey, seal_keys
 from service.temporal import connect_temporal
 from shared.chat.completions import SamplerReady
+from shared.errors import NotFound
 from shared.jobs.job import LeaseGrant, ProcessKey, SamplerKey, WorkerKey, WorkerRecord
-from shared.settings import Settings
+from shared.runs.start import RunStart
+from shared.settings import DownloadSettings, Settings, WebhookSettings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.files import write_atomically
 from shared.storage.host_states import read_states
-from shared.storage.paths import HostPaths
+from shared.storage.paths import HostPaths, RunKeys
 from shared.storage.store import LocalStore, open_store
 from tests.conftest import free_port
 from tests.ended import TELLS_WHERE_IT_STANDS, end
 from tests.opened import opened
-from tests.waiting import wait_until
+from tests.service.build_workflows import Moving, Run
+from tests.service.conftest import serving, sft
+from tests.waiting import eventually, wait_until
 from tests.workflows.stand_in import artifact
 from workflows import policies
-from workflows.policies import activity_name
+from workflows.policies import activity_name, pool_of, queue_of
+from workflows.sft import SFTWorkflow
 
 
 def spawn(role: str, address: str, root: Path, **given: str) -> subprocess.Popen:
@@ -74,7 +93,7 @@ def spawned(role: str, address: str, root: Path, **given: str) -> Iterator[subpr
 
 
 @contextmanager
-def serving(answers: type[BaseHTTPRequestHandler]) -> Iterator[int]:
+def serving_host(answers: type[BaseHTTPRequestHandler]) -> Iterator[int]:
     """A web server on loopback; its port."""
     with ThreadingHTTPServer(("127.0.0.1", 0), answers) as server:
         threading.Thread(target=server.serve_forever).start()
@@ -160,7 +179,7 @@ async def test_what_a_killed_control_host_had_in_hand_is_done_anew_at_once(
             pass
 
     client: Client = await connect_temporal(Settings(root=tmp_path, temporal_address=temporal_address))
-    with serving(Rows) as port, spawned("control", temporal_address, tmp_path, **given) as first:
+    with serving_host(Rows) as port, spawned("control", temporal_address, tmp_path, **given) as first:
         source = DatasetSource(uri=f"http://127.0.0.1:{port}/rows.jsonl")
         handle = await client.start_activity(
             "download",
@@ -285,11 +304,11 @@ async def test_a_control_host_answers_for_every_activity_that_workflows_ask_for(
 async def test_a_host_polls_until_it_is_stopped(temporal_address: str, tmp_path: Path) -> None:
     stopped = asyncio.Event()
     settings = Settings(root=tmp_path, temporal_address=temporal_address, shape=uuid.uuid4().hex[:6])
-    serving = asyncio.create_task(serve_host("gpu", settings, stopped))
+    serving_host = asyncio.create_task(serve_host("gpu", settings, stopped))
     await asyncio.sleep(0.5)
-    assert not serving.done()
+    assert not serving_host.done()
     stopped.set()
-    await asyncio.wait_for(serving, 300)
+    await asyncio.wait_for(serving_host, 300)
 
 
 async def test_a_host_stays_responsive_while_it_brings_what_a_killed_host_had_leased(
@@ -312,11 +331,11 @@ async def test_a_host_stays_responsive_while_it_brings_what_a_killed_host_had_le
         raise OSError("no such model any more")
 
     stopped = asyncio.Event()
-    serving = asyncio.create_task(serve_host("gpu", settings, stopped, bring))
+    serving_host = asyncio.create_task(serve_host("gpu", settings, stopped, bring))
     assert await asyncio.to_thread(asked.wait, 60)
     arrived.set()
     stopped.set()
-    await asyncio.wait_for(serving, 300)
+    await asyncio.wait_for(serving_host, 300)
     assert found == [True], "the event loop stood still meanwhile"
 
 
@@ -424,3 +443,322 @@ async def test_a_killed_host_takes_its_sampler_along_and_the_next_one_serves(
             assert await asyncio.to_thread(host.wait, 30) == 0
             assert processes_of(grant.worker_id) == []
             assert list(paths.workers.iterdir()) == []
+
+
+NOWHERE = Artifact(uri="file:///nowhere", sha256="0" * 64)
+SFT = SFTRun(model="tiny", dataset=DatasetSource(uri="file:///rows.jsonl"), steps=1, batch_size=1)
+_MORE = 2  # than a pool does at once
+MOST_TRACKED = 100  # there is no bound; this is three times what there were threads
+
+
+@dataclass
+class SilentServer:
+    """Takes every connection, and never answers."""
+
+    url: str
+    connections: list[socket.socket] = field(default_factory=list)
+
+
+@pytest.fixture
+def silent() -> Iterator[SilentServer]:
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        server = SilentServer(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    server.connections.append(listener.accept()[0])
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield server
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+        for connection in server.connections:
+            connection.close()
+
+
+@workflow.defn(name="OneActivity")
+class OneActivity:
+    """Asks a control host for one activity."""
+
+    @workflow.run
+    async def run(self, name: str, request: dict[str, Any], control_queue: str) -> None:
+        await workflow.execute_activity(
+            name,
+            request,
+            task_queue=queue_of(name, control_queue),
+            start_to_close_timeout=timedelta(hours=1),
+            heartbeat_timeout=timedelta(minutes=2),
+            retry_policy=RetryPolicy(maximum_attempts=1),
+        )
+
+
+@dataclass
+class Host:
+    """A control host in this process, and what it is asked to do."""
+
+    settings: Settings
+    client: Client
+
+    async def ask(self, name: str, request: Frozen) -> WorkflowHandle[OneActivity, None]:
+        arguments = [name, request.model_dump(mode="json"), self.settings.control_queue]
+        identity = f"{name}-{uuid.uuid4().hex}"
+        return await self.client.start_workflow(OneActivity.run, args=arguments, id=identity, task_queue=self._tests)
+
+    @property
+    def _tests(self) -> str:
+        return f"{self.settings.control_queue}-test"
+
+    async def counts(self) -> tuple[Counter[str], Counter[str]]:
+        """How many activities of each name have not ended, and how many of these a thread has begun, or a coroutine."""
+        asked, begun = Counter[str](), Counter[str]()
+        async for each in self.client.list_workflows(f'TaskQueue = "{self._tests}" AND ExecutionStatus = "Running"'):
+            described = await self.client.get_workflow_handle(each.id).describe()
+            for pending in described.raw_description.pending_activities:
+                asked[pending.activity_type.name] += 1
+                begun[pending.activity_type.name] += pending.state == PENDING_ACTIVITY_STATE_STARTED
+        return asked, begun
+
+    async def fill(self, kinds: Mapping[str, Callable[[int], Frozen]], sizes: Mapping[str, int]) -> None:
+        """Ask for these until so many of each are in hand; one that has ended after all is asked for anew."""
+        numbers = itertools.count()
+        while True:
+            asked, begun = await self.counts()
+            if all(begun[name] >= size for name, size in sizes.items()):
+                return
+            for name, make in kinds.items():
+                missing = max(0, sizes[name] + _MORE - asked[name])
+                await asyncio.gather(*(self.ask(name, make(next(numbers))) for _ in range(missing)))
+            await asyncio.sleep(1.0)
+
+
+@pytest.fixture
+async def host(temporal_address: str, tmp_path: Path, tiny_model: Path) -> AsyncIterator[Host]:
+    settings = Settings(
+        root=tmp_path / "root",
+        temporal_address=temporal_address,
+        control_queue=f"control-{uuid.uuid4().hex[:8]}",
+        download=DownloadSettings(allow_private_addresses=True, timeout_s=600, file_roots=(tiny_model,)),
+        webhooks=WebhookSettings(allow_private_addresses=True, timeout_s=600),
+    )
+    client, stopped = await connect_temporal(settings), asyncio.Event()
+    serving = asyncio.create_task(serve_host("control", settings, stopped))
+    asks = Worker(
+        client,
+        task_queue=f"{settings.control_queue}-test",
+        workflows=[OneActivity],
+        workflow_runner=UnsandboxedWorkflowRunner(),
+    )
+    async with asks:
+        yield Host(settings, client)
+        assert not serving.done(), serving
+    stopped.set()
+    await serving
+
+
+def longest(url: str, model: str) -> dict[str, Callable[[int], Frozen]]:
+    """For each pool that a tenant can stretch, an activity that lasts as long as somebody's server likes."""
+    groups = {"key": "k", "state": "running"}
+    run = RLRun(model="tiny", trainable=Lora(rank=4))
+
+    def rows(n: int) -> DatasetSource:
+        return DatasetSource(uri=f"{url}/{n}.jsonl")
+
+    def step(n: int) -> StepStatus:
+        return StepStatus.model_validate({**groups, "step": 1, "groups": f"{url}/{n}.jsonl"})
+
+    return {
+        "download": lambda n: DownloadRequest(run_id=f"sft-{n:015x}", tenant="default", split="train", source=rows(n)),
+        "preview": lambda n: PreviewStart(tenant="default", request=PreviewRequest(source=rows(n), model_uri=model)),
+        "pack_trajectories": lambda n: GroupsRequest(
+            run_id=f"rl-{n:015x}", tenant="default", run=run, step=step(n), policy_version=0, vocab_size=512
+        ),
+        "track": lambda n: TrackRequest(run_id=f"sft-{n:015x}", run=SFT),
+    }
+
+
+async def test_a_run_ends_and_is_on_record_while_every_pool_is_full(
+    host: Host, silent: SilentServer, tiny_model: Path
+) -> None:
+    """More of the longest activities than each pool does at once, all waiting for a server that never answers."""
+    store = open_store(host.settings.store, host.settings.s3)
+    kinds = longest(silent.url, str(tiny_model))
+    sizes = {name: min(_AT_ONCE[pool_of(name)], MOST_TRACKED) for name in kinds}
+    async with asyncio.timeout(300):
+        await host.fill(kinds, sizes)
+
+    # What runs need in order to end waits for none of this.
+    checked = StepRecordRequest(run_id="rl-1", step=StepStatus(step=1, key="k", groups="file:///g", state="done"))
+    async with asyncio.timeout(120):
+        await (await host.ask("record_step", checked)).result()
+        await (await host.ask("find_checkpoint", FindCheckpointRequest(run_id="rl-1"))).result()
+        # Its data waits behind the others'; whoever cancels it is not kept waiting.
+        mine = SFT.model_copy(update={"model": str(tiny_model)})
+        start = RunStart(run_id="sft-ends", run=mine, shape="none")
+        run = await host.client.start_workflow(
+            SFTWorkflow.run, start, id="sft-ends", task_queue=host.settings.control_queue
+        )
+        await run.cancel()
+        # No service is here to record its end, for which its workflow waits.
+        await asyncio.to_thread(wait_until, lambda: store.head(RunKeys("sft-ends").result), "its result")
+    result = await asyncio.to_thread(store.get_bytes, RunKeys("sft-ends").result)
+    assert RunStatus.model_validate_json(result).state == "cancelled"
+    _, begun = await host.counts()
+    assert all(begun[name] >= size - _MORE for name, size in sizes.items()), "all the while, every pool was full"
+
+
+def test_files_on_their_way_into_the_store_keep_nobody_else_waiting(
+    temporal_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploads whose last step lasts, as to a distant bucket: more of them than the service has threads for that."""
+    settings = Settings(
+        root=tmp_path, temporal_address=temporal_address, control_queue=f"control-{uuid.uuid4().hex[:8]}"
+    )
+    goes_on, put_file, num_waiting = threading.Event(), LocalStore.put_file, Counter[str]()
+
+    def put_slowly(store: LocalStore, key: str, path: Path) -> None:
+        num_waiting["files"] += 1
+        assert goes_on.wait(120)
+        put_file(store, key, path)
+
+    monkeypatch.setattr(LocalStore, "put_file", put_slowly)
+    num_uploads = 80  # as many as would fill all threads of the service
+    with serving(settings) as service, ThreadPoolExecutor(num_uploads) as threads:
+
+        def upload(n: int) -> int:
+            with service.http() as api:
+                return api.post("/files", params={"name": f"{n}.jsonl"}, content=b"{}\n" * n, timeout=120).status_code
+
+        sent = [threads.submit(upload, n) for n in range(1, num_uploads + 1)]
+        try:
+            wait_until(lambda: num_waiting["files"] == 8, "the threads for files are full")
+            with service.http() as api:
+                assert api.get("/health", timeout=300).status_code == 200
+                assert api.post("/runs/sft", json=sft(), timeout=300).status_code == 201
+        finally:
+            goes_on.set()
+        assert {answer.result() for answer in sent} <= {200, 201}
+
+
+NUM_RUNS = 6
+
+
+@pytest.fixture
+async def installation(temporal_address: str, tmp_path: Path) -> AsyncIterator["Installation"]:
+    settings = Settings(root=tmp_path, temporal_address=temporal_address, control_queue=f"c-{uuid.uuid4().hex[:8]}")
+    async with AsyncExitStack() as hosts:
+        yield Installation(settings, await connect_temporal(settings), hosts)
+
+
+class Installation:
+    def __init__(self, settings: Settings, client: Client, hosts: AsyncExitStack) -> None:
+        self.settings, self.client, self.hosts = settings, client, hosts
+
+    async def host(self, build_id: str) -> AsyncExitStack:
+        """A control host of a build; close what is returned to stop it."""
+
+        @activity.defn
+        async def which_build() -> str:
+            return build_id
+
+        settings = self.settings.model_copy(update={"build_id": build_id})
+        host = await self.hosts.enter_async_context(AsyncExitStack())
+        client, build = await connect_temporal(settings), temporal.deployment(settings)
+        workers = control_workers(client, settings.control_queue, [which_build], [Run, Moving], build=build)
+        await host.enter_async_context(workers)
+        await temporal.begin_with(client, settings)
+        return host
+
+    async def begin(self, kind: type[Run] = Run) -> WorkflowHandle:
+        return await self.client.start_workflow(kind.run, id=uuid.uuid4().hex, task_queue=self.settings.control_queue)
+
+    async def use(self, build_id: str) -> None:
+        """Make a build current, once Temporal has heard of its hosts' polls of every queue."""
+
+        async def is_done() -> bool:
+            with suppress(NotFound):
+                await temporal.make_current(self.client, self.settings, build_id)
+                return True
+            return False
+
+        await eventually(is_done, f"{build_id} is current")
+
+    async def states(self) -> dict[str, str]:
+        return {each.build_id: each.state for each in await temporal.builds(self.client, self.settings)}
+
+
+async def waits(handle: WorkflowHandle) -> bool:
+    """True once its first activity has answered."""
+    events = [event async for event in handle.fetch_history_events()]
+    return any(event.HasField("activity_task_completed_event_attributes") for event in events)
+
+
+async def test_runs_end_on_the_build_that_they_began_on_and_services_move(installation: Installation) -> None:
+    assert await installation.states() == {}
+    old = await installation.host("one")
+    assert await installation.states() == {"one": "current"}, "the first build of an installation"
+    runs = [await installation.begin() for _ in range(NUM_RUNS)]
+    service = await installation.begin(Moving)
+    for each in (*runs, service):
+        await eventually(lambda each=each: waits(each), "it has begun")
+    await installation.host("two")
+    assert (await installation.states())["one"] == "current", "a second one waits until it is told"
+    await installation.use("two")
+    later = await installation.begin()
+    await eventually(lambda: waits(later), "it has begun")
+    for each in (*runs, service, later):
+        await each.signal(Run.go_on)
+    assert await asyncio.gather(*(each.result() for each in runs)) == [["one", "one"]] * NUM_RUNS
+    assert await later.result() == ["two", "two"]
+    assert await service.result() == ["one", "two"]
+    assert (await installation.states())["two"] == "current"
+    await old.aclose()
+    after = await installation.begin()
+    await after.signal(Run.go_on)
+    assert await after.result() == ["two", "two"]
+
+
+async def test_back_to_the_build_before(installation: Installation) -> None:
+    await installation.host("one")
+    await installation.host("two")
+    for build_id in ("two", "one"):
+        await installation.use(build_id)
+        run = await installation.begin()
+        await run.signal(Run.go_on)
+        assert await run.result() == [build_id] * 2
+
+
+async def test_a_build_without_hosts_is_not_made_current(installation: Installation) -> None:
+    await installation.host("one")
+    with pytest.raises(NotFound, match="no host of build three polls"):
+        await temporal.make_current(installation.client, installation.settings, "three")
+    assert await installation.states() == {"one": "current"}
+
+
+async def test_a_build_of_a_deployment_that_something_else_looks_after_waits(installation: Installation) -> None:
+    """As with Temporal's Worker Controller: its first host is up, and ready, before its build is current."""
+    name = f"default/{installation.settings.control_queue}-host"
+    installation.settings = installation.settings.model_copy(update={"deployment": name})
+    await installation.host("0.1.0-5f6b")
+
+    async def is_known() -> bool:
+        return bool(await installation.states())
+
+    await eventually(is_known, "Temporal has heard of its polls")
+    assert await installation.states() == {"0.1.0-5f6b": "waiting"}
+    await installation.use("0.1.0-5f6b")
+    assert await installation.states() == {"0.1.0-5f6b": "current"}
+    run = await installation.begin()
+    await run.signal(Run.go_on)
+    assert await run.result() == ["0.1.0-5f6b"] * 2
+
+
+@pytest.mark.parametrize("build_id", ["one", ""])
+def test_services_move_on_hosts_of_a_build_alone(build_id: str) -> None:
+    """A server refuses the tasks of a worker that is of no build, and says how a workflow moves."""
+    told = "from workflows.session import SessionWorkflow as S; from workflows.sft import SFTWorkflow as R; "
+    told += "print(*(w.__temporal_workflow_definition.versioning_behavior.name for w in (S, R)))"
+    environment = with_import_path() | {"LONGSHORE_BUILD_ID": build_id}
+    said = subprocess.run([sys.executable, "-c", told], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == (["AUTO_UPGRADE", "UNSPECIFIED"] if build_id else ["UNSPECIFIED"] * 2)
