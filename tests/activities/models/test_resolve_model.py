@@ -1,7 +1,8 @@
-"""Models and adapters: where they may be, what is checked before a GPU is asked for, what is made of them."""
+"""Models: where they may be, what is checked before a GPU is asked for, what there is room for and what is made."""
 
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -15,21 +16,30 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save, save_file
+from safetensors.torch import load_file as load_torch
 from safetensors.torch import load_file as torch_file
+from safetensors.torch import save_file as save_torch
 from safetensors.torch import save_file as save_torch_file
+from temporalio.testing import ActivityEnvironment
 
-from activities.models.resolve import read_tensor_entries
-from longshore.training import Layout
+from activities.host_context import HostContext
+from activities.models.resolve import WEIGHTS, Resolve, read_tensor_entries
+from longshore.training import Dtype, Layout, Lora
+from longshore.views import Devices
+from megatron_worker.megatron.engine import MegatronEngine
 from shared.errors import CorruptArtifact, InvalidInput
 from shared.families import FAMILIES, read_config
 from shared.families.model_slices import shape_of
 from shared.models.end_tokens import read_end_ids
 from shared.models.shape import ModelShape
+from shared.runs.start import ModelRequest
 from shared.settings import DownloadSettings
 from shared.storage import artifacts
 from shared.storage.artifacts import open_artifact
+from shared.storage.host_states import write_offer
 from shared.storage.store import open_store
 from tests.activities.models.resolving import edit, names_of, refusal, resolve, stage
+from tests.activities.models.test_resolve_adapter import adapter_refusal, resolve_adapter
 from tests.megatron_worker.rows import distinct_model, model_with_tower
 
 REPOSITORY = Path(__file__).parents[3]
@@ -427,3 +437,129 @@ def test_a_model_that_reads_images_is_its_decoder(config, tmp_path, family) -> N
     assert read_end_ids(whole) == read_end_ids(alone) != ()
     edit(whole / "config.json", text_config=None)
     assert "text_config: this field is required" in refusal(config, whole)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_parameters": LONG, "max_position_embeddings": 4096, "original_max_position_embeddings": 128},
+        {"rope_parameters": LONG | {"original_max_position_embeddings": 128}, "max_position_embeddings": 4096},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 128},
+    ],
+    ids=str,
+)
+def test_a_run_s_longest_sequence_is_one_that_is_computed(config, model, settings) -> None:
+    edit(model / "config.json", **settings)
+
+    def resolve(max_tokens: int | None) -> int | None:
+        request = ModelRequest(uri=str(model), tenant="default", max_tokens=max_tokens)
+        return ActivityEnvironment().run(Resolve(HostContext(config)).resolve_model, request).shape.max_positions
+
+    assert resolve(128) == resolve(None) == 128
+    with pytest.raises(InvalidInput, match=r"max_tokens=129: by its rope scaling .* sequences of up to 128"):
+        resolve(129)
+    edit(model / "config.json", rope_parameters=LONG | {"long_factor": LONG["short_factor"]})
+    assert resolve(4096) is None  # one factor for all lengths
+
+
+def test_weights_that_no_device_has_room_for_are_refused_with_both_numbers(config, model) -> None:
+    host = HostContext(config)
+
+    def resolve(dtype: Dtype | None, **degrees: int) -> None:
+        request = ModelRequest(uri=str(model), tenant="default", dtype=dtype, layout=Layout(**degrees))
+        ActivityEnvironment().run(Resolve(host).resolve_model, request)
+
+    def offer(number: int, num_bytes: int) -> None:
+        write_offer(host.store, config.shape, 8, Devices(number=number, num_bytes=num_bytes))
+
+    resolve("float32")  # nobody has said what there is
+    held = 4 * sum(tensor.size for tensor in load_file(model / "model.safetensors").values())
+    offer(8, held)
+    resolve("float32")
+    offer(8, held - 1)
+    with pytest.raises(InvalidInput) as refused:
+        resolve("float32")
+    assert str(refused.value) == (
+        f"layout: a rank of single would hold {held / 1e9:.3g} GB of weights in float32, and the largest device of a "
+        f"host of shape cpu has {(held - 1) / 1e9:.3g}: split it by tp, pp or ep, or say quantize_base"
+    )
+    resolve("bfloat16")
+    resolve(None)
+    resolve("float32", tp=2)
+    offer(1, 2 * held - 1)  # a CPU's memory, which two replicas share
+    with pytest.raises(InvalidInput, match="2 ranks of dp2 would hold"):
+        resolve("float32", dp=2)
+    resolve("float32", dp=2, nodes=2)
+
+
+@pytest.fixture
+def nemotron_h(tmp_path) -> Path:
+    return distinct_model(tmp_path / "model", "nemotron_h", num_layers=8)
+
+
+def rename(nemotron_h: Path) -> None:
+    tensors = {re.sub(r"^backbone\.", "model.", name): t for name, t in load_torch(nemotron_h / WEIGHTS).items()}
+    save_torch(tensors, nemotron_h / WEIGHTS, {"format": "pt"})
+
+
+@pytest.mark.parametrize("prefix", ["backbone", "model"])
+def test_a_model_is_resolved_by_either_name(config, nemotron_h, prefix) -> None:
+    if prefix == "model":
+        rename(nemotron_h)
+    found = resolve(config, nemotron_h).shape
+    assert found == shape_of(read_config(nemotron_h))
+    assert (found.num_layers, found.num_experts, found.routes.num_layers) == (8, 8, 2)
+    tensors = load_torch(nemotron_h / WEIGHTS)
+    tensors.pop(f"{prefix}.layers.6.mixer.gate.e_score_correction_bias")
+    save_torch(tensors, nemotron_h / WEIGHTS, {"format": "pt"})
+    name = f"{prefix}.layers.6.mixer.gate.e_score_correction_bias"
+    assert f"the weights lack the tensor {name}" in refusal(config, nemotron_h)
+
+
+def test_published_settings_are_read(config, nemotron_h) -> None:
+    (nemotron_h / "config.json").write_text(
+        re.sub(
+            r'"time_step_limit": \[[^]]*\]',
+            '"time_step_limit": [0.0, Infinity]',
+            (nemotron_h / "config.json").read_text(),
+        )
+    )
+    assert "Infinity" in (nemotron_h / "config.json").read_text()
+    letters = json.loads((nemotron_h / "config.json").read_text()) | {"hybrid_override_pattern": "M*E-M*E-"}
+    letters.pop("layers_block_type")
+    (nemotron_h / "config.json").write_text(json.dumps(letters))
+    assert resolve(config, nemotron_h).shape.num_layers == 8
+    edit(nemotron_h / "config.json", hybrid_override_pattern="M*E-M*EX")
+    assert "a layer of the kind 'X' is not known" in refusal(config, nemotron_h)
+
+
+def test_an_adapter_beside_every_linear_is_resolved(config, nemotron_h, tmp_path) -> None:
+    driven = MegatronEngine(nemotron_h, Layout(), "float32")
+    driven.add_adapter("run", Lora(rank=4, alpha=8), seed=0)
+    driven.save(tmp_path / "saved")
+    folder, shape = tmp_path / "saved" / "weights", resolve(config, nemotron_h).shape
+    asked = Lora(rank=4, alpha=8)
+    assert set(resolve_adapter(config, folder, shape=shape, lora=asked).lora.targets) < set(asked.targets)
+    fewer = Lora(rank=4, alpha=8, targets=("q_proj",))
+    assert "the adapter's targets is" in adapter_refusal(config, folder, shape=shape, lora=fewer)
+    tensors = load_torch(folder / "adapter_model.safetensors")
+    tensors.pop("base_model.model.model.layers.0.mixer.in_proj.lora_B.weight")
+    save_torch(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    assert f"{len(tensors)} tensors; this model and these targets need {len(tensors) + 1}" in adapter_refusal(
+        config, folder, shape=shape
+    )
+
+
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+
+
+def test_experts_beside_an_mlp(config, tmp_path) -> None:
+    nemotron_h = distinct_model(tmp_path / "model", "gemma4", config=EXPERTS)
+    shape = resolve(config, nemotron_h, Layout(ep=2, dp=2)).shape
+    assert shape == shape_of(read_config(nemotron_h))
+    assert (shape.num_experts, shape.expert_ffn_size) == (4, 32)
+    assert {"gate_proj", "q_proj"} <= set(shape.linears)
+    assert "needs sp with tp" in refusal(config, nemotron_h, Layout(tp=2))

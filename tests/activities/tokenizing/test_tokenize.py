@@ -1,7 +1,7 @@
-"""Datasets into units: the right ids, targets and weights, a true report, and refusals that say what to mend."""
+"""Datasets into units: the right ids, targets and weights, a true report, refusals; real data, and much of it."""
 
-import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +18,7 @@ from activities.host_context import HostContext
 from activities.tokenizing.chat_template import WeightedSpan
 from activities.tokenizing.tokenize import Tokenize, TokenizeRequest, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer, tokenizer_files
+from activities.tokenizing.units import PackRequest, write_plan
 from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact
 from longshore.views import Report
@@ -124,28 +125,6 @@ def test_plain_text_is_trained_whole_with_its_end(tmp_path: Path, chatml: ModelT
     [unit], _ = tokenize(tmp_path, chatml, {"text": "The crane lifts the crate."})
     assert chatml.decode(unit[0]) == "The crane lifts the crate.<|im_end|>"
     assert list(unit[1]) == list(range(len(unit[0]) - 1))
-
-
-def test_a_tokenizer_that_begins_texts_with_bos_does_so(tmp_path: Path) -> None:
-    described = json.loads(tokenizer_json())
-    bos = next(t["id"] for t in described["added_tokens"] if t["content"] == "<s>")
-    described["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"<s>": {"id": "<s>", "ids": [bos], "tokens": ["<s>"]}},
-    }
-    files = {
-        "tokenizer.json": json.dumps(described).encode(),
-        "tokenizer_config.json": json.dumps({"bos_token": "<s>", "eos_token": "</s>"}).encode(),
-    }
-    tokenizer = ModelTokenizer(files, "model")
-    [unit, other], _ = tokenize(tmp_path, tokenizer, {"text": "crate"}, {"text": "quay"})
-    assert tokenizer.decode(unit[0]) == "<s>crate</s>" and trained_text(tokenizer, unit) == "crate</s>"
-    assert tokenizer.decode(other[0]) == "<s>quay</s>"
-    # Without a chat template, prompts and completions are joined as they are.
-    [unit], _ = tokenize(tmp_path, tokenizer, {"prompt": "crate", "completion": " quay"})
-    assert tokenizer.decode(unit[0]) == "<s>crate quay</s>" and trained_text(tokenizer, unit) == " quay</s>"
 
 
 def test_pretokenized_rows_are_taken_as_they_are(tmp_path: Path, chatml: ModelTokenizer) -> None:
@@ -374,18 +353,45 @@ def test_tokenizers_are_read_without_the_weights(tmp_path: Path) -> None:
         tokenizer_files(host, model)
 
 
-def test_importing_the_activities_loads_no_heavy_library() -> None:
-    heavy = ("torch", "transformers", "pyarrow", "boto3", "tokenizers", "wandb")
-    modules = "activities.tokenizing.tokenize, activities.tokenizing.units"
-    code = f"import {modules}, sys; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+def test_gsm8k_is_tokenized_and_packed_into_full_bins(tmp_path: Path, gsm8k: Path, tiny_model: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").symlink_to(gsm8k / "train.jsonl")
+    tokenizer = open_model(tiny_model_files(tiny_model, tmp_path / "model"))
+    request = request_of(prompt_field="question", completion_field="answer", max_tokens=2048)
+    report = write_units(tmp_path / "rows", tokenizer, request, tmp_path / "units")
+    pack = PackRequest(units=ARTIFACT, seed=0, epochs=1, batch_tokens=16384, bin_tokens=2048)
+    header = write_plan(Units.read_lengths(tmp_path / "units"), pack, tmp_path / "plan")
+    assert report.num_kept == 7473 and 0.3 < report.trained_fraction < 0.8
+    assert header.packing_efficiency >= 0.995
 
 
-def test_the_report_is_free_of_clocks(tmp_path: Path, chatml: ModelTokenizer) -> None:
-    digests = set()
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        tokenize(tmp_path / name, chatml, {"prompt": "q", "completion": "a"})
-        files = sorted((tmp_path / name / "units").iterdir())
-        digests.add(hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest())
-    assert len(digests) == 1
+def tiny_model_files(model: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for path in model.iterdir():
+        if path.suffix != ".safetensors":
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+MANY = """
+import resource, sys
+from pathlib import Path
+from tests.activities.tokenizing.test_tokenize import request_of, _texts
+from activities.tokenizing.tokenize import write_units
+report = write_units(Path(sys.argv[1]), _texts, request_of(max_tokens=2048), Path(sys.argv[2]))
+print(report.num_rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+    peaks = []
+    for num_rows in (2_000, 30_000):
+        rows = rows_in(tmp_path, *[{"text": "The crane lifts the crate. " * 4}] * num_rows)
+        command = [sys.executable, "-c", MANY, str(rows), str(tmp_path / "units")]
+        output = subprocess.run(
+            command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": "."}
+        )
+        found, peak_kib = map(int, output.stdout.split())
+        assert found == num_rows
+        peaks.append(peak_kib)
+    assert peaks[1] - peaks[0] < 32 << 10, "28,000 more rows may not take 32 MiB more"
