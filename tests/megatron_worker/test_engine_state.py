@@ -13,7 +13,7 @@ from megatron_worker.engine import Outputs
 from shared.errors import InvalidInput
 from tests.depth import drawn
 from tests.megatron_worker.driving import train
-from tests.megatron_worker.engines import LORA, checkpoint_bytes, start
+from tests.megatron_worker.engines import LORA, start
 from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
 
 ROWS = random_rows([40, 17, 90])
@@ -40,21 +40,6 @@ def test_named_weights_are_those_of_the_folder(tmp_path, engine, family, tied, d
     assert set(found) == set(published)
     for name, weight in found.items():
         assert torch.equal(weight, published[name].to(getattr(torch, dtype))), name
-
-
-@pytest.mark.parametrize(("kind", "dtype"), drawn(KINDS, 2))
-def test_a_resumed_run_ends_with_the_same_bits(model, tmp_path, engine, kind, dtype):
-    whole = start(engine, model, kind, dtype)
-    train(whole, STEPS[:3], learning_rate=RATES[kind])
-    whole.save(tmp_path / "middle")
-    train(whole, STEPS[3:], learning_rate=RATES[kind])
-    whole.save(tmp_path / "end")
-
-    resumed = start(engine, model, kind, dtype)
-    resumed.load(tmp_path / "middle")
-    train(resumed, STEPS[3:], learning_rate=RATES[kind])
-    resumed.save(tmp_path / "again")
-    assert checkpoint_bytes(tmp_path / "end") == checkpoint_bytes(tmp_path / "again")
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
@@ -152,15 +137,6 @@ def test_a_loaded_adapter_is_trained_on_from_its_float32_weights(model, tmp_path
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_an_adapter_of_some_linears_leaves_the_others_alone(model, tmp_path, engine):
-    driven = start(engine, model)
-    driven.add_adapter("run", Lora(rank=2, targets=("q_proj", "down_proj")), seed=0)
-    train(driven, STEPS[:1])
-    driven.save(tmp_path)
-    names = load_file(tmp_path / "weights" / "adapter_model.safetensors")
-    assert {name.split(".")[-3] for name in names} == {"q_proj", "down_proj"}
-
-
 # Memory.
 
 
@@ -191,19 +167,6 @@ def test_offload_leaves_only_declared_host_buffers(model, engine, dtype, kind):
     assert driven.memory().device_bytes == 0
 
 
-@pytest.mark.parametrize(("kind", "dtype"), drawn(KINDS, 2))
-def test_training_goes_on_after_a_reload_to_the_bit(model, tmp_path, engine, dtype, kind):
-    for rounds in (0, 2):
-        driven = start(engine, model, kind, dtype)
-        for step in range(3):
-            for _ in range(rounds):
-                driven.place("host")
-                driven.place("device")
-            train(driven, [[ROWS[step:]]], learning_rate=RATES[kind])
-        driven.save(tmp_path / str(rounds))
-    assert checkpoint_bytes(tmp_path / "0") == checkpoint_bytes(tmp_path / "2")
-
-
 def test_the_base_is_copied_to_the_host_once_and_comes_back_to_the_bit(model, engine):
     driven = start(engine, model)
     before = logprobs(driven)
@@ -216,17 +179,6 @@ def test_the_base_is_copied_to_the_host_once_and_comes_back_to_the_bit(model, en
         assert driven.memory().host_bytes == host
         assert driven.memory().device_bytes == pytest.approx(host, rel=0.01)
         assert torch.equal(logprobs(driven), before)
-
-
-def test_dropping_a_job_leaves_the_base_alone(model, engine):
-    driven = start(engine, model)
-    alone, before = driven.memory().device_bytes, logprobs(driven)
-    driven.add_adapter("run", LORA, seed=0)
-    train(driven, [[ROWS]])
-    assert driven.memory().device_bytes > alone
-    driven.drop_slot("run")
-    assert driven.memory().device_bytes == alone
-    assert torch.equal(logprobs(driven), before)
 
 
 @pytest.mark.parametrize("offloaded_before", [False, True])
@@ -254,12 +206,3 @@ def test_full_fine_tuning_uses_the_base_up_and_the_next_job_gets_the_published_o
     known = before | {weight.data_ptr(): weight.nbytes for weight in published.values()}
     alive = {address: size for address, size in storages_alive().items() if address not in known}
     assert sum(alive.values()) == driven.memory().host_bytes  # of what was trained, nothing is left
-
-
-def test_memory_is_counted(model, engine):
-    """Weights, and for training gradients and two moments beside them, all float32."""
-    driven = start(engine, model)
-    weights = sum(weight.numel() for _, weight in driven.named_weights())
-    assert 4 * weights <= driven.memory().device_bytes <= 4 * weights * 1.05 + 4096
-    driven.train_full(Full())
-    assert 16 * weights <= driven.memory().device_bytes <= 16 * weights * 1.05 + 16384

@@ -158,28 +158,6 @@ def test_a_temperature_does_not_round_bfloat16_once_more():
     assert torch.equal(score_targets(hidden_NH, weight_VH, label_N, outputs, shard).logprob_N, divided.logprob_N)
 
 
-def test_gradcheck():
-    hidden_NH, weight_VH, label_N, _ = inputs(torch.float64)
-
-    def logprob(hidden: Tensor, weight: Tensor) -> Tensor:
-        return score_targets(
-            hidden, weight, label_N[:7], Outputs(), whole_vocabulary(VOCAB_SIZE), TileSize(3, 40)
-        ).logprob_N
-
-    assert torch.autograd.gradcheck(logprob, (hidden_NH.detach()[:7].requires_grad_(), weight_VH))
-
-
-def test_frozen_weights_get_no_gradient_and_change_none_of_the_hidden_ones():
-    hidden_NH, weight_VH, label_N, grad_N = inputs()
-    _, _, by_hidden, _ = reference(hidden_NH, weight_VH, label_N, grad_N)
-    frozen_VH = weight_VH.detach()
-    score_targets(hidden_NH, frozen_VH, label_N, Outputs(), whole_vocabulary(VOCAB_SIZE)).logprob_N.backward(
-        grad_N.float()
-    )
-    assert frozen_VH.grad is None
-    torch.testing.assert_close(hidden_NH.grad.double(), by_hidden, rtol=5e-6, atol=5e-6)
-
-
 def test_bfloat16_is_as_close_as_its_logits_are():
     """The reference sees the same bfloat16 inputs. Logits are rounded once, by 2^-9 of themselves: the label's own, and
     those in the normaliser."""
@@ -192,20 +170,6 @@ def test_bfloat16_is_as_close_as_its_logits_are():
     torch.testing.assert_close(scores.logprob_N.double(), logprob_N, rtol=0.0, atol=2 * 2**-9 * largest_logit)
     for ours, theirs in ((hidden_NH.grad, by_hidden), (weight_VH.grad, by_weight)):
         assert float((ours.double() - theirs).norm() / theirs.norm()) < 0.02
-
-
-def test_padded_rows_never_win():
-    """A vocabulary that was padded for tensor parallelism, its padding as tempting as can be."""
-    hidden_NH, weight_VH, label_N, grad_N = inputs()
-    padded_VH = torch.cat([weight_VH.detach(), torch.full((11, HIDDEN_SIZE), 100.0)]).requires_grad_()
-    shard = VocabShard(first=0, size=VOCAB_SIZE + 11, vocab_size=VOCAB_SIZE)
-    scores = score_targets(hidden_NH, padded_VH, label_N, Outputs(entropy=True), shard)
-    logprob_N, entropy_N, _, by_weight = reference(hidden_NH, weight_VH, label_N, grad_N)
-    scores.logprob_N.backward(grad_N.float())
-    torch.testing.assert_close(scores.logprob_N.double(), logprob_N, rtol=5e-6, atol=5e-6)
-    torch.testing.assert_close(scores.entropy_N.double(), entropy_N, rtol=5e-6, atol=5e-6)
-    torch.testing.assert_close(padded_VH.grad[:VOCAB_SIZE].double(), by_weight, rtol=5e-6, atol=5e-6)
-    assert not padded_VH.grad[VOCAB_SIZE:].any()
 
 
 def test_large_logits_stay_finite():
@@ -223,13 +187,6 @@ def test_no_targets_give_empty_scores_and_zero_gradients():
     assert scores.logprob_N.shape == scores.entropy_N.shape == (0,)
     scores.logprob_N.sum().backward()
     assert not weight_VH.grad.any()
-
-
-def test_nothing_asked_nothing_computed():
-    hidden_NH, weight_VH, label_N, _ = inputs()
-    scores = score_targets(hidden_NH, weight_VH, label_N, Outputs(logprob=False), whole_vocabulary(VOCAB_SIZE))
-    assert scores.logprob_N is None
-    assert scores.entropy_N is None
 
 
 def shard_of(weight_VH: Tensor, rows_per_rank: int) -> tuple[Tensor, VocabShard, Callable[[Tensor], Tensor]]:

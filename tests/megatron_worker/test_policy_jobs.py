@@ -1,5 +1,7 @@
-"""Policy jobs through the runner on a small real engine: old log-probabilities frozen at the start."""
+"""Policy and preference jobs on a small real engine: each step as in the papers; old and reference are frozen."""
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longshore.events import Step, Succeeded
+from activities.tokenizing.units import PAIR_COLUMNS, LabelledAnswers, TokenBlock, pair_unit
+from longshore.events import Evaluated, Step, Succeeded
 from longshore.fields import Artifact
-from longshore.losses import PPO, Kl, Loss, Reinforce
+from longshore.losses import DPO, KTO, PPO, CrossEntropy, Kl, Loss, Reinforce
 from longshore.training import Full, Lora
 from megatron_worker.engine import Batch, Outputs, Scores
 from megatron_worker.training.batches import PackedBatches, bins_to_score
+from megatron_worker.training.evaluation import held_out_loss
 from shared.jobs.job import Checkpointing, Evaluation, Job, JobPlan, PackedData, Schedule
 from shared.jobs.packed import UnitsWriter
 from tests.megatron_worker.tiny_engine import HIDDEN_SIZE, VOCAB_SIZE, TinyEngine
@@ -283,3 +287,226 @@ def test_what_only_the_first_step_trains_on_is_not_scored(workshop: Workshop):
 
 def checkpoint_bytes(job: Job) -> bytes:
     return (Path(job.checkpoint_dir) / "step-00000001" / "weights" / "adapter_model.safetensors").read_bytes()
+
+
+# Two epochs of three steps over eight pairs, two bins each.
+PAIR_STEPS = [[[0, 1], [2]], [[3], [4, 5]], [[6], [7]], [[5, 0], [3]], [[1, 2], [7]], [[4], [6]]]
+BETA = 0.5
+
+
+def write_pairs(folder: Path, num_pairs: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    writer = UnitsWriter(folder, PAIR_COLUMNS)
+    for _ in range(num_pairs):
+        prompt, *answers = (random.integers(0, VOCAB_SIZE, random.integers(2, 6)) for _ in range(3))
+        rows = [np.concatenate([prompt, answer]) for answer in answers]
+        masks = [np.arange(len(ids)) >= len(prompt) for ids in rows]
+        unit = pair_unit(rows[0], masks[0], rows[1], masks[1]).columns()
+        writer.append(**{name: unit[name] for name in PAIR_COLUMNS})
+    writer.close()
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Workshop:
+    made = make_workshop(tmp_path)
+    write_pairs(tmp_path / "rollouts", 8, seed=4)  # named so for PlainLoop
+    write_pairs(tmp_path / "held-out-pairs", 5, seed=5)
+    data = packed(tmp_path, "rollouts", "rollouts-plan", PAIR_STEPS)
+    held_out = packed(tmp_path, "held-out-pairs", "held-out-pairs-plan", [[[0, 1], [2], [3, 4]]])
+    return replace(made, data=data, held_out=held_out, num_steps=len(PAIR_STEPS))
+
+
+def plan_of_pairs(pairs: Workshop, **changes: object) -> JobPlan:
+    fields: dict[str, object] = {
+        "loss": DPO(beta=BETA),
+        "schedule": Schedule(kind="constant", learning_rate=0.05),
+        "checkpointing": Checkpointing(every_steps=1),
+        "evaluation": Evaluation(data=pairs.held_out, every_steps=2),
+    }
+    return pairs.plan(**(fields | changes))
+
+
+def held_out_metrics(job: Job) -> dict[int, dict[str, float]]:
+    return {e.step: e.metrics for e in read_log(job.log_path) if isinstance(e, Evaluated)}
+
+
+def test_each_named_evaluation_is_scored_by_the_reference(pairs: Workshop):
+    alone = held_out_metrics(do(pairs, "alone", plan_of_pairs(pairs)))
+    sets = Evaluation(sets={"first": pairs.held_out, "second": pairs.held_out}, every_steps=2)
+    named = held_out_metrics(do(pairs, "named", plan_of_pairs(pairs, evaluation=sets)))
+    assert alone[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and set(named) == {0, 2, 4, 6}
+    for step, metrics in named.items():
+        for name in ("first", "second"):
+            assert {metric: metrics[f"{name}_{metric}"] for metric in alone[step]} == alone[step]
+
+
+class PaperLoop(PlainLoop):
+    """Equation 7 a pair at a time in float64, torch's AdamW: what the job must come to."""
+
+    def margins(self, units: list[int]) -> list[torch.Tensor]:
+        return [BETA * (sign * ratio).sum() for ratio, sign in (self.ratios([unit]) for unit in units)]
+
+    def steps(self) -> Iterator[tuple[float, float, float]]:
+        """Loss, gradient norm and margin of each step."""
+
+        def loss_of(units: list[int]) -> tuple[torch.Tensor, float]:
+            margin = torch.stack(self.margins(units))
+            return -torch.nn.functional.logsigmoid(margin).mean(), margin.mean().item()
+
+        return self.descend(PAIR_STEPS, loss_of)
+
+
+def test_every_step_is_the_papers(pairs: Workshop):
+    metrics = metrics_of(do(pairs, "a", plan_of_pairs(pairs)))
+    expected = list(PaperLoop(pairs).steps())
+    assert metrics[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert [(m["loss"], m["grad_norm"]) for m in metrics] == [pytest.approx(e[:2], rel=2e-4) for e in expected]
+    assert metrics[-1]["reward_margin"] > 0.1
+
+
+def test_held_out_pairs_are_scored_by_the_same_loss_against_the_same_reference(pairs: Workshop):
+    job = do(pairs, "a", plan_of_pairs(pairs))
+    found = held_out_metrics(job)
+    assert sorted(found) == [0, 2, 4, 6]
+    assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and found[0]["reward_margin"] == 0
+    loop = PaperLoop(pairs)
+    for _ in loop.steps():
+        pass
+    loop.data = PackedBatches.open(pairs.root / "held-out-pairs", pairs.root / "held-out-pairs-plan")
+    with torch.no_grad():
+        margins = torch.stack(loop.margins([0, 1, 2, 3, 4]))
+    last = found[6]
+    assert last["loss"] == pytest.approx(-torch.nn.functional.logsigmoid(margins).mean().item(), rel=1e-3)
+    assert last["reward_margin"] == pytest.approx(margins.mean().item(), rel=2e-3, abs=1e-4)
+    assert last["preference_accuracy"] == pytest.approx((margins > 0).double().mean().item())
+    assert last["reward_chosen"] - last["reward_rejected"] == pytest.approx(last["reward_margin"], abs=1e-6)
+    assert "perplexity" not in last
+
+
+@pytest.mark.parametrize("trainable", [None, Full()], ids=["lora", "full"])
+def test_a_job_that_is_gone_on_with_ends_in_the_same_bits(pairs: Workshop, trainable: Full | None):
+    """The reference is scored by what stood before the first step, though the job goes on behind the third."""
+    plan = plan_of_pairs(pairs, **({"trainable": trainable} if trainable else {}))
+    whole = do(pairs, "whole", plan)
+    resumed = do(pairs, "resumed", plan, start=checkpoint(whole, 3))
+    assert losses(resumed) == losses(whole)[3:]
+    assert [held_out_metrics(resumed)[step] for step in (4, 6)] == [held_out_metrics(whole)[step] for step in (4, 6)]
+    if trainable is None:
+        assert adapter_sha256(resumed, 6) == adapter_sha256(whole, 6)
+
+
+def test_held_out_rows_that_are_no_pairs_are_refused_before_any_step(pairs: Workshop):
+    plain = make_workshop(pairs.root / "other").held_out
+    failed = failure(do(pairs, "a", plan_of_pairs(pairs, evaluation=Evaluation(data=plain))))
+    assert (failed.kind, failed.step) == ("invalid_input", 0)
+    assert "no column advantage; dpo tells the chosen from the rejected by it" in failed.message
+
+
+def test_only_pairs_are_evaluated_by_what_is_trained_for():
+    assert held_out_loss(DPO(beta=0.3)) == DPO(beta=0.3)
+    assert held_out_loss(PPO()) == held_out_loss(CrossEntropy()) == CrossEntropy()
+
+
+OF_ANSWERS = KTO(beta=0.5, desirable_weight=1.2, undesirable_weight=0.7)
+# The same steps in other bins.
+REPACKED = [[[unit] for units in bins for unit in units] for bins in PAIR_STEPS]
+
+
+def write_answers(folder: Path, num_answers: int, seed: int) -> None:
+    """Answers, good and bad, as the tokenizer leaves them."""
+    random, writer = np.random.default_rng(seed), UnitsWriter(folder, PAIR_COLUMNS)
+    answers = LabelledAnswers(1000, are_pairs=False)
+    rows = [[random.integers(0, VOCAB_SIZE, random.integers(2, 6)) for _ in range(2)] for _ in range(num_answers)]
+    signs = [np.repeat([0.0, (-1.0) ** number], [len(prompt), len(ids)]) for number, (prompt, ids) in enumerate(rows)]
+    ids = np.concatenate(list(itertools.chain.from_iterable(rows)))
+    lengths = np.array([len(prompt) + len(own) for prompt, own in rows])
+    block = TokenBlock([f"r:{n}" for n in range(num_answers)], ids, ids, np.concatenate(signs), lengths)
+    for kept in (answers.keep(block), answers.rest()):
+        kept.write(writer)
+    writer.close()
+
+
+@pytest.fixture
+def answers(tmp_path: Path) -> Workshop:
+    made = make_workshop(tmp_path)
+    write_answers(tmp_path / "rollouts", 8, seed=4)  # named so for PlainLoop
+    write_answers(tmp_path / "held-out-answers", 5, seed=5)
+    data = packed(tmp_path, "rollouts", "rollouts-plan", PAIR_STEPS)
+    held_out = packed(tmp_path, "held-out-answers", "held-out-plan", [[[0, 1], [2], [3, 4]]])
+    return replace(made, data=data, held_out=held_out, num_steps=len(PAIR_STEPS))
+
+
+def plan_of_answers(answers: Workshop, **changes: object) -> JobPlan:
+    return plan_of_pairs(answers, **{"loss": OF_ANSWERS} | changes)
+
+
+class LoopOfAnswers(PlainLoop):
+    """Equation 7 an answer at a time in float64, torch's AdamW: what the job must come to."""
+
+    def loss(self, units: list[int]) -> tuple[torch.Tensor, float]:
+        """Mean loss of some units, and the baseline."""
+        ratios, signs, others = [], [], []
+        for unit in units:
+            ratio_N, sign_N = self.ratios([unit])
+            ratios.append(ratio_N[sign_N != 0].sum())
+            others.append(ratio_N[sign_N == 0].sum().detach())
+            signs.append(sign_N.sum().sign())
+        baseline = torch.stack(others).mean().clamp(min=0)
+        weights = torch.stack([torch.tensor(1.2 if sign > 0 else 0.7).double() for sign in signs])
+        value = torch.sigmoid(0.5 * torch.stack(signs) * (torch.stack(ratios) - baseline))
+        return (weights * (1 - value)).mean(), baseline.item()
+
+    def steps(self) -> Iterator[tuple[float, float, float]]:
+        """Loss, gradient norm and baseline of each step."""
+        return self.descend(PAIR_STEPS, self.loss)
+
+
+def test_every_step_is_the_papers_and_held_out_answers_are_scored_alike(answers: Workshop):
+    job = do(answers, "a", plan_of_answers(answers))
+    metrics, loop = metrics_of(job), LoopOfAnswers(answers)
+    expected = list(loop.steps())
+    assert [(m["loss"], m["grad_norm"], m["kl"]) for m in metrics] == [
+        pytest.approx(each, rel=2e-4, abs=1e-6) for each in expected
+    ]
+    assert max(baseline for _, _, baseline in expected) > 0.01
+    loop.data = PackedBatches.open(answers.root / "held-out-answers", answers.root / "held-out-plan")
+    with torch.no_grad():
+        loss, baseline = loop.loss([0, 1, 2, 3, 4])
+    first, last = held_out_metrics(job)[0], held_out_metrics(job)[6]
+    assert first["reward_chosen"] == first["reward_rejected"] == first["kl"] == 0
+    assert last["reward_chosen"] != 0 != last["reward_rejected"] and 0 <= last["label_accuracy"] <= 1
+    assert (last["loss"], last["kl"]) == (
+        pytest.approx(loss.item(), rel=1e-3),
+        pytest.approx(baseline, rel=2e-3, abs=1e-5),
+    )
+
+
+def test_a_step_is_the_same_however_it_is_packed(answers: Workshop):
+    whole = metrics_of(do(answers, "a", plan_of_answers(answers)))
+    data = packed(answers.root, "rollouts", "repacked", REPACKED)
+    cut = metrics_of(do(answers, "cut", plan_of_answers(answers, data=data)))
+    for name in ("loss", "grad_norm", "kl", "label_accuracy"):
+        assert [m[name] for m in cut] == pytest.approx([m[name] for m in whole], rel=2e-5, abs=1e-7), name
+
+
+def test_an_objective_without_a_reference_scores_nothing_before_its_steps(answers: Workshop):
+    """Passes without gradients, counted on the engine: those of the reference alone, as nothing is evaluated."""
+    write_pairs(answers.root / "pairs", 8, seed=4)
+    data = packed(answers.root, "pairs", "pairs-plan", PAIR_STEPS)
+
+    class Counting(TinyEngine):
+        passes = 0
+
+        def forward(self, *arguments, **named):
+            Counting.passes += not torch.is_grad_enabled()
+            return super().forward(*arguments, **named)
+
+    found = {}
+    for objective in ("sigmoid", "simpo", "orpo"):
+        Counting.passes = 0
+        plan = plan_of_answers(answers, loss=DPO(objective=objective), data=data, evaluation=Evaluation())
+        worker = new_worker(answers.root, lambda plan, model: Counting(model))
+        metrics = metrics_of(do(answers, objective, plan, worker=worker))
+        found[objective] = Counting.passes
+        assert metrics[-1]["loss"] < metrics[0]["loss"] and len(metrics) == len(PAIR_STEPS)
+    assert found["sigmoid"] > 0 and found["simpo"] == found["orpo"] == 0

@@ -1,4 +1,4 @@
-"""Policy losses on the real engine: against transformers and autograd, however bins are cut, over ranks, resumed."""
+"""Policy losses and critics on the real engine: against transformers and autograd, however bins are cut, resumed."""
 
 import dataclasses
 import math
@@ -8,22 +8,38 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
 
+from activities.hosts.run_job import JobMetrics
 from activities.tokenizing.units import pair_unit
-from longshore.events import Probed, Saved, Step, Succeeded
+from activities.trajectories.pack_trajectories import GroupsRequest, sequence_rows, sharing_sets, write_step
+from activities.trajectories.read_groups import Group, GroupsRead, GroupsReport, Scored
+from longshore.events import Failed, Probed, Saved, Step, Succeeded
 from longshore.fields import Artifact
-from longshore.losses import CISPO, DPO, DRO, GSPO, PPO, Kl, Loss, Reinforce
-from longshore.training import Adam, Full, Layout, Lora
-from megatron_worker.engine import Batch, LossFunction, Outputs
+from longshore.losses import CISPO, DPO, DRO, GSPO, PPO, CrossEntropy, Kl, Loss, Reinforce
+from longshore.runs import RLRun
+from longshore.training import Adam, Full, Layout, Lora, ScalarHead
+from longshore.views import StepStatus
+from megatron_worker.critic import Scale
+from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.tensors.offload import Residency
 from megatron_worker.training.batches import to_batch
-from shared.jobs.job import Checkpointing, Job, PackedData, Schedule
-from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Units, UnitsWriter
+from shared.chat.trajectories import Trajectory
+from shared.jobs.job import Checkpointing, Job, JobCritic, PackedData, Schedule
+from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, Plan, Units, UnitsWriter
+from shared.jobs.prefix_tree import split_tree
+from tests.activities.groups import rl_run
+from tests.depth import drawn
+from tests.megatron_worker.engines import checkpoint_bytes
 from tests.megatron_worker.launch import fork_ranks
-from tests.megatron_worker.rows import Row, bin_of, random_rows
+from tests.megatron_worker.rows import VOCAB_SIZE, Row, bin_of, random_rows
 from tests.megatron_worker.test_megatron_job import new_worker
 from tests.megatron_worker.test_policy_jobs import ROLLOUT, TRAINER, write_rollouts
+from tests.megatron_worker.training.test_gae import reference, rows, units_of
+from tests.megatron_worker.trees import as_batch
 from tests.megatron_worker.workshop import Workshop, read_log, sealed, write_plan
 
 LORA = Lora(rank=4, alpha=8)
@@ -347,3 +363,330 @@ def test_two_ranks_report_and_learn_what_one_does(workshop: Workshop, alone: Job
         for name in set(ours) - {"step_s", "tokens_per_s", "memory_bytes"}:
             assert other[name] == pytest.approx(ours[name], rel=2e-4, abs=2e-5), name
     assert probed(log) == pytest.approx(probed(alone.log_path), abs=1e-4)
+
+
+LOSSES_OF_GROUPS: dict[str, Loss] = {
+    "ppo": PPO(aggregation="sequence_mean"),
+    "gspo": GSPO(clip_low=0.1, clip_high=0.1),
+    "cispo": CISPO(aggregation="constant_length", constant=16),
+}
+BIN_TOKENS = 160
+
+
+def groups_with_a_system_prompt(num_groups: int = 6, size: int = 4) -> list[Group]:
+    """48 tokens of a system prompt, 12 of a question, answers of 6 to 12; logprobs near those of an untrained model."""
+    random = np.random.default_rng(5)
+
+    def ids(count: int) -> list[int]:
+        return [int(i) for i in random.integers(3, VOCAB_SIZE, count)]
+
+    def one(prompt: list[int]) -> Trajectory:
+        answer = ids(int(random.integers(6, 13)))
+        logprobs = [-math.log(VOCAB_SIZE) + float(p) for p in random.normal(scale=0.1, size=len(answer))]
+        return Trajectory(
+            token_ids=(*prompt, *answer),
+            sampled=(*[False] * len(prompt), *[True] * len(answer)),
+            logprobs=(*[None] * len(prompt), *logprobs),
+            reward=float(random.normal()),
+        )
+
+    system = ids(48)
+    prompts = [system + ids(12) for _ in range(num_groups)]
+    return [tuple(of_one(one(prompt)) for _ in range(size)) for prompt in prompts]
+
+
+def of_one(one: Trajectory) -> Scored:
+    return Scored(one.reward, {}, (one,))
+
+
+def run_of() -> RLRun:
+    return rl_run(max_tokens=BIN_TOKENS)
+
+
+@pytest.mark.parametrize("name", LOSSES_OF_GROUPS)
+def test_a_step_of_shared_trees_is_the_step_of_groups_apart(model: Path, tmp_path: Path, name: str) -> None:
+    groups, run = groups_with_a_system_prompt(), run_of()
+    step = StepStatus(step=1, key="a", groups="file:///groups.jsonl")
+    request = GroupsRequest(run_id="r1", tenant="default", run=run, step=step, policy_version=0, vocab_size=VOCAB_SIZE)
+    read = GroupsRead(groups=groups, all_groups=groups, report=GroupsReport(num_groups=len(groups)))
+    write_step(read, request, tmp_path / "units", tmp_path / "plan")
+    with Units(tmp_path / "units") as units:
+        plan = Plan(tmp_path / "plan")
+        bins = [to_batch(units.read_bin(each), torch.device("cpu")) for each in plan.bins(0)]
+        shared_tokens = int(units.token_offsets[-1])
+    apart = [split_tree(rows, BIN_TOKENS) for rows in sequence_rows(groups, run)]
+    apart_tokens = sum(unit.num_tokens for trees in apart for unit in trees)
+    print(f"tokens packed: {shared_tokens} shared, {apart_tokens} apart")
+    assert shared_tokens < apart_tokens - 2 * 48
+    assert len(bins) > 1, "trees of several bins, so that the cut between them is tried too"
+    engine, loss = fresh(model), loss_function(LOSSES_OF_GROUPS[name])
+    shared_loss, shared = gradient(engine, loss, bins)
+    apart_loss, by_group = gradient(engine, loss, [as_batch(trees) for trees in apart])
+    distance, largest = float((shared - by_group).norm() / by_group.norm()), float((shared - by_group).abs().max())
+    print(f"{name}: gradient {distance:.1e} by norm, {largest:.1e} at most; loss {abs(shared_loss - apart_loss):.1e}")
+    assert by_group.abs().max() > 1e-3
+    assert largest <= 1e-6
+    assert distance <= 2e-6  # 8e-7 measured
+    assert shared_loss == pytest.approx(apart_loss, abs=1e-6)
+
+
+def test_groups_share_only_while_no_other_mini_batch_has_them() -> None:
+    assert sharing_sets([(0, 2), (1, 3)], 4) == [(0, 2), (1, 3)]
+    assert sharing_sets([(0, 1, 2), (0, 1, 2)], 3) == [(0, 1, 2)], "further epochs train the same set"
+    assert sharing_sets([(0, 2), (1, 3), (0, 1), (2, 3)], 4) == [(0,), (1,), (2,), (3,)]
+    assert sharing_sets([], 0) == []
+
+
+HEADED = Lora(rank=2, alpha=8, targets=("q_proj", "down_proj"), head=ScalarHead())
+RATE, CRITIC_RATE = 2e-2, 1e-2
+PENALISED = PPO(old="trainer", kl=Kl(coefficient=0.1, estimator="k1", placement="reward"))
+CRITICS = {
+    "token": JobCritic(trainable=HEADED, learning_rate=CRITIC_RATE, gamma=0.98, gae_lambda=0.9, clip=0.05),
+    "turn": JobCritic(trainable=HEADED, learning_rate=CRITIC_RATE, per="turn", whiten=False, clip=None),
+}
+
+
+@pytest.fixture(scope="module")
+def critic_workshop(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Two epochs of two mini-batches."""
+    root = tmp_path_factory.mktemp("critic")
+    units_of(root / "units", rows(5)).close()
+    num = Units(root / "units").header.num_units
+    parts = [[[n] for n in range(0, num, 2)], [[n] for n in range(1, num, 2)]]
+    write_plan(root / "plan", root / "units", [parts[0], parts[1], parts[1], parts[0]])
+    data = PackedData(units=sealed(root / "units"), plan=sealed(root / "plan"))
+    return Workshop(root, sealed(shutil.copytree(tiny_model, root / "model")), data, data, 4)
+
+
+def critic_job(critic_workshop: Workshop, name: str, start: Artifact | None = None, **changes: object) -> Job:
+    fields: dict[str, object] = {
+        "loss": PENALISED,
+        "critic": CRITICS["token"],
+        "schedule": Schedule(kind="constant", learning_rate=RATE),
+        "checkpointing": Checkpointing(every_steps=1),
+    }
+    return critic_workshop.job(name, critic_workshop.plan(**(fields | changes)), start)
+
+
+def checkpoint(job: Job, step: int) -> Artifact:
+    event = next(e for e in read_log(job.log_path) if isinstance(e, Saved) and e.step == step)
+    return Artifact(uri=f"file://{event.path}", sha256=event.manifest_sha256)
+
+
+def plain_value_loss(clip: float | None) -> LossFunction:
+    """The formula of docs/losses.md. Of a batch `ref_logprob_N` has the values before."""
+
+    def sums(scores, batch) -> LossSums:
+        value_N, total = scores.value_NL[:, 0].double(), torch.zeros(())
+        for value, before, wanted, weight in zip(
+            value_N, batch.ref_logprob_N, batch.advantage_N, batch.weight_N, strict=True
+        ):
+            error = (value - wanted) ** 2
+            if clip is not None:
+                error = torch.maximum(error, (before + (value - before).clamp(-clip, clip) - wanted) ** 2)
+            total = total + 0.5 * weight * error if weight > 0 else total
+        return LossSums(loss=total, weight=batch.weight_N.sum())
+
+    return LossFunction(Outputs(logprob=False, values=True), sums)
+
+
+def by_hand(critic_workshop: Workshop, critic: JobCritic) -> list[dict[str, float]]:
+    """The job's steps on an engine, with advantages by their definition. Returns some of the metrics of each step."""
+    engine = MegatronEngine(critic_workshop.root / "model", Layout(), "float32")
+    for slot, lora in (("critic", critic.trainable), ("run", LORA)):
+        engine.add_adapter(slot, lora, seed=7)
+    units = Units(critic_workshop.root / "units")
+    whole = to_batch(units.read_bin(np.arange(units.header.num_units)), torch.device("cpu"))
+
+    def scored(slot: str | None, outputs: Outputs):
+        engine.set_adapter(slot)
+        with torch.no_grad():
+            return engine.forward(whole, outputs)
+
+    old_N, reference_N = scored("run", Outputs()).logprob_N, scored(None, Outputs()).logprob_N
+    value_N = scored("critic", Outputs(logprob=False, values=True)).value_NL[:, 0]
+    trained_N = (whole.weight_N > 0).numpy()
+    rewards_N = whole.advantage_N.double() - 0.1 * (old_N - reference_N).double() * trained_N
+    units.columns["advantage"] = rewards_N.numpy()
+    advantage_N, return_N, to_come_N = reference(units, value_N.double().numpy(), critic)
+    spread = np.var((to_come_N - value_N.numpy())[trained_N]) / np.var(to_come_N[trained_N])
+    if critic.whiten:
+        mean, variance = advantage_N[trained_N].mean(), advantage_N[trained_N].var()
+        advantage_N = (advantage_N - mean) / np.sqrt(variance + 1e-8)
+    weight_N = whole.weight_N.clone()
+    if critic.per == "turn":  # the first target of each answer
+        place_N = whole.position_T[whole.hidden_index_N]
+        follows = (place_N[1:] == place_N[:-1] + 1) & (whole.sequence_N[1:] == whole.sequence_N[:-1])
+        weight_N[1:][follows] = 0
+    columns = {"advantage_N": torch.from_numpy(advantage_N).float(), "old_logprob_N": old_N}
+    critics = {"advantage_N": torch.from_numpy(return_N).float(), "ref_logprob_N": value_N, "weight_N": weight_N}
+    found, ends = [], units.target_offsets
+    plain_ppo = loss_function(PENALISED.model_copy(update={"kl": None}))
+    for part in (0, 1, 1, 0):
+        metrics = {"explained_variance": 1 - spread}
+        for slot, loss, changes, rate in (
+            ("critic", plain_value_loss(critic.clip), critics, CRITIC_RATE),
+            ("run", plain_ppo, columns, RATE),
+        ):
+            engine.set_adapter(slot)
+            total = weight = 0.0
+            for unit in range(part, units.header.num_units, 2):
+                batch = to_batch(units.read_bin(np.array([unit])), torch.device("cpu"))
+                own = {name: values[ends[unit] : ends[unit + 1]] for name, values in changes.items()}
+                sums = engine.forward_backward(dataclasses.replace(batch, **own), loss)
+                total, weight = total + float(sums["loss"]), weight + float(sums["weight"])
+            norms = engine.optim_step(Adam(), rate, weight)
+            prefix = "critic_" if slot == "critic" else ""
+            metrics |= {f"{prefix}loss": total / weight, f"{prefix}grad_norm": norms.grad_norm}
+        found.append(metrics)
+    return found
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_a_job_does_what_its_formulas_say(critic_workshop: Workshop, name: str) -> None:
+    """Cut and many-turn episodes that share prefixes, a penalty in the rewards, clipped values, whitened advantages."""
+    job = critic_job(critic_workshop, f"plain-{name}", critic=CRITICS[name])
+    new_worker(critic_workshop.root).do_one(job)
+    for ours, theirs in zip(steps(job), by_hand(critic_workshop, CRITICS[name]), strict=True):
+        for metric, value in theirs.items():
+            assert ours[metric] == pytest.approx(value, rel=2e-4, abs=2e-5), metric
+    last = steps(job)[-1]
+    assert last["critic_learning_rate"] == CRITIC_RATE and last["kl_reference"] > 0
+    assert ("critic_clipped_fraction" in last) == (name == "token")
+
+
+def in_two(critic_workshop: Workshop, names: tuple[str, str], workers, **changes: object) -> Job:
+    """The job's steps as two jobs, of which the second goes on from what the first left."""
+    plans = []
+    for number in (0, 1):
+        folder = critic_workshop.root / f"plan-{number}"
+        if not folder.exists():
+            parts = [[[n] for n in range(p, Units(critic_workshop.root / "units").header.num_units, 2)] for p in (0, 1)]
+            write_plan(folder, critic_workshop.root / "units", parts[:: 1 - 2 * number])
+            sealed(folder)
+        plans.append(sealed(folder))
+    first = critic_job(
+        critic_workshop,
+        names[0],
+        data=PackedData(units=critic_workshop.data.units, plan=plans[0]),
+        num_steps=2,
+        **changes,
+    )
+    workers[0].do_one(first)
+    second = critic_job(
+        critic_workshop, names[1], data=PackedData(units=critic_workshop.data.units, plan=plans[1]), num_steps=2,
+        job_id="000002", first_step=2, initial_checkpoint=checkpoint(first, 2), **changes,
+    )  # fmt: skip
+    workers[1].do_one(second)
+    return second
+
+
+def test_the_next_job_begins_with_what_is_kept_or_read(critic_workshop: Workshop) -> None:
+    """The same bits: critic, moments, and the unit of its values."""
+    critic = CRITICS["token"].model_copy(update={"value_scale": "running"})
+    worker = new_worker(critic_workshop.root)
+    kept = in_two(critic_workshop, ("kept-1", "kept-2"), (worker, worker), critic=critic)
+    read = in_two(
+        critic_workshop,
+        ("read-1", "read-2"),
+        (new_worker(critic_workshop.root), new_worker(critic_workshop.root)),
+        critic=critic,
+    )
+    ends = [checkpoint_bytes(Path(job.checkpoint_dir) / "step-00000004") for job in (kept, read)]
+    assert ends[0] == ends[1]
+    scale = Scale.model_validate_json(ends[0]["critic/scale.json"])
+    assert scale.weight == pytest.approx(0.19) and scale.mean != 0
+    assert steps(kept)[0]["explained_variance"] == steps(read)[0]["explained_variance"]
+
+
+@pytest.mark.parametrize("step", drawn([1, 2, 3], 1))
+def test_a_job_that_goes_on_ends_in_the_same_bits(critic_workshop: Workshop, step: int) -> None:
+    """Advantages are made again of the weights that the job began with, and not of those in the checkpoint."""
+    whole = critic_job(critic_workshop, f"whole-{step}")
+    new_worker(critic_workshop.root).do_one(whole)
+    resumed = critic_job(critic_workshop, f"resumed-{step}", checkpoint(whole, step))
+    new_worker(critic_workshop.root).do_one(resumed)
+    assert checkpoint(whole, 4).sha256 == checkpoint(resumed, 4).sha256
+    assert [m["critic_loss"] for m in steps(resumed)] == [m["critic_loss"] for m in steps(whole)][step:]
+
+
+def test_a_policy_waits_for_its_critic(critic_workshop: Workshop) -> None:
+    """In a warm-up no weight of it changes, and the critic's do."""
+    job = critic_job(critic_workshop, "alone", critic=CRITICS["token"].model_copy(update={"alone": True, "clip": None}))
+    new_worker(critic_workshop.root).do_one(job)
+    folders = [Path(job.checkpoint_dir) / f"step-0000000{step}" / "weights" for step in (1, 4)]
+    ends = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert not any(tensor.any() for name, tensor in ends[1].items() if "lora_B" in name)
+    found = steps(job)
+    assert found[-1]["critic_loss"] < found[0]["critic_loss"] and all(one["skipped"] == 1 for one in found)
+    told = JobMetrics(PENALISED, found).combined()
+    assert told["tokens"] > told["target_tokens"] > 0 and told["critic_learning_rate"] == CRITIC_RATE
+
+
+def test_one_optimizer_is_on_the_device_at_a_time(critic_workshop: Workshop, monkeypatch) -> None:
+    """At every move of tensors, of the policy's moments and the critic's one at most."""
+    seen = set[tuple[str, ...]]()
+    move = Residency._move
+
+    def watched(self, wanted) -> None:
+        move(self, wanted)
+        seen.add(tuple(sorted(str(s) for (part, s), r in self._held.items() if part == "optimizer" and r.bytes.device)))
+
+    monkeypatch.setattr(Residency, "_move", watched)
+    new_worker(critic_workshop.root).do_one(critic_job(critic_workshop, "watched"))
+    assert {("run-1",), ("run-1/critic",), ()} <= seen and max(map(len, seen)) == 1, seen
+
+
+@pytest.fixture(scope="module")
+def single(critic_workshop: Workshop) -> Job:
+    job = critic_job(critic_workshop, "single")
+    new_worker(critic_workshop.root).do_one(job)
+    return job
+
+
+OVER_RANKS = [("megatron", Layout(dp=2)), ("megatron", Layout(tp=2)), ("megatron", Layout(pp=2)),
+              ("megatron", Layout(cp=2)), ("fsdp", Layout(dp=2)), ("fsdp", Layout(tp=2))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout"), drawn(OVER_RANKS, 1, always=[OVER_RANKS[0]]), ids=lambda v: getattr(v, "label", v)
+)
+def test_ranks_report_and_learn_what_one_does(
+    critic_workshop: Workshop, single: Job, engine: str, layout: Layout
+) -> None:
+    job = critic_job(critic_workshop, f"{engine}-{layout.label}", layout=layout, engine=engine)
+    path = critic_workshop.root / f"{engine}-{layout.label}.json"
+    path.write_text(job.model_dump_json())
+    into = critic_workshop.root / f"{engine}-{layout.label}"
+    fork_ranks("megatron_worker", "--once", str(path), "--into", str(into), num_ranks=2)
+    theirs = [e.metrics for e in read_log(next(into.rglob("log.jsonl"))) if isinstance(e, Step)]
+    for ours, other in zip(steps(single), theirs, strict=True):
+        assert set(ours) == set(other)
+        for name in set(ours) - {"step_s", "tokens_per_s", "memory_bytes", "critic_memory_bytes"}:
+            assert other[name] == pytest.approx(ours[name], rel=2e-4, abs=2e-5), name
+
+
+def test_a_checkpoint_without_a_critic_is_refused(critic_workshop: Workshop, single: Job) -> None:
+    alone = critic_job(critic_workshop, "no-critic", critic=None, loss=PPO(old="trainer"))
+    new_worker(critic_workshop.root).do_one(alone)
+    job = critic_job(
+        critic_workshop, "needs-one", job_id="000002", first_step=4, initial_checkpoint=checkpoint(alone, 4)
+    )
+    new_worker(critic_workshop.root).do_one(job)
+    failed = read_log(job.log_path)[-1]
+    assert isinstance(failed, Failed) and failed.kind == "corrupt_artifact"
+    assert failed.message.endswith("the checkpoint has no critic, and the job trains one")
+
+
+def test_a_loss_that_is_not_finite_fails_the_job(critic_workshop: Workshop) -> None:
+    job = critic_job(critic_workshop, "burst", critic=CRITICS["token"].model_copy(update={"learning_rate": 1e30}))
+    new_worker(critic_workshop.root).do_one(job)
+    failed = read_log(job.log_path)[-1]
+    assert isinstance(failed, Failed) and failed.kind == "not_finite" and "critic" in failed.message, failed
+
+
+@pytest.mark.parametrize("changes", [{"loss": CrossEntropy()}, {"trainable": Full()}], ids=["loss", "full"])
+def test_a_critic_needs_a_policy_of_an_adapter(critic_workshop: Workshop, changes: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="critic: it belongs to a policy loss, and to a lora"):
+        critic_job(critic_workshop, "never", **changes)

@@ -28,7 +28,7 @@ from tests.megatron_worker.replayed import routers_of, with_own_routes
 from tests.megatron_worker.rows import EXPERTS_BESIDE, Row, bin_of, distinct_model
 from tests.megatron_worker.sampler_process import NAME, running
 from tests.megatron_worker.scores import logprobs
-from tests.megatron_worker.test_sampler_experts import ids_of
+from tests.megatron_worker.test_sampler_families import ids_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

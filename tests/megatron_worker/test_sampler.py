@@ -1,13 +1,15 @@
-"""Our sampler against transformers, PEFT and the trainer; equal bits whatever else goes on; adapters; requests."""
+"""Our sampler as transformers, PEFT and the trainer; equal bits beside others; adapters, requests, grammars."""
 
 import json
 import shutil
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import httpx
+import jsonschema
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -20,7 +22,17 @@ from megatron_worker.engine import Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.sampler.decoder import Decoder
-from shared.chat.completions import CompletionRequest, CompletionResponse, Sampling
+from megatron_worker.sampler.grammars.grammar import Grammars
+from shared.chat.completions import (
+    CompletionRequest,
+    CompletionResponse,
+    Sampling,
+    StructuralTag,
+    StructuredOutputs,
+    Tag,
+    TagContent,
+    Tags,
+)
 from shared.errors import InvalidInput
 from tests.megatron_worker.rows import VOCAB_SIZE, Row, bin_of, distinct_model
 from tests.megatron_worker.sampler_process import NAME, http, post, running, write_adapter
@@ -179,20 +191,6 @@ def changed(sampling, **changes):
     return sampling.model_copy(update=changes)
 
 
-def test_bfloat16_logprobs_are_near_float32s(place, tmp_path):
-    prompt = prompt_of(50)
-    with (
-        running(place / "model", tmp_path, "--dtype", "bfloat16") as ready,
-        Sampler(ready.url, ready.api_key) as sampler,
-    ):
-        samples = sampler.sample(NAME, prompt, FREE, n=8, seed=0)
-    engine = MegatronEngine(place / "model", Layout(), "float32")
-    rows = [Row([*prompt, *s.token_ids], [0.0] * 50 + [1.0] * 40) for s in samples]
-    with torch.no_grad():
-        logprob_N = engine.forward(bin_of(rows), Outputs()).logprob_N
-    assert (logprob_N - torch.tensor([v for s in samples for v in s.logprobs])).abs().mean() <= 0.05
-
-
 def test_processed_logprobs_are_of_the_tempered_distribution(place, tmp_path):
     prompt, sampling = prompt_of(5), changed(FREE, temperature=0.5, top_p=0.9, max_tokens=1)
     engine = Decoder(place / "model", torch.float32, torch.device("cpu"))
@@ -310,19 +308,13 @@ def damaged(name, source, target):
     match name:
         case "truncated":
             weights.write_bytes(weights.read_bytes()[:-100])
-        case "no weights":
-            weights.unlink()
         case "no json":
             config.write_text("{")
-        case "dora":
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
         case "another rank":
             config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 3}))
-        case "fewer targets":
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": ["q_proj"]}))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "no weights", "no json", "dora", "another rank", "fewer targets"])
+@pytest.mark.parametrize("damage", ["truncated", "no json", "another rank"])
 def test_a_damaged_adapter_is_refused(place, sampler, ours, tmp_path, damage):
     damaged(damage, place / "all", tmp_path / "bad")
     response = post(ours, "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "bad")})
@@ -416,3 +408,216 @@ def test_a_client_that_hangs_up_frees_its_slots(ours, sampler):
         connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         time.sleep(0.3)
     sampler.sample(NAME, (1, 2), Sampling(max_tokens=2), n=1, seed=0)  # all 900 would outlast this test's time
+
+
+END_ID = 2
+CRATES = {
+    "type": "object",
+    "properties": {
+        "port": {"type": "string", "maxLength": 4},
+        "quay": {"$ref": "#/$defs/quay"},
+        "crates": {
+            "type": "array",
+            "maxItems": 2,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "kind": {"enum": ["tea", "tin", None]},
+                    "weight": {"type": "integer", "minimum": -5, "maximum": 99},
+                },
+                "required": ["kind", "weight"],
+                "additionalProperties": False,
+            },
+        },
+        "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+        "open": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    },
+    "required": ["port", "quay", "crates", "open"],
+    "additionalProperties": False,
+    "$defs": {"quay": {"type": "integer", "minimum": 1, "maximum": 40}},
+}
+VALIDATOR = jsonschema.Draft202012Validator(CRATES)
+
+
+@pytest.fixture(scope="module")
+def form_model(tmp_path_factory):
+    return distinct_model(tmp_path_factory.mktemp("grammars") / "model")
+
+
+@pytest.fixture(scope="module")
+def forming(form_model, tmp_path_factory):
+    with running(form_model, tmp_path_factory.mktemp("sampler")) as ready:
+        yield ready
+
+
+@pytest.fixture(scope="module")
+def form_sampler(forming):
+    with Sampler(forming.url, forming.api_key) as form_sampler:
+        yield form_sampler
+
+
+def asked(form, prompt=(5, 6, 7), **changes):
+    told = {"max_tokens": 1500, "seed": 1, "logprobs": 3, "return_token_ids": True, "structured_outputs": form}
+    return CompletionRequest.model_validate({"model": NAME, "prompt": list(prompt), **told, **changes})
+
+
+def schema(schema):
+    return StructuredOutputs(json=schema)
+
+
+def test_200_of_200_draws_are_valid(form_sampler):
+    choices = form_sampler.complete(asked(schema(CRATES), n=200, temperature=1.2)).choices
+    assert len({choice.text for choice in choices}) == 200
+    assert [choice.finish_reason for choice in choices] == ["stop"] * 200
+    for choice in choices:
+        VALIDATOR.validate(json.loads(choice.text))
+    assert {len(json.loads(choice.text)["crates"]) for choice in choices} == {0, 1, 2}
+
+
+def test_logprobs_are_of_what_was_allowed(form_model, form_sampler):
+    """Of the masked distribution, and so are the likeliest beside a token."""
+    (choice,) = form_sampler.complete(asked(schema(CRATES))).choices
+    decoder = Decoder(form_model, torch.float32, torch.device("cpu"))
+    place = grammars(form_model).compiled(schema(CRATES)).begin()
+    for number in range(40):
+        before = (5, 6, 7, *choice.token_ids[:number])
+        logit_V = decoder.logits(decoder.prefill(before, {}).hidden_H[None], {})[0]
+        logprob_V = logit_V.masked_fill(~place.allowed(), -torch.inf).log_softmax(-1)
+        assert abs(choice.logprobs.token_logprobs[number] - float(logprob_V[choice.token_ids[number]])) < 1e-5
+        for value in choice.logprobs.top_logprobs[number].values():
+            assert (logprob_V - value).abs().min() < 1e-5
+        place.accept(choice.token_ids[number])
+    assert len(choice.token_ids) > 40
+
+
+def grammars(form_model, vocab_size=VOCAB_SIZE):
+    return Grammars(Tokenizer.from_file(str(form_model / "tokenizer.json")), vocab_size, frozenset({END_ID}))
+
+
+def test_an_answer_does_not_depend_on_what_else_is_drawn(form_sampler):
+    forms = [schema(CRATES), StructuredOutputs(json_object=True), calls(CRATES)]
+    wanted = [asked(form, seed=seed, max_tokens=150) for seed, form in enumerate(forms)]
+    alone = [form_sampler.complete(request).choices for request in wanted]
+    with ThreadPoolExecutor(8) as pool:
+        plain = [pool.submit(form_sampler.complete, asked(None, seed=i, n=9, max_tokens=90 + i)) for i in range(4)]
+        among = [pool.submit(form_sampler.complete, request) for request in wanted]
+        free = [one.result().choices for one in plain]
+        assert [one.result().choices for one in among] == alone
+    assert form_sampler.complete(asked(None, seed=1, n=9, max_tokens=91)).choices == free[1]
+
+
+def calls(*schemas, once=False):
+    """As forced tools are asked for."""
+    tags = [
+        Tag(begin=f'<tool_call>\n{{"name": "{i}", "arguments": ', content=TagContent(json_schema=each), end="}\n</x>")
+        for i, each in enumerate(schemas)
+    ]
+    tag = StructuralTag(format=Tags(tags=tags, stop_after_first=once))
+    return StructuredOutputs(structural_tag=tag.model_dump_json())
+
+
+def test_tags_hold_json_and_nothing_is_around_them(form_sampler):
+    small = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
+    small |= {"additionalProperties": False, "$defs": {"n": {"enum": [1, 2, 3]}}}
+    other = small | {"properties": {"m": {"type": "boolean"}}, "required": ["m"]}
+    for once in (True, False):
+        choices = form_sampler.complete(asked(calls(other, small, once=once), n=20)).choices
+        assert {choice.finish_reason for choice in choices} == {"stop"}
+        counts = set()
+        for choice in choices:
+            blocks = choice.text.split("<tool_call>\n")
+            assert blocks[0] == ""
+            counts.add(len(blocks) - 1)
+            for block in blocks[1:]:
+                said = json.loads(block.removesuffix("\n").removesuffix("\n</x>"))
+                jsonschema.validate(said["arguments"], [other, small][int(said["name"])])
+        assert min(counts) == 1 and (max(counts) == 1) == once
+
+
+# Forms of strangers.
+
+
+def chain(length):
+    """References one after the other: llguidance recurses along them, without a bound of its own."""
+    links = {f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(length)}
+    return {"$ref": "#/$defs/a0", "$defs": links | {f"a{length}": {}}}
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"type": "crate"}, "Invalid type: crate"),
+        ({"type": "string", "pattern": "(a"}, "unclosed group"),
+        ({"properties": {"a": {"not": {"type": "string"}}}}, 'Unimplemented keys: ["not"]'),
+        ({"type": "string", "format": "quay"}, "Unknown format: quay"),
+        ({"$ref": "#/$defs/none"}, "'/$defs/none' does not exist"),
+        ({"$ref": "http://127.0.0.1:1/x"}, "does not fetch"),
+        ({"type": "integer", "multipleOf": 999999937}, "fuel exhausted"),
+        (chain(800), "too much to compile"),
+    ],
+)
+def test_a_form_that_cannot_be_given_is_refused_and_says_why(forming, form_sampler, form, words):
+    response = post(forming, "/v1/completions", asked(schema(form), max_tokens=5).model_dump(exclude_none=True))
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == "structured_outputs"
+    assert words in error["message"]
+    assert "\n" not in error["message"] and "guidance" not in error["message"]
+    assert form_sampler.complete(asked(None, max_tokens=2)).choices
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "string", "pattern": "^(((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000})$"},
+        {"type": "string", "pattern": "^(a|b)*a(a|b){18}$"},
+        {"type": "string", "pattern": "^((([a-z]{1,100}[0-9]{1,100}){1,100} ){1,100}x){1,100}$"},
+        {"type": "array", "items": {"anyOf": [{"type": "array", "items": {}}] * 50}},
+    ],
+)
+def test_bombs_are_drawn_from_like_anything_else(form_sampler, form):
+    (choice,) = form_sampler.complete(asked(schema(form), max_tokens=30)).choices
+    assert choice.finish_reason in ("stop", "length")
+
+
+def test_who_cannot_go_on_gives_up_alone(forming, form_sampler):
+    """The form compiles, and its second token takes too much: in a stream too."""
+    wide = schema({"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}})
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(form_sampler.complete, asked(schema(CRATES), seed=7, n=4))
+        for tell in (None, lambda texts: None):
+            with pytest.raises(InvalidInput, match="cannot be followed further") as refused:
+                form_sampler.complete(asked(wide, n=3), tell)
+            assert refused.value.place.endswith(":structured_outputs")
+        assert {choice.finish_reason for choice in other.result().choices} == {"stop"}
+
+
+def test_a_form_wants_an_end_token(forming):
+    body = asked(schema(CRATES), ignore_eos=True).model_dump(exclude_none=True)
+    assert post(forming, "/v1/completions", body).json()["error"]["param"] == "ignore_eos"
+
+
+def test_a_vocabulary_that_cannot_write_the_form_is_told(form_model):
+    """It has no brace."""
+    told = json.loads((form_model / "tokenizer.json").read_text())
+    del told["model"]["vocab"]["{"]
+    with pytest.raises(InvalidInput, match="cannot write every character of JSON"):
+        Grammars(Tokenizer.from_str(json.dumps(told)), VOCAB_SIZE, frozenset({END_ID}))
+
+
+def test_nobody_waits_for_a_grammar_of_anothers(form_model):
+    forming, began, ended = grammars(form_model), threading.Event(), threading.Event()
+
+    def ask_again() -> None:
+        began.set()
+        with forming._turn("one"):
+            ended.set()
+
+    with forming._turn("one"):
+        waiting = threading.Thread(target=ask_again)
+        waiting.start()
+        assert began.wait(60)
+        with forming._turn("another"):
+            assert not ended.is_set(), "those of one tenant are tried one after another"
+    waiting.join(60)
+    assert ended.is_set() and not forming._trying

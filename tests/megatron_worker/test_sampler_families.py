@@ -2,27 +2,32 @@
 
 import json
 import re
+import shutil
+import threading
 from collections import defaultdict
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from examples.tiny_model import train_tokenizer
 from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, Lora
 from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.generation import reliable_width, shapes_of
+from megatron_worker.sampler.generation import Ending, Generator, RequestGroup, Sequence, reliable_width, shapes_of
 from megatron_worker.sampler.models import Sleep
 from megatron_worker.weight_sync.buckets import weights_sha256
 from megatron_worker.weight_sync.sender import DeltaBase
+from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
 from shared.families import FAMILIES
 from tests.depth import drawn
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
+from tests.megatron_worker.ranks import reference_logits, write_adapters
 from tests.megatron_worker.rows import EXPERTS_BESIDE, VOCAB_SIZE, Row, bin_of, distinct_model, random_rows
 from tests.megatron_worker.scores import logprobs, logprobs_by_steps
-from tests.megatron_worker.test_sampler_experts import draw, ids_of, sequence_of
 from tests.megatron_worker.unknown_models import COMPUTED, unknown_model
 from tests.megatron_worker.weight_sync.samplers import listening
 from tests.megatron_worker.weight_sync.test_sync import sync
@@ -31,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 AGREEMENT = 1e-5  # as in test_sampler.py
 CPU = torch.device("cpu")
+SAMPLED = Sampling(max_tokens=24, ignore_eos=True)
 BUCKET = 1 << 16  # gpt-oss has longer rows than the others
 OF_ALL = (*LINEARS, *DELTA_NET, *LATENT, *MAMBA, *LATENT_EXPERTS)
 LORAS = {
@@ -44,6 +50,29 @@ OTHERS = {"gemma4 with experts": ("gemma4", EXPERTS_BESIDE)}
 ALL = [*FAMILIES, *OTHERS, *COMPUTED]
 
 
+def ids_of(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def sequence_of(folder, prompt, seed):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Sequence(prompt, SAMPLED, seed, Ending(SAMPLED, frozenset(), tokenizer), num_prompt_top=0)
+
+
+def draw(decoder, asked):
+    """Draw the sequences of each adapter, all at once, in four slots for each of them."""
+    generator = Generator(decoder, 4)
+    loop = threading.Thread(target=generator.run, daemon=True)
+    tickets = [RequestGroup(adapter, sequences) for adapter, sequences in asked]
+    for ticket in tickets:
+        generator.submit(ticket)
+    loop.start()
+    assert all(ticket.done.wait(300) for ticket in tickets)
+    generator.stop()
+    loop.join(300)
+
+
 def made(folder, family):
     if family in COMPUTED and family not in FAMILIES:
         unknown_model(folder, family)
@@ -53,7 +82,7 @@ def made(folder, family):
     return distinct_model(folder, name, tied=False, num_layers=4, config=config)
 
 
-@pytest.fixture(scope="module", params=drawn(ALL, 3))
+@pytest.fixture(scope="module", params=drawn(ALL, 2, always=["qwen3_moe"]))
 def model(request, tmp_path_factory):
     return made(tmp_path_factory.mktemp(request.param.split()[-1]), request.param)
 
@@ -97,8 +126,10 @@ def test_steps_with_an_adapter_are_what_a_prompt_with_it_scores(decoder, name):
     assert (whole - without).abs().max() > 1e-3
 
 
-def test_no_bit_depends_on_what_else_is_drawn(model, decoder):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_bit_depends_on_what_else_is_drawn(model, dtype):
     """Groups of a prompt begin at the same state, and go on from it in slots of their own; adapters side by side."""
+    decoder = Decoder(model, dtype, CPU)
     adapters = adapters_of(decoder)
 
     def wanted():
@@ -179,6 +210,85 @@ def test_asleep_it_holds_no_weights_and_awake_the_same(tmp_path, family, dtype):
         assert sleep.sleep(b'{"level": 2}').device_bytes == 0
         assert sleep.wake().weights.device == whole
         assert one.decoder.score(ids, one.decoder.prefill(ids, {})).logprobs == before
+
+
+# Experts.
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Two layers of four experts, two a token; and adapters of it as the trainer writes them."""
+    model = distinct_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe", tied=False)
+    return model, write_adapters(model, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.mark.parametrize(
+    "change", [{"norm_topk_prob": False, "num_experts_per_tok": 3}, {"num_experts_per_tok": 1}], ids=str
+)
+def test_other_choices_of_experts_are_those_of_transformers(mixture, tmp_path, change):
+    folder, ids = shutil.copytree(mixture[0], tmp_path / "model"), ids_of(40)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    decoder, expected_TV = Decoder(folder, torch.float32, CPU), reference_logits(folder, None, ids).log_softmax(-1)
+    expected = expected_TV[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    scored = torch.tensor(decoder.score(tuple(ids), decoder.prefill(tuple(ids), {})).logprobs)
+    for found, wanted in ((scored, expected), (logprobs_by_steps(decoder, ids, range(20, 40), {}), expected[19:])):
+        assert (found - wanted).abs().max() <= AGREEMENT
+
+
+@pytest.mark.parametrize("name", [None, "one"])
+def test_a_slot_has_the_same_bits_whatever_experts_the_others_choose(mixture, name):
+    """Four slots: of so few rows, a product of just those that chose an expert has other bits."""
+    decoder, generator, found = Decoder(mixture[0], torch.float32, CPU), torch.Generator().manual_seed(0), []
+    lora_weights = load_adapter(name, mixture[1][name], decoder).lora_weights if name else {}
+    for _ in range(20):
+        cache = decoder.new_cache(4)
+        cache.reserve(3)
+        for position, token in enumerate((5, 6, 7)):
+            token_B = torch.randint(3, VOCAB_SIZE, (4,), generator=generator)
+            token_B[2] = token
+            hidden_BH = decoder.step(token_B, torch.full((4,), position), 1, cache, lora_weights)
+        found.append(decoder.logits(hidden_BH, lora_weights)[2])
+    assert all(torch.equal(logit_V, found[0]) for logit_V in found)
+
+
+def without_an_expert(folder):
+    """Two of the adapter's tensors less, as if the last expert's down_proj were not adapted."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({n: t for n, t in tensors.items() if ".1.mlp.experts.3.down_proj." not in n}, folder / "new")
+    (folder / "new").replace(folder / "adapter_model.safetensors")
+
+
+def with_a_router(folder):
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for matrix, shape in (("A", (4, 64)), ("B", (4, 4))):
+        tensors[f"base_model.model.model.layers.0.mlp.gate.lora_{matrix}.weight"] = torch.ones(shape)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def with_config(**change):
+    def edit(folder):
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(config | change))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (without_an_expert, "2 tensors are missing, the first is .*layers.1.mlp.experts.3.down_proj.lora_A.weight"),
+        (with_a_router, "2 tensors do not belong here, the first is .*layers.0.mlp.gate.lora_A.weight"),
+        (with_config(target_modules=["q_proj", "gate"]), "target_modules.1 = 'gate' cannot be used"),
+        (with_config(target_parameters=["mlp.experts.gate_up_proj"]), "target_parameters = .* cannot be used"),
+    ],
+    ids=["without an expert", "with a router", "targets the router", "targets parameters"],
+)
+def test_adapters_of_experts_that_the_trainer_does_not_write_are_refused(mixture, tmp_path, edit, words):
+    shutil.copytree(mixture[1]["one"], tmp_path / "bad")
+    edit(tmp_path / "bad")
+    with pytest.raises(InvalidInput, match=words):
+        load_adapter("bad", tmp_path / "bad", Decoder(mixture[0], torch.float32, CPU))
 
 
 # What is not computed.

@@ -1,4 +1,4 @@
-"""Sessions on a worker: in the bits of a job, whatever is lost in between, and on from saved states."""
+"""Sessions on a worker: in the bits of a job, whatever is lost in between, on from saved states, also on two ranks."""
 
 import json
 from collections.abc import Sequence
@@ -11,15 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from activities.tokenizing.units import PAIR_COLUMNS, pair_unit
+from examples.tiny_model import make_tiny_model
 from longshore.commands import Datum, Forward, ForwardBackward, OptimStep, SaveState
 from longshore.events import Applied, Cancelled, Failed, Kept, Saved, Started, Step, Succeeded
 from longshore.losses import DPO, PPO, Kl
-from longshore.training import Full, Lora
+from longshore.training import Full, Layout, Lora
 from megatron_worker.engine import Batch, LossFunction
 from megatron_worker.process.job_queue import EventLog
 from shared.jobs.commands import Command, Gap, Skip
-from shared.jobs.job import PackedData, Schedule
+from shared.jobs.job import Job, PackedData, Schedule
 from shared.jobs.packed import UnitsWriter
+from tests.megatron_worker.launch import fork_ranks
 from tests.megatron_worker.session_jobs import (
     data_of,
     do_all,
@@ -32,7 +34,7 @@ from tests.megatron_worker.session_jobs import (
 )
 from tests.megatron_worker.tiny_engine import TinyEngine
 from tests.megatron_worker.tiny_jobs import adapter_sha256, checkpoint, do, failure, new_worker
-from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, write_plan
+from tests.megatron_worker.workshop import Workshop, make_workshop, read_log, sealed, workshop_of_ids, write_plan
 
 
 def write_unit(folder: Path, columns: dict[str, NDArray]) -> None:
@@ -409,3 +411,50 @@ def test_a_teacher_s_likeliest_tokens_are_several_labels_in_a_place(workshop: Wo
     assert scores is not None
     wanted = [pair for k, pair in enumerate(found[0].top_logprobs) if k != 1]
     assert scores[0].logprobs == pytest.approx([value for pair in wanted for value in pair[:2]], abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def workshop_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    root = tmp_path_factory.mktemp("ranks")
+    make_tiny_model(root / "model", ["w " * 50], vocab_size=301)
+    return workshop_of_ids(root, root / "model", 301, 2, held_out=[[0, 1], [2], [3]], prompt_ids=[270, 271, 272])
+
+
+def by_two_ranks(workshop_of_ranks: Workshop, name: str, job: Job) -> Job:
+    path = workshop_of_ranks.root / f"{name}.json"
+    path.write_text(job.model_dump_json())
+    fork_ranks("megatron_worker", "--once", str(path), num_ranks=2)
+    return job
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2)], ids=["dp2", "tp2"])
+def test_a_session_on_two_ranks_is_its_job_to_the_byte(
+    workshop_of_ranks: Workshop, tmp_path: Path, layout: Layout
+) -> None:
+    """And so is one whose ranks were lost behind a saved state, with gradients that nobody had stepped."""
+    name = f"dp{layout.dp}"
+    # One bin: with dp 2, a rank has none of it.
+    single = Forward(data=data_of(workshop_of_ranks, 1)[:1], entropy=True, top_k=3)
+    plan = workshop_of_ranks.plan(data=packed_alike(workshop_of_ranks), layout=layout)
+    whole = by_two_ranks(workshop_of_ranks, f"job-{name}", workshop_of_ranks.job(name, plan))
+    first, *rest = sft_commands(workshop_of_ranks)
+    assert isinstance(first, ForwardBackward)
+    halves: list[Command] = [first, rest[0], SaveState(), *rest[1:], single]
+    begun = by_two_ranks(
+        workshop_of_ranks,
+        f"begun-{name}",
+        session_job(workshop_of_ranks, tmp_path / "begun", halves[:4], layout=layout),
+    )
+    start = checkpoint(begun, 3)
+    rest_of_it = session_job(workshop_of_ranks, tmp_path / "rest", halves, start=start, layout=layout)
+    session = by_two_ranks(workshop_of_ranks, f"rest-{name}", rest_of_it)
+    assert [e.command for e in read_log(session.log_path) if isinstance(e, Applied)] == [4, 5, 6]
+    assert state_of(session, 6) == state_of(whole, 2)
+    scored = result(session, 6).data
+    assert scored is not None and scored[0].entropies and scored[0].top_ids
+    assert len(scored[0].top_ids) == len(scored[0].entropies) == len(scored[0].logprobs)
+    lost, again = result(begun, 4), result(session, 4)
+    assert lost.data == again.data and lost.data is not None
+    assert [len(scores.logprobs) for scores in lost.data] == [
+        sum(weight != 0 for weight in datum.weights or ()) for datum in data_of(workshop_of_ranks, 1)
+    ], "each rank computed its part, and all of it is told"

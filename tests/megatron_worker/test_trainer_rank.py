@@ -1,4 +1,4 @@
-"""TrainerRank on one rank: what it answers, against transformers, one input at a time, and torch's own heads.
+"""TrainerRank on one rank: what it answers, and its training of the base, as transformers and torch's own heads do.
 
 Tests that take a `rank` run on sessions too, each with a `direct` TrainerRank beside it to compare with.
 """
@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
 from benchmarks import trainer_rank_step
 from benchmarks.random_model import TINY
@@ -19,9 +20,10 @@ from longshore.commands import MAX_TOP_K
 from longshore.training import Adam, Layout
 from megatron_worker.head.logprobs import policy
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
+from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, TrainerRank, start
 from shared.errors import InvalidInput
-from tests.megatron_worker.engines import ENGINES
+from tests.megatron_worker.engines import ENGINES, moments
+from tests.megatron_worker.live_bytes import LiveBytes
 from tests.megatron_worker.ranks import (
     LORAS,
     gradient,
@@ -32,7 +34,7 @@ from tests.megatron_worker.ranks import (
     some_loss,
     tensors_of,
 )
-from tests.megatron_worker.rows import VOCAB_SIZE
+from tests.megatron_worker.rows import VOCAB_SIZE, distinct_model
 from tests.megatron_worker.session_rank import SessionRank, sayable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,43 +104,6 @@ class TestAnswers:
             assert (plain[0].logit_PV - expected).abs().max() <= 2e-5
             again = plain[0].hidden_PH @ embedding(rank).t()
             assert (again - expected).abs().max() <= 2e-5
-
-    def test_gradients_of_every_answer_are_those_of_its_logits(self, rank, direct):
-        """Each kind alone against the same function of TrainerRank's logits."""
-        generator = np.random.default_rng(1)
-        ids = random_ids(generator, 300)  # more than one chunk of rows
-        labels = generator.integers(0, VOCAB_SIZE, (300, 3))
-
-        def gradient_of(loss_of, **asked):
-            asks = direct if asked.get("logits") or asked.get("hidden") else rank
-            asks.zero_grad()
-            asks.backward(loss_of(asks.forward([ForwardInput(ids, adapter="one", **asked)])[0]))
-            return gradient(asks, "one")
-
-        def picked(output, id_PK):
-            return (output.logit_PV / 0.7).log_softmax(-1).gather(1, id_PK)
-
-        label_PK, weights = torch.from_numpy(labels), torch.linspace(-1, 1, 900).view(300, 3)
-        by_labels = gradient_of(lambda o: (weights * o.label_logprob_PK).sum(), labels=labels, temperature=0.7)
-        by_logits = gradient_of(lambda o: (weights * picked(o, label_PK)).sum(), logits=True)
-        assert (by_labels - by_logits).norm() <= 1e-5 * by_logits.norm()
-        top = gradient_of(lambda o: (weights * o.top_k.logprob_PK).sum(), top_k=3, temperature=0.7)
-        top_by_logits = gradient_of(
-            lambda o: (weights * picked(o, o.logit_PV.detach().topk(3).indices)).sum(), logits=True
-        )
-        assert (top - top_by_logits).norm() <= 1e-5 * top_by_logits.norm()
-        target_PK = torch.tensor(ids)[1:, None]
-        target = gradient_of(
-            lambda o: (weights[:-1, 0] * o.target_logprob_P).sum(), target_logprobs=True, temperature=0.7
-        )
-        target_by_logits = gradient_of(
-            lambda o: (weights[:-1, :1] * picked(o, target_PK)).sum(), logits=True, positions=range(299)
-        )
-        assert (target - target_by_logits).norm() <= 1e-5 * target_by_logits.norm()
-        weight_VH = embedding(direct)
-        by_hidden = gradient_of(lambda o: (weights * (o.hidden_PH @ weight_VH[:3].t())).sum(), hidden=True)
-        by_three = gradient_of(lambda o: (weights * o.logit_PV[:, :3]).sum(), logits=True)
-        assert (by_hidden - by_three).norm() <= 1e-5 * by_three.norm()
 
     def test_outputs_stand_as_their_inputs_do(self, direct):
         pair = {"chosen": ForwardInput([1, 2, 3], top_k=2), "rejected": [ForwardInput([1, 2, 4], target_logprobs=True)]}
@@ -381,3 +346,154 @@ def test_it_starts_around_either_engine(model, folders, engine, tmp_path, is_ses
     if engine == "fsdp" and not is_session:
         with pytest.raises(InvalidInput, match="no cp2"):
             start(model, Layout(cp=2), engine=engine)
+
+
+@pytest.fixture(params=ENGINES)
+def base_rank(request, model):
+    base_rank = start(model, engine=request.param)
+    base_rank.train_base()
+    return base_rank
+
+
+IDS = random_ids(np.random.default_rng(0), 300)  # more than one chunk of rows
+LABELS = torch.from_numpy(np.random.default_rng(1).integers(0, VOCAB_SIZE, (299, 3)))
+WEIGHTS = torch.linspace(-1, 1, 299)
+
+
+def picked(logit_PV, id_PK):
+    return (logit_PV / 0.7).log_softmax(-1).gather(1, id_PK)
+
+
+# Each kind of output, and the same of a model's logits [P, V] and hidden states [P, H].
+KINDS = {
+    "targets": (
+        {"target_logprobs": True, "temperature": 0.7},
+        lambda o: (WEIGHTS * o.target_logprob_P).sum(),
+        lambda logits, _: (WEIGHTS * picked(logits, torch.tensor(IDS)[1:, None])[:, 0]).sum(),
+    ),
+    "labels": (
+        {"labels": LABELS, "temperature": 0.7},
+        lambda o: (WEIGHTS[:, None] * o.label_logprob_PK).sum(),
+        lambda logits, _: (WEIGHTS[:, None] * picked(logits, LABELS)).sum(),
+    ),
+    "top": (
+        {"top_k": 3, "temperature": 0.7},
+        lambda o: (WEIGHTS[:, None] * o.top_k.logprob_PK).sum(),
+        lambda logits, _: (WEIGHTS[:, None] * picked(logits, logits.topk(3).indices)).sum(),
+    ),
+    "logits": (
+        {"logits": True},
+        lambda o: (WEIGHTS[:, None] * o.logit_PV.sin()).sum(),
+        lambda logits, _: (WEIGHTS[:, None] * logits.sin()).sum(),
+    ),
+    "hidden": (
+        {"hidden": True},
+        lambda o: (WEIGHTS[:, None] * o.hidden_PH).sum(),
+        lambda _, hidden: (WEIGHTS[:, None] * hidden).sum(),
+    ),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_of_every_output_are_transformers(tmp_path, engine, tied):
+    folder = distinct_model(tmp_path / "model", tied=tied)
+    base_rank = start(folder, engine=engine)
+    base_rank.train_base()
+    for kind, (asked, loss_of, loss_of_model) in KINDS.items():
+        reference = AutoModelForCausalLM.from_pretrained(folder)
+        found = reference(torch.tensor([IDS]), output_hidden_states=True)
+        loss_of_model(found.logits[0, :-1], found.hidden_states[-1][0, :-1]).backward()
+        base_rank.backward(loss_of(base_rank.forward(ForwardInput(IDS, positions=range(299), **asked))))
+        base_rank.optim_step(Adam(beta1=0.0, clip_norm=0.0), 0.0)  # the first moment is the gradient
+        base_rank.save(None, tmp_path / kind)
+        ours = moments(tmp_path / kind)
+        for name, parameter in reference.named_parameters():
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            assert (ours[name] - expected).norm() <= 2e-5 * expected.norm() + 1e-6, (kind, name)
+
+
+def step(base_rank):
+    output = base_rank.forward(ForwardInput(IDS[:30], target_logprobs=True))
+    base_rank.backward(-output.target_logprob_P.sum())
+    return base_rank.optim_step(Adam(), 1e-2, 29.0)
+
+
+def weights(base_rank):
+    return {name: tensor.clone() for name, tensor in base_rank.engine.named_weights()}
+
+
+def equal(ours, theirs):
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_steps_go_on_to_the_bit_and_an_export_is_what_transformers_reads(base_rank, tmp_path):
+    norms = step(base_rank)
+    assert norms[None].grad_norm > 0
+    base_rank.save(None, tmp_path / "middle")
+    expected = step(base_rank)
+    after = weights(base_rank)
+    step(base_rank)
+    base_rank.load(None, tmp_path / "middle")
+    assert step(base_rank) == expected and equal(weights(base_rank), after)
+    base_rank.export(None, tmp_path / "model")
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(torch.tensor([IDS[:9]])).logits[0]
+        ours = base_rank.forward(ForwardInput(IDS[:9], logits=True)).logit_PV
+    assert (ours - logits).abs().max() <= 2e-5
+
+
+def test_it_is_trained_alone_and_then_as_it_was_published(base_rank, folders, tmp_path):
+    base_rank.load_adapter("frozen", folders["frozen"], trainable=False)
+    for call in (
+        lambda: base_rank.create_adapter("new", LORAS["one"], 0),
+        lambda: base_rank.load_adapter("one", folders["one"], trainable=True),
+        base_rank.train_base,
+    ):
+        with pytest.raises(InvalidInput, match="trained, alone"):
+            call()
+    output = base_rank.forward(
+        ForwardInput(IDS[:30], target_logprobs=True)
+    )  # by the adapter, with a gradient for the base
+    with pytest.raises(InvalidInput, match="graph of it is alive") as refused:
+        base_rank.optim_step(Adam(), 1e-2, adapters=[None])
+    assert refused.value.place == "the base"
+    base_rank.backward(output.target_logprob_P.sum())
+    assert base_rank.optim_step(Adam(), 1e-2, adapters=[None])[None].grad_norm > 0
+    changed = weights(base_rank)
+    base_rank.drop_adapter(None)
+    assert not base_rank.trains_base and base_rank.adapters == {"frozen": False}
+    base_rank.set_adapter(None)
+    with torch.no_grad():
+        logits = base_rank.forward(ForwardInput(IDS[:9], logits=True)).logit_PV
+        published = AutoModelForCausalLM.from_pretrained(base_rank.engine._folder)(torch.tensor([IDS[:9]])).logits[0]
+    assert (logits - published).abs().max() <= 2e-5 and not equal(weights(base_rank), changed)
+    with pytest.raises(InvalidInput, match="train_base first"):
+        base_rank.optim_step(Adam(), 1e-2, adapters=[None])
+    load_adapters(base_rank, folders)
+    with pytest.raises(InvalidInput, match="drop one, two first"):
+        base_rank.train_base()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"target_logprobs": True}, {"labels": LABELS[:40, :2], "top_k": 2}, {"logits": True}]
+)
+def test_micro_batches_of_the_base_fit_and_give_what_one_forward_does(model, asked):
+    base_rank = start(model, memory_budget_bytes=3_000_000)
+    base_rank.train_base()
+    items = [ForwardInput([n, *IDS[n : n + 39]], **asked) for n in range(60)]
+    base_rank.backward(some_loss(base_rank.forward(items)))
+    expected = gradient(base_rank, None)
+    base_rank.zero_grad()
+    peaks, outputs = [], 0
+    with LiveBytes() as live:
+        for micro_batch in base_rank.forward_micro_batches(items):
+            # as `some_loss` of all: it weighs outputs by their number
+            nothing = [ForwardOutput() for _ in range(outputs)]
+            base_rank.backward(some_loss([*nothing, *micro_batch.outputs]))
+            outputs += len(micro_batch.outputs)
+            del micro_batch
+            peaks.append(live.take_peak())
+    print(asked.keys(), len(peaks), max(peaks) / 3_000_000)
+    assert len(peaks) > 2 and 0.85 * 3_000_000 <= max(peaks) <= 3_000_000
+    assert (gradient(base_rank, None) - expected).norm() <= 1e-5 * expected.norm()

@@ -1,4 +1,4 @@
-"""TrainerRank's adapters on one rank: which one answers, what a step changes of it, and what is kept of it.
+"""TrainerRank's adapters on one rank: which one answers, what steps change and keep; and what `start` takes.
 
 Tests that take an `own_rank` run on sessions too; a `direct_rank` is a TrainerRank.
 """
@@ -17,9 +17,20 @@ from longshore.training import Adam, Layout, Lora
 from megatron_worker.engine import Scores
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.trainer_rank import ForwardInput, TrainerRank
+from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
 from shared.errors import InvalidInput
-from tests.megatron_worker.ranks import LORAS, gradient, load_adapters, reference_logits, write_adapters
+from tests.megatron_worker.engines import ENGINES
+from tests.megatron_worker.live_bytes import LiveBytes
+from tests.megatron_worker.ranks import (
+    LORAS,
+    gradient,
+    load_adapters,
+    random_ids,
+    random_input,
+    reference_logits,
+    some_loss,
+    write_adapters,
+)
 from tests.megatron_worker.rows import distinct_model
 from tests.megatron_worker.session_rank import SessionRank
 from tests.megatron_worker.trees import as_tree, random_sequences
@@ -271,3 +282,82 @@ def test_a_fresh_adapter_changes_nothing_until_it_is_stepped(own_rank):
     after = own_rank.snapshot("one").tensors
     assert all(torch.equal(before["one"][key], after[key]) for key in after)
     assert any(not torch.equal(before["fresh"][key], t) for key, t in own_rank.snapshot("fresh").tensors.items())
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory):
+    return distinct_model(tmp_path_factory.mktemp("model"), num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def deep_folders(deep_model, tmp_path_factory):
+    return write_adapters(deep_model, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_forwards_of_several_adapters_are_computed_again_with_their_own(deep_model, deep_folders, engine):
+    """One backward of two forwards, whose slots are mixed; then the base, with a frozen adapter beside it."""
+    found = {}
+    for recompute in ("off", "on"):
+        rank = start(deep_model, engine=engine, recompute=recompute)
+        load_adapters(rank, deep_folders)
+        generator = np.random.default_rng(3)
+        outputs = [rank.forward([random_input(generator) for _ in range(12)]) for _ in range(2)]
+        rank.backward(some_loss([output for of_call in outputs for output in of_call]))
+        gradients = [gradient(rank, name) for name in ("one", "two")]
+        rank.drop_adapter("one")
+        rank.drop_adapter("two")
+        rank.train_base()
+        asked = [ForwardInput(random_ids(generator, 9), hidden=True, adapter=name) for name in (None, "frozen", None)]
+        rank.backward(some_loss(rank.forward(asked)))
+        found[recompute] = [*gradients, gradient(rank, None)]
+    for ours, again in zip(*found.values(), strict=True):
+        assert ours.any() and torch.equal(ours, again)
+
+
+def test_micro_batches_recompute_where_an_item_fits_in_no_other_way(deep_model, deep_folders):
+    items = [[ForwardInput([5 + n] * length, hidden=True, adapter="one")] for n, length in enumerate((30, 9, 120, 9))]
+    estimates, peaks, gradients = {}, {}, {}
+    for recompute, budget in (("off", 1 << 30), ("on", 1 << 30), ("auto", None)):
+        budget = budget or (estimates["off"] + estimates["on"]) // 2  # of the longest
+        rank = TrainerRank(ENGINES["megatron"](deep_model, Layout(), "float32"), budget, recompute=recompute)
+        load_adapters(rank, deep_folders)
+        if recompute != "auto":
+            estimates[recompute] = next(rank.forward_micro_batches(items[2:3])).planning.estimated_bytes
+        with LiveBytes() as live:
+            for micro_batch in rank.forward_micro_batches(items):
+                rank.backward(some_loss([item[0] for item in micro_batch.outputs]))
+                del micro_batch
+            peaks[recompute] = live.peak
+        assert rank.recomputes == (recompute == "on")
+        gradients[recompute] = gradient(rank, "one")
+    assert estimates["on"] < 0.7 * estimates["off"] and peaks["on"] < 0.7 * peaks["off"]
+    assert peaks["auto"] <= (estimates["off"] + estimates["on"]) // 2
+    assert (gradients["auto"] - gradients["off"]).norm() <= 1e-6 * gradients["off"].norm()
+    rank = TrainerRank(rank.engine, budget, recompute="off")
+    with pytest.raises(InvalidInput, match=r"items\[0\]: it alone needs about"):
+        next(rank.forward_micro_batches([[ForwardInput([5] * 4000, hidden=True)]]))
+
+
+def test_a_quantized_base_and_moments_of_eight_bits(deep_model):
+    rank = start(deep_model, quantize_base="nf4", optimizer_states="8bit")
+    rank.create_adapter("one", Lora(rank=4), seed=0)
+    asked = ForwardInput([5, 9, 7, 11, 6], target_logprobs=True)
+    losses = []
+    for _ in range(3):
+        loss = -rank.forward([asked])[0].target_logprob_P.sum()
+        rank.backward(loss)
+        rank.optim_step(Adam(), 1e-2)
+        losses.append(loss.item())
+    assert losses[2] < losses[1] < losses[0]
+    plain = start(deep_model)
+    plain.create_adapter("one", Lora(rank=4), seed=0)
+    held, whole = (each.engine.memory().parts for each in (rank, plain))
+    assert held["weights"].device < 0.9 * whole["weights"].device
+    assert held["optimizer"].device < 0.7 * whole["optimizer"].device
+    rank.drop_adapter("one")
+    with pytest.raises(InvalidInput, match="the base: quantized weights are frozen"):
+        rank.train_base()
+    rank.create_adapter("one", Lora(rank=4), seed=0)
+    with pytest.raises(InvalidInput, match="quantize_base: the engine fsdp holds weights as they are"):
+        start(deep_model, engine="fsdp", quantize_base="int8")

@@ -1,4 +1,4 @@
-"""Adapters are PEFT's: it loads ours, we load its, and neither of us accepts what is damaged or different."""
+"""Adapters are PEFT's: it loads ours, we load its, neither takes what is damaged. AdamW on flat buffers is torch's."""
 
 import json
 import shutil
@@ -7,12 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longshore.training import LINEARS, Layout, Lora
-from megatron_worker.engine import Outputs
+from longshore.training import Adam, Layout, Lora
 from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.megatron.optimizer import MegatronOptimizer, arrange
+from megatron_worker.megatron.parallel import join_mesh
 from shared.errors import InvalidInput
-from tests.megatron_worker.driving import accumulate, train
-from tests.megatron_worker.rows import bin_of, distinct_model, random_rows
+from tests.megatron_worker.driving import train
+from tests.megatron_worker.rows import random_rows
 
 ROWS = random_rows([40, 17, 90])
 LORA = Lora(rank=4, alpha=8)
@@ -27,61 +28,6 @@ def trained(model, tmp_path_factory):
     train(engine, [[ROWS]] * 3, learning_rate=1e-2)
     engine.save(folder)
     return folder
-
-
-def logprobs(engine):
-    with torch.no_grad():
-        return engine.forward(bin_of(ROWS), Outputs()).logprob_N
-
-
-@pytest.mark.parametrize("targets", [LINEARS, ("q_proj", "v_proj"), ("k_proj",), ("up_proj", "o_proj")])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-def test_peft_gives_the_engine_s_logits(tmp_path, family, targets):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    folder = distinct_model(tmp_path / "model", family, tied=family == "qwen3")
-    engine = MegatronEngine(folder, Layout(), "float32")
-    before = logprobs(engine)
-    engine.add_adapter("run", Lora(rank=3, alpha=5, targets=targets), seed=1)
-    train(engine, [[ROWS]] * 3, learning_rate=1e-2)
-    engine.save(tmp_path / "saved")
-    reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "saved" / "weights")
-    expected = []
-    with torch.no_grad():
-        for row in ROWS:
-            scores = reference(torch.tensor([row.ids])).logits[0, :-1].log_softmax(-1)
-            picked = scores.gather(1, torch.tensor(row.ids)[1:, None])[:, 0]
-            expected.append(picked[torch.tensor(row.weights)[1:] > 0])
-    assert (logprobs(engine) - torch.cat(expected)).abs().max() <= 1e-5
-    assert (logprobs(engine) - before).abs().max() > 1e-2
-
-
-def test_names_and_shapes_are_those_that_peft_writes(model, trained, tmp_path):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=list(LINEARS))
-    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(tmp_path)
-    theirs = load_file(tmp_path / "adapter_model.safetensors")
-    ours = load_file(trained / "weights" / "adapter_model.safetensors")
-    assert {n: (t.shape, t.dtype) for n, t in ours.items()} == {n: (t.shape, t.dtype) for n, t in theirs.items()}
-
-
-def test_an_adapter_that_peft_wrote_is_loaded(model, tmp_path):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    reference = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).eval()
-    reference.save_pretrained(tmp_path)
-    engine = MegatronEngine(model, Layout(), "float32")
-    engine.load_adapter("theirs", tmp_path, None, trainable=False)
-    ids = torch.tensor([ROWS[0].ids])
-    with torch.no_grad():
-        expected = reference(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        logprob_N = engine.forward(bin_of(ROWS[:1]), Outputs()).logprob_N
-    assert (logprob_N - expected[torch.tensor(ROWS[0].weights)[1:] > 0]).abs().max() <= 1e-5
 
 
 def test_a_starts_kaiming_uniform_and_b_zero(model, tmp_path):
@@ -102,49 +48,6 @@ def test_a_starts_kaiming_uniform_and_b_zero(model, tmp_path):
         if n.endswith("0.self_attn.q_proj.lora_A.weight") or "1.self_attn.q_proj.lora_A" in n
     ]
     assert not torch.equal(first, second)
-
-
-def test_the_seed_decides(model, tmp_path):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        engine = MegatronEngine(model, Layout(), "float32")
-        engine.add_adapter("run", LORA, seed)
-        engine.save(tmp_path / name)
-    a, b, c = ((tmp_path / n / "weights" / "adapter_model.safetensors").read_bytes() for n in "abc")
-    assert a == b != c
-
-
-def test_a_loaded_adapter_is_trained_on(model, trained, tmp_path):
-    """From the published weights, with a cold optimizer."""
-    engine = MegatronEngine(model, Layout(), "float32")
-    engine.load_adapter("run", trained / "weights", LORA, trainable=True)
-    engine.save(tmp_path)
-    adapter = "weights/adapter_model.safetensors"
-    assert (tmp_path / adapter).read_bytes() == (trained / adapter).read_bytes()
-    first = accumulate(engine, [ROWS])
-    engine.zero_grad()
-    assert train(engine, [[ROWS]] * 3)[-1][0] < first
-
-
-def test_two_slots_do_not_touch_each_other(model, trained):
-    engine = MegatronEngine(model, Layout(), "float32")
-    base = logprobs(engine)
-    engine.load_adapter("fixed", trained / "weights", None, trainable=False)
-    fixed = logprobs(engine)
-    engine.add_adapter("run", LORA, seed=9)
-    assert torch.equal(logprobs(engine), base)
-    train(engine, [[ROWS]] * 2)
-    engine.set_adapter("fixed")
-    assert torch.equal(logprobs(engine), fixed)
-    with pytest.raises(AssertionError, match="nothing is being trained"):
-        accumulate(engine, [ROWS])
-
-
-def test_bfloat16_keeps_masters_that_are_saved(model, trained, tmp_path):
-    engine = MegatronEngine(model, Layout(), "bfloat16")
-    engine.load_adapter("run", trained / "weights", LORA, trainable=True)
-    engine.save(tmp_path)
-    adapter = "weights/adapter_model.safetensors"
-    assert (tmp_path / adapter).read_bytes() == (trained / adapter).read_bytes()
 
 
 def _edit_tensors(change):
@@ -221,3 +124,79 @@ def test_a_damaged_optimizer_is_refused(model, trained, tmp_path, change, words)
     engine.add_adapter("run", LORA, seed=0)
     with pytest.raises(InvalidInput, match=words):
         engine.load(tmp_path / "checkpoint")
+
+
+SHAPES = {"w": (33, 20), "b": (7,), "big": (600, 500)}
+
+
+def flat_optimizer(dtype=torch.float32):
+    mesh = join_mesh(Layout())
+    flat, regions = arrange(SHAPES, dict.fromkeys(SHAPES, "split"), mesh, dtype)
+    generator = torch.Generator().manual_seed(0)
+    for view in flat.views.values():
+        view.copy_(torch.randn(view.shape, generator=generator))
+    parameters = {name: torch.nn.Parameter(view) for name, view in flat.views.items()}
+    return flat, parameters, MegatronOptimizer(parameters, flat, regions, mesh)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5, 1e9])
+def test_ten_steps_equal_torch_s_adamw(clip_norm):
+    adam = Adam(beta1=0.8, beta2=0.95, eps=1e-7, weight_decay=0.1, clip_norm=clip_norm)
+    flat, parameters, optimizer = flat_optimizer()
+    theirs = {name: torch.nn.Parameter(view.detach().clone()) for name, view in flat.views.items()}
+    reference = torch.optim.AdamW(theirs.values(), lr=1e-2, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)
+    for step in range(10):
+        generator = torch.Generator().manual_seed(step)
+        for name, parameter in parameters.items():
+            gradient = torch.randn(parameter.shape, generator=generator)
+            for part in (0.25, 0.75):  # two bins
+                (parameter * gradient * part * 3.0).sum().backward()
+            theirs[name].grad = gradient.clone()
+        norms = optimizer.apply(adam, 1e-2, optimizer.reduce(3.0))
+        expected = torch.cat([p.grad.reshape(-1) for p in theirs.values()]).double().norm()
+        torch.nn.utils.clip_grad_norm_(theirs.values(), clip_norm or float("inf"))
+        reference.step()
+        assert norms.grad_norm == pytest.approx(float(expected), rel=1e-6)
+        assert norms.clipped == (0 < clip_norm < float(expected))
+    for name, parameter in parameters.items():
+        assert (parameter - theirs[name]).abs().max() <= 2e-6
+
+
+def test_masters_move_where_bfloat16_weights_cannot():
+    adam = Adam(clip_norm=0)
+    flat, parameters, optimizer = flat_optimizer(torch.bfloat16)
+    before, working = optimizer.master.buffer.clone(), flat.buffer.clone()
+    for _ in range(3):
+        (parameters["w"] * 1.0).sum().backward()
+        optimizer.apply(adam, 1e-5, optimizer.reduce(1.0))
+    moved = (optimizer.master.buffer - before)[: 33 * 20].view(33, 20)
+    assert moved == pytest.approx(torch.full((33, 20), -3e-5), abs=1e-6)
+    assert float((flat.buffer != working).float().mean()) < 0.05
+    assert torch.equal(flat.buffer, optimizer.master.buffer.bfloat16())
+
+
+def test_bfloat16_gradients_are_accumulated_in_float32():
+    _, parameters, optimizer = flat_optimizer(torch.bfloat16)
+    for value in (1.0, 2**-10, 2**-10):  # in bfloat16, 1 + 2^-10 is 1
+        (parameters["b"] * value).sum().backward()
+    assert torch.equal(optimizer.grad.views["b"], torch.full((7,), 1 + 2**-9))
+    assert parameters["b"].grad is None
+
+
+def test_gaps_between_tensors_stay_zero():
+    flat, parameters, optimizer = flat_optimizer()
+    for parameter in parameters.values():
+        parameter.square().sum().backward()
+    optimizer.apply(Adam(weight_decay=0.1), 1e-2, optimizer.reduce(1.0))
+    covered = torch.zeros(flat.num_elements, dtype=torch.bool)
+    for name, shape in flat.shapes.items():
+        covered[flat.offsets[name] : flat.offsets[name] + torch.Size(shape).numel()] = True
+    assert not covered.all()
+    assert not flat.buffer[~covered].any()
+
+
+def test_detached_parameters_are_frozen_and_hold_no_gradient():
+    _, parameters, optimizer = flat_optimizer()
+    parameters["b"].sum().backward()
+    optimizer.detach()
+    assert all(p.grad is None and not p.requires_grad for p in parameters.values())

@@ -9,14 +9,9 @@ import torch
 
 from benchmarks import offload as benchmark
 from benchmarks.random_model import TINY
-from longshore.training import Full, Layout, Lora
+from longshore.training import Layout
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.tensors.offload import HostCopy
-from tests.megatron_worker.driving import train
-from tests.megatron_worker.rows import random_rows
-from tests.megatron_worker.test_engine_state import storages_alive
-
-ROWS = random_rows([40, 17, 90])
 
 
 def make_tensors(*lengths, dtype=torch.float32):
@@ -118,36 +113,8 @@ def test_the_benchmark_measures_an_engine_that_lets_go_of_everything(engine, sta
 # The engine.
 
 
-def start(model, dtype, kind):
-    engine = MegatronEngine(model, Layout(), dtype)
-    if kind == "full":
-        engine.train_full(Full())
-    elif kind == "lora":
-        engine.add_adapter("run", Lora(rank=4), seed=0)
-    return engine
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["base", "lora", "full"])
-def test_only_declared_host_buffers_live(model, dtype, kind):
-    before = storages_alive()
-    engine = start(model, dtype, kind)
-    if kind != "base":
-        train(engine, [[ROWS]] * 2)
-    base_bytes = engine._model.flat.num_bytes
-    engine.place("host")
-    alive = {address: size for address, size in storages_alive().items() if address not in before}
-    assert sum(alive.values()) == engine.memory().host_bytes >= base_bytes
-    assert engine.memory().device_bytes == 0
-    for parameter in engine._model.parameters.values():
-        assert parameter.untyped_storage().nbytes() == 0
-        assert parameter.grad is None or parameter.grad.untyped_storage().nbytes() == 0
-    for adapter in engine.adapters.values():
-        assert all(p.untyped_storage().nbytes() == 0 for p in adapter.parameters.values())
-
-
 def test_the_base_is_copied_to_the_host_once_and_comes_back_to_the_bit(model):
-    engine = start(model, "float32", "base")
+    engine = MegatronEngine(model, Layout(), "float32")
     before = engine._model.flat.buffer.clone()
     engine.place("host")
     chunks = [chunk.data_ptr() for chunk in engine.residency._published.copies[0]._host]

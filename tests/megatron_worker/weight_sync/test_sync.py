@@ -1,4 +1,4 @@
-"""A sync from an engine to samplers: the same bits, in one version or in none."""
+"""A sync from an engine to samplers, here or of another process: the same bits, in one version or in none."""
 
 import json
 import socket
@@ -7,19 +7,29 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from longshore.training import Transport
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Ending, RequestGroup, Sequence
 from megatron_worker.sampler.models import RequestRefused
-from megatron_worker.weight_sync.buckets import Announcement, Connect, SyncBroken, SyncMessage, SyncReply, shapes_sha256
+from megatron_worker.weight_sync.buckets import (
+    Announcement,
+    Connect,
+    CudaHandle,
+    SyncBroken,
+    SyncMessage,
+    SyncReply,
+    shapes_sha256,
+)
 from megatron_worker.weight_sync.connections import connect_locally
 from megatron_worker.weight_sync.sender import DeltaBase, send
-from megatron_worker.weight_sync.transports.same_machine import Buffers
+from megatron_worker.weight_sync.transports.same_machine import Buffers, CudaInbound
 from shared.chat.completions import Sampling
 from shared.errors import InvalidInput
 from shared.jobs.job import SyncAccess, SyncTarget
@@ -30,6 +40,7 @@ from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
 from tests.megatron_worker.rows import distinct_model, random_rows
 from tests.megatron_worker.weight_sync.samplers import NAME, WAYS, access_of, listening, target_of
+from tests.megatron_worker.weight_sync.two_processes import apart, check_sleep, check_syncs
 
 STEPS = [[random_rows([40, 17, 90, 25], seed=s)] for s in range(3)]
 BUCKET = 1 << 14  # the tiny model needs many
@@ -361,3 +372,36 @@ def test_a_step_that_changed_nothing_is_a_version_too(model, tmp_path):
             samplers[0].models.find(NAME)
         named(samplers[0], "v2", second.digest)
         assert samplers[0].models.find("v2")
+
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, and this is about having none")
+
+
+@NO_CUDA
+@pytest.mark.parametrize("transport", WAYS)
+def test_two_processes_have_the_same_weights_awake_and_after_sleep(
+    model: Path, tmp_path: Path, transport: Transport
+) -> None:
+    with apart(model, tmp_path, "cpu") as sampler:
+        check_syncs(sampler, model, tmp_path, transport)
+        check_sleep(sampler)
+
+
+def handle(**changes: Any) -> CudaHandle:
+    given = {"device": 63, "handle": "00ff", "storage_bytes": 1 << 20, "storage_offset_bytes": 512}
+    rest = {"counter_handle": b"/torch_1_2".hex(), "counter_offset": 0, "event_handle": "", "needs_event": False}
+    return CudaHandle.model_validate(given | rest | changes)
+
+
+def test_handles_travel_as_json_and_those_of_no_such_buffer_are_refused() -> None:
+    sent = Connect(handles=(handle(), handle(storage_bytes=0)))
+    assert Connect.model_validate_json(sent.model_dump_json(exclude_defaults=True)) == sent
+    for changes in ({"handle": "0g"}, {"handle": "0"}, {"device": -1}, {"handle": "00" * 513}, {"needs_event": "x"}):
+        with pytest.raises(ValueError, match="validation error"):
+            handle(**changes)
+    unused: Any = None  # before the buffers are open
+    inbound = CudaInbound(torch.device("cpu"), 1 << 20)
+    with pytest.raises(SyncBroken, match="1 buffers came, 2 are due"):
+        inbound.connect(unused, Connect(handles=(handle(),)))
+    with pytest.raises(SyncBroken, match="no buffer of 1048576 bytes on CUDA device 63"):
+        inbound.connect(unused, Connect(handles=(handle(), handle())))
