@@ -447,10 +447,10 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("nemotron_h", {"use_conv_bias": False, "conv_kernel": 3}),
     ("nemotron_h", {"n_groups": 4, "ssm_state_size": 8}),
     ("nemotron_h", {"n_groups": 1, "mamba_head_dim": 24}),
-    (GRANITE, {"mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 24}),  # as H Tiny
+    (GRANITE, {"mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24}),  # as H Tiny
     (GRANITE, {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_groups": 1}),  # as H Micro
     (GRANITE, GRANITE_DENSE | {"layer_types": ["full_attention"] * 4}),  # as 350M, which has no Mamba layers
-    (GRANITE, {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_expand": 1, "mamba_d_head": "auto"}),
+    (GRANITE, {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_expand": 1, "mamba_d_head": 16}),
     ("lfm2", LFM2_AS_350M),
     ("lfm2", LFM2_AS_350M | {"block_ffn_dim_multiplier": 1.3, "conv_L_cache": 4, "num_key_value_heads": 1}),
     ("lfm2", {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
@@ -1016,7 +1016,9 @@ def test_granite_s_files_have_published_names_and_may_have_published_words(made,
     assert mlps == (shared | experts if name == GRANITE else shared)
     words = {"linear_attention": "mamba", "full_attention": "attention"}
     kinds = [words[each] for each in json.loads((made(name) / "config.json").read_text())["layer_types"]]
-    folder = changed(made(name), tmp_path / "changed", {"layer_types": kinds, "time_step_limit": ...})
+    folder = changed(
+        made(name), tmp_path / "changed", {"layer_types": kinds, "time_step_limit": ..., "mamba_d_head": "auto"}
+    )
     assert read_architecture(folder) == read_architecture(made(name))
 
 
