@@ -40,4 +40,4 @@ def _not_compiled(function: Callable[..., Any] | None = None, **_: object) -> Ca
 
 
 with _without_wandb_and_compiler():
-    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+    import megatron.core.tensor_parallel.layers  # noqa: F401

@@ -1,25 +1,39 @@
-"""Attention in Megatron's layers over a bin's forest, and the part of a bin that a rank holds."""
+"""Attention over a bin's forest, the part of a bin that a rank holds, and a layer's pass over it."""
 
 import itertools
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import Parameter
 
 from megatron_worker.engine import Batch
 from megatron_worker.families import check_lengths, rope_tables, rotated
-from megatron_worker.megatron.parallel import Group, Mesh, gather_rows, linear_map, sum_replicated
-from megatron_worker.mixers.linear_attention import RecurrentPlan, Share, plan_recurrence
+from megatron_worker.layers import Experts, LayerPass, Rows, attention_operands
+from megatron_worker.megatron.parallel import (
+    Group,
+    Mesh,
+    added,
+    copied,
+    dispatch,
+    gather_rows,
+    linear_map,
+    sum_replicated,
+    sum_rows,
+)
+from megatron_worker.mixers.linear_attention import (
+    RecurrentPlan,
+    Share,
+    convolve,
+    gated_delta_rule,
+    plan_recurrence,
+    scan,
+    with_ancestors,
+)
 from megatron_worker.mixers.tree_attention import Forest, attend_forest, plan_forest
-from shared.families.architecture import Architecture, Attention, Rope
+from shared.families.architecture import Architecture, Attention, DeltaNet, Mamba2, Mixture, Rope, SharedAttention
 
 # --- Attention within the sequences of a bin, without masks: no token sees another sequence ---
 #
@@ -105,69 +119,6 @@ def chain_lengths(parent_T: Tensor) -> tuple[int, ...] | None:
         return None
     bounds = [*starts_T.nonzero()[:, 0].tolist(), len(parent_T)]
     return tuple(b - a for a, b in itertools.pairwise(bounds))
-
-
-class PackedSelfAttention(SelfAttention):
-    """Megatron's projections and head norms around our rotation and attention.
-
-    `forward` takes a `BinPlan` in place of the attention mask. Megatron's `forward` would build rotary tables in every
-    layer, and supports packed sequences only with Transformer Engine. A head's gate follows its query.
-    """
-
-    def __init__(self, config: TransformerConfig, *args: Any, attention: Attention, **kwargs: Any) -> None:
-        own = copy(config)
-        own.num_attention_heads, own.num_query_groups = attention.num_heads, attention.num_kv_heads
-        own.kv_channels, own.attention_output_gate = attention.head_dim, attention.is_gated
-        own.add_qkv_bias, own.add_bias_linear = attention.qkv_bias, attention.output_bias
-        own.qk_layernorm = attention.qk_norm
-        super().__init__(own, *args, **kwargs)
-        self._attention = attention
-        heads = attention.num_heads // config.tensor_model_parallel_size
-        self.sinks = Parameter(torch.empty(heads, dtype=config.params_dtype)) if attention.has_sinks else None
-
-    def forward(self, hidden_states: Tensor, attention_mask: BinPlan, **_: object) -> tuple[Tensor, Tensor | None]:
-        plan, a = attention_mask, self._attention
-        mixed_T1X, _bias = self.linear_qkv(hidden_states)
-        groups, size = self.num_query_groups_per_partition, a.head_dim
-        num_queries = a.heads_per_group * a.rows_per_head // size
-        if a.is_fused:
-            mixed_TXD = mixed_T1X.view(len(mixed_T1X), -1, 1, size)
-            query, key, value_TGD = mixed_TXD.split([groups * num_queries, groups, groups], dim=1)
-        else:
-            mixed_TGXD = mixed_T1X.view(len(mixed_T1X), groups, num_queries + 2, size)
-            query, key, value_TGD = mixed_TGXD.split([num_queries, 1, 1], dim=2)
-        gate_THD = None
-        if a.is_gated:
-            query, gate = query.unflatten(2, (-1, 2)).unbind(3)
-            gate_THD = gate.flatten(1, 2)
-        query_THD, key_TGD = query.flatten(1, 2), key.flatten(1, 2)
-        if a.qk_norm:
-            query_THD, key_TGD = self.q_layernorm(query_THD), self.k_layernorm(key_TGD)
-        if a.rope is not None:
-            query_THD, key_TGD = (rotate(x, *plan.rotary[a.rope]) for x in (query_THD, key_TGD))
-        if a.scale is not None:
-            query_THD = query_THD * (a.scale * size**0.5)
-        key_TGD, value_TGD = whole_context(key_TGD, value_TGD.flatten(1, 2), plan.context)
-        attended_THD = attend(query_THD, key_TGD, value_TGD, plan, a.window, self.sinks)
-        if gate_THD is not None:
-            attended_THD = attended_THD * gate_THD.sigmoid()
-        output, bias = self.linear_proj(attended_THD.reshape(len(mixed_T1X), 1, -1))
-        return output, bias
-
-
-def whole_context(key_TGD: Tensor, value_TGD: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
-    """Gather keys and values of the whole bin, in its order."""
-    if context is None:
-        return key_TGD, value_TGD
-    both = gather_rows(torch.stack([key_TGD, value_TGD], dim=1), context.group).index_select(0, context.order_T)
-    return both[:, 0], both[:, 1]
-
-
-class CoreAttention(torch.nn.Module):
-    """A placeholder for the core attention in megatron's spec; `PackedSelfAttention` calls `attend` itself."""
-
-    def __init__(self, **_: object) -> None:
-        super().__init__()
 
 
 def attend(
@@ -324,3 +275,92 @@ def _context(num_tokens: int, mesh: Mesh) -> Context:
     parts = tuple((chunk(rank), chunk(2 * mesh.cp.size - 1 - rank)) for rank in range(mesh.cp.size))
     gathered_T = torch.cat([torch.arange(part.start, part.stop) for own in parts for part in own])
     return Context(mesh.cp, parts, gathered_T.argsort().to(mesh.device))
+
+
+# --- A pass of a bin through layers: what is before its tokens, and the other ranks' tokens and experts ---
+#
+# The ranks of `mesh.experts` hold one copy of all experts. Each routes its tokens and sends them to the ranks whose
+# experts they chose (`dispatch`). Each applies its experts (under etp its slices of them) to the tokens that came to
+# it, one expert after another, and sends the sums back. So results do not depend on the layout.
+#
+# Shape suffixes: s tokens of this rank between layers, R tokens that came to it; K experts of a token; B choices of
+# this rank's experts; J channels of a convolution, W its width; T, Q, G and D as in layers.py.
+
+
+class BinPass(LayerPass):
+    """One forward of a bin on this rank, with the rotary tables that all of its layers use."""
+
+    def __init__(self, part: LocalBin, mesh: Mesh, a: Architecture) -> None:
+        self.rotary = part.plan.rotary
+        self._plan, self._route_LsK, self._mesh, self._architecture = part.plan, part.route_LsK, mesh, a
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values that later layers share
+
+    def attend(
+        self, layer: int, query_TQD: Tensor, made: tuple[Tensor, Tensor] | None, a: Attention, sink_Q: Tensor | None
+    ) -> Tensor:
+        if isinstance(a, SharedAttention):
+            if made is None:
+                assert a.source is not None
+                made = self._kept[a.source]
+            elif a.is_source:
+                self._kept[layer] = made
+        assert made is not None
+        operands = attention_operands(query_TQD, *made, a.scale)
+        attended = attend(*operands, self._plan, a.window, sink_Q)
+        size = made[1].shape[-1]
+        return attended if attended.shape[-1] == size else attended[..., :size]
+
+    def convolve(self, layer: int, input_TJ: Tensor, weight_JW: Tensor, bias_J: Tensor | None = None) -> Tensor:
+        assert self._plan.recurrence is not None
+        return convolve(with_ancestors(input_TJ, self._plan.recurrence), weight_JW, bias_J)
+
+    def recur(self, layer: int, a: DeltaNet | Mamba2, rows: Rows) -> Tensor:
+        assert self._plan.recurrence is not None
+        output, _states = (gated_delta_rule if isinstance(a, DeltaNet) else scan)(*rows, self._plan.recurrence)
+        return output
+
+    def route(self, layer: int) -> Tensor | None:
+        if self._route_LsK is None:
+            return None
+        return self._route_LsK[sum(isinstance(mlp, Mixture) for mlp in self._architecture.mlps[:layer])]
+
+    def rotate(self, heads_TXD: Tensor, rope: Rope | None) -> Tensor:
+        return heads_TXD if rope is None else rotate(heads_TXD, *self.rotary[rope])
+
+    def gathered(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        if self._mesh.tp.size == 1:
+            return parts
+        return gather_rows(torch.cat(parts, dim=-1), self._mesh.tp).split([x.shape[-1] for x in parts], dim=-1)
+
+    def summed(self, x: Tensor) -> Tensor:
+        return sum_rows(x, self._mesh.tp)
+
+    def whole_context(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        if (context := self._plan.context) is None:
+            return parts
+        flat = [x.flatten(1) for x in parts]
+        whole = gather_rows(torch.cat(flat, dim=1), context.group).index_select(0, context.order_T)
+        wholes = whole.split([x.shape[1] for x in flat], dim=1)
+        return tuple(x.view(-1, *part.shape[1:]) for x, part in zip(wholes, parts, strict=True))
+
+    def sum_of_experts(self, x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, experts: Experts) -> Tensor:
+        """Run each token's experts on it, on whichever ranks they are."""
+        if self._mesh.experts.size == 1:
+            return self._computed(x_TH, weight_TK, expert_TK, experts)
+        way = dispatch(expert_TK, len(experts.own), self._mesh)
+        expert_RK = way.out(expert_TK)
+        both = way.out(torch.cat([x_TH, weight_TK], dim=1))  # in one message
+        x_RH, weight_RK = both.split([x_TH.shape[1], weight_TK.shape[1]], dim=1)
+        return way.back(self._computed(x_RH, weight_RK, expert_RK, experts))
+
+    def _computed(self, x_RH: Tensor, weight_RK: Tensor, expert_RK: Tensor, experts: Experts) -> Tensor:
+        """Return each token's weighted sum of the outputs of this rank's experts."""
+        local, num_own = expert_RK.flatten() - experts.own.start, len(experts.own)
+        local[(local < 0) | (local >= num_own)] = num_own  # other ranks': sorted last
+        counts = local.bincount(minlength=num_own + 1)[:num_own].tolist()
+        choice_B = local.argsort(stable=True)[: sum(counts)]
+        token_B = choice_B // expert_RK.shape[1]
+        blocks = copied(x_RH, token_B, counts).split(counts)
+        made = [experts.output(number, x_MH, self) for number, x_MH in zip(experts.own, blocks, strict=True)]
+        output_BH = torch.cat(made) * weight_RK.flatten()[choice_B, None]
+        return added(output_BH, token_B, counts, len(x_RH))

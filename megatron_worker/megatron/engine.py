@@ -97,8 +97,8 @@ class PipelinePasses:
     def _through_stages(self, part: LocalBin) -> Tensor | None:
         """Return the last stage's hidden states on that stage; None on others."""
         assert self._mesh.pp.size == 1 or not torch.is_grad_enabled(), "pipelines learn by forward_backward alone"
-        received_s1H, _ = self._link.exchange(rows_forward=part.rows)
-        hidden = self._model.run(part, received_s1H)
+        received_sH, _ = self._link.exchange(rows_forward=part.rows)
+        hidden = self._model.run(part, received_sH)
         self._link.exchange(forward=hidden)
         return hidden if self._mesh.is_last_stage else None
 
@@ -127,9 +127,9 @@ class PipelinePasses:
         parts = [self._localised(batch) for batch in batches]
         scores: list[Scores | None] = [None] * len(batches)
 
-        def forward(number: int, received_s1H: Tensor | None) -> Tensor:
+        def forward(number: int, received_sH: Tensor | None) -> Tensor:
             with dropout_scope():
-                hidden = self._model.run(parts[number], received_s1H)
+                hidden = self._model.run(parts[number], received_sH)
                 if not self._mesh.is_last_stage:
                     return hidden
                 objective, _sums, found = self._objective(batches[number], parts[number], hidden, loss)

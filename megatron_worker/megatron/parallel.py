@@ -485,7 +485,7 @@ class Link:
         return received, gradient
 
     def _room(self, rows: int) -> Tensor:
-        return torch.empty(rows, 1, self.hidden_size, dtype=self.dtype, device=self.mesh.device)
+        return torch.empty(rows, self.hidden_size, dtype=self.dtype, device=self.mesh.device)
 
 
 # A bin's forward on this stage: its number, the received and the sent hidden states, or, on the last stage, the loss.

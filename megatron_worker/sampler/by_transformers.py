@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from megatron_worker.fsdp.model import ATTENTION, attentions_of, final_states
-from megatron_worker.sampler.layers import Factors, FusedLinear, Pass, token_table, with_tokens
+from megatron_worker.sampler.layers import Factors, FusedLinear, PromptPass, StepPass, token_table, with_tokens
 from shared.errors import InvalidInput
 from shared.families.architecture import Architecture
 from shared.families.tensor_slices import TensorSlice
@@ -54,7 +54,7 @@ class TransformersModel:
         self._head = copy.copy(model)
         self._head._modules = {**model._modules, model.base_model_prefix: _KnownLayers()}
 
-    def stream(self, token_T: Tensor, position_T: Tensor, run: Pass) -> Tensor:
+    def stream(self, token_T: Tensor, position_T: Tensor, run: PromptPass | StepPass) -> Tensor:
         def attend(module: Any, query_TQD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
             layer = self._layers[module]
             return run.attend(layer, query_TQD, (key_TGD, value_TGD), module.attention_asked, None)
@@ -74,7 +74,7 @@ class TransformersModel:
         return with_tokens(output_1TH, inputs[0], self._lora_weights, getattr(table, "embed_scale", 1.0))
 
     def _linear(self, linear: FusedLinear, x: Tensor) -> Tensor:
-        return linear(x, self._lora_weights)
+        return linear.with_adapter(x, self._lora_weights)
 
 
 def _empty_model(folder: Path, a: Architecture, dtype: torch.dtype, device: torch.device) -> Any:

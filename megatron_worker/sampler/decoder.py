@@ -6,7 +6,7 @@ or not, with experts too (layers.py); attention runs over blocks of BLOCK positi
 end add exactly nothing (a weight of exp(-1e30) = 0, a rescaling by exp(0) = 1). This assumes that a product gives
 equal rows for equal inputs in every row; `reliable_width` (generation.py) checks that.
 
-Shape suffixes: B slots, T tokens of a prompt, H hidden size, V vocabulary; L layers, X size of an input of one.
+Shape suffixes: B slots, T tokens of a prompt, H hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,13 @@ from torch import Tensor
 
 from megatron_worker.families import frequencies_of, rope_tables
 from megatron_worker.head.logprobs import VocabShard
+from megatron_worker.layers import Layer, PerLayerInputs
 from megatron_worker.sampler.drawing import PromptScores, score_prompt
 from megatron_worker.sampler.layers import (
     Cache,
     Factors,
     FusedLinear,
-    Layer,
     ModelTensors,
-    Pass,
     Prefilled,
     PromptPass,
     StepPass,
@@ -58,8 +57,9 @@ class OwnModel:
         self._held = held = ModelTensors(self.slices, a.constants, dtype, device, a.zero_centred_norms)
         self._embedding_VH = held["embedding.word_embeddings.weight"]
         self._embedding_scale = float(torch.tensor(a.embedding_scale, dtype=dtype))
-        self._per_layer = [held.get(f"embedding.per_layer.{x}.weight") for x in ("table", "projection")]
-        self._per_layer_norm = held.norm("embedding.per_layer.norm", a.norm_eps)
+        table_VX = held.get("embedding.per_layer.table.weight")
+        look_up = None if table_VX is None else lambda token_T: F.embedding(token_T, table_VX)
+        self._per_layer = None if look_up is None else PerLayerInputs(a, held, look_up)
         self._layers = [Layer(a, held, number) for number in range(a.num_layers)]
         self.final_norm = held.norm("decoder.final_layernorm", a.norm_eps)
         output_VH = self._embedding_VH if a.tied else held["output_layer.weight"]
@@ -79,29 +79,19 @@ class OwnModel:
     def adaptable(self) -> list[FusedLinear]:
         return [*self._held.linears, self._output, *self._tables]
 
-    def stream(self, token_T: Tensor, position_T: Tensor, run: Pass) -> Tensor:
+    def stream(self, token_T: Tensor, position_T: Tensor, run: PromptPass | StepPass) -> Tensor:
         """Return the tokens' states after the last layer, [T, H]."""
         run.rotary = {rope: rope_tables(rope, position_T, each, self.dtype) for rope, each in self._frequencies.items()}
         x_TH = with_tokens(F.embedding(token_T, self._embedding_VH), token_T, run.lora_weights)
         if self._embedding_scale != 1:
             x_TH = x_TH * self._embedding_scale
-        run.per_layer_TLX = self._inputs_of_layers(token_T, x_TH)
+        run.per_layer_TLX = None if self._per_layer is None else self._per_layer(token_T, x_TH)
         for layer in self._layers:
             x_TH = layer(x_TH, run)
         return x_TH
 
-    def _inputs_of_layers(self, token_T: Tensor, x_TH: Tensor) -> Tensor | None:
-        """Return the input of each layer from tokens' ids and their embeddings, [T, L, X], if layers have any."""
-        (table, projection), block = self._per_layer, self.architecture.block
-        if table is None or projection is None or block is None:
-            return None
-        by_id = F.embedding(token_T, table) * float(torch.tensor(block.per_layer_size**0.5, dtype=self.dtype))
-        projected = F.linear(x_TH, projection) * x_TH.shape[-1] ** -0.5
-        by_id, projected = (x.unflatten(-1, (-1, block.per_layer_size)) for x in (by_id, projected))
-        return (self._per_layer_norm(projected) + by_id) * 2**-0.5
-
     def logits(self, hidden_TH: Tensor, lora_weights: Factors) -> Tensor:
-        return self._vocabulary.logits(self._output(hidden_TH, lora_weights).float())
+        return self._vocabulary.logits(self._output.with_adapter(hidden_TH, lora_weights).float())
 
 
 class Decoder:

@@ -455,7 +455,8 @@ class Engine(Slots[AdapterT, OptimizerT]):
     """Layers keep their inputs alone of a pass, and compute again in its backward (Chen et al. 2016, arXiv:1604.06174).
     Gradients are the same bits. A backward may leave the adapter of its forward active."""
 
-    def _let_recompute(self, layers: Iterable[torch.nn.Module]) -> None:
+    def _let_recompute(self, layers: Iterable[Any]) -> None:
+        """Let layers, each a class with `forward`, be computed again if passes are to be."""
         for layer in layers:
             layer.forward = partial(self._run_layer, layer.forward)
 

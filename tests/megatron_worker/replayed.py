@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from megatron_worker.engine import Batch, Outputs
+from megatron_worker.layers import Experts
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.megatron.experts import Router
 from megatron_worker.sampler.adapters import LoadedAdapter
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Ending, Generator, RequestGroup
@@ -25,21 +26,31 @@ from shared.chat.completions import Sampling
 from tests.megatron_worker.rows import Row
 
 
-def routers_of(engine: MegatronEngine) -> list[Router]:
-    return [module for module in engine._model._gpt.modules() if isinstance(module, Router)]
+def experts_of(engine: MegatronEngine) -> list[Experts]:
+    return [layer.mlp for layer in engine._model.layers if isinstance(layer.mlp, Experts)]
 
 
 @contextmanager
 def noted_routes(engine: MegatronEngine) -> Iterator[list[Tensor]]:
     """What the routers of one rank choose meanwhile, a layer after another: [T, K] each."""
     found: list[Tensor] = []
-    routers = routers_of(engine)
-    hooks = [router.register_forward_hook(lambda *args: found.append(args[2][1].detach())) for router in routers]
+
+    def noting(router: Any) -> Any:
+        def route(*args: Any) -> Any:
+            weight_TK, expert_TK = router(*args)
+            found.append(expert_TK.detach())
+            return weight_TK, expert_TK
+
+        return route
+
+    routers = [(each, each.router) for each in experts_of(engine)]
+    for each, router in routers:
+        each.router = noting(router)
     try:
         yield found
     finally:
-        for hook in hooks:
-            hook.remove()
+        for each, router in routers:
+            each.router = router
 
 
 def with_own_routes(engine: MegatronEngine, batch: Batch) -> Batch:

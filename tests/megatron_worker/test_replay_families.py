@@ -24,7 +24,7 @@ from shared.families.architecture import Mixture
 from shared.families.model_slices import shape_of
 from tests.depth import drawn as some_of
 from tests.megatron_worker.parallel_ranks import STEPS, step
-from tests.megatron_worker.replayed import routers_of, with_own_routes
+from tests.megatron_worker.replayed import experts_of, with_own_routes
 from tests.megatron_worker.rows import EXPERTS_BESIDE, Row, bin_of, distinct_model
 from tests.megatron_worker.sampler_process import NAME, running
 from tests.megatron_worker.scores import logprobs
@@ -103,7 +103,7 @@ def test_steps_by_the_trainers_own_routes_are_the_steps_without_to_the_bit(drawn
 def test_by_the_samplers_routes_the_trainer_scores_as_the_sampler(drawn: Drawn) -> None:
     """Its own choice, by scores that are as they were, would be another."""
     engine, generator = MegatronEngine(drawn.model, Layout(), "float32"), torch.Generator().manual_seed(0)
-    for router in routers_of(engine):
+    for router in (each.router for each in experts_of(engine)):
         router.correction = 9 * torch.randn(router.weight.shape[0], generator=generator)
     rows, routes, sampler = [], list[np.ndarray](), list[float]()
     for group in drawn.groups:

@@ -12,10 +12,12 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from examples.tiny_model import make_tiny_model
@@ -24,8 +26,8 @@ from longshore.fields import Artifact
 from longshore.losses import PPO
 from longshore.training import Layout, Lora
 from megatron_worker.engine import Batch, Outputs
+from megatron_worker.layers import Router
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.megatron.experts import Router
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from shared.errors import InvalidInput
@@ -60,11 +62,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("normalised", [True, False])
 def test_weights_and_gradients_are_those_of_the_formula_at_the_given_experts(normalised: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    router = Router(Mixture(8, 4, 3, normalised), 16, torch.float32)
     hidden_sH, weight_EH = torch.randn(20, 16, generator=generator), torch.randn(8, 16, generator=generator)
     wanted_sK = torch.rand(20, 8, generator=generator).topk(3).indices
     upstream_sK = torch.randn(20, 3, generator=generator)
-    router.weight.data = weight_EH.clone()
+    router = Router({"router.weight": Parameter(weight_EH.clone())}, "router", Mixture(8, 4, 3, normalised), 1e-6)
     found_sK, expert_sK = router(hidden_sH, wanted_sK.to(torch.uint8))
     (found_sK * upstream_sK).sum().backward()
     exact_EH = weight_EH.double().requires_grad_()
@@ -147,7 +148,7 @@ def test_passes_that_are_computed_again_take_the_same_routes(model: Path, tmp_pa
     """Two bins are under way before either is computed again: nothing may remember the last one's routes."""
 
     class Again(torch.nn.Module):
-        def __init__(self, inner: torch.nn.Module) -> None:
+        def __init__(self, inner: Any) -> None:
             super().__init__()
             self.inner = inner
 
@@ -155,10 +156,10 @@ def test_passes_that_are_computed_again_take_the_same_routes(model: Path, tmp_pa
             return computed_again(self.inner, *args, use_reentrant=False, **kwargs)
 
     engines = [start(model, Layout(), "full") for _ in range(2)]
-    decoder = engines[1]._model._gpt.decoder
-    for number, layer in enumerate(decoder.layers):
+    layers: list[Any] = engines[1]._model.layers
+    for number, layer in enumerate(layers):
         if whole_layers:
-            decoder.layers[number] = Again(layer)
+            layers[number] = Again(layer)
         else:
             layer.mlp = Again(layer.mlp)
     gradients = []
