@@ -20,8 +20,9 @@ from torch import Tensor
 from activities.sampling.client import Sampler
 from benchmarks.families import measure
 from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA, EngineName, Full, Layout, Lora
+from megatron_worker import families
 from megatron_worker.families import read_slice, write_slice
-from megatron_worker.megatron import attention, experts
+from megatron_worker.megatron import attention
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.mixers.linear_attention import RecurrentPlan, plan_recurrence
 from megatron_worker.sampler.adapters import load_adapter
@@ -950,13 +951,13 @@ def test_keys_and_values_that_nobody_takes_are_kept(made, tmp_path):
 @pytest.mark.parametrize("forgotten", ["correction", "groups", "scale"])
 def test_what_is_forgotten_of_the_routing_shows(made, monkeypatch, name, forgotten):
     driven, batch = engine_of(made(name)), bin_of(STEPS[0])
-    expected, choose, weights = logprobs(driven, batch), experts.families.choose, experts.families.weights
+    expected, choose, weights = logprobs(driven, batch), families.choose, families.weights
     without: dict[str, tuple[str, Callable[..., Any]]] = {
         "correction": ("choose", lambda score, mixture, _: choose(score, mixture)),
         "scale": ("weights", lambda *args: weights(*args) / args[2].scale),
         "groups": ("choose", lambda score, mixture, by: (score + by).topk(mixture.experts_per_token).indices),
     }
-    monkeypatch.setattr(experts.families, *without[forgotten])
+    monkeypatch.setattr(families, *without[forgotten])
     found = apart(logprobs(driven, batch), expected)
     assert found == 0 if forgotten == "groups" and read_config(made(name)).n_group == 1 else found > 1e-3
 
