@@ -1,12 +1,13 @@
-"""Client-driven RL through every process of the real system: what is trained once stays trained, to the bit."""
+"""RL from a client, on the real stack: what is learnt, and what is refused of its groups and inputs."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from longshore.metrics import metric_of
-from tests.activities.groups import group
+from tests.activities.groups import group, random_groups
 from tests.end_to_end.runs import Groups, train, weights
 from tests.end_to_end.stack import Stack
 
@@ -71,3 +72,52 @@ def test_groups_that_cannot_be_trained_are_told_with_place_and_rule(
     assert answer.code == 100
     assert "bad.jsonl:2: trajectories.1.reward: it is nan" in answer.stdout
     stack.cli("finish", run_id)
+
+
+ASKED = [{"role": "user", "content": "how many crates are on the quay?"}]
+ANSWERS = ["42 crates.", "He carries a sack of grain.", "The ship waits for the tide.", "answer: 12"]
+
+
+def conversation(model: Path, answer: str, reward: float) -> dict[str, Any]:
+    """A chat completion's choice behind its question, with the logprobs of the answer's own tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer.encode(answer + tokenizer.eos_token, add_special_tokens=False)
+    content = [{"token": tokenizer.decode([i]), "logprob": -6.0} for i in ids]
+    choice = {"index": 0, "finish_reason": "stop", "logprobs": {"content": content}}
+    return {"messages": [*ASKED, choice | {"message": {"role": "assistant", "content": answer}}], "reward": reward}
+
+
+def trained_on(stack: Stack, run_id: str, folder: Path, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    path = folder / f"{run_id}.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in groups))
+    return stack.cli("step", run_id, str(path), "--wait", "--json").json
+
+
+def submitted(stack: Stack, model: Path, *options: str) -> str:
+    rl = ("submit", "rl", "--json", "--model", str(model), "--lora-rank", "4", "--max-tokens", "64", "--lr", "0.01")
+    return stack.cli(*rl, *options).json["run_id"]
+
+
+def test_conversations_are_trained_and_the_adapter_is_another_runs_reference(
+    stack: Stack, tiny_model: Path, tmp_path: Path
+) -> None:
+    first = submitted(stack, tiny_model, "--algorithm", "dr_grpo")
+    group = {"trajectories": [conversation(tiny_model, text, float(k)) for k, text in enumerate(ANSWERS)]}
+    step = trained_on(stack, first, tmp_path, [group])
+    assert step["state"] == "done", step
+    assert (step["metrics"]["truncation_rate"], step["metrics"]["trained_trajectories"]) == (0.0, 4.0)
+    kl = {"coefficient": 0.1, "reference": step["adapter"]}
+    stack.cli("finish", first)  # else the next run waits until this one, idle, gives its worker back
+    near = submitted(stack, tiny_model, "--algorithm", "dapo", "--loss", json.dumps({"kl": kl}))
+    found = trained_on(stack, near, tmp_path, random_groups(seed=1))
+    assert found["state"] == "done", found
+    assert found["metrics"]["kl_reference"] > 1e-6, "the reference is another model than the base that begins"
+    stack.cli("finish", near)
+    missing = {"coefficient": 0.1, "reference": step["adapter"].replace("v000001", "v000009")}
+    far = submitted(stack, tiny_model, "--loss", json.dumps({"kind": "ppo", "kl": missing}))
+    view = stack.cli("watch", far, "--json", check=False)
+    assert view.json["status"] == "failed"
+    problem = "v000009: this is in Longshore's own store, but nothing was completed there"
+    assert problem in view.json["problem"]["message"]

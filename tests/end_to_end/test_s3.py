@@ -25,7 +25,7 @@ from tests.conftest import S3Server, free_port
 from tests.end_to_end.conftest import QUICK
 from tests.end_to_end.runs import Groups, jsonl, pair, train
 from tests.end_to_end.stack import Answer, Stack, started, wait_until
-from tests.end_to_end.test_processes import Watch
+from tests.end_to_end.test_secrets import Watch
 from tests.end_to_end.victims import halt
 from tests.megatron_worker.launch import fork_ranks
 

@@ -1,9 +1,15 @@
-"""Secrets that a stack is given are used, and then searched for in everything that it has written: nowhere."""
+"""What a stack shows operators, what its processes listen on and are told, and secrets, which it shows nowhere."""
 
 import asyncio
+import gzip
 import json
+import re
+import threading
 from base64 import b64decode
+from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +19,14 @@ import pytest
 from temporalio.api.common.v1 import Payload
 from temporalio.client import Client
 
+from benchmarks.spans import Receiver, Span
 from service.dev import Connection
+from shared.child_environment import Kind, child_environment
 from shared.settings import Settings
 from tests.end_to_end.conftest import SECRETS
 from tests.end_to_end.stack import Stack, wait_until
 from tests.files_below import files_below
+from tests.infra.observability import names_of
 from tests.opened import on_the_wire, opened, payloads_of
 
 pytestmark = pytest.mark.slow
@@ -204,3 +213,205 @@ def test_no_command_line_holds_a_secret(stack: Stack, secrets: dict[str, str]) -
             lines.append(" ".join(process.cmdline()))
     assert len(lines) >= 4
     assert [what for what, secret in secrets.items() if any(secret in line for line in lines)] == []
+
+
+# Only where something of that kind has happened does the SDK tell them.
+SELDOM = {
+    "temporal_activity_execution_failed_total",
+    "temporal_workflow_task_execution_failed_total",
+    "temporal_request_failure_total",
+}
+
+
+@pytest.fixture(scope="module")
+def canary(stack: Stack, traces: Receiver, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A word in a file's name and in its only row, which a preview has refused with an error that repeats it."""
+    word = "canary-of-a-row-7f3a"
+    data = tmp_path_factory.mktemp("seen") / f"{word}.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": word, "content": word}]}) + "\n")
+    with stack.with_environment(OTEL_EXPORTER_OTLP_ENDPOINT=traces.endpoint):
+        refused = stack.cli("preview", "--model", str(tiny_model), "--dataset", str(data), check=False)
+    assert word in refused.stderr and refused.code != 0
+    return word
+
+
+def test_a_commands_trace_tells_an_errors_type_and_no_text(traces: Receiver, canary: str) -> None:
+    """From the command to the activity that failed."""
+
+    def failed() -> list[Span] | None:
+        spans = traces.spans()
+        roots = {span.trace for span in spans if span.name == "longshore preview"}
+        found = [span for span in spans if span.trace in roots]
+        known = {"", *(span.span for span in found)}
+        is_there = any(span.name == "RunActivity:preview" for span in found)
+        return found if is_there and all(span.parent in known for span in found) else None
+
+    spans = wait_until(failed, "the command's trace", timeout_s=120)
+    by_id = {span.span: span for span in spans}
+    (span,) = [span for span in spans if span.name == "RunActivity:preview"]
+    assert span.attributes["error.type"] == "InvalidInput"
+    names = [span.name]
+    while span.parent:
+        span = by_id[span.parent]
+        names.append(span.name)
+    assert names[1:3] == ["StartActivity:preview", "StartWorkflow:PreviewWorkflow"]
+    assert names[3:] == ["POST /api/v1/preview", "longshore preview"] and span.process == "longshore-cli"
+    assert canary.encode() not in b"".join(traces.raw)
+
+
+def test_dashboard_and_alerts_use_names_that_are_exported(stack: Stack, canary: str) -> None:
+    used = names_of()
+    assert len(used) > 20
+
+    def missing() -> set[str]:
+        return used - stack.names_of_metrics() - SELDOM
+
+    with suppress(TimeoutError):
+        wait_until(lambda: not missing(), "every name that is used", timeout_s=60)
+    assert not missing()
+
+
+def test_no_tenant_reaches_metrics(stack: Stack) -> None:
+    """The API's own port has no such route, whoever asks; and what is counted names routes by their templates."""
+    connection = stack.connection
+    asked = httpx.get(f"{connection.api_url}/metrics", headers={"authorization": f"Bearer {connection.api_key}"})
+    assert asked.status_code == 404 and "longshore_http" not in asked.text
+    web = stack.metrics()["web"]
+    routes = {found[1] for name in web if (found := re.search(r"route=([^,}]*)", name))}
+    assert "unmatched" in routes and "/metrics" not in routes
+    assert any(name.startswith("temporal_request_total{") for name in web)
+
+
+def test_the_next_steps_of_a_run_are_traced(stack: Stack, options: list[str], tmp_path: Path) -> None:
+    """With names of operations and a mark for each step; without a word of the data. An ended run has no steps left."""
+    run_id = stack.cli(*options, "--steps", "20000", "--learning-rate", "0.01").json["run_id"]  # until it is cancelled
+    target = tmp_path / "trace.json.gz"
+    told = stack.cli("profile", run_id, "--steps", "3", "--into", str(target), "--json").json
+    assert told["num_bytes"] == target.stat().st_size
+    text = gzip.decompress(target.read_bytes()).decode()
+    names = [event.get("name") for event in json.loads(text)["traceEvents"]]
+    assert names.count("optimizer step") == 3 and "aten::mm" in names
+    assert "crates" not in text
+    stack.cli("cancel", run_id)
+    assert stack.cli("watch", run_id, check=False).code == 103
+    refused = stack.cli("profile", run_id, check=False)
+    assert refused.code == 100 and "does not run" in refused.stderr
+    assert not (stack.root / "store" / "runs" / run_id / "profile.json").exists()
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "hardening.md"
+# By what their command line holds; the first that fits. Whatever else a stack starts is "any other".
+KINDS = {
+    "sampler": "-m megatron_worker.sampler ",
+    "worker": "-m megatron_worker",
+    "W&B writer": "wandb",
+    "sandbox": "-m activities.sandbox.child",
+    "Temporal": "server start-dev",
+    "web service": "-m service.app",
+    "host of all roles": "-m service.host",
+}
+ROLES: dict[str, Kind] = {"control host": "control", "GPU host": "gpu", "sampler host": "sampler"}
+WORDS = {
+    "LONGSHORE_GRADING__SCORE_MODEL_KEY": "judge",
+    "LONGSHORE_SAMPLING__API_KEY": "sampling server",
+    "WANDB_API_KEY": "W&B",
+    "AWS_SECRET_ACCESS_KEY": "S3",
+    "HF_TOKEN": "hub",
+    "OTEL_EXPORTER_OTLP_HEADERS": "traces",
+}
+SUPERVISED = {"Temporal", "web service", "host of all roles"}
+ALWAYS_THERE = SUPERVISED | {"sandbox"}
+
+
+@dataclass
+class Seen:
+    """Of all processes of one kind: places that they listen on, and secrets in their environment."""
+
+    listens: set[str] = field(default_factory=set)
+    secrets: set[str] = field(default_factory=set)
+
+
+def documented() -> dict[str, Seen]:
+    """The table's rows: process, listens on, secrets."""
+    section = PAGE.read_text().split("## What listens, and who learns what\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {kind.partition(" (")[0]: Seen(_words(listens), _words(secrets)) for kind, listens, secrets in rows[2:]}
+
+
+def _words(cell: str) -> set[str]:
+    """What stands in brackets is for people."""
+    return set(re.sub(r" *\(.*\)", "", cell).split(", ")) - {"nothing"}
+
+
+def secrets_in(environment: Mapping[str, str]) -> set[str]:
+    values = " ".join(environment.values())
+    found = {word for name, word in WORDS.items() if SECRETS[name] in values}
+    found |= {"S3"} if any(name.startswith("AWS_") for name in environment) else set()
+    return found | ({"unknown"} if SECRETS["TOKEN_OF_SOMETHING_ELSE"] in values else set())
+
+
+class Watch:
+    """Looks at all processes below a stack's supervisor, again and again, until the block ends."""
+
+    def __init__(self, stack: Stack) -> None:
+        (self._supervisor,) = stack.processes("service.dev")
+        self.seen: dict[str, Seen] = defaultdict(Seen)
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look_on)
+
+    def __enter__(self) -> "Watch":
+        self.look()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def look(self) -> None:
+        for process in self._supervisor.children(recursive=True):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # a sandbox is nobody's to look into
+                addresses = {socket.laddr.ip for socket in process.net_connections("inet") if not socket.raddr}
+                self._look_at(process, addresses, process.ppid() == self._supervisor.pid)
+
+    def _look_at(self, process: psutil.Process, addresses: set[str], is_supervised: bool) -> None:
+        command = " ".join(process.cmdline())
+        environment = process.environ()
+        kind = next((kind for kind, words in KINDS.items() if words in command), "any other")
+        if not command or (kind in SUPERVISED and not is_supervised):
+            return  # a zombie; a child that has not become its own program yet
+        seen = self.seen[kind]
+        seen.secrets |= secrets_in(environment)
+        seen.listens |= {"loopback" if ip in ("127.0.0.1", "::1") else "everywhere" for ip in addresses}
+
+    def _look_on(self) -> None:
+        while not self._done.wait(0.5):
+            self.look()
+
+
+def test_idle_it_is_what_the_operators_guide_says(stack: Stack) -> None:
+    def processes() -> Watch | None:
+        watch = Watch(stack)
+        watch.look()
+        return watch if watch.seen.keys() >= ALWAYS_THERE else None
+
+    table, seen = documented(), wait_until(processes, "every process of the stack").seen
+    assert {kind: seen[kind] for kind in ALWAYS_THERE} == {kind: table[kind] for kind in ALWAYS_THERE}
+
+
+def test_so_it_is_while_a_run_samples_grades_and_trains_on_two_ranks(stack: Stack, rollout_options: list[str]) -> None:
+    with Watch(stack) as watch:
+        assert stack.cli(*rollout_options, "--dp", "2", "--wait").json["status"] == "succeeded"
+        table = documented()
+        # W&B is told of a run after its end.
+        awaited = table.keys() - ROLES.keys() - {"any other"}
+        wait_until(lambda: watch.seen.keys() >= awaited, "every kind of process is seen")
+    beyond = {}
+    for kind, seen in watch.seen.items():
+        more = (seen.listens - table[kind].listens, seen.secrets - table[kind].secrets)
+        if any(more):
+            beyond[kind] = more
+    assert beyond == {}
+    told = {"any other": set[str]()} | {kind: seen.secrets for kind, seen in watch.seen.items()}
+    told |= {kind: secrets_in(child_environment(role, SECRETS)) for kind, role in ROLES.items()}
+    assert told == {kind: seen.secrets for kind, seen in table.items()}

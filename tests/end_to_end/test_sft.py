@@ -21,7 +21,6 @@ from tests.conftest import S3Server
 from tests.end_to_end.runs import jsonl
 from tests.end_to_end.stack import Answer, Stack, wait_until
 from tests.end_to_end.victims import kill, ranks
-from tests.megatron_worker.launch import fork_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -174,19 +173,6 @@ def changed(store: ObjectStore, key: str, old: bytes, new: bytes) -> Iterator[No
         store.put_bytes(key, before)
 
 
-def test_the_same_run_again_on_a_warm_worker_gives_the_same_bits(
-    stack: Stack, undisturbed: Answer, sft_options: list[str]
-) -> None:
-    again = stack.cli(*sft_options, "--wait")
-    assert stack.adapter_sha256(again) == stack.adapter_sha256(undisturbed)
-    assert again.json["adapter"] != undisturbed.json["adapter"]
-
-
-def test_no_worker_process_is_left_after_the_idle_time(stack: Stack, undisturbed: Answer) -> None:
-    wait_until(lambda: not stack.processes("megatron_worker"), "the idle worker leaves", every_s=0.5)
-    assert list(stack.host_paths.workers.glob("*/scratch/*")) == []
-
-
 def test_a_base_model_that_is_fully_trained_on_tool_rows_calls_the_tool_and_stops(
     stack: Stack, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -221,29 +207,6 @@ def test_a_base_model_that_is_fully_trained_on_tool_rows_calls_the_tool_and_stop
     with torch.no_grad():
         drawn = theirs.generate(**prompt, max_new_tokens=80, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(drawn).endswith("</tool_call><|im_end|>"), "transformers stops there too"
-
-
-@pytest.mark.deep
-def test_two_ranks_give_the_same_losses_as_one(stack: Stack, sft_options: list[str]) -> None:
-    gentle = [*sft_options, "--steps", "10", "--learning-rate", "0.0005", "--wait"]
-    one, two = (
-        stack.cli("metrics", stack.cli(*gentle, "--tp", ranks).json["run_id"], "--json").json["steps"]
-        for ranks in ("1", "2")
-    )
-    assert len(one) == len(two) == 10
-    assert [s["metrics"]["loss"] for s in two] == pytest.approx([s["metrics"]["loss"] for s in one], rel=1e-5)
-    assert [s["metrics"]["grad_norm"] for s in two] == pytest.approx([s["metrics"]["grad_norm"] for s in one], rel=1e-4)
-
-
-def test_an_archived_job_run_by_hand_gives_the_same_bits(
-    stack: Stack, undisturbed: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By torchrun, too: tests/megatron_worker/test_protocol.py."""
-    job = next((stack.root / "store" / "runs" / undisturbed.json["run_id"] / "logs").rglob("job.json"))
-    monkeypatch.setenv("LONGSHORE_ROOT", str(tmp_path / "root"))
-    fork_ranks("megatron_worker", "--once", str(job), "--into", str(tmp_path), num_ranks=1, timeout_s=600)
-    adapters = sorted(tmp_path.rglob("adapter_model.safetensors"))
-    assert sha256_file(adapters[-1]) == stack.adapter_sha256(undisturbed)
 
 
 def test_the_best_weights_are_published_and_a_run_ends_when_it_gets_no_better(

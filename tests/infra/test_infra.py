@@ -1,4 +1,4 @@
-"""The files of deployment and of an open project, and the locks, against the repository: no engine runs here."""
+"""The files of deployment and of an open project, locks, alert rules and queries, against the repository."""
 
 import ast
 import re
@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel
 
 from shared.settings import Settings
+from tests.infra.observability import FOLDER, expressions
 from tests.infra.test_helm import documents, rendered
 
 ROOT = Path(__file__).parents[2]
@@ -278,7 +279,7 @@ def test_a_unit_starts_what_there_is_and_its_page_says_so(path: Path) -> None:
         assert file.replace("%i", "gpu") in (ROOT / "docs" / "team_install.md").read_text()
 
 
-FOLDER = Path(__file__).parents[2] / "requirements"
+REQUIREMENTS = Path(__file__).parents[2] / "requirements"
 SETS = ("run", "worker", "dev")
 
 
@@ -288,7 +289,7 @@ def normal(name: str) -> str:
 
 def locked(name: str) -> dict[str, tuple[str, int]]:
     """Version and number of hashes by package."""
-    text = (FOLDER / "locked" / f"{name}.txt").read_text().replace("\\\n", "")
+    text = (REQUIREMENTS / "locked" / f"{name}.txt").read_text().replace("\\\n", "")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     found = {}
     for line in lines:
@@ -298,7 +299,7 @@ def locked(name: str) -> dict[str, tuple[str, int]]:
 
 
 def constraints() -> dict[str, str]:
-    lines = (FOLDER / "constraints.txt").read_text().splitlines()
+    lines = (REQUIREMENTS / "constraints.txt").read_text().splitlines()
     return {normal(name): version for name, _, version in (line.partition("==") for line in lines)}
 
 
@@ -321,14 +322,14 @@ def test_a_set_of_the_control_plane_has_no_torch() -> None:
 
 @pytest.mark.parametrize("extra", ["server", "worker", "dev"])
 def test_install_takes_the_sets_of_its_extra(extra: str) -> None:
-    text = (FOLDER / "install.sh").read_text()
+    text = (REQUIREMENTS / "install.sh").read_text()
     [sets] = re.findall(rf"^    {extra}\) sets=\((.+)\) ;;$", text, re.MULTILINE)
     assert sets.split() == list(SETS[: ["server", "worker", "dev"].index(extra) + 1])
     assert "--require-hashes --no-deps" in text
 
 
 def test_install_refuses_a_set_that_is_none() -> None:
-    done = subprocess.run([FOLDER / "install.sh", "everything"], capture_output=True, text=True)
+    done = subprocess.run([REQUIREMENTS / "install.sh", "everything"], capture_output=True, text=True)
     assert done.returncode == 2 and "no such set of packages: everything" in done.stderr
 
 
@@ -442,8 +443,35 @@ def test_issue_templates_are_forms_and_name_commands_that_exist(path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
-def test_links_and_commands_of_the_root_pages_exist(name: str) -> None:
+def test_commands_of_the_root_pages_exist(name: str) -> None:
     text = (ROOT / name).read_text()
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (ROOT / target).exists(), target
     assert set(re.findall(r"^    make ([a-z-]+)", text, re.MULTILINE)) <= make_targets()
+
+
+def promtool(*arguments: str | Path) -> None:
+    if (program := shutil.which("promtool")) is None:
+        pytest.skip("no promtool: Debian's package `prometheus` has it")
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_fires_when_it_should_and_not_before() -> None:
+    promtool("check", "rules", FOLDER / "alerts.yaml")
+    promtool("test", "rules", Path(__file__).with_name("alerts_test.yaml"))
+
+
+def test_every_alert_is_tested() -> None:
+    tests = yaml.safe_load(Path(__file__).with_name("alerts_test.yaml").read_text())["tests"]
+    fired: dict[str, set[bool]] = {}
+    for each in (each for test in tests for each in test["alert_rule_test"]):
+        fired.setdefault(each["alertname"], set()).add(bool(each["exp_alerts"]))
+    rules = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
+    assert fired == {rule["alert"]: {True, False} for rule in rules}
+
+
+def test_prometheus_understands_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    """As expressions of rules: `promtool` reads those."""
+    rules = [{"record": "a:query", "expr": each.replace("$window", "5m")} for each in expressions().values()]
+    assert len(rules) > 30
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    promtool("check", "rules", tmp_path / "rules.yaml")

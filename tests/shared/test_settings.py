@@ -1,7 +1,11 @@
-"""Where a setting comes from, which addresses it may name, and what of it child processes are given."""
+"""Where a setting comes from and what children are given of it; no control character in a log; the table of metrics."""
 
+import ast
 import ipaddress
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -9,6 +13,7 @@ import pytest
 from pydantic import BaseModel, SecretStr
 
 from activities.hosts.workers import worker_environment
+from longshore.metrics import _ELSEWHERE, METRICS, _page, metric_of
 from shared.addresses import is_plainly_private, is_public
 from shared.child_environment import SECRET_SETTINGS, Kind, child_environment
 from shared.settings import S3Settings, Settings, user_config_path
@@ -167,3 +172,85 @@ def test_a_secrets_file_is_named_to_whom_the_secret_is_told():
     assert told["control"] == {"LONGSHORE_SEAL_KEY_FILE", "LONGSHORE_SAMPLING__API_KEY_FILE"}
     assert told["gpu"] == told["sampler"] == {"LONGSHORE_SEAL_KEY_FILE"}
     assert not any(names for kind, names in told.items() if kind not in ("web", "control", "gpu", "sampler"))
+
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = "a\n2026-01-01 00:00:00 INFO forged\r\x1b[2J\x9b\u2028\u202eb"
+LOGS = f"""
+import logging, sys
+from shared.log_lines import escape_output, start_logging
+escape_output()
+start_logging()
+text = {HOSTILE!r}
+logging.getLogger("x").warning("from %s", text)
+try:
+    raise ValueError(text)
+except ValueError:
+    logging.getLogger("x").exception("failed")
+print(text)
+raise ValueError(text)
+"""
+# What these write is an answer for their parent, or for who runs them.
+ANSWERS_ALONE = {
+    "activities/grading/open_grader.py",
+    "activities/hosts/health.py",
+    "activities/sandbox/child.py",
+    "megatron_worker/sampler/grammars/trial.py",
+    "megatron_worker/training/trial.py",
+    "megatron_worker/weight_sync/__main__.py",
+    "service/cli/main.py",
+    "service/cli/run_options.py",
+}
+
+
+def test_control_characters_are_escaped_in_messages_tracebacks_and_prints() -> None:
+    done = subprocess.run([sys.executable, "-c", LOGS], capture_output=True, text=True, timeout=60)
+    first, *rest = done.stderr.split("\n")
+    assert first.endswith(r"x: from a\n2026-01-01 00:00:00 INFO forged\r\x1b[2J\x9b\u2028\u202eb")
+    logged = rest[: next(n for n, line in enumerate(rest) if line.startswith("Traceback"))]
+    assert [line for line in logged if "INFO forged" in line and not line.startswith("  ")] == []
+    assert not set(done.stdout + done.stderr) & set("\r\x1b\x9b\u2028\u202e")
+    assert r"\x1b[2J" in done.stdout
+
+
+def test_every_process_of_ours_begins_so() -> None:
+    """Each module that is run as a process, and writes a log, calls it under `if __name__`."""
+    entries = [
+        path
+        for package in ("service", "activities", "megatron_worker")
+        for path in (ROOT / package).rglob("*.py")
+        if any(
+            isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+            for node in ast.parse(path.read_text()).body
+        )
+    ]
+    missing = [
+        str(path.relative_to(ROOT))
+        for path in entries
+        if "escape_output()" not in path.read_text() and str(path.relative_to(ROOT)) not in ANSWERS_ALONE
+    ]
+    assert len(entries) > 5
+    assert missing == []
+
+
+def test_as_json_a_message_is_one_line_with_its_ids() -> None:
+    logs = LOGS.replace("start_logging()", 'start_logging("json", lambda: {"run_id": "sft-1"})', 1)
+    logs = logs.replace('import start_logging("json", lambda: {"run_id": "sft-1"})', "import start_logging")
+    done = subprocess.run([sys.executable, "-c", logs], capture_output=True, text=True, timeout=60)
+    lines = done.stderr.split("\nTraceback")[0].splitlines()
+    first, second = map(json.loads, lines)
+    assert first["message"] == f"from {HOSTILE}" and first["run_id"] == "sft-1"
+    assert "ValueError" in second["exception"] and second["level"] == "ERROR"
+    assert not set(done.stderr) & set("\r\x1b\x9b\u2028\u202e")
+
+
+def test_the_page_is_the_table() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text() == _page(), "python -m longshore.metrics > docs/metrics.md"
+
+
+def test_a_name_is_its_own_metric_or_one_of_several() -> None:
+    for name, metric in (("loss", "loss"), ("eval_loss", "eval_loss"), ("eval_sums_loss", "eval_*")):
+        assert metric_of(name) is METRICS[metric]
+    assert metric_of("dropped_for_routes") is METRICS["dropped_for_*"] and metric_of("trajectory_length") is not None
+    assert metric_of("lost") is None and metric_of("losses") is None
+    assert not _ELSEWHERE.keys() - METRICS.keys()

@@ -1,13 +1,20 @@
-"""Whole runs on a real Temporal server, with stand-in workers: what survives, what is told, and what is left behind."""
+"""Whole runs on a real Temporal server, with stand-in workers: what survives, also a rotation of keys; what is told."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from temporalio.client import ActivityFailureError, WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle
+from pydantic import SecretStr
+from temporalio.client import (
+    ActivityFailureError,
+    Client,
+    WorkflowExecutionStatus,
+    WorkflowFailureError,
+    WorkflowHandle,
+)
 from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, CancelledError
 
@@ -18,11 +25,14 @@ from longshore.dataset_runs import DatasetSource
 from longshore.events import Step
 from longshore.fields import Fence
 from longshore.training import Layout, Lora
+from service.sealing import ENCRYPTED, key_of, seal_keys
+from service.temporal import connect_temporal
 from shared.runs.start import ModelRequest, RunTiming
 from shared.storage.paths import RunKeys
+from tests import forks
 from tests.depth import drawn
 from tests.waiting import eventually
-from tests.workflows.stack import Stack, failure_of, num_events, num_failed_activities, started
+from tests.workflows.stack import Stack, failure_of, has_checkpoint, num_events, num_failed_activities, started
 from tests.workflows.stand_in import artifact, job_plan, read_events
 from tests.workflows.stand_in_worker import SEEDS, adapter_bytes
 from workflows.sft import SFTWorkflow
@@ -42,6 +52,7 @@ async def test_a_run_goes_from_dataset_to_adapter(stack: Stack) -> None:
     assert (status.state, status.phase, status.step, status.num_steps) == ("succeeded", "done", 20, 20)
     assert (status.epoch, status.version, status.problem) == (1, 1, None)
     assert status.metrics["loss"] == pytest.approx(1 / 20)
+    assert status.started_at is not None and 0 < (status.ended_at or 0) - status.started_at < 30
     assert stack.weights(status) == adapter_bytes(7, 20)
     assert status == await stack.result(handle.id)
     assert status == await handle.query(SFTWorkflow.status)
@@ -326,9 +337,62 @@ async def test_signals_of_another_fence_change_nothing(stack: Stack) -> None:
     await failure_of(handle)
 
 
-async def test_an_archived_result_tells_when_it_began_and_ended(stack: Stack) -> None:
-    await stack.add_gpu_host()
-    status = await (await stack.start()).result()
-    assert status.started_at is not None
-    assert status.ended_at is not None
-    assert 0 < status.ended_at - status.started_at < 30
+OLD, NEW = "old-" * 8, "new-" * 8
+STEPS = 60
+
+
+@pytest.fixture
+async def rotating(temporal_address: str, tmp_path: Path) -> AsyncIterator[Stack]:
+    async with started(temporal_address, tmp_path, has_control=False, seal_key=OLD) as rotating:
+        yield rotating
+
+
+@asynccontextmanager
+async def hosts(rotating: Stack, keys: str) -> AsyncIterator[None]:
+    """A control host and a GPU host with these keys; and the service, which starts runs by them from now on."""
+    rotating.client = await connect_temporal(rotating.settings.model_copy(update={"seal_key": SecretStr(keys)}))
+    gpu = rotating.spawn_gpu_host(step_s=0.1, seal_key=keys)
+    async with rotating.control_host(rotating.client):
+        yield
+        await asyncio.to_thread(forks.end, gpu)
+
+
+async def sealed_by(rotating: Stack, run_id: str) -> set[str]:
+    """The keys of all that Temporal has of a run; each payload of it is encrypted."""
+    raw = await Client.connect(rotating.settings.temporal_address)
+    found = set()
+    async for event in raw.get_workflow_handle(run_id).fetch_history_events():
+        for payloads in (
+            event.workflow_execution_started_event_attributes.input,
+            event.activity_task_scheduled_event_attributes.input,
+            event.activity_task_completed_event_attributes.result,
+            event.workflow_execution_signaled_event_attributes.input,
+            event.workflow_execution_completed_event_attributes.result,
+        ):
+            assert all(each.metadata["encoding"] == ENCRYPTED for each in payloads.payloads)
+            found |= {key_of(each) for each in payloads.payloads}
+    return found
+
+
+async def test_keys_are_rotated_while_runs_go_on(rotating: Stack) -> None:
+    """Hosts of each step are up before those of the step before leave, as in a rolling restart."""
+    before = await rotating.exits.enter_async_context(AsyncExitStack())
+    await before.enter_async_context(hosts(rotating, OLD))
+    handles: list[WorkflowHandle] = [await rotating.start(steps=STEPS, is_tracked=False)]
+    await eventually(lambda: has_checkpoint(handles[0]), "the first run is under way")
+    for keys in (f"{OLD} {NEW}", f"{NEW} {OLD}"):
+        following = await rotating.exits.enter_async_context(AsyncExitStack())
+        await following.enter_async_context(hosts(rotating, keys))
+        await before.aclose()
+        handles.append(await rotating.start(steps=STEPS, is_tracked=False))
+        before = following
+    for handle in handles:
+        run = rotating.client.get_workflow_handle(handle.id)
+        await run.result()
+        status = await rotating.result(handle.id)
+        assert (status.state, status.problem, status.step) == ("succeeded", None, STEPS)
+        assert rotating.weights(status) == adapter_bytes(7, STEPS)
+    old, new = (
+        key.id for key in seal_keys(rotating.settings.model_copy(update={"seal_key": SecretStr(f"{OLD} {NEW}")}))
+    )
+    assert [await sealed_by(rotating, handle.id) for handle in (handles[0], handles[-1])] == [{old, new}, {new}]

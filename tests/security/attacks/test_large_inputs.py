@@ -1,20 +1,34 @@
-"""Inputs that take a hundred or a million times their size: refused in one sentence, once, and nobody else notices."""
+"""Inputs of many times their size, layouts beyond the machine, quotas at once: refused once, at every door."""
 
 import gzip
 import json
+import resource
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
+from activities.hosts.workers import launch
+from longshore.fields import Artifact
+from longshore.training import Layout
+from service.accounts.tenants import bytes_of_rows
+from service.database.engine import Database
+from shared.errors import InvalidInput
+from shared.jobs.job import WorkerKey
+from shared.storage.paths import HostPaths
 from tests.depth import drawn
-from tests.end_to_end.stack import Stack
-from tests.security.attacks.bounds import CONFINED_BYTES
+from tests.end_to_end.stack import Stack, wait_until
+from tests.security.attacks.bounds import CONFINED_BYTES, PROCESS_BYTES
 from tests.security.attacks.tenants import Tenant
+from tests.security.belongings import DATA, ROLLOUTS
+from tests.service.conftest import Service, sft
 
 
 def control_host(stack: Stack) -> psutil.Process:
@@ -96,3 +110,193 @@ def test_rows_that_take_a_hosts_memory_are_refused_once(
         problem = attacker.ended(run_id)["problem"]
     assert problem["kind"] == "invalid_input" and sentence in problem["message"] and "\n" not in problem["message"]
     assert stack.most_attempts(run_id) == 1
+
+
+MANY = {"dp": 1000}
+HUGE = {"dp": 4096, "cp": 4096, "pp": 4096}
+
+
+def scheduled(run: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "many", "run": run | {"kind": "sft"}, "cron": "0 2 1 1 *"}
+
+
+def openai_job(**longshore: Any) -> dict[str, Any]:
+    return {"model": "org/tiny", "training_file": DATA, "longshore": longshore}
+
+
+DOORS = [
+    ("/api/v1/runs/sft", sft(batch_size=4096, layout=MANY), "layout.dp", "1,000 ranks (dp1000); a host"),
+    ("/api/v1/runs/sft", sft(batch_size=8, layout={"tp": 4, "pp": 4}), "layout", "16 ranks (tp4-pp4); a host"),
+    ("/api/v1/runs/sft", sft(layout=HUGE), "layout", "ranks; a layout has up to 4,096"),
+    ("/api/v1/runs/sft", sft(batch_size=2, layout={"dp": 3}), "layout.dp", "dp may be 2 at most"),
+    ("/api/v1/runs/dpo", sft(layout=MANY), "layout.dp", "1,000 ranks"),
+    ("/api/v1/runs/rl", {"model": "org/tiny", "rollouts": ROLLOUTS, "layout": MANY}, "layout.dp", "1,000 ranks"),
+    ("/api/v1/schedules", scheduled(sft(layout=MANY)), "run.layout.dp", "1,000 ranks"),
+    ("/v1/fine_tuning/jobs", openai_job(layout=MANY, batch_tokens=4096), "longshore.layout.dp", "1,000 ranks"),
+    ("/v1/fine_tuning/jobs", openai_job(layout=HUGE), "longshore.layout", "a layout has up to"),
+    (
+        "/v1/preview/models",
+        {"name": "many", "base_model": "tiny", "longshore": {"layout": MANY}},
+        "longshore.layout.dp",
+        "1,000 ranks",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "place", "rule"), DOORS, ids=range(len(DOORS)))
+def test_a_layout_that_no_host_offers_is_refused_where_it_comes_in(
+    service: Service, stranger: httpx.Client, path: str, body: dict[str, Any], place: str, rule: str
+) -> None:
+    answer = stranger.post(path, json=body)
+    assert answer.status_code == (400 if path.startswith("/v1/") else 422), answer.text
+    error = answer.json()["error"]
+    assert (error.get("place") or error.get("param")) == place
+    assert rule in error["message"]
+    assert not [run for run in stranger.get("/api/v1/runs").json()["runs"] if run["run"]["layout"]["dp"] > 8]
+
+
+def test_the_command_line_is_told_the_field(service: Service) -> None:
+    said = service.cli("submit", "sft", "--model", "org/tiny", "--dataset", DATA, "--steps", "1", "--dp", "1000")
+    assert said.code != 0 and "1,000 ranks" in said.stderr and "--dp" in said.stderr, said.stderr
+
+
+def test_a_host_starts_no_process_of_a_layout_beyond_its_own(tmp_path: Path) -> None:
+    paths, started = HostPaths(tmp_path), tmp_path / "started"
+    key = WorkerKey(model=Artifact(uri="file:///any", sha256="0" * 64), layout=Layout(dp=1000), dtype="float32")
+    command = [sys.executable, "-c", f"open({str(started)!r}, 'w')"]
+    with pytest.raises(InvalidInput, match=r"^layout\.dp: 1,000 ranks .* up to 8"):
+        launch(paths, key, lambda folder, key: command, {}, max_ranks=8)
+    assert not started.exists() and not list(paths.workers.glob("*"))
+
+
+def test_every_process_of_the_stack_is_bounded(stack: Stack) -> None:
+    processes = stack.processes()
+    assert len(processes) >= 5, processes  # supervisor, Temporal, web service, host, and what the host starts
+    for process in processes:
+        assert resource.prlimit(process.pid, resource.RLIMIT_AS)[0] == PROCESS_BYTES, process
+
+
+def test_two_tenants_are_apart(victim: Tenant, attacker: Tenant) -> None:
+    uri = victim.upload("rows.jsonl", b'{"text": "ours"}\n')
+    assert "/tenants/victim/" in uri
+    seen = attacker.http.get("/api/v1/files").json()["files"]
+    assert {file["tenant"] for file in seen} <= {"attacker"}
+    body = {"model": "org/tiny", "dataset": {"uri": uri}, "steps": 1, "batch_size": 1}
+    assert "nothing of yours" in attacker.refusal("sft", **body)
+
+
+ROW = json.dumps({"prompt": "q", "completion": "a" * 400}).encode() + b"\n"
+MB = 1_000_000
+
+
+@pytest.fixture
+def narrow(operator: Tenant, request: pytest.FixtureRequest) -> Tenant:
+    """A tenant of the test's own, with room for 1.5 MB."""
+    name = f"narrow-{abs(hash(request.node.name)) % 10**8}"
+    made = operator.http.post("/api/v1/tenants", json={"tenant": name, "quotas": {"stored_bytes": 3 * MB // 2}})
+    assert made.status_code == 201, made.text
+    return Tenant(operator.url, name, made.json()["key"]["key"])
+
+
+def stored(tenant: Tenant) -> int:
+    return int(tenant.http.get("/api/v1/usage").json()["stored_bytes"])
+
+
+def records(stack: Stack, tenant: Tenant) -> int:
+    """The bytes of the records of what it has made, and of the folders of its runs."""
+    runs = [path for path in (stack.root / "store").glob("runs/*/run.json") if f'"{tenant.name}"' in path.read_text()]
+    with closing(Database(f"sqlite:///{stack.root}/service/longshore.db")) as database:
+        rows = database.write(lambda session: bytes_of_rows(session, tenant.name))
+    return rows + sum(path.stat().st_size for run in runs for path in run.parent.rglob("*") if path.is_file())
+
+
+def at_once(num: int, ask: Callable[[int], httpx.Response]) -> list[int]:
+    with ThreadPoolExecutor(num) as threads:
+        return sorted(answer.status_code for answer in threads.map(ask, range(num)))
+
+
+def test_of_eight_uploads_at_once_with_room_for_one_one_is_taken(stack: Stack, narrow: Tenant) -> None:
+    """Each sends a megabyte, in pieces, without saying beforehand how much it is."""
+
+    def upload(number: int) -> httpx.Response:
+        pieces = (bytes([number]) * 50_000 for _ in range(20))
+        return narrow.http.post("/api/v1/files", params={"name": f"f{number}.jsonl"}, content=pieces)
+
+    assert at_once(8, upload) == [201] + [429] * 7
+    assert stored(narrow) == MB + records(stack, narrow)
+    folder = stack.root / "store" / "tenants" / narrow.name
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) == MB
+
+
+def test_of_eight_parts_at_once_with_room_for_one_one_is_taken(stack: Stack, narrow: Tenant) -> None:
+    fields = {"filename": "a.jsonl", "purpose": "fine-tune", "bytes": MB, "mime_type": "text/plain"}
+    uploads = [narrow.http.post("/v1/uploads", json=fields).json()["id"] for _ in range(8)]
+
+    def part(number: int) -> httpx.Response:
+        return narrow.http.post(f"/v1/uploads/{uploads[number]}/parts", files={"data": bytes([number]) * MB})
+
+    assert at_once(8, part) == [200] + [429] * 7
+    assert stored(narrow) == MB + records(stack, narrow)
+
+
+def test_an_upload_that_breaks_off_gives_its_room_back(stack: Stack, narrow: Tenant) -> None:
+    def breaks() -> Any:
+        yield b"x" * MB
+        raise OSError("the sender leaves")
+
+    with pytest.raises(OSError):
+        narrow.http.post("/api/v1/files", params={"name": "broken.jsonl"}, content=breaks())
+    body = b"y" * (MB + MB // 4)
+    wait_until(
+        lambda: narrow.http.post("/api/v1/files", params={"name": "whole.jsonl"}, content=body).status_code == 201,
+        "there is room again",
+    )
+    wait_until(lambda: stored(narrow) == len(body) + records(stack, narrow), "all of the room is given back")
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_data_that_a_uri_leads_to_has_to_find_room(
+    stack: Stack, narrow: Tenant, open_folder: Path, tiny_model: Path, suffix: str
+) -> None:
+    """A preview, which needs a copy of it for a moment, and a run, which keeps one."""
+    data = ROW * (4 * MB // len(ROW))
+    path = open_folder / f"large.jsonl{suffix}"
+    path.write_bytes(gzip.compress(data) if suffix else data)
+    body = {"source": {"uri": path.as_uri()}, "model_uri": str(tiny_model), "num_rows": 1}
+    answer = narrow.http.post("/api/v1/preview", json=body)
+    assert answer.status_code == 422 and "the quota stored_bytes" in answer.text
+    run = {"model": str(tiny_model), "dataset": {"uri": path.as_uri()}, "steps": 1, "batch_size": 1}
+    assert "the quota stored_bytes" in narrow.refusal("sft", **run)
+    wait_until(lambda: stored(narrow) == records(stack, narrow), "nothing else counts")
+
+
+def test_what_a_run_has_brought_counts_and_what_a_preview_has_does_not(
+    narrow: Tenant, open_folder: Path, tiny_model: Path
+) -> None:
+    data = ROW * (MB // len(ROW))
+    path = open_folder / "fits.jsonl"
+    path.write_bytes(data)
+    body = {"source": {"uri": path.as_uri()}, "model_uri": str(tiny_model), "num_rows": 1}
+    assert at_once(1, lambda _: narrow.http.post("/api/v1/preview", json=body)) == [200]
+    # The first run's copy has the room: whatever becomes of the run otherwise, the second has none.
+    run = {"model": str(tiny_model), "dataset": {"uri": path.as_uri()}, "batch_size": 1, "max_tokens": 600}
+    first = narrow.submit("sft", **run, steps=1)
+    assert first.status_code == 201, first.text
+    wait_until(lambda: stored(narrow) >= len(data), "its copy counts", timeout_s=300)
+    assert "the quota stored_bytes" in narrow.refusal("sft", **run, steps=2)
+    narrow.http.post(f"/api/v1/runs/{first.json()['run_id']}/cancel")
+
+
+def test_a_backfill_is_bounded(attacker: Tenant, tiny_model: Path) -> None:
+    """Which spans are: tests/service/test_stored_bytes.py."""
+    data = {"uri": "s3://none/rows.jsonl"}
+    run = {"kind": "sft", "model": str(tiny_model), "dataset": data, "steps": 1, "batch_size": 1}
+    scheduled = {"name": "often", "run": run, "cron": "*/5 0-23 * * *"}
+    assert attacker.http.post("/api/v1/schedules", json=scheduled).status_code == 201
+    attacker.http.post("/api/v1/schedules/often/pause")
+    try:
+        span = {"begin": 1_700_000_000, "end": 1_700_000_000 + 30 * 86_400, "overlap": "allow_all"}
+        answer = attacker.http.post("/api/v1/schedules/often/backfill", json=span)
+        assert answer.status_code == 422 and "one backfill acts at 200 at most" in answer.text
+    finally:
+        attacker.http.delete("/api/v1/schedules/often")
