@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -39,7 +40,7 @@ _KEY_HEADS, _HEADS, _SIZE, _WIDTH = 16, 32, 128, 4
 def _delta_net(mixed_TJ: Tensor, small_TX: Tensor, plan: RecurrentPlan) -> Tensor:
     weight = mixed_TJ.new_ones(mixed_TJ.shape[1], _WIDTH)
     query, key, value = (
-        convolve(with_ancestors(mixed_TJ, plan), weight).unflatten(1, (-1, _SIZE)).split([16, 16, 32], dim=1)
+        F.silu(convolve(with_ancestors(mixed_TJ, plan), weight)).unflatten(1, (-1, _SIZE)).split([16, 16, 32], dim=1)
     )
     decay, step = small_TX.chunk(2, dim=-1)
     return gated_delta_rule(query, key, value, -decay.exp(), step.sigmoid(), plan)[0]
@@ -48,7 +49,7 @@ def _delta_net(mixed_TJ: Tensor, small_TX: Tensor, plan: RecurrentPlan) -> Tenso
 def _mamba(mixed_TJ: Tensor, small_TX: Tensor, plan: RecurrentPlan) -> Tensor:
     weight = mixed_TJ.new_ones(mixed_TJ.shape[1], _WIDTH)
     query, key, value = (
-        convolve(with_ancestors(mixed_TJ, plan), weight).unflatten(1, (-1, _SIZE)).split([16, 16, 32], dim=1)
+        F.silu(convolve(with_ancestors(mixed_TJ, plan), weight)).unflatten(1, (-1, _SIZE)).split([16, 16, 32], dim=1)
     )
     decay, step = small_TX.chunk(2, dim=-1)
     return scan(value, key, query, step.sigmoid(), -decay.exp(), plan)[0]

@@ -181,6 +181,16 @@ def _settings(family: str, sizes: dict[str, Any]) -> dict[str, Any]:
         case "granite":
             multipliers = {"embedding_multiplier": 1.5, "attention_multiplier": 0.2, "residual_multiplier": 0.7}
             return multipliers | {"logits_scaling": 1.6}
+        case "granitemoehybrid":  # as Granite 4.0 H Tiny: most layers are Mamba-2, and attention encodes no positions
+            multipliers = {"embedding_multiplier": 1.5, "attention_multiplier": 0.2, "residual_multiplier": 0.7}
+            mamba = {"mamba_n_heads": 4, "mamba_d_head": hidden_size // 2, "mamba_d_state": size, "mamba_n_groups": 2}
+            own = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 2 * size + 8}
+            blocks = [("linear_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+            more = {"layer_types": blocks, "intermediate_size": 2 * size, "position_embedding_type": "nope"}
+            return multipliers | mamba | own | more | {"logits_scaling": 1.6}
+        case "lfm2":  # as LFM2-350M: MLPs are of another size than is said, and most layers have no attention
+            mixers = [("conv", "full_attention")[layer % 2] for layer in range(num_layers)]
+            return {"layer_types": mixers, "block_multiple_of": 16}
         case "olmo3":
             yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
             ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": yarn}

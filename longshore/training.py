@@ -262,7 +262,8 @@ Linear = Literal[
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-    "in_proj", "fc1_latent_proj", "fc2_latent_proj",
+    "in_proj", "fc1_latent_proj", "fc2_latent_proj", "input_linear", "output_linear",
+    "w1", "w2", "w3",
     "qkv_proj", "gate_up_proj", "c_fc", "c_proj", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h",
 ]  # fmt: skip
 LINEARS: tuple[Linear, ...] = get_args(Linear)

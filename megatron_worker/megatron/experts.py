@@ -157,7 +157,7 @@ class MegatronExperts(torch.nn.Module):
         self.experts: torch.nn.ModuleDict | StackedExperts | PlainStack
         if mixture.stacked is not None:
             self.experts = StackedExperts(mixture, self._per_rank, hidden_size, dtype)
-        elif mixture.is_beside:
+        elif mixture.stacks is not None:
             self.experts = PlainStack(mixture, self._per_rank, hidden_size, dtype)
         else:
             sizes = mixture.latent_size or hidden_size, mixture.ffn_size // mesh.etp.size

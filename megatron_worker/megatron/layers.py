@@ -1,4 +1,4 @@
-"""Layers that megatron-core lacks: the gated delta net, norms around blocks, latent attention, Mamba-2."""
+"""Layers that megatron-core lacks: gated delta net, norms around blocks, latent attention, Mamba-2, convolution."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +28,16 @@ from megatron_worker.mixers.linear_attention import (
     steps,
     with_ancestors,
 )
-from shared.families.architecture import Architecture, DeltaNet, LatentAttention, Mamba2, NormedBlock, SharedAttention
+from shared.families.architecture import (
+    Architecture,
+    DeltaNet,
+    LatentAttention,
+    Mamba2,
+    NormedBlock,
+    Recurrent,
+    SharedAttention,
+    ShortConv,
+)
 
 # --- A gated delta net in place of attention, its heads split over tensor-parallel ranks ---
 #
@@ -53,28 +62,28 @@ class GatedNorm(torch.nn.Module):
 class GatedDeltaNet(torch.nn.Module):
     """Takes the place of self-attention in megatron's spec."""
 
-    def __init__(self, config: TransformerConfig, delta_net: DeltaNet, **_: object) -> None:
+    def __init__(self, config: TransformerConfig, mixer: DeltaNet, **_: object) -> None:
         super().__init__()
         tp, dtype = config.tensor_model_parallel_size, config.params_dtype
-        self._delta_net, self._num_ranks = delta_net, tp
-        self._sizes = [size // tp for size in delta_net.made_sizes]
+        self._delta_net, self._num_ranks = mixer, tp
+        self._sizes = [size // tp for size in mixer.made_sizes]
         num_channels, _, num_heads, _ = self._sizes
         # No weight is initialised: `init_method` is not called.
         linear = {"config": config, "init_method": torch.nn.init.normal_, "bias": False, "skip_bias_add": False}
-        made, values = sum(delta_net.made_sizes), delta_net.num_values
+        made, values = sum(mixer.made_sizes), mixer.num_values
         self.in_proj = AdaptedColumnLinear(config.hidden_size, made, gather_output=False, **linear)
         self.out_proj = AdaptedRowLinear(values, config.hidden_size, input_is_parallel=True, **linear)
-        self.conv_weight = Parameter(torch.empty(num_channels, 1, delta_net.conv_width, dtype=dtype))
+        self.conv_weight = Parameter(torch.empty(num_channels, 1, mixer.conv_width, dtype=dtype))
         self.A_log = Parameter(torch.empty(num_heads, dtype=dtype))
         self.dt_bias = Parameter(torch.empty(num_heads, dtype=dtype))
-        self.norm = GatedNorm(delta_net.value_size, config.layernorm_epsilon, dtype)
+        self.norm = GatedNorm(mixer.value_size, config.layernorm_epsilon, dtype)
 
     def forward(self, hidden_states: Tensor, attention_mask: BinPlan, **_: object) -> tuple[Tensor, Tensor | None]:
         plan, a = attention_mask.recurrence, self._delta_net
         assert plan is not None
         made_T1X, _bias = self.in_proj(hidden_states)
         mixed_TJ, gate_TX, step_TG, decay_TG = made_T1X[:, 0].split(self._sizes, dim=-1)
-        mixed_TJ = convolve(with_ancestors(mixed_TJ, plan), self.conv_weight[:, 0])
+        mixed_TJ = F.silu(convolve(with_ancestors(mixed_TJ, plan), self.conv_weight[:, 0]))
         output_TGV, _states = gated_delta_rule(
             *heads_of(mixed_TJ, a, self._num_ranks),
             log_decay(decay_TG, self.A_log, self.dt_bias),
@@ -338,18 +347,18 @@ class LatentSelfAttention(torch.nn.Module):
 class Mamba2Mixer(torch.nn.Module):
     """Takes the place of self-attention in megatron's spec."""
 
-    def __init__(self, config: TransformerConfig, mamba: Mamba2, **_: object) -> None:
+    def __init__(self, config: TransformerConfig, mixer: Mamba2, **_: object) -> None:
         super().__init__()
         tp, dtype = config.tensor_model_parallel_size, config.params_dtype
-        self._mamba, self._num_groups, self._eps = mamba, mamba.num_groups // tp, config.layernorm_epsilon
-        num_values, *mixed, num_heads = (size // tp for size in mamba.made_sizes)
+        self._mamba, self._num_groups, self._eps = mixer, mixer.num_groups // tp, config.layernorm_epsilon
+        num_values, *mixed, num_heads = (size // tp for size in mixer.made_sizes)
         self._mixed, self._made = mixed, [num_values, sum(mixed), num_heads]
         # No weight is initialised: `init_method` is not called.
         linear = {"config": config, "init_method": torch.nn.init.normal_, "bias": False, "skip_bias_add": False}
-        self.in_proj = AdaptedColumnLinear(config.hidden_size, sum(mamba.made_sizes), gather_output=False, **linear)
-        self.out_proj = AdaptedRowLinear(mamba.num_values, config.hidden_size, input_is_parallel=True, **linear)
-        self.conv_weight = Parameter(torch.empty(sum(mixed), 1, mamba.conv_width, dtype=dtype))
-        self.conv_bias = Parameter(torch.empty(sum(mixed), dtype=dtype)) if mamba.conv_bias else None
+        self.in_proj = AdaptedColumnLinear(config.hidden_size, sum(mixer.made_sizes), gather_output=False, **linear)
+        self.out_proj = AdaptedRowLinear(mixer.num_values, config.hidden_size, input_is_parallel=True, **linear)
+        self.conv_weight = Parameter(torch.empty(sum(mixed), 1, mixer.conv_width, dtype=dtype))
+        self.conv_bias = Parameter(torch.empty(sum(mixed), dtype=dtype)) if mixer.conv_bias else None
         self.A_log, self.D, self.dt_bias = (Parameter(torch.empty(num_heads, dtype=dtype)) for _ in range(3))
         self.output_scale = Parameter(torch.empty(num_values, dtype=dtype))  # of the norm of this rank's own groups
 
@@ -358,7 +367,7 @@ class Mamba2Mixer(torch.nn.Module):
         assert plan is not None
         made_T1X, _bias = self.in_proj(hidden_states)
         gate_TI, mixed_TJ, step_TH = made_T1X[:, 0].split(self._made, dim=-1)
-        mixed_TJ = convolve(with_ancestors(mixed_TJ, plan), self.conv_weight[:, 0], self.conv_bias)
+        mixed_TJ = F.silu(convolve(with_ancestors(mixed_TJ, plan), self.conv_weight[:, 0], self.conv_bias))
         value_TI, key, query = mixed_TJ.split(self._mixed, dim=-1)
         value_THP = value_TI.unflatten(-1, (-1, a.head_size))
         key_TGN, query_TGN = (x.unflatten(-1, (-1, a.state_size)) for x in (key, query))
@@ -369,3 +378,36 @@ class Mamba2Mixer(torch.nn.Module):
         normed_TI = gated_group_norm(output_THP.flatten(1), gate_TI, self.output_scale, self._num_groups, self._eps)
         output, bias = self.out_proj(normed_TI[:, None].to(hidden_states.dtype))
         return output, bias
+
+
+# --- A short gated convolution in place of attention, its channels (J of this rank) split over tensor ranks ---
+
+
+class ShortConvolution(torch.nn.Module):
+    """Takes the place of self-attention in megatron's spec."""
+
+    def __init__(self, config: TransformerConfig, mixer: ShortConv, **_: object) -> None:
+        super().__init__()
+        size, num_channels = mixer.num_channels, mixer.num_channels // config.tensor_model_parallel_size
+        # No weight is initialised: `init_method` is not called.
+        linear = {"config": config, "init_method": torch.nn.init.normal_, "bias": False, "skip_bias_add": False}
+        self.in_proj = AdaptedColumnLinear(config.hidden_size, 3 * size, gather_output=False, **linear)
+        self.out_proj = AdaptedRowLinear(size, config.hidden_size, input_is_parallel=True, **linear)
+        self.conv_weight = Parameter(torch.empty(num_channels, 1, mixer.conv_width, dtype=config.params_dtype))
+
+    def forward(self, hidden_states: Tensor, attention_mask: BinPlan, **_: object) -> tuple[Tensor, Tensor | None]:
+        plan = attention_mask.recurrence
+        assert plan is not None
+        made_T1X, _bias = self.in_proj(hidden_states)
+        before_TJ, behind_TJ, value_TJ = made_T1X[:, 0].chunk(3, dim=-1)
+        mixed_TJ = convolve(with_ancestors(before_TJ * value_TJ, plan), self.conv_weight[:, 0])
+        output, bias = self.out_proj((behind_TJ * mixed_TJ)[:, None])
+        return output, bias
+
+
+RECURRENT: dict[type[Recurrent], type[torch.nn.Module]] = {
+    DeltaNet: GatedDeltaNet,
+    Mamba2: Mamba2Mixer,
+    ShortConv: ShortConvolution,
+}
+"""The module that computes each kind of mixer without attention."""

@@ -32,10 +32,9 @@ from megatron_worker.head.scalar import HeadWeights, LmHeadLora
 from megatron_worker.megatron.attention import CoreAttention, LocalBin, PackedSelfAttention
 from megatron_worker.megatron.experts import MegatronExperts, StackedExperts
 from megatron_worker.megatron.layers import (
-    GatedDeltaNet,
+    RECURRENT,
     LatentSelfAttention,
     LayerInputs,
-    Mamba2Mixer,
     PerLayerEmbedding,
     SandwichNormLayer,
     SharedKVAttention,
@@ -56,9 +55,7 @@ from megatron_worker.quantized import CODES, QuantizedTensor, QuantizedTensors
 from shared.families.architecture import (
     Architecture,
     Attention,
-    DeltaNet,
     LatentAttention,
-    Mamba2,
     Mixer,
     Mixture,
     Mlp,
@@ -361,13 +358,11 @@ def _layer(mixer: Mixer | None, mlp: Mlp | Mixture | None, mesh: Mesh, norm: typ
             if mixer.qk_norm:
                 attention.submodules.q_layernorm = _norm_of_heads(mixer, mixer.num_heads, mesh, norm)
                 attention.submodules.k_layernorm = _norm_of_heads(mixer, mixer.num_kv_heads, mesh, norm)
-        case DeltaNet():
-            layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"delta_net": mixer})
-        case Mamba2():
-            layer.submodules.self_attention = ModuleSpec(module=Mamba2Mixer, params={"mamba": mixer})
         case None:
             layer.submodules.input_layernorm = layer.submodules.self_attention = IdentityOp
             layer.submodules.self_attn_bda = IdentityFuncOp
+        case _:
+            layer.submodules.self_attention = ModuleSpec(module=RECURRENT[type(mixer)], params={"mixer": mixer})
     match mlp:
         case Mixture() as mixture:
             shared, own = partial(DenseMLP, mlp=mixture.shared_mlp), None

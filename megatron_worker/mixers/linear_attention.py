@@ -258,10 +258,10 @@ def with_ancestors(input_TJ: Tensor, plan: RecurrentPlan) -> Iterator[Tensor]:
 
 
 def convolve(inputs: Iterable[Tensor], weight_JW: Tensor, bias_J: Tensor | None = None) -> Tensor:
-    """Return each channel's sum over a token and its ancestors, by their weights (the token's own is the last), after
-    a SiLU: [T, J]. `inputs`: the tokens' own, then those of the nearest ancestors, and so on."""
+    """Return each channel's sum over a token and its ancestors, by their weights (the token's own is the last): [T, J].
+    `inputs`: the tokens' own, then those of the nearest ancestors, and so on."""
     output_TJ = reduce(torch.add, (x_TJ * weight_JW[:, -1 - distance] for distance, x_TJ in enumerate(inputs)))
-    return F.silu(output_TJ if bias_J is None else output_TJ + bias_J)
+    return output_TJ if bias_J is None else output_TJ + bias_J
 
 
 def decays_in_chunks(log_decay_XGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:

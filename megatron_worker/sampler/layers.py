@@ -46,6 +46,7 @@ from shared.families.architecture import (
     Mlp,
     Rope,
     SharedAttention,
+    ShortConv,
 )
 from shared.families.tensor_slices import Linear, TensorSlice, as_linear
 from shared.models.peft import EMBEDDING
@@ -183,7 +184,7 @@ Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """What a recurrent rule takes of tokens, in its order."""
 States = tuple[Tensor, ...]
 """Of a layer with attention its keys and values, [G, T, D]; of a recurrent one the last inputs of its convolution, the
-oldest first, [W - 1, J], and its state. Empty if the layer has none of its own."""
+oldest first, [W - 1, J], and its state, if it has one. Empty if the layer has none of its own."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,8 @@ def _shapes(mixer: Mixer | None, num_slots: int) -> tuple[tuple[int, ...], ...]:
             state: tuple[int, ...] = num_slots, a.num_value_heads, a.key_size, a.value_size
         case Mamba2() as a:
             state = num_slots, a.num_groups, a.num_heads // a.num_groups, a.head_size, a.state_size
+        case ShortConv() as a:
+            return ((num_slots, a.conv_width - 1, a.num_channels),)
     return (num_slots, a.conv_width - 1, sum(a.mixed_sizes)), state
 
 
@@ -484,7 +487,7 @@ class SamplerDeltaNet:
     def __call__(self, x_TH: Tensor, run: Pass) -> Tensor:
         a = self._delta_net
         mixed_TJ, gate, step, decay = self._into(x_TH, run.lora_weights).split(a.made_sizes, dim=-1)
-        heads = heads_of(run.convolve(self._layer, mixed_TJ, self._conv_weight[:, 0]), a)
+        heads = heads_of(F.silu(run.convolve(self._layer, mixed_TJ, self._conv_weight[:, 0])), a)
         decay = log_decay(decay, self._rate_log, self._bias)
         read = run.recur(self._layer, a, (*heads, decay, step.sigmoid()))
         normed = gated_norm(read, gate.unflatten(-1, (-1, a.value_size)), self._norm_weight, self._eps)
@@ -504,7 +507,7 @@ class SamplerMamba2:
         a = self._mamba
         made_TX = self._into(x_TH, run.lora_weights)
         gate, mixed_TJ, step = made_TX.split([a.num_values, sum(a.mixed_sizes), a.num_heads], dim=-1)
-        mixed_TJ = run.convolve(self._layer, mixed_TJ, self._conv_weight[:, 0], self._conv_bias)
+        mixed_TJ = F.silu(run.convolve(self._layer, mixed_TJ, self._conv_weight[:, 0], self._conv_bias))
         sizes = a.head_size, a.state_size, a.state_size
         value, key, query = (
             x.unflatten(-1, (-1, size)) for x, size in zip(mixed_TJ.split(a.mixed_sizes, -1), sizes, strict=True)
@@ -515,6 +518,16 @@ class SamplerMamba2:
         read = read + value * self._skip[:, None].to(read.dtype)
         normed = gated_group_norm(read.flatten(1), gate, self._norm_weight, a.num_groups, self._eps)
         return self._out(normed.to(x_TH.dtype), run.lora_weights)
+
+
+class SamplerShortConv:
+    def __init__(self, tensors: ModelTensors, name: str, layer: int) -> None:
+        self._layer, self._conv_weight = layer, tensors[f"{name}.conv_weight"]
+        self._into, self._out = tensors.linear(f"{name}.in_proj"), tensors.linear(f"{name}.out_proj")
+
+    def __call__(self, x_TH: Tensor, run: Pass) -> Tensor:
+        before, behind, value = self._into(x_TH, run.lora_weights).chunk(3, dim=-1)
+        return self._out(behind * run.convolve(self._layer, before * value, self._conv_weight[:, 0]), run.lora_weights)
 
 
 # --- MLPs, and mixtures of experts ---
@@ -553,7 +566,7 @@ class SamplerExperts:
         )
         self._stacks = [tensors.get(f"{name}.experts.{kind}") for kind in ("gate_up_proj", "down_proj")]
         self._biases = [tensors.get(f"{name}.experts.{kind}_bias") for kind in ("gate_up_proj", "down_proj")]
-        own = range(0 if mixture.stacked or mixture.is_beside else mixture.num_experts)
+        own = range(0 if mixture.stacked or mixture.stacks else mixture.num_experts)
         self._mlps = [SamplerMlp(tensors, f"{name}.experts.{number}", mixture, eps) for number in own]
         around = [f"{name}.latent_in", f"{name}.latent_out"]
         self._latent = [tensors.linear(module) for module in around if mixture.latent_size]
@@ -655,6 +668,8 @@ def _mixer(a: Architecture, tensors: ModelTensors, layer: int) -> Computed | Non
             return SamplerDeltaNet(tensors, name, layer, delta_net, a.norm_eps)
         case Mamba2() as mamba:
             return SamplerMamba2(tensors, name, layer, mamba, a.norm_eps)
+        case ShortConv():
+            return SamplerShortConv(tensors, name, layer)
         case None:
             return None
 

@@ -120,7 +120,7 @@ class TensorNames:
     attention: str = "self_attn"
     mlp: str = "mlp"
     shared_expert: str = "shared_expert"
-    delta_net: str = "linear_attn"
+    recurrent: str = "linear_attn"
 
 
 def output_name(tensor_prefix: str) -> str:
@@ -156,6 +156,7 @@ class Attention:
         norms_all_heads: queries and keys are normed over all heads together, not per head.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         is_fused: one linear makes all queries, all keys and all values, in files as here.
+        names: in files, of the norms of queries and of keys, and of the output's linear.
     """
 
     num_heads: int
@@ -171,6 +172,7 @@ class Attention:
     has_sinks: bool = False
     scale: float | None = None
     is_fused: bool = False
+    names: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj")
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -190,20 +192,21 @@ class Attention:
     def slices(self, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
         """Return its tensors."""
         slices = self._qkv(tp, theirs, f"{ours}.linear_qkv", "weight", (hidden_size,))
+        (q_norm, k_norm, out) = (f"{theirs}.{name}" for name in self.names)
         if self.qkv_bias:
             slices += self._qkv(tp, theirs, f"{ours}.linear_qkv", "bias", ())
         if self.norms_all_heads:
-            for name, heads in (("q", self.num_heads), ("k", self.num_kv_heads)):
-                names = f"{theirs}.{name}_norm.weight", f"{ours}.{name}_layernorm.weight"
+            for name, own, heads in ((q_norm, "q", self.num_heads), (k_norm, "k", self.num_kv_heads)):
+                names = f"{name}.weight", f"{ours}.{own}_layernorm.weight"
                 slices.append(_split(*names, (heads * self.head_dim,), tp))
         elif self.qk_norm:
-            slices.append(_whole(f"{theirs}.q_norm", f"{ours}.q_layernorm", self.head_dim))
+            slices.append(_whole(q_norm, f"{ours}.q_layernorm", self.head_dim))
             if "k_proj" in self.projections:
-                slices.append(_whole(f"{theirs}.k_norm", f"{ours}.k_layernorm", self.head_dim))
+                slices.append(_whole(k_norm, f"{ours}.k_layernorm", self.head_dim))
         shape = (hidden_size, self.num_heads * self.head_dim)
-        slices.append(_split(f"{theirs}.o_proj.weight", f"{ours}.linear_proj.weight", shape, tp, 1))
+        slices.append(_split(f"{out}.weight", f"{ours}.linear_proj.weight", shape, tp, 1))
         if self.output_bias:
-            slices.append(_vector(f"{theirs}.o_proj.bias", f"{ours}.linear_proj.bias", hidden_size))
+            slices.append(_vector(f"{out}.bias", f"{ours}.linear_proj.bias", hidden_size))
         if self.has_sinks:
             slices.append(_split(f"{theirs}.sinks", f"{ours}.sinks", (self.num_heads,), tp))
         return slices
@@ -314,6 +317,11 @@ class DeltaNet:
     conv_width: int
 
     @property
+    def split_too(self) -> tuple[str, int]:
+        """What ranks share out besides heads of attention, in words, and the number of it."""
+        return "key heads of its delta nets", self.num_key_heads
+
+    @property
     def num_keys(self) -> int:
         """Number of outputs of all key heads; queries have the same number."""
         return self.num_key_heads * self.key_size
@@ -358,7 +366,8 @@ class Mamba2:
     """A Mamba-2 mixer (Dao & Gu 2024, arXiv:2405.21060): each head has a state, [head_size, state_size].
 
     `num_groups`: the heads of a group use the same keys and queries (the paper's B and C) and norm their outputs
-    together. `least_step`: lower bound of the steps.
+    together. `least_step`: lower bound of the steps. `adapts_output`: `out_proj` takes adapters; PEFT refuses them of
+    Nemotron-H, since kernels that transformers uses do not call that module.
     """
 
     num_heads: int
@@ -368,6 +377,11 @@ class Mamba2:
     conv_width: int
     conv_bias: bool
     least_step: float
+    adapts_output: bool = False
+
+    @property
+    def split_too(self) -> tuple[str, int]:
+        return "groups of its Mamba layers", self.num_groups
 
     @property
     def num_values(self) -> int:
@@ -385,10 +399,7 @@ class Mamba2:
         return self.num_values, *self.mixed_sizes, self.num_heads
 
     def slices(self, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
-        """Return its tensors. Each rank has some groups of heads.
-
-        PEFT refuses adapters of Nemotron-H's `out_proj`, since kernels that transformers uses do not call that module.
-        """
+        """Return its tensors. Each rank has some groups of heads."""
         made, mixed, values, heads = self.made_sizes, self.mixed_sizes, self.num_values, (self.num_heads,)
         kernel = (sum(mixed), 1, self.conv_width)
         out = _split(f"{theirs}.out_proj.weight", f"{ours}.out_proj.weight", (hidden_size, values), tp, 1)
@@ -397,13 +408,37 @@ class Mamba2:
             _split(f"{theirs}.conv1d.weight", f"{ours}.conv_weight", kernel, tp, sections=mixed),
             *(_split(f"{theirs}.{name}", f"{ours}.{name}", heads, tp) for name in ("A_log", "D", "dt_bias")),
             _split(f"{theirs}.norm.weight", f"{ours}.output_scale", (values,), tp),
-            replace(out, takes_adapter=False),
+            replace(out, takes_adapter=self.adapts_output),
         ]
         bias = f"{theirs}.conv1d.bias", f"{ours}.conv_bias", kernel[:1]
         return [*slices, _split(*bias, tp, sections=mixed)] if self.conv_bias else slices
 
 
-Mixer = Attention | DeltaNet | Mamba2
+@dataclass(frozen=True)
+class ShortConv:
+    """A short gated convolution (LFM2): of each token's three parts the first times the third is convolved over the
+    token and those before it, `conv_width` in all, and multiplied by the second."""
+
+    num_channels: int
+    conv_width: int
+
+    @property
+    def split_too(self) -> tuple[str, int]:
+        return "channels of its convolutions", self.num_channels
+
+    def slices(self, hidden_size: int, tp: int, theirs: str, ours: str) -> list[TensorSlice]:
+        """Return its tensors. Each rank has some of the channels."""
+        size, sections = self.num_channels, (self.num_channels,) * 3
+        into, out, kernel = (3 * size, hidden_size), (hidden_size, size), (size, 1, self.conv_width)
+        return [
+            _split(f"{theirs}.in_proj.weight", f"{ours}.in_proj.weight", into, tp, sections=sections),
+            _split(f"{theirs}.conv.weight", f"{ours}.conv_weight", kernel, tp),
+            _split(f"{theirs}.out_proj.weight", f"{ours}.out_proj.weight", out, tp, 1),
+        ]
+
+
+Recurrent = DeltaNet | Mamba2 | ShortConv
+Mixer = Attention | Recurrent
 Activation = Literal["silu", "relu2", "gelu_tanh"]
 
 
@@ -411,24 +446,26 @@ Activation = Literal["silu", "relu2", "gelu_tanh"]
 class Mlp:
     """A gated MLP: the activation of one projection times another, then a third projection; or one without the gate.
 
-    `is_fused`: files hold the first two projections as one tensor.
+    `linears`: their names in files, the last one's at the end; empty: those of most families. If a gated MLP has two,
+    files hold the first two projections as one tensor.
     """
 
     ffn_size: int
     activation: Activation = "silu"
     is_gated: bool = True
-    is_fused: bool = False
+    linears: tuple[str, ...] = ()
 
     def slices(self, hidden_size: int, tp: int, theirs: str, ours: str, expert: int | None = None) -> list[TensorSlice]:
         """Return its tensors. `expert`: its number, if it is one."""
         up, down, share = (self.ffn_size, hidden_size), (hidden_size, self.ffn_size), self.ffn_size // tp
         fc1, fc2 = f"{ours}.linear_fc1.weight", f"{ours}.linear_fc2.weight"
-        down_slice = TensorSlice(f"{theirs}.down_proj.weight", fc2, down, 1, 0, hidden_size, expert=expert)
-        if self.is_fused:
+        *names, last = self.linears or (*(("gate_proj",) if self.is_gated else ()), "up_proj", "down_proj")
+        down_slice = TensorSlice(f"{theirs}.{last}.weight", fc2, down, 1, 0, hidden_size, expert=expert)
+        if self.is_gated and len(names) == 1:
             both, sizes = (2 * self.ffn_size, hidden_size), (self.ffn_size, self.ffn_size)
-            return [_split(f"{theirs}.gate_up_proj.weight", fc1, both, tp, sections=sizes), down_slice]
+            return [_split(f"{theirs}.{names[0]}.weight", fc1, both, tp, sections=sizes), down_slice]
         slices = []
-        for place, name in enumerate(("gate_proj", "up_proj") if self.is_gated else ("up_proj",)):
+        for place, name in enumerate(names):
             rows = place * share, (place + 1) * share
             slices.append(TensorSlice(f"{theirs}.{name}.weight", fc1, up, 0, *rows, expert=expert))
         return [*slices, down_slice]
@@ -444,12 +481,23 @@ class ClampedGate:
 
 
 @dataclass(frozen=True)
+class ExpertStacks:
+    """Names in a layer of the tensors of experts that files store together, [experts, outputs, inputs], gates above
+    ups, and of their router's. The shared expert then has the place of an MLP in the layer."""
+
+    router: str
+    gate_up: str
+    down: str
+
+
+@dataclass(frozen=True)
 class Mixture:
     """Experts instead of an MLP.
 
     Attributes:
         is_normalised: the chosen experts' weights add up to 1, before they are multiplied by `scale`.
         shared_ffn_size: size of an expert that all tokens go to; 0: there is none. `shared_is_gated`: it has a gate.
+            `shared_linears`: as in an Mlp.
         scoring: softmax over all experts' scores; or the sigmoid of each score, plus a correction that only affects
             the choice; or softmax over the chosen experts' scores.
         num_groups, chosen_groups: experts are chosen from `chosen_groups` of `num_groups` groups.
@@ -457,8 +505,9 @@ class Mixture:
         latent_size: dimensions that the experts work in, between two linears; 0: the model's.
         stacked: activation of experts whose tensors are stored together and have biases, as the router has; None for
             other experts.
+        stacks: of experts whose tensors are stored together, without biases; None for other experts.
         is_beside: the shared expert is an MLP in parallel to the others. It, they and the router norm their inputs from
-            the residual stream; it and they also norm their outputs. Their tensors are stored together (Gemma 4).
+            the residual stream; it and they also norm their outputs. They have `stacks` (Gemma 4).
     """
 
     num_experts: int
@@ -467,6 +516,7 @@ class Mixture:
     is_normalised: bool = True
     shared_ffn_size: int = 0
     shared_is_gated: bool = True
+    shared_linears: tuple[str, ...] = ()
     activation: Activation = "silu"
     is_gated: bool = True
     scoring: Literal["softmax", "sigmoid", "chosen softmax"] = "softmax"
@@ -475,12 +525,13 @@ class Mixture:
     scale: float = 1.0
     latent_size: int = 0
     stacked: ClampedGate | None = None
+    stacks: ExpertStacks | None = None
     is_beside: bool = False
 
     @property
     def shared_mlp(self) -> Mlp:
         """The expert that all tokens go to."""
-        return Mlp(self.shared_ffn_size, self.activation, self.is_gated)
+        return Mlp(self.shared_ffn_size, self.activation, self.is_gated, self.shared_linears)
 
     @property
     def expert(self) -> Mlp:
@@ -492,8 +543,8 @@ class Mixture:
         if self.stacked is not None:
             assert etp == 1, etp  # refused by check_layout
             return self._stacked(hidden_size, theirs, ours)
-        if self.is_beside:
-            experts = self._beside(hidden_size, theirs.rpartition(".")[0], ours)
+        if self.stacks is not None:
+            experts = self._in(self.stacks, hidden_size, theirs.rpartition(".")[0], ours)
             return experts + self.shared_mlp.slices(hidden_size, tp, theirs, f"{ours}.shared_expert")
         slices = [_whole(f"{theirs}.gate", f"{ours}.router", self.num_experts, hidden_size)]
         for number in range(self.num_experts):
@@ -523,20 +574,21 @@ class Mixture:
             *(_stack(f"{theirs}.experts.{name}", f"{ours}.experts.{name}", shape) for name, shape in stacks.items()),
         ]
 
-    def _beside(self, hidden_size: int, theirs: str, ours: str) -> list[TensorSlice]:
-        """Return the tensors of experts parallel to an MLP: [experts, outputs, inputs]; their router's; no norms."""
-        experts, gate_up = self.num_experts, 2 * self.ffn_size
-        stacks = {"gate_up_proj": (experts, gate_up, hidden_size), "down_proj": (experts, hidden_size, self.ffn_size)}
-        return [
-            _whole(f"{theirs}.router.proj", f"{ours}.router", experts, hidden_size),
-            _vector(f"{theirs}.router.scale", f"{ours}.router.scale", hidden_size),
-            _vector(f"{theirs}.router.per_expert_scale", f"{ours}.router.expert_scale", experts),
-            *(_stack(f"{theirs}.experts.{name}", f"{ours}.experts.{name}", shape) for name, shape in stacks.items()),
-        ]
+    def _in(self, stacks: ExpertStacks, hidden_size: int, theirs: str, ours: str) -> list[TensorSlice]:
+        """Return the tensors of experts with stacks, and their router's; no norms. `theirs`: the layer's name."""
+        num, size = self.num_experts, self.ffn_size
+        slices = [_whole(f"{theirs}.{stacks.router}", f"{ours}.router", num, hidden_size)]
+        if self.is_beside:
+            router = f"{theirs}.{stacks.router.rpartition('.')[0]}"
+            slices.append(_vector(f"{router}.scale", f"{ours}.router.scale", hidden_size))
+            slices.append(_vector(f"{router}.per_expert_scale", f"{ours}.router.expert_scale", num))
+        gate_up, down = (num, 2 * size, hidden_size), (num, hidden_size, size)
+        slices.append(_stack(f"{theirs}.{stacks.gate_up}", f"{ours}.experts.gate_up_proj", gate_up))
+        return [*slices, _stack(f"{theirs}.{stacks.down}", f"{ours}.experts.down_proj", down)]
 
 
 def _stack(name: str, parameter: str, shape: tuple[int, ...]) -> TensorSlice:
-    return TensorSlice(name, parameter, shape, 0, 0, shape[0], is_stack=True)
+    return TensorSlice(name, parameter, shape, 0, 0, shape[0], is_stack=True, takes_adapter=False)
 
 
 @dataclass(frozen=True)
@@ -648,11 +700,6 @@ class Architecture:
         return next(mixer for mixer in self.mixers if isinstance(mixer, Attention))
 
     @property
-    def delta_net(self) -> DeltaNet | None:
-        """The first gated delta net; all have the same sizes. None: there is none."""
-        return next((mixer for mixer in self.mixers if isinstance(mixer, DeltaNet)), None)
-
-    @property
     def windows(self) -> frozenset[int | None]:
         """The windows of the attention layers; None for layers without one."""
         return frozenset(mixer.window for mixer in self.mixers if isinstance(mixer, Attention))
@@ -665,7 +712,7 @@ class Architecture:
     @property
     def conv_width(self) -> int | None:
         """The width of the recurrent layers' convolutions, which is the same in all; None without such layers."""
-        widths = (mixer.conv_width for mixer in self.mixers if isinstance(mixer, DeltaNet | Mamba2))
+        widths = (mixer.conv_width for mixer in self.mixers if isinstance(mixer, Recurrent))
         return next(widths, None)
 
     @property
@@ -716,7 +763,7 @@ class Architecture:
             if mlp is not None:
                 slices.append(_whole(f"{theirs}.{names.mlp_norm}", f"{ours}.pre_mlp_layernorm", size))
         if mixer is not None:
-            name = names.delta_net if isinstance(mixer, DeltaNet) else names.attention
+            name = names.attention if isinstance(mixer, Attention) else names.recurrent
             slices += mixer.slices(size, tp, f"{theirs}.{name}", f"{ours}.self_attention")
         match mlp:
             case Mixture():

@@ -60,7 +60,7 @@ class DenseConfig(BaseModel):
         tower: None: the family has no model that reads images.
         prefixes: of its tensors' names: as transformers writes them, and as they may be published.
         always_carried: prefixes of tensors that a model may have beside its decoder.
-        trains_by_fsdp: the engine fsdp trains it, too.
+        trains_by_fsdp: the engine fsdp trains it, too, unless it has recurrent layers or stacks of experts.
         always_on: switches that all models of the family have on, and that nothing reads.
         biases: of the settings `attention_bias` and `mlp_bias`, those that are computed.
         has_windows: layers may attend within a window; `switches_windows`: only with `use_sliding_window`;

@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from shared.families.architecture import Architecture, Attention, Mixture, Mlp, NormedBlock, RopeConfig, SharedAttention
+from shared.families.architecture import (
+    Architecture,
+    Attention,
+    ExpertStacks,
+    Mixture,
+    Mlp,
+    NormedBlock,
+    RopeConfig,
+    SharedAttention,
+)
 from shared.families.config import SCALINGS, LayerRopesConfig, Tower
 
 _TOWERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
@@ -166,6 +175,7 @@ class Gemma4Config(GemmaConfig):
             shared_ffn_size=mlp.ffn_size,
             shared_is_gated=False,
             activation=mlp.activation,
+            stacks=ExpertStacks("router.proj", "experts.gate_up_proj", "experts.down_proj"),
             is_beside=True,
         )
 

@@ -95,7 +95,7 @@ class Phi3Config(PartRotatedConfig):
         return replace(super().attention_of(layer), is_fused=True)
 
     def mlp_of(self, layer: int) -> Mlp:
-        return Mlp(self.intermediate_size, is_fused=True)
+        return Mlp(self.intermediate_size, linears=("gate_up_proj", "down_proj"))
 
 
 class Olmo3Config(LayerRopesConfig):

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 from longshore.training import LINEARS, Linear
 from shared.errors import InvalidInput
-from shared.families.architecture import Architecture, DeltaNet, Mamba2, Mixture, Mlp, SharedAttention, output_name
+from shared.families.architecture import Architecture, Mixture, Mlp, Recurrent, SharedAttention, output_name
 from shared.families.config import DenseConfig
 from shared.families.tensor_slices import TensorSlice
 from shared.jobs.packed import RouteShape
@@ -25,13 +25,8 @@ def shape_of(config: DenseConfig) -> ModelShape:
     a = config.architecture()
     mlps = [mlp for mlp in a.mlps if isinstance(mlp, Mlp)]
     mixture = next((mlp for mlp in a.mlps if isinstance(mlp, Mixture)), None)
-    beside = mixture.shared_ffn_size if mixture and mixture.is_beside else 0
-    split_too = {}
-    for mixer in a.mixers:
-        if isinstance(mixer, DeltaNet):
-            split_too["key heads of its delta nets"] = mixer.num_key_heads
-        elif isinstance(mixer, Mamba2):
-            split_too["groups of its Mamba layers"] = mixer.num_groups
+    beside = mixture.shared_ffn_size if mixture and mixture.stacks else 0
+    has_stacks = mixture is not None and (mixture.stacked is not None or mixture.stacks is not None)
     return ModelShape(
         family=a.family,
         num_layers=a.num_layers,
@@ -42,15 +37,15 @@ def shape_of(config: DenseConfig) -> ModelShape:
         vocab_size=a.vocab_size,
         num_experts=a.num_experts,
         expert_ffn_size=mixture.ffn_size if mixture else 0,
-        shared_ffn_size=mixture.shared_ffn_size if mixture and not mixture.is_beside else 0,
-        split_too=split_too,
-        has_stacked_experts=mixture is not None and (mixture.stacked is not None or mixture.is_beside),
+        shared_ffn_size=mixture.shared_ffn_size if mixture and not mixture.stacks else 0,
+        split_too=dict(mixer.split_too for mixer in a.mixers if isinstance(mixer, Recurrent)),
+        has_stacked_experts=has_stacks,
         needs_one_stage=bool(a.block and a.block.per_layer_size)
         or any(isinstance(mixer, SharedAttention) and mixer.source is not None for mixer in a.mixers),
         routes=mixture and _routes(a, mixture),
         max_positions=a.max_positions,
         sizes=() if a.is_generic else _linear_shapes(a),
-        trains_by_fsdp=config.trains_by_fsdp,
+        trains_by_fsdp=config.trains_by_fsdp and a.conv_width is None and not has_stacks,
     )
 
 

@@ -26,7 +26,7 @@ class NemotronHConfig(GroupedMixtureConfig):
     family = "nemotron_h"
     prefixes = ("backbone", "model")
     always_carried = ("mtp.",)
-    names = TensorNames(*("embeddings", "norm_f", "norm", "norm", "mixer", "mixer"), shared_expert="shared_experts")
+    names = TensorNames(*("embeddings", "norm_f", "norm", "norm", "mixer", "mixer"), "shared_experts", "mixer")
 
     intermediate_size: int = Field(default=21504, ge=1, strict=True)
     num_key_value_heads: int | None = Field(default=8, ge=1, strict=True)

@@ -62,7 +62,7 @@ class Linear:
 
 def modules_of(slices: Sequence[TensorSlice]) -> dict[str, bool]:
     """Return the names in memory of all modules with a weight, and whether LoRA can adapt them."""
-    weights = [s for s in slices if s.name.endswith(".weight")]
+    weights = [s for s in slices if s.name.endswith(".weight") and not s.is_stack]  # a stack is a parameter in memory
     return {module_of(s.name): s.takes_adapter and s.name.split(".")[-2] in TARGETS for s in weights}
 
 

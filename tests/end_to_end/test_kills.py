@@ -679,7 +679,7 @@ SAMPLERS: tuple[Victim, ...] = (sampler, sampler_host, web_service)
 SYNCING: tuple[Victim, ...] = (a_rank, launcher, sampler, sampler_host, gpu_host, web_service)
 FAMILIES: tuple[str, ...] = (
     *("qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3", "gemma4", "deepseek_v3", "glm4_moe_lite", "nemotron_h"),
-    *("granite", "olmo3"),
+    *("granite", "olmo3", "granitemoehybrid", "lfm2"),
 )
 
 

@@ -20,6 +20,11 @@ from shared.jobs.packed import RouteShape
 
 EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 """Settings of Gemma 4 with experts beside its MLPs."""
+GRANITE_DENSE = {
+    **{"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_groups": 1, "position_embedding_type": "rope"},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+}
+"""Settings of Granite 4.0 without experts, whose attention rotates."""
 VOCAB_SIZE = 301  # odd, so that a vocabulary shard is padded under tp
 
 
@@ -64,7 +69,7 @@ def make_distinct(model: Any, family: str, seed: int = 0) -> None:
                 weight.copy_(noise)
             elif "A_log" not in name:  # rates from fast to slow already
                 weight.copy_(3 * weight)
-            elif family == "nemotron_h":  # states that last for many tokens
+            elif family in ("nemotron_h", "granitemoehybrid"):  # states that last for many tokens
                 weight.sub_(4)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

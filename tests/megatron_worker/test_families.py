@@ -46,6 +46,7 @@ from tests.megatron_worker.driving import ADAM, LEARNING_RATE, train
 from tests.megatron_worker.engines import ENGINES, start
 from tests.megatron_worker.rows import (
     EXPERTS_BESIDE,
+    GRANITE_DENSE,
     Row,
     bin_of,
     distinct_model,
@@ -61,14 +62,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAMES = list(FAMILIES)
 EXPERTS, NO_EXPERTS = "gemma4 with experts", "nemotron_h without experts"
+GRANITE, DENSE_GRANITE = "granitemoehybrid", "granitemoehybrid without experts"
 MODELS: dict[str, dict[str, Any]] = {family: {"family": family} for family in NAMES} | {
     EXPERTS: {"family": "gemma4", "config": EXPERTS_BESIDE},
+    DENSE_GRANITE: {"family": GRANITE, "num_layers": 4, "config": GRANITE_DENSE},
     NO_EXPERTS: {
         "family": "nemotron_h",
         "config": {"layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]},
     },
 }
-RECURRENT = ["qwen3_5", "qwen3_5_moe", "nemotron_h", NO_EXPERTS]
+RECURRENT = ["qwen3_5", "qwen3_5_moe", "nemotron_h", NO_EXPERTS, GRANITE, DENSE_GRANITE]
+LFM2_AS_350M = {"block_auto_adjust_ff_dim": True, "intermediate_size": 104, "block_multiple_of": 32}
 NEVER_TIED = {"nemotron_h", NO_EXPERTS}
 FAMILIES = [(name, tied) for name in MODELS for tied in (True, False) if not (tied and name in NEVER_TIED)]
 LENGTHS = (90, 2, 700, 33)
@@ -86,7 +90,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     @functools.cache
     def model(name: str, tied: bool = False, num_layers: int = 4) -> Path:
-        return distinct_model(tmp_path_factory.mktemp("model"), tied=tied, num_layers=num_layers, **MODELS[name])
+        settings = {"tied": tied, "num_layers": num_layers} | MODELS[name]
+        return distinct_model(tmp_path_factory.mktemp("model"), **settings)
 
     return model
 
@@ -146,24 +151,31 @@ def test_a_row_s_scores_do_not_depend_on_the_rows_beside_it(made, name):
         assert apart(found, expected) <= 1e-6
 
 
+def width_of(plan: RecurrentPlan) -> int:
+    return len(plan.ancestor_WT) + 1
+
+
 STATE_FAULTS: dict[str, Callable[[RecurrentPlan, Tensor], RecurrentPlan]] = {
     "the state is not reset": lambda plan, parent_T: dataclasses.replace(
-        plan_recurrence(as_one_sequence(parent_T), 4), ancestor_WT=plan.ancestor_WT
+        plan_recurrence(as_one_sequence(parent_T), width_of(plan)), ancestor_WT=plan.ancestor_WT
     ),
     "a branch starts from zeros": lambda plan, parent_T: dataclasses.replace(
-        plan_recurrence(as_chains(parent_T), 4), ancestor_WT=plan.ancestor_WT
+        plan_recurrence(as_chains(parent_T), width_of(plan)), ancestor_WT=plan.ancestor_WT
     ),
     "the convolution is not reset": lambda plan, parent_T: dataclasses.replace(
-        plan, ancestor_WT=plan_recurrence(as_one_sequence(parent_T), 4).ancestor_WT
+        plan, ancestor_WT=plan_recurrence(as_one_sequence(parent_T), width_of(plan)).ancestor_WT
     ),
     "the convolution of a branch starts from zeros": lambda plan, parent_T: dataclasses.replace(
-        plan, ancestor_WT=plan_recurrence(as_chains(parent_T), 4).ancestor_WT
+        plan, ancestor_WT=plan_recurrence(as_chains(parent_T), width_of(plan)).ancestor_WT
     ),
 }
 
 
-@pytest.mark.parametrize("fault", STATE_FAULTS)
-@pytest.mark.parametrize("name", drawn(RECURRENT, 2))
+LEAKS = [(name, fault) for name in RECURRENT for fault in STATE_FAULTS]
+LEAKS += [("lfm2", fault) for fault in STATE_FAULTS if "convolution" in fault]
+
+
+@pytest.mark.parametrize(("name", "fault"), drawn(LEAKS, 8))
 def test_states_that_leak_or_are_lost_show(made, monkeypatch, name, fault):
     driven, tree = engine_of(made(name)), as_tree(random_sequences(3))
     expected, broken = logprobs(driven, tree), STATE_FAULTS[fault]
@@ -183,7 +195,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def peft_linears(name: str, model: Path) -> tuple[str, ...]:
     """Linears that PEFT sees in transformers' model, too: there experts are stacks."""
-    in_stacks = read_architecture(model).num_experts and name != EXPERTS
+    in_stacks = read_architecture(model).num_experts and name not in (EXPERTS, GRANITE)
     return (*ATTENTION, *DELTA_NET, *LATENT, *MAMBA, *LATENT_EXPERTS) if in_stacks else LINEARS
 
 
@@ -261,8 +273,9 @@ def test_every_linear_has_an_adapter_by_default_of_the_size_that_is_counted(made
         "up_proj",
         "down_proj",
     }:  # else a model might have no other linears than are asked for
+        one = "o_proj" if "o_proj" in targets else "out_proj"
         with pytest.raises(InvalidInput, match="the adapter's targets is"):
-            driven.load_adapter("c", tmp_path / "weights", Lora(rank=4, alpha=8, targets=("o_proj",)), trainable=True)
+            driven.load_adapter("c", tmp_path / "weights", Lora(rank=4, alpha=8, targets=(one,)), trainable=True)
     absent = next(each for each in (*LATENT, *MAMBA, *DELTA_NET) if each not in targets)
     with pytest.raises(InvalidInput, match=f"no linear {absent}"):
         driven.add_adapter("d", Lora(targets=(absent,)), seed=0)
@@ -271,8 +284,7 @@ def test_every_linear_has_an_adapter_by_default_of_the_size_that_is_counted(made
 @pytest.mark.parametrize("name", drawn(["qwen3", *MODELS], 1))
 def test_what_the_page_of_families_measures(tmp_path, name):
     """By another way than here: docs/families.md has these figures of every family."""
-    if name == NO_EXPERTS:
-        name = "nemotron_h"
+    name = "nemotron_h" if name == NO_EXPERTS else name
     row = measure(name, tmp_path)
     assert max(row[column] for column in ("packed", "tree", "gradient", "sampler", "saved")) <= 1e-5
     assert max(row[column] for column in ("lora", "full")) <= 1e-4
@@ -386,10 +398,18 @@ OLMO_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddin
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     *((name, {"final_logit_softcapping": None}) for name in ("gemma3", "gemma4", EXPERTS)),
     *((name, {"sliding_window": 1}) for name in ("gemma3", "gemma4", EXPERTS, "olmo3", "phi3")),
-    ("granite", {"embedding_multiplier": 12.0}),
-    ("granite", {"attention_multiplier": 0.0078125}),
-    ("granite", {"residual_multiplier": 0.22}),
-    ("granite", {"logits_scaling": 8.0}),
+    *((name, {"embedding_multiplier": 12.0}) for name in ("granite", GRANITE)),
+    *((name, {"attention_multiplier": 0.0078125}) for name in ("granite", GRANITE)),
+    *((name, {"residual_multiplier": 0.22}) for name in ("granite", GRANITE)),
+    *((name, {"logits_scaling": 8.0}) for name in ("granite", GRANITE)),
+    (GRANITE, {"time_step_limit": [0.6, {"__float__": "Infinity"}]}),
+    (GRANITE, {"position_embedding_type": "rope"}),
+    (GRANITE, {"num_experts_per_tok": 3}),
+    (GRANITE, {"rms_norm_eps": 0.1}),
+    (DENSE_GRANITE, {"position_embedding_type": None}),
+    ("lfm2", {"norm_eps": 0.1}),
+    ("lfm2", {"rope_parameters": ..., "rope_theta": 100.0}),
+    (DENSE_GRANITE, {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}),
     ("granite", {"embedding_multiplier": ..., "logits_scaling": ...}),
     ("olmo3", {"layer_types": ...}),
     ("olmo3", {"rms_norm_eps": 0.1}),
@@ -427,6 +447,13 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("nemotron_h", {"use_conv_bias": False, "conv_kernel": 3}),
     ("nemotron_h", {"n_groups": 4, "ssm_state_size": 8}),
     ("nemotron_h", {"n_groups": 1, "mamba_head_dim": 24}),
+    (GRANITE, {"mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24}),  # as H Tiny
+    (GRANITE, {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_groups": 1}),  # as H Micro
+    (GRANITE, GRANITE_DENSE | {"layer_types": ["full_attention"] * 4}),  # as 350M, which has no Mamba layers
+    (GRANITE, {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_expand": 1, "mamba_d_head": 16}),
+    ("lfm2", LFM2_AS_350M),
+    ("lfm2", LFM2_AS_350M | {"block_ffn_dim_multiplier": 1.3, "conv_L_cache": 4, "num_key_value_heads": 1}),
+    ("lfm2", {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
     *(
         (family, change)
         for family in ("deepseek_v3", "glm4_moe_lite")
@@ -572,7 +599,7 @@ def test_old_and_new_rope_settings_are_read_alike(tmp_path):
     assert new.attention.rope.scaling.rope_type == "llama3"
 
 
-@pytest.mark.parametrize("family", [name for name in NAMES if name != "nemotron_h"])  # it encodes no positions
+@pytest.mark.parametrize("family", [name for name in NAMES if name not in ("nemotron_h", GRANITE)])  # no positions
 def test_a_config_without_a_rope_key_means_what_transformers_takes_for_it(tmp_path, family):
     from transformers import AutoConfig
 
@@ -723,6 +750,26 @@ OF_TWO_LAYERS = ("qwen3", "qwen3_moe", "gpt_oss")  # in this table, and tied
         ("nemotron_h", {"layers_block_type": ["linear_attention", "conv"]}, "kind 'conv' is not known"),
         ("nemotron_h", {"layers_block_type": ["linear_attention"] * 4}, "at least one layer of attention"),
         ("nemotron_h", {"layers_block_type": ["full_attention"] * 4}, "lack the tensor .*q_proj"),
+        (GRANITE, {"layer_types": ["linear_attention", "conv"] * 2}, "layer_types.1"),
+        (GRANITE, {"layer_types": ["mamba"] * 4}, "at least one layer of attention"),
+        (GRANITE, {"layer_types": ["attention"] * 3}, "names 3 layers"),
+        (GRANITE, {"mamba_n_groups": 3}, "3 groups do not divide 4 heads"),
+        (GRANITE, {"mamba_n_heads": 3}, "3 heads of 32 are not mamba_expand"),
+        (GRANITE, {"mamba_proj_bias": True}, "mamba_proj_bias"),
+        (GRANITE, {"attention_bias": True}, "attention_bias=true"),
+        (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        (GRANITE, {"time_step_limit": [0.0, 0.1]}, "an upper limit of steps, here of 0.1"),
+        (GRANITE, {"num_experts_per_tok": 5}, "5 experts of 4"),
+        (GRANITE, {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        (GRANITE, {"num_local_experts": 0}, "are not of this family"),
+        (GRANITE, {"shared_intermediate_size": 48}, "config.json says"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, "at least one layer of attention"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "names 2 layers"),
+        ("lfm2", {"layer_types": ["mamba", "full_attention"] * 2}, "layer_types.0"),
+        ("lfm2", {"conv_bias": True}, "conv_bias"),
+        ("lfm2", {"conv_L_cache": 4}, "config.json says"),
+        ("lfm2", {"block_auto_adjust_ff_dim": False}, "config.json says"),
+        ("lfm2", {"use_short_filters": True}, "use_short_filters = True is not supported"),
         ("nemotron_h", {"n_groups": 3}, "3 groups do not divide 4 heads"),
         ("nemotron_h", {"n_groups": 4}, "config.json says"),
         ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings"),
@@ -778,6 +825,7 @@ CORRECTION = "model.layers.2.mlp.gate.e_score_correction_bias"
         ("deepseek_v3", CORRECTION),
         ("deepseek_v3", "model.layers.1.self_attn.kv_a_layernorm.weight"),
         ("nemotron_h", "e_score_correction_bias"),
+        (GRANITE, "model.layers.1.block_sparse_moe.input_linear.weight"),
     ],
 )
 def test_a_tensor_that_is_missing_is_named(made, tmp_path, name, missing):
@@ -793,12 +841,15 @@ def test_a_tensor_that_is_missing_is_named(made, tmp_path, name, missing):
     [
         *(
             (name, Layout(), "fsdp", "fsdp does not train")
-            for name in ("gemma4", "qwen3_5", "nemotron_h", "deepseek_v3")
+            for name in ("gemma4", "qwen3_5", "nemotron_h", "deepseek_v3", GRANITE, "lfm2")
         ),
         ("gemma4", Layout(pp=2), "megatron", "stages do not pass on keys and values that layers share"),
         ("gemma4", Layout(tp=4), "megatron", "tp=4 does not divide the model's 2 key/value heads"),
         ("nemotron_h", Layout(tp=4, sp=True), "megatron", "4 does not divide the model's 2 "),
         ("nemotron_h", Layout(ep=3, dp=3), "megatron", "ep=3"),
+        (GRANITE, Layout(tp=2, sp=True, etp=2), "megatron", "etp"),
+        ("lfm2", Layout(tp=3), "megatron", "3 does not divide"),
+        (DENSE_GRANITE, Layout(tp=2), "megatron", "tp=2 does not divide the model's 1 groups of its Mamba layers"),
         ("deepseek_v3", Layout(tp=2), "megatron", "needs sp"),
         ("deepseek_v3", Layout(tp=3, sp=True), "megatron", "does not divide"),
     ],
@@ -954,6 +1005,50 @@ def test_published_names_are_read(made, tmp_path, name):
     saved = tmp_path / "saved" / "weights"
     assert set(load_file(saved / "model.safetensors")) == set(renamed)
     assert apart(logprobs(driven, bin_of(ROW)), logprobs_in_transformers(transformers_model(saved), ROW)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", [GRANITE, DENSE_GRANITE])
+def test_granite_s_files_have_published_names_and_may_have_published_words(made, tmp_path, name):
+    files = load_file(made(name) / "model.safetensors")
+    mlps = {re.sub(r"^model\.layers\.\d\.", "", each) for each in files if "mlp" in each or "moe" in each}
+    experts = {f"block_sparse_moe.{each}.weight" for each in ("router.layer", "input_linear", "output_linear")}
+    shared = {f"shared_mlp.{each}_linear.weight" for each in ("input", "output")}
+    assert mlps == (shared | experts if name == GRANITE else shared)
+    words = {"linear_attention": "mamba", "full_attention": "attention"}
+    kinds = [words[each] for each in json.loads((made(name) / "config.json").read_text())["layer_types"]]
+    folder = changed(
+        made(name), tmp_path / "changed", {"layer_types": kinds, "time_step_limit": ..., "mamba_d_head": "auto"}
+    )
+    assert read_architecture(folder) == read_architecture(made(name))
+
+
+@pytest.mark.parametrize("name", [GRANITE, "lfm2"])
+def test_a_hybrid_family_s_models_of_attention_alone_are_trained_by_both_engines(tmp_path, name):
+    """As Granite 4.0 350M."""
+    config = {"layer_types": ["full_attention"] * 2} | ({"num_local_experts": 0} if name == GRANITE else {})
+    folder, batch = distinct_model(tmp_path / "model", name, tied=False, config=config), bin_of(STEPS[0])
+    found = [start(engine, folder, "lora") for engine in ENGINES]
+    assert apart(*(logprobs(driven, batch) for driven in found)) <= 1e-5
+    losses = [train(driven, [[STEPS[0]], [STEPS[1]]], _ADAM) for driven in found]
+    assert [loss for loss, _ in losses[0]] == pytest.approx([loss for loss, _ in losses[1]], rel=1e-5)
+
+
+def test_lfm2_s_published_settings_are_read(made, tmp_path):
+    """Older files name attention's layers, and sizes otherwise."""
+    from transformers import AutoConfig
+
+    config = json.loads((made("lfm2") / "config.json").read_text())
+    old = {
+        **{"layer_types": ..., "full_attn_idxs": [1, 3], "intermediate_size": ..., "tie_word_embeddings": ...},
+        **{"block_ff_dim": config["intermediate_size"], "tie_embedding": False, "use_pos_enc": True},
+        **{"block_use_swiglu": True, "block_use_xavier_init": True, "conv_use_xavier_init": True},
+    }
+    folder = changed(made("lfm2"), tmp_path / "old", old | {"intermediate_size": 7, "tie_word_embeddings": True})
+    assert read_architecture(folder) == read_architecture(made("lfm2"))
+    theirs = AutoConfig.from_pretrained(folder)
+    assert (theirs.intermediate_size, theirs.tie_word_embeddings) == (config["intermediate_size"], False)
+    assert theirs.layer_types == config["layer_types"]
+    assert furthest_from_transformers(folder) <= 1e-5
 
 
 def in_mxfp4(folder):

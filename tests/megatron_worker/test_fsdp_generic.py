@@ -102,7 +102,11 @@ def test_attention_that_is_not_the_bin_s_is_refused_with_the_numbers(tmp_path, m
 @pytest.mark.parametrize(
     ("family", "settings", "words"),
     [
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "of packed sequences differ .* by .* nats"),
+        (
+            "recurrent_gemma",
+            {"block_types": ["recurrent", "attention"], "lru_width": 64},
+            "of packed sequences differ .* by .* nats",
+        ),
         ("mamba", {}, "attends by transformers' attention interface"),
         ("gemma2", {}, "its attention takes softcap"),
         ("granite_swa", {}, "its attention takes s_aux"),

@@ -59,6 +59,11 @@ GEMMA4 = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(cp=2)], 4: [Layout(tp=
 GEMMA4_EXPERTS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True), Layout(tp=2, sp=True, ep=2)]}
 GRANITE = {2: [Layout(tp=2), Layout(pp=2)]}
 FUSED = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2)], 4: [Layout(tp=2, dp=2)]}
+GRANITE_HYBRID = {
+    2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2, ep=2)],
+    4: [Layout(tp=2, sp=True, cp=2, ep=2)],
+}
+CONVOLUTIONS = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)], 4: [Layout(cp=4)]}
 OLMO = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)], 4: [Layout(tp=2, dp=2)]}
 MODELS: dict[str, dict] = {
     "dense": {"num_layers": 3},
@@ -75,6 +80,8 @@ MODELS: dict[str, dict] = {
     "granite": {"family": "granite"},
     "olmo": {"family": "olmo3", "tied": False},
     "fused": {"family": "phi3", "tied": False},
+    "granite-hybrid": {"family": "granitemoehybrid", "num_layers": 4},
+    "convolutions": {"family": "lfm2", "num_layers": 4},
 }
 # By model and layout: what is broken there, and in what it must show.
 ALL_FAULTS = {
@@ -106,6 +113,8 @@ ALL_TRIALS = [
             GRANITE,
             OLMO,
             FUSED,
+            GRANITE_HYBRID,
+            CONVOLUTIONS,
         ),
         strict=True,
     )

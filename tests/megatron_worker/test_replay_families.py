@@ -42,6 +42,7 @@ FAMILIES: dict[str, tuple[int, int]] = {
     "glm4_moe_lite": (3, 2),
     "nemotron_h": (7, 2),
     "gemma4": (4, 4),
+    "granitemoehybrid": (2, 2),
 }
 LENGTH = 9
 

@@ -20,7 +20,15 @@ from shared.families import FAMILIES
 from tests.depth import drawn
 from tests.megatron_worker.driving import train
 from tests.megatron_worker.engines import start
-from tests.megatron_worker.rows import EXPERTS_BESIDE, VOCAB_SIZE, Row, bin_of, distinct_model, random_rows
+from tests.megatron_worker.rows import (
+    EXPERTS_BESIDE,
+    GRANITE_DENSE,
+    VOCAB_SIZE,
+    Row,
+    bin_of,
+    distinct_model,
+    random_rows,
+)
 from tests.megatron_worker.scores import logprobs, logprobs_by_steps
 from tests.megatron_worker.test_sampler_experts import draw, ids_of, sequence_of
 from tests.megatron_worker.unknown_models import COMPUTED, unknown_model
@@ -41,6 +49,7 @@ LORAS = {
     ),
 }
 OTHERS = {"gemma4 with experts": ("gemma4", EXPERTS_BESIDE)}
+OTHERS["granitemoehybrid without experts"] = "granitemoehybrid", GRANITE_DENSE
 ALL = [*FAMILIES, *OTHERS, *COMPUTED]
 
 
@@ -137,7 +146,9 @@ def test_every_tensor_has_its_name_and_is_computed_with(model, decoder):
 # Weights that come, and go.
 
 
-@pytest.mark.parametrize("family", drawn(["qwen3_moe", "qwen3_5", "gemma4", "nemotron_h", "gpt_oss"], 2))
+@pytest.mark.parametrize(
+    "family", drawn(["qwen3_moe", "qwen3_5", "gemma4", "nemotron_h", "gpt_oss", "granitemoehybrid", "lfm2"], 2)
+)
 def test_weights_and_adapters_come_by_a_sync(tmp_path, family):
     model = distinct_model(tmp_path / "model", family, tied=False)
     full, lora, rows = start("megatron", model, "full"), start("megatron", model, "lora"), [[random_rows([40, 17])]]
@@ -187,7 +198,11 @@ def test_asleep_it_holds_no_weights_and_awake_the_same(tmp_path, family, dtype):
 @pytest.mark.parametrize(
     ("family", "settings", "words"),
     [
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "keeps more of earlier tokens than keys and values"),
+        (
+            "recurrent_gemma",
+            {"block_types": ["recurrent", "attention"], "lru_width": 64},
+            "keeps more of earlier tokens than keys and values",
+        ),
         ("mamba", {}, "attends by transformers' attention interface"),
         ("gemma2", {}, "its attention takes softcap"),
     ],

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -45,7 +46,7 @@ def mamba(x: dict[str, Tensor], plan: RecurrentPlan) -> Tensor:
 
 def convolution(x: dict[str, Tensor], plan: RecurrentPlan) -> Tensor:
     weight = torch.linspace(-1, 1, HEADS * VALUE * WIDTH, dtype=torch.float64).view(-1, WIDTH)
-    return convolve(with_ancestors(x["value"].flatten(1), plan), weight)
+    return F.silu(convolve(with_ancestors(x["value"].flatten(1), plan), weight))
 
 
 def shared_out(parent_T: Tensor, parts: list[tuple[slice, ...]], mixer: Mixer, x: dict[str, Tensor]) -> Tensor:
