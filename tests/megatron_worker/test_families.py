@@ -351,7 +351,7 @@ def test_slices_fill_every_row_of_every_parameter_once(made, name, tp):
             assert parameter.sum() == parameter.numel() - (padding if rank == tp - 1 else 0), each
 
 
-# Mistral's: test_fused_and_wrapped.py
+# Mistral's: test_published_layouts.py
 TOWERS: list[str] = ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "gemma4_unified"]
 
 
