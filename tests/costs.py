@@ -29,7 +29,7 @@ BUDGET_CPU_S = 2 * 90 * 60
 SHARE = 0.85  # seconds of whatever CPU it runs on, of which a slow one takes 2.3 times those of a fast one
 RECORDED = Path(__file__).with_name("durations.json")
 DEAR_S = 5
-"""Recorded CPU seconds from which on a file is dear: CI runs a part of its tests, drawn by the seed."""
+"""Recorded CPU seconds from which on a file is dear: CI runs a part of such files, drawn by the seed."""
 KEY = "longshore/costs"
 """Of pytest's cache: CPU seconds by file."""
 _PROPERTY = "cpu_s"

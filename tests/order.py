@@ -104,7 +104,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For a conftest.py to import. LONGSHORE_TEST_PART: `1/3` is the first of three parts of the suite.
 
-    LONGSHORE_TEST_SHARE: the part of the tests of dear files that is run, drawn by the seed.
+    LONGSHORE_TEST_SHARE: the part of the dear files that is run, drawn by the seed. Whole files are drawn, as most of
+    them start a stack or an engine for all of their tests.
     """
     for item in items:
         if isinstance(item, pytest.Function) and any(value is drawn for value in vars(item.module).values()):
@@ -122,7 +123,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dear = {file for file, cost_s in recorded().items() if cost_s >= DEAR_S}
 
         def is_drawn(test: str) -> bool:
-            return test.partition("::")[0] not in dear or random.Random(f"{SEED} of {test}").random() < share
+            file = test.partition("::")[0]
+            return file not in dear or random.Random(f"{SEED} of {file}").random() < share
 
         _keep(config, items, is_drawn)
     items.sort(key=lambda item: -costs[group(item.nodeid)])

@@ -13,10 +13,10 @@ unset PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile the same mo
 # What is drawn follows from the files that are committed: who runs a commit again draws the same.
 seed=$(git rev-parse --short=7 'HEAD^{tree}' 2>/dev/null) || seed=0
 export LONGSHORE_TEST_SEED="${LONGSHORE_TEST_SEED:-$((16#$seed))}"
-# `.ci/run` runs this part of the tests of files that take long, and all of the others.
+# `.ci/run` runs this part of the files that take long, and all of the others.
 export LONGSHORE_TEST_SHARE="${LONGSHORE_TEST_SHARE:-1}"
 [ "$LONGSHORE_TEST_SHARE" = 1 ] ||
-    echo "!! of files that take long $LONGSHORE_TEST_SHARE of the tests are drawn, by seed $LONGSHORE_TEST_SEED"
+    echo "!! of the files that take long $LONGSHORE_TEST_SHARE are drawn, by seed $LONGSHORE_TEST_SEED"
 cache="${LONGSHORE_TEST_CACHE:-$PWD/.pytest_cache}"
 last_failed="$cache/v/cache/lastfailed"
 failed() { .venv/bin/python -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' "$last_failed"; }

@@ -82,19 +82,21 @@ def test_parts_of_the_suite_are_all_of_it_once_and_take_about_as_long(tmp_path: 
     assert sorted(line.split()[0] for line in (tmp_path / "order").read_text().splitlines()) == sorted(names)
 
 
-@pytest.mark.parametrize(("share", "deep", "nums"), [("0.5", "", range(4, 6)), ("1.0", "", [6]), ("0.5", "1", [6])])
-def test_a_part_of_the_tests_of_dear_files_is_drawn(tmp_path: Path, share: str, deep: str, nums: Sequence[int]) -> None:
-    costs_of = f'{{"test_a.py": {costs.DEAR_S}, "test_b.py": {costs.DEAR_S - 1}}}'
+@pytest.mark.parametrize(("share", "deep", "nums"), [("0.5", "", (6, 9)), ("1.0", "", (12,)), ("0.5", "1", (12,))])
+def test_a_part_of_the_dear_files_is_drawn(tmp_path: Path, share: str, deep: str, nums: Sequence[int]) -> None:
+    """Each whole or not at all, and cheap ones always."""
+    names = [f"test_{name}" for name in "abcd"]
+    costs_of = {f"{name}.py": costs.DEAR_S - (name == "test_a") for name in names}
     (tmp_path / "conftest.py").write_text(CONFTEST + f"order.recorded = lambda: {costs_of}\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    for name in ("test_a", "test_b"):
+    for name in names:
         (tmp_path / f"{name}.py").write_text(TESTS.format(name=name, depth=0))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
     told = {"LONGSHORE_TEST_SHARE": share, "LONGSHORE_TEST_DEEP": deep, "LONGSHORE_TEST_SEED": "3"}
     done = subprocess.run(command, env=os.environ | XDIST_ALONE | told, cwd=ROOT, capture_output=True, text=True)
     [num] = re.findall(r"(\d+) passed", done.stdout)
     assert int(num) in nums, done.stdout
-    assert (f"{6 - int(num)} deselected" in done.stdout) == (int(num) < 6)
+    assert (f"{12 - int(num)} deselected" in done.stdout) == (int(num) < 12)
 
 
 DRAWS = """
