@@ -232,9 +232,8 @@ def test_the_drawn_tokens_probability_is_of_the_rows_own_teacher(worker, worksho
         )
     )
     assert losses(one)[0] != pytest.approx(losses(other)[0], rel=1e-2)
-    alone = do(
-        worker, workshop, "drawn", plan_of_several(workshop, taught, Distillation(tokens="drawn", teacher=teacher))
-    )
+    of_one = Distillation(tokens="drawn", teacher=teacher)
+    alone = do(worker, workshop, "drawn-of-one", plan_of_several(workshop, taught, of_one))
     assert weights_sha256(alone) == weights_sha256(one) != weights_sha256(other)
 
 

@@ -323,13 +323,15 @@ def test_a_job_recomputes_where_its_longest_example_fits_in_no_other_way(worker,
     for engine.recompute in (False, True):
         needed.append(measure_step(engine, LOSS, False, 1 << 24).at(12).forward * 1.08)  # the longest example
     budget = int(sum(needed) / 2)
-    auto = do(worker, workshop, "auto", plan(workshop, memory_budget_bytes=budget))
+    auto = do(worker, workshop, "recomputes", plan(workshop, memory_budget_bytes=budget))
     recorded = state(auto, NUM_STEPS)
     assert recorded["recompute"] is True and recorded["micro_batch_tokens"] >= 12
-    wide = do(worker, workshop, "wide", plan(workshop, memory_budget_bytes=1 << 30))
+    wide = do(worker, workshop, "recomputes-wide", plan(workshop, memory_budget_bytes=1 << 30))
     assert "recompute" not in state(wide, NUM_STEPS) and "recomputed" not in steps_of(wide)[0]
     # What a checkpoint records is repeated, whatever would be measured now.
-    resumed = do(worker, workshop, "resumed", plan(workshop, memory_budget_bytes=1 << 30), checkpoint(auto, 2))
+    resumed = do(
+        worker, workshop, "recomputes-resumed", plan(workshop, memory_budget_bytes=1 << 30), checkpoint(auto, 2)
+    )
     assert all(step["recomputed"] == 1.0 for job in (auto, resumed) for step in steps_of(job))
     assert weights_sha256(resumed) == weights_sha256(auto) and state(resumed, NUM_STEPS) == recorded
 

@@ -8,6 +8,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,7 +174,10 @@ def test_what_a_worker_would_refuse_is_refused_before_a_lease_in_the_same_words(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_switches_that_transformers_sets_in_every_model_of_a_family_pass(family: str) -> None:
-    own = {"head_dim": 128} if family == "glm4_moe" else {}  # half of its default of 42 cannot be rotated by pairs
+    own: dict[str, Any] = {
+        "glm4_moe": {"head_dim": 128},  # half of its default of 42 cannot be rotated by pairs
+        "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},  # no default has attention
+    }.get(family, {})
     read_model_config(AutoConfig.for_model(family, **own).to_dict(), "config.json")
 
 

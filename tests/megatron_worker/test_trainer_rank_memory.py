@@ -96,7 +96,7 @@ WORKLOADS = {
 
 
 NUM_WORKLOADS = int(os.environ.get("LONGSHORE_TEST_PLANNER_WORKLOADS") or 5 * len(WORKLOADS))  # one in five is large
-LEAST_TOKEN_BYTES = {"frozen": 4_000, "mixed": 4_500, "bushy": 10_000}  # others: 7,000
+LEAST_TOKEN_BYTES = {"frozen": 4_000, "mixed": 3_500, "bushy": 10_000}  # others: 7,000
 LARGE_BUDGETS_MB = {"bushy": (9, 12)}  # one item of these is up to 2 MB; others: 3 or 4
 
 
