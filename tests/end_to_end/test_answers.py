@@ -73,31 +73,6 @@ def chat(ask: Ask, number: int, tokens: int = 200) -> str:
             return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
 
 
-def test_an_answer_may_have_twenty_megabytes(ask: Ask) -> None:
-    """Log-probabilities of prompts, of which each place has twenty likely tokens beside it."""
-    prompt = [n % 200 + 20 for n in range(2000)]
-    asked = {"prompt": [prompt] * 8, "max_tokens": 1, "prompt_logprobs": 20, "logprobs": 20}
-    answer = ask("/completions", **asked)
-    assert answer.status_code == 200, answer.text[:500]
-    assert len(answer.content) > 20_000_000
-    choices = answer.json()["choices"]
-    assert [len(choice["prompt_logprobs"]) for choice in choices] == [2000] * 8
-    assert all(len(place) >= 20 for choice in choices for place in choice["prompt_logprobs"][1:])
-
-
-def test_nothing_of_questions_and_answers_is_in_temporals_database(stack: Stack, ask: Ask) -> None:
-    canary = secrets.token_hex(12)
-    text = chat(ask, 1, tokens=60)
-    told = ask("/completions", prompt=f"{canary} ", max_tokens=60, temperature=0, ignore_eos=True, echo=True)
-    assert told.status_code == 200 and canary in told.text
-    ask("/chat/completions", messages=[{"role": "user", "content": canary}], max_tokens=8)
-    searched = [data for place, data in files_below(stack.root) if place.startswith("temporal.db")]
-    assert any(b"ServingWorkflow" in data for data in searched), "its lease is there"
-    for data in searched:
-        assert canary.encode() not in data
-        assert json.dumps(text)[1:-1].encode() not in data
-
-
 _MOST_STEPS = 20  # a sampler may be given back, or come up, between any two of them
 
 
@@ -167,6 +142,7 @@ def the_answer_is_the_stores_too(stack: Stack, door: httpx.Client, model: str) -
     assert not sent_by_a_trainer(stack)
 
 
+# First of all tests on the stack: no sampler is up yet.
 def test_the_policy_of_a_clients_run_goes_to_the_sampler_that_it_asks(
     stack: Stack, rl_options: list[str], groups: Groups, door: httpx.Client
 ) -> None:
@@ -208,3 +184,28 @@ def test_a_sessions_saved_weights_go_to_the_sampler_that_is_asked(
         the_answer_is_the_stores_too(stack, door, model)
         session.close()
         wait_until(lambda: session.status().state == "succeeded", "the end of a closed session")
+
+
+def test_an_answer_may_have_twenty_megabytes(ask: Ask) -> None:
+    """Log-probabilities of prompts, of which each place has twenty likely tokens beside it."""
+    prompt = [n % 200 + 20 for n in range(2000)]
+    asked = {"prompt": [prompt] * 8, "max_tokens": 1, "prompt_logprobs": 20, "logprobs": 20}
+    answer = ask("/completions", **asked)
+    assert answer.status_code == 200, answer.text[:500]
+    assert len(answer.content) > 20_000_000
+    choices = answer.json()["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [2000] * 8
+    assert all(len(place) >= 20 for choice in choices for place in choice["prompt_logprobs"][1:])
+
+
+def test_nothing_of_questions_and_answers_is_in_temporals_database(stack: Stack, ask: Ask) -> None:
+    canary = secrets.token_hex(12)
+    text = chat(ask, 1, tokens=60)
+    told = ask("/completions", prompt=f"{canary} ", max_tokens=60, temperature=0, ignore_eos=True, echo=True)
+    assert told.status_code == 200 and canary in told.text
+    ask("/chat/completions", messages=[{"role": "user", "content": canary}], max_tokens=8)
+    searched = [data for place, data in files_below(stack.root) if place.startswith("temporal.db")]
+    assert any(b"ServingWorkflow" in data for data in searched), "its lease is there"
+    for data in searched:
+        assert canary.encode() not in data
+        assert json.dumps(text)[1:-1].encode() not in data
