@@ -293,7 +293,8 @@ class Quotas:
             add_stored(session, tenant, owner, what, more)
 
         key = tenant, owner, what
-        counted = self._surplus.pop(key, 0)
+        counted = min(self._surplus.get(key, 0), num_bytes)  # the rest is for objects that come at the same time
+        self._count_ahead(key, -counted)
         is_put = False
         try:
             if (missing := num_bytes - counted) > 0:
@@ -309,12 +310,16 @@ class Quotas:
         finally:
             left = counted - num_bytes if is_put else counted
             if left and block_bytes:
-                if len(self._surplus) >= _MOST_SURPLUS:
-                    self._surplus.clear()  # these count until their owners are measured
-                self._surplus[key] = self._surplus.get(key, 0) + left
+                self._count_ahead(key, left)
             elif left:
                 await self._database.writing(lambda s: add_stored(s, tenant, owner, what, -left))
         return is_put
+
+    def _count_ahead(self, key: tuple[str, str, str], more: int) -> None:
+        if surplus := self._surplus.pop(key, 0) + more:
+            if len(self._surplus) >= _MOST_SURPLUS:
+                self._surplus.clear()  # these count until their owners are measured
+            self._surplus[key] = surplus
 
     async def sealed(self, tenant: str, request: F) -> F:
         """Return a request without the queries of its URIs, which may contain signatures; the store keeps them.
