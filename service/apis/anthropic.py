@@ -259,7 +259,7 @@ async def create_message(
     body: JsonBody[MessagesRequest], request: Request, asking: Asking, backend: Backed
 ) -> Response:
     """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
-    asked = asking.tenant, body.chat(), backend
+    asked = asking, body.chat(), backend
 
     def begun(answer_id: str, created: int) -> MessageObject:
         return MessageObject(id=f"msg_{answer_id.removeprefix('chatcmpl-')}", model=body.model)
@@ -268,9 +268,14 @@ async def create_message(
 
 
 @router.post("/messages/count_tokens")
-async def count_tokens(body: JsonBody[CountRequest], asking: Asking, backend: Backed) -> MessageTokensCount:
+async def count_tokens(
+    body: JsonBody[CountRequest], request: Request, asking: Asking, backend: Backed
+) -> MessageTokensCount:
     """Count a conversation's tokens."""
+    chat = body.chat()
     try:
-        return MessageTokensCount(input_tokens=await backend.inference.count(asking.tenant, body.chat()))
+        if request.state.is_agent:
+            return MessageTokensCount(input_tokens=await backend.episodes.count(asking, chat))
+        return MessageTokensCount(input_tokens=await backend.inference.count(asking.tenant, chat))
     except InvalidInput as error:
         raise InvalidInput(error.message, error.place and _named(error.place)) from error
