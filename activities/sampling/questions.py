@@ -156,11 +156,17 @@ _MOST_EARLIER = 8  # answers of a conversation that are looked for, the last one
 
 @dataclass(frozen=True)
 class Prompt:
-    """The ids of a question. `continues`: they begin with those of an earlier answer; None if none is before it."""
+    """The ids of a question.
+
+    Attributes:
+        after: the answer of the episode that ends the question's beginning, and the number of messages up to it.
+        continues: the ids begin with that answer's.
+    """
 
     ids: tuple[int, ...]
     question: Question
-    continues: bool | None = None
+    after: tuple[int, AnswerRecord] | None = None
+    continues: bool = False
 
     def conversation(self, answer: ChatAnswer) -> str:
         """Return the digest of the conversation that an answer makes."""
@@ -210,8 +216,8 @@ class ChatPrompts:
             found = _last_answer(question, earlier) if earlier is not None else None
             ids = None if found is None else self._continued(model, tokenizer, question, text, *found)
         if ids is not None:
-            return Prompt(ids, question, continues=True)
-        return Prompt(tuple(next(ids_before_answers([text], tokenizer))), question, None if found is None else False)
+            return Prompt(ids, question, found, continues=True)
+        return Prompt(tuple(next(ids_before_answers([text], tokenizer))), question, found)
 
     def _continued(
         self, model: Artifact, tokenizer: ModelTokenizer, question: Question, text: str, num: int, record: AnswerRecord
@@ -537,7 +543,15 @@ class Questions:
             raise SamplerUnavailable("the tokens of this answer cannot be kept now, and an episode needs them")
         if (place := request.turn) is None:
             return answer
-        turn = EpisodeTurn(answer=answer, at=time.time(), is_side=place.is_side, continues=prompt.continues)
+        num, before = prompt.after or (0, None)
+        turn = EpisodeTurn(
+            answer=answer,
+            at=time.time(),
+            is_side=place.is_side,
+            after=before and before.answer_id,
+            messages=tuple(asked.messages[num:]),
+            continues=prompt.continues,
+        )
         conversation = prompt.conversation(answer.choices[0].message)
         return record_turn(self._host.store, request.tenant, place, turn, conversation)
 
