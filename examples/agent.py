@@ -20,9 +20,7 @@ from typing import Any
 
 import httpx
 
-from longshore import Client, RLRun
-from longshore.training import Lora
-from longshore.views import EpisodeRequest, EpisodeSampling
+from longshore import Client, EpisodeRequest, EpisodeSampling, Lora, RLRun
 
 TRIES = 3
 AT_ONCE = 16

@@ -109,6 +109,34 @@ def test_what_agents_drew_is_what_is_trained(stack: Stack, api: httpx.Client, tm
         assert second.prompt_ids[: len(before)] == before
 
 
+PROGRAM = """
+import json, os, urllib.request
+def ask(path, body):
+    request = urllib.request.Request(path, json.dumps(body).encode(), {"content-type": "application/json"})
+    return json.load(urllib.request.urlopen(request))
+messages = [{"role": "user", "content": "How many?"}]
+model = os.environ["OPENAI_MODEL"]
+ask(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"model": model, "messages": messages})
+told = ask(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", {"model": model, "max_tokens": 4, "messages": messages})
+print("said", told["type"])
+raise SystemExit(3)
+"""
+
+
+def test_a_program_is_run_as_an_agent(stack: Stack, tmp_path: Path) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(PROGRAM)
+    command = ("episode", "run", TINKER_MODEL, "--max-tokens", "8", "--json", "--", sys.executable, str(program))
+    ran = stack.cli(*command, check=False)
+    assert (ran.code, ran.json["state"], ran.json["end"]["num_turns"]) == (3, "ended", 2)
+    assert "said message" in ran.stderr
+    shown = stack.cli("episode", "show", ran.json["episode_id"]).stdout
+    assert shown.count("user: How many?") == 2 and "--- turn 2: 4 tokens, length" in shown
+    assert ran.json["episode_id"] in stack.cli("episode", "ls").stdout
+    missing = stack.cli("episode", "run", TINKER_MODEL, "--", "/nowhere/agent", check=False)
+    assert missing.code == 100 and "/nowhere/agent: No such file" in missing.stderr
+
+
 def played(address: str, begun: threading.Event) -> list[str]:
     """An agent of six turns that asks until it is answered, as clients do. Returns the answers' texts."""
     messages, answers = [{"role": "user", "content": "How many crates are on quay 3?"}], list[str]()
