@@ -296,13 +296,19 @@ def _last_answer(question: Question, earlier: Earlier) -> tuple[int, AnswerRecor
     return None
 
 
-def sampler_request(asked: ChatRequest, model: str, prompt_ids: Sequence[int], max_model_len: int) -> CompletionRequest:
+def sampler_request(
+    asked: ChatRequest, model: str, prompt_ids: Sequence[int], max_model_len: int, *, takes_fewer: bool = False
+) -> CompletionRequest:
     """Translate a chat request into a completion request in tokens.
+
+    `takes_fewer`: the answer is as long as there is room for, at most.
 
     Raises InvalidInput: prompt and answer are longer than `max_model_len` together.
     """
     room = max_model_len - len(prompt_ids)
     max_tokens = asked.most_tokens or room
+    if takes_fewer:
+        max_tokens = min(max_tokens, room)
     if max_tokens > room or room < 1:
         wanted = f"max_tokens={max_tokens}" if asked.most_tokens else "an answer"
         raise InvalidInput(
@@ -527,9 +533,8 @@ class Questions:
             drawn = _ask(opened, stopping_at(asked.model_copy(update=asked_for), stops), "prompt", tell)
             return drawn.model_copy(update={"model": asked.model})
         assert prompt is not None
-        wanted = stopping_at(
-            sampler_request(asked, model, prompt.ids, self._max_model_len(opened, request.place)), stops
-        )
+        length, is_turn = self._max_model_len(opened, request.place), request.turn is not None
+        wanted = stopping_at(sampler_request(asked, model, prompt.ids, length, takes_fewer=is_turn), stops)
         wanted = wanted.model_copy(update={"user": _asking(request)})
         drawn = _ask(opened, wanted, "messages", tell, "tools" if asked.forced_tools else "response_format")
         bytes_of = self._prompts.tokenizer(request.model).bytes_of

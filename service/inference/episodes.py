@@ -91,9 +91,7 @@ class Episodes:
 
     async def list(self, tenant: str, limit: int, before: str | None = None) -> tuple[EpisodeView, ...]:
         """List episodes, newest first; with `before` those that began before that one."""
-        keys = [key for key in await self._documents.keys(tenant) if before is None or key < before]
-        found = [await self._documents.find(tenant, key) for key in reversed(keys[-limit:])]
-        return tuple(_view(episode) for episode in found if episode is not None)
+        return tuple(map(_view, await self._documents.newest(tenant, limit, before)))
 
     async def turns(self, tenant: str, episode_id: str, first: int, limit: int) -> tuple[EpisodeTurnView, ...]:
         """Show turns in the order in which they were drawn, from number `first` (0) on. Raises NotFound."""

@@ -188,6 +188,21 @@ def test_an_episode_goes_on_through_a_kill_to_the_bit(stack: Stack, api: httpx.C
     assert drawn_ids[0] == drawn_ids[1]
 
 
+def test_an_answer_has_the_room_that_is_left(api: httpx.Client) -> None:
+    episode = begun(api, sampling={"max_tokens": 100_000})
+    with httpx.Client(base_url=episode["url"], timeout=300) as asking:
+
+        def asked(length: int, path: str, **more: Any) -> httpx.Response:
+            messages = [{"role": "user", "content": "z" * length}]
+            return asking.post(path, json={"model": TINKER_MODEL, "messages": messages} | more)
+
+        counted = asked(1000, "/v1/messages/count_tokens").json()["input_tokens"]
+        told = asked(1000 + 4090 - counted, "/v1/chat/completions", max_tokens=50).raise_for_status().json()
+        assert told["usage"]["total_tokens"] <= 4096 and told["usage"]["prompt_tokens"] == 4090
+        full = asked(5000, "/v1/chat/completions")
+        assert full.status_code == 400 and "do not fit into 4096 tokens" in full.text
+
+
 def test_an_address_is_good_for_its_episode_alone(stack: Stack, api: httpx.Client) -> None:
     episode = begun(api, max_turns=2)
     question = {"model": TINKER_MODEL, "messages": [{"role": "user", "content": "Hm?"}]}
