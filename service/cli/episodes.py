@@ -87,7 +87,7 @@ def run(
         raise cli.Stop(f"{context.args[0]}: {error.strerror}") from error
     finally:
         ended = client.episodes.end(made.episode_id)
-    return cli.CommandAnswer(ended, lambda: cli.say(f"{ended.episode_id}: {_num_turns(ended)} turns"), code=code)
+    return cli.CommandAnswer(ended, lambda: cli.say(f"{ended.episode_id}: {_num_turns(ended)}"), code=code)
 
 
 @cli.command(episode)
@@ -106,7 +106,7 @@ def show(client: "Client", episode_id: EpisodeId) -> cli.CommandAnswer:
 
 cli.by_id(
     *(episode, "end", EpisodeId, lambda client, id: client.episodes.end(id)),
-    lambda id, ended: cli.say(f"{id}: {_num_turns(ended)} turns"),
+    lambda id, ended: cli.say(f"{id}: {_num_turns(ended)}"),
     "End an episode, so that it can be trained.",
 )
 
@@ -122,8 +122,8 @@ def _begun(
 def _num_turns(one: "EpisodeView") -> str:
     if one.end is None:
         return ""
-    side = f" and {one.end.num_side_turns} that are not trained" if one.end.num_side_turns else ""
-    return f"{one.end.num_turns}{side}"
+    side = f", and {one.end.num_side_turns} that are not trained" if one.end.num_side_turns else ""
+    return f"{one.end.num_turns} turns{side}"
 
 
 def _print_turns(turns: "Sequence[EpisodeTurnView]") -> None:
