@@ -1,4 +1,4 @@
-"""Train an agent that asks a model again until what it is told is right (docs/agents.md).
+"""Train an agent that asks a model again until the answer is right (docs/agents.md).
 
     python examples/agent.py --model MODEL --policy NAME --questions questions.jsonl --steps 12
 
@@ -29,7 +29,7 @@ ATTEMPTS = 3
 
 
 def play(address: str, model: str, task: dict[str, Any]) -> float:
-    """Ask, and ask again. The reward is 1 for what is right at once, and less for each further try."""
+    """Ask, and ask again. A right answer earns 1, and less after each further try."""
     messages = list(task["messages"])
     with httpx.Client(base_url=address, timeout=600, trust_env=False) as client:
         for tries in range(TRIES):
@@ -46,7 +46,7 @@ Play = Callable[[str, str, Any], float | None]
 
 
 def train(play: Play, tasks: Sequence[Any], given: argparse.Namespace) -> None:
-    """Train on episodes of an agent. A group in which an attempt broke is played again, and given up the third time."""
+    """Train on episodes of an agent. An attempt that breaks is made again; after the third time its group is left out."""
     run = RLRun(
         model=given.model,
         initial_adapter=given.initial_adapter,
@@ -102,7 +102,7 @@ def episode(client: Client, policy: str, max_tokens: int, play: Play, task: Any)
 
 
 def in_groups(played: Sequence[dict[str, Any] | None], size: int) -> list[list[dict[str, Any]]]:
-    """Return the groups of which no attempt broke: a group without some would have another mean reward."""
+    """Return the complete groups: without some attempts a group would have another mean reward."""
     groups = [played[n : n + size] for n in range(0, len(played), size)]
     whole = [[one for one in group if one is not None] for group in groups]
     return [group for group in whole if len(group) == size]

@@ -3,7 +3,7 @@
     python -m examples.verifiers_agent TASKSET --model MODEL --policy NAME --steps 10
 
 Needs an environment with `verifiers` and Longshore's client (`pip install verifiers==0.4.0 longshore`), and the task
-set in it. Each attempt at a task asks at an address of its own. An attempt that ends with an error, or without a
+set in it. Each attempt at a task has its own address. An attempt that ends with an error, or without a
 reward, is made again, and never counts as 0. The options are those of examples/agent.py. Harnesses run on this machine,
 unless `--runtime docker` says otherwise.
 """

@@ -220,7 +220,7 @@ class _Sequence:
         self.finish_reason = turn.finish_reason
 
     def is_begun_by(self, turn: _Drawn) -> bool:
-        """True if the turn's prompt goes on from these ids."""
+        """True if the turn's prompt continues these ids."""
         return turn.asked[: len(self.ids)] == self.ids
 
 
@@ -302,7 +302,7 @@ class Conversations:
         )
 
     def episode_of(self, sent: EpisodeTrajectory, max_tokens: int) -> tuple[Trajectory, ...]:
-        """Convert an episode's answers to token ids: one sequence for each branch of what the agent asked.
+        """Convert an episode's answers to token ids: one sequence for each branch of the conversation.
 
         Raises BrokenTrajectory: it has not ended, or its answers are no longer kept, or a branch is too long.
         """
