@@ -46,7 +46,7 @@ Play = Callable[[str, str, Any], float | None]
 
 
 def train(play: Play, tasks: Sequence[Any], given: argparse.Namespace) -> None:
-    """Train on episodes of an agent. An attempt that breaks is made again; after the third time its group is left out."""
+    """Train on an agent's episodes. An attempt that breaks is made again; after the third its group is left out."""
     run = RLRun(
         model=given.model,
         initial_adapter=given.initial_adapter,
