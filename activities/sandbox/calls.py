@@ -36,7 +36,7 @@ from pydantic import TypeAdapter
 
 from activities.heartbeats import LOOK_EVERY_S, stop_if_cancelled
 from activities.sandbox.child import MESSAGE_BYTES, ask_code, is_child, told, types_of
-from activities.sandbox.kernel import BUBBLEWRAP, TMP_BYTES, launchers, read_frame, write_frame
+from activities.sandbox.kernel import TMP_BYTES, launchers, read_frame, write_frame
 from shared import errors
 from shared.child_environment import Kind as ChildKind
 from shared.child_environment import child_environment
@@ -64,7 +64,6 @@ class Server:
         kind: the kind of its environment.
         is_code: its children run untrusted code.
         niceness: its children's, for hosts whose processors others need.
-        bubblewrap: the path of bubblewrap.
         added: environment variables besides those of its kind.
         isolates: its children are isolated. Our own programs are not.
     """
@@ -75,15 +74,14 @@ class Server:
         kind: ChildKind = "confined",
         is_code: bool = False,
         niceness: int = 0,
-        bubblewrap: str | None = BUBBLEWRAP,
         added: Mapping[str, str] | None = None,
         isolates: bool = True,
     ) -> None:
-        self._arguments = modules, kind, is_code, niceness, bubblewrap, added, isolates
+        self._arguments = modules, kind, is_code, niceness, added, isolates
         self._kind: ChildKind = kind
         self._niceness = niceness
         self._added = dict(added or {})
-        bubblewraps = [(launcher, "bubblewrap") for launcher in launchers(bubblewrap)]
+        bubblewraps = [(launcher, "bubblewrap") for launcher in launchers()]
         self._ways = [*bubblewraps, ([], "namespaces")] if isolates else [([], "programs")]
         self.modules = modules
         self.is_code = is_code
@@ -385,18 +383,11 @@ _numbers = count()
 class CodeProcess:
     """A child for untrusted code, which answers one question after another. A child has its caller start it."""
 
-    def __init__(
-        self,
-        function: str,
-        arguments: bytes,
-        limits: Limits,
-        server: Server | None = None,
-    ) -> None:
+    def __init__(self, function: str, arguments: bytes, limits: Limits) -> None:
         """
         Args:
             function: the name of one of `_CODE_FUNCTIONS`. It may be a generator that asks for questions (`ask`).
             arguments: the JSON of its arguments.
-            server: this process's, unless another is given.
 
         Raises InvalidInput: the system refuses to isolate it.
         """
@@ -405,11 +396,10 @@ class CodeProcess:
         if is_child():
             self._relayed({"function": function, "limits": limits.numbers}, arguments)
             return
-        server = server or CODE
-        if function in _ISOLATED and (refusal := server.start()[1]):
+        if function in _ISOLATED and (refusal := CODE.start()[1]):
             raise InvalidInput(f"this system refuses the isolation that python graders need ({refusal})", "grader")
         module, name = _CODE_FUNCTIONS[function]
-        self._child = Child(server, limits, getattr(importlib.import_module(module), name), arguments)
+        self._child = Child(CODE, limits, getattr(importlib.import_module(module), name), arguments)
         self._answers = self._child.results(lambda _: self._question)
 
     def answer(self, question: bytes = b"") -> bytearray:
