@@ -617,19 +617,15 @@ class WorkerPool:
 
 def worker_environment(settings: Settings) -> dict[str, str]:
     """Return the settings that worker processes get besides their environment."""
+    address = str(settings.host_address)
+    interfaces = [name for name, own in psutil.net_if_addrs().items() if any(each.address == address for each in own)]
     environment = {
         "LONGSHORE_ROOT": str(settings.root_path),
         "LONGSHORE_KERNELS": settings.kernels,
         "LONGSHORE_SLOT_BYTES": str(settings.slot_bytes) if settings.slot_bytes else None,
-        INTERFACE_VARIABLE: _interface(str(settings.host_address)),
+        INTERFACE_VARIABLE: next(iter(interfaces), None),
     }
     return {name: value for name, value in environment.items() if value}
-
-
-def _interface(address: str) -> str | None:
-    """Return the name of this machine's network interface that has an address."""
-    has = psutil.net_if_addrs().items()
-    return next((name for name, addresses in has if any(each.address == address for each in addresses)), None)
 
 
 def _dispose(worker: WorkerProcess) -> None:

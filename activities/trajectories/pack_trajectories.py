@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
-from temporalio import activity
 
-from activities.heartbeats import beating
-from activities.host_context import HostContext
+from activities.heartbeats import on_thread
+from activities.host_context import OnHost
 from activities.records import find_key
 from activities.sampling.completions import RoutesFile
 from activities.sandbox.child import ask
@@ -164,13 +163,10 @@ class StepReport(Frozen):
     metrics: dict[str, float]
 
 
-class PackTrajectories:
+class PackTrajectories(OnHost):
     """The activity `pack_trajectories`."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="pack_trajectories", no_thread_cancel_exception=True)
+    @on_thread("pack_trajectories")
     def pack_trajectories(self, request: GroupsRequest) -> PackedGroups:
         """Bring, check and pack a step's groups. A key that was trained before is not packed again.
 
@@ -179,21 +175,20 @@ class PackTrajectories:
             StoreUnavailable: the source or the store cannot be reached now.
         """
         store = self._host.store
-        with beating():
-            if (before := find_key(store, request.run_id, request.step)) is not None:
-                return PackedGroups(trained_before=before)
-            # Groups that a client names are downloaded like any data, so that it cannot name other runs' groups.
-            made_here = find_groups(store, request.step.groups) if request.run.rollouts is not None else None
-            groups = made_here or self._bring(request)
-            drawn = completions_of(store, made_here) if made_here is not None and request.routes is not None else []
-            # The key contains the tenant, because messages are converted with the records of the tenant's answers.
-            own = request.model_dump_json(exclude={"run_id", "step", "room"})
-            key = content_key(_VERSION, groups.sha256, own, *(file.sha256 for file in drawn))
-            self._host.use(tokenized(key))
-            self._host.use(packed(key))
-            if find_artifact(store, tokenized(key)) is None or find_artifact(store, packed(key)) is None:
-                self._pack(request, groups, drawn, key)
-            return _result(store, key)
+        if (before := find_key(store, request.run_id, request.step)) is not None:
+            return PackedGroups(trained_before=before)
+        # Groups that a client names are downloaded like any data, so that it cannot name other runs' groups.
+        made_here = find_groups(store, request.step.groups) if request.run.rollouts is not None else None
+        groups = made_here or self._bring(request)
+        drawn = completions_of(store, made_here) if made_here is not None and request.routes is not None else []
+        # The key contains the tenant, because messages are converted with the records of the tenant's answers.
+        own = request.model_dump_json(exclude={"run_id", "step", "room"})
+        key = content_key(_VERSION, groups.sha256, own, *(file.sha256 for file in drawn))
+        self._host.use(tokenized(key))
+        self._host.use(packed(key))
+        if find_artifact(store, tokenized(key)) is None or find_artifact(store, packed(key)) is None:
+            self._pack(request, groups, drawn, key)
+        return _result(store, key)
 
     def _bring(self, request: GroupsRequest) -> Artifact:
         """Download the groups as an artifact of this step, since clients may overwrite the file for the next step."""
