@@ -71,7 +71,7 @@ class HostContext:
 
     @contextmanager
     def scratch(self, purpose: str) -> Iterator[Path]:
-        """A new folder on this host, removed afterwards. The current activity beats until then.
+        """A new folder on this host, removed afterwards.
 
         Raises DiskFull: the block ran out of disk.
         """

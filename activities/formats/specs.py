@@ -150,7 +150,7 @@ def with_context(row: Row, messages: list[Message], weights: list[float]) -> tup
 
     Raises InvalidInput: they are no text or pairs of texts, or the messages have another system turn.
     """
-    told = _system(row)
+    told: list[Message] = [{"role": "system", "content": text_of(row, "system")}] if is_given(row, "system") else []
     has_system = messages[0]["role"] in ("system", "developer")
     if told and has_system and messages[0]["content"] != told[0]["content"]:
         raise InvalidInput("system is another text than the first message's, which is a system turn too", row.place)
@@ -160,24 +160,19 @@ def with_context(row: Row, messages: list[Message], weights: list[float]) -> tup
     return [*head, *history, *rest], [0.0] * len(head) + inserted + weights[len(messages) - len(rest) :]
 
 
-def _system(row: Row) -> list[Message]:
-    return [{"role": "system", "content": text_of(row, "system")}] if is_given(row, "system") else []
-
-
 def _history(row: Row) -> list[Message]:
     if not is_given(row, "history"):
         return []
     match row.fields["history"]:
         case list() as pairs if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-            turns = [(f"history[{i}]", role, text) for i, pair in enumerate(pairs) for role, text in _turns(pair)]
-            return [message_of(row, place, {"role": role, "content": text}) for place, role, text in turns]
+            return [
+                message_of(row, f"history[{i}]", {"role": role, "content": text})
+                for i, pair in enumerate(pairs)
+                for role, text in zip(("user", "assistant"), pair, strict=True)
+            ]
         case other:
             rule = f"history must be a list of pairs of question and answer, not {type_name(other)}"
             raise InvalidInput(rule, row.place)
-
-
-def _turns(pair: list[Any]) -> list[tuple[str, Any]]:
-    return list(zip(("user", "assistant"), pair, strict=True))
 
 
 # --- Single answers that are good or bad, as KTO learns from them ---

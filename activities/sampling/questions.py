@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -397,19 +398,16 @@ class Questions:
                 prompt_ids = self._prompts.ids(request.model, request.asked.messages, request.asked.offered_tools)
             if isinstance(request.place, ServedSampler):
                 _check_base(opened, request)
-            return self._answer(opened, request, prompt_ids, _shown(request, asking.tell))
-
-    def _answer(
-        self, opened: OpenSampler, request: CompleteRequest, prompt_ids: tuple[int, ...] | None, tell: Tell | None
-    ) -> ChatCompletion | CompletionResponse:
-        """Answer; try again if the adapter was unloaded to make room for another one before it could answer."""
-        for attempt in range(_ATTEMPTS):
-            model = self._adapters.use(opened, request.adapter)
-            try:
-                return self._drawn(opened, model, request, prompt_ids, tell)
-            except SamplerUnavailable:
-                if attempt + 1 == _ATTEMPTS or model in opened.client.models():
-                    raise
+            tell = asking.tell if request.tells_text else None
+            if tell is not None and isinstance(request.asked, ChatRequest) and request.asked.offered_tools:
+                tell = partial(_tell_without_calls, tell)
+            for attempt in range(_ATTEMPTS):  # the adapter may be unloaded, to make room, before it could answer
+                model = self._adapters.use(opened, request.adapter)
+                try:
+                    return self._drawn(opened, model, request, prompt_ids, tell)
+                except SamplerUnavailable:
+                    if attempt + 1 == _ATTEMPTS or model in opened.client.models():
+                        raise
         raise AssertionError("the last attempt answers or raises")
 
     def _drawn(
@@ -465,13 +463,8 @@ class Questions:
         return True
 
 
-def _shown(request: CompleteRequest, tell: Tell | None) -> Tell | None:
-    """Return the function that streams the answer's text, without tool calls; None if the client wants no stream."""
-    if tell is None or not request.tells_text:
-        return None
-    if not (isinstance(request.asked, ChatRequest) and request.asked.offered_tools):
-        return tell
-    return lambda texts: tell(tuple(map(text_before_calls, texts)))
+def _tell_without_calls(tell: Tell, texts: tuple[str, ...]) -> None:
+    tell(tuple(map(text_before_calls, texts)))
 
 
 def _ask(
