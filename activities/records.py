@@ -19,15 +19,7 @@ from shared.jobs.commands import Gap
 from shared.jobs.job import WorkerPlan
 from shared.runs.start import result_sha256
 from shared.runs.status import Evaluated, Policy
-from shared.storage.artifacts import (
-    Manifest,
-    checkpoints_among,
-    find_artifact,
-    read_manifest,
-    read_record,
-    sha256_object,
-    stored_checkpoints,
-)
+from shared.storage import artifacts
 from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore, uri_of
 
@@ -36,8 +28,8 @@ from shared.storage.store import ObjectStore, uri_of
 
 def newest_first(store: ObjectStore, run_id: str) -> Iterator[CheckpointRef]:
     """Yield the checkpoints that are in the store."""
-    for stored in reversed(stored_checkpoints(store, run_id)):
-        artifact = find_artifact(store, stored.key)
+    for stored in reversed(artifacts.stored_checkpoints(store, run_id)):
+        artifact = artifacts.find_artifact(store, stored.key)
         if artifact is not None:  # else it was pruned since it was listed
             yield CheckpointRef(step=stored.step, fence=Fence.from_label(stored.fence_label), artifact=artifact)
 
@@ -72,10 +64,10 @@ def damage(store: ObjectStore, run_id: str, checkpoint: CheckpointRef) -> str | 
     """Compare every file of a checkpoint with its manifest. Returns the difference, or None for a sound one."""
     key = RunKeys(run_id).checkpoint(checkpoint.fence, checkpoint.step)
     try:
-        manifest = read_manifest(store, key, checkpoint.artifact.sha256)
+        manifest = artifacts.read_manifest(store, key, checkpoint.artifact.sha256)
         for entry in manifest.files:
             info = store.head(f"{key}/{entry.path}")
-            if info is None or sha256_object(store, f"{key}/{entry.path}", info.size) != entry.sha256:
+            if info is None or artifacts.sha256_object(store, f"{key}/{entry.path}", info.size) != entry.sha256:
                 why = "the file's SHA-256 is not the manifest's" if info else "the file is missing"
                 raise CorruptArtifact(why, uri_of(store, f"{key}/{entry.path}"))
     except CorruptArtifact as error:
@@ -111,7 +103,7 @@ def prune_checkpoints(store: ObjectStore, run_id: str, keep: int, fence: Fence, 
     if last_epoch(store, run_id) > fence.epoch:
         return
     keys = [info.key for info in store.list(f"{RunKeys(run_id).checkpoints}/")]
-    found = checkpoints_among(run_id, keys)
+    found = artifacts.checkpoints_among(run_id, keys)
     # A host of an older lease may have put its manifest after files of it were deleted here as incomplete.
     reached = max((c.step for c in found if c.fence_label == fence.label), default=None)
     found_by_now = [c for c in found if c.fence_label >= fence.label or reached is None or c.step <= reached]
@@ -145,7 +137,7 @@ def _what_is_wrong(store: ObjectStore, key: str) -> str | None:
     An empty text means that files are missing, because it was being pruned or uploaded.
     """
     try:
-        manifest = read_record(store, f"{key}/{MANIFEST}", Manifest)
+        manifest = artifacts.read_record(store, f"{key}/{MANIFEST}", artifacts.Manifest)
     except NotFound:
         return ""
     except CorruptArtifact as error:
@@ -277,7 +269,7 @@ class RunRecords(OnHost):
         self._host.run_begins()
         mine, place = _Start(execution=request.execution), keys.start(request.start_id)
         is_new = store.put_if_absent(place, mine.model_dump_json().encode())
-        if not is_new and read_record(store, place, _Start) != mine:
+        if not is_new and artifacts.read_record(store, place, _Start) != mine:
             return Begun(refusal="this start was used before, and the service starts a run anew")
         ended = result_sha256(store, request.run_id)
         if ended is not None and not (request.resumed and ended == request.goes_on_from):
@@ -287,7 +279,7 @@ class RunRecords(OnHost):
                 store.put_bytes(keys.previous_result, store.get_bytes(keys.result))
                 store.delete(keys.result)
             with suppress(NotFound):
-                return Begun(status=read_record(store, keys.previous_result, RunStatus))
+                return Begun(status=artifacts.read_record(store, keys.previous_result, RunStatus))
         return Begun()
 
     @on_thread("record_step")
@@ -301,7 +293,7 @@ class RunRecords(OnHost):
         by_key = keys.step_key(request.step.key)
         # If a key was used for other groups, the first step keeps it.
         is_new = store.put_if_absent(by_key, data)
-        if not is_new and read_record(store, by_key, StepStatus).step == request.step.step:
+        if not is_new and artifacts.read_record(store, by_key, StepStatus).step == request.step.step:
             store.put_bytes(by_key, data)
 
     @on_thread("recover_steps")
@@ -313,12 +305,12 @@ class RunRecords(OnHost):
         for key in found:
             if len(steps) >= request.num_policies and _made_a_policy(steps[-1]):
                 break
-            steps.append(read_record(store, key, StepStatus))
+            steps.append(artifacts.read_record(store, key, StepStatus))
         evaluated = Evaluated()
         for key in reversed(found if request.watched is not None else []):
-            evaluated = evaluated.after(read_record(store, key, StepStatus), request.watched)
+            evaluated = evaluated.after(artifacts.read_record(store, key, StepStatus), request.watched)
         trained = next(filter(_made_a_policy, steps), None)
-        for checkpoint in stored_checkpoints(store, request.run_id):
+        for checkpoint in artifacts.stored_checkpoints(store, request.run_id):
             if checkpoint.step > (trained.optimizer_step or 0 if trained else -1):  # it will be done again
                 store.delete(f"{checkpoint.key}/{MANIFEST}")  # first, so that the rest does not seem complete
                 for info in list(store.list(f"{checkpoint.key}/")):
@@ -364,7 +356,7 @@ def _made_a_policy(step: StepStatus) -> bool:
 def find_key(store: ObjectStore, run_id: str, step: StepStatus) -> StepStatus | None:
     """The step that had this step's key before, if there is one. Raises InvalidInput: it had other groups."""
     try:
-        before = read_record(store, RunKeys(run_id).step_key(step.key), StepStatus)
+        before = artifacts.read_record(store, RunKeys(run_id).step_key(step.key), StepStatus)
     except NotFound:
         return None
     if before.step == step.step:
