@@ -24,9 +24,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import count, islice
 from pathlib import Path
@@ -56,6 +56,7 @@ _MUCH = 0.5  # share of its memory limit; a child above it is to blame if the ho
 # --- The server of this process's children ---
 
 
+@dataclass(eq=False)
 class Server:
     """A sandbox's server, started when it is first needed, and again if it is lost.
 
@@ -68,31 +69,22 @@ class Server:
         isolates: its children are isolated. Our own programs are not.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[str],
-        kind: ChildKind = "confined",
-        is_code: bool = False,
-        niceness: int = 0,
-        added: Mapping[str, str] | None = None,
-        isolates: bool = True,
-    ) -> None:
-        self._arguments = modules, kind, is_code, niceness, added, isolates
-        self._kind: ChildKind = kind
-        self._niceness = niceness
-        self._added = dict(added or {})
-        bubblewraps = [(launcher, "bubblewrap") for launcher in launchers()]
-        self._ways = [*bubblewraps, ([], "namespaces")] if isolates else [([], "programs")]
-        self.modules = modules
-        self.is_code = is_code
+    modules: Sequence[str]
+    kind: ChildKind = "confined"
+    is_code: bool = False
+    niceness: int = 0
+    added: dict[str, str] = field(default_factory=dict)
+    isolates: bool = True
+
+    def __post_init__(self) -> None:
+        self.forget_parents()
+
+    def forget_parents(self) -> None:
+        """Have no server: at first, and again in a forked process, as it belongs to its parent."""
         self.isolation: tuple[str, str | None] = "", None
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-
-    def forget_parents(self) -> None:
-        """Reset the state in a forked process: the server belongs to its parent."""
-        self.__init__(*self._arguments)  # type: ignore[misc]
 
     def start(self) -> tuple[str, str | None]:
         """Start it. Returns how its children are isolated, and if they are not: why the system refuses."""
@@ -133,7 +125,8 @@ class Server:
         if self._process is not None and self._process.poll() is not None:
             self._forget()
         if self._control is None:
-            for launcher, isolation in self._ways:
+            bubblewraps = [(launcher, "bubblewrap") for launcher in launchers()]
+            for launcher, isolation in [*bubblewraps, ([], "namespaces")] if self.isolates else [([], "programs")]:
                 self._execute([*launcher, sys.executable, "-m", "activities.sandbox.child", isolation])
                 if self.isolation[1] is None:
                     break
@@ -150,9 +143,9 @@ class Server:
                 stdout=subprocess.DEVNULL,
                 cwd=Path(__file__).parents[2],
                 start_new_session=True,  # a terminal's Ctrl-C is for the host
-                env=child_environment(self._kind) | self._added,
+                env=child_environment(self.kind) | self.added,
             )
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, self.niceness)
         self._control.settimeout(_START_S)
         told = self._control.recv(MESSAGE_BYTES)
         self._control.settimeout(None)
