@@ -110,7 +110,10 @@ def prune_checkpoints(store: ObjectStore, run_id: str, keep: int, fence: Fence, 
     whole = [c for c in found_by_now if c.fence_label >= fence.label or _what_is_wrong(store, c.key) is None]
     kept = {checkpoint.key for checkpoint in whole[-keep:]}
     if keep_states:
-        asked = _asked_for(store, RunKeys(run_id), keep_states)
+        marks = sorted(info.key for info in store.list(RunKeys(run_id).kept_states))
+        for key in marks[:-keep_states]:
+            store.delete(key)
+        asked = {int(key.removeprefix(RunKeys(run_id).kept_states)) for key in marks[-keep_states:]}
         kept.update({c.step: c.key for c in whole if c.step in asked}.values())  # of two leases the later one's
     marked = {checkpoint.key for checkpoint in found}
     for checkpoint in found:
@@ -121,14 +124,6 @@ def prune_checkpoints(store: ObjectStore, run_id: str, keep: int, fence: Fence, 
         folder = f"{RunKeys(run_id).checkpoints}/{label}/{step}"
         if folder not in kept and (folder in marked or label < fence.label):
             store.delete(key)
-
-
-def _asked_for(store: ObjectStore, keys: RunKeys, most: int) -> set[int]:
-    """Return the steps of the newest `most` states that are marked; marks of older ones go."""
-    marks = sorted(info.key for info in store.list(keys.kept_states))
-    for key in marks[:-most]:
-        store.delete(key)
-    return {int(key.removeprefix(keys.kept_states)) for key in marks[-most:]}
 
 
 def _what_is_wrong(store: ObjectStore, key: str) -> str | None:

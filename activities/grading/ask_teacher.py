@@ -128,17 +128,13 @@ def _told(answer: Any, row: PackedBin, num_tokens: int, top_k: int, text_of: Any
             if len(named) < (top_k or 1) or not all(math.isfinite(known[id][0]) for id in named):
                 raise InvalidInput(f"the server does not tell {top_k or 1} finite log-probabilities a token", "teacher")
             for id in named:
-                _check_token(id, known[id][1], text_of, vocab_size)
+                theirs, ours = known[id][1], text_of(id) if 0 <= id < vocab_size else None
+                # Ours is "" if the model has more ids than the tokenizer. Servers write parts of characters otherwise.
+                if ours is None or (isinstance(theirs, str) and ours.isascii() and ours.strip() != theirs.strip()):
+                    rule = f"its token {id} is {theirs!r}, the student's {ours!r}: both must have one tokenizer"
+                    raise InvalidInput(rule, "teacher")
             ids.append(tuple(named))
             logprobs.append(tuple(known[id][0] for id in named))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidInput(f"the server's prompt_logprobs are not vLLM's: {error!r}"[:300], "teacher") from error
     return tuple(ids), tuple(logprobs)
-
-
-def _check_token(id: int, theirs: object, text_of: Any, vocab_size: int) -> None:
-    """Refuse a teacher with another tokenizer. Parts of characters are not compared: servers write them differently."""
-    ours = text_of(id) if 0 <= id < vocab_size else None  # "" if the model has more ids than the tokenizer
-    if ours is None or (isinstance(theirs, str) and ours.isascii() and ours.strip() != theirs.strip()):
-        rule = f"its token {id} is {theirs!r}, the student's {ours!r}: both must have one tokenizer"
-        raise InvalidInput(rule, "teacher")

@@ -421,7 +421,9 @@ def score_in(answer: Any, bounds: tuple[float, float]) -> float:
             pass
         case _:
             raise NotGraded("the scoring server's answer has no choices[0].message.content")
-    said = _unfenced(text.strip())
+    said = text.strip()
+    if len(said) >= 2 * len(_FENCE) and said.startswith(_FENCE) and said.endswith(_FENCE):
+        said = said[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
     try:
         parsed = json.loads(said)
         score = parsed["result"] if isinstance(parsed, dict) else parsed
@@ -434,13 +436,6 @@ def score_in(answer: Any, bounds: tuple[float, float]) -> float:
     if not (math.isfinite(value) and low <= value <= high):
         raise NotGraded(f"the scoring model gave {value:g}, outside its range {low:g} to {high:g}")
     return value
-
-
-def _unfenced(text: str) -> str:
-    """Strip a Markdown fence that encloses a whole text."""
-    if len(text) < 2 * len(_FENCE) or not (text.startswith(_FENCE) and text.endswith(_FENCE)):
-        return text
-    return text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
 
 
 class RewardedItem(SampledItem):

@@ -382,7 +382,11 @@ class ProcessLease:
         with LEASES.labels(role).track_inprogress():
             while _is_held(worker):
                 if time.monotonic() > look_at:
-                    look_at, was_stopped = time.monotonic() + _LOOK_EVERY_S, _is_stopped(worker, was_stopped)
+                    is_stopped = worker.is_stopped()
+                    if is_stopped and was_stopped:
+                        worker.end()
+                        raise WorkerLost(f"the process was stopped (SIGSTOP) for {_LOOK_EVERY_S:g} s")
+                    look_at, was_stopped = time.monotonic() + _LOOK_EVERY_S, is_stopped
                 look()
                 time.sleep(_POLL_S)
 
@@ -565,15 +569,6 @@ def _is_held(worker: WorkerProcess) -> bool:
         worker.end()
         raise LeaseLost(f"another machine of this worker is lost: {worker.meeting.broken}")
     return True
-
-
-def _is_stopped(worker: WorkerProcess, before: bool) -> bool:
-    """Return True if the process is stopped. If it was so at the last check, too, end it and raise WorkerLost."""
-    now = worker.is_stopped()
-    if now and before:
-        worker.end()
-        raise WorkerLost(f"the process was stopped (SIGSTOP) for {_LOOK_EVERY_S:g} s")
-    return now
 
 
 def _loss(worker: WorkerProcess) -> LongshoreError:

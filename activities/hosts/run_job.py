@@ -666,7 +666,10 @@ class _Attempt:
                     raise WorkerLost(self.worker.death_report())
                 return None
             self._obey()
-            self._refuse_a_stopped_worker()
+            if time.monotonic() - self.heard_at >= _SILENCE_S:
+                self.heard_at = time.monotonic()
+                if self.worker.is_stopped():
+                    raise WorkerLost(f"the worker was stopped (SIGSTOP), and silent for {_SILENCE_S:g} s")
             time.sleep(_POLL_S)
 
     def _take(self, line: LogLine) -> None:
@@ -709,13 +712,6 @@ class _Attempt:
         elif time.monotonic() > self.kill_at:
             self.worker.end()
 
-    def _refuse_a_stopped_worker(self) -> None:
-        if time.monotonic() - self.heard_at < _SILENCE_S:
-            return
-        self.heard_at = time.monotonic()
-        if self.worker.is_stopped():
-            raise WorkerLost(f"the worker was stopped (SIGSTOP), and silent for {_SILENCE_S:g} s")
-
     def _settle(self, output: Path | None) -> None:
         """Upload everything that is left into the store, then delete the local files."""
         self.staging.end()
@@ -729,8 +725,11 @@ class _Attempt:
     def _result(self, terminal: events.Terminal | None) -> JobResult:
         problem, damaged, checkpoint, metrics = None, None, self.uploader.durable, self.progress.metrics
         best = terminal.best if isinstance(terminal, events.Succeeded) else None
-        if best is not None:
-            checkpoint = self._checkpoint_of(best)
+        if best is not None:  # the newest lease's checkpoint of it
+            run_id = self.request.plan.run_id
+            checkpoint = next((each for each in newest_first(self.host.store, run_id) if each.step == best.step), None)
+            if checkpoint is None:
+                raise CorruptArtifact(f"the checkpoint of the best evaluation, of step {best.step}, is gone", run_id)
             metrics |= {"best_step": float(best.step), f"best_{best.metric}": best.value}
         match terminal:
             case events.Succeeded(step=step):
@@ -755,14 +754,6 @@ class _Attempt:
             held_s=self.held_s(),
             best=best,
         )
-
-    def _checkpoint_of(self, best: events.Best) -> CheckpointRef:
-        """Find the newest lease's checkpoint of the best evaluation. Raises CorruptArtifact: it is gone."""
-        run_id = self.request.plan.run_id
-        found = next((found for found in newest_first(self.host.store, run_id) if found.step == best.step), None)
-        if found is None:
-            raise CorruptArtifact(f"the checkpoint of the best evaluation, of step {best.step}, is gone", run_id)
-        return found
 
 
 def _steps_before(store: ObjectStore, plan: AnyPlan, start: CheckpointRef | None) -> list[Metrics]:

@@ -175,7 +175,9 @@ class ModelTokenizer:
         config = _json(files.get("tokenizer_config.json", b"{}"), f"{place}/tokenizer_config.json")
         legacy = _json(files.get("special_tokens_map.json", b"{}"), f"{place}/special_tokens_map.json")
         self._tokenizer = _tokenizer(files["tokenizer.json"], f"{place}/tokenizer.json")
-        self.special_tokens = _special_tokens(legacy | config)
+        special = {name: (legacy | config).get(name) for name in _SPECIAL}  # bos_token and the like, for templates
+        texts = {name: value["content"] if isinstance(value, dict) else value for name, value in special.items()}
+        self.special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
         declared = with_decoder(_json(files.get("config.json", b"{}"), "config.json")).get("vocab_size")
         in_tokenizer = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.vocab_size = declared if isinstance(declared, int) else in_tokenizer
@@ -359,13 +361,6 @@ def _tokenizer(data: bytes, place: str) -> "Tokenizer":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Read bos_token and the like, as templates know them."""
-    values = {name: config.get(name) for name in _SPECIAL}
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in values.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _ids_before_text(tokenizer: "Tokenizer") -> list[int]:

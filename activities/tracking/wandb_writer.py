@@ -114,7 +114,10 @@ def write_run(lines: Iterable[bytes], progress: BinaryIO) -> bool:
 
     sent = iter(lines)
     run = _open(WriterStart.model_validate_json(next(sent)))
-    progress.write(_done(run).model_dump_json().encode() + b"\n")
+    names = {"step": STEP, "evaluation": EVALUATION, "train_step": TRAIN_STEP} if run.resumed else {}
+    found = {field: run.summary.get(name) for field, name in names.items()}  # a W&B server's
+    done = Done.model_validate({field: int(value) for field, value in found.items() if value is not None})
+    progress.write(done.model_dump_json().encode() + b"\n")
     progress.flush()
     for line in sent:
         if line == END:
@@ -150,15 +153,6 @@ def _open(start: WriterStart) -> Any:
     run.define_metric(STEP)
     run.define_metric("*", step_metric=STEP)
     return run
-
-
-def _done(run: Any) -> Done:
-    """Ask a W&B server for a run's progress."""
-    if not run.resumed:
-        return Done()
-    names = {"step": STEP, "evaluation": EVALUATION, "train_step": TRAIN_STEP}
-    found = {field: run.summary.get(name) for field, name in names.items()}
-    return Done.model_validate({field: int(value) for field, value in found.items() if value is not None})
 
 
 if __name__ == "__main__":

@@ -280,7 +280,8 @@ def sequence_rows(groups: Sequence[Group], run: RLRun, routes: RoutesFile | None
     The rewards of broken trajectories count, too: they were sampled from the policy like the others.
     """
     rewards = [np.array([one.reward for one in group]) for group in groups]
-    given = [np.array([_given(one) for one in group]) for group in groups]
+    sent = [[one.sequences[0].advantage if one.sequences else None for one in group] for group in groups]
+    given = [np.array([advantage or 0.0 for advantage in group]) for group in sent]
     advantages = advantages_of(run.advantages, rewards, given)
     return [
         [
@@ -313,10 +314,6 @@ def _for_critic(row: SequenceRow, reward: float, one: Trajectory, goes_on: bool)
 def _is_cut(one: Scored) -> bool:
     """True if the sampler's limit ended a trajectory."""
     return one.sequences[-1].finish_reason == "length"
-
-
-def _given(one: Scored) -> float:
-    return (one.sequences[0].advantage if one.sequences else None) or 0.0
 
 
 def sequence_of(
@@ -426,16 +423,10 @@ def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -
         metrics["truncation_rate"] = ends.count("length") / len(ends)
     if packed_tokens:
         metrics["packing_factor"] = sum(len(one.token_ids) for one in trained) / packed_tokens
-    return {name: float(value) for name, value in metrics.items()} | _clients_own(everyone)
-
-
-def _clients_own(everyone: Sequence[Scored]) -> dict[str, float]:
-    """Return means of the metrics that clients sent, each over the trajectories that have it."""
-    names = sorted({name for one in everyone for name in one.metrics})
-    return {
-        f"trajectory_{name}": float(np.mean([one.metrics[name] for one in everyone if name in one.metrics]))
-        for name in names
-    }
+    for name in sorted({name for one in everyone for name in one.metrics}):  # those that clients sent
+        sent = [one.metrics[name] for one in everyone if name in one.metrics]
+        metrics[f"trajectory_{name}"] = float(np.mean(sent))
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _result(store: ObjectStore, key: str) -> PackedGroups:

@@ -641,30 +641,22 @@ def _check(one: Trajectory, rules: Rules) -> None:
         raise BrokenTrajectory("sampled", "first_sampled", rule)
     if not math.isfinite(one.reward):
         raise BrokenTrajectory("reward", "reward", f"it is {one.reward}; a reward is a finite number")
-    _check_logprobs(one)
-    _check_advantage(one, run)
-    if one.token_rewards is not None and run.critic is None:
-        raise BrokenTrajectory("token_rewards", "reward", "they are a critic's to read, and the run has none")
-    if not all(map(math.isfinite, one.token_rewards or ())):
-        raise BrokenTrajectory("token_rewards", "reward", "rewards are finite numbers")
-    _check_version(one, rules)
-    _check_routes(one, rules)
-
-
-def _check_logprobs(one: Trajectory) -> None:
     sampled = [p for p, is_sampled in zip(one.logprobs, one.sampled, strict=True) if is_sampled]
     if None in sampled:
         rule = f"{sampled.count(None)} sampled tokens have none: the trainer's are compared with the sampler's"
         raise BrokenTrajectory("logprobs", "missing_logprobs", rule)
     if not all(p is None or (math.isfinite(p) and p <= 0) for p in sampled):
         raise BrokenTrajectory("logprobs", "logprobs", "logprobs of sampled tokens are finite, and at most 0")
-
-
-def _check_advantage(one: Trajectory, run: RLRun) -> None:
     if run.advantages != "given" and one.advantage is not None:
         raise BrokenTrajectory("advantage", "advantage", f"the run computes {run.advantages}: it would be ignored")
     if run.advantages == "given" and (one.advantage is None or not math.isfinite(one.advantage)):
         raise BrokenTrajectory("advantage", "advantage", "the run's advantages are given: a finite number")
+    if one.token_rewards is not None and run.critic is None:
+        raise BrokenTrajectory("token_rewards", "reward", "they are a critic's to read, and the run has none")
+    if not all(map(math.isfinite, one.token_rewards or ())):
+        raise BrokenTrajectory("token_rewards", "reward", "rewards are finite numbers")
+    _check_version(one, rules)
+    _check_routes(one, rules)
 
 
 def _check_version(one: Trajectory, rules: Rules) -> None:

@@ -326,7 +326,13 @@ class ResponseEvents:
             if isinstance(item, OutputMessage):
                 yield from self._end_of_message(item)
             else:
-                yield from self._whole_call(number, item)
+                place = {"item_id": item.id, "output_index": number}
+                begun = item.model_copy(update={"arguments": "", "status": "in_progress"})
+                told = {"name": item.name, "arguments": item.arguments}
+                yield self._event("response.output_item.added", output_index=number, item=begun)
+                yield self._event("response.function_call_arguments.delta", **place, delta=item.arguments)
+                yield self._event("response.function_call_arguments.done", **place, **told)
+                yield self._event("response.output_item.done", output_index=number, item=item)
         yield self._event(f"response.{whole.status}", response=whole)
 
     def note(self, sent: dict[str, Any]) -> None:
@@ -374,14 +380,6 @@ class ResponseEvents:
             yield self._event("response.output_text.done", **self._place, text=part.text, logprobs=[])
             yield self._event("response.content_part.done", **self._place, part=part)
         yield self._event("response.output_item.done", output_index=0, item=item)
-
-    def _whole_call(self, number: int, item: OutputCall) -> Iterator[ResponseEvent]:
-        place = {"item_id": item.id, "output_index": number}
-        begun = item.model_copy(update={"arguments": "", "status": "in_progress"})
-        yield self._event("response.output_item.added", output_index=number, item=begun)
-        yield self._event("response.function_call_arguments.delta", **place, delta=item.arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=item.name, arguments=item.arguments)
-        yield self._event("response.output_item.done", output_index=number, item=item)
 
 
 # --- The stream of one answer, as its bytes ---
