@@ -1,10 +1,8 @@
 """What TrainerRank asks and answers about sequences: inputs, packs, heads, answers."""
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar, Union
 
@@ -24,11 +22,8 @@ from shared.jobs.prefix_tree import (
     Node,
     grow,
     indices,
-    nodes_of,
-    num_shared,
     routes_of_parts,
     shared_where_it_saves,
-    sort_key,
     tables,
     token_ids,
 )
@@ -347,50 +342,6 @@ def pack(sequences: Sequence[Ints], least_saved_tokens: int, routes: Sequence[ND
     route_TEK = routes_of_parts(routes, order, placed) if routes else None
     tokens = token_ids(sequences, order, placed)
     return Pack(tokens, position_T, parent_T, indices(order, placed), members, route_TEK)
-
-
-@dataclass(frozen=True)
-class PackSize:
-    """Computes how many tokens a pack would have, without making it.
-
-    `keys`: of the sequences, sorted; `shared`: what each shares with the one before.
-    """
-
-    least_saved_tokens: int
-    keys: tuple[bytes, ...] = ()
-    shared: tuple[int, ...] = ()
-
-    def with_sequences(self, sequences: Sequence[Ints]) -> "PackSize":
-        keys, shared = list(self.keys), list(self.shared)
-        for key in map(sort_key, sequences):
-            place = bisect_left(keys, key)
-            shared.insert(place, _num_shared(keys[place - 1], key) if place else 0)
-            if place < len(keys):
-                shared[place + 1] = _num_shared(key, keys[place])
-            keys.insert(place, key)
-        return PackSize(self.least_saved_tokens, tuple(keys), tuple(shared))
-
-    @cached_property
-    def nodes(self) -> list[Node]:
-        nodes = nodes_of(list(self.shared), [_length(key) for key in self.keys])
-        return shared_where_it_saves(nodes, self.least_saved_tokens)
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return sum(node.end - node.begin for node in self.nodes)
-
-    @property
-    def num_shared(self) -> int:
-        """The tokens that are stored once in place of several times."""
-        return sum(map(_length, self.keys)) - self.num_tokens
-
-
-def _length(key: bytes) -> int:
-    return len(key) // 4
-
-
-def _num_shared(a: bytes, b: bytes) -> int:
-    return num_shared(np.frombuffer(a, ">u4"), np.frombuffer(b, ">u4"))
 
 
 # --- Heads on the backbone's hidden states, for several labels a position, top-k and whole logits ---

@@ -59,7 +59,7 @@ from megatron_worker.forwards import (
     nested_alike,
     pack,
 )
-from megatron_worker.memory import PlannedSlot, Planner, RankShare, default_budget, new_meter
+from megatron_worker.memory import PlannedSlot, RankShare, default_budget, new_meter
 from megatron_worker.process.ranks import agreement, backend, everyone, start_group
 from megatron_worker.tensors.safetensors_files import WrittenTensor, write_safetensors
 from megatron_worker.tensors.slot_engine import Engine
@@ -353,7 +353,10 @@ def micro_batches(rank: "TrainerRank", items: Sequence[Inputs], budget_bytes: in
             yield MicroBatch(inputs, tuple(answered.pop()), own.items, planning)  # nothing here holds its outputs
             if measures:
                 peak = meter.peak() - held
-                _learn(rank, planner, own, peak / own.planned_bytes if peak > in_all - held and own.items else 1.0)
+                times = peak / own.planned_bytes if peak > in_all - held and own.items else 1.0
+                for kind, most in everyone(world_size, (sorted(own.kind), times)):
+                    if most > 1:
+                        planner.exceeded(frozenset(kind), most)
             number += 1
     finally:
         rank.recomputes = rank.recompute == "on"
@@ -382,13 +385,6 @@ def _as_many_as_fit(
                 "it alone takes more memory than the device has", f"items[{max(s.items for s in shares)[0]}]"
             )
         shares = plan(most=num_items // 2)
-
-
-def _learn(rank: "TrainerRank", planner: Planner, own: RankShare, times: float) -> None:
-    """Tell the planner by which factor each rank exceeded its estimate, if it did."""
-    for kind, most in everyone(rank.facts.layout.world_size, (sorted(own.kind), times)):
-        if most > 1:
-            planner.exceeded(frozenset(kind), most)
 
 
 def _agreed_requests(rank: "TrainerRank", items: Sequence[Inputs]) -> list[list[CheckedInput]]:
