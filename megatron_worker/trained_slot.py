@@ -22,11 +22,11 @@ from megatron_worker.critic import CriticSlot
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import MAX, LossFunction, reported
 from megatron_worker.process.job_queue import EventLog
-from megatron_worker.process.ranks import Awaited, Fault, NotFinite, WorkerRanks
+from megatron_worker.process.ranks import Awaited, BackgroundCall, Fault, NotFinite, WorkerRanks
 from megatron_worker.training.batches import PackedBatches, TargetScores
 from megatron_worker.training.checkpoint import CheckpointState, Written, save_checkpoint
 from megatron_worker.warm_engine import WarmState
-from megatron_worker.weight_sync.sender import BlockSender, Sending
+from megatron_worker.weight_sync.sender import Sending
 from shared.jobs.job import Job, SyncAccess, SyncTarget
 
 # --- Traces the next optimizer steps of a job with torch's profiler, if its host asks for a trace ---
@@ -108,7 +108,7 @@ def _marked_step() -> record_function:
 
 # --- Weights that travel to samplers while they are saved ---
 
-Send = Callable[[SyncTarget, SyncAccess], Sending | BlockSender | None]
+Send = Callable[[SyncTarget, SyncAccess], Sending | BackgroundCall[None] | None]
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def sent_meanwhile(
     try:
         yield
     finally:
-        if sending is not None and (outcome := sending.wait()) is not None:
+        if sending is not None and (outcome := sending.result()) is not None:
             report.emit(Synced, step=step, outcome=outcome)
 
 

@@ -124,7 +124,7 @@ class Ranks:
 
     def agreement(self) -> AbstractContextManager[None]:
         """If one rank raises in the block, all do. No collective of the block may be skipped by raising."""
-        return agreement(self.size, self.device)
+        return agreement(self.size)
 
 
 def join_ranks(layout: Layout, device: torch.device | None = None) -> Ranks:

@@ -146,20 +146,21 @@ class PipelinePasses:
         """Send the last stage's scores to all stages."""
         if self._mesh.pp.size == 1:
             return [found for found in scores if found is not None]
-        sizes, k = [len(batch.weight_N) for batch in batches], outputs.num_named
+        sizes, of_named = [len(batch.weight_N) for batch in batches], (outputs.num_named,)
         exact = torch.promote_types(torch.float32, self._model.dtype)
-        columns: dict[str, Sequence[Tensor]] = {}
-        if outputs.logprob:
-            columns["logprob_N"] = self._from_last_stage("logprob_N", scores, sizes, (), exact)
-        if outputs.entropy:
-            columns["entropy_N"] = self._from_last_stage("entropy_N", scores, sizes, (), exact)
-        if k:
-            columns["top_logprob_NK"] = self._from_last_stage("top_logprob_NK", scores, sizes, (k,), exact)
-            columns["top_id_NK"] = self._from_last_stage("top_id_NK", scores, sizes, (k,), torch.int64)
-        if outputs.values:
-            columns["value_NL"] = self._from_last_stage("value_NL", scores, sizes, (self._model.num_values,), exact)
-        if outputs.divergence is not None:
-            columns["divergence_N"] = self._from_last_stage("divergence_N", scores, sizes, (), exact)
+        asked = {
+            "logprob_N": (outputs.logprob, (), exact),
+            "entropy_N": (outputs.entropy, (), exact),
+            "top_logprob_NK": (outputs.num_named, of_named, exact),
+            "top_id_NK": (outputs.num_named, of_named, torch.int64),
+            "value_NL": (outputs.values, (self._model.num_values,), exact),
+            "divergence_N": (outputs.divergence, (), exact),
+        }
+        columns = {
+            name: self._from_last_stage(name, scores, sizes, rest, dtype)
+            for name, (is_asked, rest, dtype) in asked.items()
+            if is_asked
+        }
         return [Scores(**{name: x[number] for name, x in columns.items()}) for number in range(len(sizes))]
 
     def _from_last_stage(

@@ -181,7 +181,7 @@ class Mesh:
 
     def agreement(self) -> AbstractContextManager[None]:
         """If one rank raises in the block, all do. No collective of the block may be skipped by raising."""
-        return agreement(self.world.size, self.device)
+        return agreement(self.world.size)
 
 
 def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:

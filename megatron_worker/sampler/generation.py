@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -171,6 +172,7 @@ Shapes = tuple[tuple[str, torch.Size, torch.Size], ...]
 _KEPT_PROMPTS = 4  # prompts whose keys and values a lane keeps while their samples wait for slots
 
 
+@dataclass(frozen=True)
 class Pause:
     """A call between two tokens, by the thread that generates.
 
@@ -178,26 +180,19 @@ class Pause:
     have ended.
     """
 
-    def __init__(self, call: Callable[[], None], continues: bool = False) -> None:
-        self._call = call
-        self.continues = continues
-        self._done = threading.Event()
-        self._error: Exception | None = None
+    call: Callable[[], None]
+    continues: bool = False
+    done: Future[None] = field(default_factory=Future)
 
     def run(self) -> bool:
         """Make the call. Returns False if it failed."""
         try:
-            self._call()
+            self.call()
         except Exception as error:
-            self._error = error
-        self._done.set()
-        return self._error is None
-
-    def result(self) -> None:
-        """Wait for the call, and raise what it raised."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+            self.done.set_exception(error)
+            return False
+        self.done.set_result(None)
+        return True
 
 
 class Generator:
@@ -228,7 +223,7 @@ class Generator:
         """
         pause = Pause(call, continues)
         self._arrivals.put(pause)
-        pause.result()
+        pause.done.result()
 
     def stop(self) -> None:
         """End `run`. Safe to call from a signal handler."""

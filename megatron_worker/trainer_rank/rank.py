@@ -142,8 +142,8 @@ class _Backbone:
 class Lockstep:
     """Keeps backbones until their backward, or until no rank holds their outputs. Only `cut` is not collective."""
 
-    def __init__(self, world_size: int, device: torch.device) -> None:
-        self._world_size, self._device = world_size, device
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self._backbones: dict[int, _Backbone] = {}  # by numbers that are the same on all ranks
         self._graphs = Graphs()
         self._num_cut = 0
@@ -173,7 +173,7 @@ class Lockstep:
         If `heads` raises on one rank, all ranks raise.
         """
         try:
-            with agreement(self._world_size, self._device):
+            with agreement(self._world_size):
                 heads()
         except Exception:
             for backbone in self._backbones.values():
@@ -489,8 +489,7 @@ class TrainerRank:
         self._slot_number = count(1)
         self._active: str | None = None
         self._graphs = Graphs()
-        world_size, device = engine.facts.layout.world_size, engine.facts.device
-        self._lockstep = Lockstep(world_size, device) if engine.needs_lockstep else None
+        self._lockstep = Lockstep(engine.facts.layout.world_size) if engine.needs_lockstep else None
 
     @property
     def facts(self) -> EngineInfo:
@@ -778,7 +777,7 @@ class TrainerRank:
 
     def agreement(self) -> AbstractContextManager[None]:
         """If one rank raises in the block, all do."""
-        return agreement(self.facts.layout.world_size, self.facts.device)
+        return agreement(self.facts.layout.world_size)
 
     def _install(self, name: str, slot: _Slot) -> None:
         if (old := self._slots.pop(name, None)) is not None:

@@ -201,19 +201,9 @@ class Gathering:
             self._ranks.send(torch.tensor([what]), rank)
 
 
-class BlockSender:
-    """Another member's end. Its weights must not change before `wait` has returned."""
-
-    def __init__(self, outgoing: Outgoing, bucket_bytes: int, sent: DeltaBase | None) -> None:
-        self._call = BackgroundCall(lambda _: _give_all(outgoing, bucket_bytes, sent))
-
-    def wait(self) -> None:
-        """Wait until rank 0 needs nothing more of this rank."""
-        self._call.result()
-
-
 @torch.inference_mode()
 def _give_all(outgoing: Outgoing, bucket_bytes: int, sent: DeltaBase | None) -> None:
+    """Do another member's part: give rank 0 what it needs. The weights must not change before."""
     own, order = OwnBlocks(outgoing, sent), torch.zeros(1, dtype=torch.int64)
     for pieces in chain(
         cut_buckets(outgoing, bucket_bytes), [[]]
@@ -257,7 +247,7 @@ def send(
     sent: DeltaBase | None = None,
     host: SyncAccess | None = None,
     phases: SyncProfile | None = None,
-) -> "Sending | BlockSender | None":
+) -> "Sending | BackgroundCall[None] | None":
     """Begin to send a slot's weights: rank 0 sends, the other ranks give it their parts. Every rank calls this.
 
     It returns at once: a thread on each rank works during the passes. The send before must have ended.
@@ -268,7 +258,7 @@ def send(
         phases: records each phase; a profile unless given.
 
     Returns:
-        What this rank must wait for; None if it takes no part, such as a rank with a copy of another's weights.
+        What this rank must wait for, by `result`; None if it takes no part, as it has a copy of another's weights.
 
     Raises:
         InvalidInput: a row of a tensor is larger than a bucket, or a dtype does not travel. The same on every rank.
@@ -279,7 +269,7 @@ def send(
     bucket_bytes = min(target.bucket_bytes, all_bytes(outgoing))
     sent = sent if target.backend == "delta" and outgoing.lora is None else None
     if outgoing.ranks.rank != 0:
-        return BlockSender(outgoing, bucket_bytes, sent)
+        return BackgroundCall(lambda _: _give_all(outgoing, bucket_bytes, sent))
     announcement = Announcement(
         run_id=run_id,
         version=target.version,
@@ -296,7 +286,7 @@ def send(
 
 
 class Sending:
-    """One version on its way, in a thread. The weights must not change before `wait` has returned.
+    """One version on its way, in a thread. The weights must not change before `result` has returned.
 
     `sent`: the version to find changes against, replaced by this version afterwards; None: whole rows travel.
     """
@@ -325,7 +315,7 @@ class Sending:
         self._began = time.perf_counter()
         self._call = BackgroundCall(lambda _: self._send())
 
-    def wait(self) -> SyncOutcome:
+    def result(self) -> SyncOutcome:
         """Wait until every sampler has the version, or has failed; the weights may change afterwards."""
         began = time.perf_counter()
         self._call.result()
