@@ -39,8 +39,6 @@ RotaryTables = Mapping[Rope, tuple[Tensor, Tensor]]
 """Cosines and sines of the pass's positions, [T, 1, D] each."""
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """What a recurrent rule takes of tokens, in its order."""
-Expert = Callable[[int, Tensor], Tensor]
-"""The output of an expert, by its number, for some tokens: [M, H]."""
 
 
 class LayerPass(ABC):

@@ -29,7 +29,6 @@ from megatron_worker.process.ranks import (
 from megatron_worker.session import SessionProgram
 from megatron_worker.trained_slot import Outcome, Passes, Program, StepProfiler, TrainedSlot
 from megatron_worker.training.checkpoint import (
-    CheckpointState,
     RandomState,
     go_on_from,
     load_checkpoint,
@@ -149,7 +148,9 @@ def _begin(
     if kept is None:
         ranks.agree(lambda: make_trainable(dispatcher, job, folders))
         yield None
-    before = ranks.agree(lambda: _state_before(job, folders, kept))
+    begins_with, before = job.start or plan.initial_checkpoint, None
+    if begins_with is not None:
+        before = kept.checkpoint.state if kept else ranks.agree(lambda: read_state(folders[begins_with]))
     if before is not None and job.start is not None:
         slot.at, slot.evaluations = before.step, before.evaluations
     yield from program.before_loading(before, kept)
@@ -176,12 +177,6 @@ def _begin(
         seconds=phases.seconds,
     )
     slot.profiler.at_boundary()
-
-
-def _state_before(job: Job, folders: Folders, kept: WarmState | None) -> CheckpointState | None:
-    """Return the state of the checkpoint that the job resumes from, or else begins with."""
-    begins_with = job.start or job.plan.initial_checkpoint
-    return None if begins_with is None else kept.checkpoint.state if kept else read_state(folders[begins_with])
 
 
 def _agreed_on(ranks: WorkerRanks, passes: Passes) -> Passes:

@@ -14,9 +14,9 @@ from torch.nn import Parameter
 
 from longshore.training import Layout, Muon, Optimizer
 from megatron_worker.families import local_of, read_slice, write_slice
+from megatron_worker.offload import Flat
 from megatron_worker.optimizers import groups_of, rates_of, step_matrix, step_of, sum_of_squares, update
 from megatron_worker.process.ranks import SideRanks, agreement, join, join_side_ranks
-from megatron_worker.tensors.offload import Flat
 from megatron_worker.tensors.state_files import Held, SlotOptimizer, State, local_only
 from shared.families.tensor_slices import TensorSlice
 
@@ -215,7 +215,12 @@ class FsdpOptimizer(SlotOptimizer):
         if not self._is_sharded:
             self._ranks.sum(self.grad.buffer)
         self.grad.buffer.div_(denominator)
-        return self._norm()
+        # The norm over all ranks: of all shards, or of a gradient that every rank has whole.
+        views = [self.grad.views[name] for name in self._counted] or [self.grad.buffer]
+        square = torch.stack([sum_of_squares(view) for view in views]).sum()
+        if self._is_sharded:
+            self._ranks.sum(square)
+        return float(square.sqrt())
 
     def _reduced(self) -> list[Tensor]:
         return [self.grad.buffer]
@@ -250,11 +255,3 @@ class FsdpOptimizer(SlotOptimizer):
         if self._masters is not None:
             for name, view in self._masters.views.items():
                 self._working[name].copy_(view)
-
-    def _norm(self) -> float:
-        """Return the gradient's norm over all ranks: of all shards, or of a gradient that every rank has whole."""
-        views = [self.grad.views[name] for name in self._counted] or [self.grad.buffer]
-        square = torch.stack([sum_of_squares(view) for view in views]).sum()
-        if self._is_sharded:
-            self._ranks.sum(square)
-        return float(square.sqrt())

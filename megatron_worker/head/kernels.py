@@ -29,9 +29,6 @@ from megatron_worker.head.torch_tiles import LocalSums, greatest, pack_keys, row
 from megatron_worker.head.triton_tiles import logit_gradient_tile, merge_tiles, rescale, scan_tile
 
 # --- Block sizes of the head's kernels and the memory that they take: numbers, without Triton ---
-#
-# Shape suffixes: N targets, H hidden size, V rows of this rank's shard, C targets of a chunk, K greatest logits kept,
-# L tiles of a row.
 
 WORKSPACE_BYTES = 256 << 20
 # For each of a tile's greatest logits while the tiles are merged: value, id, and temporary keys.

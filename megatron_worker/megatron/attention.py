@@ -1,7 +1,7 @@
 """Attention over a bin's forest, the part of a bin that a rank holds, and a layer's pass over it."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -134,16 +134,13 @@ def attend(
         return attend_forest(query_THD, key_TGD, value_TGD, forest, sink_H)
     if plan.start_S1 is not None:
         return _varlen(query_THD, key_TGD, value_TGD, plan)
-    parts = zip(*(_split(x, plan.lengths) for x in (query_THD, key_TGD, value_TGD)), strict=True)
+    lengths = list(plan.lengths)
+    of_sequences = ([part.transpose(0, 1)[None] for part in x.split(lengths)] for x in (query_THD, key_TGD, value_TGD))
+    parts = zip(*of_sequences, strict=True)
     outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in parts]
     if len(outputs) == 1:
         return outputs[0][0].transpose(0, 1)
     return torch.cat([output[0].transpose(0, 1) for output in outputs])
-
-
-def _split(heads_TXD: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Return one [1, heads, S, D] view for each sequence."""
-    return [part.transpose(0, 1)[None] for part in heads_TXD.split(list(lengths))]
 
 
 def _varlen(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan) -> Tensor:

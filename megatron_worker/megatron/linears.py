@@ -17,8 +17,8 @@ from megatron_worker.layers import Norm, unchanged
 from megatron_worker.lora import Adapter, LinearLora, lora_linear
 from megatron_worker.megatron.optimizer import arrange
 from megatron_worker.megatron.parallel import Group, Mesh, Placement, gather_rows, holds, sum_rows
+from megatron_worker.offload import Flat
 from megatron_worker.quantized import CODES, QuantizedTensor, QuantizedTensors
-from megatron_worker.tensors.offload import Flat
 from shared.families.architecture import Architecture, Attention
 from shared.families.tensor_slices import Linear, TensorSlice
 

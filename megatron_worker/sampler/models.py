@@ -17,10 +17,10 @@ from torch import Tensor
 
 from longshore.fields import Sha256
 from longshore.training import Lora
+from megatron_worker.offload import HostCopy
 from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter, versioned
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator
-from megatron_worker.tensors.offload import HostCopy
 from megatron_worker.tensors.safetensors_files import file_sha256
 from megatron_worker.weight_sync.bucket_reader import Receiving
 from megatron_worker.weight_sync.buckets import Announcement, Assembly, SyncReply, shapes_sha256, weights_sha256

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -338,7 +338,9 @@ def write_safetensors(
 
     `path` None only draws the tensors, as ranks do that take part in gathering but do not write. See `all_drawn`.
     """
-    with nullcontext() if path is None else _created(path) as file:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if path is None else path.open("wb") as file:
         if file is not None:
             file.write(_header(entries, metadata))
         for entry in entries:
@@ -361,11 +363,6 @@ def file_sha256(tensors: Mapping[str, Tensor]) -> Sha256:
     for tensor in tensors.values():
         found.update(_bytes_of(tensor))
     return found.hexdigest()
-
-
-def _created(path: Path) -> BinaryIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("wb")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, Unpack
+from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ from megatron_worker.engine import (
 )
 from megatron_worker.head import scalar
 from megatron_worker.head.logprobs import VocabShard
-from megatron_worker.tensors.offload import Flat, HostCopy, Residency, Resident
+from megatron_worker.lora import Adapter
+from megatron_worker.offload import HostCopy, Residency, Resident
 from megatron_worker.tensors.state_files import (
     Held,
     SlotOptimizer,
@@ -57,30 +58,7 @@ from shared.models.peft import OUTPUT, beside, module_of
 # --- The slots of an engine: adapters on one base model, their training state, and moving them to the host ---
 
 
-class DropoutMasks(Protocol):
-    """See megatron_worker/lora.py."""
-
-    seed: int
-    moment: tuple[int, int] | None
-
-    def at(self, moment: tuple[int, int] | None, /) -> AbstractContextManager[None]: ...
-
-
-class SlotAdapter(Protocol):
-    """An adapter's weights, in one buffer (megatron_worker/lora.py)."""
-
-    lora: Lora
-    slices: list[TensorSlice]
-    flat: Flat
-    parameters: dict[str, Parameter]
-
-    @property
-    def masks(self) -> DropoutMasks: ...
-
-    def initialise(self, seed: int, weight_of: Callable[[str], Tensor]) -> None: ...
-
-
-AdapterT = TypeVar("AdapterT", bound=SlotAdapter)
+AdapterT = TypeVar("AdapterT", bound=Adapter)
 OptimizerT = TypeVar("OptimizerT", bound=SlotOptimizer)
 _NO_LINEARS = "score"
 """The pattern of an adapter that is a head alone."""
@@ -322,7 +300,11 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
         training, ranks = self.trained, self._state_ranks
         with ranks.agreement():
             if training.slot is None:
-                self._load_base(folder / "weights")
+                if read_architecture(folder / "weights") != self._base.architecture:
+                    place = str(folder / "weights" / "config.json")
+                    raise InvalidInput("the checkpoint is of another architecture than the model", place)
+                carried = self._base.architecture.carried
+                read_model(folder / "weights", training.slices, self._written, ranks, carried)
             else:
                 adapter = self.adapters[training.slot]
                 peft_format.read_config(folder / "weights", adapter.lora)
@@ -339,12 +321,6 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
             optimizer.put("exp_avg", zeros)
             optimizer.put("exp_avg_sq", zeros)
             optimizer.step_count = 0
-
-    def _load_base(self, folder: Path) -> None:
-        if read_architecture(folder) != self._base.architecture:
-            raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))
-        slices, carried = self.trainings[None].slices, self._base.architecture.carried
-        read_model(folder, slices, self._written, self._state_ranks, carried)
 
     @property
     def _written(self) -> Mapping[str, Tensor]:
@@ -399,7 +375,7 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
         return None in self.trainings
 
 
-def _adapter_parts(adapter: SlotAdapter) -> dict[Part, Resident]:
+def _adapter_parts(adapter: Adapter) -> dict[Part, Resident]:
     return {"weights": Resident([adapter.flat.host])}
 
 
@@ -529,16 +505,15 @@ class Engine(Slots[AdapterT, OptimizerT]):
     def optim_step(self, adam: Optimizer, learning_rate: float, denominator: float) -> Norms:
         """Divide the accumulated gradients by `denominator`, clip, step, zero. Non-finite norms change no weight."""
         training = self.trained
-        sums = self._noise_sums(training.square_of_own_gradient(), training.weight) if adam.noise_scale else None
-        norms = training.apply(adam, learning_rate, training.reduce(denominator))
-        return norms if sums is None else replace(norms, noise=gradient_noise(sums, norms.grad_norm * denominator))
-
-    def _noise_sums(self, square: Tensor, weight: Tensor | float) -> dict[str, float]:
-        """Return what `gradient_noise` needs, over ranks that have bins of their own each. Collective."""
-        weight = torch.as_tensor(weight, dtype=torch.float64, device=square.device)
-        has_bins = weight > 0
+        if not adam.noise_scale:
+            return training.apply(adam, learning_rate, training.reduce(denominator))
+        square = training.square_of_own_gradient()
+        weight = torch.as_tensor(training.weight, dtype=torch.float64, device=square.device)
+        has_bins = weight > 0  # over ranks that have bins of their own each
         square = square / torch.where(has_bins, weight, 1.0)
-        return self.reduce({"square": square, "weight": weight, "ranks": has_bins.double()})
+        sums = self.reduce({"square": square, "weight": weight, "ranks": has_bins.double()})
+        norms = training.apply(adam, learning_rate, training.reduce(denominator))
+        return replace(norms, noise=gradient_noise(sums, norms.grad_norm * denominator))
 
     def reduce_gradients(self, denominator: float) -> float:
         """Add the active slot's gradients up over all ranks, and divide them. Returns their norm over all ranks."""

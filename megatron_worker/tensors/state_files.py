@@ -23,9 +23,10 @@ from torch.nn import Parameter
 from longshore.training import Lora, Optimizer, ScalarHead
 from megatron_worker.engine import Batch, Norms, TensorBlock
 from megatron_worker.families import read_slice, write_slice
+from megatron_worker.offload import Flat
 from megatron_worker.optimizers import sum_of_squares
 from megatron_worker.process.ranks import SideRanks
-from megatron_worker.tensors.offload import Flat
+from megatron_worker.quantized import QuantizedTensor
 from megatron_worker.tensors.safetensors_files import (
     TensorFiles,
     WrittenTensor,
@@ -249,21 +250,13 @@ class SlotTraining(Generic[OptimizerT]):
             optimizer.refresh_working()
 
 
-class Stored(Protocol):
-    """A parameter in another storage format, made from the whole tensor."""
-
-    def zeros(self) -> Tensor: ...
-
-    def store(self, whole: Tensor) -> None: ...
-
-
 def read_model(
     folder: Path,
     slices: Sequence[TensorSlice],
     parameters: Mapping[str, Tensor],
     ranks: StateRanks,
     carried: Sequence[str] = (),
-    quantized: Mapping[str, Stored] = MappingProxyType({}),
+    quantized: Mapping[str, QuantizedTensor] = MappingProxyType({}),
 ) -> None:
     """Read a model. Raises InvalidInput for missing or damaged files, and for missing, unknown or misshapen tensors.
 

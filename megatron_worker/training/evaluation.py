@@ -92,7 +92,9 @@ class Evaluator:
         self, greedy: Greedy, prompts: list[list[int]], cancelled: Callable[[], bool]
     ) -> Generator[None, None, list[list[int]] | None]:
         """Complete prompts a few tokens a pass, so that a cancel is noticed soon; None when cancelled."""
-        stop_ids, max_tokens = self._end_ids(), self.evaluation.sample_tokens
+        # The tokens that end an answer: what the model's files name, and what training puts there.
+        stop_ids = frozenset(read_end_ids(self.model)).union(*(prompt.end_ids for prompt in self.prompts))
+        max_tokens = self.evaluation.sample_tokens
         completions: list[list[int]] = [[] for _ in prompts]
         growing = list(range(len(prompts)))
         for done in range(0, max_tokens, _TOKENS_A_TURN):
@@ -105,10 +107,6 @@ class Evaluator:
             growing = [row for row, tokens in zip(growing, more, strict=True) if len(tokens) == length]
             yield
         return completions
-
-    def _end_ids(self) -> frozenset[int]:
-        """Return the tokens that end an answer: what the model's files name, and what training puts there."""
-        return frozenset(read_end_ids(self.model)).union(*(prompt.end_ids for prompt in self.prompts))
 
 
 def is_due(evaluation: Evaluation, step: int, num_steps: int) -> bool:

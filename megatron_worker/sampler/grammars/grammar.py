@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from megatron_worker.sampler.grammars import trial
-from shared.chat.completions import StructuredOutputs, Tag, Tags
+from shared.chat.completions import StructuredOutputs, Tags
 from shared.errors import InvalidInput
 
 PLACE = "structured_outputs"
@@ -158,12 +158,11 @@ def _tags(tags: Tags) -> str:
     names = [f"tag_{number}" for number in range(len(tags.tags))]
     rules = [f"start: tag{more}", f"tag: {' | '.join(names)}"]
     for name, tag in zip(names, tags.tags, strict=True):
-        rules += [f"{name}: {_text(tag.begin)} json_{name} {_text(tag.end)}", f"json_{name}: %json {_json(tag)}"]
+        rules += [
+            f"{name}: {_text(tag.begin)} json_{name} {_text(tag.end)}",
+            f"json_{name}: %json {_schema(tag.content.json_schema)}",
+        ]
     return "\n".join(rules)
-
-
-def _json(tag: Tag) -> str:
-    return _schema(tag.content.json_schema)
 
 
 def _text(text: str) -> str:
