@@ -36,7 +36,7 @@ from megatron_worker.weight_sync.buckets import (
 from megatron_worker.weight_sync.connections import Receivers
 from megatron_worker.weight_sync.transports.protocol import Outbound
 from megatron_worker.weight_sync.transports.table import choose, ends_of, why_not
-from shared.jobs.job import SyncAccess, SyncPlace, SyncTarget
+from shared.jobs.job import SyncAccess, SyncTarget
 
 # --- Profile ---
 # The phases of a sync as the trainer sees them, and their trace in a file that chrome://tracing and Perfetto read.
@@ -270,19 +270,7 @@ def send(
     sent = sent if target.backend == "delta" and outgoing.lora is None else None
     if outgoing.ranks.rank != 0:
         return BackgroundCall(lambda _: _give_all(outgoing, bucket_bytes, sent))
-    announcement = Announcement(
-        run_id=run_id,
-        version=target.version,
-        transport=choose(target),
-        shapes_sha256=shapes_sha256(outgoing.shapes.items()),
-        lora=outgoing.lora,
-        base_digest=None if sent is None else sent.digest,
-        buffer_bytes=bucket_bytes,
-        name=target.name,
-        waits=target.waits,
-    )
-    host = host or SyncAccess()
-    return Sending(announcement, outgoing, target.places, host, phases or SyncProfile(host.profile), sent)
+    return Sending(outgoing, target, run_id, bucket_bytes, sent, host or SyncAccess(), phases)
 
 
 class Sending:
@@ -293,19 +281,28 @@ class Sending:
 
     def __init__(
         self,
-        announcement: Announcement,
         outgoing: Outgoing,
-        places: tuple[SyncPlace, ...],
+        target: SyncTarget,
+        run_id: str,
+        bucket_bytes: int,
+        sent: DeltaBase | None,
         host: SyncAccess,
-        phases: SyncProfile,
-        sent: DeltaBase | None = None,
+        phases: SyncProfile | None,
     ) -> None:
-        self._announcement = announcement
-        self._outgoing = outgoing
-        self._places = places
+        self._announcement = Announcement(
+            run_id=run_id,
+            version=target.version,
+            transport=choose(target),
+            shapes_sha256=shapes_sha256(outgoing.shapes.items()),
+            lora=outgoing.lora,
+            base_digest=None if sent is None else sent.digest,
+            buffer_bytes=bucket_bytes,
+            name=target.name,
+            waits=target.waits,
+        )
+        self._outgoing, self._places, self._sent = outgoing, target.places, sent
         self._secret = bytes.fromhex(host.secret) if host.secret is not None else None
-        self._phases = phases
-        self._sent = sent
+        self._phases = phases or SyncProfile(host.profile)
         self._gathering = Gathering(outgoing, sent)
         self._receivers = Receivers()
         self._digest = Digest()
