@@ -1,9 +1,12 @@
-"""MegatronEngine: the Engine on megatron-core. Its parts are in the other modules of this package."""
+"""MegatronEngine: the Engine on megatron-core. Its parts are in the other modules of this package.
+
+Shape suffixes: N targets of a bin, M those whose hidden states are this rank's, t tokens of this rank, H hidden size; s
+tokens that a rank has between layers.
+"""
 
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from megatron_worker.megatron.attention import LocalBin, shard_bin
 from megatron_worker.megatron.linears import MegatronAdapter
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.optimizer import MegatronOptimizer
-from megatron_worker.megatron.parallel import Link, Mesh, join_mesh, one_forward_one_backward, placed, replicated_over
+from megatron_worker.megatron.parallel import Link, join_mesh, one_forward_one_backward, placed, replicated_over
 from megatron_worker.quantized import WholeWeights
 from megatron_worker.tensors.slot_engine import Base, Engine
 from megatron_worker.tensors.state_files import read_model
@@ -28,22 +31,95 @@ from shared.families.model_slices import shape_of
 from shared.families.tensor_slices import TensorSlice, linears_of
 from shared.models.shape import check_layout
 
-# --- Forward and backward passes of bins, alone or through the stages of a pipeline ---
-#
-# Shape suffixes: N targets of a bin, M those whose hidden states are this rank's, t tokens of this rank, H hidden
-# size; s tokens that a rank has between layers.
-
-DropoutScope = Callable[[], AbstractContextManager[None]]
 Learned = tuple[Batch, dict[str, Tensor]]
 
 
-class PipelinePasses:
-    """Forward and backward passes. Collective: ranks bring equally many bins, the same ones if they share data."""
+class MegatronEngine(Engine[MegatronAdapter, MegatronOptimizer]):
+    """See `megatron_worker.tensors.slot_engine.Engine`.
 
-    def __init__(self, model: MegatronModel, mesh: Mesh) -> None:
-        self._model = model
-        self._mesh = mesh
-        self._link = Link(mesh, model.architecture.hidden_size, model.dtype)
+    Args:
+        model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
+        layout: `torch.distributed` must be initialised with its world size, unless that is 1.
+        quantize: hold the linears' weights so; then adapters alone are trained.
+        optimizer_states: how both moments of AdamW are held.
+
+    Raises:
+        InvalidInput: the folder cannot be used, or the layout cannot hold the model. The same on every rank.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        layout: Layout,
+        dtype: Dtype,
+        device: torch.device | None = None,
+        quantize: Quantization | None = None,
+        optimizer_states: OptimizerStates = "float32",
+    ) -> None:
+        config = read_config(model)
+        shape = shape_of(config)
+        check_layout(layout, shape)
+        architecture = config.architecture()
+        self._mesh = join_mesh(layout, device)
+        self._folder, self._optimizer_states = model, optimizer_states
+        with self._mesh.agreement():  # one rank alone may run out of memory
+            self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype), quantize)
+        self._let_recompute(self._model.layers)
+        self._link = Link(self._mesh, architecture.hidden_size, self._model.dtype)
+        self._slices_here = placed(architecture.slices(layout.tp, layout.etp), architecture, layout)
+        weights = WholeWeights({**self._model.flat.views, **self._model.quantized})
+        base = Base(model, architecture, self._slices_here, weights, self._model.storages)
+        super().__init__(base, self._mesh)
+        mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
+        ranks, windows = (mesh.rank, mesh.dp.rank, mesh.dp.size), self._model.architecture.windows
+        began = time.perf_counter()
+        self._read_base()
+        read_s, is_whole = time.perf_counter() - began, quantize is None
+        self.facts = EngineInfo(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes, is_whole, read_s)
+
+    def _read_base(self) -> None:
+        with self._mesh.agreement():
+            model, a = self._model, self._model.architecture
+            slices, views = [*self._slices_here, *a.constants], {**model.flat.views, **model.constants}
+            read_model(self._folder, slices, views, self._mesh, a.carried, model.quantized)
+
+    def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> MegatronAdapter:
+        mesh = replace(self._mesh, device=device)
+        architecture, layout = self._model.architecture, mesh.layout
+        tied = placed([architecture.output_slice(layout.tp)] if architecture.tied else [], architecture, layout)
+        linears, dtype = linears_of([*self._slices_here, *tied]), self._model.flat.buffer.dtype
+        more = [*head_slices(lora.head, architecture.hidden_size, layout.pp - 1), *own]
+        return MegatronAdapter(lora, linears, more, mesh, dtype)
+
+    def _use(self, adapter: MegatronAdapter | None) -> None:
+        self._model.set_adapter(adapter)
+
+    def _new_optimizer(self, adapter: MegatronAdapter) -> MegatronOptimizer:
+        own = adapter.regions, self._mesh, self._optimizer_states, adapter.slices
+        return MegatronOptimizer(adapter.parameters, adapter.flat, *own)
+
+    def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
+        assert not self._model.quantized, "quantized weights are frozen"
+        flat, own = self._model.flat, (self._mesh, self._optimizer_states, self._slices_here)
+        if device != self._mesh.device:
+            meta = flat.like(flat.buffer.dtype, device)
+            return MegatronOptimizer({}, meta, self._model.regions, *own)
+        return MegatronOptimizer(self._model.parameters, flat, self._model.regions, *own)
+
+    # A step.
+
+    @property
+    def needs_lockstep(self) -> bool:
+        """True if ranks with other data hold experts that this rank's tokens may choose."""
+        layout = self._mesh.layout
+        return layout.tp * layout.cp % (layout.ep * layout.etp) > 0
+
+    def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        here = {name: value.to(self._mesh.device) for name, value in sums.items()}
+        return over_ranks(here, self._mesh.dp.rank, self._mesh.dp.size, self._mesh.dp.sum)
+
+    # Passes of bins, alone or through the stages of a pipeline. Ranks bring equally many, the same ones if they share
+    # data.
 
     def forward(self, batch: Batch, outputs: Outputs) -> Scores:
         """Score a bin's targets. With pipeline stages the scores have no graph, as none is sent between stages."""
@@ -54,26 +130,28 @@ class PipelinePasses:
         scores = None if hidden_tH is None else self._scores(batch, part, hidden_tH, outputs)
         return self._broadcast_scores([batch], [scores], outputs)[0]
 
-    def forward_backward(
-        self, batches: Iterable[Batch], loss: LossFunction, dropout_scope: DropoutScope = nullcontext
-    ) -> Iterator[Learned]:
-        """Accumulate gradients of sums. Yields each bin with its detached sums. Each forward enters `dropout_scope`."""
-        if self._mesh.pp.size > 1:
-            yield from self._pipelined(list(batches), loss, dropout_scope)
-            return
+    def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
+        ((_batch, sums),) = self.forward_backward_all([batch], loss)
+        return sums
+
+    def forward_backward_all(self, batches: Iterable[Batch], loss: LossFunction) -> Iterator[Learned]:
+        assert self.is_training, "nothing is being trained"
+        passes = self._pipelined(list(batches), loss) if self._mesh.pp.size > 1 else self._one_by_one(batches, loss)
+        return self.trained.weighed(passes)
+
+    def _one_by_one(self, batches: Iterable[Batch], loss: LossFunction) -> Iterator[Learned]:
         for batch in batches:
             if batch.is_empty and self._mesh.experts.size == 1:
                 yield batch, loss.sums(self._no_scores(batch, loss.outputs), batch).detached()
                 continue
             part = self._localised(batch)
-            with dropout_scope():
+            with self.dropout_scope():
                 hidden_tH = self._model.run(part, None)
                 objective, sums, _scores = self._objective(batch, part, hidden_tH, loss)
             objective.backward()
             yield batch, sums.detached()
 
     def teacher_states(self, batch: Batch) -> TeacherStates | None:
-        """See `megatron_worker.tensors.slot_engine.Engine`."""
         if batch.is_empty and self._mesh.experts.size == 1:
             return None
         part = self._localised(batch)
@@ -84,11 +162,20 @@ class PipelinePasses:
         beside = self._model.beside_head(hidden_MH)
         return TeacherStates(hidden_MH) if beside is None else TeacherStates(hidden_MH, beside.low_NR, beside.b_VR)
 
-    def hidden_states(self, batch: Batch) -> Tensor | None:
-        """Return the targets' final hidden states, [N, H], on all ranks of the last stage; None on others."""
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the targets' hidden states after the final norm, [N, H], and this rank's output embedding, [V, H].
+
+        Hidden states are equal on all ranks that share the batch.
+        """
         part = self._localised(batch)
         hidden_tH = self._through_stages(part)
-        return None if hidden_tH is None else part.of_all_targets(hidden_tH.index_select(0, part.hidden_index_M))
+        assert hidden_tH is not None, "hidden states are the last stage's alone"
+        hidden_NH = part.of_all_targets(hidden_tH.index_select(0, part.hidden_index_M))
+        return hidden_NH, replicated_over(self._model.output_weight_VH, self._mesh.cp)
+
+    @property
+    def vocab_shard(self) -> VocabShard:
+        return self._model.shard
 
     def _localised(self, batch: Batch) -> LocalBin:
         model = self._model
@@ -121,14 +208,12 @@ class PipelinePasses:
         sums = loss.sums(scores, batch)
         return (hidden_tH.sum() * 0 if batch.is_empty else sums.loss), sums, scores
 
-    def _pipelined(
-        self, batches: Sequence[Batch], loss: LossFunction, dropout_scope: DropoutScope
-    ) -> Iterator[Learned]:
+    def _pipelined(self, batches: Sequence[Batch], loss: LossFunction) -> Iterator[Learned]:
         parts = [self._localised(batch) for batch in batches]
         scores: list[Scores | None] = [None] * len(batches)
 
         def forward(number: int, received_sH: Tensor | None) -> Tensor:
-            with dropout_scope():
+            with self.dropout_scope():
                 hidden = self._model.run(parts[number], received_sH)
                 if not self._mesh.is_last_stage:
                     return hidden
@@ -192,117 +277,3 @@ class PipelinePasses:
 def _mapped(function: Callable[[Tensor], Tensor], scores: Scores) -> Scores:
     columns = (getattr(scores, column.name) for column in dataclasses.fields(scores))
     return Scores(*(None if x is None else function(x) for x in columns))
-
-
-class MegatronEngine(Engine[MegatronAdapter, MegatronOptimizer]):
-    """See `megatron_worker.tensors.slot_engine.Engine`.
-
-    Args:
-        model: a Hugging Face folder. Its weights are read again when a full fine-tuning has used them up.
-        layout: `torch.distributed` must be initialised with its world size, unless that is 1.
-        quantize: hold the linears' weights so; then adapters alone are trained.
-        optimizer_states: how both moments of AdamW are held.
-
-    Raises:
-        InvalidInput: the folder cannot be used, or the layout cannot hold the model. The same on every rank.
-    """
-
-    def __init__(
-        self,
-        model: Path,
-        layout: Layout,
-        dtype: Dtype,
-        device: torch.device | None = None,
-        quantize: Quantization | None = None,
-        optimizer_states: OptimizerStates = "float32",
-    ) -> None:
-        config = read_config(model)
-        shape = shape_of(config)
-        check_layout(layout, shape)
-        architecture = config.architecture()
-        self._mesh = join_mesh(layout, device)
-        self._folder, self._optimizer_states = model, optimizer_states
-        with self._mesh.agreement():  # one rank alone may run out of memory
-            self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype), quantize)
-        self._let_recompute(self._model.layers)
-        self._passes = PipelinePasses(self._model, self._mesh)
-        self._slices_here = placed(architecture.slices(layout.tp, layout.etp), architecture, layout)
-        weights = WholeWeights({**self._model.flat.views, **self._model.quantized})
-        base = Base(model, architecture, self._slices_here, weights, self._model.storages)
-        super().__init__(base, self._mesh)
-        mesh, sizes = self._mesh, (architecture.vocab_size, architecture.hidden_size)
-        ranks, windows = (mesh.rank, mesh.dp.rank, mesh.dp.size), self._model.architecture.windows
-        began = time.perf_counter()
-        self._read_base()
-        read_s, is_whole = time.perf_counter() - began, quantize is None
-        self.facts = EngineInfo(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes, is_whole, read_s)
-
-    def _read_base(self) -> None:
-        with self._mesh.agreement():
-            model, a = self._model, self._model.architecture
-            slices, views = [*self._slices_here, *a.constants], {**model.flat.views, **model.constants}
-            read_model(self._folder, slices, views, self._mesh, a.carried, model.quantized)
-
-    def _new_adapter(self, lora: Lora, device: torch.device, own: Sequence[TensorSlice] = ()) -> MegatronAdapter:
-        mesh = replace(self._mesh, device=device)
-        architecture, layout = self._model.architecture, mesh.layout
-        tied = placed([architecture.output_slice(layout.tp)] if architecture.tied else [], architecture, layout)
-        linears, dtype = linears_of([*self._slices_here, *tied]), self._model.flat.buffer.dtype
-        more = [*head_slices(lora.head, architecture.hidden_size, layout.pp - 1), *own]
-        return MegatronAdapter(lora, linears, more, mesh, dtype)
-
-    def _use(self, adapter: MegatronAdapter | None) -> None:
-        self._model.set_adapter(adapter)
-
-    def _new_optimizer(self, adapter: MegatronAdapter) -> MegatronOptimizer:
-        own = adapter.regions, self._mesh, self._optimizer_states, adapter.slices
-        return MegatronOptimizer(adapter.parameters, adapter.flat, *own)
-
-    def _new_base_optimizer(self, device: torch.device) -> MegatronOptimizer:
-        assert not self._model.quantized, "quantized weights are frozen"
-        flat, own = self._model.flat, (self._mesh, self._optimizer_states, self._slices_here)
-        if device != self._mesh.device:
-            meta = flat.like(flat.buffer.dtype, device)
-            return MegatronOptimizer({}, meta, self._model.regions, *own)
-        return MegatronOptimizer(self._model.parameters, flat, self._model.regions, *own)
-
-    # A step.
-
-    @property
-    def needs_lockstep(self) -> bool:
-        """True if ranks with other data hold experts that this rank's tokens may choose."""
-        layout = self._mesh.layout
-        return layout.tp * layout.cp % (layout.ep * layout.etp) > 0
-
-    def forward(self, batch: Batch, outputs: Outputs) -> Scores:
-        return self._passes.forward(batch, outputs)
-
-    def teacher_states(self, batch: Batch) -> TeacherStates | None:
-        return self._passes.teacher_states(batch)
-
-    def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the targets' hidden states after the final norm, [N, H], and this rank's output embedding, [V, H].
-
-        Hidden states are equal on all ranks that share the batch.
-        """
-        hidden_NH = self._passes.hidden_states(batch)
-        assert hidden_NH is not None, "hidden states are the last stage's alone"
-        return hidden_NH, replicated_over(self._model.output_weight_VH, self._mesh.cp)
-
-    @property
-    def vocab_shard(self) -> VocabShard:
-        return self._model.shard
-
-    def forward_backward(self, batch: Batch, loss: LossFunction) -> dict[str, Tensor]:
-        ((_batch, sums),) = self.forward_backward_all([batch], loss)
-        return sums
-
-    def forward_backward_all(
-        self, batches: Iterable[Batch], loss: LossFunction
-    ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
-        assert self.is_training, "nothing is being trained"
-        return self.trained.weighed(self._passes.forward_backward(batches, loss, self.dropout_scope))
-
-    def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        here = {name: value.to(self._mesh.device) for name, value in sums.items()}
-        return over_ranks(here, self._mesh.dp.rank, self._mesh.dp.size, self._mesh.dp.sum)

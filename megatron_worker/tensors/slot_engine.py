@@ -515,14 +515,6 @@ class Engine(Slots[AdapterT, OptimizerT]):
         norms = training.apply(adam, learning_rate, training.reduce(denominator))
         return replace(norms, noise=gradient_noise(sums, norms.grad_norm * denominator))
 
-    def reduce_gradients(self, denominator: float) -> float:
-        """Add the active slot's gradients up over all ranks, and divide them. Returns their norm over all ranks."""
-        return self.trained.reduce(denominator)
-
-    def apply_gradients(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
-        """Clip what `reduce_gradients` left, step, zero. A norm that is not finite changes no weight."""
-        return self.trained.apply(adam, learning_rate, norm)
-
     def zero_grad(self) -> None:
         if self.is_training:
             self.trained.zero_grad()

@@ -679,7 +679,7 @@ class TrainerRank:
         norms = {}
         for name in names:
             with self.dispatcher.resident(self.slot(name)):
-                norms[name] = self.engine.reduce_gradients(denominator)
+                norms[name] = self.engine.trained.reduce(denominator)
         broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
         if broken:
             self.zero_grad(names)
@@ -688,7 +688,7 @@ class TrainerRank:
         stepped = {}
         for name, norm in norms.items():
             with self.dispatcher.resident(self.slot(name)):
-                stepped[name] = self.engine.apply_gradients(adam, learning_rate, norm)
+                stepped[name] = self.engine.trained.apply(adam, learning_rate, norm)
         return stepped
 
     def zero_grad(self, adapters: Sequence[str | None] | None = None) -> None:
