@@ -199,7 +199,7 @@ def measure(probe: Probe, sizes: Sequence[int], device: torch.device, world_size
             break
         repeated = [_measured(probe, size, device) for _ in range(_REPEATS if world_size > 1 else 1)]
         least = tuple(map(min, zip(*repeated, strict=True)))
-        most = map(max, zip(*everyone(world_size, least), strict=True))
+        most = map(max, zip(*everyone(least), strict=True))
         cost = PassCost((*cost.sizes, size), (*cost.points, PassBytes(*most)))
     return cost
 

@@ -16,6 +16,7 @@ from megatron_worker.head.distributions import score_with_divergence
 from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
 from megatron_worker.head.scalar import head_slices
 from megatron_worker.lora import Adapter
+from megatron_worker.process.ranks import agreement
 from megatron_worker.tensors.slot_engine import Base, Engine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
@@ -43,7 +44,7 @@ class FsdpEngine(Engine[Adapter, FsdpOptimizer]):
         self._folder = model
         self._dtype: torch.dtype = getattr(torch, dtype)
         # One rank alone may run out of memory.
-        with self._ranks.agreement(), refusing(read_architecture(model).family):
+        with agreement(), refusing(read_architecture(model).family):
             self._model = FsdpModel(model, self._ranks, self._dtype)
         self._let_recompute(self._model.layers)
         shards = self._model.shards
@@ -63,7 +64,7 @@ class FsdpEngine(Engine[Adapter, FsdpOptimizer]):
         self.facts = EngineInfo(layout, dtype, *places, *sizes, weights_s=weights_s)
 
     def _read_base(self) -> None:
-        with self._ranks.agreement():
+        with agreement():
             model = self._model
             read_model(self._folder, model.slices, model.shards, self._ranks, model.architecture.carried)
 

@@ -2,7 +2,6 @@
 that every rank has whole."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from longshore.training import Layout, Muon, Optimizer
 from megatron_worker.families import local_of, read_slice, write_slice
 from megatron_worker.offload import Flat
 from megatron_worker.optimizers import groups_of, rates_of, step_matrix, step_of, sum_of_squares, update
-from megatron_worker.process.ranks import SideRanks, agreement, join, join_side_ranks
+from megatron_worker.process.ranks import SideRanks, join, join_side_ranks
 from megatron_worker.tensors.state_files import Held, SlotOptimizer, State, local_only
 from shared.families.tensor_slices import TensorSlice
 
@@ -121,10 +120,6 @@ class Ranks:
         if self.size > 1:
             dist.broadcast(whole, tensor_slice.ep_rank)
         return whole
-
-    def agreement(self) -> AbstractContextManager[None]:
-        """If one rank raises in the block, all do. No collective of the block may be skipped by raising."""
-        return agreement(self.size)
 
 
 def join_ranks(layout: Layout, device: torch.device | None = None) -> Ranks:

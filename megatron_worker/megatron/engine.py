@@ -23,6 +23,7 @@ from megatron_worker.megatron.linears import MegatronAdapter
 from megatron_worker.megatron.model import MegatronModel
 from megatron_worker.megatron.optimizer import MegatronOptimizer
 from megatron_worker.megatron.parallel import Link, join_mesh, one_forward_one_backward, placed, replicated_over
+from megatron_worker.process.ranks import agreement
 from megatron_worker.quantized import WholeWeights
 from megatron_worker.tensors.slot_engine import Base, Engine
 from megatron_worker.tensors.state_files import read_model
@@ -62,7 +63,7 @@ class MegatronEngine(Engine[MegatronAdapter, MegatronOptimizer]):
         architecture = config.architecture()
         self._mesh = join_mesh(layout, device)
         self._folder, self._optimizer_states = model, optimizer_states
-        with self._mesh.agreement():  # one rank alone may run out of memory
+        with agreement():  # one rank alone may run out of memory
             self._model = MegatronModel(architecture, self._mesh, getattr(torch, dtype), quantize)
         self._let_recompute(self._model.layers)
         self._link = Link(self._mesh, architecture.hidden_size, self._model.dtype)
@@ -78,7 +79,7 @@ class MegatronEngine(Engine[MegatronAdapter, MegatronOptimizer]):
         self.facts = EngineInfo(layout, dtype, mesh.device, *ranks, *sizes, windows, shape.routes, is_whole, read_s)
 
     def _read_base(self) -> None:
-        with self._mesh.agreement():
+        with agreement():
             model, a = self._model, self._model.architecture
             slices, views = [*self._slices_here, *a.constants], {**model.flat.views, **model.constants}
             read_model(self._folder, slices, views, self._mesh, a.carried, model.quantized)

@@ -203,9 +203,9 @@ _LONG = b"+"  # begins the length of a value that takes more bytes
 T = TypeVar("T")
 
 
-def everyone(world_size: int, value: T) -> list[T]:
+def everyone(value: T) -> list[T]:
     """Return the values of all ranks, in order of rank: small ones, of JSON, lists in place of tuples. Collective."""
-    if world_size == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     data = json.dumps(value).encode()
     texts = _gathered(data if len(data) <= _MESSAGE_BYTES else _LONG + str(len(data)).encode(), _MESSAGE_BYTES)
@@ -224,14 +224,14 @@ def _gathered(data: bytes, num_bytes: int) -> list[bytes]:
 
 
 @contextmanager
-def agreement(world_size: int) -> Iterator[None]:
+def agreement() -> Iterator[None]:
     """If one rank raises in the block, all do. No collective of the block may be skipped by raising."""
     error: Exception | None = None
     try:
         yield
     except Exception as raised:  # every rank must learn of it before it continues
         error = raised
-    told = everyone(world_size, _told(error))
+    told = everyone(_told(error))
     if error is not None:
         raise error
     if first := next((each for each in told if each is not None), None):

@@ -33,6 +33,7 @@ from megatron_worker.head import scalar
 from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.lora import Adapter
 from megatron_worker.offload import HostCopy, Residency, Resident
+from megatron_worker.process.ranks import agreement
 from megatron_worker.tensors.state_files import (
     Held,
     SlotOptimizer,
@@ -166,7 +167,7 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
         Raises the same InvalidInput on every rank if it is missing, damaged, or not of `lora`'s shape.
         """
         self.residency.bring_base()
-        with self._state_ranks.agreement():
+        with agreement():
             found = beside(peft_format.read_config(folder, may_have_head=True), self._modules)
             if lora is not None:
                 peft_format.check_same(found, beside(lora, self._modules), str(folder))
@@ -282,23 +283,23 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
             self.write_base(folder / "weights")
         else:
             lora, exact = self.adapters[training.slot].lora, training.optimizer.gathered("master")
-            with ranks.agreement():
+            with agreement():
                 write_adapter(weights, lora, training.slices, exact, ranks)
-        with ranks.agreement():
+        with agreement():
             write_optimizer(optimizer, training, ranks)
 
     def write_base(self, folder: Path) -> None:
         """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
         base, ranks, head = self._base, self._state_ranks, self._base_head
         slices = base.slices if head is None else self.trainings[None].slices
-        with ranks.agreement():
+        with agreement():
             own, named = folder if ranks.rank == 0 else None, None if head is None else head.lora.head
             write_model_folder(own, base.folder, slices, self._written, ranks, base.architecture.carried, named)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, under any layout, into what is being trained. Raises InvalidInput on mismatch."""
         training, ranks = self.trained, self._state_ranks
-        with ranks.agreement():
+        with agreement():
             if training.slot is None:
                 if read_architecture(folder / "weights") != self._base.architecture:
                     place = str(folder / "weights" / "config.json")

@@ -9,7 +9,6 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -89,8 +88,6 @@ class StateRanks(Protocol):
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype, /) -> Tensor:
         """Gather a whole tensor, of `dtype`, on every rank from those that hold it. Collective."""
         ...
-
-    def agreement(self) -> AbstractContextManager[None]: ...
 
 
 class SlotOptimizer(ABC):

@@ -142,8 +142,7 @@ class _Backbone:
 class Lockstep:
     """Keeps backbones until their backward, or until no rank holds their outputs. Only `cut` is not collective."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self) -> None:
         self._backbones: dict[int, _Backbone] = {}  # by numbers that are the same on all ranks
         self._graphs = Graphs()
         self._num_cut = 0
@@ -151,7 +150,7 @@ class Lockstep:
     def passes(self, own: Iterable[Pass]) -> set[Pass]:
         """Return the passes that any rank makes. Raises InvalidInput if some ranks keep graphs and others do not."""
         self.release()
-        found = everyone(self._world_size, (list(set(own)), torch.is_grad_enabled()))
+        found = everyone((list(set(own)), torch.is_grad_enabled()))
         if len({keeps_graph for _, keeps_graph in found}) > 1:
             raise InvalidInput("some ranks keep a graph and others are under no_grad; here they go in step", "forward")
         return {Pass(*each) for passes, _ in found for each in passes}
@@ -173,7 +172,7 @@ class Lockstep:
         If `heads` raises on one rank, all ranks raise.
         """
         try:
-            with agreement(self._world_size):
+            with agreement():
                 heads()
         except Exception:
             for backbone in self._backbones.values():
@@ -195,7 +194,7 @@ class Lockstep:
             self._backbones = {number: backbone for number, backbone in self._backbones.items() if number in alive}
 
     def _of_any_rank(self, numbers: set[int]) -> set[int]:
-        return set().union(*everyone(self._world_size, list(numbers)))
+        return set().union(*everyone(list(numbers)))
 
     def _refuse_done(self, number: int) -> None:
         if number not in self._backbones:
@@ -388,7 +387,7 @@ class TrainerRank:
         self._slot_number = count(1)
         self._active: str | None = None
         self._graphs = Graphs()
-        self._lockstep = Lockstep(engine.facts.layout.world_size) if engine.needs_lockstep else None
+        self._lockstep = Lockstep() if engine.needs_lockstep else None
 
     @property
     def facts(self) -> EngineInfo:
@@ -398,7 +397,7 @@ class TrainerRank:
 
     def create_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Create an adapter, trainable and active: A is Kaiming-uniform from the seed, B zero."""
-        with self.agreement():
+        with agreement():
             refuse_beyond_passes(lora)
             self._refuse_trained_base()
             self._refuse_alive(name, "replaced")
@@ -412,7 +411,7 @@ class TrainerRank:
         Raises InvalidInput: it is missing, damaged, not finite, not of the base's shapes or not of `lora`; the name's
         graph is alive; or it is trainable, but the base is trained. An adapter of the same name then stays.
         """
-        with self.agreement():
+        with agreement():
             if trainable:
                 self._refuse_trained_base()
             self._refuse_alive(name, "loaded")
@@ -435,7 +434,7 @@ class TrainerRank:
         Adapters that are not trainable may be loaded too; forwards with them give gradients for the base.
         Raises InvalidInput: something else is trained, or the base is quantized.
         """
-        with self.agreement():
+        with agreement():
             self._refuse_trained_base()
             if trained := sorted(name for name, is_trained in self.adapters.items() if is_trained):
                 raise InvalidInput(f"it is trained alone: drop {', '.join(trained)} first", "the base")
@@ -447,7 +446,7 @@ class TrainerRank:
 
         Raises InvalidInput when there is none, or its graph is alive.
         """
-        with self.agreement():
+        with agreement():
             slot = self.slot(name)
             if name is None:
                 self._trainable(None)
@@ -502,7 +501,7 @@ class TrainerRank:
         `no_grad` and by whether they have routes: one packed forward for each. Raises InvalidInput naming the input
         and the rule.
         """
-        with nullcontext() if self._lockstep is None else self.agreement():
+        with nullcontext() if self._lockstep is None else agreement():
             requests = self.checked(inputs, "inputs")
         passes = {request.goes_in for request in requests if not request.is_empty}
         if self._lockstep is not None:
@@ -531,9 +530,9 @@ class TrainerRank:
         Raises InvalidInput: on every rank: items differ between ranks, or one would not fit the budget on its own.
         """
         requests = self._agreed_requests(items)
-        world_size, device, budget_bytes = self.facts.layout.world_size, self.facts.device, self.memory_budget_bytes
+        device, budget_bytes = self.facts.device, self.memory_budget_bytes
         measures = budget_bytes is not None or device.type == "cuda"
-        in_all = min(everyone(world_size, default_budget(device) if budget_bytes is None else budget_bytes))
+        in_all = min(everyone(default_budget(device) if budget_bytes is None else budget_bytes))
         planner, in_step = self.dispatcher.planner, self.engine.needs_lockstep
         for recomputes in WAYS[self.recompute]:
             self.recomputes = recomputes
@@ -548,7 +547,7 @@ class TrainerRank:
             meter.start()
         try:
             while first < len(items):
-                held = max(everyone(world_size, meter.mark() if measures else 0))
+                held = max(everyone(meter.mark() if measures else 0))
                 plan = partial(planner.next_shares, requests, first, slots, in_step, in_all - held, held)
                 shares, answered = self._as_many_as_fit(items, plan)
                 first += sum(len(share.items) for share in shares)
@@ -560,7 +559,7 @@ class TrainerRank:
                 if measures:
                     peak = meter.peak() - held
                     times = peak / own.planned_bytes if peak > in_all - held and own.items else 1.0
-                    for kind, most in everyone(world_size, (sorted(own.kind), times)):
+                    for kind, most in everyone((sorted(own.kind), times)):
                         if most > 1:
                             planner.exceeded(frozenset(kind), most)
                 number += 1
@@ -571,9 +570,9 @@ class TrainerRank:
 
     def _agreed_requests(self, items: Sequence[Inputs]) -> list[list[CheckedInput]]:
         """Check the items. Raises InvalidInput on every rank if they differ between ranks, or one of them is wrong."""
-        with self.agreement():
+        with agreement():
             requests = [self.checked(item, f"items[{number}]") for number, item in enumerate(items)]
-        if len(set(everyone(self.facts.layout.world_size, _digest(requests)))) > 1:
+        if len(set(everyone(_digest(requests)))) > 1:
             raise InvalidInput("every rank must give the same items; they are dealt out here", "items")
         return requests
 
@@ -607,7 +606,7 @@ class TrainerRank:
             own, answered = shares[self.facts.dp_rank], []
             with suppress(torch.OutOfMemoryError):
                 answered.append(self.forward([items[place] for place in own.items]))
-            if all(everyone(self.facts.layout.world_size, len(answered) > 0)):
+            if all(everyone(len(answered) > 0)):
                 return shares, answered
             answered.clear()
             num_items = sum(len(share.items) for share in shares)
@@ -663,7 +662,7 @@ class TrainerRank:
                 zero), an adapter is unknown, not trainable, or its graph is alive.
         """
         names = list(dict.fromkeys([self._active] if adapters is None else adapters))
-        with self.agreement():
+        with agreement():
             for name in names:
                 self._trainable(name)
                 self._refuse_alive(name, "stepped")
@@ -713,7 +712,7 @@ class TrainerRank:
 
     def snapshot(self, name: str) -> Snapshot:
         """The adapter's weights as they are now, whole and float32, in host memory of every rank."""
-        with self.agreement():
+        with agreement():
             self.slot(name)
         lora, slot = self._slots[name].lora, self._slots[name].name
         assert lora is not None and slot is not None
@@ -729,13 +728,13 @@ class TrainerRank:
             self.engine.write_base(folder)
             return
         snapshot = self.snapshot(name)
-        with self.agreement():
+        with agreement():
             if self.facts.rank == 0:
                 snapshot.write(folder)
 
     def save(self, name: str | None, folder: Path) -> None:
         """Write `weights/` and `optimizer/` of a trained slot, as in a job's checkpoint; rank 0 writes."""
-        with self.agreement():
+        with agreement():
             self._trainable(name)
         self.dispatcher.save_state(self.slot(name), folder)
 
@@ -744,7 +743,7 @@ class TrainerRank:
 
         Raises InvalidInput as `load_adapter` does.
         """
-        with self.agreement():
+        with agreement():
             self._trainable(name)
             self._refuse_alive(name, "loaded")
         self.dispatcher.load_state(self.slot(name), folder)
@@ -757,10 +756,6 @@ class TrainerRank:
             known = ", ".join(sorted(self.adapters)) or "none"
             raise InvalidInput(f"there is no adapter {name!r}; loaded: {known}", place)
         return self._slots[name].name
-
-    def agreement(self) -> AbstractContextManager[None]:
-        """If one rank raises in the block, all do."""
-        return agreement(self.facts.layout.world_size)
 
     def _install(self, name: str, slot: _Slot) -> None:
         if (old := self._slots.pop(name, None)) is not None:
@@ -809,7 +804,7 @@ def train_head(rank: TrainerRank, name: str | None, head: Head) -> None:
     them. Parameters take the engine's dtype, and lie in a buffer of the slot from then on. Raises InvalidInput if the
     slot is not trained. Collective.
     """
-    with rank.agreement():
+    with agreement():
         if not (rank.trains_base if name is None else rank.adapters.get(name)):
             raise InvalidInput("what it is to be trained with is not trained", "head")
     rank.engine.train_own(rank.slot(name), dict(head.named_parameters()), dict(head.named_buffers()))

@@ -133,7 +133,7 @@ def budget_of(rank: TrainerRank) -> int:
     slots, in_step = rank.measured_slots(requests, _WITHOUT_LIMIT), rank.engine.needs_lockstep
     alone = (rank.dispatcher.planner.next_shares([item], 0, slots, in_step, _WITHOUT_LIMIT) for item in requests)
     needed = max(share.planned_bytes for shares in alone for share in shares)
-    return int(_BUDGET * max(everyone(rank.facts.layout.world_size, needed)))
+    return int(_BUDGET * max(everyone(needed)))
 
 
 def inputs_of_all_kinds() -> list[ForwardInput]:
