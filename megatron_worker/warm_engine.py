@@ -119,7 +119,11 @@ class WarmEngine:
             self.discard()
             self.dispatcher = Dispatcher(self._build(plan, model))
             self._key = key
-            self.room = SlotRoom(self._slot_limit())
+            limit, engine, device = self._slot_bytes, self.dispatcher.engine, self.dispatcher.facts.device
+            if limit is None and device.type == "cuda":
+                total = torch.cuda.get_device_properties(device).total_memory
+                limit = max(0, total - total // PASSES_SHARE - engine.memory().parts["weights"].device)
+            self.room = SlotRoom(limit)
         elif kept is None:
             self._forget([plan.run_id] if isinstance(plan.trainable, Lora) else list(self._kept))
         if isinstance(plan.trainable, Lora):
@@ -129,15 +133,6 @@ class WarmEngine:
         self.on_device = True
         self.in_hand.add(plan.run_id)
         return self.dispatcher
-
-    def _slot_limit(self) -> int | None:
-        """Return the bytes for slots on this rank, while the engine has none."""
-        assert self.dispatcher is not None
-        engine, device = self.dispatcher.engine, self.dispatcher.facts.device
-        if self._slot_bytes is not None or device.type != "cuda":
-            return self._slot_bytes
-        total = torch.cuda.get_device_properties(device).total_memory
-        return max(0, total - total // PASSES_SHARE - engine.memory().parts["weights"].device)
 
     def make_room(self, plan: WorkerPlan, folders: Folders, ranks: WorkerRanks) -> None:
         """Reserve the device's memory for a run's slots, before they are made or brought back. Collective.

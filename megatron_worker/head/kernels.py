@@ -89,11 +89,7 @@ def scan(
         hidden_NH, weight_VH: bfloat16, float16 or float32, both the same; each row of the weight contiguous.
         first: the id of the first row.
     """
-    hidden_NH, weight_VH, row_N = (
-        hidden_NH.detach().contiguous(),
-        weight_VH.detach(),
-        _row_or_none(label_N, first, weight_VH),
-    )
+    hidden_NH, weight_VH, row_N = _operands(hidden_NH, weight_VH, label_N, first)
     blocks = blocks or blocks_for(hidden_NH.dtype)
     (num_targets, top_k), num_rows = sums.top_NK.shape, len(weight_VH)
     rows_NH, logit_rows_NH = sums.weighted_rows_NH, sums.logit_rows_NH
@@ -120,10 +116,10 @@ def scan(
     sums.max_N, sums.sum_exp_N, sums.target_N, sums.weighted_logit_N = result_4N
 
 
-def _row_or_none(label_N: Tensor, first: int, weight_VH: Tensor) -> Tensor:
-    """Return the row of each label among these, -1 if it is not among them."""
+def _operands(hidden_NH: Tensor, weight_VH: Tensor, label_N: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what kernels read: for each label its row among these, -1 if it is not among them."""
     row_N, owned_N = rows_of_labels(label_N, first, len(weight_VH))
-    return torch.where(owned_N, row_N, -1)
+    return hidden_NH.detach().contiguous(), weight_VH.detach(), torch.where(owned_N, row_N, -1)
 
 
 @dataclass(frozen=True)
@@ -214,11 +210,7 @@ def add_weight_gradient(
         by_logprob_N: the gradient that came in, divided by the temperature, float32.
         entropy: expected logits, and the gradient by the entropy divided by the temperature, float32 [N] each.
     """
-    hidden_NH, weight_VH, row_N = (
-        hidden_NH.detach().contiguous(),
-        weight_VH.detach(),
-        _row_or_none(label_N, first, weight_VH),
-    )
+    hidden_NH, weight_VH, row_N = _operands(hidden_NH, weight_VH, label_N, first)
     blocks = blocks or blocks_for(hidden_NH.dtype)
     num_targets, num_rows = len(hidden_NH), len(weight_VH)
     size = chunk_targets(num_targets, padded(num_rows) * hidden_NH.element_size(), blocks, workspace_bytes)

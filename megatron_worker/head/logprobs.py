@@ -267,7 +267,11 @@ def _scan(hidden_NH: Tensor, weight_VH: Tensor, last_VR: Tensor | None, task: _T
     label_N, outputs, shard = task.label_N, task.outputs, task.shard
     local = LocalSums.none(hidden_NH, outputs, task.keep_rows)
     if task.keep_rows:
-        local.label_rows_NH = _label_rows(weight_VH, last_VR, label_N, shard, local.max_N.dtype)
+        row_N, owned_N = rows_of_labels(label_N, shard.first, shard.num_real)
+        columns_NH = weight_VH.detach()[row_N]
+        if last_VR is not None:
+            columns_NH = torch.cat([columns_NH, last_VR.detach()[row_N]], dim=1)
+        local.label_rows_NH = columns_NH.to(local.max_N.dtype).mul_(owned_N[:, None])
     if len(label_N) and shard.num_real:
         for part, real_VH in _parts(weight_VH, last_VR, shard, task.tile.joined):
             arguments = hidden_NH, real_VH, label_N, outputs, part.first
@@ -338,14 +342,6 @@ def _weight_gradient(
         else:
             torch_tiles.add_weight_gradient(grad_PH, *arguments, task.tile, shard.logit_cap)
     return grad_VH
-
-
-def _label_rows(
-    weight_VH: Tensor, last_VR: Tensor | None, label_N: Tensor, shard: VocabShard, dtype: torch.dtype
-) -> Tensor:
-    row_N, owned_N = rows_of_labels(label_N, shard.first, shard.num_real)
-    columns = weight_VH.detach()[row_N] if last_VR is None else torch.cat([weight_VH[row_N], last_VR[row_N]], dim=1)
-    return columns.detach().to(dtype).mul_(owned_N[:, None])
 
 
 def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:

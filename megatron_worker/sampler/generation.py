@@ -32,7 +32,7 @@ from shared.chat.completions import DrawnBy, Sampling
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from megatron_worker.sampler.grammars.grammar import Following, Grammar
+    from megatron_worker.sampler.grammars.grammar import Grammar
 
 
 # --- A sample while it is drawn, and its end ---
@@ -108,7 +108,7 @@ class Sequence:
     min_p: float = 0.0
     penalties: Penalties = NO_PENALTIES
     grammar: "Grammar | None" = None
-    following: "Following | None" = None
+    following: "Grammar | None" = None
     num_prompt_top: int | None = None
     draws_nothing: bool = False
     tells_routes: bool = False

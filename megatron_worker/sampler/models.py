@@ -282,7 +282,9 @@ class Models:
         request = parsed(NameWeightsRequest, body)
         self._refuse_asleep()
         with self._lock:
-            if (synced := self._take_synced(request.digest)) is not None:
+            runs = [run for run, each in self._synced_adapters.items() if request.digest in (each.digest, each.content)]
+            if runs:
+                synced = self._synced_adapters.pop(runs[0])
                 adapter = synced.adapter
                 if synced.digest != request.digest:  # as if loaded from files, which tell no version
                     adapter.drawn_by = adapter.drawn_by.of_version(None)
@@ -294,11 +296,6 @@ class Models:
                     404, "no weights of this digest have come, or later ones have taken their place", "digest"
                 )
         return f"served as {request.name}"
-
-    def _take_synced(self, sha256: Sha256) -> SyncedAdapter | None:
-        """Remove and return the adapter of a digest or a content; None if it is not there."""
-        runs = [run_id for run_id, each in self._synced_adapters.items() if sha256 in (each.digest, each.content)]
-        return self._synced_adapters.pop(runs[0]) if runs else None
 
     def _change(
         self,

@@ -82,7 +82,12 @@ class Evaluator:
         completions = yield from self._complete(greedy, [p.prompt_ids for p in prompts], cancelled)
         if completions is None:
             return None
-        texts = _decode(self.model, completions)
+        from tokenizers import Tokenizer
+
+        path = self.model / "tokenizer.json"
+        if not path.exists():
+            raise CorruptArtifact("the model has no tokenizer.json to decode samples with", str(self.model))
+        texts = Tokenizer.from_file(str(path)).decode_batch(completions, skip_special_tokens=True)
         return tuple(
             EvaluationSample(prompt=p.prompt, completion=text, reference=p.reference, evaluation=self.name)
             for p, text in zip(prompts, texts, strict=True)
@@ -141,15 +146,6 @@ def read_prompts(units: Path) -> list[HeldOutPrompt]:
         raise CorruptArtifact(f"no JSON: {error}", str(path)) from error
     except ValidationError as error:
         raise CorruptArtifact(first_rule(error), str(path)) from error
-
-
-def _decode(model: Path, ids: list[list[int]]) -> list[str]:
-    from tokenizers import Tokenizer
-
-    path = model / "tokenizer.json"
-    if not path.exists():
-        raise CorruptArtifact("the model has no tokenizer.json to decode samples with", str(model))
-    return Tokenizer.from_file(str(path)).decode_batch(ids, skip_special_tokens=True)
 
 
 def with_progress(
