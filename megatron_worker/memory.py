@@ -20,7 +20,7 @@ from longshore.training import LINEARS, Full, Lora
 from megatron_worker.engine import Batch, EngineInfo, LossFunction
 from megatron_worker.forwards import CheckedInput, ForwardInput, HeadRequest, Ints, Pass, TopK, answers
 from megatron_worker.mixers.forest_calls import mask_elements
-from megatron_worker.process.ranks import Fault, JobFailed, everyone
+from megatron_worker.process.ranks import everyone
 from megatron_worker.tensors.slot_engine import Engine
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
@@ -634,36 +634,6 @@ class SlotRoom:
     needs: dict[str, SlotNeed] = field(default_factory=dict)
     on_device: set[str] = field(default_factory=set)
 
-    def has_room(self, run_id: str, need: SlotNeed) -> bool:
-        """Return True if a run's slots fit on the device together with all others."""
-        return self.limit is None or need.total <= self.limit - self._of_others(run_id)
-
-    def reserve(self, run_id: str, need: SlotNeed) -> None:
-        self.needs[run_id] = need
-        self.on_device.add(run_id)
-
-    def forget(self, run_id: str) -> None:
-        self.needs.pop(run_id, None)
-        self.on_device.discard(run_id)
-
     def total(self, run_ids: Iterable[str]) -> int:
         """Return the bytes of some runs' slots, wherever they are."""
         return sum(self.needs[run_id].total for run_id in run_ids)
-
-    def check_alone(self, need: SlotNeed) -> None:
-        """Raise JobFailed (`invalid_input`) if a slot would not fit on an empty device."""
-        if self.limit is not None and need.total > self.limit:
-            message = f"trainable: {need}, and there are {self.limit:,} for slots: none of its kind fits"
-            raise JobFailed(Fault(kind="invalid_input", message=message))
-
-    def crowded(self, run_id: str, need: SlotNeed) -> JobFailed:
-        """Return the fault of a run whose slot would fit alone, but not with the others."""
-        assert self.limit is not None
-        message = (
-            f"{need}; of {self.limit:,} for slots other runs have {self._of_others(run_id):,}: "
-            f"{self.limit // need.total} of its kind fit at once"
-        )
-        return JobFailed(Fault(kind="crowded", message=message))
-
-    def _of_others(self, run_id: str) -> int:
-        return self.total(self.on_device - {run_id})
