@@ -105,7 +105,12 @@ def run_job(
             slot.profiler = open_files.enter_context(StepProfiler(job.log_path if ranks.rank == 0 else None))
             program = with_slot(slot)
             yield from _begin(slot, program, folders, kept, phases)
-            return (yield from _agreed_on(ranks, program.run(by_hand)))
+            try:
+                return (yield from program.run(by_hand))
+            except (JobFailed, CancelledEarly):
+                raise
+            except Exception as error:
+                raise ranks.agree_on(error) from None
         except JobFailed as failed:
             return Outcome("failed", slot.at if slot else job.plan.first_step, failed.fault)
         except CancelledEarly:
@@ -177,16 +182,6 @@ def _begin(
         seconds=phases.seconds,
     )
     slot.profiler.at_boundary()
-
-
-def _agreed_on(ranks: WorkerRanks, passes: Passes) -> Passes:
-    """Do a program's passes. An error of one rank is agreed on: raises JobFailed on all."""
-    try:
-        return (yield from passes)
-    except (JobFailed, CancelledEarly):
-        raise
-    except Exception as error:
-        raise ranks.agree_on(error) from None
 
 
 def make_deterministic(plan: WorkerPlan) -> None:

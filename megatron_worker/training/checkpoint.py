@@ -97,8 +97,8 @@ def save_checkpoint(
     return Written(final, ranks.broadcast(sha256.encode() or None).decode(), state, drawn)
 
 
-def load_checkpoint(load: UseFolder, plan: WorkerPlan, model_sha256: str, folder: Path) -> int:
-    """Load weights, optimizer and random state of a staged checkpoint. Returns the number of steps that are done.
+def load_checkpoint(load: UseFolder, plan: WorkerPlan, model_sha256: str, folder: Path) -> None:
+    """Load weights, optimizer and random state of a staged checkpoint.
 
     Raises:
         InvalidInput: it is incomplete, of another model, of other data, or of another shape. Nothing is ever
@@ -115,7 +115,6 @@ def load_checkpoint(load: UseFolder, plan: WorkerPlan, model_sha256: str, folder
             )
     load(folder)
     _load_random_state(folder / "rng.safetensors")
-    return state.step - plan.first_step
 
 
 def load_initial_checkpoint(load: UseFolder, plan: WorkerPlan, model_sha256: str, folder: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -330,32 +330,30 @@ class Sending:
 
     @torch.inference_mode()
     def _send(self) -> None:
-        try:
-            self._send_by_transport()
-        finally:
-            self._gathering.end()
+        with ExitStack() as at_end:
+            at_end.callback(self._gathering.end)
+            device, transport = self._outgoing.device, self._announcement.transport
+            if (reason := why_not(transport, device)) is not None:
+                self._fail(reason)
+                return
+            outbound = ends_of(transport).outbound(device)
+            at_end.callback(self._finalize, outbound)
+            try:
+                with self._phases("prepare"):
+                    outbound.prepare(self._announcement.buffer_bytes)
+                with self._phases("connect"):
+                    is_all = self._receivers.announce(self._places, self._announcement, self._secret)
+                    outbound.connect(self._receivers)
+                self._send_buckets(outbound, is_all)
+            except OSError as error:
+                self._fail(str(error))
 
-    def _send_by_transport(self) -> None:
-        device = self._outgoing.device
-        if (reason := why_not(self._announcement.transport, device)) is not None:
-            self._fail(reason)
-            return
-        outbound = ends_of(self._announcement.transport).outbound(device)
-        try:
-            with self._phases("prepare"):
-                outbound.prepare(self._announcement.buffer_bytes)
-            with self._phases("connect"):
-                is_all = self._receivers.announce(self._places, self._announcement, self._secret)
-                outbound.connect(self._receivers)
-            self._send_buckets(outbound, is_all)
-        except OSError as error:
-            self._fail(str(error))
-        finally:
-            with self._phases("finalize"):
-                outbound.finalize()
-                self._receivers.close()
-            self._duration_s = time.perf_counter() - self._began
-            self._profile_problem = self._phases.end(self._announcement)
+    def _finalize(self, outbound: Outbound) -> None:
+        with self._phases("finalize"):
+            outbound.finalize()
+            self._receivers.close()
+        self._duration_s = time.perf_counter() - self._began
+        self._profile_problem = self._phases.end(self._announcement)
 
     def _fail(self, why: str) -> None:
         for receiver in list(self._receivers.living):
@@ -364,14 +362,22 @@ class Sending:
             self._receivers.problems.setdefault(place.socket, why)
 
     def _send_buckets(self, outbound: Outbound, is_all: bool) -> None:
-        base, digest = self._sent, None
+        """Fill buffers, each as soon as all samplers have read what was in it; until nobody is left."""
+        base, digest, buffers = self._sent, None, outbound.buffers
         if base is not None:
             base.digest = None  # until all of its copies are of one version again
-        for bucket in self._buckets(outbound, is_all):
+        for number, pieces in enumerate(cut_buckets(self._outgoing, self._announcement.buffer_bytes)):
+            with self._phases(f"settle {number}"):
+                outbound.settle(len(buffers) - 1)
+            if not self._receivers.living:
+                break
+            with self._phases(f"fill {number}"):
+                only_changes = base is not None and not is_all
+                bucket = self._gathering.fill(buffers[number % len(buffers)], number, pieces, only_changes)
             self._digest.add(bucket)
             self._num_bytes += bucket.num_bytes
             self._weight_bytes += sum(part.num_bytes for part in bucket.parts)
-            with self._phases(f"send {bucket.number}"):
+            with self._phases(f"send {number}"):
                 outbound.send(bucket)
         with self._phases("settle"):
             outbound.settle(0)
@@ -382,15 +388,3 @@ class Sending:
                 self._receivers.settle(0)
         if base is not None:
             base.digest = digest
-
-    def _buckets(self, outbound: Outbound, is_all: bool) -> Iterator[Bucket]:
-        """Fill buffers, each as soon as all samplers have read what was in it; until nobody is left."""
-        buffers, only_changes = outbound.buffers, self._sent is not None and not is_all
-        for number, pieces in enumerate(cut_buckets(self._outgoing, self._announcement.buffer_bytes)):
-            with self._phases(f"settle {number}"):
-                outbound.settle(len(buffers) - 1)
-            if not self._receivers.living:
-                return
-            with self._phases(f"fill {number}"):
-                bucket = self._gathering.fill(buffers[number % len(buffers)], number, pieces, only_changes)
-            yield bucket
