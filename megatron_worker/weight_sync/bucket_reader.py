@@ -3,11 +3,11 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
-from megatron_worker.process.ranks import BackgroundCall
 from megatron_worker.weight_sync.buckets import (
     Announcement,
     Bucket,
@@ -36,8 +36,10 @@ class Receiving:
         if (reason := why_not(announcement.transport, device)) is not None:
             raise InvalidInput(f"the sampler does not take it: {reason}", "weight_sync.backend")
         self._inbound = ends_of(announcement.transport).inbound(device, announcement.buffer_bytes)
-        self._next: BackgroundCall[tuple[Bucket, Tensor] | Commit] | None = None
-        self._num_read = 0
+        self._read: SimpleQueue[tuple[Bucket, Tensor] | str | SyncBroken] = SimpleQueue()
+        self._has_come = threading.Event()  # set when `_read` gets its first entry
+        self._broken: SyncBroken | None = None
+        self._thread = threading.Thread(target=self._read_all, name="weights-read", daemon=True)
         self._goes_on = threading.Event()
 
     def begin(self, needs_all: bool) -> None:
@@ -46,7 +48,10 @@ class Receiving:
         Raises SyncBroken.
         """
         self.reply(SyncReply(needs_all=needs_all))
-        self._read_next().result()
+        self._thread.start()
+        self._has_come.wait()
+        if self._broken is not None:
+            raise self._broken
 
     def reply(self, reply: SyncReply) -> None:
         """Answer a message. Raises SyncBroken."""
@@ -77,51 +82,58 @@ class Receiving:
 
         Raises SyncBroken: the trainer is gone or silent before the commit, or sends what is no message.
         """
-        assert self._next is not None, "nothing has begun"
-        while not isinstance(found := self._next.result(), Commit):
-            self._read_next()
-            yield found
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            self.reply(SyncReply())
-        self.digest = found.digest
+        while True:
+            match self._read.get():
+                case str(digest):
+                    self.digest = digest
+                    return
+                case SyncBroken() as broken:
+                    raise broken
+                case bucket, buffer:
+                    yield bucket, buffer
+                    if self._device.type == "cuda":
+                        torch.cuda.synchronize(self._device)
+                    self.reply(SyncReply())
 
-    def _read_next(self) -> BackgroundCall[tuple[Bucket, Tensor] | Commit]:
-        """Begin to read the next bucket, or the commit, while the last bucket is used."""
-        self._next = BackgroundCall(lambda _: self._read())
-        return self._next
-
-    def _read(self) -> tuple[Bucket, Tensor] | Commit:
-        """Read up to the next bucket, or the commit. Raises SyncBroken."""
+    def _read_all(self) -> None:
         try:
             with torch.inference_mode():
-                while True:
-                    match self._connection.read(SyncMessage):
-                        case SyncMessage(connect=Connect() as connect, bucket=None, commit=None):
-                            self._inbound.connect(self._connection, connect)
-                        case SyncMessage(connect=None, bucket=None, commit=Commit() as commit):
-                            return commit
-                        case SyncMessage(connect=None, bucket=Bucket() as bucket, commit=None):
-                            due, self._num_read = self._num_read, self._num_read + 1
-                            if bucket.num_bytes > self.announcement.buffer_bytes or bucket.number != due:
-                                what = f"bucket {bucket.number} of {bucket.num_bytes} bytes"
-                                raise SyncBroken(f"{what}, where {due} is due")
-                            return bucket, self._inbound.receive(bucket)
-                        case _:
-                            raise SyncBroken("an empty message")
-        except SyncBroken:
-            raise
+                self._read_messages()
+        except SyncBroken as broken:
+            self._broken = broken
         except OSError as error:  # no memory for buffers, or a group that broke
+            self._broken = SyncBroken(str(error))
             with suppress(SyncBroken):
                 self.reply(SyncReply(refused=str(error)))
-            raise SyncBroken(str(error)) from error
-        except Exception as error:
-            raise SyncBroken(f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # the sampler's other threads must not wait for this one
+            self._broken = SyncBroken(f"{type(error).__name__}: {error}")
+        if self._broken is not None:
+            self._put(self._broken)
+
+    def _put(self, one: tuple[Bucket, Tensor] | str | SyncBroken) -> None:
+        self._read.put(one)
+        self._has_come.set()
+
+    def _read_messages(self) -> None:
+        due = 0
+        while True:
+            match self._connection.read(SyncMessage):
+                case SyncMessage(connect=Connect() as connect, bucket=None, commit=None):
+                    self._inbound.connect(self._connection, connect)
+                case SyncMessage(connect=None, bucket=None, commit=Commit(digest=digest)):
+                    self._put(digest)
+                    return
+                case SyncMessage(connect=None, bucket=Bucket() as bucket, commit=None):
+                    if bucket.num_bytes > self.announcement.buffer_bytes or bucket.number != due:
+                        raise SyncBroken(f"bucket {bucket.number} of {bucket.num_bytes} bytes, where {due} is due")
+                    self._put((bucket, self._inbound.receive(bucket)))
+                    due += 1
+                case _:
+                    raise SyncBroken("an empty message")
 
     def close(self) -> None:
         """End the sync: the trainer notices by the reply, or by the end of the connection."""
         self._connection.shut()
-        if self._next is not None:
-            with suppress(SyncBroken):
-                self._next.result()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._inbound.finalize()
