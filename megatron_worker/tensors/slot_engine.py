@@ -56,9 +56,6 @@ from shared.families.tensor_slices import TensorSlice, modules_of
 from shared.models import peft as peft_format
 from shared.models.peft import OUTPUT, beside, module_of
 
-# --- The slots of an engine: adapters on one base model, their training state, and moving them to the host ---
-
-
 AdapterT = TypeVar("AdapterT", bound=Adapter)
 OptimizerT = TypeVar("OptimizerT", bound=SlotOptimizer)
 _NO_LINEARS = "score"
@@ -86,8 +83,15 @@ class Base:
         return self.storages[0].dtype
 
 
-class Slots(ABC, Generic[AdapterT, OptimizerT]):
-    """Any number of adapters, trainable or not, at most one of them active; or a base that is trained itself."""
+class Engine(ABC, Generic[AdapterT, OptimizerT]):
+    """See the docstring of megatron_worker/engine.py. An engine holds one base model and any number of named adapter
+    slots beside it, which may all be trained; or the base is trained itself. Forwards, backwards and steps use the slot
+    that is active."""
+
+    facts: EngineInfo
+    recompute = False
+    """Layers keep their inputs alone of a pass, and compute again in its backward (Chen et al. 2016, arXiv:1604.06174).
+    Gradients are the same bits. A backward may leave the adapter of its forward active."""
 
     def __init__(self, base: Base, ranks: StateRanks) -> None:
         self._base, self._state_ranks = base, ranks
@@ -375,63 +379,6 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
     def _trains_base(self) -> bool:
         return None in self.trainings
 
-
-def _adapter_parts(adapter: Adapter) -> dict[Part, Resident]:
-    return {"weights": Resident([adapter.flat.host])}
-
-
-def _training_parts(optimizers: Sequence[SlotOptimizer]) -> dict[Part, Resident]:
-    def zero_grad() -> None:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-
-    return {
-        "gradients": Resident([optimizer.grad.host for optimizer in optimizers], refill=zero_grad),
-        "optimizer": Resident([flat.host for optimizer in optimizers for flat in optimizer.states()]),
-    }
-
-
-# --- Greedy decoding that runs every sequence again for each token ---
-# For an evaluation's few samples, not for serving.
-
-
-@torch.no_grad()
-def greedy(
-    forward: Callable[[Batch, Outputs], Scores],
-    device: torch.device,
-    prompts: list[list[int]],
-    max_tokens: int,
-    stop_ids: frozenset[int],
-) -> list[list[int]]:
-    """Append the most likely token, the lowest id among equals, until a stop id (left out) or `max_tokens`."""
-    completions: list[list[int]] = [[] for _ in prompts]
-    open_rows = [row for row, prompt in enumerate(prompts) if prompt]
-    for _ in range(max_tokens):
-        if not open_rows:
-            break
-        batch = Batch.of_sequences([prompts[row] + completions[row] for row in open_rows], device)
-        found = forward(batch, Outputs(logprob=False, top_k=1)).top_id_NK
-        assert found is not None, "it was asked for"
-        tokens = found[:, 0].tolist()
-        for row, token in zip(open_rows, tokens, strict=True):
-            if token not in stop_ids:
-                completions[row].append(token)
-        open_rows = [row for row, token in zip(open_rows, tokens, strict=True) if token not in stop_ids]
-    return completions
-
-
-# --- The base class of engines, with all that depends only on an engine's slots ---
-
-
-class Engine(Slots[AdapterT, OptimizerT]):
-    """See the docstring of megatron_worker/engine.py. An engine holds one base model and any number of named adapter
-    slots beside it, which may all be trained. Forwards, backwards and steps use the active one."""
-
-    facts: EngineInfo
-    recompute = False
-    """Layers keep their inputs alone of a pass, and compute again in its backward (Chen et al. 2016, arXiv:1604.06174).
-    Gradients are the same bits. A backward may leave the adapter of its forward active."""
-
     def _let_recompute(self, layers: Iterable[Any]) -> None:
         """Let layers, each a class with `forward`, be computed again if passes are to be."""
         for layer in layers:
@@ -520,9 +467,27 @@ class Engine(Slots[AdapterT, OptimizerT]):
         if self.is_training:
             self.trained.zero_grad()
 
+    @torch.no_grad()
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        """Greedy continuations of token ids, the stop id left out; the same on every rank."""
-        return greedy(self.forward, self.facts.device, prompts, max_tokens, stop_ids)
+        """Append the most likely token, the lowest id among equals, until a stop id (left out) or `max_tokens`.
+
+        Every sequence is run again for each token: this is for an evaluation's few samples, not for serving. The same
+        on every rank.
+        """
+        completions: list[list[int]] = [[] for _ in prompts]
+        open_rows = [row for row, prompt in enumerate(prompts) if prompt]
+        for _ in range(max_tokens):
+            if not open_rows:
+                break
+            batch = Batch.of_sequences([prompts[row] + completions[row] for row in open_rows], self.facts.device)
+            found = self.forward(batch, Outputs(logprob=False, top_k=1)).top_id_NK
+            assert found is not None, "it was asked for"
+            tokens = found[:, 0].tolist()
+            for row, token in zip(open_rows, tokens, strict=True):
+                if token not in stop_ids:
+                    completions[row].append(token)
+            open_rows = [row for row, token in zip(open_rows, tokens, strict=True) if token not in stop_ids]
+        return completions
 
     # Residency: a part that is not on the device has storages of size 0 there.
 
@@ -550,6 +515,21 @@ class Engine(Slots[AdapterT, OptimizerT]):
 
     def memory(self) -> Memory:
         return self.residency.memory()
+
+
+def _adapter_parts(adapter: Adapter) -> dict[Part, Resident]:
+    return {"weights": Resident([adapter.flat.host])}
+
+
+def _training_parts(optimizers: Sequence[SlotOptimizer]) -> dict[Part, Resident]:
+    def zero_grad() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    return {
+        "gradients": Resident([optimizer.grad.host for optimizer in optimizers], refill=zero_grad),
+        "optimizer": Resident([flat.host for optimizer in optimizers for flat in optimizer.states()]),
+    }
 
 
 def gradient_noise(sums: Mapping[str, float], norm: float) -> dict[str, float]:
