@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_worker.engine import EngineInfo, Outputs
-from megatron_worker.head.logprobs import NO_LABEL, VocabShard, score_targets
-from megatron_worker.head.torch_tiles import rows_of_labels
+from megatron_worker.head.logprobs import NO_LABEL, VocabShard, score_targets, sum_over
+from megatron_worker.head.torch_tiles import rows_of_labels, slices
 from shared.errors import InvalidInput
 from shared.jobs.packed import RouteShape
 from shared.jobs.prefix_tree import (
@@ -393,13 +393,13 @@ class _LogitsAt(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, id_NK: Tensor, shard: VocabShard) -> Tensor:
-        logit_NK = hidden_NH.new_empty(id_NK.shape, dtype=_dtype(hidden_NH))
+        logit_NK = hidden_NH.new_empty(id_NK.shape, dtype=torch.promote_types(torch.float32, hidden_NH.dtype))
         for chunk in _chunks(id_NK, shard, hidden_NH.shape[1]):
             rows_CKH = _gathered(weight_VH, id_NK[chunk], shard)
             hidden_CH = hidden_NH[chunk].to(rows_CKH.dtype)
             torch.bmm(rows_CKH, hidden_CH[:, :, None], out=logit_NK[chunk][:, :, None])
             del rows_CKH  # before the next chunk's come
-        _sum(logit_NK, shard.group)
+        sum_over(logit_NK, shard.group)
         ctx.save_for_backward(weight_VH, id_NK, hidden_NH if ctx.needs_input_grad[1] else None)
         ctx.shard, ctx.hidden = shard, (hidden_NH.shape, hidden_NH.dtype)
         return logit_NK
@@ -420,21 +420,21 @@ class _LogitsAt(torch.autograd.Function):
                 torch.mul((grad_NK[chunk] * owned_CK)[:, :, None], hidden_NH[chunk][:, None], out=rows_CKH)
                 grad_VH.index_add_(0, column_CK.flatten(), rows_CKH.flatten(0, 1))
             del rows_CKH
-        _sum(grad_NH, ctx.shard.group)
+        sum_over(grad_NH, ctx.shard.group)
         return grad_NH, grad_VH, None, None
 
 
-def _chunks(id_NK: Tensor, shard: VocabShard, hidden_size: int) -> Iterator[slice]:
-    """Yield rows whose ids' rows of the embedding take no more than the logits of CHUNK_ROWS rows do."""
+def _chunks(id_NK: Tensor, shard: VocabShard, hidden_size: int) -> list[slice]:
+    """Return rows whose ids' rows of the embedding take no more than the logits of CHUNK_ROWS rows do."""
     num_rows, num_ids = id_NK.shape
     step = max(1, CHUNK_ROWS * shard.size // max(1, num_ids * hidden_size))
-    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+    return slices(num_rows, step)
 
 
 def _gathered(weight_VH: Tensor, id_CK: Tensor, shard: VocabShard) -> Tensor:
     """Return the embedding's rows of ids, zeros of those of other shards, [C, K, H] in the softmax's dtype."""
     column_CK, owned_CK = rows_of_labels(id_CK, shard.first, shard.num_real)
-    return weight_VH[column_CK].to(_dtype(weight_VH)).mul_(owned_CK[:, :, None])
+    return weight_VH[column_CK].to(torch.promote_types(torch.float32, weight_VH.dtype)).mul_(owned_CK[:, :, None])
 
 
 class _Logits(torch.autograd.Function):
@@ -442,7 +442,7 @@ class _Logits(torch.autograd.Function):
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
         ctx.save_for_backward(weight_VH, hidden_NH if ctx.needs_input_grad[1] else None)
         ctx.shard, ctx.dtype = shard, hidden_NH.dtype
-        own_NV = (hidden_NH @ weight_VH.t()).to(_dtype(hidden_NH))
+        own_NV = (hidden_NH @ weight_VH.t()).to(torch.promote_types(torch.float32, hidden_NH.dtype))
         if shard.group is None:
             return own_NV[:, : shard.vocab_size]
         shards = [torch.empty_like(own_NV) for _ in range(shard.group.size())]
@@ -459,17 +459,8 @@ class _Logits(torch.autograd.Function):
         if hidden_NH is not None:
             grad_VH = torch.zeros_like(weight_VH)
             torch.mm(own_NV.t(), hidden_NH, out=grad_VH[: shard.num_real])
-        _sum(grad_NH, shard.group)
+        sum_over(grad_NH, shard.group)
         return grad_NH, grad_VH, None
-
-
-def _sum(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    if group is not None and tensor.numel():
-        dist.all_reduce(tensor, group=group)
-
-
-def _dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 # --- Answers one kind of question about several inputs, from rows of the backbone's hidden states ---

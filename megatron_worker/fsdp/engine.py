@@ -113,21 +113,20 @@ class FsdpEngine(Engine[Adapter, FsdpOptimizer]):
             scores = score_with_divergence(hidden_NH, weight_VH, batch, outputs, shard, beside)
             return {name: value for name, value in vars(scores).items() if value is not None}
 
-        return Scores(**self._model.forward(_one_token(batch) if batch.is_empty else batch, head))
+        return Scores(**self._model.forward(batch, head))
 
     def teacher_states(self, batch: Batch) -> TeacherStates | None:
         def states(hidden_NH: Tensor, _weight_VH: Tensor) -> dict[str, Tensor]:
             beside = self._model.beside_head(hidden_NH)
             return {"hidden_NH": hidden_NH, **({} if beside is None else vars(beside))}
 
-        return TeacherStates(**self._model.forward(_one_token(batch) if batch.is_empty else batch, states))
+        return TeacherStates(**self._model.forward(batch, states))
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the batch's targets, after the final norm, [N, H], and the output embedding.
 
         The embedding, [V, H], is a copy: what the pass has gathered is freed at its end.
         """
-        batch = _one_token(batch) if batch.is_empty else batch
         found = self._model.forward(
             batch, lambda states_NH, weight_VH: {"states": states_NH, "head": weight_VH.clone()}
         )
@@ -177,9 +176,3 @@ class FsdpEngine(Engine[Adapter, FsdpOptimizer]):
         if self._ranks.any(self._is_cut_short):
             self._model.forget()
         self._is_cut_short = False
-
-
-def _one_token(empty: Batch) -> Batch:
-    """Return a bin of one token and no target, in place of an empty one, which a model cannot be run on."""
-    zero_1 = torch.zeros(1, dtype=torch.int64, device=empty.token_id_T.device)
-    return dataclasses.replace(empty, token_id_T=zero_1, position_T=zero_1, parent_T=zero_1 - 1)

@@ -16,7 +16,6 @@ Shape suffixes: N targets, H hidden size, V rows of this rank's shard without pa
 logits kept, L tiles of a row.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ import triton
 from torch import Tensor
 
 from megatron_worker.engine import Outputs
-from megatron_worker.head.torch_tiles import LocalSums, greatest, pack_keys, rows_of_labels, shifted
+from megatron_worker.head.torch_tiles import LocalSums, greatest, pack_keys, rows_of_labels, shifted, slices
 from megatron_worker.head.triton_tiles import logit_gradient_tile, merge_tiles, rescale, scan_tile
 
 # --- Block sizes of the head's kernels and the memory that they take: numbers, without Triton ---
@@ -96,7 +95,7 @@ def scan(
     num_buffers = (rows_NH is not None) + (logit_rows_NH is not None)
     space = _make_space(hidden_NH, num_rows, num_buffers, min(top_k, num_rows), blocks, workspace_bytes)
     result_4N = torch.zeros(4, num_targets, dtype=torch.float32, device=hidden_NH.device)
-    for chunk in _chunks(num_targets, space.size):
+    for chunk in slices(num_targets, space.size):
         length = chunk.stop - chunk.start
         _scan_chunk(hidden_NH[chunk], weight_VH, row_N[chunk], outputs, space, blocks)
         with torch.cuda.device_of(hidden_NH):
@@ -217,7 +216,7 @@ def add_weight_gradient(
     grad_CV = _workspace(hidden_NH, size, num_rows)
     mean_N, by_entropy_N = entropy or (lse_N, lse_N)  # the kernel does not read it
     by_logprob_N, by_entropy_N = by_logprob_N.contiguous(), by_entropy_N.contiguous()
-    for chunk in _chunks(num_targets, size):
+    for chunk in slices(num_targets, size):
         hidden_CH, length = hidden_NH[chunk], chunk.stop - chunk.start
         grid = (triton.cdiv(length, blocks.targets) * triton.cdiv(num_rows, blocks.rows),)
         with torch.cuda.device_of(hidden_NH):
@@ -252,7 +251,3 @@ def _workspace(hidden_NH: Tensor, num_targets: int, num_rows: int) -> Tensor:
     workspace_CV = hidden_NH.new_empty(num_targets, padded(num_rows))
     workspace_CV[:, num_rows:] = 0  # torch's products of bfloat16 on the CPU read an odd row's neighbour too
     return workspace_CV[:, :num_rows]
-
-
-def _chunks(num_targets: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, num_targets)) for start in range(0, num_targets, size))

@@ -298,10 +298,10 @@ def _merge(
     log-probability's and the entropy's gradient [N, H].
     """
     max_N = local.max_N.clone()
-    _all_reduce(max_N, dist.ReduceOp.MAX, group)
+    sum_over(max_N, group, dist.ReduceOp.MAX)
     scale_N = (local.max_N - max_N).exp()
     sums_3N = torch.stack([local.sum_exp_N * scale_N, local.target_N, local.weighted_logit_N * scale_N])
-    _all_reduce(sums_3N, dist.ReduceOp.SUM, group)
+    sum_over(sums_3N, group)
     sum_exp_N, target_N, weighted_logit_N = sums_3N
     rows_NH = entropy_rows_NH = None
     if local.weighted_rows_NH is not None and local.logit_rows_NH is not None:
@@ -309,10 +309,10 @@ def _merge(
         from_mean_N = local.max_N - weighted_logit_N / sum_exp_N
         entropy_rows_NH = local.logit_rows_NH.addcmul_(local.weighted_rows_NH, finite(from_mean_N)[:, None])
         entropy_rows_NH.mul_(-(scale_N / sum_exp_N)[:, None])
-        _all_reduce(entropy_rows_NH, dist.ReduceOp.SUM, group)
+        sum_over(entropy_rows_NH, group)
     if local.weighted_rows_NH is not None and local.label_rows_NH is not None:
         rows_NH = local.label_rows_NH.addcmul_(local.weighted_rows_NH, (scale_N / sum_exp_N)[:, None], value=-1)
-        _all_reduce(rows_NH, dist.ReduceOp.SUM, group)
+        sum_over(rows_NH, group)
     return max_N + sum_exp_N.log(), target_N, weighted_logit_N / sum_exp_N, rows_NH, entropy_rows_NH
 
 
@@ -344,6 +344,7 @@ def _weight_gradient(
     return grad_VH
 
 
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+def sum_over(tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Sum over the ranks of a group, in place."""
     if group is not None and tensor.numel():
         dist.all_reduce(tensor, op=op, group=group)

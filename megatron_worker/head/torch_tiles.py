@@ -246,8 +246,8 @@ def _tiles_of_logits(
     product = hidden_NH.new_empty(size)
     dtype = torch.promote_types(torch.float32, hidden_NH.dtype)
     exact = product if product.dtype == dtype else product.new_empty(size, dtype=dtype)
-    for chunk in _slices(num_targets, tile.targets):
-        for columns in _slices(num_rows, tile.columns):
+    for chunk in slices(num_targets, tile.targets):
+        for columns in slices(num_rows, tile.columns):
             shape = chunk.stop - chunk.start, columns.stop - columns.start
             product_CT, logit_CT = (x[: shape[0] * shape[1]].view(shape) for x in (product, exact))
             torch.mm(hidden_NH[chunk].detach(), real_VH[columns].detach().t(), out=product_CT)
@@ -260,7 +260,7 @@ def _tiles_of_logits(
             yield chunk, columns, logit_CT
 
 
-def _slices(length: int, size: int) -> list[slice]:
+def slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 

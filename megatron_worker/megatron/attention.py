@@ -155,11 +155,6 @@ def _varlen(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan
     return output
 
 
-def rotate(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate as `rotated` does. The backward is the rotation by the opposite angle."""
-    return linear_map(heads_TXD, partial(rotated, sign=1), partial(rotated, sign=-1), cos_T1D, sin_T1D)
-
-
 # --- A bin on one rank: padded to a length that the layout divides, and cut over context-parallel ranks ---
 #
 # A bin is cut into twice as many chunks as there are context-parallel ranks; rank r has chunk r and the r-th from the
@@ -322,7 +317,10 @@ class BinPass(LayerPass):
         return self._route_LsK[sum(isinstance(mlp, Mixture) for mlp in self._architecture.mlps[:layer])]
 
     def rotate(self, heads_TXD: Tensor, rope: Rope | None) -> Tensor:
-        return heads_TXD if rope is None else rotate(heads_TXD, *self.rotary[rope])
+        if rope is None:
+            return heads_TXD
+        # The backward is the rotation by the opposite angle.
+        return linear_map(heads_TXD, partial(rotated, sign=1), partial(rotated, sign=-1), *self.rotary[rope])
 
     def gathered(self, *parts: Tensor) -> tuple[Tensor, ...]:
         if self._mesh.tp.size == 1:
