@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,8 @@ from shared.families.tensor_slices import TensorSlice
 
 RotaryTables = Mapping[Rope, tuple[Tensor, Tensor]]
 """Cosines and sines of the pass's positions, [T, 1, D] each."""
+Computed = Callable[[Tensor, Any], Tensor]
+"""What is computed of tokens, [T, X], in a pass."""
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """What a recurrent rule takes of tokens, in its order."""
 
@@ -96,10 +98,6 @@ class LayerPass(ABC):
         return parts
 
 
-class LayerLinear(Protocol):
-    def __call__(self, x_TX: Tensor, run: Any, /) -> Tensor: ...
-
-
 class LayerTensors(ABC):
     """Gives layers their tensors, by the engine's names (shared/families/architecture.py), whole unless methods say so.
 
@@ -123,7 +121,7 @@ class LayerTensors(ABC):
         return self[parameter] if parameter in self._slices else None
 
     @abstractmethod
-    def linear(self, module: str, brings_tokens: bool = True) -> LayerLinear:
+    def linear(self, module: str, brings_tokens: bool = True) -> Computed:
         """Return a linear with the adapter beside it. `brings_tokens`: it gathers or sums over ranks itself."""
 
     @abstractmethod
@@ -166,8 +164,6 @@ def unchanged(x: Tensor) -> Tensor:
 
 
 # --- Token mixers ---
-
-Computed = Callable[[Tensor, Any], Tensor]
 
 
 class AttentionMixer:
