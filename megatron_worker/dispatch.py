@@ -97,10 +97,10 @@ class Dispatcher:
         the folder has none.
         """
         parts = self.engine.slot_bytes(trainable)
-        frozen_bytes = (
-            0 if frozen is None else self.engine.slot_bytes(read_config(frozen, may_have_head=True))["weights"]
-        )
-        return parts["weights"] + frozen_bytes, parts["gradients"], parts["optimizer"]
+        weights = parts["weights"]
+        if frozen is not None:
+            weights += self.engine.slot_bytes(read_config(frozen, may_have_head=True))["weights"]
+        return weights, parts["gradients"], parts["optimizer"]
 
     def load_state(self, slot: SlotName, folder: Path, optimizer: bool = True) -> None:
         """Resume from what `save_state` wrote, under any layout. Raises InvalidInput if it does not fit.

@@ -24,7 +24,7 @@ from megatron_worker.engine import MAX, LossFunction, reported
 from megatron_worker.process.job_queue import EventLog
 from megatron_worker.process.ranks import Awaited, BackgroundCall, Fault, NotFinite, WorkerRanks
 from megatron_worker.training.batches import PackedBatches, TargetScores
-from megatron_worker.training.checkpoint import CheckpointState, Written, save_checkpoint
+from megatron_worker.training.checkpoint import CheckpointState, Written, checkpoint_state, save_checkpoint
 from megatron_worker.warm_engine import WarmState
 from megatron_worker.weight_sync.sender import Sending
 from shared.jobs.job import Job, SyncAccess, SyncTarget
@@ -299,8 +299,15 @@ class TrainedSlot:
         """Save a checkpoint of the state `at`, unless there is one. The weights have not changed since then."""
         if self.saved_at == self.at:
             return
-        progress = self.micro_batch_tokens, self.recomputes, self.evaluations
-        self.written = save_checkpoint(self._write, self.ranks, self.job, self.model_sha256, self.at, *progress)
+        state = checkpoint_state(
+            self.job.plan,
+            self.model_sha256,
+            self.at,
+            micro_batch_tokens=self.micro_batch_tokens,
+            recompute=self.recomputes,
+            evaluations=self.evaluations,
+        )
+        self.written = save_checkpoint(self._write, self.ranks, self.job, state)
         self.saved_at = self.at
         self.report.emit(Saved, step=self.at, path=str(self.written.path), manifest_sha256=self.written.sha256)
 
