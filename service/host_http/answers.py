@@ -98,7 +98,7 @@ class _Answers:
                 if data := drawn.take():
                     yield data if is_begun else _head() + data
                     is_begun = True
-                    await asyncio.sleep(_PAUSE_S)
+                    await asyncio.wait((answering,), timeout=_PAUSE_S)  # the end need not wait
                 elif not answering.done():
                     yield KEEP_ALIVE if is_begun else b"\n"
             if (error := answering.exception()) is None:
