@@ -105,7 +105,7 @@ class DeletedModel(Frozen):
 @router.get("/models")
 async def list_models(asking: Asking, backend: Backed) -> ServedModels:
     """Adapters and models that your tenant has published, and the base models that the installation names."""
-    published = await asyncio.to_thread(backend.published.list, asking.tenant)
+    published = await asyncio.to_thread(backend.published.served, asking.tenant)
     names = {model.id for model in published}
     bases = (model for model in backend.untrained.served() if model.id not in names)
     return ServedModels(data=(*published, *bases))

@@ -35,7 +35,7 @@ from service.apis.tinker.records import (
     TrainingFuture,
 )
 from service.apis.tinker.translation import metrics_of_step
-from service.apis.tinker.wire import PROTOBUF, TINKER, Likely, WirePromptScores, WireSample, samples_bytes
+from service.apis.tinker.wire import LENGTH, MESSAGES, PROTOBUF, STOP, TINKER, Likely, packed, put_top
 from service.backend import Backend
 from service.errors import Busy
 from service.inference.published_models import Target
@@ -307,16 +307,23 @@ def write_answer(asked: SampleRequest, answer: Path, made: Path) -> None:
 
 
 def answer_bytes(asked: SampleRequest, content: bytes) -> bytes:
-    """Translate the answer to one of a request's questions: the prompt's scores are in the first one's alone."""
-    answer, drawn = CompletionResponse.model_validate_json(content), []
+    """Translate the answer to one of a request's questions into a SampleResponse.
+
+    The prompt's scores are in the first question's answer alone.
+    """
+    answer, response = CompletionResponse.model_validate_json(content), MESSAGES["SampleResponse"]()
     for choice in sorted(answer.choices, key=lambda each: each.index):
         assert choice.token_ids is not None and choice.logprobs is not None
-        logprobs = [float("nan") if each is None else each for each in choice.logprobs.token_logprobs]
+        sequence = response.sequences.add(
+            stop_reason=STOP if choice.finish_reason == "stop" else LENGTH,
+            tokens=packed(choice.token_ids, "<i4"),
+            logprobs=packed(choice.logprobs.token_logprobs, "<f4"),
+        )
         top = [_likeliest(each or {}, asked.topk_sample_logprobs) for each in choice.logprobs.top_logprobs or ()]
-        stopped = choice.finish_reason == "stop"
-        drawn.append(WireSample(choice.token_ids, logprobs, stopped, top, asked.topk_sample_logprobs))
-    told = answer.choices[0].prompt_logprobs
-    return samples_bytes(drawn, _prompt_scores(asked, told) if told is not None else WirePromptScores())
+        put_top(sequence.topk_sampled_logprobs, top, asked.topk_sample_logprobs)
+    if (told := answer.choices[0].prompt_logprobs) is not None:
+        _put_prompt_scores(response, asked, told)
+    return bytes(response.SerializeToString())
 
 
 def _likeliest(told: Mapping[str, float], k: int) -> Likely:
@@ -325,15 +332,16 @@ def _likeliest(told: Mapping[str, float], k: int) -> Likely:
     return [(int(name.removeprefix(TOKEN_ID)), logprob) for name, logprob in ranked]
 
 
-def _prompt_scores(asked: SampleRequest, told: Sequence[Mapping[int, PromptLogprob] | None]) -> WirePromptScores:
-    """Return the prompt's scores as Tinker has them: NaN for the first token and for those that were not asked for."""
+def _put_prompt_scores(response: Any, asked: SampleRequest, told: Sequence[Mapping[int, PromptLogprob] | None]) -> None:
+    """Write the prompt's scores as Tinker has them: NaN for the first token and for those that were not asked for."""
     ids, k = asked.prompt.ids, asked.topk_prompt_logprobs
     unwanted = len(told) - (asked.prompt_logprobs_last_n or len(told))
     known = [None if place < unwanted else each for place, each in enumerate(told)]
-    scores = [float("nan") if each is None else each[ids[place]].logprob for place, each in enumerate(known)]
+    if asked.prompt_logprobs:
+        scores = [None if each is None else each[ids[place]].logprob for place, each in enumerate(known)]
+        response.prompt_logprobs = packed(scores, "<f4")
     ranked = [sorted((of.rank or 0, token, of.logprob) for token, of in (each or {}).items()) for each in known]
-    top = [[(token, logprob) for rank, token, logprob in row if rank <= k] for row in ranked]
-    return WirePromptScores(scores if asked.prompt_logprobs else None, top, k)
+    put_top(response.topk_prompt_logprobs, [[(token, p) for rank, token, p in row if rank <= k] for row in ranked], k)
 
 
 # Operations.
