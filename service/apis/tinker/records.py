@@ -318,27 +318,25 @@ class OptimStepRequest(OfModel):
     optimizer_params: JsonValue = None
 
 
-class SaveWeights(OfModel):
+class SaveRequest(OfModel):
     seq_id: Seq
     path: str | None = Field(default=None, max_length=4096)
     ttl_seconds: int | None = None
+
+
+class SaveWeights(SaveRequest):
     overwrite: bool = False
     user_metadata: Metadata | None = None
 
 
-class SaveForSampler(OfModel):
-    seq_id: Seq
-    path: str | None = Field(default=None, max_length=4096)
+class SaveForSampler(SaveRequest):
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
     user_metadata: Metadata | None = None
 
 
-class SaveExternal(OfModel):
-    seq_id: Seq
+class SaveExternal(SaveRequest):
     path: str = Field(max_length=4096)
-    ttl_seconds: int | None = None
     age_encryption_recipients: tuple[str, ...] | None = None
 
 

@@ -38,6 +38,7 @@ from service.apis.tinker.records import (
     Gateway,
     LoadWeights,
     LoraConfig,
+    Metadata,
     ModelRecord,
     OfModel,
     OfSession,
@@ -45,6 +46,7 @@ from service.apis.tinker.records import (
     SamplerRecord,
     SaveExternal,
     SaveForSampler,
+    SaveRequest,
     SaveWeights,
     SearchSessions,
     SessionRecord,
@@ -290,8 +292,7 @@ async def save_weights(body: JsonBody[SaveWeights], gateway: AtGateway) -> Futur
     """Save weights and optimizer state under a name."""
     model = await gateway.records.model(body.model_id)
     async with gateway.numbered(model, body.seq_id):
-        checkpoint = _checkpoint(model, body, "weights")
-        return await _named(gateway, model, body.seq_id, checkpoint, body.overwrite)
+        return await _saved(gateway, model, body, "weights", body.user_metadata, body.overwrite)
 
 
 @training_router.post("/save_weights_external")
@@ -301,8 +302,7 @@ async def save_weights_external(body: JsonBody[SaveExternal], gateway: AtGateway
     async with gateway.numbered(model, body.seq_id):
         if body.age_encryption_recipients:
             raise InvalidInput("files are not encrypted here: leave it out", "age_encryption_recipients")
-        checkpoint = _checkpoint(model, body, "external_weights")
-        return await _named(gateway, model, body.seq_id, checkpoint, overwrite=False)
+        return await _saved(gateway, model, body, "external_weights")
 
 
 @training_router.post("/save_weights_for_sampler")
@@ -311,8 +311,7 @@ async def save_for_sampler(body: JsonBody[SaveForSampler], gateway: AtGateway) -
     model = await gateway.records.model(body.model_id)
     async with gateway.numbered(model, body.seq_id):
         if body.path is not None or body.sampling_session_seq_id is None:
-            checkpoint = _checkpoint(model, body, "sampler_weights")
-            return await _named(gateway, model, body.seq_id, checkpoint, overwrite=False)
+            return await _saved(gateway, model, body, "sampler_weights", body.user_metadata)
         sampler = SamplerRecord(
             session_id=model.session_id,
             number=body.sampling_session_seq_id,
@@ -326,17 +325,27 @@ async def save_for_sampler(body: JsonBody[SaveForSampler], gateway: AtGateway) -
         return future
 
 
-def _checkpoint(
-    model: ModelRecord, body: SaveWeights | SaveForSampler | SaveExternal, kind: CheckpointKind
-) -> CheckpointRecord:
-    return CheckpointRecord(
+async def _saved(
+    gateway: Gateway,
+    model: ModelRecord,
+    body: SaveRequest,
+    kind: CheckpointKind,
+    user_metadata: Metadata | None = None,
+    overwrite: bool = False,
+) -> Future:
+    """Save a state under a name. A state to sample from or to download is published, so that it is kept."""
+    checkpoint = CheckpointRecord(
         model_id=model.id,
         kind=kind,
         name=body.path or f"{body.seq_id:06d}",
         command=body.seq_id + model.before,
         expires_at=expiry(body.ttl_seconds),
-        user_metadata=None if isinstance(body, SaveExternal) else body.user_metadata,
+        user_metadata=user_metadata,
     )
+    await gateway.records.claim(checkpoint, overwrite)
+    audit.touched(checkpoint.id)
+    save = commands.SaveState(publish=kind != "weights")
+    return await gateway.command(model, body.seq_id, save, "save", checkpoint.id)
 
 
 def expiry(ttl_seconds: int | None) -> float | None:
@@ -346,16 +355,6 @@ def expiry(ttl_seconds: int | None) -> float | None:
     if not 60 <= ttl_seconds <= 315_360_000:
         raise InvalidInput("from 60 seconds to ten years", "ttl_seconds")
     return time.time() + ttl_seconds
-
-
-async def _named(
-    gateway: Gateway, model: ModelRecord, seq_id: int, checkpoint: CheckpointRecord, overwrite: bool
-) -> Future:
-    """Save a state under a name. A state to sample from or to download is published, so that it is kept."""
-    await gateway.records.claim(checkpoint, overwrite)
-    audit.touched(checkpoint.id)
-    save = commands.SaveState(publish=checkpoint.kind != "weights")
-    return await gateway.command(model, seq_id, save, "save", checkpoint.id)
 
 
 @training_router.post("/load_weights")
