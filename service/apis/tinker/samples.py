@@ -21,6 +21,7 @@ from service.accounts.tenants import Documents
 from service.apis.bodies import JsonBody, JsonRoute
 from service.apis.tinker import translation
 from service.apis.tinker.records import (
+    AskedLoss,
     AtGateway,
     CancelFuture,
     CreateSampler,
@@ -487,8 +488,8 @@ async def _answer(
 ) -> DoneFuture:
     """Say a command's result as the request's answer. Raises NotFound for a request of another kind."""
     match future.kind, result.kind:
-        case "passes", "forward" | "forward_backward":
-            return await _scores(gateway, request, RunKeys(model.run_id).command(future.command), future.detail, result)
+        case "passes", "forward" | "forward_backward" if future.loss is not None:
+            return await _scores(gateway, request, RunKeys(model.run_id).command(future.command), future.loss, result)
         case "optim", "optim_step":
             return {"metrics": metrics_of_step(result)}
         case "save", "save_state":
@@ -500,12 +501,12 @@ async def _answer(
     raise NotFound(f"there is no request {future.request_id[:120]}")
 
 
-async def _scores(gateway: Gateway, request: Request, key: str, detail: str, result: CommandResult) -> bytes:
+async def _scores(gateway: Gateway, request: Request, key: str, loss: AskedLoss, result: CommandResult) -> bytes:
     """Return the answer to a command in the store; a child process converts large results."""
     decoding = gateway.backend.decoding
     async with decoding.scratch() as command, decoding.scratch() as made:
         size = await asyncio.to_thread(lambda: command.write_bytes(gateway.backend.store.get_bytes(key)))
-        asked = str(command), detail, result, str(made)
+        asked = str(command), loss, result, str(made)
         is_small = size <= _SMALL_COMMAND_BYTES
         call = partial(decoding.call, request, translation.write_scores, *asked, is_small=is_small)
         await call(reads=[command], writes=[made])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from longshore.commands import MAX_ANSWER, MAX_DATA, MAX_TOP_K, CommandResult, ForwardBackwardOptions, ForwardOptions
 from longshore.fields import Frozen
 from longshore.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce, TruncatedReinforce
-from service.apis.tinker.records import loss_detail, loss_of_detail
+from service.apis.tinker.records import AskedLoss
 from service.apis.tinker.wire import (
     SentBatch,
     SentDatum,
@@ -400,23 +400,22 @@ def head_of(body: str, encoding: str) -> Head:
     return Head(model_id=sent.model_id, seq_id=sent.seq_id)
 
 
-def make_command(body: str, encoding: str, made: str) -> str:
-    """Write a request's command into a file. Returns the loss detail of its future. Raises InvalidInput."""
+def make_command(body: str, encoding: str, made: str) -> AskedLoss:
+    """Write a request's command into a file. Returns its loss. Raises InvalidInput."""
     batch = SentRequest(plain_body(Path(body).read_bytes(), encoding)).batch()
     data = command_of(batch)
     if len(data) > MAX_COMMAND_BYTES:
         rule = f"as a command it has {len(data):,} bytes, and {MAX_COMMAND_BYTES:,} are taken: send less at once"
         raise InvalidInput(rule, "data")
     Path(made).write_bytes(data)
-    return loss_detail(batch.loss_fn, batch.config)
+    return AskedLoss(name=batch.loss_fn, config=batch.config)
 
 
-def write_scores(command: str, detail: str, result: CommandResult, made: str) -> None:
-    """Write the answer to a command that lies in a file. Raises NotFound for a `detail` that fits no such loss."""
+def write_scores(command: str, loss: AskedLoss, result: CommandResult, made: str) -> None:
+    """Write the answer to a command that lies in a file. Raises NotFound for a loss that is not the command's."""
     data = Path(command).read_bytes()
-    loss_fn, config = loss_of_detail(detail)
     try:
-        answer = output_bytes(*scores_and_metrics(data, loss_fn, config, result))
+        answer = output_bytes(*scores_and_metrics(data, loss.name, loss.config, result))
     except (KeyError, TypeError, ValueError, InvalidInput):  # a client sends the id: its loss may be another request's
         raise NotFound("there is no such request") from None
     Path(made).write_bytes(answer)
