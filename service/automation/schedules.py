@@ -69,23 +69,15 @@ _OVERLAPS: dict[Overlap, ScheduleOverlapPolicy] = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class Schedules:
     """Creates, lists, changes and deletes schedules. Those of other tenants are not found."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        temporal: Temporal,
-        access: Access,
-        quotas: Quotas,
-        records: Documents[ScheduleRecord],
-    ) -> None:
-        self._settings = settings
-        self._temporal = temporal
-        self._access = access
-        self._quotas = quotas
-        self._records = records
-        self._key_id = seal_keys(settings)[0].id
+    _settings: Settings
+    _temporal: Temporal
+    _access: Access
+    _quotas: Quotas
+    _records: Documents[ScheduleRecord]
 
     async def create(self, tenant: str, owner: str | None, scheduled: ScheduledRun) -> ScheduleView:
         """Create a schedule. The same request again gives the same schedule.
@@ -179,13 +171,14 @@ class Schedules:
         """Make every schedule in Temporal that has a record, but is not known there, or sealed by a key that only opens
         by now. Finish deletions.
         """
+        key_id = seal_keys(self._settings)[0].id
         for _, record in await self._records.everybodys():
             async with self._temporal.client() as client:
                 if record.is_deleted:
                     await self._finish_deletion(client, record)
                     continue
                 known = await _describe(client, record)
-                if known is None or not _is_sealed_anew(known, self._key_id):
+                if known is None or not _is_sealed_anew(known, key_id):
                     with suppress(NotFound):  # removed since
                         await self._make(client, record)
                         logger.info("schedule %s of %s was made in Temporal", record.scheduled.name, record.tenant)
