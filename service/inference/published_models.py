@@ -40,6 +40,7 @@ from shared.storage.artifacts import (
     is_job,
     is_name,
     read_manifest,
+    read_record,
     refer,
 )
 from shared.storage.paths import (
@@ -286,8 +287,16 @@ class PublishedModels:
 
     def owner(self, tenant: str, found: PublishedModel) -> Owner:
         """Return the run that made a version, and its train step. Raises NotFound."""
-        claim = self._store.get_bytes(version_claim(tenant, found.kind, found.name, found.version))
-        return Owner.model_validate_json(claim)
+        return read_record(self._store, version_claim(tenant, found.kind, found.name, found.version), Owner)
+
+    def has_claimed(self, record: RunRecord, name: str | None) -> bool:
+        """Return True if a run has published a version, of one name or of any. Newest ones are checked first."""
+        for kind in _KINDS:
+            for found in reversed(list(self._versions(record.tenant, kind, name))):
+                with suppress(NotFound):
+                    if self.owner(record.tenant, found).run_id == record.run_id:
+                        return True
+        return False
 
     def versions(self, tenant: str, name: str) -> list[int]:
         """The versions of an adapter in the store, in order."""
