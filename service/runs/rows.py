@@ -188,17 +188,10 @@ class IndexedRun:
 
     @cached_property
     def view(self) -> RunView:
-        record, precision = self.record, self.record.precision
+        precision = self.record.precision
         told = (precision.notice,) if precision is not None and precision.notice is not None else ()
-        return RunView.model_construct(  # its parts were validated already
-            **dict(self.status) | {"notices": told + self.status.notices},
-            created_at=record.created_at,
-            tenant=record.tenant,
-            owner=record.owner,
-            source=record.source,
-            run=record.run,
-            precision=precision,
-        )
+        parts = dict(self.record) | dict(self.status) | {"notices": told + self.status.notices}
+        return RunView.model_construct(**parts)  # they were validated already
 
 
 class RunFilter(TypedDict, total=False):

@@ -221,7 +221,6 @@ async def test_backfill_acts_once_for_each_time(stack: Stack) -> None:
         ({"cron": "0 2 1 * *"}, 31, True),
         ({"cron": "@hourly"}, 31, False),
         ({"cron": "*/15 * * * *"}, 3, False),
-        ({"cron": "? ? * * *"}, 1, False),
     ],
 )
 async def test_how_many_times_a_backfill_may_act_at(
