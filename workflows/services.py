@@ -93,14 +93,8 @@ class TrackWorkflow:
 
     @workflow.run
     async def run(self, request: TrackRequest) -> Tracked:
-        return await workflow.execute_activity_method(
-            Track.track,
-            request,
-            task_queue=policies.queue_of("track", workflow.info().task_queue),
-            start_to_close_timeout=policies.LEASE_TIMEOUT,
-            heartbeat_timeout=policies.DATA_HEARTBEAT,
-            retry_policy=policies.PATIENT,
-        )
+        # Of all activities of control hosts this one is a coroutine.
+        return await control.do(Track.track, request, policies.PATIENT, policies.LEASE_TIMEOUT)  # type: ignore[arg-type]
 
 
 async def track(start: AnyStart) -> None:

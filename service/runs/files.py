@@ -27,7 +27,7 @@ from shared.settings import S3Settings
 from shared.storage import artifacts
 from shared.storage.artifacts import find_artifact, stored_checkpoints
 from shared.storage.paths import MANIFEST, RunKeys
-from shared.storage.store import ObjectStore, open_uri
+from shared.storage.store import ObjectStore, open_store, open_uri, uri_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -238,7 +238,8 @@ class RunFiles:
         """The files of a checkpoint. Raises NotFound for one that is not there, or no longer."""
         key = RunKeys(run_id).checkpoint(_fence(fence), step)
         data = self._store.get_bytes(f"{key}/{MANIFEST}")
-        return PublishedFiles(self._store, key, data, artifacts.Manifest.model_validate_json(data))
+        store = open_store(uri_of(self._store, key), self._s3)
+        return PublishedFiles(store, artifacts.Manifest.model_validate_json(data), data)
 
     def rollouts(self, run_id: str, step: views.StepStatus, limit: int) -> tuple[views.GroupTexts, ...]:
         """The first groups of a train step, as text. Raises Conflict: the groups lie elsewhere, or are compressed."""
