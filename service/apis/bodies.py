@@ -5,7 +5,6 @@ import importlib
 import json
 import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 from urllib.parse import quote
@@ -17,10 +16,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandle
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from service.accounts.keys import Demand, principal
+from service.apis.errors import UNREADABLE, validation_problem
 from service.decoding import SMALL_BYTES, Decoding
 from service.files import PublishedFiles
 from shared.errors import InvalidInput, LongshoreError
-from shared.field_rules import rule_in_words
 
 # --- Bodies of requests, validated with JSON's types ---
 # "5" is no number, 1 is no boolean, and 2.0 is an integer.
@@ -41,8 +40,8 @@ MAX_VALUES = 200_000
 MAX_ERRORS = 1_000
 
 
-_validators: dict[str, Callable[["_Sent"], None]] = {}
-"""What checks an endpoint's body, by the endpoint's module and name."""
+_validators: dict[str, Callable[["_Sent"], Sequence[Any]]] = {}
+"""Functions that check an endpoint's body, and return pydantic's errors, by the endpoint's module and name."""
 
 
 class JsonRoute(APIRoute):
@@ -53,9 +52,8 @@ class JsonRoute(APIRoute):
         endpoint = f"{self.endpoint.__module__}:{self.endpoint.__qualname__}"
         demands = [each.call for each in self.dependant.dependencies if isinstance(each.call, Demand)]
 
-        def validate(sent: "_Sent") -> None:
-            if body_field is not None:
-                body_field.validate(sent, {}, loc=("body",))
+        def validate(sent: "_Sent") -> Sequence[Any]:
+            return () if body_field is None else body_field.validate(sent, {}, loc=("body",))[1]
 
         _validators[endpoint] = validate
 
@@ -75,8 +73,8 @@ class _Request(Request):
         super().__init__(*asgi)
 
     async def json(self) -> Any:
-        """Parse the body. Raises json.JSONDecodeError, RecursionError, UnicodeDecodeError."""
-        body, validate = await self.body(), _validators[self._endpoint]
+        """Parse the body. Raises json.JSONDecodeError, RecursionError, UnicodeDecodeError, HTTPException."""
+        body = await self.body()
         if len(body) <= SMALL_BYTES:
             return _Sent(*_parsed(body))
         decoding: Decoding = self.app.state.decoding
@@ -87,8 +85,8 @@ class _Request(Request):
             found = await decoding.call(self, judged, self._endpoint, body.decode("latin-1"))
         except LongshoreError as error:
             raise HTTPException(422) from error  # FastAPI lets no other exception pass; its cause is answered
-        sent = found.sent()
-        await asyncio.to_thread(validate, sent)
+        sent = _Sent(text=found.text, packed=found.packed)
+        await asyncio.to_thread(_validators[self._endpoint], sent)
         return sent
 
 
@@ -136,54 +134,30 @@ class Packs(Protocol):
 
 
 class Judged(BaseModel):
-    """A child's result for a body: the text that its model accepts, or its errors.
-
-    `packed`: instead of the text, for a model that `Packs`. `no_json`: the error in the JSON syntax and its position.
-    `rules`: the place and the rule of each error.
-    """
+    """What a child accepts of a body: its text, and whether strictly; or bytes, of a model that `Packs`."""
 
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     packed: bytes | None = None
     text: tuple[str, bool] | None = None
-    no_json: tuple[str, int] | None = None
-    is_unreadable: bool = False
-    rules: tuple[tuple[tuple[int | str, ...], str], ...] = ()
-
-    def sent(self) -> _Sent:
-        """Raises json.JSONDecodeError, RecursionError."""
-        if self.no_json is not None:
-            raise json.JSONDecodeError(self.no_json[0], "", self.no_json[1])
-        if self.is_unreadable:
-            raise RecursionError
-        if not self.rules:
-            return _Sent(text=self.text, packed=self.packed)
-        lines = [
-            InitErrorDetails(type=PydanticCustomError("in_words", "{rule}", {"rule": rule}), loc=loc, input=None)
-            for loc, rule in self.rules
-        ]
-        return _Sent(problem=ValidationError.from_exception_data("body", lines))
 
 
 def judged(endpoint: str, body: str) -> Judged:
-    """Parse and validate an endpoint's body, each of whose characters is one byte."""
+    """Parse and validate an endpoint's body, each of whose characters is one byte. Raises InvalidInput."""
+    importlib.import_module(endpoint.partition(":")[0])
+    errors: Sequence[Any]
     try:
         sent = _Sent(*_parsed(body.encode("latin-1")))
-    except json.JSONDecodeError as error:
-        return Judged(no_json=(error.msg, error.pos))
+        errors = _validators[endpoint](sent)
+    except json.JSONDecodeError as error:  # as FastAPI says it of smaller bodies
+        errors = [{"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error"}]
     except (RecursionError, UnicodeDecodeError):
-        return Judged(is_unreadable=True)
-    module = endpoint.partition(":")[0]
-    importlib.import_module(module)
-    with suppress(ValidationError, PydanticCustomError):
-        _validators[endpoint](sent)
-    problem = sent.problem
-    if problem is None:
-        packed = sent.found.packed() if isinstance(sent.found, Packs) else None
-        return Judged(packed=packed, text=sent.text if packed is None else None)
-    if not isinstance(problem, ValidationError):
-        return Judged(rules=(((), str(problem)),))
-    return Judged(rules=tuple((each["loc"], rule_in_words(each)) for each in problem.errors(include_url=False)))
+        raise InvalidInput(UNREADABLE) from None
+    if errors:
+        problem = validation_problem(errors)
+        raise InvalidInput(problem.message, problem.place)
+    packed = sent.found.packed() if isinstance(sent.found, Packs) else None
+    return Judged(packed=packed, text=sent.text if packed is None else None)
 
 
 class _AsJson:

@@ -71,6 +71,7 @@ _IN_PATHS = {"run_id": "run", "webhook_id": "webhook", "name": "schedule", "tena
 _TAGS = ("lora", "full")
 _KINDS = get_args(Kind)
 _MOST_RULES = 20
+UNREADABLE = "the body is no JSON that can be read here"
 _RUN_FIELDS = frozenset(name for model in get_args(get_args(Run)[0]) for name in model.model_fields)
 _NO_RETRY = {"x-should-retry": "false"}
 _BY_STATUS = {
@@ -243,7 +244,7 @@ async def http_error(request: Request, error: Exception) -> JSONResponse:
         return await _left(request, error.__cause__)
     if isinstance(error.__cause__, (UnicodeDecodeError, RecursionError)):
         # FastAPI answers malformed JSON with 422, but bodies that cannot be decoded at all with 400.
-        return error_response(422, "the body is no JSON that can be read here", path=request.url.path)
+        return error_response(422, UNREADABLE, path=request.url.path)
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 405 and (methods := _methods(request)):
         headers["allow"] = ", ".join(methods)
