@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Annotated, Any, BinaryIO, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -339,40 +338,30 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 
 
-@dataclass
-class SentJob:
-    """A request's other fields, and the numbers of its groups and trajectories."""
-
-    fields: dict[str, Any] = field(default_factory=dict)
-    num_groups: int = 0
-    num_trajectories: int = 0
-
-
-def split(document: bytes, lines: BinaryIO) -> SentJob:
-    """Write every group of a document as a line of JSON.
+def split(document: bytes, lines: BinaryIO) -> dict[str, Any]:
+    """Write every group of a document as a line of JSON. Returns the other fields.
 
     Raises InvalidInput: the document, or a group in it, is no JSON object; names the place.
     """
-    job = SentJob()
+    fields, num_groups = dict[str, Any](), 0
     try:
         reader = _Reader(document.decode())
         for name in reader.names():
-            if name in job.fields or (name == GROUPS and job.num_groups):
+            if name in fields or (name == GROUPS and num_groups):
                 raise InvalidInput("it occurs twice in the document", name)
             if name != GROUPS:
-                job.fields[name] = reader.value()
+                fields[name] = reader.value()
                 continue
             for group in reader.items():
-                lines.write(_line(group, f"{GROUPS}.{job.num_groups}"))
-                job.num_groups += 1
-                job.num_trajectories += len(group["trajectories"])
+                lines.write(_line(group, f"{GROUPS}.{num_groups}"))
+                num_groups += 1
     except RecursionError:
         raise InvalidInput("it is nested too deeply", "body") from None
     except ValueError as error:
         raise InvalidInput(f"this is no JSON object: {error}", "body") from None
-    if not job.num_groups:
+    if not num_groups:
         raise InvalidInput("there is no trajectory group", GROUPS)
-    return job
+    return fields
 
 
 def _line(group: Any, place: str) -> bytes:

@@ -314,9 +314,9 @@ def read_job(body: str, lines: str) -> dict[str, JsonValue]:
     Raises InvalidInput.
     """
     with Path(lines).open("wb") as file:
-        sent = split(Path(body).read_bytes(), file)
-    _asked(sent.fields)
-    return sent.fields
+        fields = split(Path(body).read_bytes(), file)
+    _asked(fields)
+    return fields
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
