@@ -150,10 +150,6 @@ async def complete(body: JsonBody[CompletionRequest], request: Request, asking: 
 #
 # Nothing is stored: a client sends the whole conversation each time.
 
-responses_router = APIRouter(
-    route_class=JsonRoute, prefix="/v1", tags=["inference"], dependencies=[Depends(require("inference"))]
-)
-
 _MAX_ITEMS = 4096
 # A chat's fields by the names that they have here.
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
@@ -350,7 +346,7 @@ def _named(place: str) -> str:
     return _NAMES.get(field, field) + dot + rest
 
 
-@responses_router.post("/responses", response_model=ResponseObject)
+@router.post("/responses", response_model=ResponseObject)
 async def respond(body: JsonBody[ResponseRequest], request: Request, asking: Asking, backend: Backed) -> Response:
     """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
     chat, draft = body.chat(), None
