@@ -53,6 +53,7 @@ class CompleteRequest(Frozen):
     place: SamplerPlace
     asked: ChatRequest | CompletionRequest
     stream: StreamStart | None = Field(default=None, description="of an answer that is streamed")
+    counts_only: bool = Field(default=False, description="answer with the number of the prompt's tokens, and no choice")
 
     @property
     def tells_text(self) -> bool:

@@ -39,6 +39,7 @@ from shared.chat.completions import (
     Tag,
     TagContent,
     Tags,
+    Usage,
 )
 from shared.chat.messages import (
     CalledFunction,
@@ -300,6 +301,7 @@ def _choice(choice: Choice, asked: ChatRequest, answer_id: str, bytes_of: Callab
         message=ChatAnswer(content=None if calls and not text else text, tool_calls=calls or None),
         logprobs=_logprobs(choice, asked, bytes_of) if asked.logprobs else None,
         finish_reason="tool_calls" if calls else choice.finish_reason,
+        stop_reason=choice.stop_reason,
         token_ids=choice.token_ids if asked.return_token_ids else None,
     )
 
@@ -395,6 +397,8 @@ class Questions:
         with self._samplers.open(request.place) as opened, asking.connected(opened.client.close):
             if isinstance(request.asked, ChatRequest):
                 prompt_ids = self._prompts.ids(request.model, request.asked.messages, request.asked.offered_tools)
+                if request.counts_only:
+                    return _count(request.asked, prompt_ids)
             if isinstance(request.place, ServedSampler):
                 _check_base(opened, request)
             return self._answer(opened, request, prompt_ids, _shown(request, asking.tell))
@@ -463,6 +467,12 @@ class Questions:
             logger.warning("an answer is not remembered, and can be trained on by its text alone: %s", error)
             return False
         return True
+
+
+def _count(asked: ChatRequest, prompt_ids: Sequence[int]) -> ChatCompletion:
+    created, num_tokens = int(time.time()), len(prompt_ids)
+    usage = Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens)
+    return ChatCompletion(id=new_answer_id(created), created=created, model=asked.model, choices=[], usage=usage)
 
 
 def _shown(request: CompleteRequest, tell: Tell | None) -> Tell | None:

@@ -153,7 +153,7 @@ class Edge:
             except DatabaseUnavailable as error:
                 return problems.error_response(503, str(error), headers={"retry-after": "2"}, path=path)
             if principal is None:
-                is_opened = "authorization" not in headers and pages.is_opened(path, headers.get("accept", ""))
+                is_opened = _authorization(path, headers) is None and pages.is_opened(path, headers.get("accept", ""))
                 if (is_opened or pages.is_page(path)) and scope["method"] in _LOOKS:
                     return RedirectResponse(f"{pages.SIGN_IN}?{urlencode({'after': path})}", 303)
                 text = _KEY_UNKNOWN if sent_key(_authorization(path, headers)) else _KEY_MISSING
@@ -257,9 +257,11 @@ class _NoLongerKnown(Exception):
 
 
 def _authorization(path: str, headers: Headers) -> str | None:
-    """Return the Authorization header; below /tinker and /wandb, the equivalent of their clients' own header."""
-    given = headers.get("authorization")
-    return tinker_key(path, headers.get("x-api-key", "")) or wandb_key(path, given or "") or given
+    """Return the Authorization header; below /tinker, /wandb and /v1, the equivalent of their clients' own header."""
+    given, api_key = headers.get("authorization"), headers.get("x-api-key", "")
+    if api_key and given is None and problems.is_foreign(path):  # Anthropic's clients before 2026-10
+        given = f"Bearer {api_key}"
+    return tinker_key(path, api_key) or wandb_key(path, given or "") or given
 
 
 def _sign_in_token(path: str, headers: Headers) -> str:

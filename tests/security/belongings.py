@@ -64,6 +64,8 @@ BODIES: dict[str, Any] = {
     "/v1/chat/completions": {"model": "harbour", "messages": [{"role": "user", "content": "?"}]},
     "/v1/completions": {"model": "harbour", "prompt": "?"},
     "/v1/responses": {"model": "harbour", "input": "?"},
+    "/v1/messages": {"model": "harbour", "max_tokens": 1, "messages": [{"role": "user", "content": "?"}]},
+    "/v1/messages/count_tokens": {"model": "harbour", "messages": [{"role": "user", "content": "?"}]},
     "/v1/preview/models": {"name": "m", "base_model": "tiny"},
     "/v1/preview/models/{model_id}/checkpoints": {"steps": [1]},
     "/v1/preview/sft-training-jobs": {"model_id": f"model-{'0' * 17}", "training_data_url": DATA},
