@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar, get_args, runtime_checkable
 from urllib.parse import quote
 
 from fastapi import Header, HTTPException, Request, Response
@@ -15,11 +15,61 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
+from longshore.fields import Frozen
+from longshore.runs import Kind, Run
 from service.accounts.keys import Demand, principal
-from service.apis.errors import UNREADABLE, validation_problem
 from service.decoding import SMALL_BYTES, Decoding
 from service.files import PublishedFiles
 from shared.errors import InvalidInput, LongshoreError
+from shared.field_rules import location_of, rule_in_words
+
+# --- What is wrong with a request, in words ---
+
+# Tags of unions, which pydantic puts into locations after the field. (As the last part it is a field.)
+_TAGS = ("lora", "full", "function_tool", "custom_tool", "foreign_tool")
+_KINDS = get_args(Kind)
+_MOST_RULES = 20
+UNREADABLE = "the body is no JSON that can be read here"
+_RUN_FIELDS = frozenset(name for model in get_args(get_args(Run)[0]) for name in model.model_fields)
+
+
+class ApiProblem(Frozen):
+    """An error. `place` is the field, file or line at fault, if known."""
+
+    type: str
+    message: str
+    place: str | None = None
+
+
+def validation_problem(errors: Sequence[Any]) -> ApiProblem:
+    """Join pydantic's errors to one problem: the first one's field, and every rule that is broken.
+
+    `errors`: `error.errors()` of a ValidationError.
+    """
+    told = [dict(error) | {"loc": _without_kind(error["loc"])} for error in errors[:_MOST_RULES]]
+    found = [(_place(location_of(error, _RUN_FIELDS)), rule_in_words(error)) for error in told]
+    if errors[0]["type"] == "missing" and errors[0]["loc"] == ("body",):
+        found[0] = ("body", found[0][1])
+    first, rule = found[0]
+    rest = "".join(f"; {place or 'the request'}: {text}" for place, text in found[1:])
+    if len(errors) > _MOST_RULES:
+        rest += f"; and {len(errors) - _MOST_RULES:,} more"
+    return ApiProblem(type="invalid_input", message=rule + rest, place=first)
+
+
+def _without_kind(loc: Sequence[int | str]) -> tuple[int | str, ...]:
+    """Return a location without the kind of a run, which pydantic puts before the fields of such a union's member."""
+    return tuple(
+        part for i, part in enumerate(loc) if part not in _KINDS or loc[i - 1 : i] not in (("body",), ("run",))
+    )
+
+
+def _place(loc: Sequence[int | str]) -> str | None:
+    """Return the field, without the part of the request that it is in and without the tags of a union's members."""
+    inner = loc[1:] if loc and loc[0] in ("body", "query", "path", "header") else loc
+    parts = [str(part) for i, part in enumerate(inner) if part not in _TAGS or i == len(inner) - 1]
+    return ".".join(parts) or None
+
 
 # --- Bodies of requests, validated with JSON's types ---
 # "5" is no number, 1 is no boolean, and 2.0 is an integer.

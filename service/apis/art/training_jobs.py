@@ -32,8 +32,16 @@ from service.apis.art.job_request import (
     sft_run,
     split,
 )
-from service.apis.bodies import JsonBody, JsonRoute, ListAnswer, RecordView, Seconds, page_after, page_of
-from service.apis.errors import validation_problem
+from service.apis.bodies import (
+    JsonBody,
+    JsonRoute,
+    ListAnswer,
+    RecordView,
+    Seconds,
+    page_after,
+    page_of,
+    validation_problem,
+)
 from service.backend import Backed, Backend
 from service.decoding import SMALL_BYTES
 from service.errors import Conflict

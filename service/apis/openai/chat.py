@@ -8,7 +8,8 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -54,7 +55,7 @@ async def answer_in_form(
     asked: tuple[str, ChatRequest, Backend],
     begun: Callable[[str, int], FormT],
     whole: Callable[[FormT, ChatCompletion], FormT],
-    named: Callable[[str], str],
+    names: Mapping[str, str],
     unused: Sequence[str],
 ) -> Response:
     """Answer a request that another API's form was translated from, whole or streamed.
@@ -63,17 +64,15 @@ async def answer_in_form(
         asked: the tenant, the chat, and what answers it.
         begun: makes the form's object without its answer, from the completion's id and time.
         whole: puts the answer into that object.
-        named: returns the form's name of a chat's field.
+        names: the form's names of a chat's fields, if they differ.
         unused: the parts of the request that have no effect.
     """
     tenant, chat, backend = asked
     draft = StreamedAnswer(chat, begun) if chat.stream else None
 
     async def ask() -> Reply[ChatCompletion]:
-        try:
+        with named(names):
             return await backend.inference.chat(tenant, chat, draft)
-        except InvalidInput as error:
-            raise InvalidInput(error.message, error.place and named(error.place)) from error
 
     response = await _answered(request, ask(), draft, lambda told: whole(begun(told.id, told.created), told))
     if unused:
@@ -383,7 +382,7 @@ class ResponseRequest(ClientRequest):
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.text.format.of_chat if self.text and self.text.format else None,
         }
-        return chat_of(fields, _named)
+        return chat_of(fields, _NAMES)
 
     def asked(self, id: str, created: int) -> ResponseObject:
         """Return the response as it begins: its settings."""
@@ -406,13 +405,24 @@ class ResponseRequest(ClientRequest):
         )
 
 
-def chat_of(fields: dict[str, Any], named: Callable[[str], str]) -> ChatRequest:
-    """Return the chat that has these fields. Raises InvalidInput, by the name that the request's form has for one."""
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Let an InvalidInput of the block name its field as the form does: `names` has the names that differ."""
     try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        place, rule = first_error(error)
-        raise InvalidInput(rule, named(place)) from None
+        yield
+    except InvalidInput as error:
+        field, dot, rest = (error.place or "").partition(".")
+        raise InvalidInput(error.message, error.place and names.get(field, field) + dot + rest) from error
+
+
+def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
+    """Return the chat that has these fields. Raises InvalidInput, by the name that the request's form has for one."""
+    with named(names):
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            place, rule = first_error(error)
+            raise InvalidInput(rule, place) from None
 
 
 def called(messages: list[dict[str, Any]], id: str, name: str, arguments: str) -> None:
@@ -452,21 +462,22 @@ def messages_of_items(items: list[dict[str, JsonValue]]) -> list[dict[str, JsonV
 
 
 def _text_of(content: JsonValue, place: str) -> str:
+    rule = "a text, or parts of the types input_text and output_text"
+    return text_of(content, place, ("input_text", "output_text"), rule)
+
+
+def text_of(content: JsonValue, place: str, kinds: Sequence[str], rule: str) -> str:
+    """Return the text of a content: a text, or parts of these types. Raises InvalidInput with the rule for others."""
     if isinstance(content, str):
         return content
     texts = []
     for number, part in enumerate(content if isinstance(content, list) else [content]):
         match part:
-            case {"type": "input_text" | "output_text", "text": str(text)}:
+            case {"type": str(kind), "text": str(text)} if kind in kinds:
                 texts.append(text)
             case _:
-                raise InvalidInput("a text, or parts of the types input_text and output_text", f"{place}.{number}")
+                raise InvalidInput(rule, f"{place}.{number}")
     return "".join(texts)
-
-
-def _named(place: str) -> str:
-    field, dot, rest = place.partition(".")
-    return _NAMES.get(field, field) + dot + rest
 
 
 @router.post("/responses", response_model=ResponseObject)
@@ -477,4 +488,4 @@ async def respond(body: JsonBody[ResponseRequest], request: Request, asking: Ask
     def begun(answer_id: str, created: int) -> ResponseObject:
         return body.asked(response_id(answer_id), created)
 
-    return await answer_in_form(request, asked, begun, completed, _named, body.unused)
+    return await answer_in_form(request, asked, begun, completed, _NAMES, body.unused)

@@ -19,8 +19,8 @@ from service.accounts.audit import Audit
 from service.accounts.keys import Keys, SignIns
 from service.accounts.limits import RateLimit
 from service.apis import errors as problems
+from service.apis.bodies import validation_problem
 from service.apis.edge import Edge
-from service.apis.errors import validation_problem
 from service.cli.command import Stop
 from service.cli.run_options import option_at, options_of
 from service.cli.runs import validated_request
