@@ -4,7 +4,8 @@ import asyncio
 import importlib
 import json
 import math
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar, get_args, runtime_checkable
 from urllib.parse import quote
@@ -21,7 +22,7 @@ from service.accounts.keys import Demand, principal
 from service.decoding import SMALL_BYTES, Decoding
 from service.files import PublishedFiles
 from shared.errors import InvalidInput, LongshoreError
-from shared.field_rules import location_of, rule_in_words
+from shared.field_rules import first_error, location_of, rule_in_words
 
 # --- What is wrong with a request, in words ---
 
@@ -55,6 +56,19 @@ def validation_problem(errors: Sequence[Any]) -> ApiProblem:
     if len(errors) > _MOST_RULES:
         rest += f"; and {len(errors) - _MOST_RULES:,} more"
     return ApiProblem(type="invalid_input", message=rule + rest, place=first)
+
+
+@contextmanager
+def refused_in_words(place: str = "", tags: Container[object] = ()) -> Iterator[None]:
+    """Raise a ValidationError of the block as an InvalidInput: its first rule, at its field below `place`.
+
+    `tags`: as `first_error` has them.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        field, rule = first_error(error, tags)
+        raise InvalidInput(rule, f"{place}.{field}".strip(".")) from None
 
 
 def _without_kind(loc: Sequence[int | str]) -> tuple[int | str, ...]:

@@ -5,18 +5,18 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, BinaryIO, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from longshore.dataset_runs import SFTRun
 from longshore.fields import Frozen
 from longshore.runs import RLRun, Source
+from service.apis.bodies import refused_in_words
 from service.apis.errors import made
 from service.inference.art_models import RL_SETTINGS, ArtModel, ArtName, ModelId
 from service.inference.published_models import LORA_FIELDS, one_form
 from shared.chat.trajectories import FORMS, SentGroup
 from shared.errors import InvalidInput
-from shared.field_rules import first_error
 
 # --- The settings that ART's clients send with a job ---
 # A key is accepted or refused by its value, never by its presence.
@@ -318,11 +318,8 @@ def as_conversations(trajectory: dict[str, Any], place: str) -> dict[str, Any]:
     """
     if not (given := trajectory.get(NAME)):
         return {name: value for name, value in trajectory.items() if name != NAME}
-    try:
+    with refused_in_words(f"{place}.{NAME}"):
         captured = _Exchanges.model_validate(given)
-    except ValidationError as error:
-        field, rule = first_error(error)
-        raise InvalidInput(rule, f"{place}.{NAME}.{field}".rstrip(".")) from None
     for name in ("completions", "responses", "messages"):
         if any(_is_ours(each.request) for each in getattr(captured, name)):
             raise InvalidInput("answers of chat completions alone are trained", f"{place}.{NAME}.{name}")
@@ -376,11 +373,8 @@ def _line(group: Any, place: str) -> bytes:
         trajectory.pop("final_policy_version", None)
         if (step := trajectory.pop("initial_policy_version", None)) is not None:
             trajectory["model_version"] = step
-    try:
+    with refused_in_words(place, FORMS):
         SentGroup.model_validate(group)
-    except ValidationError as error:
-        field, rule = first_error(error, FORMS)
-        raise InvalidInput(rule, f"{place}.{field}".rstrip(".")) from None
     return json.dumps(group, separators=(",", ":")).encode() + b"\n"
 
 

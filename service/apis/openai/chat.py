@@ -23,14 +23,13 @@ from pydantic import (
     Field,
     JsonValue,
     Tag,
-    ValidationError,
 )
 from starlette.requests import ClientDisconnect
 
 from longshore.fields import Frozen, only
 from service.accounts import audit
 from service.accounts.keys import Asking, require
-from service.apis.bodies import JsonBody, JsonRoute
+from service.apis.bodies import JsonBody, JsonRoute, refused_in_words
 from service.backend import Backed, Backend
 from service.inference.questions import Reply, StreamedAnswer
 from shared.chat.completions import CompletionRequest, CompletionResponse
@@ -38,7 +37,6 @@ from shared.chat.completions import SamplerRequest as ClientRequest
 from shared.chat.messages import MAX_TOOLS, ChatCompletion, ChatRequest, ServedModel
 from shared.chat.streams import CUSTOM_INPUT, KEEP_ALIVE, MessageObject, ResponseObject, completed, response_id
 from shared.errors import InvalidInput, LongshoreError, NotFound
-from shared.field_rules import first_error
 
 # --- Answers over HTTP: whole, or as a stream of server-sent events during sampling ---
 
@@ -417,12 +415,8 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
 
 def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
     """Return the chat that has these fields. Raises InvalidInput, by the name that the request's form has for one."""
-    with named(names):
-        try:
-            return ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            place, rule = first_error(error)
-            raise InvalidInput(rule, place) from None
+    with named(names), refused_in_words():
+        return ChatRequest.model_validate(fields)
 
 
 def called(messages: list[dict[str, Any]], id: str, name: str, arguments: str) -> None:

@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
 from longshore.commands import CommandResult
 from service.accounts.keys import require
 from service.accounts.tenants import Documents
-from service.apis.bodies import JsonBody, JsonRoute
+from service.apis.bodies import JsonBody, JsonRoute, refused_in_words
 from service.apis.tinker import translation
 from service.apis.tinker.records import (
     AskedLoss,
@@ -43,7 +42,6 @@ from service.inference.published_models import Target
 from service.inference.questions import check_length
 from shared.chat.completions import TOKEN_ID, CompletionRequest, CompletionResponse, PromptLogprob
 from shared.errors import InvalidInput, LongshoreError, NotFound
-from shared.field_rules import first_error
 from shared.storage.paths import RunKeys
 
 # --- Sampling sessions, and pending samples ---
@@ -269,7 +267,7 @@ def question(asked: SampleRequest, model: str) -> CompletionRequest:
     params = asked.sampling_params
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or ()
     stop, stop_ids = ([each for each in stops if isinstance(each, kind)] for kind in (str, int))
-    try:
+    with refused_in_words("sampling_params"):
         return CompletionRequest.model_validate(
             {
                 "model": model,
@@ -287,9 +285,6 @@ def question(asked: SampleRequest, model: str) -> CompletionRequest:
                 "return_token_ids": True,
             }
         )
-    except ValidationError as error:
-        place, rule = first_error(error)
-        raise InvalidInput(rule, f"sampling_params.{place}") from None
 
 
 def part_of(question: CompletionRequest, seed: int, first: int, n: int) -> CompletionRequest:
