@@ -247,7 +247,7 @@ async def create_message(
     body: JsonBody[MessagesRequest], request: Request, asking: Asking, backend: Backed
 ) -> Response:
     """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
-    asked = asking.tenant, body.chat(), backend
+    asked = asking, body.chat(), backend
 
     def begun(answer_id: str, created: int) -> MessageObject:
         return MessageObject(id=f"msg_{answer_id.removeprefix('chatcmpl-')}", model=body.model)
@@ -256,8 +256,12 @@ async def create_message(
 
 
 @router.post("/messages/count_tokens")
-async def count_tokens(body: JsonBody[CountRequest], asking: Asking, backend: Backed) -> MessageTokensCount:
+async def count_tokens(
+    body: JsonBody[CountRequest], request: Request, asking: Asking, backend: Backed
+) -> MessageTokensCount:
     """Count a conversation's tokens."""
     chat = body.chat()
     with named(_NAMES):
+        if request.state.is_agent:
+            return MessageTokensCount(input_tokens=await backend.episodes.count(asking, chat))
         return MessageTokensCount(input_tokens=await backend.inference.count(asking.tenant, chat))

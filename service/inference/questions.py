@@ -36,6 +36,7 @@ from service.runs.rows import RunRows
 from service.temporal import LOST_UPDATES, PATIENCE, Temporal, causes_of, unless_unknown
 from shared.chat import trajectories
 from shared.chat.completions import CompletionRequest, CompletionResponse
+from shared.chat.episodes import TurnPlace
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.chat.streams import EventStream, MessageObject, ResponseObject, StreamStart
 from shared.chat.trajectories import new_answer_id
@@ -379,13 +380,20 @@ class Inference:
         async with self._place(tenant, asked):
             return Reply(CompletionResponse, await self._ask(tenant, asked, draft))
 
+    async def turn(
+        self, tenant: str, asked: ChatRequest, place: TurnPlace, draft: StreamedAnswer | None = None
+    ) -> Reply[ChatCompletion]:
+        """Answer a turn of an episode, which is kept at `place` before; as it was answered if it is kept there."""
+        _check_text(self._settings, [asked.messages, asked.offered_tools], "messages")
+        async with self._place(tenant, asked):
+            return Reply(ChatCompletion, await self._ask(tenant, asked, draft, turn=place))
+
     async def count(self, tenant: str, asked: ChatRequest) -> int:
         """Return the number of tokens of a chat's prompt. Raises the errors of `chat`."""
         _check_text(self._settings, [asked.messages, asked.offered_tools], "messages")
         async with self._place(tenant, asked):
-            return ChatCompletion.model_validate_json(
-                await self._ask(tenant, asked, None, counts_only=True)
-            ).usage.prompt_tokens
+            told = await self._ask(tenant, asked, None, counts_only=True)
+        return ChatCompletion.model_validate_json(told).usage.prompt_tokens
 
     async def complete_with(self, tenant: str, target: Target, asked: CompletionRequest) -> Reply[CompletionResponse]:
         """Continue token ids with weights that the caller has found. Raises the errors of `chat`, except NotFound."""
@@ -406,10 +414,13 @@ class Inference:
         tenant: str,
         asked: ChatRequest | CompletionRequest,
         draft: StreamedAnswer | None,
-        counts_only: bool = False,
+        **of_request: Any,
     ) -> bytes:
+        """Ask the model that the question names. `of_request`: further fields of the request to the host."""
         if (name := ArtName.parse(asked.model)) is not None:
-            if isinstance(asked, ChatRequest):  # ART's clients need token ids for training, but do not ask for them
+            if (
+                isinstance(asked, ChatRequest) and "turn" not in of_request
+            ):  # ART's clients need token ids for training, but do not ask for them
                 ids = True if asked.return_token_ids is None else asked.return_token_ids
                 logprobs = True if asked.logprobs is None else asked.logprobs
                 asked = asked.model_copy(update={"logprobs": logprobs, "return_token_ids": ids})
@@ -418,7 +429,7 @@ class Inference:
             target = await self._named(tenant, asked.model)
         if draft is not None and asked.seed is None:  # another sampler draws the same, if this one is lost
             asked = asked.model_copy(update={"seed": secrets.randbits(61)})
-        return await self._ask_target(tenant, target, asked, draft, counts_only)
+        return await self._ask_target(tenant, target, asked, draft, **of_request)
 
     async def _named(self, tenant: str, name: str) -> Target:
         """Return the weights of a tenant's published model; else of the installation's base model of that name."""
@@ -435,7 +446,7 @@ class Inference:
         target: Target,
         asked: ChatRequest | CompletionRequest,
         draft: StreamedAnswer | None = None,
-        counts_only: bool = False,
+        **of_request: Any,
     ) -> bytes:
         problem = ""
         for attempt in range(_ATTEMPTS):
@@ -465,7 +476,7 @@ class Inference:
                         place=place,
                         asked=asked,
                         stream=draft.start if draft else None,
-                        counts_only=counts_only,
+                        **of_request,
                     )
                     return await self._hosts.ask(at, request, draft)
             except (SamplerLost, TimeoutError) as lost:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
-from longshore.fields import Frozen
+from longshore.fields import Frozen, added
 from shared.chat.completions import (
     Choice,
     CompletionChunk,
@@ -545,7 +545,7 @@ class StreamStart(Frozen):
     answer_id: str
     created: int
     response: ResponseObject | None = None
-    message: MessageObject | None = None
+    message: MessageObject | None = added(None)
     sent: str = ""
 
 

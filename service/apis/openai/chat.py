@@ -28,9 +28,10 @@ from starlette.requests import ClientDisconnect
 
 from longshore.fields import Frozen, only
 from service.accounts import audit
-from service.accounts.keys import Asking, require
+from service.accounts.keys import Asking, Principal, require
 from service.apis.bodies import JsonBody, JsonRoute, refused_in_words
 from service.backend import Backed, Backend
+from service.inference.episodes import overridden
 from service.inference.questions import Reply, StreamedAnswer
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.completions import SamplerRequest as ClientRequest
@@ -50,7 +51,7 @@ FormT = TypeVar("FormT", ResponseObject, MessageObject)
 
 async def answer_in_form(
     request: Request,
-    asked: tuple[str, ChatRequest, Backend],
+    asked: tuple[Principal, ChatRequest, Backend],
     begun: Callable[[str, int], FormT],
     whole: Callable[[FormT, ChatCompletion], FormT],
     names: Mapping[str, str],
@@ -59,20 +60,38 @@ async def answer_in_form(
     """Answer a request that another API's form was translated from, whole or streamed.
 
     Args:
-        asked: the tenant, the chat, and what answers it.
+        asked: who asks, the chat, and what answers it.
         begun: makes the form's object without its answer, from the completion's id and time.
         whole: puts the answer into that object.
         names: the form's names of a chat's fields, if they differ.
         unused: the parts of the request that have no effect.
     """
-    tenant, chat, backend = asked
-    draft = StreamedAnswer(chat, begun) if chat.stream else None
+    question: ChatRequest = asked[1]
+    draft = StreamedAnswer(question, begun) if question.stream else None
 
     async def ask() -> Reply[ChatCompletion]:
         with named(names):
-            return await backend.inference.chat(tenant, chat, draft)
+            return await _asked(request, asked[0], asked[2], question, draft)
 
     response = await _answered(request, ask(), draft, lambda told: whole(begun(told.id, told.created), told))
+    return _naming(response, [*unused, *_overridden(request, question)])
+
+
+async def _asked(
+    request: Request, asking: Principal, backend: Backend, chat: ChatRequest, draft: StreamedAnswer | None
+) -> Reply[ChatCompletion]:
+    """Have a chat answered: of an agent at its episode's address, as a turn of the episode."""
+    if request.state.is_agent:
+        return await backend.episodes.answer(asking, chat, draft)
+    return await backend.inference.chat(asking.tenant, chat, draft)
+
+
+def _overridden(request: Request, chat: ChatRequest) -> list[str]:
+    return overridden(chat) if request.state.is_agent else []
+
+
+def _naming(response: Response, unused: Sequence[str]) -> Response:
+    """Name the parts of a request that have no effect."""
     if unused:
         more = f", and {len(unused) - _MOST_NAMED:,} more" if len(unused) > _MOST_NAMED else ""
         response.headers["longshore-unused"] = ", ".join(unused[:_MOST_NAMED]) + more
@@ -184,7 +203,8 @@ async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Delete
 async def chat(body: JsonBody[ChatRequest], request: Request, asking: Asking, backend: Backed) -> Response:
     """Ask a published adapter or model, or a base model. `stream` sends text while it is sampled."""
     draft = StreamedAnswer(body) if body.stream else None
-    return await _answered(request, backend.inference.chat(asking.tenant, body, draft), draft)
+    response = await _answered(request, _asked(request, asking, backend, body, draft), draft)
+    return _naming(response, _overridden(request, body))
 
 
 @router.post("/completions", response_model=CompletionResponse)
@@ -477,7 +497,7 @@ def text_of(content: JsonValue, place: str, kinds: Sequence[str], rule: str) -> 
 @router.post("/responses", response_model=ResponseObject)
 async def respond(body: JsonBody[ResponseRequest], request: Request, asking: Asking, backend: Backed) -> Response:
     """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
-    asked = asking.tenant, body.chat(), backend
+    asked = asking, body.chat(), backend
 
     def begun(answer_id: str, created: int) -> ResponseObject:
         return body.asked(response_id(answer_id), created)
