@@ -153,7 +153,7 @@ class Episodes:
         seed = int(hashlib.sha256(f"{episode.seed} {digest}".encode()).hexdigest()[:15], 16)
         drawn = drawn.model_copy(update={"seed": seed})
         async with self._locks.of(episode.episode_id, digest):  # a client that did not wait long enough asks again
-            return await self._inference.turn(asking.tenant, drawn, place, draft)
+            return await self._inference.chat(asking.tenant, drawn, draft, turn=place)
 
     async def count(self, asking: Principal, asked: ChatRequest) -> int:
         """Return the number of tokens of a question's prompt."""
