@@ -13,13 +13,13 @@ import time
 
 from longshore.accounts import hash_key
 from longshore.fields import Frozen
-from longshore.views import EndedEpisode, EpisodeRequest, EpisodeSampling, EpisodeView
+from longshore.views import EndedEpisode, EpisodeRequest, EpisodeSampling, EpisodeTurnView, EpisodeView
 from service.accounts.keys import Principal
 from service.accounts.tenants import Documents
 from service.database.engine import KeyedLocks
 from service.inference.questions import Inference, Reply, StreamedAnswer
 from shared.chat import episodes
-from shared.chat.episodes import TurnPlace, digest_of
+from shared.chat.episodes import EpisodeTurn, TurnPlace, digest_of
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import InvalidInput
 from shared.settings import Settings
@@ -92,9 +92,13 @@ class Episodes:
 
     async def list(self, tenant: str, limit: int, before: str | None = None) -> tuple[EpisodeView, ...]:
         """List episodes, newest first; with `before` those that began before that one."""
-        keys = [key for key in await self._documents.keys(tenant) if before is None or key < before]
-        found = [await self._documents.find(tenant, key) for key in reversed(keys[-limit:])]
-        return tuple(_view(episode) for episode in found if episode is not None)
+        return tuple(map(_view, await self._documents.newest(tenant, limit, before)))
+
+    async def turns(self, tenant: str, episode_id: str, first: int, limit: int) -> tuple[EpisodeTurnView, ...]:
+        """Show turns in the order in which they were drawn, from number `first` (0) on. Raises NotFound."""
+        await self._documents.get(tenant, episode_id)
+        found = await asyncio.to_thread(episodes.turns_of, self._store, tenant, episode_id)
+        return tuple(map(_shown_turn, found[first : first + limit]))
 
     async def end(self, tenant: str, episode_id: str) -> EpisodeView:
         """End an episode: nothing more is answered, and what counts of it is fixed. Ending it again changes nothing.
@@ -193,6 +197,17 @@ def _imposed(asked: ChatRequest, episode: Episode) -> ChatRequest:
 def overridden(asked: ChatRequest) -> list[str]:
     """The settings of a question that an episode replaces."""
     return [name for name in (*_IMPOSED, "seed", "ignore_eos", "stop_token_ids") if getattr(asked, name) is not None]
+
+
+def _shown_turn(turn: EpisodeTurn) -> EpisodeTurnView:
+    [choice] = turn.answer.choices
+    return EpisodeTurnView(
+        answer_id=turn.answer.id,
+        answer=choice.message.model_dump(mode="json", exclude_none=True),
+        finish_reason=choice.finish_reason,
+        num_tokens=turn.answer.usage.completion_tokens,
+        **turn.model_dump(exclude={"answer"}),
+    )
 
 
 def _is_over(episode: Episode) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from longshore.fields import Frozen, Sha256
 from shared.chat.messages import ChatCompletion, ChatRequest
@@ -40,13 +40,16 @@ class TurnPlace(Frozen):
 class EpisodeTurn(Frozen):
     """A turn: the answer as the agent gets it, and when it was drawn, in seconds since 1970.
 
-    `continues`: its prompt begins with the ids of an earlier turn, as they were drawn; None of a first one.
+    `after`: the id of the answer that ends the beginning of its question; None of a first turn. `messages`: those of
+    the question behind that. `continues`: its prompt begins with the ids of that answer, as they were drawn.
     """
 
     answer: ChatCompletion
     at: float
     is_side: bool
-    continues: bool | None = None
+    after: str | None = None
+    messages: tuple[dict[str, JsonValue], ...] = ()
+    continues: bool = False
 
 
 class EpisodeEnd(Frozen):
@@ -85,7 +88,8 @@ def record_turn(
     `conversation`: the digest of the question's messages and the answer. Raises StoreUnavailable.
     """
     store.put_if_absent(_after(tenant, place.episode, conversation), turn.answer.id.encode())
-    if store.put_if_absent(_turn(tenant, place.episode, place.digest), turn.model_dump_json().encode()):
+    body = turn.model_dump_json(exclude_defaults=True).encode()
+    if store.put_if_absent(_turn(tenant, place.episode, place.digest), body):
         return turn.answer
     return answered_turn(store, tenant, place) or turn.answer
 
@@ -128,8 +132,8 @@ def end_episode(store: ObjectStore, tenant: str, episode: str) -> EpisodeEnd:
     end = EpisodeEnd(
         answer_ids=tuple(turn.answer.id for turn in counted),
         num_side_turns=len(turns) - len(counted),
-        num_later_turns=sum(turn.continues is not None for turn in counted),
-        num_continuing=sum(turn.continues is True for turn in counted),
+        num_later_turns=sum(turn.after is not None for turn in counted),
+        num_continuing=sum(turn.continues for turn in counted),
     )
     if store.put_if_absent(_end(tenant, episode), end.model_dump_json().encode()):
         return end

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,18 @@ import httpx
 import pytest
 
 from shared.chat.trajectories import AnswerRecord
+from tests.depth import drawn
 from tests.end_to_end.conftest import TINKER_MODEL
-from tests.end_to_end.stack import Stack
+from tests.end_to_end.stack import Stack, wait_until
+from tests.end_to_end.victims import (
+    Victim,
+    control_host,
+    kill,
+    sampler,
+    sampler_host,
+    temporal_server,
+    web_service,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -88,13 +100,107 @@ def test_what_agents_drew_is_what_is_trained(stack: Stack, api: httpx.Client, tm
     counted = [json.loads(path.read_bytes())["answer_ids"] for path in ends]
     for one, ids in zip(told, counted, strict=True):
         assert ids[:2] == [one["first"]["id"], one["streamed"][0]]
-    drawn = [record for ids in counted for record in records(stack, *ids)]
-    assert step["metrics"]["response_tokens"] == sum(len(record.choices[0].token_ids) for record in drawn)
-    assert step["metrics"]["remembered_turns"] == len(drawn) == 12
+    answers = [record for ids in counted for record in records(stack, *ids)]
+    assert step["metrics"]["response_tokens"] == sum(len(record.choices[0].token_ids) for record in answers)
+    assert step["metrics"]["remembered_turns"] == len(answers) == 12
     assert step["metrics"]["episode_branches"] == 8, "two turns, the second on the first one's ids; and the response"
-    for first, second in zip(drawn[::3], drawn[1::3], strict=True):
+    for first, second in zip(answers[::3], answers[1::3], strict=True):
         before = first.prompt_ids + first.choices[0].token_ids
         assert second.prompt_ids[: len(before)] == before
+
+
+PROGRAM = """
+import json, os, urllib.request
+def ask(path, body):
+    request = urllib.request.Request(path, json.dumps(body).encode(), {"content-type": "application/json"})
+    return json.load(urllib.request.urlopen(request))
+messages = [{"role": "user", "content": "How many?"}]
+model = os.environ["OPENAI_MODEL"]
+ask(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"model": model, "messages": messages})
+told = ask(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", {"model": model, "max_tokens": 4, "messages": messages})
+print("said", told["type"])
+raise SystemExit(3)
+"""
+
+
+def test_a_program_is_run_as_an_agent(stack: Stack, tmp_path: Path) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(PROGRAM)
+    command = ("episode", "run", TINKER_MODEL, "--max-tokens", "8", "--json", "--", sys.executable, str(program))
+    ran = stack.cli(*command, check=False)
+    assert (ran.code, ran.json["state"], ran.json["end"]["num_turns"]) == (3, "ended", 2)
+    assert "said message" in ran.stderr
+    shown = stack.cli("episode", "show", ran.json["episode_id"]).stdout
+    assert shown.count("user: How many?") == 2 and "--- turn 2: 4 tokens, length" in shown
+    assert ran.json["episode_id"] in stack.cli("episode", "ls").stdout
+    missing = stack.cli("episode", "run", TINKER_MODEL, "--", "/nowhere/agent", check=False)
+    assert missing.code == 100 and "/nowhere/agent: No such file" in missing.stderr
+
+
+def played(address: str, begun: threading.Event) -> list[str]:
+    """An agent of six turns that asks until it is answered, as clients do. Returns the answers' texts."""
+    messages, answers = [{"role": "user", "content": "How many crates are on quay 3?"}], list[str]()
+    while len(answers) < 6:
+        begun.set() if answers else None
+        question = {"model": TINKER_MODEL, "messages": messages, "stream": len(answers) % 2 == 1}
+        try:
+            answer = httpx.post(f"{address}/v1/chat/completions", json=question, timeout=120)
+            if answer.status_code != 200:
+                time.sleep(0.2)
+                continue
+            answers.append(text_of(answer))
+        except httpx.TransportError:
+            time.sleep(0.2)
+            continue
+        messages += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": f"And {len(answers)}?"}]
+    return answers
+
+
+def text_of(answer: httpx.Response) -> str:
+    """The text of an answer. Raises TransportError: its stream did not end."""
+    if answer.headers["content-type"].startswith("application/json"):
+        return str(answer.json()["choices"][0]["message"]["content"])
+    events = [line[6:] for line in answer.text.split("\n") if line.startswith("data: ")]
+    if events[-1] != "[DONE]" or "error" in events[-2]:
+        raise httpx.ReadError("the stream broke off")
+    choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+@pytest.mark.parametrize("victim", drawn([web_service, sampler_host, sampler, control_host, temporal_server], 2))
+def test_an_episode_goes_on_through_a_kill_to_the_bit(stack: Stack, api: httpx.Client, victim: Victim) -> None:
+    undisturbed, disturbed = (begun(api, seed=9, sampling={"max_tokens": 40}) for _ in range(2))
+    expected = played(undisturbed["url"], threading.Event())
+    with ThreadPoolExecutor(1) as thread:
+        has_begun = threading.Event()
+        playing = thread.submit(played, disturbed["url"], has_begun)
+        assert has_begun.wait(120)
+        kill(stack, victim)
+        assert playing.result(300) == expected
+    ended = []
+    for episode in (undisturbed, disturbed):
+        wait_until(lambda: api.post(f"/episodes/{episode['episode_id']}/end").status_code == 200, "its end")  # noqa: B023
+        ended.append(api.get(f"/episodes/{episode['episode_id']}").json()["end"])
+    assert ended[0] == ended[1] and ended[0]["num_turns"] == 6
+    paths = [stack.root / "store" / "episodes" / "default" / one["episode_id"] for one in (undisturbed, disturbed)]
+    ids = [json.loads((path / "end.json").read_bytes())["answer_ids"] for path in paths]
+    drawn_ids = [[record.choices[0].token_ids for record in records(stack, *each)] for each in ids]
+    assert drawn_ids[0] == drawn_ids[1]
+
+
+def test_an_answer_has_the_room_that_is_left(api: httpx.Client) -> None:
+    episode = begun(api, sampling={"max_tokens": 100_000})
+    with httpx.Client(base_url=episode["url"], timeout=300) as asking:
+
+        def asked(length: int, path: str, **more: Any) -> httpx.Response:
+            messages = [{"role": "user", "content": "z" * length}]
+            return asking.post(path, json={"model": TINKER_MODEL, "messages": messages} | more)
+
+        counted = asked(1000, "/v1/messages/count_tokens").json()["input_tokens"]
+        told = asked(1000 + 4090 - counted, "/v1/chat/completions", max_tokens=50).raise_for_status().json()
+        assert told["usage"]["total_tokens"] <= 4096 and told["usage"]["prompt_tokens"] == 4090
+        full = asked(5000, "/v1/chat/completions")
+        assert full.status_code == 400 and "do not fit into 4096 tokens" in full.text
 
 
 def test_an_address_is_good_for_its_episode_alone(stack: Stack, api: httpx.Client) -> None:
