@@ -56,7 +56,7 @@ def _measure(stack: Stack, folder: Path, seeds: list[int], steps: int) -> list[d
     sums = stack.run(*sft, model.as_uri(), *arithmetic.dataset_options(data, "sums"), *arithmetic.SUMS_RUN)
     tally = stack.run(*sft, sums["adapter"], *arithmetic.dataset_options(data, "tally"), *arithmetic.TALLY_RUN)
     start = ["--model", sums["adapter"], "--initial-adapter", tally["adapter"], "--policy", "tally"]
-    start += ["--questions", str(data / "prompts_train.jsonl"), "--steps", str(steps), "--questions-per-step", "32"]
+    start += ["--questions", str(data / "prompts_train.jsonl"), "--steps", str(steps), "--tasks-per-step", "32"]
     start += ["--mini-batches", "8", "--max-tokens", "96", "--max-completion-tokens", "8"]
     return [_learn(stack, *start, seed=seed, shuffled=shuffled) for seed in seeds for shuffled in (False, True)]
 

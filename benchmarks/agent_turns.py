@@ -34,7 +34,7 @@ _NEXT: dict[str, Any] = {"role": "user", "content": "And in Wick?"}
 _RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "c1", "content": "06:30"}
 _CALL = ToolCall(id="c1", function=CalledFunction(name="tide", arguments='{"port": "Kiel"}'))
 _THOUGHT = "<think>\nThe moon.\n</think>\n\nHalf past six."
-# The answer, what is said next, and the tools.
+# The answer, the next message, and the tools.
 CASES: dict[str, tuple[ChatAnswer, dict[str, Any], list[dict[str, Any]]]] = {
     "user": (ChatAnswer(content="Half past six."), _NEXT, []),
     "cut off, user": (ChatAnswer(content="Half past"), _NEXT, []),

@@ -30,8 +30,8 @@ from longshore.losses import PPO, Kl
 from longshore.training import Layout, Lora, ScalarHead
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.megatron.engine import MegatronEngine
+from megatron_worker.offload import Residency
 from megatron_worker.process.ranks import Staging, WorkerRanks
-from megatron_worker.tensors.offload import Residency
 from megatron_worker.training.batches import Role
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker

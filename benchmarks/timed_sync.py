@@ -87,7 +87,7 @@ def timed_sync(
     sending = send(engine.outgoing(None), target, _RUN, sent, access)
     assert isinstance(sending, Sending)
     blocked_s = time.perf_counter() - began
-    done = sending.wait()
+    done = sending.result()
     update_s = time.perf_counter() - began
     assert not done.problems, "; ".join(done.problems.values())
     assert done.digest is not None
@@ -105,7 +105,7 @@ def follow_sync(engine: Engine, way: str, version: int, bucket_bytes: int, sent:
     sending = send(engine.outgoing(None), target, _RUN, sent)
     blocked_s = time.perf_counter() - began
     if sending is not None:
-        sending.wait()
+        sending.result()
     return blocked_s
 
 

@@ -17,10 +17,11 @@ import torch
 from longshore.training import Full, Lora, Optimizer, Recompute
 from megatron_worker.engine import Batch, EngineInfo, LossFunction, Norms, Outputs
 from megatron_worker.memory import Planner
+from megatron_worker.process.ranks import BackgroundCall
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.training.batches import PackedBatches, Role, Sums, TargetScores, bins_to_score
 from megatron_worker.training.checkpoint import random_state, set_random_state
-from megatron_worker.weight_sync.sender import BlockSender, DeltaBase, Sending, send
+from megatron_worker.weight_sync.sender import DeltaBase, Sending, send
 from shared.errors import InvalidInput
 from shared.jobs.job import SyncAccess, SyncTarget
 from shared.models.peft import read_config
@@ -96,10 +97,10 @@ class Dispatcher:
         the folder has none.
         """
         parts = self.engine.slot_bytes(trainable)
-        frozen_bytes = (
-            0 if frozen is None else self.engine.slot_bytes(read_config(frozen, may_have_head=True))["weights"]
-        )
-        return parts["weights"] + frozen_bytes, parts["gradients"], parts["optimizer"]
+        weights = parts["weights"]
+        if frozen is not None:
+            weights += self.engine.slot_bytes(read_config(frozen, may_have_head=True))["weights"]
+        return weights, parts["gradients"], parts["optimizer"]
 
     def load_state(self, slot: SlotName, folder: Path, optimizer: bool = True) -> None:
         """Resume from what `save_state` wrote, under any layout. Raises InvalidInput if it does not fit.
@@ -118,8 +119,8 @@ class Dispatcher:
 
     def send_weights(
         self, slot: SlotName, run_id: str, target: SyncTarget, access: SyncAccess | None = None
-    ) -> Sending | BlockSender | None:
-        """Begin to send a slot's weights to a target's samplers; they must not change before `wait`.
+    ) -> Sending | BackgroundCall[None] | None:
+        """Begin to send a slot's weights to a target's samplers; they must not change before its `result`.
 
         The slot must be on the device until then (`resident`). Returns and raises as weight_sync.sender.send does.
         """

@@ -1,10 +1,8 @@
 """What TrainerRank asks and answers about sequences: inputs, packs, heads, answers."""
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar, Union
 
@@ -16,19 +14,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_worker.engine import EngineInfo, Outputs
-from megatron_worker.head.logprobs import NO_LABEL, VocabShard, score_targets
-from megatron_worker.head.torch_tiles import rows_of_labels
+from megatron_worker.head.logprobs import NO_LABEL, VocabShard, score_targets, sum_over
+from megatron_worker.head.torch_tiles import rows_of_labels, slices
 from shared.errors import InvalidInput
 from shared.jobs.packed import RouteShape
 from shared.jobs.prefix_tree import (
     Node,
     grow,
     indices,
-    nodes_of,
-    num_shared,
     routes_of_parts,
     shared_where_it_saves,
-    sort_key,
     tables,
     token_ids,
 )
@@ -349,50 +344,6 @@ def pack(sequences: Sequence[Ints], least_saved_tokens: int, routes: Sequence[ND
     return Pack(tokens, position_T, parent_T, indices(order, placed), members, route_TEK)
 
 
-@dataclass(frozen=True)
-class PackSize:
-    """Computes how many tokens a pack would have, without making it.
-
-    `keys`: of the sequences, sorted; `shared`: what each shares with the one before.
-    """
-
-    least_saved_tokens: int
-    keys: tuple[bytes, ...] = ()
-    shared: tuple[int, ...] = ()
-
-    def with_sequences(self, sequences: Sequence[Ints]) -> "PackSize":
-        keys, shared = list(self.keys), list(self.shared)
-        for key in map(sort_key, sequences):
-            place = bisect_left(keys, key)
-            shared.insert(place, _num_shared(keys[place - 1], key) if place else 0)
-            if place < len(keys):
-                shared[place + 1] = _num_shared(key, keys[place])
-            keys.insert(place, key)
-        return PackSize(self.least_saved_tokens, tuple(keys), tuple(shared))
-
-    @cached_property
-    def nodes(self) -> list[Node]:
-        nodes = nodes_of(list(self.shared), [_length(key) for key in self.keys])
-        return shared_where_it_saves(nodes, self.least_saved_tokens)
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return sum(node.end - node.begin for node in self.nodes)
-
-    @property
-    def num_shared(self) -> int:
-        """The tokens that are stored once in place of several times."""
-        return sum(map(_length, self.keys)) - self.num_tokens
-
-
-def _length(key: bytes) -> int:
-    return len(key) // 4
-
-
-def _num_shared(a: bytes, b: bytes) -> int:
-    return num_shared(np.frombuffer(a, ">u4"), np.frombuffer(b, ">u4"))
-
-
 # --- Heads on the backbone's hidden states, for several labels a position, top-k and whole logits ---
 #
 # All probabilities come from the scan of `head.logprobs`: Triton's kernels on CUDA, chunks of torch elsewhere, merged
@@ -442,13 +393,13 @@ class _LogitsAt(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, id_NK: Tensor, shard: VocabShard) -> Tensor:
-        logit_NK = hidden_NH.new_empty(id_NK.shape, dtype=_dtype(hidden_NH))
+        logit_NK = hidden_NH.new_empty(id_NK.shape, dtype=torch.promote_types(torch.float32, hidden_NH.dtype))
         for chunk in _chunks(id_NK, shard, hidden_NH.shape[1]):
             rows_CKH = _gathered(weight_VH, id_NK[chunk], shard)
             hidden_CH = hidden_NH[chunk].to(rows_CKH.dtype)
             torch.bmm(rows_CKH, hidden_CH[:, :, None], out=logit_NK[chunk][:, :, None])
             del rows_CKH  # before the next chunk's come
-        _sum(logit_NK, shard.group)
+        sum_over(logit_NK, shard.group)
         ctx.save_for_backward(weight_VH, id_NK, hidden_NH if ctx.needs_input_grad[1] else None)
         ctx.shard, ctx.hidden = shard, (hidden_NH.shape, hidden_NH.dtype)
         return logit_NK
@@ -469,21 +420,21 @@ class _LogitsAt(torch.autograd.Function):
                 torch.mul((grad_NK[chunk] * owned_CK)[:, :, None], hidden_NH[chunk][:, None], out=rows_CKH)
                 grad_VH.index_add_(0, column_CK.flatten(), rows_CKH.flatten(0, 1))
             del rows_CKH
-        _sum(grad_NH, ctx.shard.group)
+        sum_over(grad_NH, ctx.shard.group)
         return grad_NH, grad_VH, None, None
 
 
-def _chunks(id_NK: Tensor, shard: VocabShard, hidden_size: int) -> Iterator[slice]:
-    """Yield rows whose ids' rows of the embedding take no more than the logits of CHUNK_ROWS rows do."""
+def _chunks(id_NK: Tensor, shard: VocabShard, hidden_size: int) -> list[slice]:
+    """Return rows whose ids' rows of the embedding take no more than the logits of CHUNK_ROWS rows do."""
     num_rows, num_ids = id_NK.shape
     step = max(1, CHUNK_ROWS * shard.size // max(1, num_ids * hidden_size))
-    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+    return slices(num_rows, step)
 
 
 def _gathered(weight_VH: Tensor, id_CK: Tensor, shard: VocabShard) -> Tensor:
     """Return the embedding's rows of ids, zeros of those of other shards, [C, K, H] in the softmax's dtype."""
     column_CK, owned_CK = rows_of_labels(id_CK, shard.first, shard.num_real)
-    return weight_VH[column_CK].to(_dtype(weight_VH)).mul_(owned_CK[:, :, None])
+    return weight_VH[column_CK].to(torch.promote_types(torch.float32, weight_VH.dtype)).mul_(owned_CK[:, :, None])
 
 
 class _Logits(torch.autograd.Function):
@@ -491,7 +442,7 @@ class _Logits(torch.autograd.Function):
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
         ctx.save_for_backward(weight_VH, hidden_NH if ctx.needs_input_grad[1] else None)
         ctx.shard, ctx.dtype = shard, hidden_NH.dtype
-        own_NV = (hidden_NH @ weight_VH.t()).to(_dtype(hidden_NH))
+        own_NV = (hidden_NH @ weight_VH.t()).to(torch.promote_types(torch.float32, hidden_NH.dtype))
         if shard.group is None:
             return own_NV[:, : shard.vocab_size]
         shards = [torch.empty_like(own_NV) for _ in range(shard.group.size())]
@@ -508,17 +459,8 @@ class _Logits(torch.autograd.Function):
         if hidden_NH is not None:
             grad_VH = torch.zeros_like(weight_VH)
             torch.mm(own_NV.t(), hidden_NH, out=grad_VH[: shard.num_real])
-        _sum(grad_NH, shard.group)
+        sum_over(grad_NH, shard.group)
         return grad_NH, grad_VH, None
-
-
-def _sum(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    if group is not None and tensor.numel():
-        dist.all_reduce(tensor, group=group)
-
-
-def _dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 # --- Answers one kind of question about several inputs, from rows of the backbone's hidden states ---

@@ -9,10 +9,11 @@ channels of a convolution; E experts, K experts of a token, M tokens of one expe
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +35,14 @@ from shared.families.architecture import (
     SharedAttention,
     ShortConv,
 )
+from shared.families.tensor_slices import TensorSlice
 
 RotaryTables = Mapping[Rope, tuple[Tensor, Tensor]]
 """Cosines and sines of the pass's positions, [T, 1, D] each."""
+Computed = Callable[[Tensor, Any], Tensor]
+"""What is computed of tokens, [T, X], in a pass."""
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """What a recurrent rule takes of tokens, in its order."""
-Expert = Callable[[int, Tensor], Tensor]
-"""The output of an expert, by its number, for some tokens: [M, H]."""
 
 
 class LayerPass(ABC):
@@ -96,40 +98,48 @@ class LayerPass(ABC):
         return parts
 
 
-class LayerLinear(Protocol):
-    def __call__(self, x_TX: Tensor, run: Any, /) -> Tensor: ...
-
-
-class LayerTensors(Protocol):
-    """Gives layers their tensors, by the engine's names (shared/families/architecture.py).
+class LayerTensors(ABC):
+    """Gives layers their tensors, by the engine's names (shared/families/architecture.py), whole unless methods say so.
 
     Attributes:
         num_ranks: ranks that share out heads.
     """
 
-    num_ranks: int
+    num_ranks = 1
 
-    def get(self, parameter: str) -> Tensor | None: ...
+    def __init__(self, slices: Sequence[TensorSlice], constants: Sequence[TensorSlice]) -> None:
+        """`constants`: what is never trained, and float32 in any dtype."""
+        self._constants = {s.parameter: s for s in constants}
+        self._slices = defaultdict[str, list[TensorSlice]](list)
+        for s in (*slices, *constants):
+            self._slices[s.parameter].append(s)
+
+    @abstractmethod
     def __getitem__(self, parameter: str) -> Tensor: ...
-    def linear(self, module: str, brings_tokens: bool = True) -> LayerLinear:
-        """Return a linear with the adapter beside it. `brings_tokens`: it gathers or sums over ranks itself."""
-        ...
 
+    def get(self, parameter: str) -> Tensor | None:
+        return self[parameter] if parameter in self._slices else None
+
+    @abstractmethod
+    def linear(self, module: str, brings_tokens: bool = True) -> Computed:
+        """Return a linear with the adapter beside it. `brings_tokens`: it gathers or sums over ranks itself."""
+
+    @abstractmethod
     def norm(self, module: str, eps: float) -> Callable[[Tensor], Tensor]:
         """Return a norm, or the identity if the model has none there."""
-        ...
 
     def stacks(self, module: str) -> "dict[str, Tensor | QuantizedTensor]":
         """Return the tensors of this rank's experts that are stored together, by kind; none of other experts."""
-        ...
+        kinds = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        return {kind: self[f"{module}.{kind}"] for kind in kinds if f"{module}.{kind}" in self._slices}
 
     def own_experts(self, num_experts: int) -> range:
         """Return the numbers of this rank's experts."""
-        ...
+        return range(num_experts)
 
     def groups_of(self, a: Attention) -> int:
         """Return the groups of heads that the linear of queries, keys and values makes one after another."""
-        ...
+        return 1
 
 
 @dataclass(frozen=True)
@@ -154,8 +164,6 @@ def unchanged(x: Tensor) -> Tensor:
 
 
 # --- Token mixers ---
-
-Computed = Callable[[Tensor, Any], Tensor]
 
 
 class AttentionMixer:

@@ -37,8 +37,8 @@ from longshore.training import Lora
 from megatron_worker.families import local_of, write_slice
 from megatron_worker.head import scalar
 from megatron_worker.head.scalar import LmHeadLora
+from megatron_worker.offload import Flat
 from megatron_worker.quantized import QuantizedTensor, quantized_linear, whole
-from megatron_worker.tensors.offload import Flat
 from shared.families.tensor_slices import Linear, TensorSlice
 from shared.models.peft import DRAWN, NORMS, AdaptedModules, Dimension, LoraSize, module_of, name_of, tensors_of
 

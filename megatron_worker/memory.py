@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from longshore.training import LINEARS, Full, Lora
 from megatron_worker.engine import Batch, EngineInfo, LossFunction
-from megatron_worker.forwards import CheckedInput, ForwardInput, HeadRequest, Ints, PackSize, Pass, TopK, answers
+from megatron_worker.forwards import CheckedInput, ForwardInput, HeadRequest, Ints, Pass, TopK, answers
 from megatron_worker.mixers.forest_calls import mask_elements
-from megatron_worker.process.ranks import Fault, JobFailed, everyone
+from megatron_worker.process.ranks import everyone
 from megatron_worker.tensors.slot_engine import Engine
 from shared.errors import InvalidInput
 from shared.jobs.packed import Units
-from shared.jobs.prefix_tree import tables
+from shared.jobs.prefix_tree import grow, shared_where_it_saves, tables
 
 # --- Count the bytes of this process's own tensors: on CUDA by its allocator, on the CPU by a dispatch mode ---
 #
@@ -199,7 +199,7 @@ def measure(probe: Probe, sizes: Sequence[int], device: torch.device, world_size
             break
         repeated = [_measured(probe, size, device) for _ in range(_REPEATS if world_size > 1 else 1)]
         least = tuple(map(min, zip(*repeated, strict=True)))
-        most = map(max, zip(*everyone(world_size, least), strict=True))
+        most = map(max, zip(*everyone(least), strict=True))
         cost = PassCost((*cost.sizes, size), (*cost.points, PassBytes(*most)))
     return cost
 
@@ -382,14 +382,6 @@ _STEP_MARGIN = 0.08  # to a job's: many short sequences take somewhat more memor
 _LOSS_WORK = 2  # copies of one input's outputs that a loss is assumed to make
 
 
-class HeadRows(NamedTuple):
-    """Rows of one question in a pack: their number, the most of one input, and the most labels of a row."""
-
-    num: int = 0
-    most: int = 0
-    num_labels: int = 0
-
-
 class PlannedSlot(NamedTuple):
     inputs: Pass
     lora: Lora | None
@@ -398,46 +390,35 @@ class PlannedSlot(NamedTuple):
     recomputes: bool = False
 
 
-@dataclass(frozen=True)
 class SlotLoad:
-    """The work of one slot in one rank's micro-batch."""
+    """The work of one slot in one rank's micro-batch: the nodes of its pack, and who asks each question."""
 
-    size: PackSize
-    rows: dict[HeadRequest, HeadRows] = field(default_factory=dict)
-
-    def with_requests(self, requests: Sequence[CheckedInput]) -> "SlotLoad":
-        size, rows = self.size.with_sequences([request.token_L for request in requests]), self.rows.copy()
+    def __init__(self, slot: PlannedSlot, requests: Sequence[CheckedInput]) -> None:
+        self.nodes = shared_where_it_saves(grow([r.token_L for r in requests])[1], slot.least_saved_tokens)
+        self.num_tokens = sum(node.end - node.begin for node in self.nodes)
+        self.num_logical_tokens = sum(len(r.token_L) for r in requests)
+        self.asking: dict[HeadRequest, list[CheckedInput]] = {}
         for request in requests:
-            count = len(request.position_P)
             for question in request.questions:
-                had = rows.get(question, HeadRows())
-                rows[question] = HeadRows(
-                    had.num + count, max(had.most, count), max(had.num_labels, request.label_PK.shape[1])
-                )
-        return SlotLoad(size, rows)
+                self.asking.setdefault(question, []).append(request)
+
+    @property
+    def has_branches(self) -> bool:
+        return self.num_tokens < self.num_logical_tokens
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's share of a micro-batch: the indices of its items, their work by slot, and the estimated bytes."""
+    """One rank's share of a micro-batch: the indices of its items, its work, and the estimated bytes.
 
-    items: tuple[int, ...]
-    loads: dict[PlannedSlot, SlotLoad]
+    `num_logical_tokens`: if prefixes were not shared. `kind`: the kinds of questions that are asked.
+    """
+
+    items: tuple[int, ...] = ()
+    num_tokens: int = 0
+    num_logical_tokens: int = 0
+    kind: frozenset[str] = frozenset()
     planned_bytes: float = 0.0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(load.size.num_tokens for load in self.loads.values())
-
-    @property
-    def num_logical_tokens(self) -> int:
-        """The number of tokens if prefixes were not shared."""
-        return self.num_tokens + sum(load.size.num_shared for load in self.loads.values())
-
-    @cached_property
-    def kind(self) -> frozenset[str]:
-        """The kinds of questions that are asked."""
-        return frozenset(question.kind for load in self.loads.values() for question in load.rows)
 
 
 class Planner:
@@ -467,8 +448,7 @@ class Planner:
 
     def measure(self, engine: Engine, slot: PlannedSlot, requests: Sequence[CheckedInput], budget_bytes: float) -> None:
         """Measure the costs of these requests of the active slot that are not known yet. Collective."""
-        load = _no_load(slot).with_requests(requests)
-        for branches in (False, True)[: 1 + (load.size.num_shared > 0)]:
+        for branches in (False, True)[: 1 + SlotLoad(slot, requests).has_branches]:
             backbone = slot.lora, slot.keeps_graph, slot.recomputes, branches
             if backbone not in self._backbones:
                 self._backbones[backbone] = measure_backbone(engine, slot.keeps_graph, branches, budget_bytes)
@@ -500,59 +480,78 @@ class Planner:
         Raises:
             InvalidInput: even the first item alone does not fit.
         """
-        shares = [RankShare((), {slot: _no_load(slot) for slot in slots if in_step})] * self._facts.dp_size
-        for item in range(first, len(items) if most is None else first + most):
-            least = min(range(len(shares)), key=lambda rank: (shares[rank].planned_bytes, rank))
-            grown = self._grown(shares[least], item, items[item], slots, in_step)
-            if grown.planned_bytes > budget_bytes:
-                if item == first:
-                    needed, left = int(grown.planned_bytes), int(budget_bytes)
-                    message = f"it alone needs about {needed:,} bytes, backward included; the budget leaves {left:,}"
-                    if held_bytes:
-                        message += f" beside {int(held_bytes):,} that are held of micro-batches before"
-                    raise InvalidInput(message, f"items[{item}]")
-                break
-            shares[least] = grown
-        return shares
+
+        def divided(num: int) -> list[RankShare]:
+            dealt, tokens = [list[int]() for _ in range(self._facts.dp_size)], [0] * self._facts.dp_size
+            for item in range(first, first + num):
+                least = tokens.index(min(tokens))
+                dealt[least].append(item)
+                tokens[least] += sum(len(request.token_L) for request in items[item])
+            return [self._share(items, own, slots, in_step) for own in dealt]
+
+        def is_too_much(num: int) -> bool:
+            return max(share.planned_bytes for share in divided(num)) > budget_bytes
+
+        limit, above = len(items) - first if most is None else most, 1
+        while above <= limit and not is_too_much(above):
+            above *= 2
+        known = range(limit + 1)
+        num = bisect_left(known, True, above // 2 + 1, min(above, limit + 1), key=is_too_much) - 1
+        if not num:
+            needed, left = int(divided(1)[0].planned_bytes), int(budget_bytes)
+            message = f"it alone needs about {needed:,} bytes, backward included; the budget leaves {left:,}"
+            if held_bytes:
+                message += f" beside {int(held_bytes):,} that are held of micro-batches before"
+            raise InvalidInput(message, f"items[{first}]")
+        return divided(num)
 
     def exceeded(self, kind: frozenset[str], times: float) -> None:
         """Record that a micro-batch with these kinds of requests took `times` its estimate."""
         self._excess[kind] = self._excess.get(kind, 1.0) * times
 
-    def _grown(
-        self, share: RankShare, item: int, requests: Sequence[CheckedInput], slots: Sequence[PlannedSlot], in_step: bool
+    def _share(
+        self,
+        items: Sequence[Sequence[CheckedInput]],
+        own: Sequence[int],
+        slots: Sequence[PlannedSlot],
+        in_step: bool,
     ) -> RankShare:
+        """Return the share of a rank that gets some items."""
+        if not own:
+            return RankShare()
         loads = {}
         for slot in slots:
-            own = [request for request in requests if request.goes_in == slot.inputs and not request.is_empty]
-            before = share.loads.get(slot)
-            if own:
-                loads[slot] = (before or _no_load(slot)).with_requests(own)
-            elif before:
-                loads[slot] = before
-        grown = RankShare((*share.items, item), loads)
-        excess = self._excess.get(grown.kind, 1.0)
-        return replace(grown, planned_bytes=self._estimate(loads, in_step) * (1 + _MARGIN) * excess)
+            found = (request for item in own for request in items[item] if request.goes_in == slot.inputs)
+            requests = [request for request in found if not request.is_empty]
+            if requests or in_step:
+                loads[slot] = SlotLoad(slot, requests)
+        kind = frozenset(question.kind for load in loads.values() for question in load.asking)
+        planned_bytes = self._estimate(loads, in_step) * (1 + _MARGIN) * self._excess.get(kind, 1.0)
+        num_tokens = sum(load.num_tokens for load in loads.values())
+        num_logical_tokens = sum(load.num_logical_tokens for load in loads.values())
+        return RankShare(tuple(own), num_tokens, num_logical_tokens, kind, planned_bytes)
 
     def _estimate(self, loads: dict[PlannedSlot, SlotLoad], in_step: bool) -> float:
         """Return the bytes at the peak of a micro-batch."""
         live = peak = gradients = largest = 0.0
         passes: list[tuple[list[PassBytes], list[tuple[PassBytes, float]]]] = []
         for slot, load in loads.items():
-            branches = load.size.num_shared > 0
+            branches = load.has_branches
             has_masks = branches or any(self._facts.windows)
-            masks = mask_bytes(tables(load.size.nodes)[1], self._facts) if has_masks else 0.0
-            backbone = self._backbones[slot.lora, slot.keeps_graph, slot.recomputes, branches].at(load.size.num_tokens)
+            masks = mask_bytes(tables(load.nodes)[1], self._facts) if has_masks else 0.0
+            backbone = self._backbones[slot.lora, slot.keeps_graph, slot.recomputes, branches].at(load.num_tokens)
             peak = max(peak, live + backbone.forward + masks)
             live += (backbone.kept + masks) * slot.keeps_graph
             heads = []
-            for question, rows in sorted(load.rows.items(), reverse=True):  # as rank.py does
-                head = self._heads[_head_key(question, rows.num_labels, slot.keeps_graph)].at(rows.num)
+            for question, requests in sorted(load.asking.items(), reverse=True):  # as rank.py does
+                rows = [len(request.position_P) for request in requests]
+                num_labels = max(request.label_PK.shape[1] for request in requests)
+                head = self._heads[_head_key(question, num_labels, slot.keeps_graph)].at(sum(rows))
                 heads.append(head)
                 peak = max(peak, live + head.forward)
                 live += head.kept
                 gradients += head.gradient
-                largest = max(largest, head.gradient * rows.most / rows.num)
+                largest = max(largest, head.gradient * max(rows) / sum(rows))
             if slot.keeps_graph:
                 passes.append((heads, [(backbone, masks)]))
         live += gradients
@@ -580,10 +579,6 @@ def _trees(units: Units) -> list[Ints]:
     index_T = np.arange(len(parent_T)) - np.repeat(begin_U, end_U - begin_U)
     branching_U = np.unique(np.searchsorted(begin_U, np.flatnonzero(parent_T != index_T - 1), side="right") - 1)
     return [parent_T[begin_U[unit] : end_U[unit]].astype(np.int64) for unit in branching_U]
-
-
-def _no_load(slot: PlannedSlot) -> SlotLoad:
-    return SlotLoad(PackSize(slot.least_saved_tokens))
 
 
 def _head_key(question: HeadRequest, num_labels: int, keeps_graph: bool) -> tuple[HeadRequest, int, bool]:
@@ -639,36 +634,6 @@ class SlotRoom:
     needs: dict[str, SlotNeed] = field(default_factory=dict)
     on_device: set[str] = field(default_factory=set)
 
-    def has_room(self, run_id: str, need: SlotNeed) -> bool:
-        """Return True if a run's slots fit on the device together with all others."""
-        return self.limit is None or need.total <= self.limit - self._of_others(run_id)
-
-    def reserve(self, run_id: str, need: SlotNeed) -> None:
-        self.needs[run_id] = need
-        self.on_device.add(run_id)
-
-    def forget(self, run_id: str) -> None:
-        self.needs.pop(run_id, None)
-        self.on_device.discard(run_id)
-
     def total(self, run_ids: Iterable[str]) -> int:
         """Return the bytes of some runs' slots, wherever they are."""
         return sum(self.needs[run_id].total for run_id in run_ids)
-
-    def check_alone(self, need: SlotNeed) -> None:
-        """Raise JobFailed (`invalid_input`) if a slot would not fit on an empty device."""
-        if self.limit is not None and need.total > self.limit:
-            message = f"trainable: {need}, and there are {self.limit:,} for slots: none of its kind fits"
-            raise JobFailed(Fault(kind="invalid_input", message=message))
-
-    def crowded(self, run_id: str, need: SlotNeed) -> JobFailed:
-        """Return the fault of a run whose slot would fit alone, but not with the others."""
-        assert self.limit is not None
-        message = (
-            f"{need}; of {self.limit:,} for slots other runs have {self._of_others(run_id):,}: "
-            f"{self.limit // need.total} of its kind fit at once"
-        )
-        return JobFailed(Fault(kind="crowded", message=message))
-
-    def _of_others(self, run_id: str) -> int:
-        return self.total(self.on_device - {run_id})

@@ -117,14 +117,12 @@ class Group:
 
 def groups_of(slices: Sequence[TensorSlice]) -> dict[str, Group]:
     """Return the groups of parameters."""
-    return {s.parameter: _group_of(s) for s in slices}
-
-
-def _group_of(s: TensorSlice) -> Group:
-    num_dimensions = len(s.shape) - s.is_stack
-    of_layer = _OF_LAYER.search(s.name) is not None
-    is_matrix = num_dimensions > 1 and (of_layer or not _EMBEDDING.search(s.name))
-    return Group(num_dimensions == 2 and of_layer, is_matrix, ".lora_B." in s.name)
+    groups = {}
+    for s in slices:
+        num_dimensions, of_layer = len(s.shape) - s.is_stack, _OF_LAYER.search(s.name) is not None
+        is_matrix = num_dimensions > 1 and (of_layer or not _EMBEDDING.search(s.name))
+        groups[s.parameter] = Group(num_dimensions == 2 and of_layer, is_matrix, ".lora_B." in s.name)
+    return groups
 
 
 def rates_of(group: Group, optimizer: Optimizer, learning_rate: float) -> Rates:

@@ -22,7 +22,6 @@ from megatron_worker.training.evaluation import Evaluator, held_out_loss, is_due
 from megatron_worker.warm_engine import WarmState, slots_of
 from shared.errors import InvalidInput
 from shared.jobs.job import JobPlan, PackedData, Schedule
-from shared.jobs.packed import RouteShape
 
 # --- The learning rate as a function of the step ---
 
@@ -73,9 +72,7 @@ class PlannedSteps(Program):
         Args:
             before: the checkpoint that the job resumes from, or begins with.
         """
-        facts = self.slot.dispatcher.facts
-        self.slot.ranks.agree(lambda: _check_probe(self.plan.probe, facts.vocab_size))
-        self.slot.ranks.agree(lambda: _check_routes(self.data.units.header.routes, facts.routes))
+        self.slot.ranks.agree(self._check_model)
         self.slot.ranks.agree(lambda: self._load_reference(kept))
         yield None
         self.slot.ranks.agree(lambda: self._form_micro_batches(before))
@@ -107,6 +104,17 @@ class PlannedSteps(Program):
     def _reference_slot(self) -> str | None:
         """The slot of the loss's reference: that of an adapter; None for the base."""
         return None if self._reference is None else slots_of(self.plan.run_id, self.plan.trainable).reference
+
+    def _check_model(self) -> None:
+        """Raise InvalidInput if the model has not the probe's tokens, or not the experts that the data names."""
+        facts, routes = self.slot.dispatcher.facts, self.data.units.header.routes
+        for place, token_id in enumerate(self.plan.probe):
+            if token_id >= facts.vocab_size:
+                raise InvalidInput(
+                    f"token {token_id} is outside the vocabulary of {facts.vocab_size}", f"probe[{place}]"
+                )
+        if routes is not None and routes != facts.routes:
+            raise InvalidInput(f"routes of {routes}, and the model's experts: {facts.routes}", "data.routes")
 
     def _load_reference(self, kept: WarmState | None) -> None:
         if self._reference is not None and (kept is None or kept.reference is None):
@@ -323,17 +331,6 @@ def open_data(plan: JobPlan, folders: Folders, open_files: ExitStack) -> tuple[P
         check_columns(evaluated.units, loss)
         evaluators.append(Evaluator(plan.evaluation, name, evaluated, prompts, folders[plan.model], loss))
     return training, evaluators
-
-
-def _check_probe(token_ids: tuple[int, ...], vocab_size: int) -> None:
-    for place, token_id in enumerate(token_ids):
-        if token_id >= vocab_size:
-            raise InvalidInput(f"token {token_id} is outside the vocabulary of {vocab_size}", f"probe[{place}]")
-
-
-def _check_routes(found: RouteShape | None, model: RouteShape | None) -> None:
-    if found is not None and found != model:
-        raise InvalidInput(f"routes of {found}, and the model's experts: {model}", "data.routes")
 
 
 def _targets_of(data: PackedBatches, teacher: int | None) -> Flags | None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longshore.training import Optimizer, Quantization
+from megatron_worker.offload import Flat
 from megatron_worker.optimizers import Rates, update
-from megatron_worker.tensors.offload import Flat
 
 # --- Numbers as codes of 4 or 8 bits ---
 # Those of a block share a scale, which is the largest magnitude among them.

@@ -22,11 +22,11 @@ from megatron_worker.critic import CriticSlot
 from megatron_worker.dispatch import Dispatcher
 from megatron_worker.engine import MAX, LossFunction, reported
 from megatron_worker.process.job_queue import EventLog
-from megatron_worker.process.ranks import Awaited, Fault, NotFinite, WorkerRanks
+from megatron_worker.process.ranks import Awaited, BackgroundCall, Fault, NotFinite, WorkerRanks
 from megatron_worker.training.batches import PackedBatches, TargetScores
-from megatron_worker.training.checkpoint import CheckpointState, Written, save_checkpoint
+from megatron_worker.training.checkpoint import CheckpointState, Written, checkpoint_state, save_checkpoint
 from megatron_worker.warm_engine import WarmState
-from megatron_worker.weight_sync.sender import BlockSender, Sending
+from megatron_worker.weight_sync.sender import Sending
 from shared.jobs.job import Job, SyncAccess, SyncTarget
 
 # --- Traces the next optimizer steps of a job with torch's profiler, if its host asks for a trace ---
@@ -108,7 +108,7 @@ def _marked_step() -> record_function:
 
 # --- Weights that travel to samplers while they are saved ---
 
-Send = Callable[[SyncTarget, SyncAccess], Sending | BlockSender | None]
+Send = Callable[[SyncTarget, SyncAccess], Sending | BackgroundCall[None] | None]
 
 
 @contextmanager
@@ -127,19 +127,16 @@ def sent_meanwhile(
         InvalidInput: as `send` does.
     """
     access = SyncAccess.read(job.log_path) if ranks.rank == 0 else SyncAccess()
-    target = named or _of_rank_0(access, ranks)
-    sending = send(target if named else target.model_copy(update={"version": step}), access) if target else None
+    target = named
+    if target is None:  # the host may write it while ranks look: what rank 0 has read counts
+        data = ranks.broadcast(access.target.model_dump_json().encode() if access.target is not None else b"")
+        target = SyncTarget.model_validate_json(data).model_copy(update={"version": step}) if data else None
+    sending = send(target, access) if target else None
     try:
         yield
     finally:
-        if sending is not None and (outcome := sending.wait()) is not None:
+        if sending is not None and (outcome := sending.result()) is not None:
             report.emit(Synced, step=step, outcome=outcome)
-
-
-def _of_rank_0(access: SyncAccess, ranks: WorkerRanks) -> SyncTarget | None:
-    """Return the target that rank 0 has read: the host may write it while ranks look."""
-    data = ranks.broadcast(access.target.model_dump_json().encode() if access.target is not None else b"")
-    return SyncTarget.model_validate_json(data) if data else None
 
 
 T = TypeVar("T")
@@ -229,8 +226,9 @@ class TrainedSlot:
         sums, seconds = yield from _timed(passes)
         if not math.isfinite(sums["loss"]):
             raise NotFinite("the loss", sums["loss"])
-        names = sums.keys() | self.sums.keys()
-        self.sums = {name: _both(name, self.sums.get(name, 0.0), sums.get(name, 0.0)) for name in names}
+        for name, value in sums.items():
+            before = self.sums.get(name, 0.0)
+            self.sums[name] = max(before, value) if name.endswith(MAX) else before + value
         self._sums_s += seconds
         return sums
 
@@ -301,8 +299,15 @@ class TrainedSlot:
         """Save a checkpoint of the state `at`, unless there is one. The weights have not changed since then."""
         if self.saved_at == self.at:
             return
-        progress = self.micro_batch_tokens, self.recomputes, self.evaluations
-        self.written = save_checkpoint(self._write, self.ranks, self.job, self.model_sha256, self.at, *progress)
+        state = checkpoint_state(
+            self.job.plan,
+            self.model_sha256,
+            self.at,
+            micro_batch_tokens=self.micro_batch_tokens,
+            recompute=self.recomputes,
+            evaluations=self.evaluations,
+        )
+        self.written = save_checkpoint(self._write, self.ranks, self.job, state)
         self.saved_at = self.at
         self.report.emit(Saved, step=self.at, path=str(self.written.path), manifest_sha256=self.written.sha256)
 
@@ -311,10 +316,6 @@ class TrainedSlot:
         plan = self.job.plan
         send = partial(self.dispatcher.send_weights, self.slot, plan.run_id)
         return sent_meanwhile(send, self.job, self.at, self.report, self.ranks, plan.sync_target)
-
-
-def _both(name: str, one: float, other: float) -> float:
-    return max(one, other) if name.endswith(MAX) else one + other
 
 
 def _timed(passes: Generator[None, None, T]) -> Generator[None, None, tuple[T, float]]:

@@ -14,7 +14,7 @@ from longshore.training import Dtype, EngineName, Full, Layout, Lora, OptimizerS
 from megatron_worker.critic import CriticSlot, Scale
 from megatron_worker.dispatch import Dispatcher, SlotName
 from megatron_worker.memory import PASSES_SHARE, SlotNeed, SlotRoom
-from megatron_worker.process.ranks import Folders, JobFailed, WorkerRanks, fault_of
+from megatron_worker.process.ranks import Fault, Folders, JobFailed, WorkerRanks, fault_of
 from megatron_worker.process.startup import slow_imports
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.training.checkpoint import Written
@@ -119,7 +119,11 @@ class WarmEngine:
             self.discard()
             self.dispatcher = Dispatcher(self._build(plan, model))
             self._key = key
-            self.room = SlotRoom(self._slot_limit())
+            limit, engine, device = self._slot_bytes, self.dispatcher.engine, self.dispatcher.facts.device
+            if limit is None and device.type == "cuda":
+                total = torch.cuda.get_device_properties(device).total_memory
+                limit = max(0, total - total // PASSES_SHARE - engine.memory().parts["weights"].device)
+            self.room = SlotRoom(limit)
         elif kept is None:
             self._forget([plan.run_id] if isinstance(plan.trainable, Lora) else list(self._kept))
         if isinstance(plan.trainable, Lora):
@@ -130,15 +134,6 @@ class WarmEngine:
         self.in_hand.add(plan.run_id)
         return self.dispatcher
 
-    def _slot_limit(self) -> int | None:
-        """Return the bytes for slots on this rank, while the engine has none."""
-        assert self.dispatcher is not None
-        engine, device = self.dispatcher.engine, self.dispatcher.facts.device
-        if self._slot_bytes is not None or device.type != "cuda":
-            return self._slot_bytes
-        total = torch.cuda.get_device_properties(device).total_memory
-        return max(0, total - total // PASSES_SHARE - engine.memory().parts["weights"].device)
-
     def make_room(self, plan: WorkerPlan, folders: Folders, ranks: WorkerRanks) -> None:
         """Reserve the device's memory for a run's slots, before they are made or brought back. Collective.
 
@@ -147,18 +142,24 @@ class WarmEngine:
         Raises JobFailed: they do not fit, alone (`invalid_input`) or with those in use (`crowded`).
         """
         assert self.dispatcher is not None
-        if self.room.limit is None:
+        room = self.room
+        if room.limit is None:
             return
-        self.room.limit = -ranks.largest([-self.room.limit])[0]  # of the rank that has least
-        need = self.room.needs.get(plan.run_id) or self._need(plan, folders, ranks)
-        self.room.check_alone(need)
-        unused = [run_id for run_id in self._kept if run_id in self.room.on_device]
-        while not self.room.has_room(plan.run_id, need):
+        limit = room.limit = -ranks.largest([-room.limit])[0]  # of the rank that has least
+        need = room.needs.get(plan.run_id) or self._need(plan, folders, ranks)
+        if need.total > limit:
+            message = f"trainable: {need}, and there are {limit:,} for slots: none of its kind fits"
+            raise JobFailed(Fault(kind="invalid_input", message=message))
+        unused = [run_id for run_id in self._kept if run_id in room.on_device]
+        while need.total > limit - (others := room.total(room.on_device - {plan.run_id})):
             if not unused:
-                raise self.room.crowded(plan.run_id, need)
+                fitting = f"{limit // need.total} of its kind fit at once"
+                message = f"{need}; of {limit:,} for slots other runs have {others:,}: {fitting}"
+                raise JobFailed(Fault(kind="crowded", message=message))
             run_id = unused.pop(0)
             self._move_away([run_id], slots_of(run_id, self._kept[run_id].trainable))
-        self.room.reserve(plan.run_id, need)
+        room.needs[plan.run_id] = need
+        room.on_device.add(plan.run_id)
 
     def _need(self, plan: WorkerPlan, folders: Folders, ranks: WorkerRanks) -> SlotNeed:
         """Return the bytes of a plan's slots on the rank with the most, by part."""
@@ -230,7 +231,8 @@ class WarmEngine:
 
     def _drop(self, run_id: str, trainable: Lora | Full) -> None:
         assert self.dispatcher is not None
-        self.room.forget(run_id)
+        self.room.needs.pop(run_id, None)
+        self.room.on_device.discard(run_id)
         for slot in slots_of(run_id, trainable):
             self.dispatcher.drop_slot(slot)
 

@@ -29,7 +29,6 @@ from megatron_worker.process.ranks import (
 from megatron_worker.session import SessionProgram
 from megatron_worker.trained_slot import Outcome, Passes, Program, StepProfiler, TrainedSlot
 from megatron_worker.training.checkpoint import (
-    CheckpointState,
     RandomState,
     go_on_from,
     load_checkpoint,
@@ -106,7 +105,12 @@ def run_job(
             slot.profiler = open_files.enter_context(StepProfiler(job.log_path if ranks.rank == 0 else None))
             program = with_slot(slot)
             yield from _begin(slot, program, folders, kept, phases)
-            return (yield from _agreed_on(ranks, program.run(by_hand)))
+            try:
+                return (yield from program.run(by_hand))
+            except (JobFailed, CancelledEarly):
+                raise
+            except Exception as error:
+                raise ranks.agree_on(error) from None
         except JobFailed as failed:
             return Outcome("failed", slot.at if slot else job.plan.first_step, failed.fault)
         except CancelledEarly:
@@ -149,7 +153,9 @@ def _begin(
     if kept is None:
         ranks.agree(lambda: make_trainable(dispatcher, job, folders))
         yield None
-    before = ranks.agree(lambda: _state_before(job, folders, kept))
+    begins_with, before = job.start or plan.initial_checkpoint, None
+    if begins_with is not None:
+        before = kept.checkpoint.state if kept else ranks.agree(lambda: read_state(folders[begins_with]))
     if before is not None and job.start is not None:
         slot.at, slot.evaluations = before.step, before.evaluations
     yield from program.before_loading(before, kept)
@@ -176,22 +182,6 @@ def _begin(
         seconds=phases.seconds,
     )
     slot.profiler.at_boundary()
-
-
-def _state_before(job: Job, folders: Folders, kept: WarmState | None) -> CheckpointState | None:
-    """Return the state of the checkpoint that the job resumes from, or else begins with."""
-    begins_with = job.start or job.plan.initial_checkpoint
-    return None if begins_with is None else kept.checkpoint.state if kept else read_state(folders[begins_with])
-
-
-def _agreed_on(ranks: WorkerRanks, passes: Passes) -> Passes:
-    """Do a program's passes. An error of one rank is agreed on: raises JobFailed on all."""
-    try:
-        return (yield from passes)
-    except (JobFailed, CancelledEarly):
-        raise
-    except Exception as error:
-        raise ranks.agree_on(error) from None
 
 
 def make_deterministic(plan: WorkerPlan) -> None:
@@ -304,13 +294,15 @@ class Worker:
 
     def serve(self, paths: WorkerPaths) -> None:
         """Do jobs until the folder's `stop` exists and no job is active."""
-        reader = QueueReader(paths) if self._ranks.rank == 0 else None
+        queue = JobQueue(paths) if self._ranks.rank == 0 else None
         # On machines other than rank 0's a job has separate folders, which that machine's host fills.
         is_elsewhere = self._ranks.rank != self._ranks.local_rank
-        if is_elsewhere and self._ranks.local_rank == 0:
+        if queue or (is_elsewhere and self._ranks.local_rank == 0):
             write_atomically(paths.ready, b"")
         while True:
-            order = self._next_order(reader)
+            order, claim = self._next_order(queue) if queue else (None, None)
+            told = self._ranks.broadcast(order.model_dump_json().encode() if order else None)
+            order = WorkerOrder.model_validate_json(told)
             match order.kind:
                 case "leave":
                     return
@@ -319,7 +311,7 @@ class Worker:
                     assert job is not None
                     if is_elsewhere:
                         job = job.model_copy(update=Job.places(paths, job.plan, job.fence))
-                    self._begin_claimed(job, order.stale, reader)
+                    self._begin_claimed(job, order.stale, queue, claim)
                     if not order.stale:
                         self._advance(job.plan.run_id)
                 case "go_on":
@@ -347,11 +339,32 @@ class Worker:
                 time.sleep(SOON_POLL_S)
         return outcome
 
-    def _next_order(self, reader: "QueueReader | None") -> WorkerOrder:
-        order = reader.next_order(self._in_hand, self._turns, self._warm.on_device) if reader else None
-        return WorkerOrder.model_validate_json(
-            self._ranks.broadcast(order.model_dump_json().encode() if order else None)
-        )
+    def _next_order(self, queue: JobQueue) -> tuple[WorkerOrder, ClaimedJob | None]:
+        """Wait for something to do, on rank 0: begin a new job, or continue the run whose turn it is.
+
+        A worker that is on its device and no longer serves a lease leaves the device.
+
+        After KEEP_ALIVE_S seconds it returns an order to wait, so that the broadcast to other ranks does not time out.
+        """
+        began, in_hand = time.monotonic(), self._in_hand
+        plans = [task.job.plan for task in in_hand.values()]
+        while (waited_s := time.monotonic() - began) < KEEP_ALIVE_S:
+            is_leaving = queue.should_leave()
+            if is_leaving and not in_hand:
+                return WorkerOrder(kind="leave"), None
+            if not is_leaving and (claim := queue.claim(lambda plan: fits_beside(plan, plans))) is not None:
+                return WorkerOrder(kind="begin", job=claim.job, stale=claim.stale), claim
+            if ready := [(run_id, task.job.tenant) for run_id, task in in_hand.items() if task.is_ready()]:
+                return WorkerOrder(kind="go_on", run_id=self._turns.next(ready)), None
+            if self._warm.on_device and not in_hand and queue.has_no_lease():
+                return WorkerOrder(kind="offload"), None
+            if waited_s > SOON_S:
+                time.sleep(POLL_S)
+            else:
+                until = time.monotonic() + SOON_POLL_S
+                while time.monotonic() < until and not any(task.is_ready() for task in in_hand.values()):
+                    time.sleep(READY_POLL_S)
+        return WorkerOrder(kind="wait"), None
 
     def _offload(self, paths: WorkerPaths) -> None:
         """Take everything off the device, and tell the host how many bytes of its memory all ranks hold."""
@@ -361,19 +374,19 @@ class Worker:
         if self._ranks.rank == 0:
             write_atomically(paths.offloaded, str(held).encode(), is_durable=False)
 
-    def _begin_claimed(self, job: Job, stale: str | None, reader: "QueueReader | None") -> None:
-        claim = reader.claim if reader else None
+    def _begin_claimed(self, job: Job, stale: str | None, queue: JobQueue | None, claim: ClaimedJob | None) -> None:
+        """Begin a job; `queue` and `claim` are rank 0's alone."""
         report = claim.report if claim else EventLog(None)
 
         def archive() -> None:
-            assert reader is not None and claim is not None
-            reader.queue.archive(claim.path)
+            assert queue is not None and claim is not None
+            queue.archive(claim.path)
 
         if stale:
             outcome = Outcome("failed", 0, Fault(kind="stale_fence", message=stale))
             end_job(job, outcome, self._warm, report, self._ranks, archive)
         else:
-            self._begin(job, report, lambda: reader is not None and reader.queue.is_cancelled(job), archive)
+            self._begin(job, report, lambda: queue is not None and queue.is_cancelled(job), archive)
 
     def _begin(
         self,
@@ -405,43 +418,6 @@ class Worker:
         task.random_state = random_state()
         self._in_hand[run_id] = task
         return None
-
-
-class QueueReader:
-    """Rank 0's view of the folder: the job queue, and the claim of the job that began last."""
-
-    def __init__(self, paths: WorkerPaths) -> None:
-        self.queue = JobQueue(paths)
-        self.claim: ClaimedJob
-        write_atomically(paths.ready, b"")
-
-    def next_order(self, in_hand: Mapping[str, ActiveJob], turns: FairTurns, is_on_device: bool) -> WorkerOrder:
-        """Wait for something to do: begin a new job, or continue the run whose turn it is.
-
-        A worker that is on its device and no longer serves a lease leaves the device.
-
-        After KEEP_ALIVE_S seconds it returns an order to wait, so that the broadcast to other ranks does not time out.
-        """
-        began = time.monotonic()
-        plans = [task.job.plan for task in in_hand.values()]
-        while (waited_s := time.monotonic() - began) < KEEP_ALIVE_S:
-            is_leaving = self.queue.should_leave()
-            if is_leaving and not in_hand:
-                return WorkerOrder(kind="leave")
-            if not is_leaving and (claim := self.queue.claim(lambda plan: fits_beside(plan, plans))) is not None:
-                self.claim = claim
-                return WorkerOrder(kind="begin", job=claim.job, stale=claim.stale)
-            if ready := [(run_id, task.job.tenant) for run_id, task in in_hand.items() if task.is_ready()]:
-                return WorkerOrder(kind="go_on", run_id=turns.next(ready))
-            if is_on_device and not in_hand and self.queue.has_no_lease():
-                return WorkerOrder(kind="offload")
-            if waited_s > SOON_S:
-                time.sleep(POLL_S)
-            else:
-                until = time.monotonic() + SOON_POLL_S
-                while time.monotonic() < until and not any(task.is_ready() for task in in_hand.values()):
-                    time.sleep(READY_POLL_S)
-        return WorkerOrder(kind="wait")
 
 
 def end_job(

@@ -168,7 +168,7 @@ LINES_OF_ROOMS = {
     "activities/tracking": 620,
     "activities/trajectories": 1_500,
     "longshore": 7_550,  # local.py has an order of steps, as a workflow has; metrics.py a line for each metric
-    "megatron_worker": 5_790,  # layers.py is the Megatron engine's and the sampler's
+    "megatron_worker": 6_020,  # layers.py is the Megatron engine's and the sampler's
     "megatron_worker/fsdp": 1_120,
     "megatron_worker/head": 1_620,
     "megatron_worker/losses": 890,
@@ -176,7 +176,7 @@ LINES_OF_ROOMS = {
     "megatron_worker/mixers": 930,
     "megatron_worker/process": 960,
     "megatron_worker/sampler": 3_480,
-    "megatron_worker/tensors": 1_920,
+    "megatron_worker/tensors": 1_520,
     "megatron_worker/trainer_rank": 910,
     "megatron_worker/training": 960,
     "megatron_worker/weight_sync": 2_260,

@@ -16,6 +16,7 @@ from megatron_worker.head.distributions import score_with_divergence
 from megatron_worker.head.logprobs import VocabShard, whole_vocabulary
 from megatron_worker.head.scalar import head_slices
 from megatron_worker.lora import Adapter
+from megatron_worker.process.ranks import agreement
 from megatron_worker.tensors.slot_engine import Base, Engine
 from megatron_worker.tensors.state_files import read_model
 from shared.errors import InvalidInput
@@ -43,7 +44,7 @@ class FsdpEngine(Engine[Adapter, FsdpOptimizer]):
         self._folder = model
         self._dtype: torch.dtype = getattr(torch, dtype)
         # One rank alone may run out of memory.
-        with self._ranks.agreement(), refusing(read_architecture(model).family):
+        with agreement(), refusing(read_architecture(model).family):
             self._model = FsdpModel(model, self._ranks, self._dtype)
         self._let_recompute(self._model.layers)
         shards = self._model.shards
@@ -63,7 +64,7 @@ class FsdpEngine(Engine[Adapter, FsdpOptimizer]):
         self.facts = EngineInfo(layout, dtype, *places, *sizes, weights_s=weights_s)
 
     def _read_base(self) -> None:
-        with self._ranks.agreement():
+        with agreement():
             model = self._model
             read_model(self._folder, model.slices, model.shards, self._ranks, model.architecture.carried)
 
@@ -112,21 +113,20 @@ class FsdpEngine(Engine[Adapter, FsdpOptimizer]):
             scores = score_with_divergence(hidden_NH, weight_VH, batch, outputs, shard, beside)
             return {name: value for name, value in vars(scores).items() if value is not None}
 
-        return Scores(**self._model.forward(_one_token(batch) if batch.is_empty else batch, head))
+        return Scores(**self._model.forward(batch, head))
 
     def teacher_states(self, batch: Batch) -> TeacherStates | None:
         def states(hidden_NH: Tensor, _weight_VH: Tensor) -> dict[str, Tensor]:
             beside = self._model.beside_head(hidden_NH)
             return {"hidden_NH": hidden_NH, **({} if beside is None else vars(beside))}
 
-        return TeacherStates(**self._model.forward(_one_token(batch) if batch.is_empty else batch, states))
+        return TeacherStates(**self._model.forward(batch, states))
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the batch's targets, after the final norm, [N, H], and the output embedding.
 
         The embedding, [V, H], is a copy: what the pass has gathered is freed at its end.
         """
-        batch = _one_token(batch) if batch.is_empty else batch
         found = self._model.forward(
             batch, lambda states_NH, weight_VH: {"states": states_NH, "head": weight_VH.clone()}
         )
@@ -176,9 +176,3 @@ class FsdpEngine(Engine[Adapter, FsdpOptimizer]):
         if self._ranks.any(self._is_cut_short):
             self._model.forget()
         self._is_cut_short = False
-
-
-def _one_token(empty: Batch) -> Batch:
-    """Return a bin of one token and no target, in place of an empty one, which a model cannot be run on."""
-    zero_1 = torch.zeros(1, dtype=torch.int64, device=empty.token_id_T.device)
-    return dataclasses.replace(empty, token_id_T=zero_1, position_T=zero_1, parent_T=zero_1 - 1)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -288,9 +289,14 @@ class FsdpModel:
     def forward(self, batch: Batch, head: Head) -> dict[str, Tensor]:
         """Call `head` on the targets' hidden states, [N, H] after the norm, and the output embedding, [V, H].
 
+        Of an empty bin a token without a target is computed, as a model cannot be run on nothing.
+
         Collective. Raises InvalidInput, before any collective, if a tree's tokens are not in depth-first order, or a
         sequence is too long.
         """
+        if batch.is_empty:
+            zero_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
+            batch = replace(batch, token_id_T=zero_1, position_T=zero_1, parent_T=zero_1 - 1)
         check_lengths(batch.position_T, self.architecture.max_positions)
         forests = {window: plan_forest(batch.parent_T, self.dtype, window=window) for window in self.windows}
 

@@ -2,7 +2,6 @@
 that every rank has whole."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +13,9 @@ from torch.nn import Parameter
 
 from longshore.training import Layout, Muon, Optimizer
 from megatron_worker.families import local_of, read_slice, write_slice
+from megatron_worker.offload import Flat
 from megatron_worker.optimizers import groups_of, rates_of, step_matrix, step_of, sum_of_squares, update
-from megatron_worker.process.ranks import SideRanks, agreement, join, join_side_ranks
-from megatron_worker.tensors.offload import Flat
+from megatron_worker.process.ranks import SideRanks, join, join_side_ranks
 from megatron_worker.tensors.state_files import Held, SlotOptimizer, State, local_only
 from shared.families.tensor_slices import TensorSlice
 
@@ -122,10 +121,6 @@ class Ranks:
             dist.broadcast(whole, tensor_slice.ep_rank)
         return whole
 
-    def agreement(self) -> AbstractContextManager[None]:
-        """If one rank raises in the block, all do. No collective of the block may be skipped by raising."""
-        return agreement(self.size, self.device)
-
 
 def join_ranks(layout: Layout, device: torch.device | None = None) -> Ranks:
     """Take this process's place. Collective. One process alone needs no process group beforehand; several do."""
@@ -215,7 +210,12 @@ class FsdpOptimizer(SlotOptimizer):
         if not self._is_sharded:
             self._ranks.sum(self.grad.buffer)
         self.grad.buffer.div_(denominator)
-        return self._norm()
+        # The norm over all ranks: of all shards, or of a gradient that every rank has whole.
+        views = [self.grad.views[name] for name in self._counted] or [self.grad.buffer]
+        square = torch.stack([sum_of_squares(view) for view in views]).sum()
+        if self._is_sharded:
+            self._ranks.sum(square)
+        return float(square.sqrt())
 
     def _reduced(self) -> list[Tensor]:
         return [self.grad.buffer]
@@ -250,11 +250,3 @@ class FsdpOptimizer(SlotOptimizer):
         if self._masters is not None:
             for name, view in self._masters.views.items():
                 self._working[name].copy_(view)
-
-    def _norm(self) -> float:
-        """Return the gradient's norm over all ranks: of all shards, or of a gradient that every rank has whole."""
-        views = [self.grad.views[name] for name in self._counted] or [self.grad.buffer]
-        square = torch.stack([sum_of_squares(view) for view in views]).sum()
-        if self._is_sharded:
-            self._ranks.sum(square)
-        return float(square.sqrt())

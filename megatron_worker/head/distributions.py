@@ -81,20 +81,14 @@ def score_with_divergence(
         ]
         id_NK, logprob_NK = (torch.cat(each) for each in zip(*named, strict=True))
         return Scores(top_id_NK=id_NK, top_logprob_NK=logprob_NK)
-    teacher = _teacher(batch, target_N)
+    teacher = batch.teacher
+    assert teacher is not None, "the teacher has not computed this bin"
+    if target_N is not None and isinstance(teacher, LikeliestIds):
+        teacher = LikeliestIds(teacher.id_NK[target_N], teacher.logprob_NK[target_N])
     keep_rows = torch.is_grad_enabled() and hidden_NH.requires_grad
     task = _Task(label_N, teacher, outputs.divergence, softmax, chunk, keep_rows)
     divergence_N, logprob_N = _Diverged.apply(hidden_NH, weight_VH, last_VR, task)
     return Scores(logprob_N=logprob_N, divergence_N=divergence_N)
-
-
-def _teacher(batch: Batch, target_N: Tensor | None) -> TeacherStates | LikeliestIds:
-    """Return the teacher's outputs at the targets; `target_N`: only at those."""
-    known = batch.teacher
-    assert known is not None, "the teacher has not computed this bin"
-    if target_N is None or isinstance(known, TeacherStates):
-        return known
-    return LikeliestIds(known.id_NK[target_N], known.logprob_NK[target_N])
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ Shape suffixes: N targets, H hidden size, V rows of this rank's shard without pa
 logits kept, L tiles of a row.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +24,10 @@ import triton
 from torch import Tensor
 
 from megatron_worker.engine import Outputs
-from megatron_worker.head.torch_tiles import LocalSums, greatest, pack_keys, rows_of_labels, shifted
+from megatron_worker.head.torch_tiles import LocalSums, greatest, pack_keys, rows_of_labels, shifted, slices
 from megatron_worker.head.triton_tiles import logit_gradient_tile, merge_tiles, rescale, scan_tile
 
 # --- Block sizes of the head's kernels and the memory that they take: numbers, without Triton ---
-#
-# Shape suffixes: N targets, H hidden size, V rows of this rank's shard, C targets of a chunk, K greatest logits kept,
-# L tiles of a row.
 
 WORKSPACE_BYTES = 256 << 20
 # For each of a tile's greatest logits while the tiles are merged: value, id, and temporary keys.
@@ -92,18 +88,14 @@ def scan(
         hidden_NH, weight_VH: bfloat16, float16 or float32, both the same; each row of the weight contiguous.
         first: the id of the first row.
     """
-    hidden_NH, weight_VH, row_N = (
-        hidden_NH.detach().contiguous(),
-        weight_VH.detach(),
-        _row_or_none(label_N, first, weight_VH),
-    )
+    hidden_NH, weight_VH, row_N = _operands(hidden_NH, weight_VH, label_N, first)
     blocks = blocks or blocks_for(hidden_NH.dtype)
     (num_targets, top_k), num_rows = sums.top_NK.shape, len(weight_VH)
     rows_NH, logit_rows_NH = sums.weighted_rows_NH, sums.logit_rows_NH
     num_buffers = (rows_NH is not None) + (logit_rows_NH is not None)
     space = _make_space(hidden_NH, num_rows, num_buffers, min(top_k, num_rows), blocks, workspace_bytes)
     result_4N = torch.zeros(4, num_targets, dtype=torch.float32, device=hidden_NH.device)
-    for chunk in _chunks(num_targets, space.size):
+    for chunk in slices(num_targets, space.size):
         length = chunk.stop - chunk.start
         _scan_chunk(hidden_NH[chunk], weight_VH, row_N[chunk], outputs, space, blocks)
         with torch.cuda.device_of(hidden_NH):
@@ -123,10 +115,10 @@ def scan(
     sums.max_N, sums.sum_exp_N, sums.target_N, sums.weighted_logit_N = result_4N
 
 
-def _row_or_none(label_N: Tensor, first: int, weight_VH: Tensor) -> Tensor:
-    """Return the row of each label among these, -1 if it is not among them."""
+def _operands(hidden_NH: Tensor, weight_VH: Tensor, label_N: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what kernels read: for each label its row among these, -1 if it is not among them."""
     row_N, owned_N = rows_of_labels(label_N, first, len(weight_VH))
-    return torch.where(owned_N, row_N, -1)
+    return hidden_NH.detach().contiguous(), weight_VH.detach(), torch.where(owned_N, row_N, -1)
 
 
 @dataclass(frozen=True)
@@ -217,18 +209,14 @@ def add_weight_gradient(
         by_logprob_N: the gradient that came in, divided by the temperature, float32.
         entropy: expected logits, and the gradient by the entropy divided by the temperature, float32 [N] each.
     """
-    hidden_NH, weight_VH, row_N = (
-        hidden_NH.detach().contiguous(),
-        weight_VH.detach(),
-        _row_or_none(label_N, first, weight_VH),
-    )
+    hidden_NH, weight_VH, row_N = _operands(hidden_NH, weight_VH, label_N, first)
     blocks = blocks or blocks_for(hidden_NH.dtype)
     num_targets, num_rows = len(hidden_NH), len(weight_VH)
     size = chunk_targets(num_targets, padded(num_rows) * hidden_NH.element_size(), blocks, workspace_bytes)
     grad_CV = _workspace(hidden_NH, size, num_rows)
     mean_N, by_entropy_N = entropy or (lse_N, lse_N)  # the kernel does not read it
     by_logprob_N, by_entropy_N = by_logprob_N.contiguous(), by_entropy_N.contiguous()
-    for chunk in _chunks(num_targets, size):
+    for chunk in slices(num_targets, size):
         hidden_CH, length = hidden_NH[chunk], chunk.stop - chunk.start
         grid = (triton.cdiv(length, blocks.targets) * triton.cdiv(num_rows, blocks.rows),)
         with torch.cuda.device_of(hidden_NH):
@@ -263,7 +251,3 @@ def _workspace(hidden_NH: Tensor, num_targets: int, num_rows: int) -> Tensor:
     workspace_CV = hidden_NH.new_empty(num_targets, padded(num_rows))
     workspace_CV[:, num_rows:] = 0  # torch's products of bfloat16 on the CPU read an odd row's neighbour too
     return workspace_CV[:, :num_rows]
-
-
-def _chunks(num_targets: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, num_targets)) for start in range(0, num_targets, size))

@@ -28,7 +28,7 @@ Shape suffixes: N targets, H hidden size, V rows of this rank's shard, K greates
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -75,51 +75,53 @@ def policy(policy: KernelPolicy) -> Iterator[None]:
         set_policy(before)
 
 
-def use_kernel(name: str, tensor: Tensor, probe: Callable[[Tensor], None]) -> bool:
-    """Return True if the kernel called `name` is to be used on tensors of this one's device and dtype.
+def kernels_do(hidden_NH: Tensor, logit_cap: float | None = None) -> bool:
+    """Return True if kernels are to be used on tensors of this one's device and dtype.
 
-    Args:
-        probe: runs the kernel on a small tensor of that device and dtype, and may raise anything. Called once.
-
-    Raises InvalidInput under `strict` if the kernel cannot be used.
+    Raises InvalidInput under `strict` if they cannot be used.
     """
-    if _policy == "torch" or (_policy == "auto" and not tensor.is_cuda):
+    if _policy == "torch" or (_policy == "auto" and not hidden_NH.is_cuda):
         return False
-    reason = _reason_against(tensor.device, tensor.dtype, probe)
+    reason = _reason_against_kernels(hidden_NH.device, hidden_NH.dtype, logit_cap is not None)
     if reason is None:
         return True
     if _policy == "strict":
-        raise InvalidInput(f"the kernel {name!r} cannot be used, and kernels are strict: {reason}", "LONGSHORE_KERNELS")
-    _warn(f"the kernel {name!r} is not used, torch does its work: {reason}")
+        raise InvalidInput(f"the kernel 'head' cannot be used, and kernels are strict: {reason}", "LONGSHORE_KERNELS")
+    message = f"the kernel 'head' is not used, torch does its work: {reason}"
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=2)
     return False
 
 
+_warned = set[str]()
+
+
 @functools.cache
-def _reason_against(device: torch.device, dtype: torch.dtype, probe: Callable[[Tensor], None]) -> str | None:
+def _reason_against_kernels(device: torch.device, dtype: torch.dtype, caps_logits: bool) -> str | None:
+    """Look, once for each device and dtype, and run the kernels on a small tensor."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if device.type != "cuda" and not _is_interpreted():
+    from triton import knobs
+
+    if device.type != "cuda" and not knobs.runtime.interpret:
         return f"it needs CUDA, and the tensors are on {device.type}"
     if dtype not in _DTYPES:
         return f"it knows no {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
         return f"it needs compute capability {_LEAST_CAPABILITY}, and {torch.cuda.get_device_name(device)} has {found}"
+    if caps_logits:
+        return "it caps no logits"
     try:
-        probe(torch.ones(1, 1, device=device, dtype=dtype))
+        from megatron_worker.head import kernels
+
+        one_NH = torch.ones(1, 256, device=device, dtype=dtype)  # some steps: it wants the memory that a real one wants
+        label_N = torch.zeros(1, dtype=torch.int64, device=device)
+        kernels.scan(sums := LocalSums.none(one_NH, Outputs(), keep_rows=True), one_NH, one_NH, label_N, Outputs(), 0)
+        kernels.add_weight_gradient(one_NH.float(), one_NH, one_NH, label_N, sums.max_N, sums.max_N, None, 1.0, 0)
     except Exception as error:  # a compiler, a driver or a chip may refuse in many ways, and torch can do the work
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _is_interpreted() -> bool:
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
-
-
-@functools.cache
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
 
 
 NO_LABEL = -1
@@ -265,7 +267,11 @@ def _scan(hidden_NH: Tensor, weight_VH: Tensor, last_VR: Tensor | None, task: _T
     label_N, outputs, shard = task.label_N, task.outputs, task.shard
     local = LocalSums.none(hidden_NH, outputs, task.keep_rows)
     if task.keep_rows:
-        local.label_rows_NH = _label_rows(weight_VH, last_VR, label_N, shard, local.max_N.dtype)
+        row_N, owned_N = rows_of_labels(label_N, shard.first, shard.num_real)
+        columns_NH = weight_VH.detach()[row_N]
+        if last_VR is not None:
+            columns_NH = torch.cat([columns_NH, last_VR.detach()[row_N]], dim=1)
+        local.label_rows_NH = columns_NH.to(local.max_N.dtype).mul_(owned_N[:, None])
     if len(label_N) and shard.num_real:
         for part, real_VH in _parts(weight_VH, last_VR, shard, task.tile.joined):
             arguments = hidden_NH, real_VH, label_N, outputs, part.first
@@ -292,10 +298,10 @@ def _merge(
     log-probability's and the entropy's gradient [N, H].
     """
     max_N = local.max_N.clone()
-    _all_reduce(max_N, dist.ReduceOp.MAX, group)
+    sum_over(max_N, group, dist.ReduceOp.MAX)
     scale_N = (local.max_N - max_N).exp()
     sums_3N = torch.stack([local.sum_exp_N * scale_N, local.target_N, local.weighted_logit_N * scale_N])
-    _all_reduce(sums_3N, dist.ReduceOp.SUM, group)
+    sum_over(sums_3N, group)
     sum_exp_N, target_N, weighted_logit_N = sums_3N
     rows_NH = entropy_rows_NH = None
     if local.weighted_rows_NH is not None and local.logit_rows_NH is not None:
@@ -303,10 +309,10 @@ def _merge(
         from_mean_N = local.max_N - weighted_logit_N / sum_exp_N
         entropy_rows_NH = local.logit_rows_NH.addcmul_(local.weighted_rows_NH, finite(from_mean_N)[:, None])
         entropy_rows_NH.mul_(-(scale_N / sum_exp_N)[:, None])
-        _all_reduce(entropy_rows_NH, dist.ReduceOp.SUM, group)
+        sum_over(entropy_rows_NH, group)
     if local.weighted_rows_NH is not None and local.label_rows_NH is not None:
         rows_NH = local.label_rows_NH.addcmul_(local.weighted_rows_NH, (scale_N / sum_exp_N)[:, None], value=-1)
-        _all_reduce(rows_NH, dist.ReduceOp.SUM, group)
+        sum_over(rows_NH, group)
     return max_N + sum_exp_N.log(), target_N, weighted_logit_N / sum_exp_N, rows_NH, entropy_rows_NH
 
 
@@ -338,31 +344,7 @@ def _weight_gradient(
     return grad_VH
 
 
-def kernels_do(hidden_NH: Tensor, logit_cap: float | None = None) -> bool:
-    return use_kernel("head", hidden_NH, _probe_kernels if logit_cap is None else _probe_cap)
-
-
-def _probe_cap(_one_NH: Tensor) -> None:
-    raise NotImplementedError("it caps no logits")
-
-
-def _probe_kernels(one_NH: Tensor) -> None:
-    from megatron_worker.head import kernels
-
-    one_NH = one_NH.expand(1, 256).contiguous()  # some steps, so that it wants the memory that a real one wants
-    label_N = torch.zeros(1, dtype=torch.int64, device=one_NH.device)
-    kernels.scan(sums := LocalSums.none(one_NH, Outputs(), keep_rows=True), one_NH, one_NH, label_N, Outputs(), 0)
-    kernels.add_weight_gradient(one_NH.float(), one_NH, one_NH, label_N, sums.max_N, sums.max_N, None, 1.0, 0)
-
-
-def _label_rows(
-    weight_VH: Tensor, last_VR: Tensor | None, label_N: Tensor, shard: VocabShard, dtype: torch.dtype
-) -> Tensor:
-    row_N, owned_N = rows_of_labels(label_N, shard.first, shard.num_real)
-    columns = weight_VH.detach()[row_N] if last_VR is None else torch.cat([weight_VH[row_N], last_VR[row_N]], dim=1)
-    return columns.detach().to(dtype).mul_(owned_N[:, None])
-
-
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+def sum_over(tensor: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Sum over the ranks of a group, in place."""
     if group is not None and tensor.numel():
         dist.all_reduce(tensor, op=op, group=group)

@@ -153,18 +153,13 @@ def scan(
     cap: float | None = None,
 ) -> None:
     for chunk, columns, logit_CT in _tiles_of_logits(hidden_NH, real_VH, outputs.temperature, tile, cap):
-        _add_target(local.target_N[chunk], logit_CT, label_N[chunk], first + columns.start)
+        column_C, owned_C = rows_of_labels(label_N[chunk], first + columns.start, logit_CT.shape[1])
+        local.target_N[chunk] += torch.where(owned_C, logit_CT.gather(1, column_C[:, None])[:, 0], 0.0)
         if outputs.top_k:
             found_CK = shifted(of_logits(logit_CT, outputs.top_k), first + columns.start)
             both = torch.cat([local.top_NK[chunk], found_CK], dim=1)
             local.top_NK[chunk] = greatest(both, outputs.top_k)
         _add_exponentials(local, chunk, logit_CT, real_VH[columns], outputs, cap)
-
-
-def _add_target(target_C: Tensor, logit_CT: Tensor, label_C: Tensor, first: int) -> None:
-    """Add the logit of each label that is among a tile's ids, which begin at `first`."""
-    column_C, owned_C = rows_of_labels(label_C, first, logit_CT.shape[1])
-    target_C += torch.where(owned_C, logit_CT.gather(1, column_C[:, None])[:, 0], 0.0)
 
 
 def _add_exponentials(
@@ -251,8 +246,8 @@ def _tiles_of_logits(
     product = hidden_NH.new_empty(size)
     dtype = torch.promote_types(torch.float32, hidden_NH.dtype)
     exact = product if product.dtype == dtype else product.new_empty(size, dtype=dtype)
-    for chunk in _slices(num_targets, tile.targets):
-        for columns in _slices(num_rows, tile.columns):
+    for chunk in slices(num_targets, tile.targets):
+        for columns in slices(num_rows, tile.columns):
             shape = chunk.stop - chunk.start, columns.stop - columns.start
             product_CT, logit_CT = (x[: shape[0] * shape[1]].view(shape) for x in (product, exact))
             torch.mm(hidden_NH[chunk].detach(), real_VH[columns].detach().t(), out=product_CT)
@@ -265,7 +260,7 @@ def _tiles_of_logits(
             yield chunk, columns, logit_CT
 
 
-def _slices(length: int, size: int) -> list[slice]:
+def slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 

@@ -23,8 +23,6 @@ from shared.jobs.packed import Units
 
 # --- Surrogate losses of policy algorithms ---
 # One function each, from a bin's targets to a loss and a ratio of each target.
-#
-# Shape suffixes: N live targets of a bin, S its sequences.
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,7 @@ def _sums(loss: PolicyLoss, scores: Scores, batch: Batch, has_critic: bool) -> L
         weight=weight,
         metrics={"sequences": weight.new_tensor(float(targets.num_sequences))},
         means=_means(loss, targets, surrogate, importance_N, left_out),
-        maxima={"ratio_max": _largest(surrogate.ratio_N)},
+        maxima={"ratio_max": torch.cat([surrogate.ratio_N, surrogate.ratio_N.new_zeros(1)]).amax()},
     )
 
 
@@ -274,8 +272,3 @@ def _means(
     means = {name: ((t.weight_N * value_N).sum(), count) for name, value_N in values.items()}
     means["kl_sampler_trainer"] = ((t.weight_N * mismatch_N).sum(), (t.weight_N * known_N).sum())
     return means
-
-
-def _largest(value_N: Tensor) -> Tensor:
-    """Return the maximum; 0 if there are no values."""
-    return torch.cat([value_N, value_N.new_zeros(1)]).amax()

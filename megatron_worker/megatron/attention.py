@@ -1,7 +1,7 @@
 """Attention over a bin's forest, the part of a bin that a rank holds, and a layer's pass over it."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -134,16 +134,13 @@ def attend(
         return attend_forest(query_THD, key_TGD, value_TGD, forest, sink_H)
     if plan.start_S1 is not None:
         return _varlen(query_THD, key_TGD, value_TGD, plan)
-    parts = zip(*(_split(x, plan.lengths) for x in (query_THD, key_TGD, value_TGD)), strict=True)
+    lengths = list(plan.lengths)
+    of_sequences = ([part.transpose(0, 1)[None] for part in x.split(lengths)] for x in (query_THD, key_TGD, value_TGD))
+    parts = zip(*of_sequences, strict=True)
     outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in parts]
     if len(outputs) == 1:
         return outputs[0][0].transpose(0, 1)
     return torch.cat([output[0].transpose(0, 1) for output in outputs])
-
-
-def _split(heads_TXD: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Return one [1, heads, S, D] view for each sequence."""
-    return [part.transpose(0, 1)[None] for part in heads_TXD.split(list(lengths))]
 
 
 def _varlen(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan) -> Tensor:
@@ -156,11 +153,6 @@ def _varlen(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, plan: BinPlan
     )
     assert isinstance(output, Tensor)
     return output
-
-
-def rotate(heads_TXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate as `rotated` does. The backward is the rotation by the opposite angle."""
-    return linear_map(heads_TXD, partial(rotated, sign=1), partial(rotated, sign=-1), cos_T1D, sin_T1D)
 
 
 # --- A bin on one rank: padded to a length that the layout divides, and cut over context-parallel ranks ---
@@ -325,7 +317,10 @@ class BinPass(LayerPass):
         return self._route_LsK[sum(isinstance(mlp, Mixture) for mlp in self._architecture.mlps[:layer])]
 
     def rotate(self, heads_TXD: Tensor, rope: Rope | None) -> Tensor:
-        return heads_TXD if rope is None else rotate(heads_TXD, *self.rotary[rope])
+        if rope is None:
+            return heads_TXD
+        # The backward is the rotation by the opposite angle.
+        return linear_map(heads_TXD, partial(rotated, sign=1), partial(rotated, sign=-1), *self.rotary[rope])
 
     def gathered(self, *parts: Tensor) -> tuple[Tensor, ...]:
         if self._mesh.tp.size == 1:

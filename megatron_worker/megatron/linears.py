@@ -1,6 +1,5 @@
 """Megatron's fused, sharded linears with adapters (lora.py), and what a rank holds of a model and of an adapter."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,12 @@ from torch.nn import Parameter
 
 from longshore.training import Lora, Quantization
 from megatron_worker.head import scalar
-from megatron_worker.layers import Norm, unchanged
+from megatron_worker.layers import LayerTensors, Norm, unchanged
 from megatron_worker.lora import Adapter, LinearLora, lora_linear
 from megatron_worker.megatron.optimizer import arrange
 from megatron_worker.megatron.parallel import Group, Mesh, Placement, gather_rows, holds, sum_rows
+from megatron_worker.offload import Flat
 from megatron_worker.quantized import CODES, QuantizedTensor, QuantizedTensors
-from megatron_worker.tensors.offload import Flat
 from shared.families.architecture import Architecture, Attention
 from shared.families.tensor_slices import Linear, TensorSlice
 
@@ -91,8 +90,8 @@ class NormOverRanks(Norm):
         return normed_TX.to(x.dtype).view_as(x)
 
 
-class TrainedTensors:
-    """Makes this rank's parameters, their values undefined, as they are asked for (see LayerTensors).
+class TrainedTensors(LayerTensors):
+    """Makes this rank's parameters, their values undefined, as they are asked for.
 
     Attributes:
         parameters: by the names of slices, on the CPU, in the order in which they were made.
@@ -102,14 +101,11 @@ class TrainedTensors:
     """
 
     def __init__(self, a: Architecture, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__(a.slices(mesh.layout.tp, mesh.layout.etp), a.constants)
         self.num_ranks = mesh.tp.size
         self.parameters, self.constants = dict[str, Parameter](), dict[str, Tensor]()
         self.linears, self.stacked = dict[str, AdaptedLinear](), dict[str, dict[str, Tensor | QuantizedTensor]]()
         self._mesh, self._dtype, self._is_zero_centred = mesh, dtype, a.zero_centred_norms
-        self._slices = defaultdict[str, list[TensorSlice]](list)
-        for s in a.slices(mesh.layout.tp, mesh.layout.etp):
-            self._slices[s.parameter].append(s)
-        self._constants = {s.parameter: s for s in a.constants}
         config = ModelParallelConfig(
             tensor_model_parallel_size=mesh.tp.size,
             params_dtype=dtype,
@@ -118,9 +114,6 @@ class TrainedTensors:
             gradient_accumulation_fusion=False,
         )
         self._how = {"config": config, "init_method": torch.nn.init.normal_}  # which is not called
-
-    def get(self, parameter: str) -> Tensor | None:
-        return self[parameter] if parameter in self._slices or parameter in self._constants else None
 
     def __getitem__(self, parameter: str) -> Tensor:
         if (constant := self._constants.get(parameter)) is not None:
@@ -160,8 +153,7 @@ class TrainedTensors:
         return NormOverRanks(weight, eps, self._is_zero_centred, self._mesh.tp)
 
     def stacks(self, module: str) -> dict[str, Tensor | QuantizedTensor]:
-        kinds = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-        self.stacked[module] = {kind: self[f"{module}.{kind}"] for kind in kinds if f"{module}.{kind}" in self._slices}
+        self.stacked[module] = super().stacks(module)
         return self.stacked[module]
 
     def own_experts(self, num_experts: int) -> range:

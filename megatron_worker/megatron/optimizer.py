@@ -19,10 +19,10 @@ from longshore.training import Muon, Optimizer, OptimizerStates
 from megatron_worker.families import local_of, read_slice, write_slice
 from megatron_worker.megatron.parallel import Group as RankGroup
 from megatron_worker.megatron.parallel import Mesh, Placement
+from megatron_worker.offload import Flat
 from megatron_worker.optimizers import Group, Rates, groups_of, rates_of, step_matrix, step_of, sum_of_squares, update
 from megatron_worker.process.ranks import SideRanks
 from megatron_worker.quantized import CodedMoment, update_coded
-from megatron_worker.tensors.offload import Flat
 from megatron_worker.tensors.state_files import Held, SlotOptimizer, State, local_only
 from shared.families.tensor_slices import TensorSlice
 
@@ -212,19 +212,15 @@ class MegatronOptimizer(SlotOptimizer):
                 self.grad.buffer[region.own] = region.copies.sum_shares(self.grad.buffer[region.all])
         for grad in self._owned(self.grad.buffer):
             grad.div_(denominator)
-        return self._norm()
-
-    def _reduced(self) -> list[Tensor]:
-        return self._owned(self.grad.buffer)
-
-    def _norm(self) -> float:
-        """Return the gradient's norm over all ranks. Shares do not overlap, so tensors on several ranks count once."""
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for region in self._regions:
-            if region.counts:
+            if region.counts:  # shares do not overlap, so tensors on several ranks count once
                 total += sum_of_squares(self.grad.buffer[region.own])
         self._mesh.world.sum(total)
         return float(total.sqrt())
+
+    def _reduced(self) -> list[Tensor]:
+        return self._owned(self.grad.buffer)
 
     def _update(self, adam: Optimizer, learning_rate: float) -> None:
         weights, grads = self._shares("master"), self._owned(self.grad.buffer)

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from longshore.training import Layout
 from megatron_worker.families import parts_of, read_slice
-from megatron_worker.process.ranks import SideRanks, agreement, join, join_side_ranks
+from megatron_worker.process.ranks import SideRanks, join, join_side_ranks
 from shared.families.architecture import Architecture
 from shared.families.tensor_slices import TensorSlice
 
@@ -178,10 +177,6 @@ class Mesh:
     def counts(self, placement: Placement) -> bool:
         """Return True if a norm counts this rank's tensors. A gradient that several ranks have is counted on one."""
         return placement != "whole" or self.tp.rank == 0
-
-    def agreement(self) -> AbstractContextManager[None]:
-        """If one rank raises in the block, all do. No collective of the block may be skipped by raising."""
-        return agreement(self.world.size, self.device)
 
 
 def join_mesh(layout: Layout, device: torch.device | None = None) -> Mesh:

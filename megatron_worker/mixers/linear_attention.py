@@ -346,7 +346,8 @@ def delta_step(
 def _of_value_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return scaled queries and keys for each value head; heads are dimension 1."""
     per_key_head = value.shape[1] // key.shape[1]
-    query, key = (unit_length(x).repeat_interleave(per_key_head, dim=1) for x in (query, key))
+    query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPS) for x in (query, key))
+    query, key = (x.repeat_interleave(per_key_head, dim=1) for x in (query, key))
     return query * query.shape[-1] ** -0.5, key
 
 
@@ -358,10 +359,6 @@ def heads_of(mixed_TJ: Tensor, a: DeltaNet, num_ranks: int = 1) -> tuple[Tensor,
         key.unflatten(-1, (-1, a.key_size)),
         value.unflatten(-1, (-1, a.value_size)),
     )
-
-
-def unit_length(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPS)
 
 
 def in_chunks(rows: Tensor, plan: RecurrentPlan) -> Tensor:

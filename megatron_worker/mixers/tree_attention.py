@@ -83,7 +83,8 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, sink_H: Tensor | None, calls: tuple[Call, ...]
     ) -> Tensor:
-        key_THD, value_THD = (_repeat(x, query_THD.shape[1]) for x in (key_TGD, value_TGD))
+        num_sharing = query_THD.shape[1] // key_TGD.shape[1]  # query heads that use one key/value head
+        key_THD, value_THD = (x.repeat_interleave(num_sharing, dim=1) for x in (key_TGD, value_TGD))
         exact = torch.promote_types(torch.float32, query_THD.dtype)
         output_THD = torch.empty_like(query_THD, dtype=exact, memory_format=torch.contiguous_format)
         lse_TH = output_THD.new_empty(output_THD.shape[:2])
@@ -136,11 +137,6 @@ def _merge(call: Call, output: Tensor, lse: Tensor, output_BHLD: Tensor, lse_BHL
 def _blocks(rows: Tensor, num_blocks: int) -> Tensor:
     """View [blocks * L, H, ...] as [blocks, H, L, ...]."""
     return rows.unflatten(0, (num_blocks, -1)).transpose(1, 2)
-
-
-def _repeat(heads_TGD: Tensor, num_heads: int) -> Tensor:
-    """Repeat each key/value head for the query heads that use it: [T, H, D]."""
-    return heads_TGD.repeat_interleave(num_heads // heads_TGD.shape[1], dim=1)
 
 
 # On CUDA.

@@ -42,24 +42,15 @@ class EventLog:
         if self._file is None:
             return
         event = kind(seq=self._seq + 1, time=time.time(), **fields)
-        _append(self._file, event.model_dump_json().encode() + b"\n")
+        line, end = event.model_dump_json().encode() + b"\n", os.fstat(self._file).st_size
+        if os.write(self._file, line) < len(line):
+            os.ftruncate(self._file, end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._seq += 1
         if isinstance(event, TERMINAL):
             os.fsync(self._file)
-            self.close()
-
-    def close(self) -> None:
-        if self._file is not None:
             os.close(self._file)
-        self._file = None
-
-
-def _append(file: int, line: bytes) -> None:
-    end = os.fstat(file).st_size
-    written = os.write(file, line)
-    if written < len(line):
-        os.ftruncate(file, end)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._file = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -198,80 +198,71 @@ def join_side_ranks() -> SideRanks:
 # --- Agreement of an engine's ranks on errors: if one raises, all raise, so that none waits for another ---
 
 _MESSAGE_BYTES = 2048
+_LONG = b"+"  # begins the length of a value that takes more bytes
 
 T = TypeVar("T")
 
 
-def everyone(world_size: int, value: T) -> list[T]:
+def everyone(value: T) -> list[T]:
     """Return the values of all ranks, in order of rank: small ones, of JSON, lists in place of tuples. Collective."""
-    if world_size == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     data = json.dumps(value).encode()
-    lengths = _gathered(torch.tensor([len(data)], device=device), world_size)
-    own = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8, device=device)
-    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    texts = zip(_gathered(own, world_size), lengths, strict=True)
-    return [json.loads(bytes(text[: int(length)].cpu().numpy())) for text, length in texts]
+    texts = _gathered(data if len(data) <= _MESSAGE_BYTES else _LONG + str(len(data)).encode(), _MESSAGE_BYTES)
+    if lengths := [int(text.removeprefix(_LONG)) for text in texts if text.startswith(_LONG)]:
+        texts = _gathered(data, max(lengths))
+    return [json.loads(text) for text in texts]
 
 
-def _gathered(own: torch.Tensor, world_size: int) -> list[torch.Tensor]:
-    found = [torch.empty_like(own) for _ in range(world_size)]
+def _gathered(data: bytes, num_bytes: int) -> list[bytes]:
+    """Return every rank's bytes, with spaces behind them."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    own = torch.frombuffer(bytearray(data.ljust(num_bytes)), dtype=torch.uint8).to(device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
-    return found
+    return [bytes(each.cpu().numpy()) for each in found]
 
 
 @contextmanager
-def agreement(world_size: int, device: torch.device) -> Iterator[None]:
+def agreement() -> Iterator[None]:
     """If one rank raises in the block, all do. No collective of the block may be skipped by raising."""
     error: Exception | None = None
     try:
         yield
     except Exception as raised:  # every rank must learn of it before it continues
         error = raised
-    first = _first_error(error, world_size, device)
+    told = everyone(_told(error))
     if error is not None:
         raise error
-    if first is not None:
-        raise first
+    if first := next((each for each in told if each is not None), None):
+        raise _error_of(*first)
 
 
-def _first_error(error: Exception | None, world_size: int, device: torch.device) -> Exception | None:
-    if world_size == 1:
-        return error
-    own = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    message = _encoded(error)
-    own[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else own[:0]
-    own = own.to(device)
-    texts = [bytes(t.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for t in _gathered(own, world_size)]
-    return next((_decoded(t) for t in texts if t), None)
-
-
-def _encoded(error: Exception | None) -> bytes:
+def _told(error: Exception | None) -> tuple[str, str | int | None, str] | None:
+    """Return what other ranks are told of an error: its kind, its place or number, and its message."""
     match error:
         case None:
-            return b""
+            return None
         case CorruptArtifact():
-            return f"corrupt\n{error.place or ''}\n{error.message}".encode()[:_MESSAGE_BYTES]
+            return "corrupt", error.place, error.message
         case InvalidInput():
-            return f"invalid\n{error.place or ''}\n{error.message}".encode()[:_MESSAGE_BYTES]
+            return "invalid", error.place, error.message
         case OSError():
-            return f"os\n{error.errno or 0}\n{error.strerror}".encode()[:_MESSAGE_BYTES]
+            return "os", error.errno or 0, str(error.strerror)
         case _:
-            return f"other\n\n{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
+            return "other", None, f"another rank failed: {type(error).__name__}: {error}"
 
 
-def _decoded(text: str) -> Exception:
-    kind, place, message = text.split("\n", 2)
+def _error_of(kind: str, place: Any, message: str) -> Exception:
     match kind:
         case "corrupt":
-            return CorruptArtifact(message, place or None)
+            return CorruptArtifact(message, place)
         case "invalid":
-            return InvalidInput(message, place or None)
+            return InvalidInput(message, place)
         case "os":
-            return OSError(int(place), message)
+            return OSError(place, message)
         case _:
-            return RuntimeError(f"another rank failed: {message}")
+            return RuntimeError(message)
 
 
 # --- Messages between the ranks of a worker about its work, never tensors ---

@@ -59,7 +59,8 @@ def serve(options: argparse.Namespace) -> None:
         raise InvalidInput("the model has no tokenizer.json", str(options.model))
     decoder = Decoder(options.model, getattr(torch, options.dtype), device)
     generator = Generator(decoder, options.slots)
-    longest = min(decoder.architecture.max_positions or sys.maxsize, _context_of(options.model))
+    made_for = json.loads((options.model / "config.json").read_bytes()).get("max_position_embeddings")
+    longest = min(decoder.architecture.max_positions or sys.maxsize, int(made_for or sys.maxsize))
     limits = AnswerLimits(min(options.max_model_len, longest), options.logprobs_mode, longest)
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokenizer.no_truncation()
@@ -85,12 +86,6 @@ def serve(options: argparse.Namespace) -> None:
         write_atomically(options.ready_file, ready.model_dump_json().encode())
         generator.run()
     options.ready_file.unlink(missing_ok=True)
-
-
-def _context_of(model: Path) -> int:
-    """Return the number of positions that the model was made for."""
-    config = json.loads((model / "config.json").read_bytes())
-    return int(config.get("max_position_embeddings") or sys.maxsize)
 
 
 def _key(file: Path | None) -> str:

@@ -140,7 +140,10 @@ class Answers:
     ) -> CompletionResponse | Generator[CompletionChunk | ErrorResponse, None, None] | None:
         """Complete prompts, in chunks if the request asks for a stream. None when the client has not waited."""
         request = parsed(RoutedRequest, body)
-        self._check_routes(request)
+        if request.return_routed_experts and not self._decoder.architecture.num_experts:
+            raise RequestRefused(400, "the model has no experts", "return_routed_experts")
+        if request.return_routed_experts and (request.stream or not request.max_tokens):
+            raise RequestRefused(400, "they are told of whole samples", "return_routed_experts")
         num_changes = self._generator.num_changes
         adapter = self.models.find(request.model)
         prompts = self._prompts(request)
@@ -199,12 +202,6 @@ class Answers:
             message = f"{len(prompt)} tokens of a prompt and max_tokens={max_tokens} are more than {length} together"
             raise RequestRefused(400, message, "max_tokens", "context_length_exceeded")
         return prompt
-
-    def _check_routes(self, request: RoutedRequest) -> None:
-        if request.return_routed_experts and not self._decoder.architecture.num_experts:
-            raise RequestRefused(400, "the model has no experts", "return_routed_experts")
-        if request.return_routed_experts and (request.stream or not request.max_tokens):
-            raise RequestRefused(400, "they are told of whole samples", "return_routed_experts")
 
     def _sequences(self, request: RoutedRequest, prompts: list[tuple[int, ...]]) -> list[Sequence]:
         sampling, penalties = _sampling(request), self._penalties(request)

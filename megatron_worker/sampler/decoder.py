@@ -22,6 +22,7 @@ from megatron_worker.head.logprobs import VocabShard
 from megatron_worker.layers import Layer, PerLayerInputs
 from megatron_worker.sampler.drawing import PromptScores, score_prompt
 from megatron_worker.sampler.layers import (
+    BLOCK,
     Cache,
     Factors,
     FusedLinear,
@@ -118,7 +119,7 @@ class Decoder:
         token_ids, cache = range(1, 10), self.new_cache(2)
         cache.fill(1, self.prefill(token_ids[:-1], {}))
         token_B, position_B = (torch.tensor([0, last], device=self.device) for last in (token_ids[-1], 8))
-        stepped_H, whole_H = self.step(token_B, position_B, 1, cache, {})[1], self.prefill(token_ids, {}).hidden_H
+        stepped_H, whole_H = self.step(token_B, position_B, cache, {})[1], self.prefill(token_ids, {}).hidden_H
         bound = 1e-4 if self.dtype == torch.float32 else 0.1
         if not (stepped_H - whole_H).abs().max() <= bound * whole_H.abs().max():
             problem = f"{self.architecture.family} keeps more of earlier tokens than keys and values"
@@ -174,17 +175,20 @@ class Decoder:
         self,
         token_B: Tensor,
         position_B: Tensor,
-        num_blocks: int,
         cache: Cache,
         lora_weights: Factors,
         chosen: list[Tensor] | None = None,
     ) -> Tensor:
         """Compute one token of every slot at its position. Returns final hidden states, [B, H].
 
+        It takes as many blocks as the longest sequence needs; more would change nothing.
+
         Args:
-            num_blocks: blocks that any slot has tokens in; more change nothing.
             chosen: the slots' experts in each layer with experts are appended, [B, K].
         """
+        num_tokens = int(position_B.max()) + 1
+        cache.reserve(num_tokens)
+        num_blocks = -(-num_tokens // BLOCK)
         masks = {window: masks_of(position_B, num_blocks, window) for window in self._model.architecture.windows}
         run = StepPass(cache, position_B, masks, lora_weights, [] if chosen is None else chosen)
         return self._model.final_norm(self._model.stream(token_B, position_B, run))

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -26,12 +27,12 @@ from megatron_worker.lora import AppliedLora
 from megatron_worker.sampler.adapters import LoadedAdapter
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.drawing import NO_PENALTIES, Cuts, Drawn, Penalties, PromptScores, draw, likeliest, uniform
-from megatron_worker.sampler.layers import BLOCK, Cache, Factors, Prefilled
+from megatron_worker.sampler.layers import Factors, Prefilled
 from shared.chat.completions import DrawnBy, Sampling
 from shared.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from megatron_worker.sampler.grammars.grammar import Following, Grammar
+    from megatron_worker.sampler.grammars.grammar import Grammar
 
 
 # --- A sample while it is drawn, and its end ---
@@ -96,6 +97,7 @@ class Sequence:
     `routes` gets the experts of the prompt's tokens, then of each token that was computed, [tokens, layers, experts of
     a token]; a token's experts are those that drew the next one.
     `grammar`: constrains the sequence; `following`: its position in the grammar, once it has a slot.
+    `ticket`: the sequences that were submitted together with it.
     """
 
     prompt: tuple[int, ...]
@@ -107,7 +109,7 @@ class Sequence:
     min_p: float = 0.0
     penalties: Penalties = NO_PENALTIES
     grammar: "Grammar | None" = None
-    following: "Following | None" = None
+    following: "Grammar | None" = None
     num_prompt_top: int | None = None
     draws_nothing: bool = False
     tells_routes: bool = False
@@ -120,6 +122,7 @@ class Sequence:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     routes: list[NDArray[np.int16]] = field(default_factory=list)
     end: End | None = None
+    ticket: "RequestGroup" = field(init=False)
 
     @classmethod
     def scored(cls, prompt: tuple[int, ...], tokenizer: Tokenizer) -> Self:
@@ -151,6 +154,8 @@ class RequestGroup:
         self.is_late = False
         self.problem: InvalidInput | None = None
         self._num_open = len(sequences)
+        for sequence in sequences:
+            sequence.ticket = self
 
     @property
     def has_begun(self) -> bool:
@@ -171,6 +176,7 @@ Shapes = tuple[tuple[str, torch.Size, torch.Size], ...]
 _KEPT_PROMPTS = 4  # prompts whose keys and values a lane keeps while their samples wait for slots
 
 
+@dataclass(frozen=True)
 class Pause:
     """A call between two tokens, by the thread that generates.
 
@@ -178,26 +184,19 @@ class Pause:
     have ended.
     """
 
-    def __init__(self, call: Callable[[], None], continues: bool = False) -> None:
-        self._call = call
-        self.continues = continues
-        self._done = threading.Event()
-        self._error: Exception | None = None
+    call: Callable[[], None]
+    continues: bool = False
+    done: Future[None] = field(default_factory=Future)
 
     def run(self) -> bool:
         """Make the call. Returns False if it failed."""
         try:
-            self._call()
+            self.call()
         except Exception as error:
-            self._error = error
-        self._done.set()
-        return self._error is None
-
-    def result(self) -> None:
-        """Wait for the call, and raise what it raised."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+            self.done.set_exception(error)
+            return False
+        self.done.set_result(None)
+        return True
 
 
 class Generator:
@@ -228,7 +227,7 @@ class Generator:
         """
         pause = Pause(call, continues)
         self._arrivals.put(pause)
-        pause.result()
+        pause.done.result()
 
     def stop(self) -> None:
         """End `run`. Safe to call from a signal handler."""
@@ -286,12 +285,6 @@ class Generator:
         return self._lanes[adapter]
 
 
-@dataclass(frozen=True)
-class _RunningSequence:
-    sequence: Sequence
-    ticket: RequestGroup
-
-
 class _AdapterBatch:
     """The slots that draw from one adapter."""
 
@@ -303,8 +296,8 @@ class _AdapterBatch:
         self._hidden_BH = torch.zeros(
             num_slots, decoder.architecture.hidden_size, dtype=decoder.dtype, device=decoder.device
         )
-        self._slots: list[_RunningSequence | None] = [None] * num_slots
-        self._waiting: deque[_RunningSequence] = deque()
+        self._slots: list[Sequence | None] = [None] * num_slots
+        self._waiting: deque[Sequence] = deque()
         self._prompts: OrderedDict[tuple[int, ...], Prefilled] = OrderedDict()
 
     @property
@@ -316,7 +309,7 @@ class _AdapterBatch:
         return self._cache.num_bytes + sum(prompt.num_bytes for prompt in list(self._prompts.values()))
 
     def add(self, ticket: RequestGroup) -> None:
-        self._waiting.extend(_RunningSequence(sequence, ticket) for sequence in ticket.sequences)
+        self._waiting.extend(ticket.sequences)
 
     @property
     def _lora(self) -> Factors:
@@ -328,44 +321,43 @@ class _AdapterBatch:
             return
         self._drawn_by = self._adapter.drawn_by
         self._prompts.clear()
-        for slot, seat in enumerate(self._slots):
-            if seat is not None:
-                read = self._decoder.prefill((*seat.sequence.prompt, *seat.sequence.token_ids), self._lora)
+        for slot, sequence in enumerate(self._slots):
+            if sequence is not None:
+                read = self._decoder.prefill((*sequence.prompt, *sequence.token_ids), self._lora)
                 self._cache.fill(slot, read)
                 self._hidden_BH[slot] = read.hidden_H
 
     def give_up(self) -> None:
         """Have all requests asked again: their weights are lost."""
-        for seat in (*self._slots, *self._waiting):
-            if seat is not None:
-                seat.ticket.is_late = True
-                seat.ticket.done.set()
+        for sequence in (*self._slots, *self._waiting):
+            if sequence is not None:
+                sequence.ticket.is_late = True
+                sequence.ticket.done.set()
 
     def step(self) -> None:
         """Fill free slots, draw a token in each, free those that ended, and compute the next logits of the others."""
-        self._slots = [None if seat and seat.ticket.cancelled else seat for seat in self._slots]
+        self._slots = [None if sequence and sequence.ticket.cancelled else sequence for sequence in self._slots]
         self._fill()
         self._draw()
         self._forward()
 
     def _fill(self) -> None:
-        for slot, seat in enumerate(self._slots):
-            if seat is None and (arrival := self._next_waiting()) is not None:
-                prompt = self._prefilled(arrival.sequence.prompt)
+        for slot, sequence in enumerate(self._slots):
+            if sequence is None and (arrival := self._next_waiting()) is not None:
+                prompt = self._prefilled(arrival.prompt)
                 self._cache.fill(slot, prompt)
                 self._hidden_BH[slot] = prompt.hidden_H
-                if arrival.sequence.tells_routes:
-                    arrival.sequence.routes.append(_together(prompt.experts))
-                if arrival.sequence.grammar is not None:
-                    arrival.sequence.following = arrival.sequence.grammar.begin()
+                if arrival.tells_routes:
+                    arrival.routes.append(_together(prompt.experts))
+                if arrival.grammar is not None:
+                    arrival.following = arrival.grammar.begin()
                 self._slots[slot] = arrival
 
-    def _next_waiting(self) -> _RunningSequence | None:
+    def _next_waiting(self) -> Sequence | None:
         """Return the next sequence that draws tokens. Prompts are scored here, and some are only scored."""
         while self._waiting:
-            seat = self._waiting.popleft()
-            sequence = seat.sequence
-            if seat.ticket.cancelled:
+            sequence = self._waiting.popleft()
+            if sequence.ticket.cancelled:
                 continue
             if sequence.num_prompt_top is not None:
                 prompt = self._prefilled(sequence.prompt)
@@ -374,9 +366,9 @@ class _AdapterBatch:
                 hidden_1H = self._prefilled(sequence.prompt).hidden_H[None]
                 sequence.scalars = self._adapter.head.values(hidden_1H)[0].tolist()
             if not sequence.draws_nothing:
-                return seat
+                return sequence
             sequence.end = End("length")
-            seat.ticket.one_ended()
+            sequence.ticket.one_ended()
         return None
 
     def _prefilled(self, prompt: tuple[int, ...]) -> Prefilled:
@@ -391,11 +383,10 @@ class _AdapterBatch:
             return
         logit_BV = self._decoder.logits(self._hidden_BH, self._lora)
         self._forbid(logit_BV)
-        taken = [(slot, seat) for slot, seat in enumerate(self._slots) if seat is not None]
+        taken = [(slot, sequence) for slot, sequence in enumerate(self._slots) if sequence is not None]
         drawn = self._drawn(logit_BV)
         tokens, raw, processed = drawn.token_B.tolist(), drawn.raw_B.tolist(), drawn.processed_B.tolist()
-        for slot, seat in taken:
-            sequence = seat.sequence
+        for slot, sequence in taken:
             sequence.token_ids.append(tokens[slot])
             sequence.raw.append(raw[slot])
             sequence.processed.append(processed[slot])
@@ -405,19 +396,19 @@ class _AdapterBatch:
             sequence.end = sequence.ending.end_behind(sequence.token_ids)
             if sequence.end is not None:
                 self._slots[slot] = None
-                seat.ticket.one_ended()
+                sequence.ticket.one_ended()
             elif sequence.following is not None:
                 sequence.following.accept(tokens[slot])
 
     def _forbid(self, logit_BV: torch.Tensor) -> None:
         """Make what grammars do not allow impossible, in place. Gives up whose grammar cannot be followed further."""
-        for slot, seat in enumerate(self._slots):
-            if seat is None or seat.sequence.following is None:
+        for slot, sequence in enumerate(self._slots):
+            if sequence is None or sequence.following is None:
                 continue
             try:
-                allowed_V = seat.sequence.following.allowed()
+                allowed_V = sequence.following.allowed()
             except InvalidInput as problem:
-                seat.ticket.give_up(problem)
+                sequence.ticket.give_up(problem)
                 self._slots[slot] = None
             else:
                 logit_BV[slot].masked_fill_(~allowed_V.to(logit_BV.device), -torch.inf)
@@ -439,7 +430,7 @@ class _AdapterBatch:
         )
 
     def _penalised(self, logit_BV: torch.Tensor) -> torch.Tensor | None:
-        asked = {i: s.sequence for i, s in enumerate(self._slots) if s and s.sequence.penalties.change_anything}
+        asked = {i: s for i, s in enumerate(self._slots) if s and s.penalties.change_anything}
         if not asked:
             return None
         penalised_BV = logit_BV.clone()
@@ -448,17 +439,17 @@ class _AdapterBatch:
         return penalised_BV
 
     def _forward(self) -> None:
-        last = [(s.sequence.token_ids[-1], s.sequence.last_position) if s else (0, 0) for s in self._slots]
+        last = [(s.token_ids[-1], s.last_position) if s else (0, 0) for s in self._slots]
         if not any(self._slots):
             return
         token_B, position_B = (torch.tensor(values, device=self._decoder.device) for values in zip(*last, strict=True))
         chosen = list[torch.Tensor]()
-        self._hidden_BH = forward(self._decoder, token_B, position_B, self._cache, self._lora, chosen)
-        if any(seat is not None and seat.sequence.tells_routes for seat in self._slots):
+        self._hidden_BH = self._decoder.step(token_B, position_B, self._cache, self._lora, chosen)
+        if any(sequence is not None and sequence.tells_routes for sequence in self._slots):
             route_BLK = _together(chosen)
-            for slot, seat in enumerate(self._slots):
-                if seat is not None and seat.sequence.tells_routes:
-                    seat.sequence.routes.append(route_BLK[slot : slot + 1])
+            for slot, sequence in enumerate(self._slots):
+                if sequence is not None and sequence.tells_routes:
+                    sequence.routes.append(route_BLK[slot : slot + 1])
 
 
 def _together(chosen: list[torch.Tensor]) -> NDArray[np.int16]:
@@ -467,27 +458,12 @@ def _together(chosen: list[torch.Tensor]) -> NDArray[np.int16]:
     return experts
 
 
-def _drawing(seat: _RunningSequence | None) -> tuple[float, float, int, float, float]:
+def _drawing(sequence: Sequence | None) -> tuple[float, float, int, float, float]:
     """Return temperature, top_p, top_k, min_p and the number that draws a slot's next token."""
-    if seat is None:
+    if sequence is None:
         return 0.0, 1.0, sys.maxsize, 0.0, 0.0
-    sequence = seat.sequence
     sampling = sequence.sampling
     return sampling.temperature, sampling.top_p, sequence.top_k, sequence.min_p, sequence.next_uniform
-
-
-def forward(
-    decoder: Decoder,
-    token_B: torch.Tensor,
-    position_B: torch.Tensor,
-    cache: Cache,
-    lora_weights: Factors,
-    chosen: list[torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Call `Decoder.step` over as many blocks as the longest sequence needs."""
-    num_tokens = int(position_B.max()) + 1
-    cache.reserve(num_tokens)
-    return decoder.step(token_B, position_B, -(-num_tokens // BLOCK), cache, lora_weights, chosen)
 
 
 def shapes_of(lora_weights: Factors) -> Shapes:
@@ -535,5 +511,5 @@ def _slots_are_equal(decoder: Decoder, lora_weights: Factors, num_slots: int) ->
 def _two_tokens(decoder: Decoder, lora_weights: Factors, token_B: torch.Tensor) -> torch.Tensor:
     cache = decoder.new_cache(len(token_B))
     for position in range(2):
-        hidden_BH = forward(decoder, token_B, torch.full_like(token_B, position), cache, lora_weights)
+        hidden_BH = decoder.step(token_B, torch.full_like(token_B, position), cache, lora_weights)
     return decoder.logits(hidden_BH, lora_weights)

@@ -5,7 +5,6 @@ query heads, G key/value heads, P query heads for each of those, D size of a hea
 of a convolution, W its width; E experts, K experts of a token.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_worker import families
-from megatron_worker.layers import Experts, LayerPass, Norm, Rows, attention_operands, unchanged
+from megatron_worker.layers import Experts, LayerPass, LayerTensors, Norm, Rows, attention_operands, unchanged
 from megatron_worker.lora import AppliedLora
 from megatron_worker.mixers.linear_attention import (
     convolve,
@@ -26,7 +25,6 @@ from megatron_worker.mixers.linear_attention import (
     with_ancestors,
 )
 from megatron_worker.mixers.tree_attention import attend_forest, plan_forest
-from megatron_worker.quantized import QuantizedTensor
 from shared.families.architecture import (
     Architecture,
     Attention,
@@ -93,17 +91,13 @@ def with_tokens(x_TH: Tensor, token_T: Tensor, lora_weights: Factors, scale: flo
     return x_TH if extra is None else x_TH + extra.of_tokens(token_T, scale)
 
 
-class ModelTensors:
-    """Makes a model's tensors, their values undefined, by the names of the trainer's parameters (see LayerTensors).
-
-    `constants`: what is never trained, and float32 in any dtype.
+class ModelTensors(LayerTensors):
+    """Makes a model's tensors, their values undefined, by the names of the trainer's parameters.
 
     Attributes:
         others: tensors that are in no linear, by their Hugging Face names.
         linears: those that were asked for so far.
     """
-
-    num_ranks = 1
 
     def __init__(
         self,
@@ -113,19 +107,13 @@ class ModelTensors:
         device: torch.device,
         is_zero_centred: bool,
     ) -> None:
+        super().__init__(slices, constants)
         self.others, self.linears = dict[str, Tensor](), list[FusedLinear]()
         self._dtype, self._device, self._is_zero_centred = dtype, device, is_zero_centred
-        self._constants = {s.parameter for s in constants}
-        self._slices = defaultdict[str, list[TensorSlice]](list)
-        for s in (*slices, *constants):
-            self._slices[s.parameter].append(s)
 
     def slice_of(self, parameter: str) -> TensorSlice:
         (found,) = self._slices[parameter]
         return found
-
-    def get(self, parameter: str) -> Tensor | None:
-        return self[parameter] if parameter in self._slices else None
 
     def __getitem__(self, parameter: str) -> Tensor:
         return self.others.setdefault(self.slice_of(parameter).name, self._empty(parameter))
@@ -139,16 +127,6 @@ class ModelTensors:
     def norm(self, module: str, eps: float) -> Callable[[Tensor], Tensor]:
         weight = self.get(f"{module}.weight")
         return unchanged if weight is None else Norm(weight, eps, self._is_zero_centred)
-
-    def stacks(self, module: str) -> dict[str, Tensor | QuantizedTensor]:
-        kinds = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-        return {kind: self[f"{module}.{kind}"] for kind in kinds if f"{module}.{kind}" in self._slices}
-
-    def own_experts(self, num_experts: int) -> range:
-        return range(num_experts)
-
-    def groups_of(self, a: Attention) -> int:
-        return 1
 
     def _empty(self, parameter: str) -> Tensor:
         parts = self._slices[parameter]

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from longshore.fields import Sha256
 from longshore.training import Lora
+from megatron_worker.offload import HostCopy
 from megatron_worker.sampler.adapters import LoadedAdapter, adapter_of, adapter_shapes, load_adapter, versioned
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Generator
-from megatron_worker.tensors.offload import HostCopy
 from megatron_worker.tensors.safetensors_files import file_sha256
-from megatron_worker.weight_sync.bucket_reader import Receiving, SyncedAdapters
+from megatron_worker.weight_sync.bucket_reader import Receiving
 from megatron_worker.weight_sync.buckets import Announcement, Assembly, SyncReply, shapes_sha256, weights_sha256
 from megatron_worker.weight_sync.connections import SyncConnection
 from shared.chat.completions import (
@@ -65,6 +65,21 @@ class SyncedWeights:
     digest: Sha256
 
 
+@dataclass
+class SyncedAdapter:
+    """An adapter that came by a weight sync, and that nobody has named yet.
+
+    It is found by the digest of its sync, or by its content (`shared.models.peft.content_sha256`) once that is known.
+    """
+
+    adapter: LoadedAdapter
+    digest: Sha256
+    content: Sha256 | None = None
+
+
+_MOST_SYNCED = 8  # runs whose newest such adapter is kept: those of others must be loaded from the store
+
+
 class Models:
     """The models that requests can name. Its methods are called by many threads; the generator's alone changes weights.
 
@@ -82,7 +97,7 @@ class Models:
         self._generator = generator
         self._max_model_len = max_model_len
         self._adapters: dict[str, LoadedAdapter] = {}
-        self._synced_adapters = SyncedAdapters[LoadedAdapter]()
+        self._synced_adapters: dict[str, SyncedAdapter] = {}  # by run, the newest last
         self._lock = threading.Lock()
         self._syncing = threading.Lock()
         self._created = int(time.time())
@@ -124,7 +139,7 @@ class Models:
     def adapters(self) -> list[LoadedAdapter]:
         """Return all adapters, those without a name too."""
         with self._lock:
-            return [*self._adapters.values(), *self._synced_adapters]
+            return [*self._adapters.values(), *(synced.adapter for synced in self._synced_adapters.values())]
 
     def drop(self) -> tuple[LoadedAdapter | None, list[LoadedAdapter]]:
         """Forget the weights and all adapters. Returns those that came from folders, and can be read there again."""
@@ -267,10 +282,12 @@ class Models:
         request = parsed(NameWeightsRequest, body)
         self._refuse_asleep()
         with self._lock:
-            adapter = self._synced_adapters.take(request.digest)
-            if adapter is None and (adapter := self._synced_adapters.take_by_content(request.digest)) is not None:
-                adapter.drawn_by = adapter.drawn_by.of_version(None)  # as if loaded from files, which tell no version
-            if adapter is not None:
+            runs = [run for run, each in self._synced_adapters.items() if request.digest in (each.digest, each.content)]
+            if runs:
+                synced = self._synced_adapters.pop(runs[0])
+                adapter = synced.adapter
+                if synced.digest != request.digest:  # as if loaded from files, which tell no version
+                    adapter.drawn_by = adapter.drawn_by.of_version(None)
                 adapter.name, self._adapters[request.name] = request.name, adapter
             elif self._base is not None and self._synced is not None and self._synced.digest == request.digest:
                 self._base.name = request.name
@@ -339,19 +356,23 @@ class Models:
         tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
         assembly = Assembly(tensors)
         digest = _assembled(receiving, assembly)
-        version, name = receiving.announcement.version, receiving.announcement.name
+        told = receiving.announcement
+        run_id, version, name = told.run_id, told.version, told.name
         adapter = versioned(adapter_of(name or f"sync-{digest}", digest, lora, self._decoder, tensors), version)
+        synced = SyncedAdapter(adapter, digest)
         if name is not None:
             self._put(adapter, version)
         else:
             with self._lock:
                 self._refuse_asleep()
-                self._synced_adapters.keep(digest, receiving.announcement.run_id, adapter)
+                self._synced_adapters.pop(run_id, None)
+                self._synced_adapters[run_id] = synced
+                for oldest in list(self._synced_adapters)[:-_MOST_SYNCED]:
+                    del self._synced_adapters[oldest]
         receiving.reply(SyncReply())
         if name is None:  # the trainer does not wait for it
-            content = peft_format.content_sha256(lora, file_sha256({each: tensors[each] for each in assembly.names}))
-            with self._lock:
-                self._synced_adapters.tell_content(digest, content)
+            in_order = {each: tensors[each] for each in assembly.names}
+            synced.content = peft_format.content_sha256(lora, file_sha256(in_order))
 
     def _receive_weights(self, receiving: Receiving) -> None:
         announcement, held = receiving.announcement, self._synced

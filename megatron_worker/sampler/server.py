@@ -11,8 +11,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from pathlib import Path
@@ -28,11 +29,7 @@ _MAX_BODY_BYTES = 32 << 20
 _HOLD_PERIOD_S = 0.05
 # Clients that wait to be let in: of a Unix socket, one more is refused at once.
 _BACKLOG = 1024
-_POST = (
-    *("/v1/completions", "/v1/score", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    *("/v1/load_weights", "/v1/name_weights", "/v1/update_weights", "/v1/hold_weights", "/v1/sleep", "/v1/wake"),
-)
-_GET = ("/health", "/v1/models", "/v1/memory")
+Answer = BaseModel | str | Generator[BaseModel, None, None] | None
 
 
 class Server(ThreadingHTTPServer):
@@ -104,40 +101,35 @@ class _Exchange(BaseHTTPRequestHandler):
                 case BaseModel() | str():
                     self._send(200, answer)
 
-    def _route(self, method: str, body: bytes) -> BaseModel | str | Generator[BaseModel, None, None] | None:
-        answers, path = self.server.answers, self.path.partition("?")[0]
-        match method, path:
-            case "GET", "/health":
-                return ""
-            case "GET", "/v1/models":
-                return answers.models.cards()
-            case "POST", "/v1/completions" | "/v1/score":
-                asked = answers.complete if path == "/v1/completions" else answers.score
-                answer = asked(body, self._is_gone)
-                self.close_connection = self.close_connection or answer is None
-                return answer
-            case "POST", "/v1/load_lora_adapter":
-                return answers.models.load(body)
-            case "POST", "/v1/unload_lora_adapter":
-                return answers.models.unload(body)
-            case "POST", "/v1/load_weights":
-                return answers.models.load_weights(body)
-            case "POST", "/v1/name_weights":
-                return answers.models.name_weights(body)
-            case "POST", "/v1/update_weights":
-                return answers.models.update_weights(body)
-            case "POST", "/v1/hold_weights":
-                self._hold()
-                return None
-            case "GET", "/v1/memory":
-                return self.server.sleep.memory()
-            case "POST", "/v1/sleep":
-                return self.server.sleep.sleep(body)
-            case "POST", "/v1/wake":
-                return self.server.sleep.wake()
-        if path in (*_GET, *_POST):
+    def _route(self, method: str, body: bytes) -> Answer:
+        answers, models, sleep = self.server.answers, self.server.answers.models, self.server.sleep
+        routes: dict[str, tuple[str, Callable[[], Answer]]] = {
+            "/health": ("GET", lambda: ""),
+            "/v1/models": ("GET", models.cards),
+            "/v1/memory": ("GET", sleep.memory),
+            "/v1/completions": ("POST", lambda: self._waited_for(answers.complete(body, self._is_gone))),
+            "/v1/score": ("POST", lambda: self._waited_for(answers.score(body, self._is_gone))),
+            "/v1/load_lora_adapter": ("POST", partial(models.load, body)),
+            "/v1/unload_lora_adapter": ("POST", partial(models.unload, body)),
+            "/v1/load_weights": ("POST", partial(models.load_weights, body)),
+            "/v1/name_weights": ("POST", partial(models.name_weights, body)),
+            "/v1/update_weights": ("POST", partial(models.update_weights, body)),
+            "/v1/hold_weights": ("POST", self._hold),
+            "/v1/sleep": ("POST", partial(sleep.sleep, body)),
+            "/v1/wake": ("POST", sleep.wake),
+        }
+        path = self.path.partition("?")[0]
+        if path not in routes:
+            raise RequestRefused(404, f"there is no {path}")
+        known, answer = routes[path]
+        if method != known:
             raise RequestRefused(405, f"{path} is not asked with {method}")
-        raise RequestRefused(404, f"there is no {path}")
+        return answer()
+
+    def _waited_for(self, answer: Answer) -> Answer:
+        """Close the connection of a client that has not waited for its answer."""
+        self.close_connection = self.close_connection or answer is None
+        return answer
 
     def _check_key(self) -> None:
         if self.path.partition("?")[0] == "/health":

@@ -7,12 +7,12 @@ import hashlib
 import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +21,7 @@ from torch import Tensor
 from longshore.fields import Sha256
 from megatron_worker.families import join_parts
 from shared.errors import InvalidInput
-from shared.families.model_slices import BLOCK_BYTES, BLOCKS, SCALES, Stored, contents_of, stacked
+from shared.families.model_slices import BLOCKS, SCALES, Stored, contents_of, stacked
 from shared.families.tensor_slices import TensorSlice
 from shared.models.merging import FP8_BLOCK, FP8_SCALES, Part, header_of, parts_of
 
@@ -38,49 +38,64 @@ _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _BIAS = 127  # of the exponents
 
 
-class Mxfp4Slice:
-    """A substitute for safetensors' lazy tensor, to read any of its experts; in bfloat16."""
+@dataclass(frozen=True)
+class _LazySlice:
+    """Stands for safetensors' lazy tensor. `read` takes what one is indexed by."""
 
-    def __init__(self, blocks: Any, scales: Any) -> None:
-        self._blocks, self._scales = blocks, scales
+    shape: list[int]
+    dtype: str
+    read: Callable[[Any], Tensor]
 
     def get_shape(self) -> list[int]:
-        experts, outputs, num_blocks, num_bytes = self._blocks.get_shape()
-        return [experts, num_blocks * num_bytes * 2, outputs]
+        return self.shape
 
     def get_dtype(self) -> str:
-        return "BF16"
+        return self.dtype
 
     def __getitem__(self, key: Any) -> Tensor:
+        return self.read(key)
+
+
+def _mxfp4_slice(blocks: Any, scales: Any) -> _LazySlice:
+    """Read any of a stack's experts; in bfloat16."""
+
+    def read(key: Any) -> Tensor:
         experts = key[0] if isinstance(key, tuple) else key
-        return dequantized(self._blocks[experts], self._scales[experts])
+        return dequantized(blocks[experts], scales[experts])
+
+    num_experts, outputs, num_blocks, num_bytes = blocks.get_shape()
+    return _LazySlice([num_experts, num_blocks * num_bytes * 2, outputs], "BF16", read)
 
 
-class Fp8Slice:
-    """A substitute for safetensors' lazy tensor, to read any part of it; in float32, and written in bfloat16."""
+def _fp8_slice(codes: Any, scales: Any) -> _LazySlice:
+    """Read any part; in float32, and written in bfloat16."""
+    shape: list[int] = codes.get_shape()
 
-    def __init__(self, codes: Any, scales: Any) -> None:
-        self._codes, self._scales = codes, scales
-
-    def get_shape(self) -> list[int]:
-        shape: list[int] = self._codes.get_shape()
-        return shape
-
-    def get_dtype(self) -> str:
-        return "BF16"
-
-    def __getitem__(self, key: Any) -> Tensor:
-        shape = self.get_shape()
+    def read(key: Any) -> Tensor:
         keys = [*(key if isinstance(key, tuple) else (key,)), *[slice(None)] * len(shape)][: len(shape)]
-        number = self._codes[tuple(keys)].float()
+        number: Tensor = codes[tuple(keys)].float()
         spans = [range(*own.indices(size)) for own, size in zip(keys[-2:], shape[-2:], strict=True)]
         blocks = [slice(span.start // FP8_BLOCK, -(-span.stop // FP8_BLOCK)) for span in spans]
-        scale = self._scales[(*keys[:-2], *blocks)].float()
+        scale = scales[(*keys[:-2], *blocks)].float()
         rows, columns = (torch.arange(s.start, s.stop) // FP8_BLOCK - s.start // FP8_BLOCK for s in spans)
         scale = scale.index_select(-1, columns)
         for place, own in enumerate(number.split(rows.bincount().tolist(), dim=-2)):  # no copy of the whole size
             own *= scale[..., place, None, :]
         return number
+
+    return _LazySlice(shape, "BF16", read)
+
+
+def _part_slice(stack: Any, part: Part) -> _LazySlice:
+    """Read an expert's rows of a stack."""
+
+    def read(key: Any) -> Tensor:
+        rows, *rest = key if isinstance(key, tuple) else (key,)
+        start, stop, _ = rows.indices(part.num_rows)
+        own: Tensor = stack[(part.expert, slice(part.first_row + start, part.first_row + stop), *rest)]
+        return own
+
+    return _LazySlice([part.num_rows, stack.get_shape()[2]], str(stack.get_dtype()), read)
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -100,26 +115,6 @@ _DTYPE_NAMES = {
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-
-
-class _PartSlice:
-    """Stands for safetensors' lazy tensor: an expert's rows of a stack."""
-
-    def __init__(self, stack: Any, part: Part) -> None:
-        self._stack, self._part = stack, part
-
-    def get_shape(self) -> list[int]:
-        return [self._part.num_rows, self._stack.get_shape()[2]]
-
-    def get_dtype(self) -> str:
-        return str(self._stack.get_dtype())
-
-    def __getitem__(self, key: Any) -> Tensor:
-        rows, *rest = key if isinstance(key, tuple) else (key,)
-        start, stop, _ = rows.indices(self._part.num_rows)
-        first = self._part.first_row
-        part: Tensor = self._stack[(self._part.expert, slice(first + start, first + stop), *rest)]
-        return part
 
 
 class TensorFiles:
@@ -234,19 +229,13 @@ class TensorFiles:
     def _slice(self, name: str) -> Any:
         if name in self._packed:
             blocks, scales = self._packed[name]
-            parts = self._slice_in(blocks, name + BLOCKS), self._slice_in(scales, name + SCALES)
-            (*outer, num_bytes), scaled = parts[0].get_shape(), parts[1].get_shape()
-            if outer != scaled or len(outer) != 3 or num_bytes != BLOCK_BYTES:
-                message = (
-                    f"{name + SCALES!r} of shape {scaled} does not fit the shape of its blocks, {[*outer, num_bytes]}"
-                )
-                raise InvalidInput(message, str(scales))
-            return Mxfp4Slice(*parts)
+            # `contents_of` has looked at their shapes.
+            return _mxfp4_slice(self._slice_in(blocks, name + BLOCKS), self._slice_in(scales, name + SCALES))
         if (part := self._parts.get(name)) is not None:
-            return _PartSlice(self._slice(part.stack), part)
+            return _part_slice(self._slice(part.stack), part)
         found = self._slice_in(self._files[name], name)
         if name in self._scaled and found.get_dtype() == "F8_E4M3":  # `contents_of` has looked at the scales' shape
-            return Fp8Slice(found, self._slice_in(self._scaled[name], name + FP8_SCALES))
+            return _fp8_slice(found, self._slice_in(self._scaled[name], name + FP8_SCALES))
         return found
 
     def _slice_in(self, path: Path, name: str) -> Any:
@@ -338,7 +327,9 @@ def write_safetensors(
 
     `path` None only draws the tensors, as ranks do that take part in gathering but do not write. See `all_drawn`.
     """
-    with nullcontext() if path is None else _created(path) as file:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if path is None else path.open("wb") as file:
         if file is not None:
             file.write(_header(entries, metadata))
         for entry in entries:
@@ -361,11 +352,6 @@ def file_sha256(tensors: Mapping[str, Tensor]) -> Sha256:
     for tensor in tensors.values():
         found.update(_bytes_of(tensor))
     return found.hexdigest()
-
-
-def _created(path: Path) -> BinaryIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("wb")
 
 
 @contextmanager

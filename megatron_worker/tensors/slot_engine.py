@@ -7,7 +7,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, Unpack
+from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -31,7 +31,9 @@ from megatron_worker.engine import (
 )
 from megatron_worker.head import scalar
 from megatron_worker.head.logprobs import VocabShard
-from megatron_worker.tensors.offload import Flat, HostCopy, Residency, Resident
+from megatron_worker.lora import Adapter
+from megatron_worker.offload import HostCopy, Residency, Resident
+from megatron_worker.process.ranks import agreement
 from megatron_worker.tensors.state_files import (
     Held,
     SlotOptimizer,
@@ -54,33 +56,7 @@ from shared.families.tensor_slices import TensorSlice, modules_of
 from shared.models import peft as peft_format
 from shared.models.peft import OUTPUT, beside, module_of
 
-# --- The slots of an engine: adapters on one base model, their training state, and moving them to the host ---
-
-
-class DropoutMasks(Protocol):
-    """See megatron_worker/lora.py."""
-
-    seed: int
-    moment: tuple[int, int] | None
-
-    def at(self, moment: tuple[int, int] | None, /) -> AbstractContextManager[None]: ...
-
-
-class SlotAdapter(Protocol):
-    """An adapter's weights, in one buffer (megatron_worker/lora.py)."""
-
-    lora: Lora
-    slices: list[TensorSlice]
-    flat: Flat
-    parameters: dict[str, Parameter]
-
-    @property
-    def masks(self) -> DropoutMasks: ...
-
-    def initialise(self, seed: int, weight_of: Callable[[str], Tensor]) -> None: ...
-
-
-AdapterT = TypeVar("AdapterT", bound=SlotAdapter)
+AdapterT = TypeVar("AdapterT", bound=Adapter)
 OptimizerT = TypeVar("OptimizerT", bound=SlotOptimizer)
 _NO_LINEARS = "score"
 """The pattern of an adapter that is a head alone."""
@@ -107,8 +83,15 @@ class Base:
         return self.storages[0].dtype
 
 
-class Slots(ABC, Generic[AdapterT, OptimizerT]):
-    """Any number of adapters, trainable or not, at most one of them active; or a base that is trained itself."""
+class Engine(ABC, Generic[AdapterT, OptimizerT]):
+    """See the docstring of megatron_worker/engine.py. An engine holds one base model and any number of named adapter
+    slots beside it, which may all be trained; or the base is trained itself. Forwards, backwards and steps use the slot
+    that is active."""
+
+    facts: EngineInfo
+    recompute = False
+    """Layers keep their inputs alone of a pass, and compute again in its backward (Chen et al. 2016, arXiv:1604.06174).
+    Gradients are the same bits. A backward may leave the adapter of its forward active."""
 
     def __init__(self, base: Base, ranks: StateRanks) -> None:
         self._base, self._state_ranks = base, ranks
@@ -188,7 +171,7 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
         Raises the same InvalidInput on every rank if it is missing, damaged, or not of `lora`'s shape.
         """
         self.residency.bring_base()
-        with self._state_ranks.agreement():
+        with agreement():
             found = beside(peft_format.read_config(folder, may_have_head=True), self._modules)
             if lora is not None:
                 peft_format.check_same(found, beside(lora, self._modules), str(folder))
@@ -304,25 +287,29 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
             self.write_base(folder / "weights")
         else:
             lora, exact = self.adapters[training.slot].lora, training.optimizer.gathered("master")
-            with ranks.agreement():
+            with agreement():
                 write_adapter(weights, lora, training.slices, exact, ranks)
-        with ranks.agreement():
+        with agreement():
             write_optimizer(optimizer, training, ranks)
 
     def write_base(self, folder: Path) -> None:
         """Write the base as Hugging Face's folder; rank 0 writes. Collective."""
         base, ranks, head = self._base, self._state_ranks, self._base_head
         slices = base.slices if head is None else self.trainings[None].slices
-        with ranks.agreement():
+        with agreement():
             own, named = folder if ranks.rank == 0 else None, None if head is None else head.lora.head
             write_model_folder(own, base.folder, slices, self._written, ranks, base.architecture.carried, named)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, under any layout, into what is being trained. Raises InvalidInput on mismatch."""
         training, ranks = self.trained, self._state_ranks
-        with ranks.agreement():
+        with agreement():
             if training.slot is None:
-                self._load_base(folder / "weights")
+                if read_architecture(folder / "weights") != self._base.architecture:
+                    place = str(folder / "weights" / "config.json")
+                    raise InvalidInput("the checkpoint is of another architecture than the model", place)
+                carried = self._base.architecture.carried
+                read_model(folder / "weights", training.slices, self._written, ranks, carried)
             else:
                 adapter = self.adapters[training.slot]
                 peft_format.read_config(folder / "weights", adapter.lora)
@@ -339,12 +326,6 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
             optimizer.put("exp_avg", zeros)
             optimizer.put("exp_avg_sq", zeros)
             optimizer.step_count = 0
-
-    def _load_base(self, folder: Path) -> None:
-        if read_architecture(folder) != self._base.architecture:
-            raise InvalidInput("the checkpoint is of another architecture than the model", str(folder / "config.json"))
-        slices, carried = self.trainings[None].slices, self._base.architecture.carried
-        read_model(folder, slices, self._written, self._state_ranks, carried)
 
     @property
     def _written(self) -> Mapping[str, Tensor]:
@@ -397,63 +378,6 @@ class Slots(ABC, Generic[AdapterT, OptimizerT]):
     @property
     def _trains_base(self) -> bool:
         return None in self.trainings
-
-
-def _adapter_parts(adapter: SlotAdapter) -> dict[Part, Resident]:
-    return {"weights": Resident([adapter.flat.host])}
-
-
-def _training_parts(optimizers: Sequence[SlotOptimizer]) -> dict[Part, Resident]:
-    def zero_grad() -> None:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-
-    return {
-        "gradients": Resident([optimizer.grad.host for optimizer in optimizers], refill=zero_grad),
-        "optimizer": Resident([flat.host for optimizer in optimizers for flat in optimizer.states()]),
-    }
-
-
-# --- Greedy decoding that runs every sequence again for each token ---
-# For an evaluation's few samples, not for serving.
-
-
-@torch.no_grad()
-def greedy(
-    forward: Callable[[Batch, Outputs], Scores],
-    device: torch.device,
-    prompts: list[list[int]],
-    max_tokens: int,
-    stop_ids: frozenset[int],
-) -> list[list[int]]:
-    """Append the most likely token, the lowest id among equals, until a stop id (left out) or `max_tokens`."""
-    completions: list[list[int]] = [[] for _ in prompts]
-    open_rows = [row for row, prompt in enumerate(prompts) if prompt]
-    for _ in range(max_tokens):
-        if not open_rows:
-            break
-        batch = Batch.of_sequences([prompts[row] + completions[row] for row in open_rows], device)
-        found = forward(batch, Outputs(logprob=False, top_k=1)).top_id_NK
-        assert found is not None, "it was asked for"
-        tokens = found[:, 0].tolist()
-        for row, token in zip(open_rows, tokens, strict=True):
-            if token not in stop_ids:
-                completions[row].append(token)
-        open_rows = [row for row, token in zip(open_rows, tokens, strict=True) if token not in stop_ids]
-    return completions
-
-
-# --- The base class of engines, with all that depends only on an engine's slots ---
-
-
-class Engine(Slots[AdapterT, OptimizerT]):
-    """See the docstring of megatron_worker/engine.py. An engine holds one base model and any number of named adapter
-    slots beside it, which may all be trained. Forwards, backwards and steps use the active one."""
-
-    facts: EngineInfo
-    recompute = False
-    """Layers keep their inputs alone of a pass, and compute again in its backward (Chen et al. 2016, arXiv:1604.06174).
-    Gradients are the same bits. A backward may leave the adapter of its forward active."""
 
     def _let_recompute(self, layers: Iterable[Any]) -> None:
         """Let layers, each a class with `forward`, be computed again if passes are to be."""
@@ -529,32 +453,41 @@ class Engine(Slots[AdapterT, OptimizerT]):
     def optim_step(self, adam: Optimizer, learning_rate: float, denominator: float) -> Norms:
         """Divide the accumulated gradients by `denominator`, clip, step, zero. Non-finite norms change no weight."""
         training = self.trained
-        sums = self._noise_sums(training.square_of_own_gradient(), training.weight) if adam.noise_scale else None
-        norms = training.apply(adam, learning_rate, training.reduce(denominator))
-        return norms if sums is None else replace(norms, noise=gradient_noise(sums, norms.grad_norm * denominator))
-
-    def _noise_sums(self, square: Tensor, weight: Tensor | float) -> dict[str, float]:
-        """Return what `gradient_noise` needs, over ranks that have bins of their own each. Collective."""
-        weight = torch.as_tensor(weight, dtype=torch.float64, device=square.device)
-        has_bins = weight > 0
+        if not adam.noise_scale:
+            return training.apply(adam, learning_rate, training.reduce(denominator))
+        square = training.square_of_own_gradient()
+        weight = torch.as_tensor(training.weight, dtype=torch.float64, device=square.device)
+        has_bins = weight > 0  # over ranks that have bins of their own each
         square = square / torch.where(has_bins, weight, 1.0)
-        return self.reduce({"square": square, "weight": weight, "ranks": has_bins.double()})
-
-    def reduce_gradients(self, denominator: float) -> float:
-        """Add the active slot's gradients up over all ranks, and divide them. Returns their norm over all ranks."""
-        return self.trained.reduce(denominator)
-
-    def apply_gradients(self, adam: Optimizer, learning_rate: float, norm: float) -> Norms:
-        """Clip what `reduce_gradients` left, step, zero. A norm that is not finite changes no weight."""
-        return self.trained.apply(adam, learning_rate, norm)
+        sums = self.reduce({"square": square, "weight": weight, "ranks": has_bins.double()})
+        norms = training.apply(adam, learning_rate, training.reduce(denominator))
+        return replace(norms, noise=gradient_noise(sums, norms.grad_norm * denominator))
 
     def zero_grad(self) -> None:
         if self.is_training:
             self.trained.zero_grad()
 
+    @torch.no_grad()
     def greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[list[int]]:
-        """Greedy continuations of token ids, the stop id left out; the same on every rank."""
-        return greedy(self.forward, self.facts.device, prompts, max_tokens, stop_ids)
+        """Append the most likely token, the lowest id among equals, until a stop id (left out) or `max_tokens`.
+
+        Every sequence is run again for each token: this is for an evaluation's few samples, not for serving. The same
+        on every rank.
+        """
+        completions: list[list[int]] = [[] for _ in prompts]
+        open_rows = [row for row, prompt in enumerate(prompts) if prompt]
+        for _ in range(max_tokens):
+            if not open_rows:
+                break
+            batch = Batch.of_sequences([prompts[row] + completions[row] for row in open_rows], self.facts.device)
+            found = self.forward(batch, Outputs(logprob=False, top_k=1)).top_id_NK
+            assert found is not None, "it was asked for"
+            tokens = found[:, 0].tolist()
+            for row, token in zip(open_rows, tokens, strict=True):
+                if token not in stop_ids:
+                    completions[row].append(token)
+            open_rows = [row for row, token in zip(open_rows, tokens, strict=True) if token not in stop_ids]
+        return completions
 
     # Residency: a part that is not on the device has storages of size 0 there.
 
@@ -582,6 +515,21 @@ class Engine(Slots[AdapterT, OptimizerT]):
 
     def memory(self) -> Memory:
         return self.residency.memory()
+
+
+def _adapter_parts(adapter: Adapter) -> dict[Part, Resident]:
+    return {"weights": Resident([adapter.flat.host])}
+
+
+def _training_parts(optimizers: Sequence[SlotOptimizer]) -> dict[Part, Resident]:
+    def zero_grad() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    return {
+        "gradients": Resident([optimizer.grad.host for optimizer in optimizers], refill=zero_grad),
+        "optimizer": Resident([flat.host for optimizer in optimizers for flat in optimizer.states()]),
+    }
 
 
 def gradient_noise(sums: Mapping[str, float], norm: float) -> dict[str, float]:

@@ -9,7 +9,6 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -23,9 +22,10 @@ from torch.nn import Parameter
 from longshore.training import Lora, Optimizer, ScalarHead
 from megatron_worker.engine import Batch, Norms, TensorBlock
 from megatron_worker.families import read_slice, write_slice
+from megatron_worker.offload import Flat
 from megatron_worker.optimizers import sum_of_squares
 from megatron_worker.process.ranks import SideRanks
-from megatron_worker.tensors.offload import Flat
+from megatron_worker.quantized import QuantizedTensor
 from megatron_worker.tensors.safetensors_files import (
     TensorFiles,
     WrittenTensor,
@@ -88,8 +88,6 @@ class StateRanks(Protocol):
     def whole(self, tensor_slice: TensorSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype, /) -> Tensor:
         """Gather a whole tensor, of `dtype`, on every rank from those that hold it. Collective."""
         ...
-
-    def agreement(self) -> AbstractContextManager[None]: ...
 
 
 class SlotOptimizer(ABC):
@@ -249,21 +247,13 @@ class SlotTraining(Generic[OptimizerT]):
             optimizer.refresh_working()
 
 
-class Stored(Protocol):
-    """A parameter in another storage format, made from the whole tensor."""
-
-    def zeros(self) -> Tensor: ...
-
-    def store(self, whole: Tensor) -> None: ...
-
-
 def read_model(
     folder: Path,
     slices: Sequence[TensorSlice],
     parameters: Mapping[str, Tensor],
     ranks: StateRanks,
     carried: Sequence[str] = (),
-    quantized: Mapping[str, Stored] = MappingProxyType({}),
+    quantized: Mapping[str, QuantizedTensor] = MappingProxyType({}),
 ) -> None:
     """Read a model. Raises InvalidInput for missing or damaged files, and for missing, unknown or misshapen tensors.
 

@@ -59,7 +59,7 @@ from megatron_worker.forwards import (
     nested_alike,
     pack,
 )
-from megatron_worker.memory import PlannedSlot, Planner, RankShare, default_budget, new_meter
+from megatron_worker.memory import PlannedSlot, RankShare, default_budget, new_meter
 from megatron_worker.process.ranks import agreement, backend, everyone, start_group
 from megatron_worker.tensors.safetensors_files import WrittenTensor, write_safetensors
 from megatron_worker.tensors.slot_engine import Engine
@@ -142,8 +142,7 @@ class _Backbone:
 class Lockstep:
     """Keeps backbones until their backward, or until no rank holds their outputs. Only `cut` is not collective."""
 
-    def __init__(self, world_size: int, device: torch.device) -> None:
-        self._world_size, self._device = world_size, device
+    def __init__(self) -> None:
         self._backbones: dict[int, _Backbone] = {}  # by numbers that are the same on all ranks
         self._graphs = Graphs()
         self._num_cut = 0
@@ -151,7 +150,7 @@ class Lockstep:
     def passes(self, own: Iterable[Pass]) -> set[Pass]:
         """Return the passes that any rank makes. Raises InvalidInput if some ranks keep graphs and others do not."""
         self.release()
-        found = everyone(self._world_size, (list(set(own)), torch.is_grad_enabled()))
+        found = everyone((list(set(own)), torch.is_grad_enabled()))
         if len({keeps_graph for _, keeps_graph in found}) > 1:
             raise InvalidInput("some ranks keep a graph and others are under no_grad; here they go in step", "forward")
         return {Pass(*each) for passes, _ in found for each in passes}
@@ -173,7 +172,7 @@ class Lockstep:
         If `heads` raises on one rank, all ranks raise.
         """
         try:
-            with agreement(self._world_size, self._device):
+            with agreement():
                 heads()
         except Exception:
             for backbone in self._backbones.values():
@@ -195,7 +194,7 @@ class Lockstep:
             self._backbones = {number: backbone for number, backbone in self._backbones.items() if number in alive}
 
     def _of_any_rank(self, numbers: set[int]) -> set[int]:
-        return set().union(*everyone(self._world_size, list(numbers)))
+        return set().union(*everyone(list(numbers)))
 
     def _refuse_done(self, number: int) -> None:
         if number not in self._backbones:
@@ -322,82 +321,7 @@ class MicroBatch:
         return tuple(values[index] for index in self.indices)
 
 
-def micro_batches(rank: "TrainerRank", items: Sequence[Inputs], budget_bytes: int | None) -> Iterator[MicroBatch]:
-    """See `TrainerRank.forward_micro_batches`. `budget_bytes` None: `default_budget`."""
-    requests = _agreed_requests(rank, items)
-    world_size, device = rank.facts.layout.world_size, rank.facts.device
-    measures = budget_bytes is not None or device.type == "cuda"
-    in_all = min(everyone(world_size, default_budget(device) if budget_bytes is None else budget_bytes))
-    planner, in_step = rank.dispatcher.planner, rank.engine.needs_lockstep
-    for recomputes in WAYS[rank.recompute]:
-        rank.recomputes = recomputes
-        slots = measured_slots(rank, requests, in_all)
-        with suppress(InvalidInput):  # it says which item is too large
-            for item in range(len(items)):
-                planner.next_shares(requests, item, slots, in_step, in_all, most=1)
-            break
-    first, number, peak = 0, 0, None
-    meter = new_meter(device)
-    if measures:
-        meter.start()
-    try:
-        while first < len(items):
-            held = max(everyone(world_size, meter.mark() if measures else 0))
-            plan = partial(planner.next_shares, requests, first, slots, in_step, in_all - held, held)
-            shares, answered = _as_many_as_fit(rank, items, plan)
-            first += sum(len(share.items) for share in shares)
-            own = shares[rank.facts.dp_rank]
-            sizes = own.num_tokens, own.num_logical_tokens, int(own.planned_bytes)
-            planning = Planning(number, len(items) - first, *sizes, in_all - held, peak)
-            inputs = tuple(items[place] for place in own.items)
-            yield MicroBatch(inputs, tuple(answered.pop()), own.items, planning)  # nothing here holds its outputs
-            if measures:
-                peak = meter.peak() - held
-                _learn(rank, planner, own, peak / own.planned_bytes if peak > in_all - held and own.items else 1.0)
-            number += 1
-    finally:
-        rank.recomputes = rank.recompute == "on"
-        if measures:
-            meter.stop()
-
-
-def _as_many_as_fit(
-    rank: "TrainerRank", items: Sequence[Inputs], plan: Callable[..., list[RankShare]]
-) -> tuple[list[RankShare], list[list[Any]]]:
-    """Plan and do the forward; if a device runs out of memory, plan again with half of the items.
-
-    Ranks that share a pack, or go in step, wait for each other inside a forward, and cannot recover from that error.
-    """
-    shares = plan()
-    while True:
-        own, answered = shares[rank.facts.dp_rank], []
-        with suppress(torch.OutOfMemoryError):
-            answered.append(rank.forward([items[place] for place in own.items]))
-        if all(everyone(rank.facts.layout.world_size, len(answered) > 0)):
-            return shares, answered
-        answered.clear()
-        num_items = sum(len(share.items) for share in shares)
-        if num_items == 1:
-            raise InvalidInput(
-                "it alone takes more memory than the device has", f"items[{max(s.items for s in shares)[0]}]"
-            )
-        shares = plan(most=num_items // 2)
-
-
-def _learn(rank: "TrainerRank", planner: Planner, own: RankShare, times: float) -> None:
-    """Tell the planner by which factor each rank exceeded its estimate, if it did."""
-    for kind, most in everyone(rank.facts.layout.world_size, (sorted(own.kind), times)):
-        if most > 1:
-            planner.exceeded(frozenset(kind), most)
-
-
-def _agreed_requests(rank: "TrainerRank", items: Sequence[Inputs]) -> list[list[CheckedInput]]:
-    """Check the items. Raises InvalidInput on every rank if they differ between ranks, or one of them is wrong."""
-    with rank.agreement():
-        requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items)]
-    if len(set(everyone(rank.facts.layout.world_size, _digest(requests)))) > 1:
-        raise InvalidInput("every rank must give the same items; they are dealt out here", "items")
-    return requests
+# --- The interface ---
 
 
 def _digest(requests: list[list[CheckedInput]]) -> int:
@@ -412,40 +336,10 @@ def _digest(requests: list[list[CheckedInput]]) -> int:
     return digest
 
 
-def measured_slots(rank: "TrainerRank", requests: list[list[CheckedInput]], budget_bytes: float) -> list[PlannedSlot]:
-    """Return the slots that are used, by passes in the order of their forwards, and measure their unknown costs."""
-    of_pass: dict[Pass, list[CheckedInput]] = {}
-    for request in (request for item in requests for request in item):
-        of_pass.setdefault(request.goes_in, []).append(request)
-    found = []
-    for each in sorted(of_pass, key=lambda each: each.place):
-        found.append(rank.planned_slot(each))
-        with resident(rank, each.adapter):
-            rank.dispatcher.planner.measure(rank.engine, found[-1], of_pass[each], budget_bytes)
-    return found
-
-
-def resident(rank: "TrainerRank", name: str | None) -> AbstractContextManager[None]:
-    """Have an adapter on the device, for passes that recompute layers if `recomputes` is set."""
-    rank.dispatcher.set_recompute(slot := rank.slot(name), rank.recomputes)
-    return rank.dispatcher.resident(slot)
-
-
-# --- The interface ---
-
-
 def refuse_beyond_passes(lora: Lora) -> None:
     """Raises InvalidInput for settings that user code's passes through the backbone do not support."""
     if lora.dropout or lora.head is not None or AdaptedModules(lora).of(OUTPUT) is not None:
         raise InvalidInput("dropout, heads and adapters of lm_head are of a run's own passes alone", "trainable")
-
-
-def refuse_beyond_steps(optimizer: Optimizer, lora: Lora | None) -> None:
-    """Raises InvalidInput for a setting that would do nothing in a step of user code. `lora`: None for the base."""
-    if optimizer.noise_scale:
-        raise InvalidInput("it needs the weights of your losses, which only a run's or a session's have", "noise_scale")
-    if optimizer.lora_plus_ratio != 1 and lora is None:
-        raise InvalidInput("the base has no B matrices", "lora_plus_ratio")
 
 
 @dataclass(frozen=True)
@@ -493,8 +387,7 @@ class TrainerRank:
         self._slot_number = count(1)
         self._active: str | None = None
         self._graphs = Graphs()
-        world_size, device = engine.facts.layout.world_size, engine.facts.device
-        self._lockstep = Lockstep(world_size, device) if engine.needs_lockstep else None
+        self._lockstep = Lockstep() if engine.needs_lockstep else None
 
     @property
     def facts(self) -> EngineInfo:
@@ -504,7 +397,7 @@ class TrainerRank:
 
     def create_adapter(self, name: str, lora: Lora, seed: int) -> None:
         """Create an adapter, trainable and active: A is Kaiming-uniform from the seed, B zero."""
-        with self.agreement():
+        with agreement():
             refuse_beyond_passes(lora)
             self._refuse_trained_base()
             self._refuse_alive(name, "replaced")
@@ -518,7 +411,7 @@ class TrainerRank:
         Raises InvalidInput: it is missing, damaged, not finite, not of the base's shapes or not of `lora`; the name's
         graph is alive; or it is trainable, but the base is trained. An adapter of the same name then stays.
         """
-        with self.agreement():
+        with agreement():
             if trainable:
                 self._refuse_trained_base()
             self._refuse_alive(name, "loaded")
@@ -541,7 +434,7 @@ class TrainerRank:
         Adapters that are not trainable may be loaded too; forwards with them give gradients for the base.
         Raises InvalidInput: something else is trained, or the base is quantized.
         """
-        with self.agreement():
+        with agreement():
             self._refuse_trained_base()
             if trained := sorted(name for name, is_trained in self.adapters.items() if is_trained):
                 raise InvalidInput(f"it is trained alone: drop {', '.join(trained)} first", "the base")
@@ -553,7 +446,7 @@ class TrainerRank:
 
         Raises InvalidInput when there is none, or its graph is alive.
         """
-        with self.agreement():
+        with agreement():
             slot = self.slot(name)
             if name is None:
                 self._trainable(None)
@@ -608,23 +501,20 @@ class TrainerRank:
         `no_grad` and by whether they have routes: one packed forward for each. Raises InvalidInput naming the input
         and the rule.
         """
-        requests, passes = self._to_answer(inputs)
+        with nullcontext() if self._lockstep is None else agreement():
+            requests = self.checked(inputs, "inputs")
+        passes = {request.goes_in for request in requests if not request.is_empty}
+        if self._lockstep is not None:
+            passes = self._lockstep.passes(passes)
         outputs = [empty_output(request, self.facts) for request in requests]
         for each in sorted(passes, key=lambda each: each.place):
             places = [i for i, r in enumerate(requests) if r.goes_in == each and not r.is_empty]
             own, watched = [requests[i] for i in places], partial(self._watched, name=each.adapter)
-            with resident(self, each.adapter), torch.no_grad() if each.no_grad else nullcontext():
+            with self._resident(each.adapter), torch.no_grad() if each.no_grad else nullcontext():
                 answers = forward_slot(self.engine, own, self.least_saved_tokens, watched)
             for place, answer in zip(places, answers, strict=True):
                 outputs[place] = answer
         return nested_alike(inputs, iter(outputs))
-
-    def _to_answer(self, inputs: Inputs) -> tuple[list[CheckedInput], set[Pass]]:
-        """Check inputs. Returns them, and the passes that must be made."""
-        with nullcontext() if self._lockstep is None else self.agreement():
-            requests = self.checked(inputs, "inputs")
-        asked = {request.goes_in for request in requests if not request.is_empty}
-        return requests, asked if self._lockstep is None else self._lockstep.passes(asked)
 
     def _watched(self, hidden_NH: Tensor, weight_VH: Tensor, name: str | None) -> tuple[Tensor, Tensor]:
         if self._lockstep is not None:
@@ -639,7 +529,96 @@ class TrainerRank:
 
         Raises InvalidInput: on every rank: items differ between ranks, or one would not fit the budget on its own.
         """
-        return micro_batches(self, items, self.memory_budget_bytes)
+        requests = self._agreed_requests(items)
+        device, budget_bytes = self.facts.device, self.memory_budget_bytes
+        measures = budget_bytes is not None or device.type == "cuda"
+        in_all = min(everyone(default_budget(device) if budget_bytes is None else budget_bytes))
+        planner, in_step = self.dispatcher.planner, self.engine.needs_lockstep
+        for recomputes in WAYS[self.recompute]:
+            self.recomputes = recomputes
+            slots = self.measured_slots(requests, in_all)
+            with suppress(InvalidInput):  # it says which item is too large
+                for item in range(len(items)):
+                    planner.next_shares(requests, item, slots, in_step, in_all, most=1)
+                break
+        first, number, peak = 0, 0, None
+        meter = new_meter(device)
+        if measures:
+            meter.start()
+        try:
+            while first < len(items):
+                held = max(everyone(meter.mark() if measures else 0))
+                plan = partial(planner.next_shares, requests, first, slots, in_step, in_all - held, held)
+                shares, answered = self._as_many_as_fit(items, plan)
+                first += sum(len(share.items) for share in shares)
+                own = shares[self.facts.dp_rank]
+                sizes = own.num_tokens, own.num_logical_tokens, int(own.planned_bytes)
+                planning = Planning(number, len(items) - first, *sizes, in_all - held, peak)
+                inputs = tuple(items[place] for place in own.items)
+                yield MicroBatch(inputs, tuple(answered.pop()), own.items, planning)  # nothing here holds its outputs
+                if measures:
+                    peak = meter.peak() - held
+                    times = peak / own.planned_bytes if peak > in_all - held and own.items else 1.0
+                    for kind, most in everyone((sorted(own.kind), times)):
+                        if most > 1:
+                            planner.exceeded(frozenset(kind), most)
+                number += 1
+        finally:
+            self.recomputes = self.recompute == "on"
+            if measures:
+                meter.stop()
+
+    def _agreed_requests(self, items: Sequence[Inputs]) -> list[list[CheckedInput]]:
+        """Check the items. Raises InvalidInput on every rank if they differ between ranks, or one of them is wrong."""
+        with agreement():
+            requests = [self.checked(item, f"items[{number}]") for number, item in enumerate(items)]
+        if len(set(everyone(_digest(requests)))) > 1:
+            raise InvalidInput("every rank must give the same items; they are dealt out here", "items")
+        return requests
+
+    def measured_slots(self, requests: list[list[CheckedInput]], budget_bytes: float) -> list[PlannedSlot]:
+        """Return the slots that are used, by passes in the order of their forwards, and measure their unknown costs.
+
+        A forward with a slot has a graph if it, or the base, is trained.
+        """
+        of_pass: dict[Pass, list[CheckedInput]] = {}
+        for request in (request for item in requests for request in item):
+            of_pass.setdefault(request.goes_in, []).append(request)
+        found = []
+        for each in sorted(of_pass, key=lambda each: each.place):
+            slot = self._slots[each.adapter]
+            keeps_graph = (slot.trainable or self.trains_base) and torch.is_grad_enabled() and not each.no_grad
+            found.append(PlannedSlot(each, slot.lora, keeps_graph, self.least_saved_tokens, self.recomputes))
+            with self._resident(each.adapter):
+                self.dispatcher.planner.measure(self.engine, found[-1], of_pass[each], budget_bytes)
+        return found
+
+    def _as_many_as_fit(
+        self, items: Sequence[Inputs], plan: Callable[..., list[RankShare]]
+    ) -> tuple[list[RankShare], list[list[Any]]]:
+        """Plan and do the forward; if a device runs out of memory, plan again with half of the items.
+
+        Ranks that share a pack, or go in step, wait for each other inside a forward, and cannot recover from that
+        error.
+        """
+        shares = plan()
+        while True:
+            own, answered = shares[self.facts.dp_rank], []
+            with suppress(torch.OutOfMemoryError):
+                answered.append(self.forward([items[place] for place in own.items]))
+            if all(everyone(len(answered) > 0)):
+                return shares, answered
+            answered.clear()
+            num_items = sum(len(share.items) for share in shares)
+            if num_items == 1:
+                place = f"items[{max(share.items for share in shares)[0]}]"
+                raise InvalidInput("it alone takes more memory than the device has", place)
+            shares = plan(most=num_items // 2)
+
+    def _resident(self, name: str | None) -> AbstractContextManager[None]:
+        """Have an adapter on the device, for passes that recompute layers if `recomputes` is set."""
+        self.dispatcher.set_recompute(slot := self.slot(name), self.recomputes)
+        return self.dispatcher.resident(slot)
 
     def checked(self, inputs: Inputs, place: str) -> list[CheckedInput]:
         requests = []
@@ -683,11 +662,15 @@ class TrainerRank:
                 zero), an adapter is unknown, not trainable, or its graph is alive.
         """
         names = list(dict.fromkeys([self._active] if adapters is None else adapters))
-        with self.agreement():
+        with agreement():
             for name in names:
                 self._trainable(name)
                 self._refuse_alive(name, "stepped")
-                refuse_beyond_steps(adam, self._slots[name].lora)
+                if adam.noise_scale:
+                    message = "it needs the weights of your losses, which only a run's or a session's have"
+                    raise InvalidInput(message, "noise_scale")
+                if adam.lora_plus_ratio != 1 and self._slots[name].lora is None:
+                    raise InvalidInput("the base has no B matrices", "lora_plus_ratio")
             if not (math.isfinite(denominator) and denominator > 0):
                 raise InvalidInput(f"a positive number is wanted, not {denominator}", "denominator")
         if self._lockstep is not None:
@@ -695,7 +678,7 @@ class TrainerRank:
         norms = {}
         for name in names:
             with self.dispatcher.resident(self.slot(name)):
-                norms[name] = self.engine.reduce_gradients(denominator)
+                norms[name] = self.engine.trained.reduce(denominator)
         broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
         if broken:
             self.zero_grad(names)
@@ -704,7 +687,7 @@ class TrainerRank:
         stepped = {}
         for name, norm in norms.items():
             with self.dispatcher.resident(self.slot(name)):
-                stepped[name] = self.engine.apply_gradients(adam, learning_rate, norm)
+                stepped[name] = self.engine.trained.apply(adam, learning_rate, norm)
         return stepped
 
     def zero_grad(self, adapters: Sequence[str | None] | None = None) -> None:
@@ -729,7 +712,7 @@ class TrainerRank:
 
     def snapshot(self, name: str) -> Snapshot:
         """The adapter's weights as they are now, whole and float32, in host memory of every rank."""
-        with self.agreement():
+        with agreement():
             self.slot(name)
         lora, slot = self._slots[name].lora, self._slots[name].name
         assert lora is not None and slot is not None
@@ -745,13 +728,13 @@ class TrainerRank:
             self.engine.write_base(folder)
             return
         snapshot = self.snapshot(name)
-        with self.agreement():
+        with agreement():
             if self.facts.rank == 0:
                 snapshot.write(folder)
 
     def save(self, name: str | None, folder: Path) -> None:
         """Write `weights/` and `optimizer/` of a trained slot, as in a job's checkpoint; rank 0 writes."""
-        with self.agreement():
+        with agreement():
             self._trainable(name)
         self.dispatcher.save_state(self.slot(name), folder)
 
@@ -760,7 +743,7 @@ class TrainerRank:
 
         Raises InvalidInput as `load_adapter` does.
         """
-        with self.agreement():
+        with agreement():
             self._trainable(name)
             self._refuse_alive(name, "loaded")
         self.dispatcher.load_state(self.slot(name), folder)
@@ -773,16 +756,6 @@ class TrainerRank:
             known = ", ".join(sorted(self.adapters)) or "none"
             raise InvalidInput(f"there is no adapter {name!r}; loaded: {known}", place)
         return self._slots[name].name
-
-    def planned_slot(self, each: Pass) -> PlannedSlot:
-        """Return a pass's adapter as the planner knows it. A forward with it has a graph if it is trained."""
-        slot = self._slots[each.adapter]
-        keeps_graph = (slot.trainable or self.trains_base) and torch.is_grad_enabled() and not each.no_grad
-        return PlannedSlot(each, slot.lora, keeps_graph, self.least_saved_tokens, self.recomputes)
-
-    def agreement(self) -> AbstractContextManager[None]:
-        """If one rank raises in the block, all do."""
-        return agreement(self.facts.layout.world_size, self.facts.device)
 
     def _install(self, name: str, slot: _Slot) -> None:
         if (old := self._slots.pop(name, None)) is not None:
@@ -831,7 +804,7 @@ def train_head(rank: TrainerRank, name: str | None, head: Head) -> None:
     them. Parameters take the engine's dtype, and lie in a buffer of the slot from then on. Raises InvalidInput if the
     slot is not trained. Collective.
     """
-    with rank.agreement():
+    with agreement():
         if not (rank.trains_base if name is None else rank.adapters.get(name)):
             raise InvalidInput("what it is to be trained with is not trained", "head")
     rank.engine.train_own(rank.slot(name), dict(head.named_parameters()), dict(head.named_buffers()))

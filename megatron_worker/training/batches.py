@@ -362,17 +362,18 @@ class TargetScores:
         `head`: that of the slot, if its values are asked for.
         """
         self._data = data
-        shape_N, shape_NK = (data.units.header.num_targets,), (data.units.header.num_targets, outputs.num_named)
-        self.found: dict[str, NDArray] = {}
-        if outputs.logprob:
-            self.found["logprobs"] = np.full(shape_N, np.nan, dtype=np.float32)
+        widths: dict[str, tuple[int, ...]] = {"logprobs": ()} if outputs.logprob else {}
         if outputs.values and head is not None:
-            self.found["values"] = np.full((*shape_N, len(head.names)), np.nan, dtype=np.float32)
+            widths["values"] = (len(head.names),)
         if outputs.entropy:
-            self.found["entropies"] = np.full(shape_N, np.nan, dtype=np.float32)
+            widths["entropies"] = ()
         if outputs.num_named:
-            self.found["top_ids"] = np.full(shape_NK, -1, dtype=np.int64)
-            self.found["top_logprobs"] = np.full(shape_NK, np.nan, dtype=np.float32)
+            widths |= {"top_ids": (outputs.num_named,), "top_logprobs": (outputs.num_named,)}
+        shapes = {name: (data.units.header.num_targets, *width) for name, width in widths.items()}
+        self.found: dict[str, NDArray] = {
+            name: np.full(shape, -1) if name == "top_ids" else np.full(shape, np.nan, dtype=np.float32)
+            for name, shape in shapes.items()
+        }
 
     def put(self, units: Ints, scores: Scores) -> None:
         """Store the scores of a bin's targets."""

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
@@ -61,29 +61,16 @@ class Written:
     random_state: RandomState
 
 
-def save_checkpoint(
-    save: UseFolder,
-    ranks: WorkerRanks,
-    job: Job,
-    model_sha256: str,
-    step: int,
-    micro_batch_tokens: int | None = None,
-    recompute: bool = False,
-    evaluations: Evaluations | None = None,
-) -> Written:
-    """Write the checkpoint of `step`; durable on return. All ranks call it.
+def save_checkpoint(save: UseFolder, ranks: WorkerRanks, job: Job, state: CheckpointState) -> Written:
+    """Write the checkpoint of a state; durable on return. All ranks call it.
 
     It grows in the job's scratch folder, so that `checkpoint_dir` (on the same file system) holds whole ones only.
 
     Raises:
         JobFailed: such as a full disk; nothing of the checkpoint is left.
     """
-    final = Path(job.checkpoint_dir) / f"step-{step:08d}"
-    temporary = Path(job.scratch_dir) / final.name
-    state = _state(job.plan, model_sha256, step).model_copy(
-        update={"micro_batch_tokens": micro_batch_tokens, "recompute": recompute, "evaluations": evaluations or {}}
-    )
-    drawn = random_state()
+    final = Path(job.checkpoint_dir) / f"step-{state.step:08d}"
+    temporary, drawn = Path(job.scratch_dir) / final.name, random_state()
 
     def write() -> str:
         try:
@@ -97,8 +84,8 @@ def save_checkpoint(
     return Written(final, ranks.broadcast(sha256.encode() or None).decode(), state, drawn)
 
 
-def load_checkpoint(load: UseFolder, plan: WorkerPlan, model_sha256: str, folder: Path) -> int:
-    """Load weights, optimizer and random state of a staged checkpoint. Returns the number of steps that are done.
+def load_checkpoint(load: UseFolder, plan: WorkerPlan, model_sha256: str, folder: Path) -> None:
+    """Load weights, optimizer and random state of a staged checkpoint.
 
     Raises:
         InvalidInput: it is incomplete, of another model, of other data, or of another shape. Nothing is ever
@@ -106,7 +93,7 @@ def load_checkpoint(load: UseFolder, plan: WorkerPlan, model_sha256: str, folder
     """
     state = read_state(folder)
     _check_model(state, model_sha256, folder)
-    expected = _state(plan, model_sha256, state.step)
+    expected = checkpoint_state(plan, model_sha256, state.step)
     for name in ("seed", "num_steps", "units_sha256", "plan_sha256"):
         if getattr(state, name) != getattr(expected, name):
             raise InvalidInput(
@@ -115,7 +102,6 @@ def load_checkpoint(load: UseFolder, plan: WorkerPlan, model_sha256: str, folder
             )
     load(folder)
     _load_random_state(folder / "rng.safetensors")
-    return state.step - plan.first_step
 
 
 def load_initial_checkpoint(load: UseFolder, plan: WorkerPlan, model_sha256: str, folder: Path) -> None:
@@ -179,7 +165,8 @@ def _check_model(state: CheckpointState, model_sha256: str, folder: Path) -> Non
         )
 
 
-def _state(plan: WorkerPlan, model_sha256: str, step: int) -> CheckpointState:
+def checkpoint_state(plan: WorkerPlan, model_sha256: str, step: int, **progress: Any) -> CheckpointState:
+    """Return the state of a plan after a step. `progress`: what its checkpoint records besides."""
     data = next(iter(plan.packed), None)
     return CheckpointState(
         run_id=plan.run_id,
@@ -189,6 +176,7 @@ def _state(plan: WorkerPlan, model_sha256: str, step: int) -> CheckpointState:
         model_sha256=model_sha256,
         units_sha256=data.units.sha256 if data else None,
         plan_sha256=data.plan.sha256 if data else None,
+        **progress,
     )
 
 

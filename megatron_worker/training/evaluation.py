@@ -82,7 +82,12 @@ class Evaluator:
         completions = yield from self._complete(greedy, [p.prompt_ids for p in prompts], cancelled)
         if completions is None:
             return None
-        texts = _decode(self.model, completions)
+        from tokenizers import Tokenizer
+
+        path = self.model / "tokenizer.json"
+        if not path.exists():
+            raise CorruptArtifact("the model has no tokenizer.json to decode samples with", str(self.model))
+        texts = Tokenizer.from_file(str(path)).decode_batch(completions, skip_special_tokens=True)
         return tuple(
             EvaluationSample(prompt=p.prompt, completion=text, reference=p.reference, evaluation=self.name)
             for p, text in zip(prompts, texts, strict=True)
@@ -92,7 +97,9 @@ class Evaluator:
         self, greedy: Greedy, prompts: list[list[int]], cancelled: Callable[[], bool]
     ) -> Generator[None, None, list[list[int]] | None]:
         """Complete prompts a few tokens a pass, so that a cancel is noticed soon; None when cancelled."""
-        stop_ids, max_tokens = self._end_ids(), self.evaluation.sample_tokens
+        # The tokens that end an answer: what the model's files name, and what training puts there.
+        stop_ids = frozenset(read_end_ids(self.model)).union(*(prompt.end_ids for prompt in self.prompts))
+        max_tokens = self.evaluation.sample_tokens
         completions: list[list[int]] = [[] for _ in prompts]
         growing = list(range(len(prompts)))
         for done in range(0, max_tokens, _TOKENS_A_TURN):
@@ -105,10 +112,6 @@ class Evaluator:
             growing = [row for row, tokens in zip(growing, more, strict=True) if len(tokens) == length]
             yield
         return completions
-
-    def _end_ids(self) -> frozenset[int]:
-        """Return the tokens that end an answer: what the model's files name, and what training puts there."""
-        return frozenset(read_end_ids(self.model)).union(*(prompt.end_ids for prompt in self.prompts))
 
 
 def is_due(evaluation: Evaluation, step: int, num_steps: int) -> bool:
@@ -143,15 +146,6 @@ def read_prompts(units: Path) -> list[HeldOutPrompt]:
         raise CorruptArtifact(f"no JSON: {error}", str(path)) from error
     except ValidationError as error:
         raise CorruptArtifact(first_rule(error), str(path)) from error
-
-
-def _decode(model: Path, ids: list[list[int]]) -> list[str]:
-    from tokenizers import Tokenizer
-
-    path = model / "tokenizer.json"
-    if not path.exists():
-        raise CorruptArtifact("the model has no tokenizer.json to decode samples with", str(model))
-    return Tokenizer.from_file(str(path)).decode_batch(ids, skip_special_tokens=True)
 
 
 def with_progress(

@@ -35,13 +35,10 @@ def lacks(role: str) -> list[str]:
                 import_module(module)
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
         return [f"its packages do not load: {error}"]
-    return [told for device in _devices() if (told := _tried(device)) is not None] or _missing_devices()
-
-
-def _devices() -> "list[torch.device]":
     import torch
 
-    return [torch.device("cpu"), *(torch.device("cuda", number) for number in range(torch.cuda.device_count()))]
+    devices = [torch.device("cpu"), *(torch.device("cuda", number) for number in range(torch.cuda.device_count()))]
+    return [told for device in devices if (told := _tried(device)) is not None] or _missing_devices()
 
 
 def _tried(device: "torch.device") -> str | None:

@@ -2,7 +2,7 @@
 
 Weights travel in buckets of bytes (buckets.py). A bucket holds rows of tensors under their Hugging Face or PEFT names,
 and a checksum. The trainer's rank 0 fills two buffers in turn (sender.py), so that it fills one while the samplers read
-the other (bucket_reader.py). A connection to each sampler says what is in them (messages.py, connections.py); how their
+the other (bucket_reader.py). A connection to each sampler says what is in them (connections.py); how their
 contents get there is up to a transport (transports/). With `delta`, only the elements that differ from the receiver's
 version travel (buckets.py).
 

@@ -5,7 +5,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -36,7 +36,7 @@ from megatron_worker.weight_sync.buckets import (
 from megatron_worker.weight_sync.connections import Receivers
 from megatron_worker.weight_sync.transports.protocol import Outbound
 from megatron_worker.weight_sync.transports.table import choose, ends_of, why_not
-from shared.jobs.job import SyncAccess, SyncPlace, SyncTarget
+from shared.jobs.job import SyncAccess, SyncTarget
 
 # --- Profile ---
 # The phases of a sync as the trainer sees them, and their trace in a file that chrome://tracing and Perfetto read.
@@ -201,19 +201,9 @@ class Gathering:
             self._ranks.send(torch.tensor([what]), rank)
 
 
-class BlockSender:
-    """Another member's end. Its weights must not change before `wait` has returned."""
-
-    def __init__(self, outgoing: Outgoing, bucket_bytes: int, sent: DeltaBase | None) -> None:
-        self._call = BackgroundCall(lambda _: _give_all(outgoing, bucket_bytes, sent))
-
-    def wait(self) -> None:
-        """Wait until rank 0 needs nothing more of this rank."""
-        self._call.result()
-
-
 @torch.inference_mode()
 def _give_all(outgoing: Outgoing, bucket_bytes: int, sent: DeltaBase | None) -> None:
+    """Do another member's part: give rank 0 what it needs. The weights must not change before."""
     own, order = OwnBlocks(outgoing, sent), torch.zeros(1, dtype=torch.int64)
     for pieces in chain(
         cut_buckets(outgoing, bucket_bytes), [[]]
@@ -257,7 +247,7 @@ def send(
     sent: DeltaBase | None = None,
     host: SyncAccess | None = None,
     phases: SyncProfile | None = None,
-) -> "Sending | BlockSender | None":
+) -> "Sending | BackgroundCall[None] | None":
     """Begin to send a slot's weights: rank 0 sends, the other ranks give it their parts. Every rank calls this.
 
     It returns at once: a thread on each rank works during the passes. The send before must have ended.
@@ -268,7 +258,7 @@ def send(
         phases: records each phase; a profile unless given.
 
     Returns:
-        What this rank must wait for; None if it takes no part, such as a rank with a copy of another's weights.
+        What this rank must wait for, by `result`; None if it takes no part, as it has a copy of another's weights.
 
     Raises:
         InvalidInput: a row of a tensor is larger than a bucket, or a dtype does not travel. The same on every rank.
@@ -279,43 +269,40 @@ def send(
     bucket_bytes = min(target.bucket_bytes, all_bytes(outgoing))
     sent = sent if target.backend == "delta" and outgoing.lora is None else None
     if outgoing.ranks.rank != 0:
-        return BlockSender(outgoing, bucket_bytes, sent)
-    announcement = Announcement(
-        run_id=run_id,
-        version=target.version,
-        transport=choose(target),
-        shapes_sha256=shapes_sha256(outgoing.shapes.items()),
-        lora=outgoing.lora,
-        base_digest=None if sent is None else sent.digest,
-        buffer_bytes=bucket_bytes,
-        name=target.name,
-        waits=target.waits,
-    )
-    host = host or SyncAccess()
-    return Sending(announcement, outgoing, target.places, host, phases or SyncProfile(host.profile), sent)
+        return BackgroundCall(lambda _: _give_all(outgoing, bucket_bytes, sent))
+    return Sending(outgoing, target, run_id, bucket_bytes, sent, host or SyncAccess(), phases)
 
 
 class Sending:
-    """One version on its way, in a thread. The weights must not change before `wait` has returned.
+    """One version on its way, in a thread. The weights must not change before `result` has returned.
 
     `sent`: the version to find changes against, replaced by this version afterwards; None: whole rows travel.
     """
 
     def __init__(
         self,
-        announcement: Announcement,
         outgoing: Outgoing,
-        places: tuple[SyncPlace, ...],
+        target: SyncTarget,
+        run_id: str,
+        bucket_bytes: int,
+        sent: DeltaBase | None,
         host: SyncAccess,
-        phases: SyncProfile,
-        sent: DeltaBase | None = None,
+        phases: SyncProfile | None,
     ) -> None:
-        self._announcement = announcement
-        self._outgoing = outgoing
-        self._places = places
+        self._announcement = Announcement(
+            run_id=run_id,
+            version=target.version,
+            transport=choose(target),
+            shapes_sha256=shapes_sha256(outgoing.shapes.items()),
+            lora=outgoing.lora,
+            base_digest=None if sent is None else sent.digest,
+            buffer_bytes=bucket_bytes,
+            name=target.name,
+            waits=target.waits,
+        )
+        self._outgoing, self._places, self._sent = outgoing, target.places, sent
         self._secret = bytes.fromhex(host.secret) if host.secret is not None else None
-        self._phases = phases
-        self._sent = sent
+        self._phases = phases or SyncProfile(host.profile)
         self._gathering = Gathering(outgoing, sent)
         self._receivers = Receivers()
         self._digest = Digest()
@@ -325,7 +312,7 @@ class Sending:
         self._began = time.perf_counter()
         self._call = BackgroundCall(lambda _: self._send())
 
-    def wait(self) -> SyncOutcome:
+    def result(self) -> SyncOutcome:
         """Wait until every sampler has the version, or has failed; the weights may change afterwards."""
         began = time.perf_counter()
         self._call.result()
@@ -343,32 +330,30 @@ class Sending:
 
     @torch.inference_mode()
     def _send(self) -> None:
-        try:
-            self._send_by_transport()
-        finally:
-            self._gathering.end()
+        with ExitStack() as at_end:
+            at_end.callback(self._gathering.end)
+            device, transport = self._outgoing.device, self._announcement.transport
+            if (reason := why_not(transport, device)) is not None:
+                self._fail(reason)
+                return
+            outbound = ends_of(transport).outbound(device)
+            at_end.callback(self._finalize, outbound)
+            try:
+                with self._phases("prepare"):
+                    outbound.prepare(self._announcement.buffer_bytes)
+                with self._phases("connect"):
+                    is_all = self._receivers.announce(self._places, self._announcement, self._secret)
+                    outbound.connect(self._receivers)
+                self._send_buckets(outbound, is_all)
+            except OSError as error:
+                self._fail(str(error))
 
-    def _send_by_transport(self) -> None:
-        device = self._outgoing.device
-        if (reason := why_not(self._announcement.transport, device)) is not None:
-            self._fail(reason)
-            return
-        outbound = ends_of(self._announcement.transport).outbound(device)
-        try:
-            with self._phases("prepare"):
-                outbound.prepare(self._announcement.buffer_bytes)
-            with self._phases("connect"):
-                is_all = self._receivers.announce(self._places, self._announcement, self._secret)
-                outbound.connect(self._receivers)
-            self._send_buckets(outbound, is_all)
-        except OSError as error:
-            self._fail(str(error))
-        finally:
-            with self._phases("finalize"):
-                outbound.finalize()
-                self._receivers.close()
-            self._duration_s = time.perf_counter() - self._began
-            self._profile_problem = self._phases.end(self._announcement)
+    def _finalize(self, outbound: Outbound) -> None:
+        with self._phases("finalize"):
+            outbound.finalize()
+            self._receivers.close()
+        self._duration_s = time.perf_counter() - self._began
+        self._profile_problem = self._phases.end(self._announcement)
 
     def _fail(self, why: str) -> None:
         for receiver in list(self._receivers.living):
@@ -377,14 +362,22 @@ class Sending:
             self._receivers.problems.setdefault(place.socket, why)
 
     def _send_buckets(self, outbound: Outbound, is_all: bool) -> None:
-        base, digest = self._sent, None
+        """Fill buffers, each as soon as all samplers have read what was in it; until nobody is left."""
+        base, digest, buffers = self._sent, None, outbound.buffers
         if base is not None:
             base.digest = None  # until all of its copies are of one version again
-        for bucket in self._buckets(outbound, is_all):
+        for number, pieces in enumerate(cut_buckets(self._outgoing, self._announcement.buffer_bytes)):
+            with self._phases(f"settle {number}"):
+                outbound.settle(len(buffers) - 1)
+            if not self._receivers.living:
+                break
+            with self._phases(f"fill {number}"):
+                only_changes = base is not None and not is_all
+                bucket = self._gathering.fill(buffers[number % len(buffers)], number, pieces, only_changes)
             self._digest.add(bucket)
             self._num_bytes += bucket.num_bytes
             self._weight_bytes += sum(part.num_bytes for part in bucket.parts)
-            with self._phases(f"send {bucket.number}"):
+            with self._phases(f"send {number}"):
                 outbound.send(bucket)
         with self._phases("settle"):
             outbound.settle(0)
@@ -395,15 +388,3 @@ class Sending:
                 self._receivers.settle(0)
         if base is not None:
             base.digest = digest
-
-    def _buckets(self, outbound: Outbound, is_all: bool) -> Iterator[Bucket]:
-        """Fill buffers, each as soon as all samplers have read what was in it; until nobody is left."""
-        buffers, only_changes = outbound.buffers, self._sent is not None and not is_all
-        for number, pieces in enumerate(cut_buckets(self._outgoing, self._announcement.buffer_bytes)):
-            with self._phases(f"settle {number}"):
-                outbound.settle(len(buffers) - 1)
-            if not self._receivers.living:
-                return
-            with self._phases(f"fill {number}"):
-                bucket = self._gathering.fill(buffers[number % len(buffers)], number, pieces, only_changes)
-            yield bucket

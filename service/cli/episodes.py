@@ -22,7 +22,7 @@ Examples:
   longshore episode run harbour --temperature 0.7 -- python my_agent.py
   longshore episode show ep-…
 """
-# Variables by which agents find a service. Their keys mean nothing: the address has the episode's secret.
+# Variables that tell agents where the service is. Their keys mean nothing: the address has the episode's secret.
 _URLS = {"OPENAI_BASE_URL": "/v1", "OPENAI_API_BASE": "/v1", "ANTHROPIC_BASE_URL": ""}
 _KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 _MODELS = (

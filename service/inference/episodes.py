@@ -1,4 +1,4 @@
-"""Episodes: gives an agent an address of its own, and answers what it asks there.
+"""Episodes: gives each agent its own address, and answers its questions there.
 
 The address holds the episode's secret, since some clients can send no key of their own. It is good for the episode's
 questions alone, and until its end. The edge takes the secret out of the path (apis/edge.py), so that no log has it.
@@ -95,7 +95,7 @@ class Episodes:
         return tuple(map(_view, await self._documents.newest(tenant, limit, before)))
 
     async def turns(self, tenant: str, episode_id: str, first: int, limit: int) -> tuple[EpisodeTurnView, ...]:
-        """Show turns in the order in which they were drawn, from number `first` (0) on. Raises NotFound."""
+        """Show turns in order, from number `first` (0) on. Raises NotFound."""
         await self._documents.get(tenant, episode_id)
         found = await asyncio.to_thread(episodes.turns_of, self._store, tenant, episode_id)
         return tuple(map(_shown_turn, found[first : first + limit]))
@@ -148,7 +148,7 @@ class Episodes:
             raise InvalidInput("one answer a question: an episode goes on from one", "n")
         drawn = _imposed(asked, episode)
         digest = digest_of(drawn)
-        # What is drawn in a form that is forced is not drawn by the policy alone.
+        # The policy alone does not draw an answer whose form is forced.
         is_forced = bool(asked.forced_tools) or (
             asked.response_format is not None and asked.response_format.type != "text"
         )

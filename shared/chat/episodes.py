@@ -1,4 +1,4 @@
-"""Episodes: what an agent asked through an address of its own, and was answered. Trajectories are made of them.
+"""Episodes: an agent's questions at its own address, and the answers. Trajectories are made of them.
 
 Each turn is in the store before its answer is sent, by the digest of the question: the same question gets the same
 answer. It is also there by the digest of the conversation that it makes: a later question that begins with that is
@@ -29,7 +29,7 @@ _BESIDE |= {"prompt_cache_key", "prompt_cache_retention"}
 
 
 class TurnPlace(Frozen):
-    """Where a turn is kept. `is_side`: it is answered, and never trained."""
+    """The place of a turn in the store. `is_side`: it is answered, and never trained."""
 
     episode: str
     digest: Sha256
@@ -53,7 +53,7 @@ class EpisodeTurn(Frozen):
 
 
 class EpisodeEnd(Frozen):
-    """What counts of an episode: the ids of its answers in the order in which they were drawn."""
+    """The part of an episode that counts: the ids of its answers, in order."""
 
     answer_ids: tuple[str, ...] = ()
     num_side_turns: int = Field(default=0, ge=0)
@@ -105,7 +105,7 @@ def answer_before(store: ObjectStore, tenant: str, episode: str, conversation: s
 
 
 def conversation_digest(messages: Sequence[dict[str, Any]], tools: Any) -> str:
-    """Return the digest of what a conversation says: texts and calls, without the calls' ids."""
+    """Return the digest of a conversation: its texts and calls, without the calls' ids."""
     said = [
         [
             message["role"],
@@ -118,7 +118,7 @@ def conversation_digest(messages: Sequence[dict[str, Any]], tools: Any) -> str:
 
 
 def turns_of(store: ObjectStore, tenant: str, episode: str) -> list[EpisodeTurn]:
-    """Read an episode's turns, in the order in which they were drawn. Raises StoreUnavailable."""
+    """Read an episode's turns, in order. Raises StoreUnavailable."""
     keys = [info.key for info in store.list(_turns(tenant, episode))]
     with ThreadPoolExecutor(LOOKUP_AT_ONCE) as threads:
         turns = [EpisodeTurn.model_validate_json(body) for body in threads.map(store.get_bytes, keys)]

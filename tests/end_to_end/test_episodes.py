@@ -137,6 +137,24 @@ def test_a_program_is_run_as_an_agent(stack: Stack, tmp_path: Path) -> None:
     assert missing.code == 100 and "/nowhere/agent: No such file" in missing.stderr
 
 
+def test_the_example_trains_and_goes_on_where_it_was(stack: Stack, tiny_model: Path, tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} for n in range(3)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "examples/agent.py", "--model", str(tiny_model), "--policy", TINKER_MODEL]
+    command += ["--questions", str(questions), "--tasks-per-step", "2", "--group-size", "2", "--mini-batches", "1"]
+    command += ["--max-completion-tokens", "4", "--steps", "2"]
+    options: dict[str, Any] = {"env": {**os.environ, "LONGSHORE_ROOT": str(stack.root)}, "cwd": ROOT, "text": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as killed:
+        assert killed.stdout is not None
+        first = json.loads(killed.stdout.readline())
+        killed.kill()
+    done = subprocess.run(command, capture_output=True, timeout=400, check=True, **options)
+    [second] = map(json.loads, done.stdout.splitlines())
+    assert (first["step"], second["step"]) == (1, 2)
+    assert {first["state"], second["state"]} <= {"done", "skipped"}
+
+
 def played(address: str, begun: threading.Event) -> list[str]:
     """An agent of six turns that asks until it is answered, as clients do. Returns the answers' texts."""
     messages, answers = [{"role": "user", "content": "How many crates are on quay 3?"}], list[str]()

@@ -7,7 +7,7 @@ import torch
 
 from longshore.training import Layout
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.tensors.offload import HostCopy
+from megatron_worker.offload import HostCopy
 from tests.gpu.cuda import NEEDS_CUDA
 from tests.megatron_worker.rows import distinct_model
 

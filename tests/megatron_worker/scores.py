@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_worker.engine import Batch, Outputs
 from megatron_worker.lora import AppliedLora
 from megatron_worker.sampler.decoder import Decoder
-from megatron_worker.sampler.generation import forward
 from megatron_worker.tensors.slot_engine import Engine
 from tests.megatron_worker.rows import Row
 
@@ -52,5 +51,5 @@ def logprobs_by_steps(
     for position in steps:
         found.append(decoder.logits(hidden[None], lora_weights)[0].log_softmax(-1)[ids[position]])
         token_B, position_B = torch.tensor([0, ids[position]]), torch.tensor([0, position])
-        hidden = forward(decoder, token_B, position_B, cache, lora_weights)[1]
+        hidden = decoder.step(token_B, position_B, cache, lora_weights)[1]
     return torch.stack(found)

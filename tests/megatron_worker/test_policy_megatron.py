@@ -25,7 +25,7 @@ from megatron_worker.critic import Scale
 from megatron_worker.engine import Batch, LossFunction, LossSums, Outputs
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.tensors.offload import Residency
+from megatron_worker.offload import Residency
 from megatron_worker.training.batches import to_batch
 from shared.chat.trajectories import Trajectory
 from shared.jobs.job import Checkpointing, Job, JobCritic, PackedData, Schedule

@@ -206,8 +206,8 @@ def test_an_adapter_that_begins_hides_no_unequal_slots(model, tmp_path):
     """Its second matrices are zeros; those of its later versions are not."""
 
     class Uneven(Decoder):
-        def step(self, token_B, position_B, num_blocks, cache, lora_weights, chosen=None):
-            hidden_BH = super().step(token_B, position_B, num_blocks, cache, lora_weights, chosen).clone()
+        def step(self, token_B, position_B, cache, lora_weights, chosen=None):
+            hidden_BH = super().step(token_B, position_B, cache, lora_weights, chosen).clone()
             if len(token_B) >= 8 and any(each.b_OR.any() for each in lora_weights.values()):
                 hidden_BH[-1] *= 1 + 2**-20
             return hidden_BH

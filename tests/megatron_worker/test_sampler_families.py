@@ -258,7 +258,7 @@ def test_a_slot_has_the_same_bits_whatever_experts_the_others_choose(mixture, na
         for position, token in enumerate((5, 6, 7)):
             token_B = torch.randint(3, VOCAB_SIZE, (4,), generator=generator)
             token_B[2] = token
-            hidden_BH = decoder.step(token_B, torch.full((4,), position), 1, cache, lora_weights)
+            hidden_BH = decoder.step(token_B, torch.full((4,), position), cache, lora_weights)
         found.append(decoder.logits(hidden_BH, lora_weights)[2])
     assert all(torch.equal(logit_V, found[0]) for logit_V in found)
 

@@ -18,7 +18,6 @@ from longshore.fields import Frozen
 from longshore.training import Adam, EngineName, Layout, Recompute
 from megatron_worker.process.ranks import WorkerRanks, everyone
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
-from megatron_worker.trainer_rank.rank import measured_slots
 from shared.errors import InvalidInput
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import LORAS, load_adapters, random_ids, random_input, some_loss, tensors_of
@@ -131,10 +130,10 @@ def budget_of(rank: TrainerRank) -> int:
     How many bytes an item takes is measured: other libraries, and collectives that end later, hold more of them.
     """
     requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items_of_all_kinds())]
-    slots, in_step = measured_slots(rank, requests, _WITHOUT_LIMIT), rank.engine.needs_lockstep
+    slots, in_step = rank.measured_slots(requests, _WITHOUT_LIMIT), rank.engine.needs_lockstep
     alone = (rank.dispatcher.planner.next_shares([item], 0, slots, in_step, _WITHOUT_LIMIT) for item in requests)
     needed = max(share.planned_bytes for shares in alone for share in shares)
-    return int(_BUDGET * max(everyone(rank.facts.layout.world_size, needed)))
+    return int(_BUDGET * max(everyone(needed)))
 
 
 def inputs_of_all_kinds() -> list[ForwardInput]:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from megatron_worker.sampler.grammars import trial
-from shared.chat.completions import StructuredOutputs, Tag, Tags
+from shared.chat.completions import StructuredOutputs, Tags
 from shared.errors import InvalidInput
 
 PLACE = "structured_outputs"
@@ -35,12 +35,16 @@ _TRIAL_TIMEOUT_S, _KEPT_VERDICTS = 60.0, 1024
 _OPTIONS: dict[str, JsonValue] = {"whitespace_pattern": r"[ \n\r\t]{1,64}", "lenient": False}
 
 
-class Following:
-    """One sequence's place in a grammar."""
+class Grammar:
+    """A compiled grammar at its beginning, or at one sequence's place in it."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+
+    def begin(self) -> "Grammar":
+        """Return the grammar at its beginning, to follow one sequence."""
+        return Grammar(self._matcher.deep_copy(), self._vocab_size)
 
     def allowed(self) -> Tensor:
         """Return the tokens that may come next, [V] booleans; at least one.
@@ -60,17 +64,6 @@ class Following:
     def accept(self, token_id: int) -> None:
         """Go on behind a token that is allowed."""
         self._matcher.consume_token(token_id)
-
-
-class Grammar:
-    """A compiled grammar."""
-
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-
-    def begin(self) -> Following:
-        return Following(self._matcher.deep_copy(), self._vocab_size)
 
 
 class Grammars:
@@ -158,12 +151,11 @@ def _tags(tags: Tags) -> str:
     names = [f"tag_{number}" for number in range(len(tags.tags))]
     rules = [f"start: tag{more}", f"tag: {' | '.join(names)}"]
     for name, tag in zip(names, tags.tags, strict=True):
-        rules += [f"{name}: {_text(tag.begin)} json_{name} {_text(tag.end)}", f"json_{name}: %json {_json(tag)}"]
+        rules += [
+            f"{name}: {_text(tag.begin)} json_{name} {_text(tag.end)}",
+            f"json_{name}: %json {_schema(tag.content.json_schema)}",
+        ]
     return "\n".join(rules)
-
-
-def _json(tag: Tag) -> str:
-    return _schema(tag.content.json_schema)
 
 
 def _text(text: str) -> str:

@@ -70,16 +70,12 @@ def why_not(name: Transport, device: torch.device) -> str | None:
     except ImportError as error:
         return f"{type(error).__name__}: {error}"
     if device.type not in ends.devices:
-        return f"{name} needs {' or '.join(ends.devices)}, and this is {device.type}{_without_cuda()}"
+        reason = f"{name} needs {' or '.join(ends.devices)}, and this is {device.type}"
+        try:
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as error:  # torch's own, if there is no CUDA
+            return f"{reason} ({str(error).splitlines()[0]})"
+        return reason
     if name == "collective" and not (dist.is_nccl_available() if device.type == "cuda" else dist.is_gloo_available()):
         return f"this torch was built without {'NCCL' if device.type == 'cuda' else 'gloo'}"
     return None
-
-
-def _without_cuda() -> str:
-    """Return torch's error about CUDA if there is none."""
-    try:
-        torch.cuda.init()
-    except (AssertionError, RuntimeError) as error:
-        return f" ({str(error).splitlines()[0]})"
-    return ""

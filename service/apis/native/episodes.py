@@ -49,7 +49,7 @@ async def get_turns(
     first: Annotated[int, Query(ge=0, le=1024)] = 0,
     limit: Annotated[int, Query(ge=1, le=100)] = 100,
 ) -> tuple[EpisodeTurnView, ...]:
-    """Show an episode's turns in the order in which they were drawn, from number `first` on."""
+    """Show an episode's turns in order, from number `first` on."""
     return await backend.episodes.turns(asking.tenant, episode_id, first, limit)
 
 

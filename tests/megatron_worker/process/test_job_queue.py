@@ -225,9 +225,9 @@ def check_messages(control: WorkerRanks) -> None:
 def check_everyone(rank: int) -> None:
     """Values of any length, of JSON and never of pickle."""
     told = ["x" * (1 + 1000 * rank), None, rank / 3, float("inf")]
-    assert everyone(2, told) == [["x", None, 0.0, float("inf")], ["x" * 1001, None, 1 / 3, float("inf")]]
+    assert everyone(told) == [["x", None, 0.0, float("inf")], ["x" * 1001, None, 1 / 3, float("inf")]]
     with suppress(TypeError):
-        everyone(2, object())
+        everyone(object())
         raise AssertionError("an object is pickled")
 
 

@@ -134,7 +134,7 @@ def sync_all(
             sending = send(outgoing, target, run_id, sent, access_of(run_id), phases)
             accumulate(engine, BINS)
             passed.set()
-            done = sending.wait() if sending is not None else None
+            done = sending.result() if sending is not None else None
         engine.zero_grad()
         sizes = [math.prod(shape) * outgoing.dtype.itemsize for shape in outgoing.shapes.values()]
         gathered = max(sizes) + (0 if slot is None else _largest_master(engine, slot))
@@ -185,7 +185,7 @@ def break_and_mend(engine: Engine, samplers: list[Listening], run_id: str) -> No
         sending = send(outgoing, target, run_id, sent, access_of(run_id), phases)
         begun += [sending] * isinstance(sending, Sending)
         with suppress(Killed) if broken == "rank 0 dies" else nullcontext():
-            done = sending.wait() if sending is not None else None
+            done = sending.result() if sending is not None else None
         expected = dict(engine.named_weights())
         assert (done is None) == (not samplers or broken == "rank 0 dies")
         if done is None:

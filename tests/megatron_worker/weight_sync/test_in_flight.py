@@ -307,7 +307,7 @@ def test_a_cut_connection_is_the_loss_of_one_sampler(model, tmp_path, way):
         both = Both("", None)
         sending.append(here_send(driven, paths, both))
         started.set()
-        done = sending[0].wait()
+        done = sending[0].result()
         assert list(done.problems) == [cut.path]
         assert equal(kept, driven)
         with cut.models._syncing:

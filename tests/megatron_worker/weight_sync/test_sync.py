@@ -52,7 +52,7 @@ def test_a_stranger_who_does_not_know_the_secret_is_refused_in_bounded_time(mode
     with listening(model, tmp_path, 1) as [sampler]:
         target = target_of([sampler], 1, "tcp", BUCKET)
         for access in (SyncAccess(), SyncAccess(secret="0" * 64), access_of("another")):
-            done = send(driven.outgoing(None), target, "run", None, access).wait()
+            done = send(driven.outgoing(None), target, "run", None, access).result()
             assert list(done.problems) == [sampler.path] and done.digest is None
         host, port = sampler.address.split(":")
         silent = [socket.create_connection((host, int(port))) for _ in range(12)]
@@ -70,7 +70,7 @@ def test_a_backend_that_cannot_be_and_a_profile_that_cannot_be_written_are_said(
         assert "cuda_ipc needs cuda, and this is cpu (" in refused.problems[sampler.path]
         target = target_of([sampler], 1, "shared_memory", BUCKET)
         profile = SyncAccess(profile=str(tmp_path / "none" / "trace.json"))
-        done = send(driven.outgoing(None), target, "run", None, profile).wait()
+        done = send(driven.outgoing(None), target, "run", None, profile).result()
         assert done.problems == {} and "cannot be written" in done.profile_problem
 
 
@@ -107,7 +107,7 @@ def num_open():
 
 def sync(engine, slot, samplers, version, way="shared_memory", sent=None, phases=None, access=None, **how):
     target = target_of(samplers, version, way, BUCKET).model_copy(update=how)
-    return send(engine.outgoing(slot), target, "run", sent, access or access_of("run"), phases).wait()
+    return send(engine.outgoing(slot), target, "run", sent, access or access_of("run"), phases).result()
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "collective"])
@@ -205,7 +205,7 @@ def test_of_adapters_that_nobody_names_the_newest_of_a_run_stays_and_no_run_take
 def train_and_sync(driven, sampler, run_id, version):
     train(driven, STEPS[:1], learning_rate=1e-3)
     target = target_of([sampler], version, "shared_memory", BUCKET)
-    return send(driven.outgoing("run"), target, run_id, None, access_of(run_id)).wait().digest
+    return send(driven.outgoing("run"), target, run_id, None, access_of(run_id)).result().digest
 
 
 def named(sampler, name, digest):

@@ -38,7 +38,7 @@ class Apart(NamedTuple):
         )
         sending = send(engine.outgoing(slot), target, "run", None, self.access)
         assert sending is not None
-        return sending.wait()
+        return sending.result()
 
 
 @contextmanager

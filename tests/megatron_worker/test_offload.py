@@ -11,7 +11,7 @@ from benchmarks import offload as benchmark
 from benchmarks.random_model import TINY
 from longshore.training import Layout
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.tensors.offload import HostCopy
+from megatron_worker.offload import HostCopy
 
 
 def make_tensors(*lengths, dtype=torch.float32):

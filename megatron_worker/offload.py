@@ -173,12 +173,9 @@ class Flat:
             end += _rounded_up(math.prod(shape), _ALIGNMENT)
         self.num_elements = start + _rounded_up(end - start, multiple)
         self.buffer = torch.zeros(self.num_elements, dtype=dtype, device=device)
-        self.views = {name: self._view(name) for name in shapes}
+        spans = ((name, self.offsets[name], math.prod(shape)) for name, shape in shapes.items())
+        self.views = {name: self.buffer[start : start + size].view(shapes[name]) for name, start, size in spans}
         self.host = HostCopy([self.buffer])
-
-    def _view(self, name: str) -> Tensor:
-        shape, start = self.shapes[name], self.offsets[name]
-        return self.buffer[start : start + math.prod(shape)].view(shape)
 
     def like(self, dtype: torch.dtype, device: torch.device | None = None) -> "Flat":
         """Zeros of the same shapes at the same offsets, on the same device unless another is given."""
@@ -228,25 +225,19 @@ class Resident:
                 for copy in self.copies:
                     copy.reload()
             case "dropped", "device":
-                self._fill()
+                assert self.refill is not None
+                for copy in self.copies:
+                    copy.restore()
+                self.refill()
             case (("device" | "host"), "dropped"):
-                self._drop()
+                if self.refill is None:
+                    raise ValueError("nothing could fill it again")
+                for copy in self.copies:
+                    copy.release()
+                    copy.forget()
             case _:
                 return
         self.where = where
-
-    def _fill(self) -> None:
-        assert self.refill is not None
-        for copy in self.copies:
-            copy.restore()
-        self.refill()
-
-    def _drop(self) -> None:
-        if self.refill is None:
-            raise ValueError("nothing could fill it again")
-        for copy in self.copies:
-            copy.release()
-            copy.forget()
 
     @property
     def bytes(self) -> PartBytes:
