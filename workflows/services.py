@@ -93,7 +93,7 @@ class TrackWorkflow:
 
     @workflow.run
     async def run(self, request: TrackRequest) -> Tracked:
-        # Of all activities of control hosts this one is a coroutine.
+        # This one is a coroutine, as no other activity of control hosts is.
         return await control.do(Track.track, request, policies.PATIENT, policies.LEASE_TIMEOUT)  # type: ignore[arg-type]
 
 
