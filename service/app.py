@@ -73,7 +73,6 @@ OPENAI_ROUTERS = (
     openai_jobs.router,
     openai_jobs.graders_router,
     openai_chat.router,
-    openai_chat.responses_router,
 )
 ART_ROUTERS = (art_jobs.models_router, art_jobs.router)
 TINKER_ROUTERS = (

@@ -16,7 +16,7 @@ from service.database.engine import Database
 from service.decoding import Decoding
 from service.files import Files, Uploads, uploads_folder
 from service.host_http.clients import HostClients, SessionHosts
-from service.inference.art_models import ArtModels, UntrainedModels
+from service.inference.art_models import ArtModel, ArtModels, UntrainedModels
 from service.inference.episodes import Episode, Episodes
 from service.inference.published_models import Exports, NamedModels, PublishedModels
 from service.inference.questions import IdleEviction, Inference
@@ -76,7 +76,8 @@ class Backend:
         self.names = NamedModels(self.published)
         self.exports = Exports(settings, store, temporal, self.published, self.quotas)
         self.untrained = UntrainedModels(settings, temporal, store, self.quotas)
-        self.art_models = ArtModels(store, database, self.published, self.untrained, self.quotas)
+        art_models = Documents(database, self.quotas, "model", ArtModel)
+        self.art_models = ArtModels(store, art_models, self.published, self.untrained)
         self.inference = Inference(
             settings, self.store, self.published, self.art_models, self.untrained, temporal, questions, self.hosts
         )

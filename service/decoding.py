@@ -93,7 +93,7 @@ class Decoding:
             writes=writes,
         )
         async with self._share.place(tenant), self._room:
-            frame = await _Call(limits, function, arguments).result()
+            frame = await _frame(limits, function, arguments)
         result: AnswerT = TypeAdapter(types_of(function)[1]).validate_json(frame)
         return result
 
@@ -113,33 +113,27 @@ class Decoding:
             yield body
 
 
-class _Call:
-    """One call in a child. A task that is cancelled ends the child."""
+async def _frame(limits: Limits, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytearray:
+    """Call a function in a child, and return its result's JSON. A task that is cancelled ends the child."""
+    children, is_over = list[Child](), threading.Event()
 
-    def __init__(self, limits: Limits, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._limits = limits
-        self._function = function
-        self._arguments = arguments
-        self._child: Child | None = None
-        self._is_over = False
-
-    async def result(self) -> bytearray:
+    def ask() -> bytearray:
+        child = Child(_server, limits, function, arguments)
+        children.append(child)
         try:
-            return await asyncio.to_thread(self._ask)
-        finally:
-            self._is_over = True
-            if self._child is not None:
-                self._child.abandon()
-
-    def _ask(self) -> bytearray:
-        self._child = child = Child(_server, self._limits, self._function, self._arguments)
-        try:
-            if self._is_over:  # cancelled before there was a child
+            if is_over.is_set():  # cancelled before there was a child
                 raise RuntimeError("nobody waits for this call any more")
             [frame] = child.results()
             return frame
         finally:
             child.close()
+
+    try:
+        return await asyncio.to_thread(ask)
+    finally:
+        is_over.set()
+        for child in children:
+            child.abandon()
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, AnswerT]) -> AnswerT:

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, ParamSpec, Self, TypeVar
@@ -30,7 +30,7 @@ from shared.errors import InvalidInput, NotFound
 from shared.settings import S3Settings
 from shared.storage import artifacts, paths
 from shared.storage.artifacts import Manifest
-from shared.storage.store import ObjectStore, open_uri, uri_of
+from shared.storage.store import ObjectStore, uri_of
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -362,27 +362,21 @@ class PublishedFiles:
     """The files that a run published: only names in its manifest can be read. Blocking: call it from a thread."""
 
     store: ObjectStore
-    key: str
-    manifest_data: bytes
     manifest: Manifest
+    manifest_data: bytes = b""
 
     @classmethod
     def of(cls, status: RunStatus, s3: S3Settings) -> Self:
         """Open a run's published model. Raises Conflict if it has published nothing."""
         if status.adapter is None or status.adapter_sha256 is None:
             raise Conflict(f"{status.run_id} has published nothing: it is {status.state}, {status.phase}")
-        store, key = open_uri(status.adapter, s3)
-        key = key.rstrip("/")
-        manifest = artifacts.read_manifest(store, key, status.adapter_sha256)
-        return cls(store, key, store.get_bytes(f"{key}/{paths.MANIFEST}"), manifest)
+        files = cls.of_artifact(Artifact(uri=status.adapter, sha256=status.adapter_sha256), s3)
+        return replace(files, manifest_data=files.store.get_bytes(paths.MANIFEST))
 
     @classmethod
     def of_artifact(cls, artifact: Artifact, s3: S3Settings) -> Self:
         """Open an artifact's files at the places in its manifest. Raises CorruptArtifact."""
-        store, key = open_uri(artifact.uri, s3)
-        manifest = artifacts.read_manifest(store, key.rstrip("/"), artifact.sha256)
-        store, key = open_uri(manifest.root or artifact.uri, s3)
-        return cls(store, key.rstrip("/"), b"", manifest)
+        return cls(*artifacts.open_artifact(artifact, s3))
 
     def entry(self, path: str) -> FileEntry:
         """Return a file's path, size and hash. Raises NotFound for a file that the manifest does not list."""
@@ -404,7 +398,7 @@ class PublishedFiles:
     def content(self, entry: FileEntry) -> Iterator[bytes]:
         for start in range(0, entry.size, _CHUNK_BYTES):
             length = min(_CHUNK_BYTES, entry.size - start)
-            piece = self.store.read_range(f"{self.key}/{entry.path}", start, length)
+            piece = self.store.read_range(entry.path, start, length)
             if len(piece) != length:  # the answer's length has been sent: break it off
                 raise NotFound(f"{entry.path} ends early")
             yield piece

@@ -19,23 +19,12 @@ from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
+from temporalio import converter
 from temporalio.api.common.v1 import Payload
 from temporalio.api.failure.v1 import Failure
 from temporalio.bridge.proto.workflow_activation import WorkflowActivation
 from temporalio.bridge.proto.workflow_completion import WorkflowActivationCompletion
 from temporalio.contrib.pydantic import PydanticPayloadConverter
-from temporalio.converter import (
-    ActivitySerializationContext,
-    CompositePayloadConverter,
-    DataConverter,
-    DefaultFailureConverter,
-    EncodingPayloadConverter,
-    PayloadCodec,
-    PayloadConverter,
-    SerializationContext,
-    WithSerializationContext,
-    WorkflowSerializationContext,
-)
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import WorkflowInstance, WorkflowInstanceDetails
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
@@ -262,7 +251,7 @@ Scope = tuple[str, ...]
 """Namespace, workflow and possibly activity, for which a seal is good."""
 
 
-class Sealing(PayloadCodec, WithSerializationContext):
+class Sealing(converter.PayloadCodec, converter.WithSerializationContext):
     """Seals payloads that are sent and opens those received.
 
     Args:
@@ -275,11 +264,11 @@ class Sealing(PayloadCodec, WithSerializationContext):
         self._leave = leave
         self._ciphers: dict[str, _Cipher] = {}
 
-    def with_context(self, context: SerializationContext) -> Self:
+    def with_context(self, context: converter.SerializationContext) -> Self:
         match context:
-            case WorkflowSerializationContext():
+            case converter.WorkflowSerializationContext():
                 scope: Scope = (context.namespace, _id_of(context))
-            case ActivitySerializationContext():
+            case converter.ActivitySerializationContext():
                 # Where the result of an activity without a workflow is read, its name is not known.
                 name = context.activity_type or "" if context.workflow_id else ""
                 scope = (context.namespace, _id_of(context), name)
@@ -365,7 +354,7 @@ def _framed(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
-def _id_of(context: WorkflowSerializationContext | ActivitySerializationContext) -> str:
+def _id_of(context: converter.WorkflowSerializationContext | converter.ActivitySerializationContext) -> str:
     action = _ACTION.fullmatch(context.workflow_id or "")
     return action[1] if action else context.workflow_id or ""
 
@@ -373,7 +362,7 @@ def _id_of(context: WorkflowSerializationContext | ActivitySerializationContext)
 # What is done with what was refused.
 
 
-class _Refusal(EncodingPayloadConverter):
+class _Refusal(converter.EncodingPayloadConverter):
     """Raises an error for a payload that `Sealing` has refused."""
 
     @property
@@ -423,25 +412,27 @@ def _refused() -> Payload:
     return Payload(metadata={"encoding": _REFUSED.encode()})
 
 
-class SealedPayloadConverter(CompositePayloadConverter):
+class SealedPayloadConverter(converter.CompositePayloadConverter):
     def __init__(self) -> None:
         super().__init__(_Refusal(), *PydanticPayloadConverter().converters.values())
 
 
-class BoundedFailures(DefaultFailureConverter):
+class BoundedFailures(converter.DefaultFailureConverter):
     """Failures whose words are sealed with the payloads; bounded, as Temporal refuses an activity's long failure, and
     asks for it again until its time is over."""
 
-    def to_failure(self, exception: BaseException, payload_converter: PayloadConverter, failure: Failure) -> None:
+    def to_failure(
+        self, exception: BaseException, payload_converter: converter.PayloadConverter, failure: Failure
+    ) -> None:
         super().to_failure(exception, payload_converter, failure)
         words = {"message": bounded(failure.message), "stack_trace": bounded(failure.stack_trace)}
         failure.encoded_attributes.CopyFrom(payload_converter.to_payload(words))
         failure.message, failure.stack_trace = "Encoded failure", ""
 
 
-def sealed_data_converter(keys: SealKeys, leave: Callable[[], None] | None = None) -> DataConverter:
+def sealed_data_converter(keys: SealKeys, leave: Callable[[], None] | None = None) -> converter.DataConverter:
     """Return the data converter of every client and worker of this installation."""
-    return DataConverter(
+    return converter.DataConverter(
         payload_converter_class=SealedPayloadConverter,
         payload_codec=Sealing(keys, leave=leave),
         failure_converter_class=BoundedFailures,

@@ -333,14 +333,15 @@ async def on_leased_host(
     timing: RunTiming,
     retry: RetryPolicy,
     cancellation: workflow.ActivityCancellationType = workflow.ActivityCancellationType.TRY_CANCEL,
+    within: timedelta = policies.LEASE_TIMEOUT,
 ) -> ResultT:
-    """Execute an activity on the host that holds a lease, for as long as it takes. Raises ActivityError."""
+    """Execute an activity on the host that holds a lease. Raises ActivityError."""
     answer: ResultT = await workflow.execute_activity_method(
         activity,
         request,
         task_queue=grant.host_queue,
         schedule_to_start_timeout=policies.pickup_timeout(timing),
-        start_to_close_timeout=policies.LEASE_TIMEOUT,
+        start_to_close_timeout=within,
         heartbeat_timeout=policies.heartbeat_timeout(timing),
         retry_policy=retry,
         cancellation_type=cancellation,

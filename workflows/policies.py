@@ -90,36 +90,19 @@ def sampler_queue(shape: str) -> str:
 # queue. Activities that are not listed work on tenants' data, which may take long, on the control queue itself. Those
 # of `records` wait only for the store, and no run can end without them: nothing else may ever queue before them.
 Pool = Literal["records", "publishing", "exports", "models", "steps", "looks", "sampling", "webhooks", "tracking"]
-_POOLS: dict[str, Pool] = {
-    "record_result": "records",
-    "begin": "records",
-    "record_step": "records",
-    "record_command": "records",
-    "find_commands": "records",
-    "drop_commands": "records",
-    "pass_over": "records",
-    "recover_steps": "records",
-    "find_checkpoint": "records",
-    "publish": "publishing",
-    "publish_best": "publishing",
-    "export": "exports",
-    "resolve_model": "models",
-    "resolve_adapter": "models",
-    "pack_trajectories": "steps",
-    "group_samples": "steps",
-    "grade": "steps",
-    "preview": "looks",
-    "grade_one": "looks",
-    "sample": "sampling",
-    "draw_share": "sampling",
-    "prove_adapter": "sampling",
-    "score_samples": "sampling",
-    "sleep_sampler": "sampling",
-    "wake_sampler": "sampling",
-    "deliver": "webhooks",
-    "give_up_delivery": "webhooks",
-    "track": "tracking",
+_MEMBERS: dict[Pool, str] = {
+    "records": "record_result begin record_step record_command find_commands drop_commands pass_over recover_steps "
+    "find_checkpoint",
+    "publishing": "publish publish_best",
+    "exports": "export",
+    "models": "resolve_model resolve_adapter",
+    "steps": "pack_trajectories group_samples grade",
+    "looks": "preview grade_one",
+    "sampling": "sample draw_share prove_adapter score_samples sleep_sampler wake_sampler",
+    "webhooks": "deliver give_up_delivery",
+    "tracking": "track",
 }
+_POOLS = {activity: pool for pool, members in _MEMBERS.items() for activity in members.split()}
 
 
 # On the control queue, runs that are further along go first; otherwise many runs submitted together would all wait

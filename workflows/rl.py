@@ -109,12 +109,10 @@ class RLWorkflow(ClientDrivenHandlers):
         self._source: RolloutSource | None = None
         self._eta = StepEta()  # of whole train steps: sampling, grading and training
         self._num_done = 0
-        self._run = ActiveRun(start, self._current, before.status if before else None, holds=True)
+        self._run = ActiveRun(start, self._current, before, holds=True)
         self._run.training.must_yield = lambda: self._sampling.is_awaited
         self._run.training.device = self._sampling.lent
         self._run.training.shares = not self._sampling.is_colocated
-        self._run.training.leasing.epoch = before.epoch if before else 0
-        self._run.training.is_tracked = self._run.training.leasing.epoch > 0
 
     @workflow.run
     async def run(self, start: RLStart) -> RunStatus:
@@ -260,25 +258,19 @@ class RLWorkflow(ClientDrivenHandlers):
             await self._source.stop()
 
     async def _move_on(self) -> NoReturn:
-        """Continue as a new execution with an empty history. Waiting clients get a status, and have to ask again."""
+        """Continue as a new execution. Waiting clients get a status, and have to ask again."""
         await self._leave()
         self._steps.is_moving_on = True
-        await workflow.wait_condition(workflow.all_handlers_finished)
-        self._run.check()
-        assert self._state is not None
-        state = self._state.model_copy(
-            update={
+
+        def own() -> dict[str, object]:
+            return {
                 "next_step": self._steps.next,
                 "steps": self._steps.all(),
                 "finishing": self._steps.is_finishing,
-                "epoch": self._run.training.leasing.epoch,
-                "status": self._current(),
                 "policies": tuple(self._source.policies) if self._source else (),
             }
-        )
-        workflow.continue_as_new(
-            self._start.model_copy(update={"state": state, "resumed": False, "room": self._run.room})
-        )
+
+        await self._run.move_on(self._state, own)
 
     @workflow.update
     async def train_step(self, request: StepRequest) -> StepStatus:

@@ -21,19 +21,7 @@ with workflow.unsafe.imports_passed_through():
     from longshore.fields import Artifact, Frozen
     from longshore.grading import GradeOneRequest, OneGrade
     from longshore.views import Preview, PreviewStart, RunStatus
-    from shared.automation import (
-        ACTION_MEMO,
-        AcceptRequest,
-        Decision,
-        DeliverRequest,
-        GarbageRequest,
-        ScheduledAction,
-        SweepEnding,
-        SweepRef,
-        SweepTurn,
-        WebhookRequest,
-        data_of,
-    )
+    from shared import automation
     from shared.runs.start import AnyStart, ExportRequest, ModelRequest, ResolvedModel
     from shared.storage.stored_bytes import USE_WORKFLOW, UseRequest
     from workflows import control, policies
@@ -84,7 +72,7 @@ class GarbageWorkflow:
     """Measures what tenants store, and deletes what retention policies expire. Runs continue."""
 
     @workflow.run
-    async def run(self, request: GarbageRequest) -> GarbageReport:
+    async def run(self, request: automation.GarbageRequest) -> GarbageReport:
         within, heartbeat = policies.DATA_TIMEOUT, policies.DATA_HEARTBEAT
         return await control.ask_service("collect_garbage", request, GarbageReport, policies.RETRY, within, heartbeat)
 
@@ -105,14 +93,8 @@ class TrackWorkflow:
 
     @workflow.run
     async def run(self, request: TrackRequest) -> Tracked:
-        return await workflow.execute_activity_method(
-            Track.track,
-            request,
-            task_queue=policies.queue_of("track", workflow.info().task_queue),
-            start_to_close_timeout=policies.LEASE_TIMEOUT,
-            heartbeat_timeout=policies.DATA_HEARTBEAT,
-            retry_policy=policies.PATIENT,
-        )
+        # This one is a coroutine, as no other activity of control hosts is.
+        return await control.do(Track.track, request, policies.PATIENT, policies.LEASE_TIMEOUT)  # type: ignore[arg-type]
 
 
 async def track(start: AnyStart) -> None:
@@ -141,18 +123,18 @@ class ScheduledRunWorkflow:
     """
 
     @workflow.run
-    async def run(self, action: ScheduledAction) -> Action:
+    async def run(self, action: automation.ScheduledAction) -> Action:
         run = action.scheduled.run
         run_id = _run_id(run.kind)
         self._show(Action())
         try:
             # Downloaded under the run's own key: the data that is compared is the data that is trained on.
             found = []
-            for split, source in data_of(run).items():
+            for split, source in automation.data_of(run).items():
                 download = DownloadRequest(run_id=run_id, tenant=action.tenant, split=split, source=source)
                 found.append((await control.do(Download.download, download)).dataset)
-            request = AcceptRequest(action=action, run_id=run_id, dataset=found[0], more=tuple(found[1:]))
-            decision = await control.ask_service("accept_scheduled", request, Decision, policies.PATIENT)
+            request = automation.AcceptRequest(action=action, run_id=run_id, dataset=found[0], more=tuple(found[1:]))
+            decision = await control.ask_service("accept_scheduled", request, automation.Decision, policies.PATIENT)
         except Exception as error:
             self._show(Action(state="failed", reason=problem_of_error(error).message))
             raise
@@ -165,11 +147,11 @@ class ScheduledRunWorkflow:
         return shown
 
     def _show(self, action: Action) -> Action:
-        workflow.upsert_memo({ACTION_MEMO: action.model_dump(mode="json")})
+        workflow.upsert_memo({automation.ACTION_MEMO: action.model_dump(mode="json")})
         return action
 
 
-async def _start(decision: Decision, run_id: str) -> workflow.ChildWorkflowHandle[Any, Any] | None:
+async def _start(decision: automation.Decision, run_id: str) -> workflow.ChildWorkflowHandle[Any, Any] | None:
     """Start the run as a child that outlives this workflow. Returns None if the service has started it already."""
     try:
         return await workflow.start_child_workflow(
@@ -216,8 +198,8 @@ class SweepWorkflow:
     """
 
     @workflow.run
-    async def run(self, ref: SweepRef) -> None:
-        while (end := (turn := await _advance("advance_sweep", ref, SweepTurn)).end) is None:
+    async def run(self, ref: automation.SweepRef) -> None:
+        while (end := (turn := await _advance("advance_sweep", ref, automation.SweepTurn)).end) is None:
             if workflow.info().is_continue_as_new_suggested():
                 workflow.continue_as_new(ref)
         if turn.best is not None:
@@ -227,7 +209,7 @@ class SweepWorkflow:
             except ActivityError as error:
                 found = {"state": "failed", "problem": problem_of_error(error).message}
             end = end.model_copy(update=found)
-        await _advance("end_sweep", SweepEnding(**dict(ref), end=end), None)
+        await _advance("end_sweep", automation.SweepEnding(**dict(ref), end=end), None)
 
 
 async def _advance(activity: str, request: Frozen, answer: Any) -> Any:
@@ -244,11 +226,11 @@ class WebhookWorkflow:
     """Asks the web service to deliver one notice. Its id is the notice's, so that no notice has two workflows."""
 
     @workflow.run
-    async def run(self, request: WebhookRequest) -> None:
+    async def run(self, request: automation.WebhookRequest) -> None:
         await asyncio.gather(*(self._deliver(request, webhook_id) for webhook_id in request.webhook_ids))
 
-    async def _deliver(self, request: WebhookRequest, webhook_id: str) -> None:
-        delivery = DeliverRequest(webhook_id=webhook_id, notice=request.notice)
+    async def _deliver(self, request: automation.WebhookRequest, webhook_id: str) -> None:
+        delivery = automation.DeliverRequest(webhook_id=webhook_id, notice=request.notice)
         queue = policies.queue_of("deliver", workflow.info().task_queue)
         try:
             await workflow.execute_activity(

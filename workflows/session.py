@@ -3,7 +3,6 @@
 import asyncio
 from datetime import timedelta
 from functools import partial
-from typing import NoReturn
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
@@ -57,10 +56,8 @@ class SessionWorkflow(ClientDrivenHandlers):
         self._waiting = set(before.waiting if before else ())
         self._is_closing = before is not None and before.closing
         self._gap_since: float | None = None
-        self._run = ActiveRun(start, self._current, before.status if before else None)
+        self._run = ActiveRun(start, self._current, before)
         self._training = self._run.training
-        self._training.leasing.epoch = before.epoch if before else 0
-        self._training.is_tracked = self._training.leasing.epoch > 0
         self._training.is_ending = lambda: self._run.is_ending or self._is_giving_back
         self._is_giving_back = False
         self._is_idle = False
@@ -71,7 +68,7 @@ class SessionWorkflow(ClientDrivenHandlers):
 
     async def _serve_and_finish(self) -> None:
         if not await self._run.interruptible(self._serve()):
-            await self._move_on()
+            await self._run.move_on(self._state, self._moved)
         self._run.show(state="succeeded", phase="done")
 
     async def _drop_what_waits(self) -> None:
@@ -268,21 +265,8 @@ class SessionWorkflow(ClientDrivenHandlers):
     def _is_long(self) -> bool:
         return workflow.info().is_continue_as_new_suggested()
 
-    async def _move_on(self) -> NoReturn:
-        """Continue as a new execution with an empty history."""
-        await workflow.wait_condition(workflow.all_handlers_finished)
-        self._run.check()
-        assert self._state is not None
-        state = self._state.model_copy(
-            update={
-                "next": self._next,
-                "waiting": tuple(sorted(self._waiting)),
-                "closing": self._is_closing,
-                "epoch": self._training.leasing.epoch,
-                "status": self._current(),
-            }
-        )
-        workflow.continue_as_new(self._start.model_copy(update={"state": state, "resumed": False}))
+    def _moved(self) -> dict[str, object]:
+        return {"next": self._next, "waiting": tuple(sorted(self._waiting)), "closing": self._is_closing}
 
     # Updates and signals.
 

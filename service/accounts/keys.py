@@ -270,15 +270,12 @@ class SignIns:
         self._database = database
         self._keys = keys
 
-    async def begin(self, key: str) -> tuple[str, Principal] | None:
-        """Begin a session. Returns its token and principal; None for a key that is not known, or no longer.
+    async def begin(self, key_sha256: str) -> tuple[str, Principal] | None:
+        """Begin a session of the key with this hash. Returns its token and principal; None for a key that is not known,
+        or no longer.
 
         Raises DatabaseUnavailable.
         """
-        return await self.begin_for(hash_key(key))
-
-    async def begin_for(self, key_sha256: str) -> tuple[str, Principal] | None:
-        """Begin a session of the key with this hash. Returns and raises as `begin` does."""
         principal = await self._keys.holder(key_sha256)
         if principal is None:
             return None

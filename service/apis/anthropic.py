@@ -14,7 +14,7 @@ from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag
 from longshore.fields import only
 from service.accounts.keys import Asking, require
 from service.apis.bodies import JsonBody, JsonRoute
-from service.apis.openai.chat import ForeignTool, answer_in_form, called, chat_of
+from service.apis.openai.chat import ForeignTool, answer_in_form, called, chat_of, named, text_of
 from service.backend import Backed
 from shared.chat.completions import SamplerRequest as ClientRequest
 from shared.chat.completions import TopK
@@ -141,7 +141,7 @@ class CountRequest(ClientRequest):
             "parallel_tool_calls": False if self.tool_choice and self.tool_choice.disable_parallel_tool_use else None,
             "response_format": {"type": "json_schema", "json_schema": named} if named else None,
         }
-        return chat_of(fields | self._sampling(), _named)
+        return chat_of(fields | self._sampling(), _NAMES)
 
     def _sampling(self) -> dict[str, Any]:
         return {}
@@ -231,14 +231,7 @@ def _user(found: list[dict[str, Any]], role: str, content: JsonValue, place: str
 
 
 def _text_of(content: JsonValue, place: str) -> str:
-    texts = []
-    for at, block in _blocks(content, place):
-        match block:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case _:
-                raise InvalidInput("a text, or text blocks", at)
-    return "".join(texts)
+    return text_of(content, place, ("text",), "a text, or text blocks")
 
 
 def _blocks(content: JsonValue, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -248,11 +241,6 @@ def _blocks(content: JsonValue, place: str) -> Iterator[tuple[str, dict[str, Any
         return
     for number, block in enumerate(content if isinstance(content, list) else [content]):
         yield f"{place}.{number}", block if isinstance(block, dict) else {}
-
-
-def _named(place: str) -> str:
-    field, dot, rest = place.partition(".")
-    return _NAMES.get(field, field) + dot + rest
 
 
 @router.post("/messages", response_model=MessageObject)
@@ -265,7 +253,7 @@ async def create_message(
     def begun(answer_id: str, created: int) -> MessageObject:
         return MessageObject(id=f"msg_{answer_id.removeprefix('chatcmpl-')}", model=body.model)
 
-    return await answer_in_form(request, asked, begun, answered, _named, body.unused)
+    return await answer_in_form(request, asked, begun, answered, _NAMES, body.unused)
 
 
 @router.post("/messages/count_tokens")
@@ -274,9 +262,7 @@ async def count_tokens(
 ) -> MessageTokensCount:
     """Count a conversation's tokens."""
     chat = body.chat()
-    try:
+    with named(_NAMES):
         if request.state.is_agent:
             return MessageTokensCount(input_tokens=await backend.episodes.count(asking, chat))
         return MessageTokensCount(input_tokens=await backend.inference.count(asking.tenant, chat))
-    except InvalidInput as error:
-        raise InvalidInput(error.message, error.place and _named(error.place)) from error

@@ -4,10 +4,10 @@ import asyncio
 import importlib
 import json
 import math
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar, get_args, runtime_checkable
 from urllib.parse import quote
 
 from fastapi import Header, HTTPException, Request, Response
@@ -16,11 +16,74 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
+from longshore.fields import Frozen
+from longshore.runs import Kind, Run
 from service.accounts.keys import Demand, principal
 from service.decoding import SMALL_BYTES, Decoding
 from service.files import PublishedFiles
 from shared.errors import InvalidInput, LongshoreError
-from shared.field_rules import rule_in_words
+from shared.field_rules import first_error, location_of, rule_in_words
+
+# --- What is wrong with a request, in words ---
+
+# Tags of unions, which pydantic puts into locations after the field. (As the last part it is a field.)
+_TAGS = ("lora", "full", "function_tool", "custom_tool", "foreign_tool")
+_KINDS = get_args(Kind)
+_MOST_RULES = 20
+UNREADABLE = "the body is no JSON that can be read here"
+_RUN_FIELDS = frozenset(name for model in get_args(get_args(Run)[0]) for name in model.model_fields)
+
+
+class ApiProblem(Frozen):
+    """An error. `place` is the field, file or line at fault, if known."""
+
+    type: str
+    message: str
+    place: str | None = None
+
+
+def validation_problem(errors: Sequence[Any]) -> ApiProblem:
+    """Join pydantic's errors to one problem: the first one's field, and every rule that is broken.
+
+    `errors`: `error.errors()` of a ValidationError.
+    """
+    told = [dict(error) | {"loc": _without_kind(error["loc"])} for error in errors[:_MOST_RULES]]
+    found = [(_place(location_of(error, _RUN_FIELDS)), rule_in_words(error)) for error in told]
+    if errors[0]["type"] == "missing" and errors[0]["loc"] == ("body",):
+        found[0] = ("body", found[0][1])
+    first, rule = found[0]
+    rest = "".join(f"; {place or 'the request'}: {text}" for place, text in found[1:])
+    if len(errors) > _MOST_RULES:
+        rest += f"; and {len(errors) - _MOST_RULES:,} more"
+    return ApiProblem(type="invalid_input", message=rule + rest, place=first)
+
+
+@contextmanager
+def refused_in_words(place: str = "", tags: Container[object] = ()) -> Iterator[None]:
+    """Raise a ValidationError of the block as an InvalidInput: its first rule, at its field below `place`.
+
+    `tags`: as `first_error` has them.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        field, rule = first_error(error, tags)
+        raise InvalidInput(rule, f"{place}.{field}".strip(".")) from None
+
+
+def _without_kind(loc: Sequence[int | str]) -> tuple[int | str, ...]:
+    """Return a location without the kind of a run, which pydantic puts before the fields of such a union's member."""
+    return tuple(
+        part for i, part in enumerate(loc) if part not in _KINDS or loc[i - 1 : i] not in (("body",), ("run",))
+    )
+
+
+def _place(loc: Sequence[int | str]) -> str | None:
+    """Return the field, without the part of the request that it is in and without the tags of a union's members."""
+    inner = loc[1:] if loc and loc[0] in ("body", "query", "path", "header") else loc
+    parts = [str(part) for i, part in enumerate(inner) if part not in _TAGS or i == len(inner) - 1]
+    return ".".join(parts) or None
+
 
 # --- Bodies of requests, validated with JSON's types ---
 # "5" is no number, 1 is no boolean, and 2.0 is an integer.
@@ -41,8 +104,8 @@ MAX_VALUES = 200_000
 MAX_ERRORS = 1_000
 
 
-_validators: dict[str, Callable[["_Sent"], None]] = {}
-"""What checks an endpoint's body, by the endpoint's module and name."""
+_validators: dict[str, Callable[["_Sent"], Sequence[Any]]] = {}
+"""Functions that check an endpoint's body, and return pydantic's errors, by the endpoint's module and name."""
 
 
 class JsonRoute(APIRoute):
@@ -53,9 +116,8 @@ class JsonRoute(APIRoute):
         endpoint = f"{self.endpoint.__module__}:{self.endpoint.__qualname__}"
         demands = [each.call for each in self.dependant.dependencies if isinstance(each.call, Demand)]
 
-        def validate(sent: "_Sent") -> None:
-            if body_field is not None:
-                body_field.validate(sent, {}, loc=("body",))
+        def validate(sent: "_Sent") -> Sequence[Any]:
+            return () if body_field is None else body_field.validate(sent, {}, loc=("body",))[1]
 
         _validators[endpoint] = validate
 
@@ -75,12 +137,10 @@ class _Request(Request):
         super().__init__(*asgi)
 
     async def json(self) -> Any:
-        """Parse the body. Raises json.JSONDecodeError, RecursionError, UnicodeDecodeError."""
-        body, validate = await self.body(), _validators[self._endpoint]
+        """Parse the body. Raises json.JSONDecodeError, RecursionError, UnicodeDecodeError, HTTPException."""
+        body = await self.body()
         if len(body) <= SMALL_BYTES:
-            sent = _Sent(*_parsed(body))
-            validate(sent)
-            return sent
+            return _Sent(*_parsed(body))
         decoding: Decoding = self.app.state.decoding
         try:
             if (run_id := self.path_params.get("run_id")) is not None:  # first of all: it may be another tenant's
@@ -89,8 +149,8 @@ class _Request(Request):
             found = await decoding.call(self, judged, self._endpoint, body.decode("latin-1"))
         except LongshoreError as error:
             raise HTTPException(422) from error  # FastAPI lets no other exception pass; its cause is answered
-        sent = found.sent()
-        await asyncio.to_thread(validate, sent)
+        sent = _Sent(text=found.text, packed=found.packed)
+        await asyncio.to_thread(_validators[self._endpoint], sent)
         return sent
 
 
@@ -138,54 +198,30 @@ class Packs(Protocol):
 
 
 class Judged(BaseModel):
-    """A child's result for a body: the text that its model accepts, or its errors.
-
-    `packed`: instead of the text, for a model that `Packs`. `no_json`: the error in the JSON syntax and its position.
-    `rules`: the place and the rule of each error.
-    """
+    """What a child accepts of a body: its text, and whether strictly; or bytes, of a model that `Packs`."""
 
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     packed: bytes | None = None
     text: tuple[str, bool] | None = None
-    no_json: tuple[str, int] | None = None
-    is_unreadable: bool = False
-    rules: tuple[tuple[tuple[int | str, ...], str], ...] = ()
-
-    def sent(self) -> _Sent:
-        """Raises json.JSONDecodeError, RecursionError."""
-        if self.no_json is not None:
-            raise json.JSONDecodeError(self.no_json[0], "", self.no_json[1])
-        if self.is_unreadable:
-            raise RecursionError
-        if not self.rules:
-            return _Sent(text=self.text, packed=self.packed)
-        lines = [
-            InitErrorDetails(type=PydanticCustomError("in_words", "{rule}", {"rule": rule}), loc=loc, input=None)
-            for loc, rule in self.rules
-        ]
-        return _Sent(problem=ValidationError.from_exception_data("body", lines))
 
 
 def judged(endpoint: str, body: str) -> Judged:
-    """Parse and validate an endpoint's body, each of whose characters is one byte."""
+    """Parse and validate an endpoint's body, each of whose characters is one byte. Raises InvalidInput."""
+    importlib.import_module(endpoint.partition(":")[0])
+    errors: Sequence[Any]
     try:
         sent = _Sent(*_parsed(body.encode("latin-1")))
-    except json.JSONDecodeError as error:
-        return Judged(no_json=(error.msg, error.pos))
+        errors = _validators[endpoint](sent)
+    except json.JSONDecodeError as error:  # as FastAPI says it of smaller bodies
+        errors = [{"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error"}]
     except (RecursionError, UnicodeDecodeError):
-        return Judged(is_unreadable=True)
-    module = endpoint.partition(":")[0]
-    importlib.import_module(module)
-    with suppress(ValidationError, PydanticCustomError):
-        _validators[endpoint](sent)
-    problem = sent.problem
-    if problem is None:
-        packed = sent.found.packed() if isinstance(sent.found, Packs) else None
-        return Judged(packed=packed, text=sent.text if packed is None else None)
-    if not isinstance(problem, ValidationError):
-        return Judged(rules=(((), str(problem)),))
-    return Judged(rules=tuple((each["loc"], rule_in_words(each)) for each in problem.errors(include_url=False)))
+        raise InvalidInput(UNREADABLE) from None
+    if errors:
+        problem = validation_problem(errors)
+        raise InvalidInput(problem.message, problem.place)
+    packed = sent.found.packed() if isinstance(sent.found, Packs) else None
+    return Judged(packed=packed, text=sent.text if packed is None else None)
 
 
 class _AsJson:

@@ -1,9 +1,9 @@
 """Errors of the API: `{"error": {"type", "message", "place"}}`, below /v1 OpenAI's shape, and never a stack trace."""
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,19 +16,10 @@ from starlette.routing import compile_path
 
 from longshore.dataset_runs import TrainedRun
 from longshore.fields import Frozen
-from longshore.runs import Kind, Run
+from service.apis.bodies import UNREADABLE, ApiProblem, validation_problem
 from service.apis.tinker.wire import error_body, is_tinker
 from service.errors import Busy, Conflict, DatabaseUnavailable, Forbidden, QueueFull, QuotaExceeded, TemporalUnavailable
 from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, SamplerUnavailable, StoreUnavailable
-from shared.field_rules import location_of, rule_in_words
-
-
-class ApiProblem(Frozen):
-    """An error. `place` is the field, file or line at fault, if known."""
-
-    type: str
-    message: str
-    place: str | None = None
 
 
 class ErrorBody(Frozen):
@@ -83,11 +74,6 @@ MESSAGE_RESPONSES = {status: {**told, "model": MessageErrorBody} for status, tol
 
 # Resources that paths name: an id of the wrong form is answered with 404, as there is no such resource.
 _IN_PATHS = {"run_id": "run", "webhook_id": "webhook", "name": "schedule", "tenant": "tenant"}
-# Tags of unions, which pydantic puts into locations after the field. (As the last part it is a field.)
-_TAGS = ("lora", "full", "function_tool", "custom_tool", "foreign_tool")
-_KINDS = get_args(Kind)
-_MOST_RULES = 20
-_RUN_FIELDS = frozenset(name for model in get_args(get_args(Run)[0]) for name in model.model_fields)
 _NO_RETRY = {"x-should-retry": "false"}
 _BY_STATUS = {
     400: "invalid_request",
@@ -174,22 +160,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _left)
 
 
-def validation_problem(errors: Sequence[Any]) -> ApiProblem:
-    """Join pydantic's errors to one problem: the first one's field, and every rule that is broken.
-
-    `errors`: `error.errors()` of a ValidationError.
-    """
-    told = [dict(error) | {"loc": _without_kind(error["loc"])} for error in errors[:_MOST_RULES]]
-    found = [(_place(location_of(error, _RUN_FIELDS)), rule_in_words(error)) for error in told]
-    if errors[0]["type"] == "missing" and errors[0]["loc"] == ("body",):
-        found[0] = ("body", found[0][1])
-    first, rule = found[0]
-    rest = "".join(f"; {place or 'the request'}: {text}" for place, text in found[1:])
-    if len(errors) > _MOST_RULES:
-        rest += f"; and {len(errors) - _MOST_RULES:,} more"
-    return ApiProblem(type="invalid_input", message=rule + rest, place=first)
-
-
 RunT = TypeVar("RunT", bound=TrainedRun)
 
 
@@ -217,20 +187,6 @@ def client_place(place: str | None, names: Mapping[str, str]) -> str:
     for prefix in ("trainable.", "rollouts.held_out.", "rollouts.", "dataset."):
         place = place.removeprefix(prefix)
     return f"longshore.{place}"
-
-
-def _without_kind(loc: Sequence[int | str]) -> tuple[int | str, ...]:
-    """Return a location without the kind of a run, which pydantic puts before the fields of such a union's member."""
-    return tuple(
-        part for i, part in enumerate(loc) if part not in _KINDS or loc[i - 1 : i] not in (("body",), ("run",))
-    )
-
-
-def _place(loc: Sequence[int | str]) -> str | None:
-    """Return the field, without the part of the request that it is in and without the tags of a union's members."""
-    inner = loc[1:] if loc and loc[0] in ("body", "query", "path", "header") else loc
-    parts = [str(part) for i, part in enumerate(inner) if part not in _TAGS or i == len(inner) - 1]
-    return ".".join(parts) or None
 
 
 async def _validation(request: Request, error: Exception) -> JSONResponse:
@@ -276,7 +232,7 @@ async def http_error(request: Request, error: Exception) -> JSONResponse:
         return await _left(request, error.__cause__)
     if isinstance(error.__cause__, (UnicodeDecodeError, RecursionError)):
         # FastAPI answers malformed JSON with 422, but bodies that cannot be decoded at all with 400.
-        return error_response(422, "the body is no JSON that can be read here", path=request.url.path)
+        return error_response(422, UNREADABLE, path=request.url.path)
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 405 and (methods := _methods(request)):
         headers["allow"] = ", ".join(methods)

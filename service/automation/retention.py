@@ -20,7 +20,6 @@ from temporalio.common import WorkflowIDConflictPolicy
 
 from activities.records import find_newest
 from longshore.automation import Freed, GarbageReport, GarbageView
-from longshore.fields import Frozen
 from longshore.runs import FIRST_TENANT, RunRecord, SessionRun
 from longshore.views import RunRemoved, RunView
 from service.accounts import audit
@@ -28,6 +27,7 @@ from service.accounts.tenants import Documents, Quotas
 from service.automation.sweeps import SweepState
 from service.database.engine import Database, RemovedRow, RunRow, UseRow
 from service.errors import Conflict
+from service.inference.published_models import PublishedModels
 from service.runs.rows import CLAIM_S, Claim, Uses, forget
 from service.runs.runs import Runs
 from service.temporal import Temporal, cause_of
@@ -35,16 +35,8 @@ from shared.automation import GarbageRequest
 from shared.errors import InvalidInput, NotFound
 from shared.limits import RetentionSettings
 from shared.settings import Settings
-from shared.storage.artifacts import find_artifact, is_job, read_record, stored_checkpoints
-from shared.storage.paths import (
-    MANIFEST,
-    RunKeys,
-    checkpoint_adapter,
-    content_key,
-    published,
-    tenant_folder,
-    version_claim,
-)
+from shared.storage.artifacts import find_artifact, is_job, stored_checkpoints
+from shared.storage.paths import MANIFEST, RunKeys, checkpoint_adapter, content_key, tenant_folder
 from shared.storage.store import ObjectInfo, ObjectStore
 from shared.storage.stored_bytes import (
     FOLDERS,
@@ -567,10 +559,6 @@ class Garbage:
 # Their folders, their rows, and their places in lists. Their published models stay.
 
 
-class _Owner(Frozen, extra="ignore"):
-    run_id: str
-
-
 @dataclass(frozen=True, eq=False)
 class Removals:
     """Removes runs. A removal that was cut off is finished by the next collection."""
@@ -610,13 +598,15 @@ class Removals:
                 raise Conflict(f"{run_id} is still running: cancel it, and remove it once it has ended")
             if (user := used_by(self._store, claim, but=run_id)) is not None:
                 raise Conflict(f"{user} uses a checkpoint of {run_id}: remove it once that run has ended")
+            has_others = isinstance(record.run, SessionRun) or record.source.trial is not None
+            name = None if has_others else record.run.name or record.run_id
             removed = RemovedRow(
                 run_id=run_id,
                 tenant=record.tenant,
                 created_at=record.created_at,
                 ended_at=view.ended_at or record.created_at,
                 gpu_seconds=view.gpu_seconds,
-                stays_published=self._has_published(record),
+                stays_published=PublishedModels(self._store).has_claimed(record, name),
             )
             self._database.write(lambda session: forget(session, removed))
             gone = delete_run(self._store, removed, claim.until)
@@ -626,22 +616,3 @@ class Removals:
             num_objects=len(gone),
             num_bytes=sum(info.size for info in gone),
         )
-
-    def _has_published(self, record: RunRecord) -> bool:
-        """Return True if a version exists that the run has claimed. Newest ones are checked first."""
-        has_others = isinstance(record.run, SessionRun) or record.source.trial is not None
-        name = "" if has_others else f"{record.run.name or record.run_id}/"
-        for kind in ("adapters", "models"):
-            prefix = published(record.tenant, kind)
-            keys = [info.key for info in self._store.list(f"{prefix}{name}") if info.key.endswith(f"/{MANIFEST}")]
-            for key in reversed(keys):
-                claimed, _, version = key.removeprefix(prefix).removesuffix(f"/{MANIFEST}").rpartition("/v")
-                if version.isdigit() and self._owner(record.tenant, kind, claimed, int(version)) == record.run_id:
-                    return True
-        return False
-
-    def _owner(self, tenant: str, kind: str, name: str, version: int) -> str | None:
-        try:
-            return read_record(self._store, version_claim(tenant, kind, name, version), _Owner).run_id
-        except NotFound:
-            return None

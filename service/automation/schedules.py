@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 
 from temporalio import activity
+from temporalio.api.workflowservice.v1 import ListScheduleMatchingTimesRequest
 from temporalio.client import (
     Client,
     Schedule,
@@ -55,6 +56,7 @@ SCHEDULED_WORKFLOW = "ScheduledRunWorkflow"
 _OURS = "by Longshore"
 """The note of schedules in Temporal: what a user has noted is on record alone."""
 _MOST_SCHEDULES = 100
+_MOST_BACKFILLED = 200
 _SHOWN_ACTIONS = 20
 _CONCURRENT = 16
 _LOOKS, _LOOK_EVERY_S = 4, 0.2
@@ -67,23 +69,15 @@ _OVERLAPS: dict[Overlap, ScheduleOverlapPolicy] = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class Schedules:
     """Creates, lists, changes and deletes schedules. Those of other tenants are not found."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        temporal: Temporal,
-        access: Access,
-        quotas: Quotas,
-        records: Documents[ScheduleRecord],
-    ) -> None:
-        self._settings = settings
-        self._temporal = temporal
-        self._access = access
-        self._quotas = quotas
-        self._records = records
-        self._key_id = seal_keys(settings)[0].id
+    _settings: Settings
+    _temporal: Temporal
+    _access: Access
+    _quotas: Quotas
+    _records: Documents[ScheduleRecord]
 
     async def create(self, tenant: str, owner: str | None, scheduled: ScheduledRun) -> ScheduleView:
         """Create a schedule. The same request again gives the same schedule.
@@ -143,13 +137,21 @@ class Schedules:
 
     async def backfill(self, tenant: str, name: str, span: Backfill) -> ScheduleView:
         """Start runs for the times of a span, as if it were then. Raises InvalidInput for too many times."""
-        check_times(span, (await self._read(tenant, name)).scheduled)
-        times = ScheduleBackfill(
-            start_at=datetime.fromtimestamp(span.begin, UTC),
-            end_at=datetime.fromtimestamp(span.end, UTC),
-            overlap=_OVERLAPS[span.overlap],
-        )
-        return await self._each(tenant, name, lambda handle: handle.backfill(times, rpc_timeout=PATIENCE))
+        begin, end = (datetime.fromtimestamp(at, UTC) for at in (span.begin, span.end))
+
+        async def ask(handle: ScheduleHandle) -> None:
+            async with self._temporal.client() as client:
+                request = ListScheduleMatchingTimesRequest(namespace=client.namespace, schedule_id=handle.id)
+                request.start_time.FromDatetime(begin)
+                request.end_time.FromDatetime(end)
+                found = await client.workflow_service.list_schedule_matching_times(request, timeout=PATIENCE)
+            if (num_times := len(found.start_time)) > _MOST_BACKFILLED:  # Temporal lists some more, but not all
+                rule = f"up to {num_times:,} times, or more; one backfill acts at {_MOST_BACKFILLED} at most"
+                raise InvalidInput(rule, "end")
+            times = ScheduleBackfill(start_at=begin, end_at=end, overlap=_OVERLAPS[span.overlap])
+            await handle.backfill(times, rpc_timeout=PATIENCE)
+
+        return await self._each(tenant, name, ask)
 
     async def delete(self, tenant: str, name: str) -> ScheduleView:
         """Delete a schedule. Its runs stay, and one that is going on continues."""
@@ -169,13 +171,14 @@ class Schedules:
         """Make every schedule in Temporal that has a record, but is not known there, or sealed by a key that only opens
         by now. Finish deletions.
         """
+        key_id = seal_keys(self._settings)[0].id
         for _, record in await self._records.everybodys():
             async with self._temporal.client() as client:
                 if record.is_deleted:
                     await self._finish_deletion(client, record)
                     continue
                 known = await _describe(client, record)
-                if known is None or not _is_sealed_anew(known, self._key_id):
+                if known is None or not _is_sealed_anew(known, key_id):
                     with suppress(NotFound):  # removed since
                         await self._make(client, record)
                         logger.info("schedule %s of %s was made in Temporal", record.scheduled.name, record.tenant)
@@ -393,41 +396,3 @@ class ScheduledRuns:
             if (await self._runs.view(request.action.tenant, last.run_id)).state in ("failed", "cancelled"):
                 return None
         return f"the dataset is the one that {last.run_id} had"
-
-
-_MOST_BACKFILLED = 200
-
-
-def check_times(span: Backfill, scheduled: ScheduledRun) -> None:
-    """Raises InvalidInput when there may be more times in the span than one request may act at."""
-    span_s = span.end - span.begin
-    num_times = span_s / (scheduled.every_s or _least_s(scheduled.cron or "")) + 1
-    if num_times > _MOST_BACKFILLED:
-        raise InvalidInput(f"up to {int(num_times):,} times; one backfill acts at {_MOST_BACKFILLED} at most", "end")
-
-
-def _least_s(cron: str) -> float:
-    """A lower bound in seconds for the mean distance between the times of a cron line."""
-    match cron.split():
-        case ["@hourly"]:
-            return 3600.0
-        case [minutes, hours, *_]:
-            return 86_400.0 / (_num_values(minutes, 60) * _num_values(hours, 24))
-        case _:
-            return 86_400.0
-
-
-def _num_values(field: str, most: int) -> int:
-    """The number of values of a cron field: exact for numbers, lists, ranges and steps; `most` for the rest."""
-    total = 0
-    for part in field.split(","):
-        span, _, step = part.partition("/")
-        first, _, last = span.partition("-")
-        if span == "*":
-            num = most
-        elif first.isdecimal() and (last.isdecimal() or not last):
-            num = int(last) - int(first) + 1 if last else (most if step else 1)
-        else:
-            return most
-        total += -(-num // int(step)) if step.isdecimal() and int(step) else num
-    return min(most, max(1, total))

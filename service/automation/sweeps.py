@@ -32,19 +32,7 @@ from service.runs.files import Histories, RunHistory
 from service.runs.rows import IndexedRun
 from service.runs.runs import Runs, new_run_id
 from service.temporal import Temporal
-from shared.automation import (
-    BestRequest,
-    Reports,
-    SweepEnd,
-    SweepEnding,
-    SweepRef,
-    SweepTurn,
-    candidates,
-    grid_values,
-    pruned,
-    trial_id,
-    with_values,
-)
+from shared import automation
 from shared.errors import InvalidInput, NotFound
 from shared.runs.acceptance import check_startable
 from shared.settings import SamplingSettings, Settings
@@ -96,7 +84,7 @@ def best_of(sweep: Sweep, trials: Sequence[Trial]) -> Trial | None:
     return None if best is None else best[1]
 
 
-def sweep_view(record: SweepRecord, trials: Sequence[Trial], end: SweepEnd | None) -> SweepView:
+def sweep_view(record: SweepRecord, trials: Sequence[Trial], end: automation.SweepEnd | None) -> SweepView:
     sweep, best = record.sweep, best_of(record.sweep, trials)
     return SweepView(
         **dict(record),
@@ -141,7 +129,7 @@ def next_values(sweep: Sweep, trials: Sequence[Trial], attempt: int = 0) -> Valu
     which may or may not have ended, it sees the values. Blocking.
     """
     if sweep.sampler == "grid":
-        return grid_values(sweep, len(trials))
+        return automation.grid_values(sweep, len(trials))
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -205,7 +193,7 @@ class SweepState(Frozen):
 
     record: SweepRecord
     is_cancelled: bool = False
-    end: SweepEnd | None = None
+    end: automation.SweepEnd | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +202,7 @@ class Sweeps:
 
     _settings: Settings
     _states: Documents[SweepState]
-    _open: Documents[SweepRef]  # one for each running sweep
+    _open: Documents[automation.SweepRef]  # one for each running sweep
     _temporal: Temporal
     _runs: Runs
     _names: NamedModels
@@ -259,7 +247,7 @@ class Sweeps:
             created_at=time.time(),
         )
         if await self._states.find(tenant, sweep_id) is None:
-            ref = SweepRef(tenant=tenant, sweep_id=sweep_id)
+            ref = automation.SweepRef(tenant=tenant, sweep_id=sweep_id)
             await self._open.add(tenant, sweep_id, ref, check=partial(_check_open, tenant))
             await self._states.add(tenant, sweep_id, SweepState(record=record))
         await self._begin(tenant, sweep_id)
@@ -296,7 +284,7 @@ class Sweeps:
                 await self._begin(tenant, ref.sweep_id)
 
     async def _begin(self, tenant: str, sweep_id: str) -> None:
-        ref = SweepRef(tenant=tenant, sweep_id=sweep_id)
+        ref = automation.SweepRef(tenant=tenant, sweep_id=sweep_id)
         if (await self._states.get(tenant, sweep_id)).end is None:
             with suppress(WorkflowAlreadyStartedError):
                 await self._temporal.start(SWEEP_WORKFLOW, ref, f"{tenant}/{sweep_id}", tenant)
@@ -308,7 +296,7 @@ class Sweeps:
         return self.advance_sweep, self.end_sweep
 
     @activity.defn(name="advance_sweep")
-    async def advance_sweep(self, ref: SweepRef) -> SweepTurn:
+    async def advance_sweep(self, ref: automation.SweepRef) -> automation.SweepTurn:
         """Start the trials that may begin and end those that are to; for a while, or until all have ended.
 
         Repeated, and by several services at once, it starts no trial twice.
@@ -338,10 +326,10 @@ class Sweeps:
             if is_whole and all(trial.has_ended for trial in trials):
                 return _ended(record, trials, problem, is_cancelled)
             await asyncio.sleep(_LOOK_EVERY_S)
-        return SweepTurn()
+        return automation.SweepTurn()
 
     @activity.defn(name="end_sweep")
-    async def end_sweep(self, ending: SweepEnding) -> None:
+    async def end_sweep(self, ending: automation.SweepEnding) -> None:
 
         def ended(before: SweepState) -> SweepState:
             return before if before.end is not None else before.model_copy(update={"end": ending.end})
@@ -349,18 +337,18 @@ class Sweeps:
         await self._states.change(ending.tenant, ending.sweep_id, ended, always=True)
         await self._open.delete(ending.tenant, ending.sweep_id)
 
-    async def _trials(self, record: SweepRecord, end: SweepEnd | None) -> list[Trial]:
+    async def _trials(self, record: SweepRecord, end: automation.SweepEnd | None) -> list[Trial]:
         """Return the trials that have begun, in order; with a sweep's end, those that it says were pruned as such."""
-        ids = [trial_id(record, number) for number in range(record.sweep.num_trials)]
+        ids = [automation.trial_id(record, number) for number in range(record.sweep.num_trials)]
         runs = {run.run_id: run for run in await self._runs.of(record.tenant, ids)}
         begun = [runs[run_id] for run_id in takewhile(runs.__contains__, ids)]
         found = end.pruned if end is not None else {}
         if end is None and (halving := record.sweep.halving) is not None:
             reports = [await self._reports(record.sweep, Trial(number, run)) for number, run in enumerate(begun)]
-            found = pruned(reports, halving, record.sweep.maximizes)
+            found = automation.pruned(reports, halving, record.sweep.maximizes)
         return [Trial(number, run, found.get(number)) for number, run in enumerate(begun)]
 
-    async def _reports(self, sweep: Sweep, trial: Trial) -> Reports:
+    async def _reports(self, sweep: Sweep, trial: Trial) -> automation.Reports:
         key = trial.run.run_id, trial.run.updated_at
         reports = self._reported.get(key)
         if reports is None:
@@ -369,7 +357,7 @@ class Sweeps:
             self._reported[key] = reports
             while len(self._reported) > _MOST_KEPT:
                 self._reported.pop(next(iter(self._reported)))
-        return Reports(reports, trial.has_ended)
+        return automation.Reports(reports, trial.has_ended)
 
     async def _start_next(self, record: SweepRecord, trials: list[Trial]) -> None:
         """Start the next trial. Raises QuotaExceeded; InvalidInput: all values that were drawn for it are refused."""
@@ -377,7 +365,7 @@ class Sweeps:
         for attempt in range(_MOST_DRAWN):
             values = await asyncio.to_thread(next_values, record.sweep, trials, attempt)
             try:
-                run = with_values(record.sweep.run, values)
+                run = automation.with_values(record.sweep.run, values)
                 run = await asyncio.to_thread(self._names.resolved, tenant, run, "run.")
                 await self._runs.check_run(tenant, run, "run.")
                 break
@@ -385,7 +373,7 @@ class Sweeps:
                 if record.sweep.sampler == "grid" or attempt == _MOST_DRAWN - 1:
                     raise
         source = Source(trial=SweepTrial(sweep=record.sweep_id, number=number, values=values))
-        accepted, _ = await self._runs.accept(trial_id(record, number), run, tenant, record.owner, source)
+        accepted, _ = await self._runs.accept(automation.trial_id(record, number), run, tenant, record.owner, source)
         await self._runs.make_sure(accepted)
         await self._runs.record(tenant, accepted.run_id)  # if it was accepted before, its row may be lost
 
@@ -400,7 +388,7 @@ class Sweeps:
                 self._access.check_value(tenant, value, f"run.{path}")
 
 
-def _check_open(tenant: str, others: Sequence[SweepRef]) -> None:
+def _check_open(tenant: str, others: Sequence[automation.SweepRef]) -> None:
     if len(others) >= _MOST_OPEN:
         raise Conflict(f"{_MOST_OPEN} of {tenant}'s sweeps are going on: wait for one, or cancel it")
 
@@ -417,16 +405,16 @@ def check_trials(sweep: str, max_ranks: int, max_hosts: int | None, sampler_url:
         max_ranks=max_ranks, max_hosts=max_hosts, sampling=SamplingSettings(url=sampler_url)
     )
     found = Sweep.model_validate_json(sweep)
-    for values in candidates(found):
-        check_startable(with_values(found.run, values), settings, "run.")
+    for values in automation.candidates(found):
+        check_startable(automation.with_values(found.run, values), settings, "run.")
 
 
-def _ended(record: SweepRecord, trials: list[Trial], problem: str | None, is_cancelled: bool) -> SweepTurn:
+def _ended(record: SweepRecord, trials: list[Trial], problem: str | None, is_cancelled: bool) -> automation.SweepTurn:
     """Return the end of a sweep whose trials have ended. Nothing is published of one that was cancelled, or failed."""
     found = best_of(record.sweep, trials)
     status, best = found.run.status if found is not None else None, None
     if status is not None and status.adapter and status.adapter_sha256 and not problem and not is_cancelled:
-        best = BestRequest(
+        best = automation.BestRequest(
             tenant=record.tenant,
             name=record.sweep.name,
             run_id=status.run_id,
@@ -435,10 +423,10 @@ def _ended(record: SweepRecord, trials: list[Trial], problem: str | None, is_can
         )
     elif not is_cancelled:
         problem = problem or f"no trial succeeded, reported {record.sweep.measured} and published a result"
-    end = SweepEnd(
+    end = automation.SweepEnd(
         state="cancelled" if is_cancelled else "failed" if problem else "succeeded",
         pruned={trial.number: trial.pruned_by for trial in trials if trial.pruned_by is not None},
         problem=problem,
         ended_at=time.time(),
     )
-    return SweepTurn(end=end, best=best)
+    return automation.SweepTurn(end=end, best=best)

@@ -28,6 +28,7 @@ from sqlalchemy import (
     Text,
     create_engine,
     event,
+    insert,
     make_url,
     text,
 )
@@ -35,6 +36,7 @@ from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, NoSuchModul
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
+from longshore.runs import FIRST_TENANT
 from service.errors import DatabaseUnavailable
 from shared.errors import InvalidInput
 from shared.settings import Settings
@@ -419,6 +421,8 @@ def _away() -> Iterator[None]:
 
 # --- Migrate the tables to the newest revision, in one transaction, one process at a time ---
 #
+# A new database gets the tables above at once. Migrations are for databases that an earlier release has made.
+#
 # Services of the release before serve on the tables, too, while one takes another's place or goes back. So a migration
 # adds tables, indexes, and columns that may be left out; unused ones are removed a release later.
 
@@ -427,7 +431,7 @@ _LOCK = 0x10095409E  # of PostgreSQL; SQLite's writer has the whole file
 
 
 def upgrade(database: Database) -> bool:
-    """Run the migrations that are missing. Returns whether the database was empty before.
+    """Make the tables, or run the migrations that are missing. Returns whether the database was empty before.
 
     A database that a newer release has migrated is not changed.
 
@@ -437,11 +441,15 @@ def upgrade(database: Database) -> bool:
         if not database.is_sqlite:
             connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
         before = revision(connection)
-        ours = {each.revision for each in ScriptDirectory.from_config(_config()).walk_revisions()}
-        if before is not None and before not in ours:
+        if before is None:
+            Table.metadata.create_all(connection)
+            first = {"tenant": FIRST_TENANT, "title": "", "quotas": {}, "created_at": 0.0}
+            connection.execute(insert(TenantRow).values(first))
+            command.stamp(_config(connection), "head")
+        elif before in {each.revision for each in ScriptDirectory.from_config(_config()).walk_revisions()}:
+            command.upgrade(_config(connection), "head")
+        else:
             _log.warning("a newer version has migrated the database to revision %s: it stays so", before)
-            return False
-        command.upgrade(_config(connection), "head")
         return before is None
 
 

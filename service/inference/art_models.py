@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ from longshore.training import Dtype, EngineName, Lora
 from longshore.views import RunStatus, StepStatus
 from service.accounts import audit
 from service.accounts.tenants import Documents, Quotas
-from service.database.engine import Database, KeyedLocks
+from service.database.engine import KeyedLocks
 from service.errors import Conflict, TemporalUnavailable
 from service.inference.published_models import (
     LORA_FIELDS,
@@ -171,22 +171,18 @@ class UntrainedModels:
         return [ServedModel(id=name, created=0, owned_by="installation", root=name, version=0) for name in named]
 
 
+@dataclass(frozen=True, eq=False)
 class ArtModels:
-    """Registers, finds, lists and deletes models with their checkpoints. Another tenant's are not found."""
+    """Registers, finds, lists and deletes models with their checkpoints. Another tenant's are not found.
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        database: Database,
-        published: PublishedModels,
-        untrained: UntrainedModels,
-        quotas: Quotas,
-    ) -> None:
-        self._store = store
-        self._records = Documents(database, quotas, "model", ArtModel)  # their alias is a hash of their title
-        self._published = published
-        self._untrained = untrained
-        self._locks = KeyedLocks()
+    The alias of their records is a hash of their title.
+    """
+
+    _store: ObjectStore
+    _records: Documents[ArtModel]
+    _published: PublishedModels
+    _untrained: UntrainedModels
+    _locks: KeyedLocks = field(default_factory=KeyedLocks)
 
     def lock(self, model_id: str) -> asyncio.Lock:
         """Return the lock to hold while a model is given a job, since each job starts from the one before."""

@@ -16,6 +16,7 @@ from longshore.fields import Frozen
 from longshore.views import EndedEpisode, EpisodeRequest, EpisodeSampling, EpisodeTurnView, EpisodeView
 from service.accounts.keys import Principal
 from service.accounts.tenants import Documents
+from service.database.engine import KeyedLocks
 from service.inference.questions import Inference, Reply, StreamedAnswer
 from shared.chat import episodes
 from shared.chat.episodes import EpisodeTurn, TurnPlace, digest_of
@@ -64,7 +65,7 @@ class Episodes:
         self._api_url = settings.api_url.rstrip("/")
         self._kept_s, self._max_bytes = settings.serving.answers_kept_s, settings.serving.answers_max_bytes
         self._trusted: dict[str, tuple[Principal, float]] = {}
-        self._asked: dict[tuple[str, str], asyncio.Lock] = {}
+        self._locks = KeyedLocks()
 
     async def begin(self, tenant: str, request: EpisodeRequest) -> EpisodeView:
         """Make an episode. Its view has its address, which nothing shows again. Raises QuotaExceeded, InvalidInput."""
@@ -155,13 +156,8 @@ class Episodes:
         place = TurnPlace(episode=episode.episode_id, digest=digest, is_side=is_side, max_turns=episode.max_turns)
         seed = int(hashlib.sha256(f"{episode.seed} {digest}".encode()).hexdigest()[:15], 16)
         drawn = drawn.model_copy(update={"seed": seed})
-        lock = self._asked.setdefault((episode.episode_id, digest), asyncio.Lock())
-        try:
-            async with lock:  # a client that did not wait long enough asks again
-                return await self._inference.turn(asking.tenant, drawn, place, draft)
-        finally:
-            if not lock.locked():
-                self._asked.pop((episode.episode_id, digest), None)
+        async with self._locks.of(episode.episode_id, digest):  # a client that did not wait long enough asks again
+            return await self._inference.chat(asking.tenant, drawn, draft, turn=place)
 
     async def count(self, asking: Principal, asked: ChatRequest) -> int:
         """Return the number of tokens of a question's prompt."""

@@ -1,9 +1,8 @@
 """Published models, their exports, and what the names and settings in requests of other APIs mean."""
 
 import asyncio
-import builtins
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from shared.storage.artifacts import (
     is_job,
     is_name,
     read_manifest,
+    read_record,
     refer,
 )
 from shared.storage.paths import (
@@ -135,24 +135,14 @@ class PublishedModels:
         self._targets: dict[tuple[str, PublishedModel], Target] = {}
         self._records: dict[str, RunRecord] = {}
 
-    def list(self, tenant: str) -> list[ServedModel]:
-        """List each name once, with its newest version, in alphabetical order.
+    def served(self, tenant: str) -> list[ServedModel]:
+        """List each name once, with its newest version, in alphabetical order, except reward models: they answer
+        nothing."""
+        return [_served(tenant, view, view.name) for view in self.views(tenant) if not view.rewards]
 
-        Those whose run is not on record are left out, and reward models, which answer nothing.
-        """
-        newest: dict[str, PublishedModel] = {}
-        for kind in reversed(_KINDS):
-            newest |= {found.name: found for found in self._versions(tenant, kind)}  # in order: the newest comes last
-        listed = []
-        for name, found in sorted(newest.items()):
-            with suppress(NotFound):
-                if self.record(tenant, found).run.trainable.head is None:
-                    listed.append(self.describe(tenant, found, name))
-        return listed
-
-    def views(self, tenant: str) -> builtins.list[ModelView]:
-        """Return each name once, with its newest version, in alphabetical order."""
-        versions: dict[tuple[str, Kind], builtins.list[int]] = {}
+    def views(self, tenant: str) -> list[ModelView]:
+        """Return each name once, with its newest version, in alphabetical order: of those whose run is on record."""
+        versions: dict[tuple[str, Kind], list[int]] = {}
         for kind in _KINDS:
             for found in self._versions(tenant, kind):
                 versions.setdefault((found.name, kind), []).append(found.version)
@@ -168,14 +158,14 @@ class PublishedModels:
     def view(self, tenant: str, model_id: str) -> ModelView:
         """Return the published version of a name or id, with its size. Raises NotFound."""
         found = self.find(tenant, model_id)
-        versions: builtins.list[int] = []
+        versions: list[int] = []
         if found.kind != "checkpoints":
             versions = [each.version for each in self._versions(tenant, found.kind, found.name)]
         view = self._view(tenant, found, versions)
         files = self.manifest(tenant, found).files
         return view.model_copy(update={"num_bytes": sum(entry.size for entry in files)})
 
-    def _view(self, tenant: str, found: PublishedModel, versions: builtins.list[int]) -> ModelView:
+    def _view(self, tenant: str, found: PublishedModel, versions: Sequence[int] = ()) -> ModelView:
         record = self.record(tenant, found)
         return ModelView(
             id=found.id,
@@ -237,21 +227,9 @@ class PublishedModels:
                     return PublishedModel(kind, name, version)
         return None
 
-    def describe(self, tenant: str, found: PublishedModel, model_id: str) -> ServedModel:
-        """Return the view of a version for clients. Raises NotFound when its run is not on record."""
-        record = self.record(tenant, found)
-        return ServedModel(
-            id=model_id,
-            created=int(record.created_at),
-            owned_by=tenant,
-            parent=record.run.model if found.kind != "models" else None,
-            root=found.id,
-            version=found.version,
-        )
-
     def show(self, tenant: str, model_id: str) -> ServedModel:
         """The view of an id for clients. Raises NotFound if this tenant has not published it."""
-        return self.describe(tenant, self.find(tenant, model_id), model_id)
+        return _served(tenant, self._view(tenant, self.find(tenant, model_id)), model_id)
 
     def target_of(self, tenant: str, model_id: str) -> Target:
         """Return the weights of an id; of `name:base` those that the training of `name` began with.
@@ -309,10 +287,18 @@ class PublishedModels:
 
     def owner(self, tenant: str, found: PublishedModel) -> Owner:
         """Return the run that made a version, and its train step. Raises NotFound."""
-        claim = self._store.get_bytes(version_claim(tenant, found.kind, found.name, found.version))
-        return Owner.model_validate_json(claim)
+        return read_record(self._store, version_claim(tenant, found.kind, found.name, found.version), Owner)
 
-    def versions(self, tenant: str, name: str) -> builtins.list[int]:
+    def has_claimed(self, record: RunRecord, name: str | None) -> bool:
+        """Return True if a run has published a version, of one name or of any. Newest ones are checked first."""
+        for kind in _KINDS:
+            for found in reversed(list(self._versions(record.tenant, kind, name))):
+                with suppress(NotFound):
+                    if self.owner(record.tenant, found).run_id == record.run_id:
+                        return True
+        return False
+
+    def versions(self, tenant: str, name: str) -> list[int]:
         """The versions of an adapter in the store, in order."""
         return [found.version for found in self._versions(tenant, "adapters", name)]
 
@@ -361,6 +347,18 @@ class PublishedModels:
         if key is None:
             raise NotFound(f"no job of {run_id} is on record")
         return Job.model_validate_json(self._store.get_bytes(key))
+
+
+def _served(tenant: str, view: ModelView, model_id: str) -> ServedModel:
+    """Return what clients of OpenAI see of a version, by the name that they asked for."""
+    return ServedModel(
+        id=model_id,
+        created=int(view.created_at),
+        owned_by=tenant,
+        parent=view.base,
+        root=view.id,
+        version=view.version,
+    )
 
 
 # --- Replaces published names of models and adapters in requests by the URIs that they refer to ---

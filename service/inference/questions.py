@@ -360,8 +360,12 @@ class Inference:
         self._untrained = untrained
         self._questions = questions
 
-    async def chat(self, tenant: str, asked: ChatRequest, draft: StreamedAnswer | None = None) -> Reply[ChatCompletion]:
+    async def chat(
+        self, tenant: str, asked: ChatRequest, draft: StreamedAnswer | None = None, turn: TurnPlace | None = None
+    ) -> Reply[ChatCompletion]:
         """Ask a model to answer messages. `draft` receives the events of a stream, and the reply is empty.
+
+        `turn`: of an episode, before whose answer the question is kept there; one that is kept is answered as before.
 
         Raises:
             NotFound: no such model. InvalidInput: the question cannot be answered; names the field.
@@ -370,7 +374,7 @@ class Inference:
         """
         _check_text(self._settings, [asked.messages, asked.offered_tools], "messages")
         async with self._place(tenant, asked):
-            return Reply(ChatCompletion, await self._ask(tenant, asked, draft))
+            return Reply(ChatCompletion, await self._ask(tenant, asked, draft, turn=turn))
 
     async def complete(
         self, tenant: str, asked: CompletionRequest, draft: StreamedAnswer | None = None
@@ -379,14 +383,6 @@ class Inference:
         check_length(self._settings, asked.prompt)
         async with self._place(tenant, asked):
             return Reply(CompletionResponse, await self._ask(tenant, asked, draft))
-
-    async def turn(
-        self, tenant: str, asked: ChatRequest, place: TurnPlace, draft: StreamedAnswer | None = None
-    ) -> Reply[ChatCompletion]:
-        """Answer a turn of an episode, which is kept at `place` before; as it was answered if it is kept there."""
-        _check_text(self._settings, [asked.messages, asked.offered_tools], "messages")
-        async with self._place(tenant, asked):
-            return Reply(ChatCompletion, await self._ask(tenant, asked, draft, turn=place))
 
     async def count(self, tenant: str, asked: ChatRequest) -> int:
         """Return the number of tokens of a chat's prompt. Raises the errors of `chat`."""
@@ -418,9 +414,8 @@ class Inference:
     ) -> bytes:
         """Ask the model that the question names. `of_request`: further fields of the request to the host."""
         if (name := ArtName.parse(asked.model)) is not None:
-            if (
-                isinstance(asked, ChatRequest) and "turn" not in of_request
-            ):  # ART's clients need token ids for training, but do not ask for them
+            # ART's clients need token ids for training, but do not ask for them
+            if isinstance(asked, ChatRequest) and of_request.get("turn") is None:
                 ids = True if asked.return_token_ids is None else asked.return_token_ids
                 logprobs = True if asked.logprobs is None else asked.logprobs
                 asked = asked.model_copy(update={"logprobs": logprobs, "return_token_ids": ids})

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import mean, median
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import JsonValue
 
@@ -127,47 +127,34 @@ class Estimates:
         Raises InvalidInput: its dataset or model cannot be read; or its length is its client's affair.
         """
         match run:
-            case RLRun():
-                found = await self._of_rl(tenant, run)
             case SessionRun():
                 raise InvalidInput("a session is as long as its client makes it", "kind")
+            case RLRun():
+                found, pace = await self._of_rl(tenant, run), await self._pace(tenant, run, _seconds_per_sample)
             case _:
-                found = await self._of_dataset(tenant, run)
-        if found.seconds is None or self._prices.gpu_hour is None:
-            return found
-        cost = found.seconds * devices_of(run) / 3600 * self._prices.gpu_hour
-        return found.model_copy(update={"cost": cost, "currency": self._prices.currency})
+                found, pace = await self._of_dataset(tenant, run), await self._pace(tenant, run, _tokens_per_s)
+        if isinstance(pace, str):
+            return found.model_copy(update={"not_measured": pace})
+        told: dict[str, object] = {"measured_on": pace.run_ids, "same_layout": pace.is_alike}
+        if isinstance(run, RLRun) and run.rollouts is not None:
+            step_s = pace.value * run.rollouts.prompts_per_step * run.rollouts.group_size
+            seconds, told["seconds_per_step"] = step_s * found.steps, step_s
+        else:
+            seconds, told["tokens_per_s"] = found.tokens / pace.value, pace.value
+        told["seconds"] = seconds
+        if self._prices.gpu_hour is not None:
+            told["cost"] = seconds * devices_of(run) / 3600 * self._prices.gpu_hour
+            told["currency"] = self._prices.currency
+        return found.model_copy(update=told)
 
     async def _of_dataset(self, tenant: str, run: DatasetRun) -> Estimate:
         cut = Cut(
             seed=run.seed, epochs=run.epochs, steps=run.steps, batch_size=run.batch_size, batch_tokens=run.batch_tokens
         )
-        previews = []
-        for source in named_sources(run.dataset).values():
-            request = PreviewRequest(
-                source=source,
-                model_uri=run.model,
-                max_tokens=run.max_tokens,
-                too_long=run.too_long,
-                max_lost_fraction=run.max_lost_fraction,
-                num_rows=0,
-                max_rows=_ALL_ROWS,
-                labels=run.reads_labels,
-                numbers=run.number_fields if isinstance(run, RewardRun) else (),
-            )
-            previews.append(await self._checks.preview(tenant, request, cut))
-        found = _counted(previews, cut, run.dataset)
-        pace = await self._pace(tenant, run, _tokens_per_s)
-        if isinstance(pace, str):
-            return found.model_copy(update={"not_measured": pace})
-        return found.model_copy(
-            update={
-                "tokens_per_s": pace.value,
-                "measured_on": pace.run_ids,
-                "same_layout": pace.is_alike,
-                "seconds": found.tokens / pace.value,
-            }
-        )
+        numbers = run.number_fields if isinstance(run, RewardRun) else ()
+        same = ("max_tokens", "too_long", "max_lost_fraction")
+        read = {name: getattr(run, name) for name in same} | {"labels": run.reads_labels, "numbers": numbers}
+        return await self._counted(tenant, run.model, run.dataset, cut, read)
 
     async def _of_rl(self, tenant: str, run: RLRun) -> Estimate:
         rollouts = run.rollouts
@@ -175,34 +162,20 @@ class Estimates:
             raise InvalidInput("a run that a client sends groups to is as long as the client makes it", "rollouts")
         per_step = rollouts.prompts_per_step
         cut = Cut(seed=run.seed, epochs=rollouts.epochs, steps=rollouts.steps, batch_size=per_step)
-        previews = []
-        for source in named_sources(rollouts.prompts).values():
-            request = PreviewRequest(
-                source=source,
-                model_uri=run.model,
-                max_tokens=run.max_tokens - rollouts.max_completion_tokens,
-                max_lost_fraction=rollouts.max_lost_fraction,
-                num_rows=0,
-                max_rows=_ALL_ROWS,
-                are_prompts=True,
-            )
-            previews.append(await self._checks.preview(tenant, request, cut))
-        found = _counted(previews, cut, rollouts.prompts, are_prompts=True)
+        longest = run.max_tokens - rollouts.max_completion_tokens
+        read = {"max_tokens": longest, "max_lost_fraction": rollouts.max_lost_fraction, "are_prompts": True}
+        found = await self._counted(tenant, run.model, rollouts.prompts, cut, read)
         samples = found.steps * per_step * rollouts.group_size if found.examples else 0
         most = found.tokens + samples * rollouts.max_completion_tokens
-        found = found.model_copy(update={"samples": samples, "tokens": most, "is_exact": False})
-        pace = await self._pace(tenant, run, _seconds_per_sample)
-        if isinstance(pace, str):
-            return found.model_copy(update={"not_measured": pace})
-        step_s = pace.value * per_step * rollouts.group_size
-        return found.model_copy(
-            update={
-                "seconds_per_step": step_s,
-                "measured_on": pace.run_ids,
-                "same_layout": pace.is_alike,
-                "seconds": step_s * found.steps,
-            }
-        )
+        return found.model_copy(update={"samples": samples, "tokens": most, "is_exact": False})
+
+    async def _counted(self, tenant: str, model: str, dataset: Dataset, cut: Cut, read: dict[str, Any]) -> Estimate:
+        """Count a dataset, or each source of a mixture. `read`: fields of their PreviewRequest."""
+        previews = []
+        for source in named_sources(dataset).values():
+            request = PreviewRequest(source=source, model_uri=model, num_rows=0, max_rows=_ALL_ROWS, **read)
+            previews.append(await self._checks.preview(tenant, request, cut))
+        return _counted(previews, cut, dataset, are_prompts="are_prompts" in read)
 
     async def _pace(self, tenant: str, run: DatasetRun | RLRun, measure: _Measure) -> Pace | str:
         """Measure the tenant's newest runs of the same kind and model: those of the same layout, if there are any.

@@ -13,27 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from longshore import views
 from longshore.events import Evaluated, RunEvent, Saved, Step
 from longshore.fields import Artifact, Fence
-from longshore.views import (
-    CheckpointRef,
-    EvaluationMetrics,
-    EventPage,
-    GroupTexts,
-    JobFile,
-    Metrics,
-    PlanHeader,
-    ProfileRequest,
-    RunReport,
-    RunStatus,
-    SampleText,
-    StepMetrics,
-    StepPage,
-    StepStatus,
-    Trace,
-    Traces,
-    TrainStepMetrics,
-)
 from service.accounts.tenants import Quotas
 from service.errors import Conflict
 from service.files import PublishedFiles
@@ -45,7 +27,7 @@ from shared.settings import S3Settings
 from shared.storage import artifacts
 from shared.storage.artifacts import find_artifact, stored_checkpoints
 from shared.storage.paths import MANIFEST, RunKeys
-from shared.storage.store import ObjectStore, open_uri
+from shared.storage.store import ObjectStore, open_store, open_uri, uri_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -63,33 +45,35 @@ class RunReader:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
-    async def events(self, run_id: str, after: str | None, limit: int) -> EventPage:
+    async def events(self, run_id: str, after: str | None, limit: int) -> views.EventPage:
         """Events after a cursor, at most `limit`. Raises InvalidInput if `after` is no cursor."""
         start = EventCursor.parse(after)
         found, cursor = await asyncio.to_thread(read_run_events, self._store, run_id, start, limit)
-        return EventPage(events=tuple(found), next=str(cursor) if found else after)
+        return views.EventPage(events=tuple(found), next=str(cursor) if found else after)
 
-    async def steps(self, run_id: str, after: int | None, limit: int) -> StepPage:
+    async def steps(self, run_id: str, after: int | None, limit: int) -> views.StepPage:
         """Train steps on record, at most `limit`: those after a number, or from the first."""
         keys = RunKeys(run_id)
         found = await asyncio.to_thread(lambda: [info.key for info in self._store.list(f"{keys.steps}/")])
         wanted = found if after is None else [key for key in found if key > keys.step(after)]
-        steps: list[StepStatus] = []
+        steps: list[views.StepStatus] = []
         for start in range(0, min(limit, len(wanted)), _CONCURRENT):
             chunk = wanted[start : min(start + _CONCURRENT, limit)]
             steps += await asyncio.gather(*(asyncio.to_thread(self._step, key) for key in chunk))
-        return StepPage(steps=tuple(steps), has_more=len(wanted) > limit, next=steps[-1].step if steps else after)
+        return views.StepPage(steps=tuple(steps), has_more=len(wanted) > limit, next=steps[-1].step if steps else after)
 
-    def _step(self, key: str) -> StepStatus:
-        return StepStatus.model_validate_json(self._store.get_bytes(key))
+    def _step(self, key: str) -> views.StepStatus:
+        return views.StepStatus.model_validate_json(self._store.get_bytes(key))
 
-    def checkpoints(self, run_id: str) -> tuple[CheckpointRef, ...]:
+    def checkpoints(self, run_id: str) -> tuple[views.CheckpointRef, ...]:
         """Read the checkpoints in the store, in order of step; of a step that two workers saved, both. Blocking."""
         found = []
         for each in stored_checkpoints(self._store, run_id):
             artifact = find_artifact(self._store, each.key)
             if artifact is not None:  # else it was pruned since it was listed
-                found.append(CheckpointRef(step=each.step, fence=Fence.from_label(each.fence_label), artifact=artifact))
+                found.append(
+                    views.CheckpointRef(step=each.step, fence=Fence.from_label(each.fence_label), artifact=artifact)
+                )
         return tuple(found)
 
 
@@ -101,7 +85,7 @@ class RunHistory:
     """
 
     events: list[RunEvent] = field(default_factory=list)
-    steps: list[StepStatus] = field(default_factory=list)
+    steps: list[views.StepStatus] = field(default_factory=list)
     _cursor: str | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -118,17 +102,17 @@ class RunHistory:
         found = (item.event for item in self.events)
         return dict(sorted({event.step: event.metrics for event in found if isinstance(event, Step)}.items()))
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> views.Metrics:
         found = (item.event for item in self.events)
         evaluated = {event.step: event for event in found if isinstance(event, Evaluated)}
-        return Metrics(
-            steps=tuple(StepMetrics(step=step, metrics=metrics) for step, metrics in self.step_metrics().items()),
+        return views.Metrics(
+            steps=tuple(views.StepMetrics(step=step, metrics=metrics) for step, metrics in self.step_metrics().items()),
             evaluations=tuple(
-                EvaluationMetrics(step=step, metrics=event.metrics, samples=event.samples)
+                views.EvaluationMetrics(step=step, metrics=event.metrics, samples=event.samples)
                 for step, event in sorted(evaluated.items())
             ),
             train_steps=tuple(
-                TrainStepMetrics(step=step.step, optimizer_step=step.optimizer_step, metrics=step.metrics)
+                views.TrainStepMetrics(step=step.step, optimizer_step=step.optimizer_step, metrics=step.metrics)
                 for step in self.steps
                 if step.same_as is None
             ),
@@ -182,7 +166,7 @@ class RunFiles:
         self._tokenizer = lru_cache(maxsize=4)(self._read_tokenizer)
         self._report_at = lru_cache(maxsize=256)(self._at)  # lists of jobs ask for the same ones again and again
 
-    def jobs(self, run_id: str) -> tuple[JobFile, ...]:
+    def jobs(self, run_id: str) -> tuple[views.JobFile, ...]:
         """Attempts at jobs, in order of job, then of fence."""
         logs = f"{RunKeys(run_id).logs}/"
         found: dict[tuple[str, str], set[str]] = {}
@@ -190,7 +174,7 @@ class RunFiles:
             job_id, fence, name = info.key.removeprefix(logs).split("/", 2)
             found.setdefault((job_id, fence), set()).add(name)
         return tuple(
-            JobFile(job_id=job_id, fence=fence, has_job="job.json" in names, has_output="output.log" in names)
+            views.JobFile(job_id=job_id, fence=fence, has_job="job.json" in names, has_output="output.log" in names)
             for (job_id, fence), names in sorted(found.items())
         )
 
@@ -202,19 +186,19 @@ class RunFiles:
         """The end of a worker's stdout and stderr. Raises NotFound."""
         return self._store.get_bytes(RunKeys(run_id).output(job_id, _fence(fence)))
 
-    def report(self, status: RunStatus) -> RunReport:
+    def report(self, status: views.RunStatus) -> views.RunReport:
         """The dataset's report and the newest plan's header, as far as they are there."""
         dataset, packing = self.dataset(status), None
         job = self._newest_job(status.run_id)
         if job is not None and job.plan.packed:
-            packing = PlanHeader.model_validate_json(self._at(f"{job.plan.packed[0].plan.uri}/plan.json"))
-        return RunReport(dataset=dataset, packing=packing)
+            packing = views.PlanHeader.model_validate_json(self._at(f"{job.plan.packed[0].plan.uri}/plan.json"))
+        return views.RunReport(dataset=dataset, packing=packing)
 
-    def dataset(self, status: RunStatus) -> dict[str, JsonValue] | None:
+    def dataset(self, status: views.RunStatus) -> dict[str, JsonValue] | None:
         """The dataset's report, once it is tokenized."""
         return None if status.dataset_report is None else _report.validate_json(self._report_at(status.dataset_report))
 
-    async def ask_profile(self, tenant: str, run_id: str, steps: int) -> ProfileRequest:
+    async def ask_profile(self, tenant: str, run_id: str, steps: int) -> views.ProfileRequest:
         """Ask for a trace of a running run's next steps. To be awaited, as it counts the request's bytes.
 
         Raises:
@@ -223,24 +207,24 @@ class RunFiles:
         """
         if len((await asyncio.to_thread(self.traces, run_id)).traces) >= _MOST_TRACES:
             raise Conflict(f"the run has {_MOST_TRACES} traces, the most that are kept")
-        request = ProfileRequest(profile_id=secrets.token_hex(8), steps=steps)
+        request = views.ProfileRequest(profile_id=secrets.token_hex(8), steps=steps)
         data = request.model_dump_json().encode()
         put = partial(asyncio.to_thread, self._store.put_if_absent, RunKeys(run_id).profile_request, data)
         if not await self._quotas.put_noted(tenant, run_id, "records", len(data), put):
             raise Conflict("a trace of this run is waited for already")
         return request
 
-    def traces(self, run_id: str) -> Traces:
+    def traces(self, run_id: str) -> views.Traces:
         keys = RunKeys(run_id)
         found = []
         for info in self._store.list(f"{keys.logs}/"):
             job_id, fence, name = info.key.removeprefix(f"{keys.logs}/").split("/", 2)
             if match := _TRACE.fullmatch(name):
-                found.append(Trace(profile_id=match[1], job_id=job_id, fence=fence, num_bytes=info.size))
+                found.append(views.Trace(profile_id=match[1], job_id=job_id, fence=fence, num_bytes=info.size))
         asked = None
         with suppress(NotFound):
-            asked = ProfileRequest.model_validate_json(self._store.get_bytes(keys.profile_request))
-        return Traces(asked=asked, traces=tuple(found))
+            asked = views.ProfileRequest.model_validate_json(self._store.get_bytes(keys.profile_request))
+        return views.Traces(asked=asked, traces=tuple(found))
 
     def trace(self, run_id: str, job_id: str, fence: str, profile_id: str) -> Iterator[bytes]:
         """One trace, in pieces. Raises NotFound."""
@@ -254,9 +238,10 @@ class RunFiles:
         """The files of a checkpoint. Raises NotFound for one that is not there, or no longer."""
         key = RunKeys(run_id).checkpoint(_fence(fence), step)
         data = self._store.get_bytes(f"{key}/{MANIFEST}")
-        return PublishedFiles(self._store, key, data, artifacts.Manifest.model_validate_json(data))
+        store = open_store(uri_of(self._store, key), self._s3)
+        return PublishedFiles(store, artifacts.Manifest.model_validate_json(data), data)
 
-    def rollouts(self, run_id: str, step: StepStatus, limit: int) -> tuple[GroupTexts, ...]:
+    def rollouts(self, run_id: str, step: views.StepStatus, limit: int) -> tuple[views.GroupTexts, ...]:
         """The first groups of a train step, as text. Raises Conflict: the groups lie elsewhere, or are compressed."""
         if not step.groups:
             return ()
@@ -309,10 +294,10 @@ def _fence(label: str) -> Fence:
         raise NotFound(f"there is no attempt {label}") from None
 
 
-def _texts(group: SentGroup, decode: Decode) -> GroupTexts:
+def _texts(group: SentGroup, decode: Decode) -> views.GroupTexts:
     samples = [_sample(one, decode) for one in group.trajectories[:_MOST_SAMPLES]]
     place = group.metadata.get("place")
-    return GroupTexts(
+    return views.GroupTexts(
         prompt=_prompt(group.trajectories[0], decode)[-_MOST_CHARACTERS:],
         samples=tuple(samples),
         place=place if isinstance(place, str) else None,
@@ -329,15 +314,17 @@ def _prompt(one: SentTrajectory, decode: Decode) -> str:
             return ""
 
 
-def _sample(one: SentTrajectory, decode: Decode) -> SampleText:
+def _sample(one: SentTrajectory, decode: Decode) -> views.SampleText:
     match one:
         case Trajectory():
             text = decode(list(one.token_ids[_first_sampled(one) :]))
-            shown = SampleText(text="", reward=one.reward, num_tokens=sum(one.sampled), finish_reason=one.finish_reason)
+            shown = views.SampleText(
+                text="", reward=one.reward, num_tokens=sum(one.sampled), finish_reason=one.finish_reason
+            )
         case ChatTrajectory():
-            text, shown = "\n".join(_turns(one.messages[-1:])), SampleText(text="", reward=one.reward)
+            text, shown = "\n".join(_turns(one.messages[-1:])), views.SampleText(text="", reward=one.reward)
         case EpisodeTrajectory():
-            text, shown = f"episode {one.episode}", SampleText(text="", reward=one.reward)
+            text, shown = f"episode {one.episode}", views.SampleText(text="", reward=one.reward)
     return shown.model_copy(update={"text": text[:_MOST_CHARACTERS], "is_cut": len(text) > _MOST_CHARACTERS})
 
 

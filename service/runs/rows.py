@@ -12,15 +12,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache, partial
-from typing import Any, TypedDict, Unpack, get_args
+from typing import Any, TypedDict, Unpack
 
+from pydantic import TypeAdapter
 from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, tuple_, update
 from sqlalchemy.orm import Session
 from temporalio import activity
 from temporalio.worker import Worker
 
 from longshore.accounts import QuotaSettings, Room
-from longshore.automation import NOTICE_TYPES, NoticeType
+from longshore.automation import NoticeType
 from longshore.runs import RunRecord
 from longshore.views import RunStatus, RunView, State
 from service.accounts.tenants import Quotas, add_stored, forget_stored, waits_for_client
@@ -154,20 +155,8 @@ def _release(claims: Mapping[str, Claim], claimed_at: float, session: Session) -
 
 _KEPT = 1024
 _BY_LIMIT = '"paused_by":"'  # within a text of JSON the quotes would be escaped
+_notice_type: TypeAdapter[NoticeType] = TypeAdapter(NoticeType)
 _STATUS_COLUMNS = ("state", "phase", "step", "num_steps", "started_at", "ended_at", "gpu_seconds")
-# OpenAI's names of events, for runs that were sent through its API.
-_OPENAI: dict[State, NoticeType] = {
-    "succeeded": "fine_tuning.job.succeeded",
-    "failed": "fine_tuning.job.failed",
-    "cancelled": "fine_tuning.job.cancelled",
-}
-_ENDED: dict[State, NoticeType] = {
-    "paused": "run.paused",
-    "succeeded": "run.succeeded",
-    "failed": "run.failed",
-    "cancelled": "run.cancelled",
-}
-assert set(_ENDED) == set(get_args(State)) - {"running"} and set(_ENDED.values()) <= set(NOTICE_TYPES)
 
 
 @dataclass(frozen=True)
@@ -188,17 +177,10 @@ class IndexedRun:
 
     @cached_property
     def view(self) -> RunView:
-        record, precision = self.record, self.record.precision
+        precision = self.record.precision
         told = (precision.notice,) if precision is not None and precision.notice is not None else ()
-        return RunView.model_construct(  # its parts were validated already
-            **dict(self.status) | {"notices": told + self.status.notices},
-            created_at=record.created_at,
-            tenant=record.tenant,
-            owner=record.owner,
-            source=record.source,
-            run=record.run,
-            precision=precision,
-        )
+        parts = dict(self.record) | dict(self.status) | {"notices": told + self.status.notices}
+        return RunView.model_construct(**parts)  # they were validated already
 
 
 class RunFilter(TypedDict, total=False):
@@ -471,9 +453,9 @@ def notice_of(record: RunRecord, status: RunStatus, before: State | None) -> Not
 def _type(record: RunRecord, state: State, before: State | None) -> NoticeType:
     if state == "running":
         return "run.created" if before is None else "run.resumed"
-    if record.source.api == "openai" and state in _OPENAI:
-        return _OPENAI[state]
-    return _ENDED[state]
+    # OpenAI has names of its own for runs that were sent through its API, but none for a pause.
+    is_openai = record.source.api == "openai" and state != "paused"
+    return _notice_type.validate_python(f"{'fine_tuning.job' if is_openai else 'run'}.{state}")
 
 
 # --- Activities of the web service: what workflows ask of the process that has the database ---

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, Unpack
 
 from opentelemetry import trace
 from pydantic import Field
-from temporalio.client import Client, WorkflowExecutionDescription, WorkflowExecutionStatus, WorkflowHandle
+from temporalio.client import WorkflowExecutionDescription, WorkflowExecutionStatus, WorkflowHandle
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
@@ -423,8 +423,8 @@ class Runs:
                     audit.touched(run_id)
                     await self._states.give_up(run)
                     return await self.view(tenant, run_id)
-        async with self._ending(tenant, run_id) as client:
-            await client.get_workflow_handle(run_id).cancel(rpc_timeout=PATIENCE)
+        async with self._ending(tenant, run_id) as handle:
+            await handle.cancel(rpc_timeout=PATIENCE)
         return await self.view(tenant, run_id)
 
     async def pause(self, tenant: str, run_id: str, limit: str | None = None) -> RunView:
@@ -432,17 +432,14 @@ class Runs:
 
         `limit`: a message about the limit that pauses it; None if a user does.
         """
-        async with self._ending(tenant, run_id) as client:
-            handle = client.get_workflow_handle(run_id)
-            if limit is None:
-                await handle.signal("pause", rpc_timeout=PATIENCE)
-            else:
-                await handle.signal("pause_for_limit", limit, rpc_timeout=PATIENCE)
+        name, told = ("pause", []) if limit is None else ("pause_for_limit", [limit])
+        async with self._ending(tenant, run_id) as handle:
+            await handle.signal(name, args=told, rpc_timeout=PATIENCE)
         return await self.view(tenant, run_id)
 
     @asynccontextmanager
-    async def _ending(self, tenant: str, run_id: str) -> AsyncIterator[Client]:
-        """Yield Temporal's client for ending an active run. Raises Conflict if it has ended."""
+    async def _ending(self, tenant: str, run_id: str) -> AsyncIterator[WorkflowHandle[Any, Any]]:
+        """Yield the workflow of an active run, to end it. Raises Conflict if it has ended."""
         await self.make_sure(await self.record(tenant, run_id))
         self._states.changed(run_id)
         run = await self._current(tenant, run_id)
@@ -451,7 +448,7 @@ class Runs:
         audit.touched(run_id)
         async with self._temporal.client() as client:
             try:
-                yield client
+                yield client.get_workflow_handle(run_id)
             except RPCError as error:
                 if error.status != RPCStatusCode.NOT_FOUND:
                     raise
@@ -497,8 +494,8 @@ class Runs:
         away_s = self._settings.clients.away_s
         for run in await self._rows.waiting_for_clients(time.time() - away_s) if away_s else ():
             with suppress(Conflict, NotFound):  # it has just ended
-                async with self._ending(run.record.tenant, run.run_id) as client:
-                    await client.get_workflow_handle(run.run_id).signal("pause_for_client", rpc_timeout=PATIENCE)
+                async with self._ending(run.record.tenant, run.run_id) as handle:
+                    await handle.signal("pause_for_client", rpc_timeout=PATIENCE)
 
     async def hold_spending(self) -> None:
         """Pause the runs of tenants at their spending limit; resume, oldest first, those that a limit has paused and

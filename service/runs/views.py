@@ -3,21 +3,7 @@
 import time
 from collections.abc import Iterable
 
-from longshore.events import (
-    Applied,
-    Evaluated,
-    Evaluating,
-    Event,
-    Failed,
-    Kept,
-    Offloaded,
-    Probed,
-    RunEvent,
-    Saved,
-    Started,
-    Step,
-    Succeeded,
-)
+from longshore import events
 from longshore.runs import Run
 from longshore.views import Cost, Phase, RunStatus, RunView
 from shared.limits import PriceSettings
@@ -64,7 +50,7 @@ _LOOKED_FOR = ("loss", "eval_loss", "preference_accuracy", "grad_norm", "learnin
 SKIPPED = "skipped: no token of it is trained, and no weight changed"
 
 
-def log_line(item: RunEvent) -> str:
+def log_line(item: events.RunEvent) -> str:
     """An event as a line of a log, with its time."""
     return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(item.event.time))} {format_event(item.event)}"
 
@@ -80,36 +66,36 @@ def last_lines(view: RunView) -> list[str]:
             return [f"the run {view.state}" + (f": {view.problem.message}" if view.problem else "")]
 
 
-def format_event(event: Event) -> str:
+def format_event(event: events.Event) -> str:
     """An event in words, for people who read logs."""
     match event:
-        case Started():
+        case events.Started():
             where = f"{event.world_size} rank{'s' if event.world_size > 1 else ''} on {event.device}"
             return f"training starts at step {event.first_step} of {event.num_steps}, {where}"
-        case Step() if "skipped" in event.metrics:
+        case events.Step() if "skipped" in event.metrics:
             return f"step {event.step} {SKIPPED}"
-        case Step():
+        case events.Step():
             return f"step {event.step}: {brief(event.metrics)}"
-        case Saved():
+        case events.Saved():
             return f"checkpoint of step {event.step} saved"
-        case Kept():
+        case events.Kept():
             return f"state of command {event.step} kept"
-        case Evaluating():
+        case events.Evaluating():
             what = "samples" if event.part == "samples" else "held-out rows"
             return f"evaluating after step {event.step}: {event.fraction:.0%} of the {what}"
-        case Evaluated():
+        case events.Evaluated():
             samples = f", {len(event.samples)} samples" if event.samples else ""
             return f"evaluated after step {event.step}: {brief(event.metrics)}{samples}"
-        case Probed():
+        case events.Probed():
             return f"probe of {len(event.logprobs) + 1} tokens after step {event.step}"
-        case Applied():
+        case events.Applied():
             return f"command {event.command}: {event.kind}{' failed' if event.failed else ''}"
-        case Offloaded():
+        case events.Offloaded():
             mib = (event.device_bytes_before - event.device_bytes_after) / 2**20
             return f"device memory released: {mib:.0f} MiB in {event.duration_s:.2f} s"
-        case Succeeded():
+        case events.Succeeded():
             return f"training succeeded at step {event.step}"
-        case Failed():
+        case events.Failed():
             return f"training failed after step {event.step}: {event.message}"
         case _:
             return f"training stopped after step {event.step}, as it was asked to"

@@ -22,10 +22,10 @@ from tests.service.art_bodies import group, model
 def test_a_document_becomes_lines() -> None:
     document = {"model_id": "m", "trajectory_groups": [group(), group()], "experimental_config": {"ppo": True}}
     lines = io.BytesIO()
-    sent = split(json.dumps(document, indent=3).encode(), lines)
-    assert sent.fields == {"model_id": "m", "experimental_config": {"ppo": True}}
-    assert (sent.num_groups, sent.num_trajectories) == (2, 2)
+    fields = split(json.dumps(document, indent=3).encode(), lines)
+    assert fields == {"model_id": "m", "experimental_config": {"ppo": True}}
     read = [SentGroup.model_validate_json(line) for line in lines.getvalue().splitlines()]
+    assert [len(sent.trajectories) for sent in read] == [1, 1]
     trajectory = read[1].trajectories[0]
     assert isinstance(trajectory, ChatTrajectory)
     assert (trajectory.reward, trajectory.metrics, trajectory.policy_version) == (1.0, {"is_short": 1.0}, None)

@@ -24,7 +24,7 @@ from longshore.training import Lora
 from longshore.views import EvaluationMetrics, Metrics, PhaseSpan, RunView, StepMetrics, StepStatus
 from service.accounts.keys import Principal
 from service.accounts.tenants import Quotas
-from service.apis.errors import validation_problem
+from service.apis.bodies import validation_problem
 from service.apis.openai import job_request, jobs
 from service.apis.openai.files import MAX_NAME, FileForm, plain_name
 from service.apis.openai.job_request import (

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from longshore.accounts import FilePage, QuotaSettings
+from longshore.accounts import FilePage, QuotaSettings, hash_key
 from longshore.automation import NoticeId, ScheduledRun, WebhookId, WebhookUrl
 from longshore.dataset_runs import SFTRun
 from longshore.events import Step
@@ -185,7 +185,7 @@ def test_the_database_is_asked_with_any_text(database: Database, tmp_path: Path)
     def check(text: str) -> None:
         async def ask() -> None:
             assert await keys.find(text) is None and await keys.find(f"Bearer {text}") is None
-            assert await sessions.find(text) is None and await sessions.begin(text) is None
+            assert await sessions.find(text) is None and await sessions.begin(hash_key(text)) is None
             lists = (
                 rows.page("other", 10, words=text),
                 rows.page("other", 10, after=text),

@@ -9,10 +9,8 @@ import pytest
 from sqlalchemy import delete, func, select
 
 from longshore.accounts import QuotaSettings, Room
-from longshore.automation import Backfill, ScheduledRun
 from service.accounts import tenants
 from service.accounts.tenants import Quotas
-from service.automation.schedules import check_times
 from service.database import engine
 from service.database.engine import Database, StoredRow, TenantRow
 from service.errors import QuotaExceeded
@@ -20,7 +18,6 @@ from shared.errors import InvalidInput
 from shared.storage.paths import RunKeys, published_version
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import COMMANDS, Measurement, Stored, check_room
-from tests.service.conftest import sft
 
 QUOTAS = QuotaSettings(stored_bytes=100)
 
@@ -169,27 +166,3 @@ def test_a_host_keeps_to_the_room_that_it_was_told() -> None:
     check_room(Room(), "acme", 1 << 60, "data")
     with pytest.raises(InvalidInput, match="data: quota stored_bytes: acme stores 70 bytes of 100: 31 more"):
         check_room(Room(used=70, most=100), "acme", 31, "data")
-
-
-@pytest.mark.parametrize(
-    ("times", "days", "is_taken"),
-    [
-        ({"every_s": 3600}, 8, True),
-        ({"every_s": 3600}, 9, False),
-        ({"cron": "0 2 * * *"}, 31, True),
-        ({"cron": "@daily"}, 31, True),
-        ({"cron": "@hourly"}, 31, False),
-        ({"cron": "0,30 9-17 * * MON-FRI"}, 10, True),
-        ({"cron": "*/15 * * * *"}, 2, True),
-        ({"cron": "*/15 * * * *"}, 3, False),
-        ({"cron": "? ? * * *"}, 1, False),
-    ],
-)
-def test_how_many_times_a_backfill_may_act_at(times: dict[str, object], days: int, is_taken: bool) -> None:
-    scheduled = ScheduledRun.model_validate({"name": "n", "run": {"kind": "sft"} | sft()} | times)
-    span = Backfill(begin=0, end=days * 86_400 - 1)
-    if is_taken:
-        check_times(span, scheduled)
-    else:
-        with pytest.raises(InvalidInput, match="at most"):
-            check_times(span, scheduled)

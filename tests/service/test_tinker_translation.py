@@ -1,6 +1,8 @@
 """Tinker's messages as commands of sessions, and results as its messages; losses against their formulas."""
 
+import json
 import math
+from base64 import urlsafe_b64encode
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,11 @@ from longshore.losses import CISPO, DRO, GSPO, PPO, Reinforce, TruncatedReinforc
 from service.accounts.tenants import Quotas
 from service.apis.tinker import samples
 from service.apis.tinker.records import (
+    AskedLoss,
     CheckpointRecord,
     SampleRequest,
     TinkerRecords,
     TrainingFuture,
-    loss_detail,
-    loss_of_detail,
 )
 from service.apis.tinker.translation import (
     command_of,
@@ -197,11 +198,11 @@ def test_an_answer_is_of_the_loss_that_was_sent(tmp_path: Path) -> None:
     asked, made = tmp_path / "asked", tmp_path / "made"
     scores = CommandResult(number=1, kind="forward_backward", data=(TokenScores(logprobs=(-1.0, -2.0, -3.0)),))
     asked.write_bytes(translated(batch()))
-    write_scores(str(asked), loss_detail("cross_entropy", {}), scores, str(made))
+    write_scores(str(asked), AskedLoss(name="cross_entropy"), scores, str(made))
     assert made.stat().st_size
     for other in ("ppo", "nothing"):
         with pytest.raises(NotFound):
-            write_scores(str(asked), loss_detail(other, {}), scores, str(made))
+            write_scores(str(asked), AskedLoss(name=other), scores, str(made))
 
 
 @pytest.mark.parametrize("name", SPOILT)
@@ -258,24 +259,15 @@ def _length(number: int) -> bytes:
 
 
 def test_ids_of_requests_say_what_they_are_of() -> None:
-    future = TrainingFuture("tinker-00:train:3", 17, "passes", loss_detail("ppo", {"clip_low_threshold": 0.9}))
+    loss = AskedLoss(name="ppo", config={"clip_low_threshold": 0.9})
+    future = TrainingFuture(model_id="tinker-00:train:3", command=17, kind="passes", loss=loss)
     assert TrainingFuture.parse(future.request_id) == future
-    assert loss_of_detail(future.detail) == ("ppo", {"clip_low_threshold": 0.9})
-    for broken in (
-        "",
-        "a|1|passes",
-        "a|x|passes|",
-        "a|1|explode|",
-        "a|1|passes|€",
-        "a|1|passes|AA=",
-        "a" * 5000,
-        "a|²|save|",
-    ):
+    for changes in ({"command": "x"}, {"command": -1}, {"kind": "explode"}, {"loss": "ppo"}, {"more": 1}):
+        with pytest.raises(NotFound):
+            TrainingFuture.parse(urlsafe_b64encode(json.dumps(future.model_dump() | changes).encode()).decode())
+    for broken in ("", "AA=", "€", "a" * 5000, future.request_id[:-8]):
         with pytest.raises(NotFound):
             TrainingFuture.parse(broken)
-    for detail in ("", "[1, {}]", "[[", "{}"):
-        with pytest.raises(NotFound):
-            loss_of_detail(detail)
 
 
 def test_errors_and_keys_have_tinker_s_shape() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from activities.grading.grade import GradeSummary
 from activities.sampling.completions import Rows
@@ -148,9 +149,9 @@ def step_samples(
         max_tokens=rollouts.max_completion_tokens,
         stop=rollouts.stop,
     )
-    asked = _samples(start, model, data.prompts, rows, policies, policy, size, sampling, step, place)
-    seed = _seed(run.seed, f"samples {len(drawn)}", step) if drawn else asked.seed
-    return asked.model_copy(update={"routes": routes, "groups": groups, "seed": seed})
+    own = {"prompts": data.prompts, "rows": rows, "group_size": size, "sampling": sampling}
+    seed = _seed(run.seed, f"samples {len(drawn)}" if drawn else "samples", step)
+    return _samples(start, model, policies, policy, place, seed=seed, routes=routes, groups=groups, **own)
 
 
 def held_out_samples(
@@ -161,21 +162,14 @@ def held_out_samples(
     assert held_out is not None
     rollouts, size = rollouts_of(start.run), held_out.samples_per_prompt
     sampling = Sampling(temperature=held_out.temperature, max_tokens=rollouts.max_completion_tokens, stop=rollouts.stop)
-    return _samples(start, model, prompts, Rows(), policies, policy, size, sampling, _EVALUATION, place)
+    own = {"prompts": prompts, "rows": Rows(), "group_size": size, "sampling": sampling}
+    return _samples(start, model, policies, policy, place, seed=_seed(start.run.seed, "samples", _EVALUATION), **own)
 
 
 def _samples(
-    start: RLStart,
-    model: Artifact,
-    prompts: Artifact,
-    rows: Rows,
-    policies: Sequence[Policy],
-    policy: Policy,
-    group_size: int,
-    sampling: Sampling,
-    step: int,
-    place: SamplerPlace,
+    start: RLStart, model: Artifact, policies: Sequence[Policy], policy: Policy, place: SamplerPlace, **own: Any
 ) -> PolicySampleRequest:
+    """Ask for samples of a policy. `own`: the fields that differ between train steps and evaluations."""
     run = start.run
     # The versions that a sampler may have sampled from before it failed their proof.
     continues = rollouts_of(run).weight_sync.in_flight != "finish"
@@ -184,14 +178,10 @@ def _samples(
         run_id=start.run_id,
         model=model,
         dtype=dtype_of(run),
-        prompts=prompts,
-        rows=rows,
-        group_size=group_size,
-        sampling=sampling,
-        seed=_seed(run.seed, "samples", step),
         place=place,
         refuted=tuple(version for version, number in refuted.items() for _ in range(number)),
         **dict(_weights_of(run, policies, policy, model)),
+        **own,
     )
 
 

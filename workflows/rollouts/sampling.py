@@ -19,7 +19,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.runs.start import RLStart
     from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
     from workflows import control, policies
-    from workflows.leases import Leasing, Lost, lost
+    from workflows.leases import Leasing, Lost, lost, on_leased_host
     from workflows.outcomes import RunFailed, is_mismatch, problem_of_error
     from workflows.rollouts.requests import rollouts_of, sampler_key
 
@@ -336,16 +336,8 @@ class LeasedSamplers:
     async def _execute(
         self, activity: Callable[[Any, RequestT], Answer], request: RequestT, grant: LeaseGrant
     ) -> Answer:
-        result: Answer = await workflow.execute_activity_method(
-            activity,
-            request,
-            task_queue=grant.host_queue,
-            schedule_to_start_timeout=policies.pickup_timeout(self.start.timing),
-            start_to_close_timeout=policies.DATA_TIMEOUT,
-            heartbeat_timeout=policies.heartbeat_timeout(self.start.timing),
-            retry_policy=policies.ONCE,
-        )
-        return result
+        within = policies.DATA_TIMEOUT
+        return await on_leased_host(activity, request, grant, self.start.timing, policies.ONCE, within=within)
 
     def _place(self, grant: LeaseGrant) -> LeasedSampler:
         rollouts = self.start.run.rollouts

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError
@@ -19,8 +19,8 @@ with workflow.unsafe.imports_passed_through():
     from longshore.views import CheckpointRef, PhaseSpan, Problem, RunStatus
     from shared.errors import HostLeft, WorkerLost
     from shared.jobs.job import AnyPlan, GangLeader, LeaseGrant, WorkerKey
-    from shared.runs.start import AnyStart
-    from shared.runs.status import STEP_COUNTS
+    from shared.runs.start import AnyStart, SessionState
+    from shared.runs.status import STEP_COUNTS, RLState
     from workflows import control, policies
     from workflows.leases import Leasing, Lost, Turn, Turns, lost, on_leased_host
     from workflows.outcomes import RunCancelled, RunFailed, ended_early, result_or_raise
@@ -333,19 +333,26 @@ class ActiveRun:
     """A run in progress: the status as its workflow set it last, its phases, and its jobs on leased workers.
 
     Args:
-        before: the status at the end of the execution that this one continues, if it continues one.
+        state: at the end of the execution that this one continues, if it continues one.
         current: returns the status, updated by the state of the run's jobs and leases.
         holds: keep the worker between jobs.
     """
 
     def __init__(
-        self, start: AnyStart, current: Callable[[], RunStatus], before: RunStatus | None = None, holds: bool = False
+        self,
+        start: AnyStart,
+        current: Callable[[], RunStatus],
+        state: RLState | SessionState | None = None,
+        holds: bool = False,
     ) -> None:
+        before = state.status if state else None
         self.start = start
         self.status = before or _first_status(start)
         self.current = current
         self.room = start.room
         self.training = Training(start, lambda: self.is_ending, self._note, holds=holds)
+        self.training.leasing.epoch = state.epoch if state else 0
+        self.training.is_tracked = self.training.leasing.epoch > 0
         self.is_pausing = False
         self._task: asyncio.Task[Any] | None = None
         self._has_begun = False
@@ -392,6 +399,18 @@ class ActiveRun:
         await control.record_run(self.current())
         await workflow.wait_condition(workflow.all_handlers_finished)
         return result_or_raise(self.current())
+
+    async def move_on(self, state: RLState | SessionState | None, own: Callable[[], dict[str, object]]) -> NoReturn:
+        """Continue as a new execution with an empty history, when the handlers of this one have finished.
+
+        `own`: returns the fields of the state that have changed, by then.
+        """
+        await workflow.wait_condition(workflow.all_handlers_finished)
+        self.check()
+        assert state is not None
+        same = {"epoch": self.training.leasing.epoch, "status": self.current()}
+        changes = {"state": state.model_copy(update=same | own()), "resumed": False, "room": self.room}
+        workflow.continue_as_new(self.start.model_copy(update=changes))
 
     async def interruptible(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Do work that a pause ends as a cancellation would: at a step boundary, with a checkpoint.

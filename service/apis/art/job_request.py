@@ -3,21 +3,20 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Annotated, Any, BinaryIO, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from longshore.dataset_runs import SFTRun
 from longshore.fields import Frozen
 from longshore.runs import RLRun, Source
+from service.apis.bodies import refused_in_words
 from service.apis.errors import made
 from service.inference.art_models import RL_SETTINGS, ArtModel, ArtName, ModelId
 from service.inference.published_models import LORA_FIELDS, one_form
 from shared.chat.trajectories import FORMS, SentGroup
 from shared.errors import InvalidInput
-from shared.field_rules import first_error
 
 # --- The settings that ART's clients send with a job ---
 # A key is accepted or refused by its value, never by its presence.
@@ -319,11 +318,8 @@ def as_conversations(trajectory: dict[str, Any], place: str) -> dict[str, Any]:
     """
     if not (given := trajectory.get(NAME)):
         return {name: value for name, value in trajectory.items() if name != NAME}
-    try:
+    with refused_in_words(f"{place}.{NAME}"):
         captured = _Exchanges.model_validate(given)
-    except ValidationError as error:
-        field, rule = first_error(error)
-        raise InvalidInput(rule, f"{place}.{NAME}.{field}".rstrip(".")) from None
     for name in ("completions", "responses", "messages"):
         if any(_is_ours(each.request) for each in getattr(captured, name)):
             raise InvalidInput("answers of chat completions alone are trained", f"{place}.{NAME}.{name}")
@@ -339,40 +335,30 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 
 
-@dataclass
-class SentJob:
-    """A request's other fields, and the numbers of its groups and trajectories."""
-
-    fields: dict[str, Any] = field(default_factory=dict)
-    num_groups: int = 0
-    num_trajectories: int = 0
-
-
-def split(document: bytes, lines: BinaryIO) -> SentJob:
-    """Write every group of a document as a line of JSON.
+def split(document: bytes, lines: BinaryIO) -> dict[str, Any]:
+    """Write every group of a document as a line of JSON. Returns the other fields.
 
     Raises InvalidInput: the document, or a group in it, is no JSON object; names the place.
     """
-    job = SentJob()
+    fields, num_groups = dict[str, Any](), 0
     try:
         reader = _Reader(document.decode())
         for name in reader.names():
-            if name in job.fields or (name == GROUPS and job.num_groups):
+            if name in fields or (name == GROUPS and num_groups):
                 raise InvalidInput("it occurs twice in the document", name)
             if name != GROUPS:
-                job.fields[name] = reader.value()
+                fields[name] = reader.value()
                 continue
             for group in reader.items():
-                lines.write(_line(group, f"{GROUPS}.{job.num_groups}"))
-                job.num_groups += 1
-                job.num_trajectories += len(group["trajectories"])
+                lines.write(_line(group, f"{GROUPS}.{num_groups}"))
+                num_groups += 1
     except RecursionError:
         raise InvalidInput("it is nested too deeply", "body") from None
     except ValueError as error:
         raise InvalidInput(f"this is no JSON object: {error}", "body") from None
-    if not job.num_groups:
+    if not num_groups:
         raise InvalidInput("there is no trajectory group", GROUPS)
-    return job
+    return fields
 
 
 def _line(group: Any, place: str) -> bytes:
@@ -387,11 +373,8 @@ def _line(group: Any, place: str) -> bytes:
         trajectory.pop("final_policy_version", None)
         if (step := trajectory.pop("initial_policy_version", None)) is not None:
             trajectory["model_version"] = step
-    try:
+    with refused_in_words(place, FORMS):
         SentGroup.model_validate(group)
-    except ValidationError as error:
-        field, rule = first_error(error, FORMS)
-        raise InvalidInput(rule, f"{place}.{field}".rstrip(".")) from None
     return json.dumps(group, separators=(",", ":")).encode() + b"\n"
 
 

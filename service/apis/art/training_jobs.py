@@ -32,8 +32,16 @@ from service.apis.art.job_request import (
     sft_run,
     split,
 )
-from service.apis.bodies import JsonBody, JsonRoute, ListAnswer, RecordView, Seconds, page_after, page_of
-from service.apis.errors import validation_problem
+from service.apis.bodies import (
+    JsonBody,
+    JsonRoute,
+    ListAnswer,
+    RecordView,
+    Seconds,
+    page_after,
+    page_of,
+    validation_problem,
+)
 from service.backend import Backed, Backend
 from service.decoding import SMALL_BYTES
 from service.errors import Conflict
@@ -314,9 +322,9 @@ def read_job(body: str, lines: str) -> dict[str, JsonValue]:
     Raises InvalidInput.
     """
     with Path(lines).open("wb") as file:
-        sent = split(Path(body).read_bytes(), file)
-    _asked(sent.fields)
-    return sent.fields
+        fields = split(Path(body).read_bytes(), file)
+    _asked(fields)
+    return fields
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:

@@ -13,31 +13,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 from temporalio.api.common.v1 import Payload
 
-from longshore.accounts import (
-    ALL_SCOPES,
-    AuditPage,
-    KeyRequest,
-    KeyView,
-    NewKey,
-    NewTenant,
-    QuotaSettings,
-    TenantRequest,
-    TenantUsage,
-)
+from longshore import accounts, views
 from longshore.automation import GarbageView
 from longshore.fields import Frozen
 from longshore.runs import FIRST_TENANT, Tenant
-from longshore.views import (
-    DeletedVersions,
-    Envelope,
-    Export,
-    ExportView,
-    FileEntry,
-    HostView,
-    ModelView,
-    PublicKey,
-    QueueHosts,
-)
 from service.accounts import audit
 from service.accounts.keys import BEARER, Asking, Principal, reads_or_writes, require, require_operator
 from service.accounts.tenants import TenantRecord
@@ -62,7 +41,7 @@ ModelId = Annotated[str, Path(max_length=128, description="`name`, its newest ve
 
 
 @router.get("/hosts")
-async def list_hosts(backend: Backed, asking: Asking) -> tuple[QueueHosts, ...]:
+async def list_hosts(backend: Backed, asking: Asking) -> tuple[views.QueueHosts, ...]:
     """The hosts of each role: how many wait for work, what each of them is, and why some take no runs."""
     settings = backend.settings
     states = await asyncio.to_thread(read_states, backend.store, settings.shape)
@@ -74,7 +53,7 @@ async def list_hosts(backend: Backed, asking: Asking) -> tuple[QueueHosts, ...]:
     )
     counts = await asyncio.gather(*(backend.temporal.num_polling(queue) for _, queue in queues))
     return tuple(
-        QueueHosts(
+        views.QueueHosts(
             role=role,
             queue=queue,
             num_polling=count,
@@ -91,38 +70,38 @@ async def list_hosts(backend: Backed, asking: Asking) -> tuple[QueueHosts, ...]:
     )
 
 
-def _view(host: HostState, by_name: bool) -> HostView:
+def _view(host: HostState, by_name: bool) -> views.HostView:
     shown = host.model_dump(include={"shape", "max_ranks", "devices", "lease_since", "seen_at"})
     name = host.name if by_name else None
-    return HostView(id=host.id, name=name, lacking=host.lacks, **shown)
+    return views.HostView(id=host.id, name=name, lacking=host.lacks, **shown)
 
 
 @router.get("/models")
-async def list_models(backend: Backed, asking: Asking) -> tuple[ModelView, ...]:
+async def list_models(backend: Backed, asking: Asking) -> tuple[views.ModelView, ...]:
     """The tenant's published models: each name once, with its newest version."""
     return tuple(await asyncio.to_thread(backend.published.views, asking.tenant))
 
 
 @router.get("/models/{model_id}")
-async def get_model(model_id: ModelId, backend: Backed, asking: Asking) -> ModelView:
+async def get_model(model_id: ModelId, backend: Backed, asking: Asking) -> views.ModelView:
     """The published version of a name or id, with its size."""
     return await asyncio.to_thread(backend.published.view, asking.tenant, model_id)
 
 
 @router.delete("/models/{model_id}")
-async def delete_model(model_id: ModelId, backend: Backed, asking: Asking) -> DeletedVersions:
+async def delete_model(model_id: ModelId, backend: Backed, asking: Asking) -> views.DeletedVersions:
     """Delete a published model: `name:v3` deletes one version, `name` all. Their numbers are not used again."""
     audit.touched(model_id)
     await asyncio.to_thread(backend.published.delete_model, asking.tenant, model_id)
     await backend.quotas.measure(asking.tenant)
-    return DeletedVersions(id=model_id)
+    return views.DeletedVersions(id=model_id)
 
 
 @router.get("/models/{model_id}/files")
 @router.get("/models/{model_id}/exports/{export}/files")
 async def model_files(
     model_id: ModelId, backend: Backed, asking: Asking, export: str | None = None
-) -> tuple[FileEntry, ...]:
+) -> tuple[views.FileEntry, ...]:
     """The files of an adapter, in PEFT's format, or of a model, or of an export: paths, sizes, hashes."""
     return (await asyncio.to_thread(_files, backend, asking.tenant, model_id, export)).entries
 
@@ -137,13 +116,13 @@ async def model_file(
 
 
 @router.get("/models/{model_id}/provenance")
-async def model_provenance(model_id: ModelId, backend: Backed, asking: Asking) -> Envelope:
+async def model_provenance(model_id: ModelId, backend: Backed, asking: Asking) -> views.Envelope:
     """The signed statement of a version's origin: in-toto with SLSA provenance, in a DSSE envelope."""
     return await asyncio.to_thread(backend.published.provenance, asking.tenant, model_id)
 
 
 @router.get("/provenance/keys")
-async def provenance_keys(backend: Backed, asking: Asking) -> tuple[PublicKey, ...]:
+async def provenance_keys(backend: Backed, asking: Asking) -> tuple[views.PublicKey, ...]:
     """The public keys that verify statements of this installation. Keep a copy elsewhere to trust them."""
     return await asyncio.to_thread(public_keys, backend.settings)
 
@@ -159,7 +138,7 @@ async def download_model(
 
 
 @router.get("/models/{model_id}/base")
-async def base_files(model_id: ModelId, backend: Backed, asking: Asking) -> tuple[FileEntry, ...]:
+async def base_files(model_id: ModelId, backend: Backed, asking: Asking) -> tuple[views.FileEntry, ...]:
     """The files of the model that an adapter was trained on: with them an adapter can be merged."""
     return (await asyncio.to_thread(_base, backend, asking.tenant, model_id)).entries
 
@@ -189,19 +168,21 @@ def _base(backend: Backend, tenant: str, model_id: str) -> PublishedFiles:
 
 
 @router.post("/models/{model_id}/exports", status_code=202)
-async def start_export(model_id: ModelId, body: JsonBody[Export], backend: Backed, asking: Asking) -> ExportView:
+async def start_export(
+    model_id: ModelId, body: JsonBody[views.Export], backend: Backed, asking: Asking
+) -> views.ExportView:
     """Write a whole model in another program's format. It is stored with the version, and deleted with it."""
     return await backend.exports.start(asking.tenant, model_id, body)
 
 
 @router.get("/models/{model_id}/exports/{export}")
-async def get_export(model_id: ModelId, export: str, backend: Backed, asking: Asking) -> ExportView:
+async def get_export(model_id: ModelId, export: str, backend: Backed, asking: Asking) -> views.ExportView:
     """The status of an export."""
     return await backend.exports.view(asking.tenant, model_id, export)
 
 
 @router.delete("/models/{model_id}/exports/{export}")
-async def delete_export(model_id: ModelId, export: str, backend: Backed, asking: Asking) -> ExportView:
+async def delete_export(model_id: ModelId, export: str, backend: Backed, asking: Asking) -> views.ExportView:
     """Delete the files of an export. It can be asked for again."""
     return await backend.exports.delete(asking.tenant, model_id, export)
 
@@ -220,13 +201,13 @@ async def whoami(asking: Asking) -> Principal:
 
 
 @accounts_router.get("/usage", dependencies=[Depends(require("read"))])
-async def usage(backend: Backed, asking: Asking) -> TenantUsage:
+async def usage(backend: Backed, asking: Asking) -> accounts.TenantUsage:
     """The tenant's usage and quotas."""
     return await backend.quotas.usage(asking.tenant)
 
 
 @accounts_router.post("/keys", status_code=201, dependencies=_admin)
-async def create_key(request: JsonBody[KeyRequest], backend: Backed, asking: Asking) -> NewKey:
+async def create_key(request: JsonBody[accounts.KeyRequest], backend: Backed, asking: Asking) -> accounts.NewKey:
     """Make a key. It is shown this once."""
     return await backend.keys.create(
         asking.tenant,
@@ -238,13 +219,13 @@ async def create_key(request: JsonBody[KeyRequest], backend: Backed, asking: Ask
 
 
 @accounts_router.get("/keys", dependencies=_admin)
-async def list_keys(backend: Backed, asking: Asking) -> tuple[KeyView, ...]:
+async def list_keys(backend: Backed, asking: Asking) -> tuple[accounts.KeyView, ...]:
     """The tenant's keys, newest first, without their secrets."""
     return await backend.keys.list(asking.tenant)
 
 
 @accounts_router.delete("/keys/{key_id}", dependencies=_admin)
-async def revoke_key(key_id: str, backend: Backed, asking: Asking) -> KeyView:
+async def revoke_key(key_id: str, backend: Backed, asking: Asking) -> accounts.KeyView:
     """End a key for good."""
     return await backend.keys.revoke(asking.tenant, key_id)
 
@@ -253,7 +234,9 @@ _operators = [Depends(require_operator("tenants are an affair of"))]
 
 
 @accounts_router.post("/tenants", status_code=201, dependencies=_operators)
-async def create_tenant(request: JsonBody[TenantRequest], backend: Backed, asking: Asking) -> NewTenant:
+async def create_tenant(
+    request: JsonBody[accounts.TenantRequest], backend: Backed, asking: Asking
+) -> accounts.NewTenant:
     """Make a tenant and its first key. 409 when the name is taken."""
     backend.quotas.check_priced(request.quotas)
     try:
@@ -265,8 +248,8 @@ async def create_tenant(request: JsonBody[TenantRequest], backend: Backed, askin
             raise
         # Its making was cut off before somebody had a key to it: who tries again is given one.
         tenant = await backend.tenants.show(request.tenant)
-    key = await backend.keys.create(tenant.tenant, title="first", scopes=ALL_SCOPES, created_by=asking.key_id)
-    return NewTenant(tenant=tenant, key=key, warning=_shared_folders(backend))
+    key = await backend.keys.create(tenant.tenant, title="first", scopes=accounts.ALL_SCOPES, created_by=asking.key_id)
+    return accounts.NewTenant(tenant=tenant, key=key, warning=_shared_folders(backend))
 
 
 def _shared_folders(backend: Backend) -> str | None:
@@ -285,13 +268,13 @@ async def list_tenants(backend: Backed) -> tuple[TenantRecord, ...]:
 
 
 @accounts_router.get("/tenants/{tenant}/usage", dependencies=_operators)
-async def tenant_usage(tenant: Tenant, backend: Backed) -> TenantUsage:
+async def tenant_usage(tenant: Tenant, backend: Backed) -> accounts.TenantUsage:
     """A tenant's usage and quotas."""
     return await backend.quotas.usage((await backend.tenants.show(tenant)).tenant)
 
 
 @accounts_router.put("/tenants/{tenant}/quotas", dependencies=_operators)
-async def set_quotas(tenant: Tenant, quotas: JsonBody[QuotaSettings], backend: Backed) -> TenantRecord:
+async def set_quotas(tenant: Tenant, quotas: JsonBody[accounts.QuotaSettings], backend: Backed) -> TenantRecord:
     """Set a tenant's quotas. Fields that are left out return to the installation's values."""
     backend.quotas.check_priced(quotas)
     record = await backend.tenants.set_quotas(tenant, quotas)
@@ -319,7 +302,7 @@ async def audit_log(
         bool,
         Query(description="for the first tenant only: entries of all tenants, and of requests without a valid key"),
     ] = False,
-) -> AuditPage:
+) -> accounts.AuditPage:
     """Requests that changed something or were refused, newest first."""
     if everybody and not asking.is_operator:
         raise Forbidden("only admins of the first tenant see the log of other tenants")

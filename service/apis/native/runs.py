@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import Field, RootModel
 
+from longshore import views
 from longshore.accounts import FilePage
 from longshore.automation import (
     Backfill,
@@ -32,34 +33,6 @@ from longshore.fields import Name
 from longshore.grading import OneGrade
 from longshore.runs import Kind, RLRun, Run, RunId, Source
 from longshore.training import SessionRun
-from longshore.views import (
-    PROFILE_ID,
-    AskedProfile,
-    CheckpointRef,
-    CommandView,
-    Estimate,
-    EventPage,
-    FileEntry,
-    GraderTrial,
-    GroupTexts,
-    Health,
-    JobFile,
-    Metrics,
-    Overview,
-    Preview,
-    PreviewRequest,
-    ProfileRequest,
-    RunPage,
-    RunRemoved,
-    RunReport,
-    RunView,
-    Sparkline,
-    State,
-    StepPage,
-    StepStatus,
-    StepSubmission,
-    Traces,
-)
 from service.accounts import audit
 from service.accounts.keys import BEARER, Asking, reads_or_writes
 from service.apis.bodies import JsonBody, JsonRoute, file_answer, tar_answer
@@ -91,12 +64,12 @@ StepNumber = Annotated[int, Path(ge=0, le=_LAST_STEP)]
 _HEALTH_PATIENCE_S = 5.0
 
 
-@open_router.get("/health", responses={503: {"model": Health}})
+@open_router.get("/health", responses={503: {"model": views.Health}})
 async def health(backend: Backed) -> JSONResponse:
     """The service's health, open to everybody, so without anything about runs."""
     temporal, store = await asyncio.gather(_check_temporal(backend), _check_store(backend))
     ok = temporal == store == "ok"
-    body = Health(
+    body = views.Health(
         status="ok" if ok else "degraded", temporal=temporal, store=store, temporal_ui=backend.settings.temporal_ui
     )
     return JSONResponse(body.model_dump(), status_code=200 if ok else 503)
@@ -140,58 +113,58 @@ SentBy = Annotated[Source, Depends(_source)]
 
 async def _submitting(
     backend: Backed, asking: Asking, source: SentBy, idempotency_key: IdempotencyKey = None
-) -> Callable[[Run], Awaitable[RunView]]:
+) -> Callable[[Run], Awaitable[views.RunView]]:
     """Return a function that starts a run. A repeated key gives the same run, whatever its names mean by then."""
 
-    async def submit(run: Run) -> RunView:
+    async def submit(run: Run) -> views.RunView:
         named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run)
         return await backend.runs.submit(asking, named, idempotency_key, source, asked=run)
 
     return submit
 
 
-Submits = Annotated[Callable[[Run], Awaitable[RunView]], Depends(_submitting)]
+Submits = Annotated[Callable[[Run], Awaitable[views.RunView]], Depends(_submitting)]
 
 
 @router.post("/runs", status_code=201)
-async def submit_run(run: JsonBody[RunRequest], submit: Submits) -> RunView:
+async def submit_run(run: JsonBody[RunRequest], submit: Submits) -> views.RunView:
     """Start a run of any `kind`. The same Idempotency-Key gives the same run."""
     return await submit(run.root)
 
 
 @router.post("/runs/sft", status_code=201)
-async def submit_sft(run: JsonBody[SFTRun], submit: Submits) -> RunView:
+async def submit_sft(run: JsonBody[SFTRun], submit: Submits) -> views.RunView:
     """Start a supervised fine-tuning run. The same Idempotency-Key gives the same run."""
     return await submit(run)
 
 
 @router.post("/runs/dpo", status_code=201)
-async def submit_dpo(run: JsonBody[DPORun], submit: Submits) -> RunView:
+async def submit_dpo(run: JsonBody[DPORun], submit: Submits) -> views.RunView:
     """Start a run that learns from preferences: pairs, or answers with a label. The same Idempotency-Key gives the same
     run."""
     return await submit(run)
 
 
 @router.post("/runs/distill", status_code=201)
-async def submit_distill(run: JsonBody[DistillRun], submit: Submits) -> RunView:
+async def submit_distill(run: JsonBody[DistillRun], submit: Submits) -> views.RunView:
     """Start a run whose student becomes like its teacher on a dataset. The same Idempotency-Key gives the same run."""
     return await submit(run)
 
 
 @router.post("/runs/reward", status_code=201)
-async def submit_reward(run: JsonBody[RewardRun], submit: Submits) -> RunView:
+async def submit_reward(run: JsonBody[RewardRun], submit: Submits) -> views.RunView:
     """Start a run that trains a reward model, of pairs or of scores. The same Idempotency-Key gives the same run."""
     return await submit(run)
 
 
 @router.post("/runs/rl", status_code=201)
-async def submit_rl(run: JsonBody[RLRun], submit: Submits) -> RunView:
+async def submit_rl(run: JsonBody[RLRun], submit: Submits) -> views.RunView:
     """Start a reinforcement-learning run, which waits for train steps. The same Idempotency-Key gives the same run."""
     return await submit(run)
 
 
 @router.post("/estimate")
-async def estimate_run(run: JsonBody[RunRequest], backend: Backed, asking: Asking) -> Estimate:
+async def estimate_run(run: JsonBody[RunRequest], backend: Backed, asking: Asking) -> views.Estimate:
     """What a run would be: steps and tokens, counted; time and cost, where earlier runs of its model tell. Starts
     nothing."""
     named = await asyncio.to_thread(backend.names.resolved, asking.tenant, run.root)
@@ -201,7 +174,9 @@ async def estimate_run(run: JsonBody[RunRequest], backend: Backed, asking: Askin
 
 
 @router.post("/runs/{run_id}/steps", status_code=202)
-async def train_step(run_id: RunId, step: JsonBody[StepSubmission], backend: Backed, asking: Asking) -> StepStatus:
+async def train_step(
+    run_id: RunId, step: JsonBody[views.StepSubmission], backend: Backed, asking: Asking
+) -> views.StepStatus:
     """Train one file of trajectory groups, after those that came before. 409 when the run takes no more."""
     return await backend.steps.train(asking.tenant, run_id, StepRequest(key=step.key, groups=step.groups), step.wait_s)
 
@@ -213,7 +188,7 @@ async def list_steps(
     asking: Asking,
     after: Annotated[int | None, Query(ge=0, le=_LAST_STEP, description="the `next` of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-) -> StepPage:
+) -> views.StepPage:
     """The train steps of an RL run that have ended, in order. 409 for a run of another kind."""
     await backend.steps.record(asking.tenant, run_id)
     return await backend.reader.steps(run_id, after, limit)
@@ -226,13 +201,13 @@ async def get_step(
     backend: Backed,
     asking: Asking,
     wait_s: Annotated[float, Query(ge=0, le=60, description="how long to wait for the step's end")] = 0,
-) -> StepStatus:
+) -> views.StepStatus:
     """A train step's current status. 0: the policy before the first, of a run that evaluates its own rollouts."""
     return await backend.steps.show(asking.tenant, run_id, step, wait_s)
 
 
 @router.post("/runs/{run_id}/finish", status_code=202)
-async def finish_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+async def finish_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
     """Tell an RL run that no more steps come: it ends after those that wait. 409 when it has ended."""
     return await backend.steps.finish(asking.tenant, run_id)
 
@@ -243,11 +218,11 @@ async def list_runs(
     asking: Asking,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     after: Annotated[RunId | None, Query(description="the `next` of the previous page")] = None,
-    state: State | None = None,
+    state: views.State | None = None,
     kind: Kind | None = None,
     words: Annotated[str | None, Query(max_length=128, description="text in the id, the name or the model")] = None,
     idle: Annotated[bool, Query(description="include sessions that have waited for a command for a day")] = False,
-) -> RunPage:
+) -> views.RunPage:
     """Runs, newest first, as they stood a second ago at most.
 
     Sessions that have waited for a command for a day are only listed where `idle`, `kind`, `state` or `words` ask for
@@ -261,42 +236,42 @@ async def list_runs(
 
 
 @router.get("/runs/{run_id}")
-async def get_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+async def get_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
     """A run's current status."""
     return await backend.runs.view(asking.tenant, run_id)
 
 
 @router.post("/runs/{run_id}/cancel", status_code=202)
-async def cancel_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+async def cancel_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
     """End a run: at its next step boundary with a checkpoint, or at once where it does not train. 409 when it has."""
     return await backend.runs.cancel(asking.tenant, run_id)
 
 
 @router.post("/runs/{run_id}/resume", status_code=202)
-async def resume_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+async def resume_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
     """Go on from the last checkpoint of a paused, failed or cancelled run. 409 for any other."""
     return await backend.runs.resume(asking.tenant, run_id)
 
 
 @router.post("/runs/{run_id}/pause", status_code=202)
-async def pause_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+async def pause_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
     """End a run at its next step boundary, with a checkpoint, to be resumed later. 409 when it has ended."""
     return await backend.runs.pause(asking.tenant, run_id)
 
 
 @router.post("/runs/{run_id}/retry", status_code=201)
-async def retry_run(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+async def retry_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
     """A failed or cancelled run's request as a new run, from the beginning. 409 for any other."""
     return await backend.runs.retry(asking, run_id)
 
 
 @router.delete("/runs/{run_id}")
-async def remove_run(run_id: RunId, backend: Backed, asking: Asking) -> RunRemoved:
+async def remove_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunRemoved:
     """Remove a run that has ended, with its checkpoints and logs. What it published stays. 409 while it is needed."""
     return await backend.removals.remove(asking.tenant, run_id)
 
 
-@router.get("/runs/{run_id}/events", response_model=EventPage)
+@router.get("/runs/{run_id}/events", response_model=views.EventPage)
 async def run_events(
     run_id: RunId,
     request: Request,
@@ -325,7 +300,7 @@ async def run_events(
 
 async def _events_within(
     backend: Backend, tenant: str, run_id: str, after: str | None, limit: int, wait_s: float
-) -> EventPage:
+) -> views.EventPage:
     end = asyncio.get_running_loop().time() + wait_s
     while True:
         page = await backend.reader.events(run_id, after, limit)
@@ -334,7 +309,7 @@ async def _events_within(
         await asyncio.sleep(_POLL_S)
 
 
-async def _event_pages(backend: Backend, tenant: str, run_id: str, after: str | None) -> AsyncIterator[EventPage]:
+async def _event_pages(backend: Backend, tenant: str, run_id: str, after: str | None) -> AsyncIterator[views.EventPage]:
     """Yield pages of events as they come, until the run has ended and all were read."""
     while True:
         ended = await _has_ended(backend, tenant, run_id)  # first, so that the next page is complete if it has ended
@@ -361,7 +336,7 @@ async def _event_stream(backend: Backend, tenant: str, run_id: str, after: str |
 
 
 @router.get("/runs/{run_id}/metrics")
-async def run_metrics(run_id: RunId, backend: Backed, asking: Asking) -> Metrics:
+async def run_metrics(run_id: RunId, backend: Backed, asking: Asking) -> views.Metrics:
     """A run's metrics by step, of the newest worker where a step was done twice; of an RL run also its train steps'."""
     await backend.runs.record(asking.tenant, run_id)
     return (await backend.histories.of(run_id)).metrics()
@@ -384,14 +359,14 @@ async def _log_lines(backend: Backend, tenant: str, run_id: str, follow: bool) -
 
 
 @router.get("/runs/{run_id}/checkpoints")
-async def run_checkpoints(run_id: RunId, backend: Backed, asking: Asking) -> tuple[CheckpointRef, ...]:
+async def run_checkpoints(run_id: RunId, backend: Backed, asking: Asking) -> tuple[views.CheckpointRef, ...]:
     """Checkpoints in the store, oldest first."""
     await backend.runs.record(asking.tenant, run_id)
     return await asyncio.to_thread(backend.reader.checkpoints, run_id)
 
 
 @router.get("/runs/{run_id}/files")
-async def run_files(run_id: RunId, backend: Backed, asking: Asking) -> tuple[FileEntry, ...]:
+async def run_files(run_id: RunId, backend: Backed, asking: Asking) -> tuple[views.FileEntry, ...]:
     """The files that the run published: paths, sizes, hashes. 409 before that."""
     return (await _published(backend, asking.tenant, run_id)).entries
 
@@ -421,12 +396,12 @@ async def openapi(request: Request) -> JSONResponse:
 # --- What else there is of runs: overview and sparklines, reports, job files, rollouts ---
 
 JobId = Annotated[str, Path(pattern=r"^[0-9]{6}$")]
-ProfileId = Annotated[str, Path(pattern=PROFILE_ID)]
+ProfileId = Annotated[str, Path(pattern=views.PROFILE_ID)]
 FenceLabel = Annotated[str, Path(pattern=r"^e[0-9]{6}-a[0-9]{2}$")]
 
 
 @router.get("/overview")
-async def show_overview(backend: Backed, asking: Asking) -> Overview:
+async def show_overview(backend: Backed, asking: Asking) -> views.Overview:
     """Counts of runs by state, positions in the queue for workers, and the titles of keys."""
     return await backend.overviews.show(asking.tenant)
 
@@ -434,7 +409,7 @@ async def show_overview(backend: Backed, asking: Asking) -> Overview:
 @router.get("/sparklines")
 async def list_sparklines(
     backend: Backed, asking: Asking, run_id: Annotated[list[RunId], Query(max_length=200)]
-) -> dict[RunId, Sparkline]:
+) -> dict[RunId, views.Sparkline]:
     """The loss of runs, or the reward of RL runs, in a few dozen numbers each. Unknown runs are left out."""
     runs = await backend.runs.of(asking.tenant, run_id)
     lines = await asyncio.gather(*(backend.overviews.sparkline(run) for run in runs))
@@ -442,14 +417,14 @@ async def list_sparklines(
 
 
 @router.get("/runs/{run_id}/report")
-async def run_report(run_id: RunId, backend: Backed, asking: Asking) -> RunReport:
+async def run_report(run_id: RunId, backend: Backed, asking: Asking) -> views.RunReport:
     """Reports of tokenizing and packing, as far as they have come."""
     status = await backend.runs.view(asking.tenant, run_id)
     return await asyncio.to_thread(backend.run_files.report, status)
 
 
 @router.get("/runs/{run_id}/jobs")
-async def list_jobs(run_id: RunId, backend: Backed, asking: Asking) -> tuple[JobFile, ...]:
+async def list_jobs(run_id: RunId, backend: Backed, asking: Asking) -> tuple[views.JobFile, ...]:
     """Every attempt at every job of a run, in order."""
     await backend.runs.record(asking.tenant, run_id)
     return await asyncio.to_thread(backend.run_files.jobs, run_id)
@@ -472,7 +447,9 @@ async def show_output(run_id: RunId, job_id: JobId, fence: FenceLabel, backend: 
 
 
 @router.post("/runs/{run_id}/profiles", status_code=202)
-async def ask_profile(run_id: RunId, body: JsonBody[AskedProfile], backend: Backed, asking: Asking) -> ProfileRequest:
+async def ask_profile(
+    run_id: RunId, body: JsonBody[views.AskedProfile], backend: Backed, asking: Asking
+) -> views.ProfileRequest:
     """Trace a run's next optimizer steps with torch's profiler. 409 when it has ended, or one is waited for."""
     if (await backend.runs.view(asking.tenant, run_id)).state != "running":
         raise Conflict(f"{run_id} does not run: there are no steps to come")
@@ -481,7 +458,7 @@ async def ask_profile(run_id: RunId, body: JsonBody[AskedProfile], backend: Back
 
 
 @router.get("/runs/{run_id}/profiles")
-async def list_profiles(run_id: RunId, backend: Backed, asking: Asking) -> Traces:
+async def list_profiles(run_id: RunId, backend: Backed, asking: Asking) -> views.Traces:
     """The traces of a run's steps, and the one that is waited for."""
     await backend.runs.record(asking.tenant, run_id)
     return await asyncio.to_thread(backend.run_files.traces, run_id)
@@ -510,7 +487,7 @@ async def download_checkpoint(
 @router.get("/runs/{run_id}/steps/{step}/rollouts")
 async def step_rollouts(
     run_id: RunId, step: StepNumber, backend: Backed, asking: Asking, limit: Annotated[int, Query(ge=1, le=32)] = 4
-) -> tuple[GroupTexts, ...]:
+) -> tuple[views.GroupTexts, ...]:
     """The first groups of a train step as text, with their rewards. 409 where they are not kept here."""
     status = await backend.steps.show(asking.tenant, run_id, step, 0)
     return await asyncio.to_thread(backend.run_files.rollouts, run_id, status, limit)
@@ -536,7 +513,7 @@ class SentCommand(RootModel[Asked]):
 @router.post("/sessions", status_code=201)
 async def open_session(
     session: JsonBody[SessionRun], backend: Backed, asking: Asking, idempotency_key: IdempotencyKey = None
-) -> RunView:
+) -> views.RunView:
     """Open a session. The same Idempotency-Key gives the same session. It is a run: /runs has its events and end."""
     named = await asyncio.to_thread(backend.names.resolved, asking.tenant, session)
     return await backend.runs.submit(asking, named, idempotency_key, asked=session)
@@ -548,8 +525,8 @@ async def list_sessions(
     asking: Asking,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     after: Annotated[RunId | None, Query(description="the `next` of the previous page")] = None,
-    state: State | None = None,
-) -> RunPage:
+    state: views.State | None = None,
+) -> views.RunPage:
     """Sessions, newest first, as they stood a second ago at most."""
     return await backend.runs.page(asking.tenant, limit=limit, after=after, state=state, kind="session")
 
@@ -557,19 +534,21 @@ async def list_sessions(
 @router.put("/sessions/{run_id}/commands/{number}", status_code=202)
 async def send_command(
     run_id: RunId, number: Number, command: JsonBody[SentCommand], backend: Backed, asking: Asking, wait_s: Wait = 0
-) -> CommandView:
+) -> views.CommandView:
     """Send a command, which is durable when this answers, and done once however often it is sent."""
     return await backend.sessions.send(asking.tenant, run_id, number, command.root, wait_s)
 
 
 @router.get("/sessions/{run_id}/commands/{number}")
-async def get_command(run_id: RunId, number: Number, backend: Backed, asking: Asking, wait_s: Wait = 0) -> CommandView:
+async def get_command(
+    run_id: RunId, number: Number, backend: Backed, asking: Asking, wait_s: Wait = 0
+) -> views.CommandView:
     """A command's state, or its result."""
     return await backend.sessions.show(asking.tenant, run_id, number, wait_s)
 
 
 @router.post("/sessions/{run_id}/close", status_code=202)
-async def close_session(run_id: RunId, backend: Backed, asking: Asking) -> RunView:
+async def close_session(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
     """Take no more commands: the session ends after those that wait, and its state stays. 409 when it has ended."""
     return await backend.sessions.close(asking.tenant, run_id)
 
@@ -633,21 +612,21 @@ async def delete_file(file_id: str, backend: Backed, asking: Asking) -> FileReco
 
 
 @router.post("/validate")
-async def validate(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
+async def validate(request: JsonBody[views.PreviewRequest], backend: Backed, asking: Asking) -> views.Preview:
     """Count a dataset's examples and tokens, and return the reason if a run would refuse it. Shows no rows."""
     named = await asyncio.to_thread(backend.names.resolved, asking.tenant, request)
     return await backend.checks.preview(asking.tenant, named.model_copy(update={"num_rows": 0}))
 
 
 @router.post("/preview")
-async def preview(request: JsonBody[PreviewRequest], backend: Backed, asking: Asking) -> Preview:
+async def preview(request: JsonBody[views.PreviewRequest], backend: Backed, asking: Asking) -> views.Preview:
     """The first rows of a dataset as a model will see them: which tokens are trained, and a report."""
     named = await asyncio.to_thread(backend.names.resolved, asking.tenant, request)
     return await backend.checks.preview(asking.tenant, named)
 
 
 @router.post("/graders/run")
-async def try_grader(trial: JsonBody[GraderTrial], backend: Backed, asking: Asking) -> OneGrade:
+async def try_grader(trial: JsonBody[views.GraderTrial], backend: Backed, asking: Asking) -> OneGrade:
     """Grade one sample, or check that the grader can be loaded. Without a grade, `error` says why."""
     await backend.runs.check_access(asking.tenant, trial)
     return await backend.checks.grade(asking.tenant, trial.grader, trial.sample)

@@ -8,7 +8,8 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -22,14 +23,13 @@ from pydantic import (
     Field,
     JsonValue,
     Tag,
-    ValidationError,
 )
 from starlette.requests import ClientDisconnect
 
 from longshore.fields import Frozen, only
 from service.accounts import audit
 from service.accounts.keys import Asking, Principal, require
-from service.apis.bodies import JsonBody, JsonRoute
+from service.apis.bodies import JsonBody, JsonRoute, refused_in_words
 from service.backend import Backed, Backend
 from service.inference.episodes import overridden
 from service.inference.questions import Reply, StreamedAnswer
@@ -38,7 +38,6 @@ from shared.chat.completions import SamplerRequest as ClientRequest
 from shared.chat.messages import MAX_TOOLS, ChatCompletion, ChatRequest, ServedModel
 from shared.chat.streams import CUSTOM_INPUT, KEEP_ALIVE, MessageObject, ResponseObject, completed, response_id
 from shared.errors import InvalidInput, LongshoreError, NotFound
-from shared.field_rules import first_error
 
 # --- Answers over HTTP: whole, or as a stream of server-sent events during sampling ---
 
@@ -55,7 +54,7 @@ async def answer_in_form(
     asked: tuple[Principal, ChatRequest, Backend],
     begun: Callable[[str, int], FormT],
     whole: Callable[[FormT, ChatCompletion], FormT],
-    named: Callable[[str], str],
+    names: Mapping[str, str],
     unused: Sequence[str],
 ) -> Response:
     """Answer a request that another API's form was translated from, whole or streamed.
@@ -64,17 +63,15 @@ async def answer_in_form(
         asked: who asks, the chat, and what answers it.
         begun: makes the form's object without its answer, from the completion's id and time.
         whole: puts the answer into that object.
-        named: returns the form's name of a chat's field.
+        names: the form's names of a chat's fields, if they differ.
         unused: the parts of the request that have no effect.
     """
     question: ChatRequest = asked[1]
     draft = StreamedAnswer(question, begun) if question.stream else None
 
     async def ask() -> Reply[ChatCompletion]:
-        try:
+        with named(names):
             return await _asked(request, asked[0], asked[2], question, draft)
-        except InvalidInput as error:
-            raise InvalidInput(error.message, error.place and named(error.place)) from error
 
     response = await _answered(request, ask(), draft, lambda told: whole(begun(told.id, told.created), told))
     return _naming(response, [*unused, *_overridden(request, question)])
@@ -175,7 +172,7 @@ class DeletedModel(Frozen):
 @router.get("/models")
 async def list_models(asking: Asking, backend: Backed) -> ServedModels:
     """Adapters and models that your tenant has published, and the base models that the installation names."""
-    published = await asyncio.to_thread(backend.published.list, asking.tenant)
+    published = await asyncio.to_thread(backend.published.served, asking.tenant)
     names = {model.id for model in published}
     bases = (model for model in backend.untrained.served() if model.id not in names)
     return ServedModels(data=(*published, *bases))
@@ -220,10 +217,6 @@ async def complete(body: JsonBody[CompletionRequest], request: Request, asking: 
 # --- `/v1/responses`: OpenAI's newer form of chats. A request is translated to a chat, and its answer back ---
 #
 # Nothing is stored: a client sends the whole conversation each time.
-
-responses_router = APIRouter(
-    route_class=JsonRoute, prefix="/v1", tags=["inference"], dependencies=[Depends(require("inference"))]
-)
 
 _MAX_ITEMS = 4096
 # A chat's fields by the names that they have here.
@@ -407,7 +400,7 @@ class ResponseRequest(ClientRequest):
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.text.format.of_chat if self.text and self.text.format else None,
         }
-        return chat_of(fields, _named)
+        return chat_of(fields, _NAMES)
 
     def asked(self, id: str, created: int) -> ResponseObject:
         """Return the response as it begins: its settings."""
@@ -430,13 +423,20 @@ class ResponseRequest(ClientRequest):
         )
 
 
-def chat_of(fields: dict[str, Any], named: Callable[[str], str]) -> ChatRequest:
-    """Return the chat that has these fields. Raises InvalidInput, by the name that the request's form has for one."""
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Let an InvalidInput of the block name its field as the form does: `names` has the names that differ."""
     try:
+        yield
+    except InvalidInput as error:
+        field, dot, rest = (error.place or "").partition(".")
+        raise InvalidInput(error.message, error.place and names.get(field, field) + dot + rest) from error
+
+
+def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
+    """Return the chat that has these fields. Raises InvalidInput, by the name that the request's form has for one."""
+    with named(names), refused_in_words():
         return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        place, rule = first_error(error)
-        raise InvalidInput(rule, named(place)) from None
 
 
 def called(messages: list[dict[str, Any]], id: str, name: str, arguments: str) -> None:
@@ -476,24 +476,25 @@ def messages_of_items(items: list[dict[str, JsonValue]]) -> list[dict[str, JsonV
 
 
 def _text_of(content: JsonValue, place: str) -> str:
+    rule = "a text, or parts of the types input_text and output_text"
+    return text_of(content, place, ("input_text", "output_text"), rule)
+
+
+def text_of(content: JsonValue, place: str, kinds: Sequence[str], rule: str) -> str:
+    """Return the text of a content: a text, or parts of these types. Raises InvalidInput with the rule for others."""
     if isinstance(content, str):
         return content
     texts = []
     for number, part in enumerate(content if isinstance(content, list) else [content]):
         match part:
-            case {"type": "input_text" | "output_text", "text": str(text)}:
+            case {"type": str(kind), "text": str(text)} if kind in kinds:
                 texts.append(text)
             case _:
-                raise InvalidInput("a text, or parts of the types input_text and output_text", f"{place}.{number}")
+                raise InvalidInput(rule, f"{place}.{number}")
     return "".join(texts)
 
 
-def _named(place: str) -> str:
-    field, dot, rest = place.partition(".")
-    return _NAMES.get(field, field) + dot + rest
-
-
-@responses_router.post("/responses", response_model=ResponseObject)
+@router.post("/responses", response_model=ResponseObject)
 async def respond(body: JsonBody[ResponseRequest], request: Request, asking: Asking, backend: Backed) -> Response:
     """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
     asked = asking, body.chat(), backend
@@ -501,4 +502,4 @@ async def respond(body: JsonBody[ResponseRequest], request: Request, asking: Ask
     def begun(answer_id: str, created: int) -> ResponseObject:
         return body.asked(response_id(answer_id), created)
 
-    return await answer_in_form(request, asked, begun, completed, _named, body.unused)
+    return await answer_in_form(request, asked, begun, completed, _NAMES, body.unused)

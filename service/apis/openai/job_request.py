@@ -364,15 +364,11 @@ def published_name(suffix: str | None) -> str | None:
 
 def openai_source(request: JobRequest, hyperparameters: dict[str, JsonValue]) -> Source:
     """The source of a job's run: its request, to be shown again."""
-    kept: dict[str, JsonValue] = {
-        "model": request.model,
-        "training_file": request.training_file,
-        "validation_file": request.validation_file,
-        "suffix": request.suffix,
-        "hyperparameters": hyperparameters,
-    }
+    kept = request.model_dump(include={"model", "training_file", "validation_file", "suffix"})
     wandb = request.integrations[0].wandb if request.integrations else None
-    return Source(api="openai", metadata=request.metadata or {}, wandb=wandb, request=kept)
+    return Source(
+        api="openai", metadata=request.metadata or {}, wandb=wandb, request=kept | {"hyperparameters": hyperparameters}
+    )
 
 
 def _trainable(start: StartingPoint, given: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, FileSystemLoader
 
-from longshore.accounts import ALL_SCOPES
+from longshore.accounts import ALL_SCOPES, hash_key
 from longshore.automation import NOTICE_TYPES
 from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from longshore.runs import RUN_ID, RLRun
@@ -150,16 +150,12 @@ async def signed_in(
         refusal = _html("login.html", 429, after=_local(after), problem=problem)
         refusal.headers["retry-after"] = str(math.ceil(wait_s))
         return refusal
-    if once:
-        key_sha256 = backend.sign_in_links.take(once)
-        begun = await backend.sign_ins.begin_for(key_sha256) if key_sha256 else None
-    else:
-        begun = await backend.sign_ins.begin(key)
-    if begun is None and once:
-        problem = "This link was already used, or is older than ten minutes. `longshore dev --link` prints another."
+    key_sha256 = backend.sign_in_links.take(once) if once else hash_key(key)
+    if (begun := await backend.sign_ins.begin(key_sha256) if key_sha256 else None) is None:
+        problem = "This key is unknown, revoked or expired."
+        if once:
+            problem = "This link was already used, or is older than ten minutes. `longshore dev --link` prints another."
         return _html("login.html", 401, after=_local(after), problem=problem)
-    if begun is None:
-        return _html("login.html", 401, after=_local(after), problem="This key is unknown, revoked or expired.")
     token, request.state.principal = begun
     answer = RedirectResponse(_local(after), 303, headers=_HEADERS)
     answer.set_cookie(

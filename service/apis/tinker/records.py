@@ -1,14 +1,12 @@
 """What the service keeps of Tinker's sessions, requests and samplers, and their way to runs."""
 
-import json
 import re
 import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from binascii import Error as Base64Error
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from fastapi import Depends
 from pydantic import Field, JsonValue, field_validator
@@ -318,27 +316,25 @@ class OptimStepRequest(OfModel):
     optimizer_params: JsonValue = None
 
 
-class SaveWeights(OfModel):
+class SaveRequest(OfModel):
     seq_id: Seq
     path: str | None = Field(default=None, max_length=4096)
     ttl_seconds: int | None = None
+
+
+class SaveWeights(SaveRequest):
     overwrite: bool = False
     user_metadata: Metadata | None = None
 
 
-class SaveForSampler(OfModel):
-    seq_id: Seq
-    path: str | None = Field(default=None, max_length=4096)
+class SaveForSampler(SaveRequest):
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
     user_metadata: Metadata | None = None
 
 
-class SaveExternal(OfModel):
-    seq_id: Seq
+class SaveExternal(SaveRequest):
     path: str = Field(max_length=4096)
-    ttl_seconds: int | None = None
     age_encryption_recipients: tuple[str, ...] | None = None
 
 
@@ -486,57 +482,40 @@ _RESULT_S = 20.0
 """How long a request waits for a checkpoint that is still being saved."""
 
 
+class AskedLoss(Frozen):
+    """A loss by Tinker's name, and its settings."""
+
+    name: str
+    config: dict[str, float | str] = Field(default_factory=dict)
+
+
 FutureKind = Literal["create", "passes", "optim", "save", "sampler", "load"]
-_LONGEST = 4096
 
 
-@dataclass(frozen=True)
-class TrainingFuture:
+class TrainingFuture(Frozen):
     """A pending command of a model's session, and what its answer needs in addition to the command's result.
 
-    `detail`: of `passes` the loss as it was asked for; of `save` the checkpoint's path; of `sampler` the sampling
-    session's id; of `load` the path.
+    `detail`: of `save` the checkpoint's path; of `sampler` the sampling session's id; of `load` the path. `loss`: of
+    `passes`.
     """
 
     model_id: str
-    command: int
+    command: int = Field(ge=0, lt=10**8)
     kind: FutureKind
     detail: str = ""
+    loss: AskedLoss | None = None
 
     @property
     def request_id(self) -> str:
-        detail = urlsafe_b64encode(self.detail.encode()).decode()
-        return f"{self.model_id}|{self.command}|{self.kind}|{detail}"
+        return urlsafe_b64encode(self.model_dump_json(exclude_defaults=True).encode()).decode()
 
     @classmethod
     def parse(cls, request_id: str) -> Self:
         """Raises NotFound if it is not such an id."""
-        missing = NotFound(f"there is no request {request_id[:120]}")
-        parts = request_id.split("|")
-        if len(parts) != 4 or len(request_id) > _LONGEST:
-            raise missing
-        model_id, command, kind, detail = parts
-        if kind not in get_args(FutureKind) or not (command.isascii() and command.isdigit() and len(command) <= 8):
-            raise missing
         try:
-            return cls(model_id, int(command), kind, urlsafe_b64decode(detail).decode())  # type: ignore[arg-type]
-        except (Base64Error, ValueError):
-            raise missing from None
-
-
-def loss_detail(loss_fn: str, config: Mapping[str, float | str]) -> str:
-    return json.dumps([loss_fn, dict(config)], separators=(",", ":"))
-
-
-def loss_of_detail(detail: str) -> tuple[str, dict[str, float | str]]:
-    """Return a loss and its settings. Raises NotFound if `loss_detail` has not made it."""
-    try:
-        loss_fn, config = json.loads(detail)
-        if isinstance(loss_fn, str) and isinstance(config, dict):
-            return loss_fn, config
-    except (ValueError, RecursionError):
-        pass
-    raise NotFound("there is no such request")
+            return cls.model_validate_json(urlsafe_b64decode(request_id))
+        except ValueError:
+            raise NotFound(f"there is no request {request_id[:120]}") from None
 
 
 class NamedModel(Frozen):
@@ -573,12 +552,12 @@ class Gateway:
     # Commands.
 
     async def command(
-        self, model: ModelRecord, seq_id: int, asked: Asked | Skip | bytes, kind: FutureKind, detail: str = ""
+        self, model: ModelRecord, seq_id: int, asked: Asked | Skip | bytes, kind: FutureKind, **more: Any
     ) -> dict[str, Any]:
-        """Have a model's session do a command, and answer with its future."""
+        """Have a model's session do a command, and answer with its future, which has `more` fields."""
         number = seq_id + model.before
         await self.backend.sessions.accept(self.tenant, model.run_id, number, asked)
-        future = TrainingFuture(model.id, number, kind, detail)
+        future = TrainingFuture(model_id=model.id, command=number, kind=kind, **more)
         return {"request_id": future.request_id, "model_id": model.id}
 
     @asynccontextmanager

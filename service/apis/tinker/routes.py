@@ -1,19 +1,18 @@
 """Tinker's routes: sessions, training, checkpoints and their downloads."""
 
 import asyncio
-import hmac
 import json
 import re
 import secrets
 import time
-from base64 import urlsafe_b64decode, urlsafe_b64encode
-from binascii import Error as Base64Error
+from base64 import urlsafe_b64encode
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
+from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
@@ -38,6 +37,7 @@ from service.apis.tinker.records import (
     Gateway,
     LoadWeights,
     LoraConfig,
+    Metadata,
     ModelRecord,
     OfModel,
     OfSession,
@@ -45,6 +45,7 @@ from service.apis.tinker.records import (
     SamplerRecord,
     SaveExternal,
     SaveForSampler,
+    SaveRequest,
     SaveWeights,
     SearchSessions,
     SessionRecord,
@@ -60,9 +61,10 @@ from service.backend import Backed, Backend
 from service.errors import Conflict, Forbidden
 from service.files import PublishedFiles
 from service.inference.published_models import PublishedModel
-from service.sealing import SealKey, seal_keys
+from service.sealing import seal_keys
 from shared.errors import InvalidInput, NotFound
 from shared.field_rules import first_error
+from shared.settings import Settings
 from shared.storage.artifacts import CheckpointName, checkpoint_of_step, read_manifest
 from shared.storage.paths import RunKeys
 from shared.storage.store import ObjectStore
@@ -176,7 +178,7 @@ async def create_model(body: JsonBody[CreateModel], gateway: AtGateway) -> Futur
     if body.lora_config is None:
         raise InvalidInput("give a LoRA's rank: whole models are trained by runs of our own", "lora_config")
     model = await opened(gateway, body, body.base_model, body.lora_config)
-    return {"request_id": TrainingFuture(model.id, 0, "create").request_id, "model_id": model.id}
+    return {"request_id": TrainingFuture(model_id=model.id, command=0, kind="create").request_id, "model_id": model.id}
 
 
 async def opened(
@@ -255,9 +257,9 @@ async def forward_backward(request: Request, gateway: AtGateway) -> Future:
         await gateway.backend.quotas.admit_bytes(gateway.tenant, body.num_bytes)
         async with gateway.numbered(model, head.seq_id):
             making = partial(decoding.call, request, translation.make_command, *sent, str(made), is_small=is_small)
-            detail = await making(reads=[body.path], writes=[made])
+            loss = await making(reads=[body.path], writes=[made])
             command = await asyncio.to_thread(made.read_bytes)
-            return await gateway.command(model, head.seq_id, command, "passes", detail)
+            return await gateway.command(model, head.seq_id, command, "passes", loss=loss)
 
 
 @training_router.post("/optim_step")
@@ -290,8 +292,7 @@ async def save_weights(body: JsonBody[SaveWeights], gateway: AtGateway) -> Futur
     """Save weights and optimizer state under a name."""
     model = await gateway.records.model(body.model_id)
     async with gateway.numbered(model, body.seq_id):
-        checkpoint = _checkpoint(model, body, "weights")
-        return await _named(gateway, model, body.seq_id, checkpoint, body.overwrite)
+        return await _saved(gateway, model, body, "weights", body.user_metadata, body.overwrite)
 
 
 @training_router.post("/save_weights_external")
@@ -301,8 +302,7 @@ async def save_weights_external(body: JsonBody[SaveExternal], gateway: AtGateway
     async with gateway.numbered(model, body.seq_id):
         if body.age_encryption_recipients:
             raise InvalidInput("files are not encrypted here: leave it out", "age_encryption_recipients")
-        checkpoint = _checkpoint(model, body, "external_weights")
-        return await _named(gateway, model, body.seq_id, checkpoint, overwrite=False)
+        return await _saved(gateway, model, body, "external_weights")
 
 
 @training_router.post("/save_weights_for_sampler")
@@ -311,8 +311,7 @@ async def save_for_sampler(body: JsonBody[SaveForSampler], gateway: AtGateway) -
     model = await gateway.records.model(body.model_id)
     async with gateway.numbered(model, body.seq_id):
         if body.path is not None or body.sampling_session_seq_id is None:
-            checkpoint = _checkpoint(model, body, "sampler_weights")
-            return await _named(gateway, model, body.seq_id, checkpoint, overwrite=False)
+            return await _saved(gateway, model, body, "sampler_weights", body.user_metadata)
         sampler = SamplerRecord(
             session_id=model.session_id,
             number=body.sampling_session_seq_id,
@@ -321,22 +320,32 @@ async def save_for_sampler(body: JsonBody[SaveForSampler], gateway: AtGateway) -
             command=body.seq_id + model.before,
             inflight=body.kind == "inflight",
         )
-        future = await gateway.command(model, body.seq_id, commands.SaveState(), "sampler", sampler.id)
+        future = await gateway.command(model, body.seq_id, commands.SaveState(), "sampler", detail=sampler.id)
         await gateway.records.add(sampler)
         return future
 
 
-def _checkpoint(
-    model: ModelRecord, body: SaveWeights | SaveForSampler | SaveExternal, kind: CheckpointKind
-) -> CheckpointRecord:
-    return CheckpointRecord(
+async def _saved(
+    gateway: Gateway,
+    model: ModelRecord,
+    body: SaveRequest,
+    kind: CheckpointKind,
+    user_metadata: Metadata | None = None,
+    overwrite: bool = False,
+) -> Future:
+    """Save a state under a name. A state to sample from or to download is published, so that it is kept."""
+    checkpoint = CheckpointRecord(
         model_id=model.id,
         kind=kind,
         name=body.path or f"{body.seq_id:06d}",
         command=body.seq_id + model.before,
         expires_at=expiry(body.ttl_seconds),
-        user_metadata=None if isinstance(body, SaveExternal) else body.user_metadata,
+        user_metadata=user_metadata,
     )
+    await gateway.records.claim(checkpoint, overwrite)
+    audit.touched(checkpoint.id)
+    save = commands.SaveState(publish=kind != "weights")
+    return await gateway.command(model, body.seq_id, save, "save", detail=checkpoint.id)
 
 
 def expiry(ttl_seconds: int | None) -> float | None:
@@ -346,16 +355,6 @@ def expiry(ttl_seconds: int | None) -> float | None:
     if not 60 <= ttl_seconds <= 315_360_000:
         raise InvalidInput("from 60 seconds to ten years", "ttl_seconds")
     return time.time() + ttl_seconds
-
-
-async def _named(
-    gateway: Gateway, model: ModelRecord, seq_id: int, checkpoint: CheckpointRecord, overwrite: bool
-) -> Future:
-    """Save a state under a name. A state to sample from or to download is published, so that it is kept."""
-    await gateway.records.claim(checkpoint, overwrite)
-    audit.touched(checkpoint.id)
-    save = commands.SaveState(publish=checkpoint.kind != "weights")
-    return await gateway.command(model, seq_id, save, "save", checkpoint.id)
 
 
 @training_router.post("/load_weights")
@@ -368,7 +367,7 @@ async def load_weights(body: JsonBody[LoadWeights], gateway: AtGateway) -> Futur
         async with gateway.numbered(model, body.seq_id):
             _, state = await gateway.state_of(body.path)
             load = commands.LoadState(state=state, optimizer=body.optimizer)
-            return await gateway.command(model, body.seq_id, load, "load", body.path)
+            return await gateway.command(model, body.seq_id, load, "load", detail=body.path)
     if body.session_id is None or body.model_seq_id is None or body.model_id is not None:
         raise InvalidInput("give model_id and seq_id, or session_id and model_seq_id", "model_id")
     source, state = await gateway.state_of(body.path)
@@ -376,7 +375,7 @@ async def load_weights(body: JsonBody[LoadWeights], gateway: AtGateway) -> Futur
     lora = LoraConfig.model_validate(source.model_dump(include=set(LoraConfig.model_fields)))
     model = await opened(gateway, body, source.base_model, lora, before=1)
     load = commands.LoadState(state=state, optimizer=body.optimizer)
-    return await gateway.command(model, 0, load, "load", body.path)
+    return await gateway.command(model, 0, load, "load", detail=body.path)
 
 
 # --- Files of checkpoints, by signed URLs: whoever has one may read the file for an hour, without a key ---
@@ -397,29 +396,25 @@ async def files_of(gateway: Gateway, checkpoint: CheckpointRecord) -> PublishedF
 
 def signed(gateway: Gateway, checkpoint: CheckpointRecord, base_url: str) -> tuple[str, float]:
     """Return the address of a checkpoint's files, and when it ends."""
-    expires = time.time() + _LASTS_S
-    told = urlsafe_b64encode(
-        json.dumps([gateway.tenant, checkpoint.id, expires, gateway.asking.key_id]).encode()
-    ).decode()
-    token = f"{told}.{_signature(seal_keys(gateway.backend.settings)[0], told)}"
-    return f"{base_url.rstrip('/')}{TINKER_FILES}{token}", expires
+    told = json.dumps([gateway.tenant, checkpoint.id, gateway.asking.key_id])
+    token = _tokens(gateway.backend.settings).encrypt(told.encode()).decode()
+    return f"{base_url.rstrip('/')}{TINKER_FILES}{token}", time.time() + _LASTS_S
 
 
-def _signature(key: SealKey, told: str) -> str:
-    return key.derived(f"tinker files {told}".encode()).hex()
+def _tokens(settings: Settings) -> MultiFernet:
+    """Seals what addresses say, with the time: a key for each of the installation's, the current one first."""
+    return MultiFernet([Fernet(urlsafe_b64encode(key.derived(b"tinker files"))) for key in seal_keys(settings)])
 
 
 def _opened(backend: Backend, token: str) -> tuple[Gateway, str]:
     """Return the gateway and the checkpoint's path of a token. Raises Forbidden: it is not ours, or has ended."""
-    told, _, signature = token.partition(".")
-    ours = (_signature(key, told).encode() for key in seal_keys(backend.settings))
-    if not any(hmac.compare_digest(each, signature.encode()) for each in ours):
-        raise Forbidden("this address is not signed here")
+    tokens = _tokens(backend.settings)
     try:
-        tenant, path, expires, key_id = json.loads(urlsafe_b64decode(told))
-    except (Base64Error, ValueError):
+        tenant, path, key_id = json.loads(tokens.decrypt(token.encode()))
+        began = tokens.extract_timestamp(token.encode())
+    except InvalidToken:
         raise Forbidden("this address is not signed here") from None
-    if expires < time.time():
+    if began + _LASTS_S < time.time():
         raise Forbidden("this address has ended: ask for a new one")
     principal = Principal(tenant=tenant, key_id=key_id, scopes=frozenset())
     return Gateway(backend, principal, TinkerRecords(backend.database, backend.quotas, tenant)), path

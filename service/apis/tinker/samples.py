@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
 from longshore.commands import CommandResult
 from service.accounts.keys import require
 from service.accounts.tenants import Documents
-from service.apis.bodies import JsonBody, JsonRoute
+from service.apis.bodies import JsonBody, JsonRoute, refused_in_words
 from service.apis.tinker import translation
 from service.apis.tinker.records import (
+    AskedLoss,
     AtGateway,
     CancelFuture,
     CreateSampler,
@@ -35,14 +35,13 @@ from service.apis.tinker.records import (
     TrainingFuture,
 )
 from service.apis.tinker.translation import metrics_of_step
-from service.apis.tinker.wire import PROTOBUF, TINKER, Likely, WirePromptScores, WireSample, samples_bytes
+from service.apis.tinker.wire import LENGTH, MESSAGES, PROTOBUF, STOP, TINKER, Likely, packed, put_top
 from service.backend import Backend
 from service.errors import Busy
 from service.inference.published_models import Target
 from service.inference.questions import check_length
 from shared.chat.completions import TOKEN_ID, CompletionRequest, CompletionResponse, PromptLogprob
 from shared.errors import InvalidInput, LongshoreError, NotFound
-from shared.field_rules import first_error
 from shared.storage.paths import RunKeys
 
 # --- Sampling sessions, and pending samples ---
@@ -268,7 +267,7 @@ def question(asked: SampleRequest, model: str) -> CompletionRequest:
     params = asked.sampling_params
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or ()
     stop, stop_ids = ([each for each in stops if isinstance(each, kind)] for kind in (str, int))
-    try:
+    with refused_in_words("sampling_params"):
         return CompletionRequest.model_validate(
             {
                 "model": model,
@@ -286,9 +285,6 @@ def question(asked: SampleRequest, model: str) -> CompletionRequest:
                 "return_token_ids": True,
             }
         )
-    except ValidationError as error:
-        place, rule = first_error(error)
-        raise InvalidInput(rule, f"sampling_params.{place}") from None
 
 
 def part_of(question: CompletionRequest, seed: int, first: int, n: int) -> CompletionRequest:
@@ -307,16 +303,23 @@ def write_answer(asked: SampleRequest, answer: Path, made: Path) -> None:
 
 
 def answer_bytes(asked: SampleRequest, content: bytes) -> bytes:
-    """Translate the answer to one of a request's questions: the prompt's scores are in the first one's alone."""
-    answer, drawn = CompletionResponse.model_validate_json(content), []
+    """Translate the answer to one of a request's questions into a SampleResponse.
+
+    The prompt's scores are in the first question's answer alone.
+    """
+    answer, response = CompletionResponse.model_validate_json(content), MESSAGES["SampleResponse"]()
     for choice in sorted(answer.choices, key=lambda each: each.index):
         assert choice.token_ids is not None and choice.logprobs is not None
-        logprobs = [float("nan") if each is None else each for each in choice.logprobs.token_logprobs]
+        sequence = response.sequences.add(
+            stop_reason=STOP if choice.finish_reason == "stop" else LENGTH,
+            tokens=packed(choice.token_ids, "<i4"),
+            logprobs=packed(choice.logprobs.token_logprobs, "<f4"),
+        )
         top = [_likeliest(each or {}, asked.topk_sample_logprobs) for each in choice.logprobs.top_logprobs or ()]
-        stopped = choice.finish_reason == "stop"
-        drawn.append(WireSample(choice.token_ids, logprobs, stopped, top, asked.topk_sample_logprobs))
-    told = answer.choices[0].prompt_logprobs
-    return samples_bytes(drawn, _prompt_scores(asked, told) if told is not None else WirePromptScores())
+        put_top(sequence.topk_sampled_logprobs, top, asked.topk_sample_logprobs)
+    if (told := answer.choices[0].prompt_logprobs) is not None:
+        _put_prompt_scores(response, asked, told)
+    return bytes(response.SerializeToString())
 
 
 def _likeliest(told: Mapping[str, float], k: int) -> Likely:
@@ -325,15 +328,16 @@ def _likeliest(told: Mapping[str, float], k: int) -> Likely:
     return [(int(name.removeprefix(TOKEN_ID)), logprob) for name, logprob in ranked]
 
 
-def _prompt_scores(asked: SampleRequest, told: Sequence[Mapping[int, PromptLogprob] | None]) -> WirePromptScores:
-    """Return the prompt's scores as Tinker has them: NaN for the first token and for those that were not asked for."""
+def _put_prompt_scores(response: Any, asked: SampleRequest, told: Sequence[Mapping[int, PromptLogprob] | None]) -> None:
+    """Write the prompt's scores as Tinker has them: NaN for the first token and for those that were not asked for."""
     ids, k = asked.prompt.ids, asked.topk_prompt_logprobs
     unwanted = len(told) - (asked.prompt_logprobs_last_n or len(told))
     known = [None if place < unwanted else each for place, each in enumerate(told)]
-    scores = [float("nan") if each is None else each[ids[place]].logprob for place, each in enumerate(known)]
+    if asked.prompt_logprobs:
+        scores = [None if each is None else each[ids[place]].logprob for place, each in enumerate(known)]
+        response.prompt_logprobs = packed(scores, "<f4")
     ranked = [sorted((of.rank or 0, token, of.logprob) for token, of in (each or {}).items()) for each in known]
-    top = [[(token, logprob) for rank, token, logprob in row if rank <= k] for row in ranked]
-    return WirePromptScores(scores if asked.prompt_logprobs else None, top, k)
+    put_top(response.topk_prompt_logprobs, [[(token, p) for rank, token, p in row if rank <= k] for row in ranked], k)
 
 
 # Operations.
@@ -479,8 +483,8 @@ async def _answer(
 ) -> DoneFuture:
     """Say a command's result as the request's answer. Raises NotFound for a request of another kind."""
     match future.kind, result.kind:
-        case "passes", "forward" | "forward_backward":
-            return await _scores(gateway, request, RunKeys(model.run_id).command(future.command), future.detail, result)
+        case "passes", "forward" | "forward_backward" if future.loss is not None:
+            return await _scores(gateway, request, RunKeys(model.run_id).command(future.command), future.loss, result)
         case "optim", "optim_step":
             return {"metrics": metrics_of_step(result)}
         case "save", "save_state":
@@ -492,12 +496,12 @@ async def _answer(
     raise NotFound(f"there is no request {future.request_id[:120]}")
 
 
-async def _scores(gateway: Gateway, request: Request, key: str, detail: str, result: CommandResult) -> bytes:
+async def _scores(gateway: Gateway, request: Request, key: str, loss: AskedLoss, result: CommandResult) -> bytes:
     """Return the answer to a command in the store; a child process converts large results."""
     decoding = gateway.backend.decoding
     async with decoding.scratch() as command, decoding.scratch() as made:
         size = await asyncio.to_thread(lambda: command.write_bytes(gateway.backend.store.get_bytes(key)))
-        asked = str(command), detail, result, str(made)
+        asked = str(command), loss, result, str(made)
         is_small = size <= _SMALL_COMMAND_BYTES
         call = partial(decoding.call, request, translation.write_scores, *asked, is_small=is_small)
         await call(reads=[command], writes=[made])

@@ -18,19 +18,8 @@ from numpy.typing import NDArray
 from longshore.commands import MAX_ANSWER, MAX_DATA, MAX_TOP_K, CommandResult, ForwardBackwardOptions, ForwardOptions
 from longshore.fields import Frozen
 from longshore.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce, TruncatedReinforce
-from service.apis.tinker.records import loss_detail, loss_of_detail
-from service.apis.tinker.wire import (
-    SentBatch,
-    SentDatum,
-    SentRequest,
-    Tensor,
-    WireScores,
-    decompressed,
-    fields_of,
-    output_bytes,
-    plain_body,
-    plain_bytes,
-)
+from service.apis.tinker import wire
+from service.apis.tinker.records import AskedLoss
 from service.decoding import SMALL_BYTES
 from service.files import Received
 from shared.errors import InvalidInput, NotFound
@@ -139,7 +128,7 @@ def _number(config: Config, name: str, default: float) -> float:
     return value
 
 
-def command_of(batch: SentBatch) -> bytes:
+def command_of(batch: wire.SentBatch) -> bytes:
     """Translate a batch into a command's file. Raises InvalidInput that names the datum and the input at fault."""
     if not 0 < len(batch.data) <= MAX_DATA:
         raise InvalidInput(f"{len(batch.data):,} data; from 1 to {MAX_DATA:,} are taken at once", "data")
@@ -158,13 +147,13 @@ def command_of(batch: SentBatch) -> bytes:
     return with_data(ForwardOptions(score_all=True) if batch.forward_only else ForwardBackwardOptions(loss=loss), data)
 
 
-def _weighed_datum(datum: SentDatum, place: str) -> Columns:
+def _weighed_datum(datum: wire.SentDatum, place: str) -> Columns:
     """A datum of cross_entropy: the tokens that follow, or any targets, one or several in a place."""
     targets = _flat_if_single(_input(datum, "target_tokens", place))
     _only(datum, ("target_tokens", "weights"), place)
     given = datum.inputs.get("weights")
     if given is None:
-        weights = Tensor(np.ones(len(targets.values), np.float32), targets.shape, targets.ends, targets.columns)
+        weights = wire.Tensor(np.ones(len(targets.values), np.float32), targets.shape, targets.ends, targets.columns)
     else:
         weights = _flat_if_single(given)
     if weights.shape != targets.shape:
@@ -181,15 +170,15 @@ def _weighed_datum(datum: SentDatum, place: str) -> Columns:
     return {"token_id": token_id, "hidden_index": hidden_N, "label": label_N, "weight": weight_N}
 
 
-def _flat_if_single(tensor: Tensor) -> Tensor:
+def _flat_if_single(tensor: wire.Tensor) -> wire.Tensor:
     """Return a dense column [N, 1] as [N]."""
-    return Tensor(tensor.values, tensor.shape[:1]) if tensor.shape[1:] == (1,) and tensor.ends is None else tensor
+    return wire.Tensor(tensor.values, tensor.shape[:1]) if tensor.shape[1:] == (1,) and tensor.ends is None else tensor
 
 
-def _sequence_datum(datum: SentDatum, place: str) -> Columns:
+def _sequence_datum(datum: wire.SentDatum, place: str) -> Columns:
     """A datum of gspo: the places that the mask names are scored, and the sequence's ratio is of these."""
     mask = _input(datum, RATIO_MASK, place)
-    plain = SentDatum(datum.tokens, {name: each for name, each in datum.inputs.items() if name != RATIO_MASK})
+    plain = wire.SentDatum(datum.tokens, {name: each for name, each in datum.inputs.items() if name != RATIO_MASK})
     found = _policy_datum(plain, place)
     _check_column(datum, RATIO_MASK, mask, place)
     is_masked_N = _floats(mask.values, f"{place}.{RATIO_MASK}") != 0
@@ -198,7 +187,7 @@ def _sequence_datum(datum: SentDatum, place: str) -> Columns:
     return _scored_in(is_masked_N, found, f"{RATIO_MASK} names it", f"{RATIO_MASK} leaves its place out", place)
 
 
-def _sampled_datum(datum: SentDatum, place: str) -> Columns:
+def _sampled_datum(datum: wire.SentDatum, place: str) -> Columns:
     """A datum of stable_reinforce: the sampled places are scored, whose log-probabilities are the sampler's.
 
     Prompts have none, and the pull towards the sampler would be towards a probability of 1.
@@ -227,13 +216,13 @@ def _scored_in(is_scored_N: NDArray[Any], found: Columns, inside: str, outside: 
     return found | {"weight": is_scored_N.astype(np.float32)}
 
 
-def _check_column(datum: SentDatum, name: str, column: Tensor, place: str) -> None:
+def _check_column(datum: wire.SentDatum, name: str, column: wire.Tensor, place: str) -> None:
     if column.ends is not None or column.shape != (len(datum.tokens),):
         message = f"its shape is {list(column.shape)}: one number for each of the {len(datum.tokens)} tokens"
         raise InvalidInput(message, f"{place}.{name}")
 
 
-def _policy_datum(datum: SentDatum, place: str) -> Columns:
+def _policy_datum(datum: wire.SentDatum, place: str) -> Columns:
     """A datum of a policy loss. Places whose advantage is 0 may name any target, and are not scored if it is another
     one than the token that follows.
     """
@@ -257,7 +246,7 @@ def _policy_datum(datum: SentDatum, place: str) -> Columns:
     return found | {"weight": (~differs_N).astype(np.float32)} if np.any(differs_N) else found
 
 
-def _input(datum: SentDatum, name: str, place: str) -> Tensor:
+def _input(datum: wire.SentDatum, name: str, place: str) -> wire.Tensor:
     found = datum.inputs.get(name)
     if found is None:
         raise InvalidInput(
@@ -270,14 +259,14 @@ def _input(datum: SentDatum, name: str, place: str) -> Tensor:
     return found
 
 
-def _only(datum: SentDatum, names: tuple[str, ...], place: str) -> None:
+def _only(datum: wire.SentDatum, names: tuple[str, ...], place: str) -> None:
     for name in datum.inputs:
         if name not in names:
             raise InvalidInput("this loss has no such input here", f"{place}.{name[:60]}")
         _input(datum, name, place)
 
 
-def _check_places(datum: SentDatum, targets: Tensor, place: str) -> None:
+def _check_places(datum: wire.SentDatum, targets: wire.Tensor, place: str) -> None:
     if not len(datum.tokens):
         raise InvalidInput("there is no token", f"{place}.model_input")
     if targets.shape[0] != len(datum.tokens):
@@ -287,7 +276,7 @@ def _check_places(datum: SentDatum, targets: Tensor, place: str) -> None:
         raise InvalidInput(f"at most {MAX_TOP_K} targets in a place", f"{place}.target_tokens")
 
 
-def _ids(datum: SentDatum, last: NDArray[Any], place: str) -> NDArray[Any]:
+def _ids(datum: wire.SentDatum, last: NDArray[Any], place: str) -> NDArray[Any]:
     """Return the whole sequence, whose last token the input does not have."""
     tokens = _in_range(datum.tokens, f"{place}.model_input")
     return np.append(tokens, _in_range(last, f"{place}.target_tokens"))
@@ -299,7 +288,7 @@ def _in_range(ids: NDArray[Any], place: str) -> NDArray[Any]:
     return ids
 
 
-def _dense(tensor: Tensor, place: str) -> NDArray[Any]:
+def _dense(tensor: wire.Tensor, place: str) -> NDArray[Any]:
     """Return a tensor as a matrix [N, K]: cells that a sparse one does not list are 0. Its size is limited."""
     if tensor.ends is None or tensor.columns is None:
         return tensor.values.reshape(tensor.shape[0], -1)
@@ -321,7 +310,7 @@ def _floats(values: NDArray[Any], place: str) -> NDArray[Any]:
 
 def scores_and_metrics(
     data: bytes, loss_fn: str, config: Config, result: CommandResult
-) -> tuple[list[WireScores], dict[str, float]]:
+) -> tuple[list[wire.WireScores], dict[str, float]]:
     """Return the scores of each datum by position, and metrics whose names say how to combine chunks.
 
     A position of weight 0 was not scored; its log-probability is returned as 0.
@@ -338,7 +327,7 @@ def scores_and_metrics(
     sizes = np.diff(ends) // (np.diff(units.token_offsets) - 1)  # all places of a datum have equally many targets
     of_data = [slice(*each) for each in pairwise(ends)]
     shapes = [(int(size),) if size > 1 else () for size in sizes]
-    found = [WireScores(logprob_N[places], shape) for places, shape in zip(of_data, shapes, strict=True)]
+    found = [wire.WireScores(logprob_N[places], shape) for places, shape in zip(of_data, shapes, strict=True)]
     total = sum(_loss(units, each, logprob_N[each].astype(np.float64), loss_fn, config) for each in of_data)
     metrics = {
         f"{name}:{'max' if name.endswith('_max') else 'sum' if name in _COUNTS else 'mean'}": value
@@ -383,7 +372,7 @@ class Head(Frozen):
 
 def is_small(body: Received, encoding: str) -> bool:
     """True for a batch that is read faster than a child begins."""
-    return body.num_bytes <= SMALL_BYTES and plain_bytes(body.path.read_bytes(), encoding) <= _SMALL_PLAIN_BYTES
+    return body.num_bytes <= SMALL_BYTES and wire.plain_bytes(body.path.read_bytes(), encoding) <= _SMALL_PLAIN_BYTES
 
 
 def head_of(body: str, encoding: str) -> Head:
@@ -391,32 +380,31 @@ def head_of(body: str, encoding: str) -> Head:
 
     Raises InvalidInput as `plain_body` does for a body that cannot be decompressed.
     """
-    found, plain = [], decompressed(Path(body).read_bytes(), encoding)
+    found, plain = [], wire.decompressed(Path(body).read_bytes(), encoding)
     with suppress(InvalidInput):
-        for number, field, _ in fields_of(plain):
+        for number, field, _ in wire.fields_of(plain):
             if number in _HEAD:
                 found.append(field)
-    sent = SentRequest(b"".join(found))
+    sent = wire.SentRequest(b"".join(found))
     return Head(model_id=sent.model_id, seq_id=sent.seq_id)
 
 
-def make_command(body: str, encoding: str, made: str) -> str:
-    """Write a request's command into a file. Returns the loss detail of its future. Raises InvalidInput."""
-    batch = SentRequest(plain_body(Path(body).read_bytes(), encoding)).batch()
+def make_command(body: str, encoding: str, made: str) -> AskedLoss:
+    """Write a request's command into a file. Returns its loss. Raises InvalidInput."""
+    batch = wire.SentRequest(wire.plain_body(Path(body).read_bytes(), encoding)).batch()
     data = command_of(batch)
     if len(data) > MAX_COMMAND_BYTES:
         rule = f"as a command it has {len(data):,} bytes, and {MAX_COMMAND_BYTES:,} are taken: send less at once"
         raise InvalidInput(rule, "data")
     Path(made).write_bytes(data)
-    return loss_detail(batch.loss_fn, batch.config)
+    return AskedLoss(name=batch.loss_fn, config=batch.config)
 
 
-def write_scores(command: str, detail: str, result: CommandResult, made: str) -> None:
-    """Write the answer to a command that lies in a file. Raises NotFound for a `detail` that fits no such loss."""
+def write_scores(command: str, loss: AskedLoss, result: CommandResult, made: str) -> None:
+    """Write the answer to a command that lies in a file. Raises NotFound for a loss that is not the command's."""
     data = Path(command).read_bytes()
-    loss_fn, config = loss_of_detail(detail)
     try:
-        answer = output_bytes(*scores_and_metrics(data, loss_fn, config, result))
+        answer = wire.output_bytes(*scores_and_metrics(data, loss.name, loss.config, result))
     except (KeyError, TypeError, ValueError, InvalidInput):  # a client sends the id: its loss may be another request's
         raise NotFound("there is no such request") from None
     Path(made).write_bytes(answer)

@@ -84,7 +84,8 @@ _SCHEMA = {
 }
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _DTYPES: "dict[int, np.dtype[Any]]" = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
-_STOP, _LENGTH = 0, 1
+STOP, LENGTH = 0, 1
+"""Why a sample ended: by itself, or at its most tokens."""
 _NO_TOKEN = (0, -99999.0)
 Likely = Sequence[tuple[int, float]]
 """Tokens that are likely in one place, and their log-probabilities."""
@@ -379,50 +380,12 @@ def _add_record(output: Any, scores: Sequence[WireScores], shape: tuple[int, ...
     field.trailing_shape.extend(shape)
 
 
-@dataclass(frozen=True)
-class WireSample:
-    """One sample: token ids, their log-probabilities, and whether it ended by itself.
-
-    `top`: the likeliest tokens in each place, at most `k`.
-    """
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    stopped: bool
-    top: Sequence[Likely] = ()
-    k: int = 0
+def packed(values: Sequence[float | None], dtype: str) -> bytes:
+    """Return numbers as the bytes of an array; None is NaN."""
+    return np.asarray(values, dtype=dtype).tobytes()
 
 
-@dataclass(frozen=True)
-class WirePromptScores:
-    """Scores of a prompt's P tokens.
-
-    `logprobs`: [P], NaN for a token that was not scored, such as the first one; None if not requested. `top`: for each
-    token of the prompt the likeliest ones at its position, at most `k`, with their log-probabilities.
-    """
-
-    logprobs: Sequence[float] | None = None
-    top: Sequence[Likely] = ()
-    k: int = 0
-
-
-def samples_bytes(drawn: Sequence[WireSample], prompt: WirePromptScores) -> bytes:
-    """Write a SampleResponse."""
-    response = MESSAGES["SampleResponse"]()
-    for each in drawn:
-        sequence = response.sequences.add(
-            stop_reason=_STOP if each.stopped else _LENGTH,
-            tokens=np.asarray(each.tokens, dtype="<i4").tobytes(),
-            logprobs=np.asarray(each.logprobs, dtype="<f4").tobytes(),
-        )
-        _put_top(sequence.topk_sampled_logprobs, each.top, each.k)
-    if prompt.logprobs is not None:
-        response.prompt_logprobs = np.asarray(prompt.logprobs, dtype="<f4").tobytes()
-    _put_top(response.topk_prompt_logprobs, prompt.top, prompt.k)
-    return bytes(response.SerializeToString())
-
-
-def _put_top(message: Any, top: Sequence[Likely], k: int) -> None:
+def put_top(message: Any, top: Sequence[Likely], k: int) -> None:
     """Write the likeliest tokens of each position; nothing if k is 0."""
     if k:
         rows = [[*row, *[_NO_TOKEN] * (k - len(row))] for row in top]

@@ -15,12 +15,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.middleware import Middleware
 
 from longshore.runs import Run
-from service.accounts.audit import Audit
-from service.accounts.keys import Keys, SignIns
 from service.accounts.limits import RateLimit
 from service.apis import errors as problems
+from service.apis.bodies import validation_problem
 from service.apis.edge import Edge
-from service.apis.errors import validation_problem
+from service.backend import Backend
 from service.cli.command import Stop
 from service.cli.run_options import option_at, options_of
 from service.cli.runs import validated_request
@@ -30,18 +29,20 @@ from service.errors import Conflict, DatabaseUnavailable, Forbidden, QuotaExceed
 from shared.errors import CorruptArtifact, DiskFull, InvalidInput, NotFound, StoreUnavailable, WorkerLost
 from shared.field_rules import location_of
 from shared.settings import Settings
+from shared.storage.store import LocalStore
 
 
 async def answer_to(error: Exception, tmp_path, path: str = "/") -> httpx.Response:
     """What a client gets when an endpoint raises this."""
     database = Database(f"sqlite:///{tmp_path}/service.db")
     engine.upgrade(database)
-    keys = Keys(Settings(root=tmp_path, api_key="key"), database)
+    backend = Backend(Settings(root=tmp_path, api_key="key"), LocalStore(tmp_path / "store"), database)
     edge = Middleware(
         Edge,
-        keys=keys,
-        sign_ins=SignIns(database, keys),
-        audit=Audit(database, 1),
+        keys=backend.keys,
+        sign_ins=backend.sign_ins,
+        episodes=backend.episodes,
+        audit=backend.audit,
         rate_limit=RateLimit(1, 1),
         allowed_hosts=None,
         max_body_bytes=1,

@@ -241,7 +241,7 @@ def test_what_is_no_reward_model_of_ones_own_is_refused(store_of_rewards, tenant
 
 def test_reward_models_are_not_listed_to_be_asked(store_of_rewards) -> None:
     models = PublishedModels(store_of_rewards)
-    assert [model.id for model in models.list("acme")] == ["harbour"]
+    assert [model.id for model in models.served("acme")] == ["harbour"]
     assert {view.name: view.rewards for view in models.views("acme")}["both"] == ("kind", "short")
 
 

@@ -26,6 +26,7 @@ from service.apis.native import runs
 from service.cli.command import Stop
 from service.cli.run_options import options_of, run_model
 from service.cli.runs import checked_run
+from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.jobs.bins import epoch_order, interleaved, length_of_mixture, shares_of, steps_of
 from shared.jobs.packed import Plan, Units, UnitsWriter, mix_units
@@ -315,8 +316,8 @@ def test_what_is_wrong_with_prompts_of_rollouts_is_named(fields: dict, place: st
 def test_a_name_that_a_body_has_twice_is_refused() -> None:
     body = json.dumps({"model": "org/m", "rollouts": {"prompts": A, "grader": GRADER, "steps": 1}})
     twice = body[:-2] + ', "held_out": {"sets": {"a": "file:///a", "a": "file:///b"}}}}'
-    found = judged(f"{runs.__name__}:{runs.submit_rl.__name__}", twice)
-    assert found.rules == (((), "sets: two evaluations have one name"),)
+    with pytest.raises(InvalidInput, match=r"^sets: two evaluations have one name$"):
+        judged(f"{runs.__name__}:{runs.submit_rl.__name__}", twice)
 
 
 def test_held_out_sets_decide_by_their_own_mean_or_that_of_all() -> None:

@@ -13,12 +13,12 @@ from temporalio.client import Client
 
 from longshore.fields import Artifact
 from service.accounts.limits import FairShare
-from service.accounts.tenants import Quotas
+from service.accounts.tenants import Documents, Quotas
 from service.database import engine
 from service.database.engine import open_database
 from service.host import serve_host
 from service.host_http.clients import HostClients
-from service.inference.art_models import ArtModels, UntrainedModels
+from service.inference.art_models import ArtModel, ArtModels, UntrainedModels
 from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference
 from service.temporal import Temporal, connect_temporal
@@ -59,7 +59,7 @@ class Harbour:
         engine.upgrade(database)
         quotas = Quotas(settings.quotas, self.store, database)
         untrained = UntrainedModels(settings, temporal, self.store, quotas)
-        models = ArtModels(self.store, database, published, untrained, quotas)
+        models = ArtModels(self.store, Documents(database, quotas, "model", ArtModel), published, untrained)
         questions, hosts = FairShare("questions", 16, 10), HostClients(settings, settings.heartbeat_timeout_s)
         return Inference(settings, self.store, published, models, untrained, temporal, questions, hosts)
 

@@ -538,7 +538,7 @@ async def test_two_models_are_asked_side_by_side_on_the_page(harbour: Harbour) -
 
 def test_models_are_listed_by_name_and_found_by_version(harbour: Harbour) -> None:
     published = PublishedModels(harbour.store)
-    listed = {model.id: model for model in published.list("default")}
+    listed = {model.id: model for model in published.served("default")}
     assert {"north", "south"} <= set(listed)
     assert (listed["north"].root, listed["north"].version, listed["north"].parent) == ("north:v2", 2, BASE)
     assert (listed["north"].created, listed["north"].owned_by) == (int(CREATED_AT), "default")
@@ -548,7 +548,7 @@ def test_models_are_listed_by_name_and_found_by_version(harbour: Harbour) -> Non
         "root": "north:v1",
         "version": 1,
     }
-    assert published.list("other") == []
+    assert published.served("other") == []
     for unknown in ("north:v3", "north:v0", "north:v01", "../default/adapters/north", "", "north:v1/claims"):
         with pytest.raises(NotFound):
             published.show("default", unknown)

@@ -213,6 +213,30 @@ async def test_backfill_acts_once_for_each_time(stack: Stack) -> None:
         assert (await stack.result(action.run_id)).state == "succeeded"
 
 
+@pytest.mark.parametrize(
+    ("times", "days", "is_taken"),
+    [
+        ({"every_s": 86_400}, 3, True),
+        ({"every_s": 3600}, 9, False),
+        ({"cron": "0 2 1 * *"}, 31, True),
+        ({"cron": "@hourly"}, 31, False),
+        ({"cron": "*/15 * * * *"}, 3, False),
+    ],
+)
+async def test_how_many_times_a_backfill_may_act_at(
+    accepting: Stack, times: dict[str, object], days: int, is_taken: bool
+) -> None:
+    name = f"filled-{days}-{len(str(times))}"
+    await accepting.create(name, **{"cron": None, "overlap": "skip", **times})
+    begin = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
+    span = Backfill(begin=begin, end=begin + days * 86_400 - 1, overlap="skip")
+    if is_taken:
+        await accepting.schedules.backfill(TENANT, name, span)
+    else:
+        with pytest.raises(InvalidInput, match="acts at 200 at most"):
+            await accepting.schedules.backfill(TENANT, name, span)
+
+
 async def test_what_temporal_lost_is_made_again(stack: Stack) -> None:
     await stack.create("lost", cron="30 4 * * *", overlap="buffer_one", catch_up_s=1200)
     before = await stack.schedules.pause(TENANT, "lost")
