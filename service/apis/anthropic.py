@@ -132,14 +132,14 @@ class CountRequest(ClientRequest):
     def chat(self) -> ChatRequest:
         """Return the chat that this asks for. Raises InvalidInput that names the field and the rule."""
         form = self.output_config.format if self.output_config else None
-        named = {"name": "answer", "schema": form.schema_} if form else None
+        schema = {"name": "answer", "schema": form.schema_} if form else None
         fields = {
             "model": self.model,
             "messages": messages_of_blocks(self.system, self.messages),
             "tools": [tool.of_chat for tool in self.tools or () if isinstance(tool, ClientTool)] or None,
             "tool_choice": self.tool_choice.of_chat if self.tool_choice else None,
             "parallel_tool_calls": False if self.tool_choice and self.tool_choice.disable_parallel_tool_use else None,
-            "response_format": {"type": "json_schema", "json_schema": named} if named else None,
+            "response_format": {"type": "json_schema", "json_schema": schema} if schema else None,
         }
         return chat_of(fields | self._sampling(), _NAMES)
 
