@@ -74,36 +74,13 @@ with importable("shared", "activities", "workflows"):
     from shared.storage.artifacts import read_record
     from shared.storage.host_states import is_bf16_fast, write_fast_bf16
     from shared.storage.paths import RunKeys, content_key
+    from workflows import sft
     from workflows.outcomes import RunFailed, with_counts
     from workflows.policies import WORKER_READY_TIMEOUT_S
     from workflows.rl import best_metrics, best_request, first_state, recover_request
     from workflows.rollouts import requests as rollout_requests
-    from workflows.sft import (
-        mix_request,
-        pack_request,
-        reference_named,
-        teacher_request,
-        tokenize_request,
-    )
-    from workflows.training.job_plan import (
-        adapter_request,
-        dataset_job,
-        model_request,
-        publish_request,
-        replayed_routes,
-        rl_job,
-    )
+    from workflows.training import job_plan, train_step
     from workflows.training.run import version_shown
-    from workflows.training.train_step import (
-        groups_request,
-        is_due,
-        policy_shown,
-        published_step,
-        shown_after,
-        state_after,
-        trained_step,
-        unchanged,
-    )
 
 __all__ = ("InvalidInput", "RunFailed", "WorkerLost", "train")
 
@@ -301,12 +278,12 @@ class _Local:
 
     def adapter(self, model: ResolvedModel, uri: str, **more: object) -> Artifact:
         """Check an adapter that the run names, and return it."""
-        return Resolve(self.host).resolve_adapter(adapter_request(self.start, uri, model, **more)).adapter
+        return Resolve(self.host).resolve_adapter(job_plan.adapter_request(self.start, uri, model, **more)).adapter
 
     def model(self) -> tuple[ResolvedModel, Artifact | None]:
         """Check the run's model, and the adapter that it begins with."""
         run = self.start.run
-        model = Resolve(self.host).resolve_model(model_request(self.start))
+        model = Resolve(self.host).resolve_model(job_plan.model_request(self.start))
         named = run.initial_adapter
         return model, None if named is None else self.adapter(model, named, lora=run.trainable)
 
@@ -330,25 +307,25 @@ def _train_on_dataset(local: _Local, start: RunStart) -> None:
 
     def tokenized(sources: Mapping[str, DatasetSource]) -> list[Tokenized]:
         brought = [(source, local.dataset(split, source)) for split, source in sources.items()]
-        requests = [tokenize_request(run, source, dataset, resolved.model) for source, dataset in brought]
+        requests = [sft.tokenize_request(run, source, dataset, resolved.model) for source, dataset in brought]
         return [Tokenize(host).tokenize(request) for request in requests]
 
     def packed(request: PackRequest) -> tuple[Packed, PackedData]:
         found = PackDataset(host).pack(request)
-        teacher = teacher_request(start, request.units, resolved)
+        teacher = sft.teacher_request(start, request.units, resolved)
         likeliest = AskTeacher(host).ask_teacher(teacher) if teacher is not None else None
         return found, PackedData(units=request.units, plan=found.plan, likeliest=likeliest)
 
-    named = reference_named(run)
+    named = sft.reference_named(run)
     read = tokenized(sources_by_split(run.dataset, "train"))
-    mixed = mix_request(run, read)
+    mixed = sft.mix_request(run, read)
     units = read[0] if mixed is None else MixSources(host).mix(mixed[0])
-    training, data = packed(pack_request(run, units.units, mixed[1] if mixed else ()))
+    training, data = packed(sft.pack_request(run, units.units, mixed[1] if mixed else ()))
     held_out = [
-        packed(pack_request(run, each.units, whole=True))[1]
+        packed(sft.pack_request(run, each.units, whole=True))[1]
         for each in tokenized(evaluations_by_split(run.evaluations))
     ]
-    plan = dataset_job(
+    plan = job_plan.dataset_job(
         start,
         model=resolved.model,
         adapter=adapter,
@@ -363,7 +340,7 @@ def _train_on_dataset(local: _Local, start: RunStart) -> None:
     result = local.do(plan)
     local.add_notices(run.decided(result.step, training.num_steps, result.best.step if result.best else None))
     about = resolved.model, result.checkpoint, units.report_uri, result.metrics
-    published = Publish(host).publish(publish_request(start, *about))
+    published = Publish(host).publish(job_plan.publish_request(start, *about))
     local.show(num_steps=training.num_steps, planned_tokens=training.num_tokens, dataset_report=units.report_uri)
     local.show(step=result.step, metrics=result.metrics, checkpoint=result.checkpoint, **version_shown(published))
     skipped = with_counts(local.status.notices, skipped_steps=int(result.metrics.get("skipped", 0)))
@@ -417,18 +394,18 @@ class _LocalRL:
         number, is_over = self._recovered.last_step, False
         for recorded in range(1, number + 1):  # of an interrupted call, which may have come to the run's end
             step = read_record(store, RunKeys(self._start.run_id).step(recorded), StepStatus)
-            self._local.show(**shown_after(self._local.status, run, step))
+            self._local.show(**train_step.shown_after(self._local.status, run, step))
             is_over = rollout_requests.ends_with(run, step, self._state.evaluated)
         if number == 0 and data.evaluations:
             begun = StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=self._evaluate())
-            is_over = self._end(unchanged(self._state, begun))
+            is_over = self._end(train_step.unchanged(self._state, begun))
         while number < data.num_steps and not is_over:
             number += 1
             is_over = self._end(self._train(number))
         if (last := self._state.unpublished) is not None:
             done = self._published(last, self._local.status.dataset_report, last.metrics)
             RunRecords(self._host).record_step(StepRecordRequest(run_id=self._start.run_id, step=done))
-            self._local.show(**policy_shown(done))
+            self._local.show(**train_step.policy_shown(done))
         self._publish_best(number)
         counts = self._local.status.model_dump(include={"skipped_steps", "equal_reward_steps", "zero_gradient_steps"})
         self._local.show(notices=with_counts(self._local.status.notices, **counts))
@@ -439,8 +416,8 @@ class _LocalRL:
         RunRecords(self._host).record_step(StepRecordRequest(run_id=self._start.run_id, step=step))
         if step.step > 0:
             state = state.model_copy(update={"evaluated": state.evaluated.after(step, run.held_out)})
-            self._state = state_after(state, step) if step.state == "done" else state
-            self._local.show(**shown_after(self._local.status, run, step))
+            self._state = train_step.state_after(state, step) if step.state == "done" else state
+            self._local.show(**train_step.shown_after(self._local.status, run, step))
         self._local.on_metrics(step.step, step.metrics)
         return rollout_requests.ends_with(run, step, self._state.evaluated)
 
@@ -462,7 +439,7 @@ class _LocalRL:
         num_redrawn = 0
         while again is None or again:
             about = start, state.model, self._data, self._policies, number, self._place
-            samples = rollout_requests.step_samples(*about, replayed_routes(run, state.shape), drawn, again)
+            samples = rollout_requests.step_samples(*about, job_plan.replayed_routes(run, state.shape), drawn, again)
             sampled, grades, _ = self._graded(samples)
             drawn.append(Drawn(completions=sampled.completions, grades=grades))
             wanted = rollout_requests.groups_request(run, drawn, number)
@@ -490,15 +467,15 @@ class _LocalRL:
     def _trained(self, step: StepStatus) -> StepStatus:
         """Train a step on its groups, publish it if that is due, and have the sampler prove that it has the policy."""
         start, state, host = self._start, self._state, self._host
-        request = groups_request(start, state, step, self._local.status, Room())
+        request = train_step.groups_request(start, state, step, self._local.status, Room())
         packed = PackTrajectories(host).pack_trajectories(request)
         metrics = step.metrics | packed.metrics
         if packed.data is None or packed.report_uri is None:
-            return unchanged(state, step.model_copy(update={"state": "skipped", "metrics": metrics}))
+            return train_step.unchanged(state, step.model_copy(update={"state": "skipped", "metrics": metrics}))
         self._local.show(dataset_report=packed.report_uri)
-        result = self._local.do(rl_job(start, state, step, packed.data, packed.num_steps))
-        done = trained_step(state, step, result, metrics)
-        if is_due(start, state, done):
+        result = self._local.do(job_plan.rl_job(start, state, step, packed.data, packed.num_steps))
+        done = train_step.trained_step(state, step, result, metrics)
+        if train_step.is_due(start, state, done):
             done = self._published(done, packed.report_uri, packed.metrics | result.metrics)
         about = start, self._data, self._policies, policy_of(done), result.probe, self._place
         proved = self._sampling.prove_adapter(rollout_requests.proof(*about))
@@ -507,7 +484,7 @@ class _LocalRL:
 
     def _published(self, done: StepStatus, report_uri: str | None, metrics: dict[str, float]) -> StepStatus:
         about = self._start, self._state.model, done.checkpoint, report_uri, metrics, done.step
-        return published_step(done, Publish(self._host).publish(publish_request(*about)))
+        return train_step.published_step(done, Publish(self._host).publish(job_plan.publish_request(*about)))
 
     def _publish_best(self, last_step: int) -> None:
         """Publish the policy of the best evaluation again if it is not the newest, and say what was decided."""

@@ -427,8 +427,6 @@ MAX_METADATA = 16
 # PostgreSQL's text has no NUL.
 MetadataKey = Annotated[str, pattern(NO_NUL, "text here has no NUL character", min_length=1, max_length=64)]
 MetadataValue = Annotated[str, pattern(NO_NUL, "text here has no NUL character", max_length=512)]
-
-
 WandbName = Annotated[
     str, pattern(r"^[^/\\#?%:\x00-\x1f]{1,128}$", "1 to 128 characters without / \\ # ? % : and control characters")
 ]

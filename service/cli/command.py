@@ -289,7 +289,7 @@ def client_at(url: str, key: str | None, patience_s: float = 2.0, **options: Any
     return Client(url, key, patience_s=patience_s, **options)
 
 
-def cli_client(context: typer.Context, patience_s: float = 2.0) -> "Client":
+def client_of(context: typer.Context, patience_s: float = 2.0) -> "Client":
     """Return a client of the service that this command talks to. `patience_s`: as for Client."""
     found = address(context.obj)
     return client_at(found.url, found.key, patience_s, traceparent=os.environ.get(TRACE_PARENT))
@@ -391,7 +391,7 @@ def answering(function: Command, patience_s: float = 2.0) -> Callable[..., None]
         own: dict[str, Any] = {"context": context, "as_json": as_json}
         with ExitStack() as stack:
             if "client" in wanted:
-                own["client"] = stack.enter_context(cli_client(context, patience_s))
+                own["client"] = stack.enter_context(client_of(context, patience_s))
             answer = function(**values, **{name: value for name, value in own.items() if name in wanted})
             if answer is None:
                 return

@@ -36,7 +36,6 @@ from longshore.training import (
     Transport,
     Watched,
     check_optimizer,
-    engine_takes_the_layout,
     fields_fit_engine,
     pipelines_have_bins,
 )
@@ -239,7 +238,6 @@ class WorkerPlan(Frozen):
     seed: int = Field(default=0, ge=0, lt=2**63)
     after: Literal["offload", "keep"] = "offload"
 
-    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
     _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
 
     # Properties that differ between kinds of plans, so that callers need not check the kind.
