@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from longshore.training import Adam, Full, Layout, Lora, Muon, ScalarHead, SessionRun
     from longshore.views import Export, PreviewRequest
 
-_MODULES = ("client", "dataset_runs", "runs", "training", "commands", "automation", "accounts", "previews", "views")
+_MODULES = ("client", "dataset_runs", "runs", "training", "commands", "automation", "accounts", "views")
 # fmt: off
 __all__ = (
     "Adam", "AsyncClient", "Backfill", "Client", "CommandFailed", "Conflict", "DPORun", "DatasetSource", "Datum",

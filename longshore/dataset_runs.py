@@ -240,6 +240,8 @@ def _each_name_once(given: Any) -> Any:
 
 
 NamedPrompts = Annotated[dict[SetName, PromptsSource], BeforeValidator(_each_name_once)]
+_NamedExamples = Annotated[dict[SetName, ExamplesSource], BeforeValidator(_each_name_once)]
+_NamedPreferences = Annotated[dict[SetName, PreferencesSource], BeforeValidator(_each_name_once)]
 _EVALUATIONS: dict[str, Any] = {
     "max_length": 16,
     "description": "held-out data by name, instead of eval_dataset: each is evaluated, as eval_NAME_loss",
@@ -443,9 +445,7 @@ class _DatasetRun(training.Watched, TrainedRun):
 class _ExamplesRun(_DatasetRun):
     dataset: ExamplesDataset = Field(description="examples")
     eval_dataset: ExamplesSource | None = Field(default=None, description="held-out examples")
-    eval_datasets: Annotated[dict[SetName, ExamplesSource], BeforeValidator(_each_name_once)] = added(
-        {}, **_EVALUATIONS
-    )
+    eval_datasets: _NamedExamples = added({}, **_EVALUATIONS)
     too_long: Literal["drop", "truncate"] = Field(default="drop", description="what happens to longer examples")
     learning_rate: float = Field(default=1e-4, gt=0, le=10, description=PEAK)
 
@@ -496,9 +496,7 @@ class DPORun(Preferences, _DatasetRun):
     kind: Literal["dpo"] = "dpo"
     dataset: PreferencesDataset = Field(description="preference pairs; for kto also answers with a label")
     eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with a label")
-    eval_datasets: Annotated[dict[SetName, PreferencesSource], BeforeValidator(_each_name_once)] = added(
-        {}, **_EVALUATIONS
-    )
+    eval_datasets: _NamedPreferences = added({}, **_EVALUATIONS)
     too_long: Literal["drop"] = "drop"
     batch_size: int | None = Field(default=None, ge=1, description="pairs per step")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest pair, including both answers")
@@ -530,9 +528,7 @@ class RewardRun(_DatasetRun):
     )
     dataset: PreferencesDataset = Field(description="preference pairs; for squared_error answers with scores")
     eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with scores")
-    eval_datasets: Annotated[dict[SetName, PreferencesSource], BeforeValidator(_each_name_once)] = added(
-        {}, **_EVALUATIONS
-    )
+    eval_datasets: _NamedPreferences = added({}, **_EVALUATIONS)
     score_fields: tuple[Name, ...] | None = Field(
         default=None,
         min_length=1,

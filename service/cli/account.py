@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import longshore
 from longshore.connection import FIRST_PROFILE, PROJECT_FILE, Profile, Profiles, credentials_path, user_config_path
 from service.cli import command as cli
 from service.cli.run_options import given, json_of, options_of, request_fields, run_command
@@ -19,8 +20,8 @@ from service.cli.run_options import given, json_of, options_of, request_fields, 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from longshore import Client
-    from longshore.accounts import KeyHolder, KeyView, NewKey, QuotaSettings, TenantUsage
+    from longshore import Client, QuotaSettings
+    from longshore.accounts import KeyHolder, KeyView, NewKey, TenantUsage
     from longshore.automation import GarbageReport
     from shared.settings import Settings
 
@@ -190,24 +191,19 @@ class SettingValue:
     origin: str
 
 
-def layers() -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the values of the environment and of each file, by place. The first place wins."""
+def setting_values(settings: "Settings") -> Iterator[SettingValue]:
+    """Return every setting, in the order of definition, each from the first place that says it."""
     from pydantic_settings import TomlConfigSettingsSource
 
     from shared.settings import Environment, Settings
 
-    return [
-        ("environment", Environment(Settings)()),
-        (f"./{PROJECT_FILE}", TomlConfigSettingsSource(Settings, PROJECT_FILE)()),
-        (str(user_config_path()), TomlConfigSettingsSource(Settings, user_config_path())()),
-    ]
-
-
-def setting_values(settings: "Settings") -> Iterator[SettingValue]:
-    """Return every setting, in the order of definition."""
-    said = layers()
+    said = {"environment": Environment(Settings)()}
+    for place, file in ((f"./{PROJECT_FILE}", PROJECT_FILE), (str(user_config_path()), user_config_path())):
+        said[place] = TomlConfigSettingsSource(Settings, file)()
     for name, value in _flat(settings, ()):
-        yield SettingValue(".".join(name), shown(name[-1], value), _origin(name, said))
+        origin = next((place for place, values in said.items() if _says(values, name)), "default")
+        origin = variable(*name) if origin == "environment" else origin
+        yield SettingValue(".".join(name), shown(name[-1], value), origin)
 
 
 def variable(*name: str) -> str:
@@ -252,13 +248,6 @@ def _flat(model: "BaseModel", above: tuple[str, ...]) -> Iterator[tuple[tuple[st
             yield from _flat(value, (*above, name))
         else:
             yield (*above, name), value
-
-
-def _origin(name: tuple[str, ...], said: list[tuple[str, Mapping[str, Any]]]) -> str:
-    for place, values in said:
-        if _says(values, name):
-            return variable(*name) if place == "environment" else place
-    return "default"
 
 
 def _says(values: object, name: tuple[str, ...]) -> bool:
@@ -337,14 +326,12 @@ def create(
     """Create a key. It is shown only once."""
     if name and title:
         raise cli.Stop("NAME and --title are the same: give one of them", cli.USAGE)
-    from longshore.accounts import KeyRequest
-
     fields: dict[str, Any] = {"title": name or title}
     if scope:
         fields["scopes"] = [each.value for each in scope]
     if expires is not None:
         fields["expires_at"] = time.time() + cli.seconds_of(expires, "--expires")
-    made = client.keys.create(cli.checked(KeyRequest, fields))
+    made = client.keys.create(cli.checked(longshore.KeyRequest, fields))
     return cli.CommandAnswer(made, partial(_print_key, made))
 
 
@@ -370,13 +357,8 @@ cli.by_id(
 @run_command(tenants, "quotas", "create", "Create a tenant and its first key, an admin's, which is shown only once.")
 @cli.answering
 def create_tenant(context: typer.Context, client: "Client", tenant: TenantName, title: Title = "") -> cli.CommandAnswer:
-    from longshore.accounts import TenantRequest
-
-    made = client.tenants.create(
-        cli.checked(
-            TenantRequest, {"tenant": tenant, "title": title, "quotas": _quotas(context).model_dump(exclude_unset=True)}
-        )
-    )
+    fields = {"tenant": tenant, "title": title, "quotas": _quotas(context).model_dump(exclude_unset=True)}
+    made = client.tenants.create(cli.checked(longshore.TenantRequest, fields))
     if made.warning:
         cli.say(f"warning: {made.warning}")
     return cli.CommandAnswer(made, partial(_print_key, made.key))
@@ -418,9 +400,8 @@ def quotas(context: typer.Context, client: "Client", tenant: TenantName) -> cli.
 
 
 def _quotas(context: typer.Context) -> "QuotaSettings":
-    from longshore.accounts import QuotaSettings
-
-    return cli.checked(QuotaSettings, request_fields(options_of(QuotaSettings), given(context)))
+    fields = request_fields(options_of(longshore.QuotaSettings), given(context))
+    return cli.checked(longshore.QuotaSettings, fields)
 
 
 @cli.command(app)

@@ -253,7 +253,7 @@ def size(num_bytes: float) -> str:
 
 M = TypeVar("M", bound="BaseModel")
 Command = Callable[..., "CommandAnswer | None"]
-LONGEST_HELP = 200
+_LONGEST_HELP = 200
 TRACE_PARENT = "TRACEPARENT"
 """The variable by which programs pass on the trace that they are part of."""
 _OWN = ("client", "context", "as_json")
@@ -355,12 +355,16 @@ def group(name: str | None = None, **options: Any) -> typer.Typer:
 
 
 class WholeHelp(TyperGroup):
-    """Lists commands with all of their descriptions' first sentence."""
+    """Lists commands with all of their descriptions' first sentence: below `headings`, if a group has some."""
+
+    # Typer's own headings need Rich, which takes long to load.
+    headings: Mapping[str, Iterable[str]] | None = None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, each.get_short_help_str(LONGEST_HELP)) for name, each in found if each])
+        for heading, names in (self.headings or {"Commands": self.list_commands(ctx)}).items():
+            found = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl([(name, each.get_short_help_str(_LONGEST_HELP)) for name, each in found if each])
 
 
 def command(

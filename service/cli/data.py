@@ -5,14 +5,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import longshore
 from service.cli import command as cli
 from service.cli.run_options import given, json_of, options_of, request_fields, run_command, run_model
-from service.cli.run_output import precision_in_words
+from service.cli.run_output import number, precision_in_words
 from service.cli.runs import model_uri, naming_options, run_of, uploaded, validated_request
 
 if TYPE_CHECKING:
@@ -151,17 +153,14 @@ def _rows(samples: str | None, text: str | None, item: str | None, limit: int) -
         raise cli.Stop("--item goes with --text: SAMPLES have items of their own", cli.USAGE)
     name = "stdin" if samples == "-" else str(samples)
     with sys.stdin if samples == "-" else _opened(name) as lines:
-        number = graded = 0
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            if graded == limit:
-                cli.say(f"only the first {limit} samples are graded: --limit takes up to {_MOST}")
-                return
-            graded += 1
-            yield f"{name}:{number}", _sample(_object(line, f"{name}:{number}"), f"{name}:{number}")
-    if not graded:
+        filled = ((f"{name}:{at}", line) for at, line in enumerate(lines, 1) if line.strip())
+        found = list(islice(filled, limit + 1))
+    if not found:
         raise cli.Stop(f"{name} has no samples", cli.USAGE)
+    if len(found) > limit:
+        cli.say(f"only the first {limit} samples are graded: --limit takes up to {_MOST}")
+    for place, line in found[:limit]:
+        yield place, _sample(_object(line, place), place)
 
 
 def _opened(name: str) -> Any:
@@ -200,8 +199,8 @@ def _print(grades: list[dict[str, Any]]) -> None:
     rows = (
         (
             cli.plain(each["place"]),
-            _number(each["grade"]),
-            *(_number(each["parts"].get(part)) for part in parts),
+            number(each["grade"]),
+            *(number(each["parts"].get(part)) for part in parts),
             f"{each['duration_s']:.2f}",
             cli.plain(each["error"] or ""),
         )
@@ -211,10 +210,6 @@ def _print(grades: list[dict[str, Any]]) -> None:
     found = [each["grade"] for each in grades if each["grade"] is not None]
     if len(grades) > 1 and found:
         cli.say(f"mean {sum(found) / len(found):.4g} of {len(found)} grades; {len(grades) - len(found)} without one")
-
-
-def _number(grade: float | None) -> str:
-    return "" if grade is None else f"{grade:.6g}"
 
 
 # --- `validate`, `preview` and `estimate` ---
@@ -278,19 +273,17 @@ def _request(context: typer.Context, client: "Client", num_rows: int) -> "Iterat
 
     A file uploaded only for the preview is deleted afterwards.
     """
-    from longshore.views import PreviewRequest
-
     options = options_of(run_model("sft"), _FIELDS)
     fields = request_fields(options, given(context)) | {"num_rows": num_rows}
     if isinstance(source := fields.pop("dataset"), list):
         raise cli.Stop("--dataset: give one without a weight: sources of a mixture are looked at one by one", cli.USAGE)
     fields["model_uri"] = model_uri(fields.pop("model"))
-    validated_request(PreviewRequest, fields | {"source": source}, options)
+    validated_request(longshore.PreviewRequest, fields | {"source": source}, options)
     file = uploaded(client, source["uri"], "--dataset")
     uri = file[0].uri if file else source["uri"]
     try:
         with naming_options(fields["model_uri"], options):
-            yield PreviewRequest.model_validate(fields | {"source": source | {"uri": uri}})
+            yield longshore.PreviewRequest.model_validate(fields | {"source": source | {"uri": uri}})
     finally:
         if file and file[1]:
             client.files.delete(file[0].file_id)

@@ -44,8 +44,10 @@ HEADINGS = {
 COMMANDS = {command: module for modules in HEADINGS.values() for command, module in modules.items()}
 
 
-class HeadedHelp(TyperGroup):
-    """Lists commands as HEADINGS has them. (Typer's own headings need Rich, which takes long to load.)"""
+class HeadedHelp(cli.WholeHelp):
+    """The commands below HEADINGS."""
+
+    headings = HEADINGS
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -57,12 +59,6 @@ class HeadedHelp(TyperGroup):
             return None
         group = _group(COMMANDS[cmd_name])
         return group if group.name == cmd_name else group.commands[cmd_name]
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for heading, names in HEADINGS.items():
-            found = [(name, self.get_command(ctx, name)) for name in names]
-            with formatter.section(heading):
-                formatter.write_dl([(name, each.get_short_help_str(cli.LONGEST_HELP)) for name, each in found if each])
 
 
 @cache

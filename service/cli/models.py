@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+import longshore
 from service.cli import command as cli
 
 if TYPE_CHECKING:
@@ -200,14 +201,12 @@ def download(
 
 def _fetch(client: "Client", name: str, target: Path) -> "tuple[FileEntry, ...]":
     """Fetch the published model of a run id, or of a name."""
-    from longshore.client import NotFound
-
     if ":" not in name:
-        with suppress(NotFound):
+        with suppress(longshore.NotFound):
             return client.runs.download(name, target)
     try:
         return client.models.download(name, target)
-    except NotFound:
+    except longshore.NotFound:
         advice = "`longshore models ls` shows what is published, `longshore ls` the runs"
         raise cli.Stop(f"there is no run {name}, and nothing is published as {name}", cli.NOT_FOUND, advice) from None
 
@@ -281,9 +280,7 @@ def export(
     if merged and client.models.get(name).kind == "model":
         cli.say(f"{name} is a whole model already: there is nothing to merge")
     elif formats:
-        from longshore.views import Export
-
-        view = _exported(client, name, cli.checked(Export, {"format": formats[0], "type": stored_as}))
+        view = _exported(client, name, cli.checked(longshore.Export, {"format": formats[0], "type": stored_as}))
         of, label = view.model, view.label
     if put is not None:
         files, place = _deliver(client, of, label, put), str(to or push)

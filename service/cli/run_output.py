@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import longshore
 from service.cli import command as cli
 
 if TYPE_CHECKING:
@@ -255,9 +256,9 @@ def print_sweep(view: "SweepView") -> None:
     paths = tuple(view.sweep.parameters)
 
     def row(trial: "TrialView") -> tuple[str, ...]:
-        number = f"{trial.number}*" if trial.number == view.best else f"{trial.number}"
+        name = f"{trial.number}*" if trial.number == view.best else f"{trial.number}"
         values = (cli.plain(json.dumps(trial.values.get(path))) for path in paths)
-        return number, trial.state, _number(trial.value), f"{trial.step}", *values, trial.run_id
+        return name, trial.state, number(trial.value), f"{trial.step}", *values, trial.run_id
 
     cli.print_table(("trial", "state", view.metric, "step", *paths, "run"), map(row, view.trials))
     if view.adapter:
@@ -271,10 +272,11 @@ def progress(view: "SweepView") -> str:
 
 def best(view: "SweepView") -> str:
     """Return the metric and the number of the best trial."""
-    return "" if view.best is None else f"{_number(view.trials[view.best].value)} (trial {view.best})"
+    return "" if view.best is None else f"{number(view.trials[view.best].value)} (trial {view.best})"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Return a number in as many digits as people read; nothing for None."""
     return "" if value is None else f"{value:.6g}"
 
 
@@ -470,11 +472,9 @@ class _Followed:
 
     def look(self, shown: Lines | Bar) -> bool:
         """Ask the service once, and show news. Returns True when the run has ended and all events were shown."""
-        from longshore.client import Unreachable
-
         try:
             return self._look(shown)
-        except Unreachable as error:
+        except longshore.Unreachable as error:
             now = time.monotonic()
             if self._away_since is None:
                 self._away_since = now

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+import longshore
 from service.cli import command as cli
 from service.cli import run_options
 from service.cli.run_output import doing, outcome, print_details, print_step_metrics, print_steps, step_line, summary
@@ -148,11 +149,9 @@ def _wrong(option: run_options.RunOption | None, rule: str) -> cli.Stop:
 @contextmanager
 def naming_options(model: str, options: tuple[run_options.RunOption, ...] = ()) -> Iterator[None]:
     """Turn a refusal of the service into an error about an option. `model`: the model of the request."""
-    from longshore.client import Invalid
-
     try:
         yield
-    except Invalid as refused:
+    except longshore.Invalid as refused:
         # The folder, or a file in it: by its URI or its path.
         if str(refused).startswith((model, model.removeprefix("file://"))):
             raise cli.Stop(f"--model: {refused}", cli.USAGE, "--help lists the options") from None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import longshore
 from service.cli import command as cli
 from service.cli.run_options import given, options_of, request_fields, run_command
 from service.cli.run_output import best, print_sweep, progress
@@ -36,9 +37,7 @@ def create_webhook(
     ] = None,
 ) -> cli.CommandAnswer:
     """Create a webhook. Its secret, which the receiver needs to check signatures, is shown only once."""
-    from longshore.automation import WebhookChoice
-
-    made = client.webhooks.create(cli.checked(WebhookChoice, {"url": url, "events": event or []}))
+    made = client.webhooks.create(cli.checked(longshore.WebhookChoice, {"url": url, "events": event or []}))
     return cli.CommandAnswer(made, partial(_print_secret, made.id, made.secret))
 
 
@@ -51,10 +50,8 @@ def rotate(
     ] = "24h",
 ) -> cli.CommandAnswer:
     """Rotate the secret of a webhook. The new one is shown only once."""
-    from longshore.automation import Rotation
-
     made = client.webhooks.rotate(
-        webhook_id, cli.checked(Rotation, {"overlap_s": cli.seconds_of(overlap, "--overlap")})
+        webhook_id, cli.checked(longshore.Rotation, {"overlap_s": cli.seconds_of(overlap, "--overlap")})
     )
     return cli.CommandAnswer(made, partial(_print_secret, made.secret))
 
@@ -140,15 +137,13 @@ def create(
         bool, typer.Option("--continue", help="Start from the last published version of the run's --name.")
     ] = False,
 ) -> cli.CommandAnswer:
-    from longshore.automation import ScheduledRun
-
-    fields = request_fields(options_of(ScheduledRun, _OF_SCHEDULES), given(context))
+    fields = request_fields(options_of(longshore.ScheduledRun, _OF_SCHEDULES), given(context))
     if ("cron" in fields) == (every is not None):
         raise cli.Stop("give exactly one of --cron and --every", cli.USAGE)
     fields |= {"name": name, "run": _run_of(context, command), "catch_up_s": cli.seconds_of(catch_up, "--catch-up")}
     fields["continues"] = continues
     fields["every_s"] = None if every is None else cli.seconds_of(every, "--every")
-    view = client.schedules.create(cli.checked(ScheduledRun, fields))
+    view = client.schedules.create(cli.checked(longshore.ScheduledRun, fields))
     return cli.CommandAnswer(view, partial(_print, name, view))
 
 
@@ -251,17 +246,15 @@ def create_sweep(
     ] = None,
     idempotency_key: Annotated[str | None, typer.Option(help="Calls with the same key return the same sweep.")] = None,
 ) -> cli.CommandAnswer:
-    from longshore.automation import Sweep
-
     first, _, reduction = (halving or "").partition("/")
-    fields = request_fields(options_of(Sweep, _OF_SWEEPS), given(context)) | {
+    fields = request_fields(options_of(longshore.Sweep, _OF_SWEEPS), given(context)) | {
         "name": name,
         "run": _run_of(context, command, "sft, dpo, distill, reward or rl"),
         "parameters": dict(_parameter(text) for text in parameter),
         "seed": seed,
         "halving": {"first_step": first} | ({"reduction": reduction} if reduction else {}) if halving else None,
     }
-    view = client.sweeps.create(cli.checked(Sweep, fields), idempotency_key)
+    view = client.sweeps.create(cli.checked(longshore.Sweep, fields), idempotency_key)
     if not wait:
         return cli.CommandAnswer(view, partial(print, view.sweep_id))
     cli.say(f"sweep {view.sweep_id}")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
+import longshore
 from longshore.server import with_import_path
 from service.cli import command as cli
 
@@ -211,7 +212,6 @@ def _opened() -> "Iterator[tuple[ObjectStore, Database]]":
 
 _CONTROL_PACKAGES = ("temporalio", "fastapi", "uvicorn", "pyarrow", "tokenizers", "boto3", "wandb")
 _ENOUGH_DISK_BYTES = 5 << 30
-_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -279,28 +279,24 @@ def _temporal_program() -> Check:
 
 
 def _service(api_url: str, api_key: str | None) -> Check:
-    from longshore.client import Client, ServiceError
-
     try:
-        with Client(api_url, api_key, patience_s=_PATIENCE_S) as client:
+        with cli.client_at(api_url, api_key) as client:
             health = client.health()
             away = [name for name in ("temporal", "store") if getattr(health, name) != "ok"]
             if away:
                 advice = "the logs of the service say why; `longshore dev` restarts what died"
                 return Check("service", "fail", f"{api_url} answers, but away: {', '.join(away)}", advice)
             client.runs.list(1)
-    except ServiceError as error:
+    except longshore.ServiceError as error:
         return Check("service", "fail", str(error), cli.stop_of(error).advice)
     return Check("service", "ok", f"{api_url} answers, and so do Temporal and the store behind it")
 
 
 def _hosts(api_url: str, api_key: str | None) -> Check:
-    from longshore.client import Client, ServiceError
-
     try:
-        with Client(api_url, api_key, patience_s=_PATIENCE_S) as client:
+        with cli.client_at(api_url, api_key) as client:
             found = client.hosts()
-    except ServiceError as error:
+    except longshore.ServiceError as error:
         return Check("hosts", "warn", f"not known: {error}")
     text = ", ".join(f"{each.num_polling} {each.role} ({each.queue})" for each in found)
     for precision in (each.precision for each in found if each.precision):
