@@ -87,6 +87,8 @@ from longshore.views import (
     CommandView,
     DeletedVersions,
     Envelope,
+    EpisodeRequest,
+    EpisodeView,
     Estimate,
     EventPage,
     Export,
@@ -741,6 +743,23 @@ class Webhooks(Group[C]):
         return await self.ask(tuple[Delivery, ...], "GET", path, limit=limit)
 
 
+class Episodes(Group[C]):
+    """Addresses at which agents ask a model. What they were answered can be trained on."""
+
+    get = _by_id(EpisodeView, "GET", "/episodes/{}", "Return an episode.")
+    end = _by_id(EpisodeView, "POST", "/episodes/{}/end", "End an episode. Ending it again changes nothing.")
+
+    @_Method
+    async def list(self, limit: int = 50, *, before: str | None = None) -> tuple[EpisodeView, ...]:
+        """List episodes, newest first. `before`: the id of the last one of the previous page."""
+        return await self.ask(tuple[EpisodeView, ...], "GET", "/episodes", limit=limit, before=before)
+
+    @_Method
+    async def begin(self, episode: EpisodeRequest) -> EpisodeView:
+        """Make an episode. Only this answer has its address."""
+        return await self.ask(EpisodeView, "POST", "/episodes", body=episode)
+
+
 class Keys(Group[C]):
     """API keys of the tenant; for its admins."""
 
@@ -1070,6 +1089,7 @@ class _Connected(_Api[C]):
         self.schedules = Schedules(client)
         self.sweeps = Sweeps(client)
         self.webhooks = Webhooks(client)
+        self.episodes = Episodes(client)
         self.keys = Keys(client)
         self.tenants = Tenants(client)
 

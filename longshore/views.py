@@ -495,6 +495,60 @@ class ModelView(Frozen):
     rewards: tuple[str, ...] = ()
 
 
+class EpisodeSampling(Frozen):
+    """How an episode's answers are drawn, whatever the agent asks for."""
+
+    temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_tokens: int | None = Field(default=None, ge=1, description="of an answer; the agent may ask for fewer")
+    stop: tuple[str, ...] = Field(default=(), max_length=16)
+
+
+class EpisodeRequest(Frozen):
+    """A new episode: an address where an agent asks a model, and its answers are kept to be trained on."""
+
+    model: str = Field(
+        min_length=1,
+        max_length=256,
+        description="a published model, or a base model. Answers to questions for other names are not trained",
+    )
+    sampling: EpisodeSampling = EpisodeSampling()
+    max_turns: int = Field(default=128, ge=1, le=1024, description="answers, those that are not trained included")
+    lasts_s: float = Field(default=3600.0, gt=0, le=604_800, description="then it ends by itself")
+    seed: int | None = Field(default=None, ge=0, lt=2**61, description="of all answers; by default a random one")
+
+
+class EndedEpisode(Frozen):
+    """What counts of an episode that has ended: the answers that are trained, and how many others were given.
+
+    `num_later_turns`: of the former, those that have answers of the episode before them. `num_continuing`: of these,
+    those that were drawn after the ids of the earlier answers as they were drawn; each other one begins a new branch.
+    """
+
+    num_turns: int
+    num_side_turns: int
+    num_later_turns: int
+    num_continuing: int
+
+
+class EpisodeView(Frozen):
+    """An episode. `url`: its address, which only the answer that made it shows.
+
+    An agent's client gets it as its base URL: `url` for Anthropic's clients, and with `/v1` for OpenAI's.
+    """
+
+    episode_id: str
+    model: str
+    state: Literal["open", "ended", "expired"]
+    sampling: EpisodeSampling
+    max_turns: int
+    created_at: float
+    expires_at: float
+    ended_at: float | None = None
+    end: EndedEpisode | None = None
+    url: str | None = None
+
+
 class Signature(Frozen):
     """`keyid`: the SHA-256 of the public key's 32 bytes; `sig`: Ed25519 of `signed_bytes`, in base64."""
 

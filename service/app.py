@@ -21,12 +21,13 @@ from starlette.middleware import Middleware
 from service import decoding
 from service.accounts.keys import BEARER
 from service.accounts.limits import RateLimit
+from service.apis import anthropic
 from service.apis import errors as problems
 from service.apis import page as pages
 from service.apis.art import training_jobs as art_jobs
 from service.apis.art import wandb_artifacts
 from service.apis.edge import LOOPBACK_NAMES, Edge, HeadRequests
-from service.apis.native import installation
+from service.apis.native import episodes, installation
 from service.apis.native import runs as runs_api
 from service.apis.openai import chat as openai_chat
 from service.apis.openai import files as openai_files
@@ -61,6 +62,7 @@ _THREADS = 64
 ROUTERS = (
     runs_api.open_router,
     runs_api.router,
+    episodes.router,
     installation.router,
     installation.accounts_router,
     installation.codec_router,
@@ -125,6 +127,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         Edge,
         keys=backend.keys,
         sign_ins=backend.sign_ins,
+        episodes=backend.episodes,
         audit=backend.audit,
         rate_limit=RateLimit(settings.rate_limit.per_s, settings.rate_limit.burst),
         allowed_hosts=None if "*" in hosts else {host.lower() for host in hosts},
@@ -155,6 +158,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         app.include_router(router)
     for router in (*OPENAI_ROUTERS, *ART_ROUTERS):
         app.include_router(router, dependencies=BEARER, responses=problems.FOREIGN_RESPONSES)
+    app.include_router(anthropic.router, dependencies=BEARER, responses=problems.MESSAGE_RESPONSES)
     app.include_router(pages.router)
     app.mount(pages.STATIC, pages.static_files)
     for path in ("/health", "/readyz"):
@@ -210,6 +214,7 @@ def _chores(
         ("sent requests are remembered", _PRUNE_EVERY_S, SentRequests(backend.database, backend.quotas).prune),
         ("results of sessions are left", _PRUNE_EVERY_S, backend.sessions.prune),
         ("answers are remembered", _FORGET_EVERY_S, backend.inference.prune),
+        ("episodes are remembered", _FORGET_EVERY_S, backend.episodes.prune),
         ("samples are remembered", _PRUNE_EVERY_S, samples.prune),
     )
 

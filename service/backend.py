@@ -17,6 +17,7 @@ from service.decoding import Decoding
 from service.files import Files, Uploads, uploads_folder
 from service.host_http.clients import HostClients, SessionHosts
 from service.inference.art_models import ArtModels, UntrainedModels
+from service.inference.episodes import Episode, Episodes
 from service.inference.published_models import Exports, NamedModels, PublishedModels
 from service.inference.questions import IdleEviction, Inference
 from service.runs.estimates import Checks, Estimates
@@ -79,6 +80,8 @@ class Backend:
         self.inference = Inference(
             settings, self.store, self.published, self.art_models, self.untrained, temporal, questions, self.hosts
         )
+        open_episodes = Documents(database, self.quotas, "episode", Episode)
+        self.episodes = Episodes(open_episodes, self.inference, store, settings)
         self.eviction = IdleEviction(settings, rows, temporal, self.inference.leases.waiting)
         self.keys = Keys(settings, database)
         self.sign_ins = SignIns(database, self.keys)

@@ -4,10 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from longshore.fields import Artifact, Fence, Frozen, Reason
+from longshore.fields import Artifact, Fence, Frozen, Reason, added
 from longshore.runs import FIRST_TENANT, RunId, Tenant
 from longshore.training import Dtype, SamplerKind
 from shared.chat.completions import CompletionRequest
+from shared.chat.episodes import TurnPlace
 from shared.chat.messages import ChatRequest
 from shared.chat.streams import StreamStart
 from shared.jobs.job import SamplerKey
@@ -53,6 +54,8 @@ class CompleteRequest(Frozen):
     place: SamplerPlace
     asked: ChatRequest | CompletionRequest
     stream: StreamStart | None = Field(default=None, description="of an answer that is streamed")
+    turn: TurnPlace | None = added(None, description="the turn of an episode that this is")
+    counts_only: bool = added(False, description="answer with the number of the prompt's tokens, and no choice")
 
     @property
     def tells_text(self) -> bool:

@@ -9,11 +9,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from activities.formats.rows import Question, Row, messages_of, tools_of
+from activities.formats.rows import Chat, Question, Row, message_of, messages_of, tools_of
 from activities.host_context import HostContext
 from activities.sampling.client import Tell
 from activities.sampling.samplers import OpenSampler, Samplers, ServingAdapters, refusal
@@ -39,6 +41,15 @@ from shared.chat.completions import (
     Tag,
     TagContent,
     Tags,
+    Usage,
+)
+from shared.chat.episodes import (
+    EpisodeTurn,
+    answer_before,
+    answered_turn,
+    check_turns,
+    conversation_digest,
+    record_turn,
 )
 from shared.chat.messages import (
     CalledFunction,
@@ -138,6 +149,26 @@ _IMPOSSIBLE = -9999.0  # JSON has no infinity
 _SAME = ("stop_token_ids", "seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
+Earlier = Callable[[str], AnswerRecord | None]
+"""Returns the answer that ends a conversation, by its digest; None if there is none."""
+_MOST_EARLIER = 8  # answers of a conversation that are looked for, the last ones first
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The ids of a question. `continues`: they begin with those of an earlier answer; None if none is before it."""
+
+    ids: tuple[int, ...]
+    question: Question
+    continues: bool | None = None
+
+    def conversation(self, answer: ChatAnswer) -> str:
+        """Return the digest of the conversation that an answer makes."""
+        told = answer.model_dump(mode="json", include={"role", "content", "tool_calls"}, exclude_none=True)
+        said = message_of(Row(_PLACE, {}), "answer", {"content": "", **told})
+        return conversation_digest([*self.question.messages, said], self.question.tools)
+
+
 class ChatPrompts:
     """Renders conversations to token ids: the same ids that precede the answer in training.
 
@@ -158,18 +189,62 @@ class ChatPrompts:
         with self._lock:
             return self._tokenizer(model)
 
-    def ids(
-        self, model: Artifact, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
-    ) -> tuple[int, ...]:
-        """Return a prompt's ids. Raises InvalidInput for malformed messages, or a template that is missing or fails."""
+    def prompt(
+        self,
+        model: Artifact,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        earlier: Earlier | None = None,
+    ) -> Prompt:
+        """Return a prompt. Raises InvalidInput for malformed messages, or a template that is missing or fails.
+
+        `earlier`: finds answers of the same episode, whose ids are kept as they were drawn.
+        """
         check_characters(json.dumps([messages, tools], ensure_ascii=False), _PLACE)
         row = Row(_PLACE, {"messages": list(messages), "tools": list(tools)})
         question = Question(_PLACE, messages_of(row, "messages"), tools_of(row), {})
         with self._lock:
             tokenizer = self._tokenizer(model)
             text = self._rendered(model, tokenizer, question)
-        check_characters(text, _PLACE)  # a template may make a long text of short messages
-        return tuple(next(ids_before_answers([text], tokenizer)))
+            check_characters(text, _PLACE)  # a template may make a long text of short messages
+            found = _last_answer(question, earlier) if earlier is not None else None
+            ids = None if found is None else self._continued(model, tokenizer, question, text, *found)
+        if ids is not None:
+            return Prompt(ids, question, continues=True)
+        return Prompt(tuple(next(ids_before_answers([text], tokenizer))), question, None if found is None else False)
+
+    def _continued(
+        self, model: Artifact, tokenizer: ModelTokenizer, question: Question, text: str, num: int, record: AnswerRecord
+    ) -> tuple[int, ...] | None:
+        """Return a prompt's ids after those of an earlier answer; None if the template rewrites what was before.
+
+        However it writes the answer itself, only the text after the answer's end is taken from the template.
+
+        Args:
+            text: the whole prompt, rendered.
+            num: the messages up to the answer.
+        """
+        messages, tools, drawn = question.messages, question.tools, record.choices[0]
+        weights = [float(n == num) for n in range(1, len(messages) + 1)]
+        try:
+            [whole] = self._templates[model.sha256].spans([Chat(_PLACE, messages, tools, weights)])
+            [before] = self._templates[model.sha256].asked([Question(_PLACE, messages[: num - 1], tools, {})])
+        except InvalidInput:
+            return None
+        is_rewritten = not (text.startswith(whole.text) and whole.text.startswith(before.text))
+        if is_rewritten or whole.dropped_reasoning or not whole.spans:
+            return None
+        begin, end = whole.spans[0].start, whole.spans[-1].end
+        end_id = tokenizer.tokens_of(whole.text[begin:end])[-1]
+        end_text = tokenizer.decode([end_id])
+        is_closed = drawn.token_ids[-1] == end_id
+        if not whole.text[:end].endswith(end_text) or (drawn.finish_reason == "stop" and not is_closed):
+            return None
+        # With the end before it, as tokens may depend on what is before them.
+        after = next(ids_before_answers([end_text + text[end:]], tokenizer))
+        if after[0] != end_id:
+            return None
+        return (*record.prompt_ids, *drawn.token_ids, *(after[1:] if is_closed else after))
 
     def close(self) -> None:
         with self._lock:
@@ -204,6 +279,15 @@ class ChatPrompts:
         if (process := self._templates.pop(sha256, None)) is not None:
             with suppress(OSError):
                 process.close()
+
+
+def _last_answer(question: Question, earlier: Earlier) -> tuple[int, AnswerRecord] | None:
+    """Find the last answer of a conversation that is an earlier turn's: the number of messages up to it, and it."""
+    ends = [n for n, message in enumerate(question.messages, 1) if message["role"] == "assistant"]
+    for num in reversed(ends[-_MOST_EARLIER:]):
+        if (record := earlier(conversation_digest(question.messages[:num], question.tools))) is not None:
+            return num, record
+    return None
 
 
 def sampler_request(asked: ChatRequest, model: str, prompt_ids: Sequence[int], max_model_len: int) -> CompletionRequest:
@@ -286,6 +370,7 @@ def _drawn_choice(told: ChatChoice, drawn: Choice) -> DrawnChoice | None:
         tool_calls=told.message.tool_calls or (),
         token_ids=tuple(drawn.token_ids),
         logprobs=tuple(logprobs),
+        finish_reason="length" if told.finish_reason == "length" else "stop",
     )
 
 
@@ -300,6 +385,7 @@ def _choice(choice: Choice, asked: ChatRequest, answer_id: str, bytes_of: Callab
         message=ChatAnswer(content=None if calls and not text else text, tool_calls=calls or None),
         logprobs=_logprobs(choice, asked, bytes_of) if asked.logprobs else None,
         finish_reason="tool_calls" if calls else choice.finish_reason,
+        stop_reason=choice.stop_reason,
         token_ids=choice.token_ids if asked.return_token_ids else None,
     )
 
@@ -391,22 +477,31 @@ class Questions:
             InvalidInput: the question cannot be answered; names the field.
             SamplerUnavailable, WorkerLost: there is no sampler at this place now.
         """
-        prompt_ids = None
+        prompt, store, tenant, turn = None, self._host.store, request.tenant, request.turn
+        earlier: Earlier | None = None
+        if turn is not None:
+            if (before := answered_turn(store, tenant, turn)) is not None:
+                return before
+            check_turns(store, tenant, turn)
+            earlier = partial(answer_before, store, tenant, turn.episode)
         with self._samplers.open(request.place) as opened, asking.connected(opened.client.close):
             if isinstance(request.asked, ChatRequest):
-                prompt_ids = self._prompts.ids(request.model, request.asked.messages, request.asked.offered_tools)
+                asked = request.asked
+                prompt = self._prompts.prompt(request.model, asked.messages, asked.offered_tools, earlier)
+                if request.counts_only:
+                    return _count(asked, prompt.ids)
             if isinstance(request.place, ServedSampler):
                 _check_base(opened, request)
-            return self._answer(opened, request, prompt_ids, _shown(request, asking.tell))
+            return self._answer(opened, request, prompt, _shown(request, asking.tell))
 
     def _answer(
-        self, opened: OpenSampler, request: CompleteRequest, prompt_ids: tuple[int, ...] | None, tell: Tell | None
+        self, opened: OpenSampler, request: CompleteRequest, prompt: Prompt | None, tell: Tell | None
     ) -> ChatCompletion | CompletionResponse:
         """Answer; try again if the adapter was unloaded to make room for another one before it could answer."""
         for attempt in range(_ATTEMPTS):
             model = self._adapters.use(opened, request.adapter)
             try:
-                return self._drawn(opened, model, request, prompt_ids, tell)
+                return self._drawn(opened, model, request, prompt, tell)
             except SamplerUnavailable:
                 if attempt + 1 == _ATTEMPTS or model in opened.client.models():
                     raise
@@ -417,7 +512,7 @@ class Questions:
         opened: OpenSampler,
         model: str,
         request: CompleteRequest,
-        prompt_ids: tuple[int, ...] | None,
+        prompt: Prompt | None,
         tell: Tell | None,
     ) -> ChatCompletion | CompletionResponse:
         asked, stops = request.asked, stops_of(request.place, self._host, request.model)
@@ -425,20 +520,26 @@ class Questions:
             asked_for = {"model": model, "user": _asking(request)}
             drawn = _ask(opened, stopping_at(asked.model_copy(update=asked_for), stops), "prompt", tell)
             return drawn.model_copy(update={"model": asked.model})
-        assert prompt_ids is not None
+        assert prompt is not None
         wanted = stopping_at(
-            sampler_request(asked, model, prompt_ids, self._max_model_len(opened, request.place)), stops
+            sampler_request(asked, model, prompt.ids, self._max_model_len(opened, request.place)), stops
         )
         wanted = wanted.model_copy(update={"user": _asking(request)})
         drawn = _ask(opened, wanted, "messages", tell, "tools" if asked.forced_tools else "response_format")
         bytes_of = self._prompts.tokenizer(request.model).bytes_of
         answer_id = request.stream.answer_id if request.stream else new_answer_id(time.time())
-        answer = chat_completion(asked, drawn, bytes_of, answer_id, prompt_ids)
-        record = record_of(answer, drawn, prompt_ids, request.model.sha256)
-        if record is None or not self._remembers(request, record):
+        answer = chat_completion(asked, drawn, bytes_of, answer_id, prompt.ids)
+        record = record_of(answer, drawn, prompt.ids, request.model.sha256)
+        if record is not None and self._remembers(request, record):
+            known = [choice.model_copy(update={"answer_id": answer.id}) for choice in answer.choices]
+            answer = answer.model_copy(update={"choices": known})
+        elif request.turn is not None:
+            raise SamplerUnavailable("the tokens of this answer cannot be kept now, and an episode needs them")
+        if (place := request.turn) is None:
             return answer
-        known = [choice.model_copy(update={"answer_id": answer.id}) for choice in answer.choices]
-        return answer.model_copy(update={"choices": known})
+        turn = EpisodeTurn(answer=answer, at=time.time(), is_side=place.is_side, continues=prompt.continues)
+        conversation = prompt.conversation(answer.choices[0].message)
+        return record_turn(self._host.store, request.tenant, place, turn, conversation)
 
     def _max_model_len(self, opened: OpenSampler, place: SamplerPlace) -> int:
         """Return the greatest length of prompt and answer together, in tokens. A leased sampler is asked once."""
@@ -463,6 +564,12 @@ class Questions:
             logger.warning("an answer is not remembered, and can be trained on by its text alone: %s", error)
             return False
         return True
+
+
+def _count(asked: ChatRequest, prompt_ids: Sequence[int]) -> ChatCompletion:
+    created, num_tokens = int(time.time()), len(prompt_ids)
+    usage = Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens)
+    return ChatCompletion(id=new_answer_id(created), created=created, model=asked.model, choices=[], usage=usage)
 
 
 def _shown(request: CompleteRequest, tell: Tell | None) -> Tell | None:

@@ -40,7 +40,8 @@ from longshore.fields import Artifact, Frozen
 from longshore.losses import AdvantageKind
 from longshore.runs import RLRun, RunId, Tenant
 from longshore.views import PlanHeader, StepStatus
-from shared.chat.trajectories import AnswerLookup, Trajectory, look_up
+from shared.chat.episodes import look_up_either
+from shared.chat.trajectories import AnswerLookup, Trajectory
 from shared.jobs import bins as packing
 from shared.jobs.job import PackedData
 from shared.jobs.packed import TARGET_COLUMNS, TOKEN_COLUMNS, PlanWriter, RouteShape, UnitsWriter
@@ -213,7 +214,7 @@ class PackTrajectories:
 
         def answer(question: bytearray) -> bytes:
             wanted = AnswerLookup.model_validate_json(question)
-            return _RECORDS.dump_json(look_up(host.store, request.tenant, wanted))
+            return _RECORDS.dump_json(look_up_either(host.store, request.tenant, wanted))
 
         with host.scratch("pack") as folder:
             _, manifest = open_artifact(groups, host.settings.s3)

@@ -18,6 +18,7 @@ from activities.tokenizing.tokenizer import ModelTokenizer, TemplateProcess, Tok
 from longshore.fields import Artifact, Frozen
 from longshore.losses import COMPARE_GROUPS
 from longshore.runs import RLRun
+from shared.chat.episodes import EpisodeEnd
 from shared.chat.trajectories import (
     FORMS,
     LOOKUP_AT_ONCE,
@@ -26,6 +27,7 @@ from shared.chat.trajectories import (
     ChatHistory,
     ChatTrajectory,
     DrawnChoice,
+    EpisodeTrajectory,
     SampledTurn,
     SentGroup,
     SentTokenLogprob,
@@ -65,6 +67,11 @@ class RememberedAnswers:
             [text] = self._look_up(AnswerLookup(ids=(answer_id,)))
             self._found[answer_id] = parse_record(text)
         return self._found[answer_id]
+
+    def end_of(self, episode: str) -> EpisodeEnd | None:
+        """Return what counts of an episode; None if it has not ended, or is not this tenant's."""
+        [text] = self._look_up(AnswerLookup(episode=episode))
+        return None if text is None else EpisodeEnd.model_validate_json(text)
 
     def alike(self, prompt_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[AnswerRecord, int] | None:
         """Return an answer, and the number of its choice, by its content: for clients that lose the id."""
@@ -202,13 +209,19 @@ class _Sequence:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
 
     def extend(self, turn: _Drawn) -> None:
         context = turn.asked[len(self.ids) :]
         self.ids += [*context, *turn.ids]
         self.logprobs += [*[None] * len(context), *turn.logprobs]
+        self.versions += [*[None] * len(context), *[turn.policy_version] * len(turn.ids)]
         self.finish_reason = turn.finish_reason
+
+    def is_begun_by(self, turn: _Drawn) -> bool:
+        """True if the turn's prompt goes on from these ids."""
+        return turn.asked[: len(self.ids)] == self.ids
 
 
 class Conversations:
@@ -267,8 +280,7 @@ class Conversations:
             rule = "no assistant's turn has logprobs, or an answer_id: there is nothing to train"
             raise BrokenTrajectory(PLACE, "nothing_sampled", rule)
         sequences = _chained(drawn)
-        if (longest := max(len(one.ids) for one in sequences)) > max_tokens:
-            raise BrokenTrajectory(PLACE, "too_long", f"{longest} tokens; max_tokens is {max_tokens}")
+        _check_lengths(sequences, max_tokens, PLACE)
         version = drawn[0].policy_version
         if version is None:
             version = chat.policy_version
@@ -287,6 +299,48 @@ class Conversations:
                 metadata=chat.metadata,
             )
             for one in sequences
+        )
+
+    def episode_of(self, sent: EpisodeTrajectory, max_tokens: int) -> tuple[Trajectory, ...]:
+        """Convert an episode's answers to token ids: one sequence for each branch of what the agent asked.
+
+        Raises BrokenTrajectory: it has not ended, or its answers are no longer kept, or a branch is too long.
+        """
+        end = self._answers.end_of(sent.episode) if self._answers is not None else None
+        if self._answers is None or end is None:
+            raise BrokenTrajectory("episode", "unknown_episode", "no episode of this id has ended here")
+        if not end.answer_ids:
+            raise BrokenTrajectory("episode", "nothing_sampled", "it has no answer that counts")
+        self._answers.fetch(end.answer_ids)
+        branches: list[_Sequence] = []
+        for answer_id in end.answer_ids:
+            if (record := self._answers.get(answer_id)) is None:
+                raise BrokenTrajectory("episode", "unknown_answer", f"its answer {answer_id} is no longer kept")
+            if self._model is not None and record.model_sha256 != self._model.sha256:
+                raise BrokenTrajectory("episode", "another_model", "another model than the run's answered it")
+            [choice] = record.choices
+            version = self._policy.number_of(record.version, record.name)
+            asked, ids, logprobs = list(record.prompt_ids), list(choice.token_ids), list(choice.logprobs)
+            turn = _Drawn(asked, ids, logprobs, choice.finish_reason, version)
+            branch = max(
+                filter(lambda one: one.is_begun_by(turn), branches), key=lambda one: len(one.ids), default=None
+            )
+            if branch is None:
+                branches.append(branch := _Sequence())
+            branch.extend(turn)
+        _check_lengths(branches, max_tokens, "episode")
+        self.counts["remembered_turns"] += len(end.answer_ids)
+        self.counts["episode_branches"] += len(branches)
+        return tuple(
+            Trajectory(
+                token_ids=tuple(one.ids),
+                sampled=tuple(logprob is not None for logprob in one.logprobs),
+                logprobs=tuple(one.logprobs),
+                policy_versions=tuple(one.versions),
+                finish_reason=one.finish_reason,
+                **sent.model_dump(exclude={"episode"}),
+            )
+            for one in branches
         )
 
     def _answers_of(self, history: ChatHistory, own_answers: bool) -> list[_Drawn]:
@@ -366,10 +420,15 @@ def _chained(drawn: Sequence[_Drawn]) -> list[_Sequence]:
     """Join answers into one sequence, as long as each one's prompt begins with the ids of the sequence so far."""
     sequences: list[_Sequence] = []
     for turn in drawn:
-        if not sequences or turn.asked[: len(sequences[-1].ids)] != sequences[-1].ids:
+        if not sequences or not sequences[-1].is_begun_by(turn):
             sequences.append(_Sequence())
         sequences[-1].extend(turn)
     return sequences
+
+
+def _check_lengths(sequences: Sequence[_Sequence], max_tokens: int, place: str) -> None:
+    if (longest := max(len(one.ids) for one in sequences)) > max_tokens:
+        raise BrokenTrajectory(place, "too_long", f"{longest} tokens; max_tokens is {max_tokens}")
 
 
 def _asked_ids(
@@ -625,12 +684,14 @@ def _shaped(one: Scored, run: RLRun) -> Scored:
 def _read(sent: SentTrajectory, rules: Rules) -> tuple[Trajectory, ...]:
     """The sequences of token ids of a trajectory. Raises BrokenTrajectory when it cannot be trained."""
     sequences: tuple[Trajectory, ...]
-    if not isinstance(sent, ChatTrajectory):
+    if isinstance(sent, Trajectory):
         sequences = (sent,)
     elif rules.conversations is None:
         raise BrokenTrajectory("messages", "messages", "trajectories of token ids alone are taken here")
-    else:
+    elif isinstance(sent, ChatTrajectory):
         sequences = rules.conversations.trajectories_of(sent, rules.run.max_tokens)
+    else:
+        sequences = rules.conversations.episode_of(sent, rules.run.max_tokens)
     for one in sequences:
         _check(one, rules)
     return sequences

@@ -22,6 +22,8 @@ _QUESTIONS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     *(f"{_TINKER}/{name}" for name in ("retrieve_future", "asample", "session_heartbeat", "telemetry", "get_info")),
     *(f"{_TINKER}/{name}" for name in ("client/config", "client/dynamic_config", "weights_info", "cancel_future")),
 )

@@ -315,6 +315,10 @@ class Quotas:
                 await self._database.writing(lambda s: add_stored(s, tenant, owner, what, -left))
         return is_put
 
+    def forget_ahead(self, tenant: str) -> None:
+        """Let nothing more be stored on account of what was counted ahead, as the tenant's quota may be smaller now."""
+        self._surplus = {key: surplus for key, surplus in self._surplus.items() if key[0] != tenant}
+
     def _count_ahead(self, key: tuple[str, str, str], more: int) -> None:
         if surplus := self._surplus.pop(key, 0) + more:
             if len(self._surplus) >= _MOST_SURPLUS:

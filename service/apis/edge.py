@@ -28,6 +28,7 @@ from service.apis.native.installation import CODEC
 from service.apis.tinker.wire import BATCH_PATHS, TINKER, TINKER_FILES, tinker_key
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES as MAX_BATCH_BYTES
 from service.errors import DatabaseUnavailable
+from service.inference.episodes import ADDRESS, AGENTS, PATHS, Episodes
 
 logger = logging.getLogger("longshore.service")
 
@@ -46,6 +47,7 @@ _SLOWEST_BYTES_PER_S = 16 << 10
 _REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 _KEY_UNKNOWN = "this API key is not known here, was revoked, or has expired"
 _KEY_MISSING = "send an API key: Authorization: Bearer <key>"
+_EPISODE_OVER = "there is no episode of this address, or it has ended"
 _SESSION_OVER = "this session has ended, or its key has: sign in again"
 _HOST = re.compile(r"^\[?(?P<name>[^\]]*?)\]?(:\d+)?$")
 
@@ -66,6 +68,7 @@ class Edge:
     app: ASGIApp
     keys: Keys
     sign_ins: SignIns
+    episodes: Episodes
     audit: Audit
     rate_limit: RateLimit
     allowed_hosts: Collection[str] | None
@@ -80,6 +83,8 @@ class Edge:
             return
         headers = Headers(scope=scope)
         scope.setdefault("state", {})
+        if scope["path"].startswith(AGENTS):
+            _take_secret(scope)
         exchange = _Exchange(send, headers.get("x-request-id", ""), scope, self.audit)
         refusal = await self._refusal(scope, headers, exchange)
         if refusal is not None:
@@ -120,15 +125,18 @@ class Edge:
             # Each event of a stream is checked, as they are few; pieces of a file only every _RECHECK_S seconds.
             if exchange.is_event_stream or time.monotonic() - checked_at > _RECHECK_S:
                 with suppress(DatabaseUnavailable):  # then the last result of the check counts
-                    if await self._principal(scope["path"], headers) is None:
+                    if await self._principal(scope, headers) is None:
                         raise _NoLongerKnown
                 checked_at = time.monotonic()
             await exchange.send(message)
 
         return send
 
-    async def _principal(self, path: str, headers: Headers) -> Principal | None:
-        """The principal of a request; None for an unknown key or session. Raises DatabaseUnavailable."""
+    async def _principal(self, scope: Scope, headers: Headers) -> Principal | None:
+        """The principal of a request; None for an unknown key, session or episode. Raises DatabaseUnavailable."""
+        path = scope["path"]
+        if address := scope["state"].get("address"):
+            return await self.episodes.principal(*address)
         if token := _sign_in_token(path, headers):
             return await self.sign_ins.find(token)
         return await self.keys.find(_authorization(path, headers))
@@ -141,7 +149,8 @@ class Edge:
         if self.allowed_hosts is not None and host not in self.allowed_hosts:
             return problems.error_response(403, f"this service does not answer to the host name {host!r}", path=path)
         if path not in OPEN_PATHS and not path.startswith((f"{pages.STATIC}/", TINKER_FILES)):
-            token = _sign_in_token(path, headers)
+            is_agent = "address" in scope["state"]
+            token = "" if is_agent else _sign_in_token(path, headers)
             # Temporal's page, which may ask the codec, is known by a header that pages cannot forge.
             is_from_ui = path.startswith(f"{CODEC}/") and headers.get("origin", "") == self.temporal_ui
             is_ours = is_from_ui or is_from_page(token, headers.get(CSRF_HEADER))
@@ -149,17 +158,17 @@ class Edge:
                 text = f"a session changes things from its own page alone, which sends {CSRF_HEADER}"
                 return problems.error_response(403, text, path=path)
             try:
-                principal = await self._principal(path, headers)
+                principal = await self._principal(scope, headers)
             except DatabaseUnavailable as error:
                 return problems.error_response(503, str(error), headers={"retry-after": "2"}, path=path)
             if principal is None:
-                is_opened = "authorization" not in headers and pages.is_opened(path, headers.get("accept", ""))
+                is_opened = _authorization(path, headers) is None and pages.is_opened(path, headers.get("accept", ""))
                 if (is_opened or pages.is_page(path)) and scope["method"] in _LOOKS:
                     return RedirectResponse(f"{pages.SIGN_IN}?{urlencode({'after': path})}", 303)
                 text = _KEY_UNKNOWN if sent_key(_authorization(path, headers)) else _KEY_MISSING
-                text = _SESSION_OVER if token else text
+                text = _SESSION_OVER if token else _EPISODE_OVER if is_agent else text
                 return _unauthorized(text, path)
-            scope["state"] |= {"principal": principal, "is_from_page": bool(token)}
+            scope["state"] |= {"principal": principal, "is_from_page": bool(token), "is_agent": is_agent}
             if wait_s := self.rate_limit.wait_s(principal.key_id):
                 text = f"this key asks too often: at most {self.rate_limit} here"
                 return problems.error_response(429, text, headers={"retry-after": str(math.ceil(wait_s))}, path=path)
@@ -252,14 +261,28 @@ class _LimitedBody:
         return message
 
 
+def _take_secret(scope: Scope) -> None:
+    """Put the path that an agent asks into its request, and the episode and its secret into the request's state.
+
+    From here on no path has the secret, so no log has it either.
+    """
+    address = ADDRESS.fullmatch(scope["path"])
+    path = address["path"] if address and address["path"] in PATHS else AGENTS
+    scope.update({"path": path, "raw_path": path.encode()})
+    if address:
+        scope["state"]["address"] = address["tenant"], address["episode"], address["secret"]
+
+
 class _NoLongerKnown(Exception):
     """The key or session of a request has ended since the request came."""
 
 
 def _authorization(path: str, headers: Headers) -> str | None:
-    """Return the Authorization header; below /tinker and /wandb, the equivalent of their clients' own header."""
-    given = headers.get("authorization")
-    return tinker_key(path, headers.get("x-api-key", "")) or wandb_key(path, given or "") or given
+    """Return the Authorization header; below /tinker, /wandb and /v1, the equivalent of their clients' own header."""
+    given, api_key = headers.get("authorization"), headers.get("x-api-key", "")
+    if api_key and given is None and problems.is_foreign(path):  # Anthropic's clients before 2026-10
+        given = f"Bearer {api_key}"
+    return tinker_key(path, api_key) or wandb_key(path, given or "") or given
 
 
 def _sign_in_token(path: str, headers: Headers) -> str:

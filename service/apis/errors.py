@@ -3,7 +3,7 @@
 import errno
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -52,6 +52,20 @@ class ForeignErrorBody(Frozen):
     error: ForeignProblem
 
 
+class MessageProblem(Frozen):
+    """An error as Anthropic's clients read it. The message begins with the field that is at fault."""
+
+    type: str
+    message: str
+
+
+class MessageErrorBody(Frozen):
+    """The body of every answer from 400 on, of /v1/messages."""
+
+    type: Literal["error"] = "error"
+    error: MessageProblem
+
+
 # Malformed HTTP (two lengths, a length that is no number) is refused with a text by uvicorn itself.
 _NO_HTTP = {"text/plain": {"schema": {"type": "string"}}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -64,11 +78,13 @@ FOREIGN_RESPONSES: dict[int | str, dict[str, Any]] = {
     **{code: {"model": ForeignErrorBody} for code in ("4XX", "5XX")},
 }
 """Error responses of each operation below /v1, for its description."""
+MESSAGE_RESPONSES = {status: {**told, "model": MessageErrorBody} for status, told in FOREIGN_RESPONSES.items()}
+"""Error responses of Anthropic's operations, for their description."""
 
 # Resources that paths name: an id of the wrong form is answered with 404, as there is no such resource.
 _IN_PATHS = {"run_id": "run", "webhook_id": "webhook", "name": "schedule", "tenant": "tenant"}
-# Tags of the union `trainable`, which pydantic puts into locations after the field. (As the last part it is a field.)
-_TAGS = ("lora", "full")
+# Tags of unions, which pydantic puts into locations after the field. (As the last part it is a field.)
+_TAGS = ("lora", "full", "function_tool", "custom_tool", "foreign_tool")
 _KINDS = get_args(Kind)
 _MOST_RULES = 20
 _RUN_FIELDS = frozenset(name for model in get_args(get_args(Run)[0]) for name in model.model_fields)
@@ -102,12 +118,17 @@ def error_response(
     """Make the response of an error.
 
     Args:
-        path: the request's: below /v1 errors have OpenAI's shape.
+        path: the request's: below /v1 errors have OpenAI's shape, of /v1/messages Anthropic's.
         kind: the error's type, where the status does not say it.
     """
     kind = kind or _BY_STATUS.get(status, "error")
     if is_tinker(path):
         status, told = error_body(status, kind, message, place)
+    elif is_messages(path):
+        status = 400 if status == 422 else status
+        theirs = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        text = f"{place}: {message}" if place else message
+        told = MessageErrorBody(error=MessageProblem(type=theirs, message=text)).model_dump()
     elif is_foreign(path):
         status = 400 if status == 422 else status
         general = "server_error" if status >= 500 else "invalid_request_error"
@@ -120,8 +141,13 @@ def error_response(
 
 
 def is_foreign(path: str) -> bool:
-    """True for a path of OpenAI's or ART's API, whose errors have OpenAI's shape."""
+    """True for a path of OpenAI's, Anthropic's or ART's API."""
     return path == "/v1" or path.startswith("/v1/")
+
+
+def is_messages(path: str) -> bool:
+    """True for a path of Anthropic's API, whose errors have a shape of their own."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 _OPENAI_CODES = {
@@ -130,6 +156,13 @@ _OPENAI_CODES = {
     "quota_exceeded": "insufficient_quota",
 }
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _OPENAI_TYPES | {
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 def install(app: FastAPI) -> None:

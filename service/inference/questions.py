@@ -36,8 +36,9 @@ from service.runs.rows import RunRows
 from service.temporal import LOST_UPDATES, PATIENCE, Temporal, causes_of, unless_unknown
 from shared.chat import trajectories
 from shared.chat.completions import CompletionRequest, CompletionResponse
+from shared.chat.episodes import TurnPlace
 from shared.chat.messages import ChatCompletion, ChatRequest
-from shared.chat.streams import EventStream, ResponseObject, StreamStart
+from shared.chat.streams import EventStream, MessageObject, ResponseObject, StreamStart
 from shared.chat.trajectories import new_answer_id
 from shared.errors import InvalidInput, NotFound, SamplerUnavailable
 from shared.jobs.job import LeaseGrant, SamplerKey
@@ -96,14 +97,15 @@ class StreamedAnswer:
     def __init__(
         self,
         asked: ChatRequest | CompletionRequest,
-        response: Callable[[str, int], ResponseObject] | None = None,
+        begun: Callable[[str, int], ResponseObject | MessageObject] | None = None,
     ) -> None:
-        """`response`: makes the response that an answer belongs to, from its id and time."""
+        """`begun`: makes the response or message that an answer belongs to, from its id and time."""
         self._asked = asked
         created = int(time.time())
         answer_id = new_answer_id(created)
-        begun = response(answer_id, created) if response is not None else None
-        self._start = StreamStart(answer_id=answer_id, created=created, response=begun)
+        form = begun(answer_id, created) if begun is not None else None
+        of_form = {"message" if isinstance(form, MessageObject) else "response": form}
+        self._start = StreamStart.model_validate({"answer_id": answer_id, "created": created, **of_form})
         self._events, self._num_taken, self._part = bytearray(), 0, b""
         self.changed = asyncio.Event()
 
@@ -378,6 +380,21 @@ class Inference:
         async with self._place(tenant, asked):
             return Reply(CompletionResponse, await self._ask(tenant, asked, draft))
 
+    async def turn(
+        self, tenant: str, asked: ChatRequest, place: TurnPlace, draft: StreamedAnswer | None = None
+    ) -> Reply[ChatCompletion]:
+        """Answer a turn of an episode, which is kept at `place` before; as it was answered if it is kept there."""
+        _check_text(self._settings, [asked.messages, asked.offered_tools], "messages")
+        async with self._place(tenant, asked):
+            return Reply(ChatCompletion, await self._ask(tenant, asked, draft, turn=place))
+
+    async def count(self, tenant: str, asked: ChatRequest) -> int:
+        """Return the number of tokens of a chat's prompt. Raises the errors of `chat`."""
+        _check_text(self._settings, [asked.messages, asked.offered_tools], "messages")
+        async with self._place(tenant, asked):
+            told = await self._ask(tenant, asked, None, counts_only=True)
+        return ChatCompletion.model_validate_json(told).usage.prompt_tokens
+
     async def complete_with(self, tenant: str, target: Target, asked: CompletionRequest) -> Reply[CompletionResponse]:
         """Continue token ids with weights that the caller has found. Raises the errors of `chat`, except NotFound."""
         async with self._place(tenant, asked):
@@ -392,9 +409,18 @@ class Inference:
         prune = partial(trajectories.prune_answers, self._store, time.time(), serving.answers_kept_s)
         await asyncio.to_thread(prune, serving.answers_max_bytes)
 
-    async def _ask(self, tenant: str, asked: ChatRequest | CompletionRequest, draft: StreamedAnswer | None) -> bytes:
+    async def _ask(
+        self,
+        tenant: str,
+        asked: ChatRequest | CompletionRequest,
+        draft: StreamedAnswer | None,
+        **of_request: Any,
+    ) -> bytes:
+        """Ask the model that the question names. `of_request`: further fields of the request to the host."""
         if (name := ArtName.parse(asked.model)) is not None:
-            if isinstance(asked, ChatRequest):  # ART's clients need token ids for training, but do not ask for them
+            if (
+                isinstance(asked, ChatRequest) and "turn" not in of_request
+            ):  # ART's clients need token ids for training, but do not ask for them
                 ids = True if asked.return_token_ids is None else asked.return_token_ids
                 logprobs = True if asked.logprobs is None else asked.logprobs
                 asked = asked.model_copy(update={"logprobs": logprobs, "return_token_ids": ids})
@@ -403,7 +429,7 @@ class Inference:
             target = await self._named(tenant, asked.model)
         if draft is not None and asked.seed is None:  # another sampler draws the same, if this one is lost
             asked = asked.model_copy(update={"seed": secrets.randbits(61)})
-        return await self._ask_target(tenant, target, asked, draft)
+        return await self._ask_target(tenant, target, asked, draft, **of_request)
 
     async def _named(self, tenant: str, name: str) -> Target:
         """Return the weights of a tenant's published model; else of the installation's base model of that name."""
@@ -415,7 +441,12 @@ class Inference:
         return await self._untrained.target(tenant, uri)
 
     async def _ask_target(
-        self, tenant: str, target: Target, asked: ChatRequest | CompletionRequest, draft: StreamedAnswer | None = None
+        self,
+        tenant: str,
+        target: Target,
+        asked: ChatRequest | CompletionRequest,
+        draft: StreamedAnswer | None = None,
+        **of_request: Any,
     ) -> bytes:
         problem = ""
         for attempt in range(_ATTEMPTS):
@@ -445,6 +476,7 @@ class Inference:
                         place=place,
                         asked=asked,
                         stream=draft.start if draft else None,
+                        **of_request,
                     )
                     return await self._hosts.ask(at, request, draft)
             except (SamplerLost, TimeoutError) as lost:

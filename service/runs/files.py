@@ -37,7 +37,7 @@ from longshore.views import (
 from service.accounts.tenants import Quotas
 from service.errors import Conflict
 from service.files import PublishedFiles
-from shared.chat.trajectories import ChatTrajectory, SentGroup, Trajectory
+from shared.chat.trajectories import ChatTrajectory, EpisodeTrajectory, SentGroup, SentTrajectory, Trajectory
 from shared.errors import InvalidInput, NotFound, StoreUnavailable
 from shared.jobs.job import Job
 from shared.runs.events import EventCursor, read_run_events
@@ -319,21 +319,25 @@ def _texts(group: SentGroup, decode: Decode) -> GroupTexts:
     )
 
 
-def _prompt(one: Trajectory | ChatTrajectory, decode: Decode) -> str:
+def _prompt(one: SentTrajectory, decode: Decode) -> str:
     match one:
         case Trajectory():
             return decode(list(one.token_ids[: _first_sampled(one)]))
         case ChatTrajectory():
             return "\n".join(_turns(one.messages[:-1]))
+        case EpisodeTrajectory():
+            return ""
 
 
-def _sample(one: Trajectory | ChatTrajectory, decode: Decode) -> SampleText:
+def _sample(one: SentTrajectory, decode: Decode) -> SampleText:
     match one:
         case Trajectory():
             text = decode(list(one.token_ids[_first_sampled(one) :]))
             shown = SampleText(text="", reward=one.reward, num_tokens=sum(one.sampled), finish_reason=one.finish_reason)
         case ChatTrajectory():
             text, shown = "\n".join(_turns(one.messages[-1:])), SampleText(text="", reward=one.reward)
+        case EpisodeTrajectory():
+            text, shown = f"episode {one.episode}", SampleText(text="", reward=one.reward)
     return shown.model_copy(update={"text": text[:_MOST_CHARACTERS], "is_cut": len(text) > _MOST_CHARACTERS})
 
 

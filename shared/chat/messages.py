@@ -244,13 +244,14 @@ class ChatChoice(SamplerAnswer):
     """One answer of a completion. `token_ids`: the sampled ids with the end token, if the request asked for them.
 
     `answer_id`: the completion's id, under which its token ids are kept. A client that trains on this choice sends it
-    back in a trajectory.
+    back in a trajectory. `stop_reason`: vLLM's field, the stop string or token that ended it; None for the model's own.
     """
 
     index: int
     message: ChatAnswer
     logprobs: ChoiceLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     answer_id: str | None = None
 

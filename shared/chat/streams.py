@@ -1,4 +1,7 @@
-"""Streams of answers: server-sent events in OpenAI's forms, written once, where the text is sampled."""
+"""Answers in the forms of OpenAI's and Anthropic's APIs, whole and streamed.
+
+The events of a stream are written once, where the text is sampled, and passed on unchanged.
+"""
 
 import json
 from collections.abc import Iterator
@@ -6,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
-from longshore.fields import Frozen
+from longshore.fields import Frozen, added
 from shared.chat.completions import (
     Choice,
     CompletionChunk,
@@ -202,6 +205,21 @@ class OutputCall(SamplerAnswer):
     status: ResponseStatus
 
 
+class OutputCustomCall(SamplerAnswer):
+    """A tool that takes a text, `input`, and that the model wants called."""
+
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: ResponseStatus
+
+
+CUSTOM_INPUT = "input"
+"""The only argument of the function that stands for a `custom` tool. Its value is the tool's text."""
+
+
 class Incomplete(SamplerAnswer):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
@@ -240,7 +258,7 @@ class ResponseObject(SamplerAnswer):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputCall] = Field(default_factory=list)
+    output: list[OutputMessage | OutputCall | OutputCustomCall] = Field(default_factory=list)
     parallel_tool_calls: bool
     previous_response_id: None = None
     store: Literal[False] = False
@@ -253,13 +271,12 @@ class ResponseObject(SamplerAnswer):
     usage: ResponseUsage | None = None
 
 
-class ResponseEvent(SamplerAnswer):
-    """An event of a stream. `type` says which other fields it has."""
+class NamedEvent(SamplerAnswer):
+    """An event of a stream. `type` is its name, and says which other fields it has."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     type: str
-    sequence_number: int
 
 
 def response_id(completion_id: str) -> str:
@@ -270,10 +287,12 @@ def completed(asked: ResponseObject, answer: ChatCompletion) -> ResponseObject:
     """Return a response with its answer. `asked`: the response before it, with only the request's settings."""
     [choice] = answer.choices
     status: ResponseStatus = "incomplete" if choice.finish_reason == "length" else "completed"
-    output: list[OutputMessage | OutputCall] = []
+    output: list[OutputMessage | OutputCall | OutputCustomCall] = []
     if choice.message.content or not choice.message.tool_calls:
         output.append(_message(asked.id, choice.message.content or "", status))
-    output += [_call(asked.id, number, call) for number, call in enumerate(choice.message.tool_calls or ())]
+    custom = {tool["name"] for tool in asked.tools if tool["type"] == "custom"}
+    for number, call in enumerate(choice.message.tool_calls or ()):
+        output.append(_call(asked.id, number, call, is_custom=call.function.name in custom))
     usage = ResponseUsage(
         input_tokens=answer.usage.prompt_tokens,
         output_tokens=answer.usage.completion_tokens,
@@ -294,32 +313,67 @@ def _message(of_response: str, text: str, status: ResponseStatus) -> OutputMessa
     )
 
 
-def _call(of_response: str, number: int, call: ToolCall) -> OutputCall:
-    return OutputCall(
-        id=f"{of_response.replace('resp_', 'fc_')}_{number}",
-        call_id=call.id,
-        name=call.function.name,
-        arguments=call.function.arguments,
-        status="completed",
-    )
+def _call(of_response: str, number: int, call: ToolCall, *, is_custom: bool) -> OutputCall | OutputCustomCall:
+    name, arguments = call.function.name, call.function.arguments
+    if not is_custom:
+        id = f"{of_response.replace('resp_', 'fc_')}_{number}"
+        return OutputCall(id=id, call_id=call.id, name=name, arguments=arguments, status="completed")
+    match json.loads(arguments):
+        case {"input": str(text)}:
+            arguments = text  # else the model has not kept to the form, and the tool gets what it wrote
+    id = f"{of_response.replace('resp_', 'ctc_')}_{number}"
+    return OutputCustomCall(id=id, call_id=call.id, name=name, input=arguments, status="completed")
 
 
-class ResponseEvents:
-    """The events of a streamed response: new text while it is sampled, then the rest."""
+class NamedEvents:
+    """The events of an answer in a form that gives each a name: new text while it is sampled, then the rest.
+
+    Every event is sent once for each part of the answer, except those of new text. So a host that continues a stream
+    sends the events that the lost one has not sent, whichever was the last.
+    """
 
     end = b""
 
-    def __init__(self, asked: ResponseObject) -> None:
-        self._asked = asked
+    def __init__(self) -> None:
         self._sent = SentTexts()
-        self._num_events = 0
-        self._has_message = False
+        self._told = set[tuple[str, int | None]]()
 
-    def grown(self, texts: tuple[str, ...]) -> Iterator[ResponseEvent]:
+    def note(self, sent: dict[str, Any]) -> None:
+        match sent:
+            case {"type": "response.output_text.delta", "delta": str(text)}:
+                self._sent.add(0, text)
+            case {"type": "content_block_delta", "delta": {"text": str(text)}}:
+                self._sent.add(0, text)
+            case _:
+                self._told.add(self._key(sent["type"], sent))
+
+    def _once(self, type: str, **fields: Any) -> Iterator[NamedEvent]:
+        """Yield an event, unless it was sent."""
+        if (key := self._key(type, fields)) not in self._told:
+            self._told.add(key)
+            yield self._event(type, **fields)
+
+    def _event(self, type: str, **fields: Any) -> NamedEvent:
+        return NamedEvent(type=type, **fields)
+
+    @staticmethod
+    def _key(type: str, fields: dict[str, Any]) -> tuple[str, int | None]:
+        return type, fields.get("output_index", fields.get("index"))
+
+
+class ResponseEvents(NamedEvents):
+    """The events of a streamed response."""
+
+    def __init__(self, asked: ResponseObject) -> None:
+        super().__init__()
+        self._asked = asked
+        self._num_events = 0
+
+    def grown(self, texts: tuple[str, ...]) -> Iterator[NamedEvent]:
         yield from self._opening()
         yield from self._new_text(texts[0])
 
-    def rest(self, answer: ChatCompletion) -> Iterator[ResponseEvent]:
+    def rest(self, answer: ChatCompletion) -> Iterator[NamedEvent]:
         yield from self._opening()
         whole = completed(self._asked, answer)
         for number, item in enumerate(whole.output):
@@ -327,61 +381,155 @@ class ResponseEvents:
                 yield from self._end_of_message(item)
             else:
                 yield from self._whole_call(number, item)
-        yield self._event(f"response.{whole.status}", response=whole)
+        yield from self._once(f"response.{whole.status}", response=whole)
 
     def note(self, sent: dict[str, Any]) -> None:
         self._num_events = sent["sequence_number"] + 1
-        match sent:
-            case {"type": "response.output_item.added"}:
-                self._has_message = True
-            case {"type": "response.output_text.delta", "delta": delta}:
-                self._sent.add(0, delta)
+        super().note(sent)
 
-    def failed(self, message: str) -> ResponseEvent:
+    def failed(self, message: str) -> NamedEvent:
         problem = ResponseProblem(code="server_error", message=message)
         return self._event(
             "response.failed", response=self._asked.model_copy(update={"status": "failed", "error": problem})
         )
 
-    def _event(self, type: str, **fields: Any) -> ResponseEvent:
+    def _event(self, type: str, **fields: Any) -> NamedEvent:
         self._num_events += 1
-        return ResponseEvent(type=type, sequence_number=self._num_events - 1, **fields)
+        return NamedEvent(type=type, sequence_number=self._num_events - 1, **fields)
 
-    def _opening(self) -> Iterator[ResponseEvent]:
-        if not self._num_events:
-            yield self._event("response.created", response=self._asked)
-            yield self._event("response.in_progress", response=self._asked)
+    def _opening(self) -> Iterator[NamedEvent]:
+        yield from self._once("response.created", response=self._asked)
+        yield from self._once("response.in_progress", response=self._asked)
 
     @property
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._asked.id.replace("resp_", "msg_"), "output_index": 0, "content_index": 0}
 
-    def _new_text(self, text: str, is_whole: bool = False) -> Iterator[ResponseEvent]:
-        new = self._sent.new(0, text, is_whole)
-        if new and not self._has_message:
-            self._has_message = True
+    def _new_text(self, text: str, is_whole: bool = False) -> Iterator[NamedEvent]:
+        if new := self._sent.new(0, text, is_whole):
             begun = _message(self._asked.id, "", "in_progress")
-            yield self._event("response.output_item.added", output_index=0, item=begun)
-            yield self._event("response.content_part.added", **self._place, part=OutputText(text=""))
-        if new:
+            yield from self._once("response.output_item.added", output_index=0, item=begun)
+            yield from self._once("response.content_part.added", **self._place, part=OutputText(text=""))
             yield self._event("response.output_text.delta", **self._place, delta=new, logprobs=[])
 
-    def _end_of_message(self, item: OutputMessage) -> Iterator[ResponseEvent]:
+    def _end_of_message(self, item: OutputMessage) -> Iterator[NamedEvent]:
         yield from self._new_text("".join(part.text for part in item.content), is_whole=True)
-        if not self._has_message:
-            yield self._event("response.output_item.added", output_index=0, item=item)
+        yield from self._once("response.output_item.added", output_index=0, item=item)
         for part in item.content:
-            yield self._event("response.output_text.done", **self._place, text=part.text, logprobs=[])
-            yield self._event("response.content_part.done", **self._place, part=part)
-        yield self._event("response.output_item.done", output_index=0, item=item)
+            yield from self._once("response.output_text.done", **self._place, text=part.text, logprobs=[])
+            yield from self._once("response.content_part.done", **self._place, part=part)
+        yield from self._once("response.output_item.done", output_index=0, item=item)
 
-    def _whole_call(self, number: int, item: OutputCall) -> Iterator[ResponseEvent]:
+    def _whole_call(self, number: int, item: OutputCall | OutputCustomCall) -> Iterator[NamedEvent]:
         place = {"item_id": item.id, "output_index": number}
-        begun = item.model_copy(update={"arguments": "", "status": "in_progress"})
-        yield self._event("response.output_item.added", output_index=number, item=begun)
-        yield self._event("response.function_call_arguments.delta", **place, delta=item.arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=item.name, arguments=item.arguments)
-        yield self._event("response.output_item.done", output_index=number, item=item)
+        field, kind, told = "arguments", "function_call_arguments", {"name": item.name}
+        if isinstance(item, OutputCustomCall):
+            field, kind, told = CUSTOM_INPUT, "custom_tool_call_input", {}
+        content = getattr(item, field)
+        begun = item.model_copy(update={field: "", "status": "in_progress"})
+        yield from self._once("response.output_item.added", output_index=number, item=begun)
+        yield from self._once(f"response.{kind}.delta", **place, delta=content)
+        yield from self._once(f"response.{kind}.done", **place, **told, **{field: content})
+        yield from self._once("response.output_item.done", output_index=number, item=item)
+
+
+# --- Answers of `/v1/messages` in Anthropic's shape: the whole object, or the events of a stream ---
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class TextBlock(SamplerAnswer):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ToolUseBlock(SamplerAnswer):
+    """A tool that the model wants called."""
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, JsonValue]
+
+
+class MessageUsage(SamplerAnswer):
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class MessageObject(SamplerAnswer):
+    """An answer. As a stream begins it has no content and no stop reason.
+
+    `stop_sequence`: the one of the request that ended the text.
+    """
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextBlock | ToolUseBlock] = Field(default_factory=list)
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage = MessageUsage()
+
+
+_STOPS: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+
+
+def answered(asked: MessageObject, answer: ChatCompletion) -> MessageObject:
+    """Return a message with its answer. `asked`: the message before it."""
+    [choice] = answer.choices
+    content: list[TextBlock | ToolUseBlock] = []
+    if choice.message.content:
+        content.append(TextBlock(text=choice.message.content))
+    for call in choice.message.tool_calls or ():
+        given = json.loads(call.function.arguments)
+        content.append(ToolUseBlock(id=call.id, name=call.function.name, input=given))
+    reason, stopped_by = _STOPS[choice.finish_reason], choice.stop_reason
+    is_by_text = reason == "end_turn" and isinstance(stopped_by, str)
+    told = {
+        "content": content,
+        "stop_reason": "stop_sequence" if is_by_text else reason,
+        "stop_sequence": stopped_by if is_by_text else None,
+        "usage": MessageUsage(input_tokens=answer.usage.prompt_tokens, output_tokens=answer.usage.completion_tokens),
+    }
+    return asked.model_copy(update=told)
+
+
+class MessageEvents(NamedEvents):
+    """The events of a streamed message."""
+
+    def __init__(self, asked: MessageObject) -> None:
+        super().__init__()
+        self._asked = asked
+
+    def grown(self, texts: tuple[str, ...]) -> Iterator[NamedEvent]:
+        yield from self._once("message_start", message=self._asked)
+        yield from self._new_text(texts[0])
+
+    def rest(self, answer: ChatCompletion) -> Iterator[NamedEvent]:
+        yield from self._once("message_start", message=self._asked)
+        whole = answered(self._asked, answer)
+        for index, block in enumerate(whole.content):
+            if isinstance(block, TextBlock):
+                yield from self._new_text(block.text, is_whole=True)
+            else:
+                begun = block.model_copy(update={"input": {}})
+                yield from self._once("content_block_start", index=index, content_block=begun)
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block.input, ensure_ascii=False)}
+                yield from self._once("content_block_delta", index=index, delta=delta)
+            yield from self._once("content_block_stop", index=index)
+        ended = {"stop_reason": whole.stop_reason, "stop_sequence": whole.stop_sequence}
+        yield from self._once("message_delta", delta=ended, usage=whole.usage)
+        yield from self._once("message_stop")
+
+    def failed(self, message: str) -> NamedEvent:
+        return NamedEvent(type="error", error={"type": "api_error", "message": message})
+
+    def _new_text(self, text: str, is_whole: bool = False) -> Iterator[NamedEvent]:
+        if new := self._sent.new(0, text, is_whole):
+            yield from self._once("content_block_start", index=0, content_block=TextBlock(text=""))
+            yield NamedEvent(type="content_block_delta", index=0, delta={"type": "text_delta", "text": new})
 
 
 # --- The stream of one answer, as its bytes ---
@@ -390,13 +538,14 @@ class ResponseEvents:
 class StreamStart(Frozen):
     """How the stream of an answer begins, or continues after its host was lost.
 
-    `answer_id`, `created`: of the answer. `response`: the response without its answer, for `/v1/responses`. `sent`:
-    whole events that the client has already.
+    `answer_id`, `created`: of the answer. `response`, `message`: the object without its answer, for `/v1/responses` and
+    `/v1/messages`. `sent`: whole events that the client has already.
     """
 
     answer_id: str
     created: int
     response: ResponseObject | None = None
+    message: MessageObject | None = added(None)
     sent: str = ""
 
 
@@ -407,6 +556,8 @@ class EventStream:
         tells_usage = asked.stream_options is not None and asked.stream_options.include_usage
         if start.response is not None:
             self._events: Any = ResponseEvents(start.response)
+        elif start.message is not None:
+            self._events = MessageEvents(start.message)
         elif isinstance(asked, ChatRequest):
             self._events = ChatChunks(start, asked.model, tells_usage)
         else:
@@ -429,5 +580,5 @@ class EventStream:
 
 
 def _event(event: SamplerAnswer) -> bytes:
-    name = f"event: {event.type}\n" if isinstance(event, ResponseEvent) else ""
+    name = f"event: {event.type}\n" if isinstance(event, NamedEvent) else ""
     return f"{name}data: {event.model_dump_json()}\n\n".encode()

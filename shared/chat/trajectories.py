@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
 
-from longshore.fields import Frozen, Sha256
+from longshore.fields import Frozen, Sha256, added
 from shared.chat.completions import SamplerAnswer
 from shared.chat.messages import ToolCall
 from shared.errors import NotFound
@@ -41,6 +41,7 @@ class DrawnChoice(Frozen):
     tool_calls: tuple[ToolCall, ...] = ()
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = Field(description="the sampler's log-probabilities, in nats")
+    finish_reason: Literal["stop", "length"] | None = added(None)
 
     @model_validator(mode="after")
     def _one_length(self) -> "DrawnChoice":
@@ -68,6 +69,7 @@ class AnswerLookup(Frozen):
 
     ids: tuple[str, ...] = Field(default=(), max_length=LOOKUP_AT_ONCE)
     alike: Sha256 | None = None
+    episode: str | None = added(None, description="instead: what counts of this episode")
 
 
 def new_answer_id(now: float) -> str:
@@ -268,16 +270,31 @@ class ChatTrajectory(ChatHistory):
         return ChatHistory(messages=self.messages, tools=self.tools), *self.additional_histories
 
 
+class EpisodeTrajectory(Frozen):
+    """What an agent did in an episode: every answer that counts, after the prompt that it was drawn for."""
+
+    episode: str = Field(max_length=64, description="the id of an episode that has ended")
+    reward: float
+    advantage: float | None = Field(default=None, description="only with advantages `given`")
+    metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
+    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="stored with it, not used")
+
+
 def _form_of(trajectory: Any) -> str:
     names = trajectory if isinstance(trajectory, dict) else ()
+    if isinstance(trajectory, EpisodeTrajectory) or "episode" in names:
+        return "episode"
     is_chat = isinstance(trajectory, ChatTrajectory) or "messages" in names or "messages_and_choices" in names
     return "chat" if is_chat else "tokens"
 
 
-FORMS = ("tokens", "chat")
-"""Tags of the two kinds of trajectories. They occur in the locations of pydantic's errors."""
+FORMS = ("tokens", "chat", "episode")
+"""Tags of the kinds of trajectories. They occur in the locations of pydantic's errors."""
 SentTrajectory = Annotated[
-    Annotated[Trajectory, Tag("tokens")] | Annotated[ChatTrajectory, Tag("chat")], Discriminator(_form_of)
+    Annotated[Trajectory, Tag("tokens")]
+    | Annotated[ChatTrajectory, Tag("chat")]
+    | Annotated[EpisodeTrajectory, Tag("episode")],
+    Discriminator(_form_of),
 ]
 
 

@@ -18,6 +18,7 @@ OWN = ".own"
 
 # Prefixes of objects of all tenants.
 ANSWER_RECORDS = "answers/"
+EPISODES = "episodes/"
 ANSWERING_HOSTS = "answering/"
 """Control hosts that ask the installation's own sampler."""
 HOST_STATES = "hosts/"

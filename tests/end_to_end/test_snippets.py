@@ -26,6 +26,7 @@ COMMANDS = "longshore|curl|export|pip|make|python|git|helm|cp|torchrun|import|fr
 
 # By page and the beginning of the snippet's first line.
 NOT_RUN = {
+    "docs/agents.md: from longshore": "tests/end_to_end/test_episodes.py trains agents so",
     "docs/backup.md: sqlite3": "tests/service/test_backup.py saves and restores both databases as this page says",
     "CONTRIBUTING.md: git clone": "the repository has no public address yet; `make setup` made this environment",
     "CONTRIBUTING.md: make check": "this is run by them",

@@ -56,6 +56,7 @@ BODIES: dict[str, Any] = {
     "/api/v1/schedules/{name}/backfill": {"begin": 0, "end": 1},
     "/api/v1/sweeps": SWEEP,
     "/api/v1/graders/run": {"grader": STRING_CHECK},
+    "/api/v1/episodes": {"model": "harbour"},
     "/v1/uploads": {"filename": "a", "purpose": "fine-tune", "bytes": 1, "mime_type": "text/plain"},
     "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_0"]},
     "/v1/fine_tuning/jobs": {"model": "org/tiny", "training_file": DATA},
@@ -64,6 +65,8 @@ BODIES: dict[str, Any] = {
     "/v1/chat/completions": {"model": "harbour", "messages": [{"role": "user", "content": "?"}]},
     "/v1/completions": {"model": "harbour", "prompt": "?"},
     "/v1/responses": {"model": "harbour", "input": "?"},
+    "/v1/messages": {"model": "harbour", "max_tokens": 1, "messages": [{"role": "user", "content": "?"}]},
+    "/v1/messages/count_tokens": {"model": "harbour", "messages": [{"role": "user", "content": "?"}]},
     "/v1/preview/models": {"name": "m", "base_model": "tiny"},
     "/v1/preview/models/{model_id}/checkpoints": {"steps": [1]},
     "/v1/preview/sft-training-jobs": {"model_id": f"model-{'0' * 17}", "training_data_url": DATA},
@@ -77,6 +80,7 @@ NOBODYS = {
     "upload_id": "upload_000000000000000000000000",
     "webhook_id": "wh-000000000000000000000000",
     "sweep_id": "sweep-00000000000000000",
+    "episode_id": f"ep-{'0' * 24}",
     "name": "nobodys",
     "key_id": "key-000000000000",
     "model_id": "nobodys",
@@ -187,6 +191,7 @@ def acquire(service: Service, tiny_model: Path, paths: set[str], tenant: str = T
             "key_id": _made(acme.post("/api/v1/keys", json={"title": "second"}))["key_id"],
             "model_id": "harbour",
         }
+        ids["episode_id"] = _made(acme.post("/api/v1/episodes", json=BODIES["/api/v1/episodes"]))["episode_id"]
         ids["sweep_id"] = _made(acme.post("/api/v1/sweeps", json=SWEEP))["sweep_id"]
         wait_for_trials(acme)
         job = {"model": str(tiny_model), "training_file": file["uri"], "seed": WAITS}

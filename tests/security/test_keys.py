@@ -27,15 +27,15 @@ NEEDS_NO_SCOPE = {SIGN_IN, "/login/link", "/logout", *TELEMETRY}
 OPEN = {"/api/v1/health"}
 ENDINGS = ("/cancel", "/close", "/finish", "/pause", "/complete")
 # Their records are bounded by bytes of their own, and kept for hours (shared/chat/trajectories.py).
-ANSWERS = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
+ANSWERS = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
 # What hosts and workflows write, and the run that a test's published version is of.
 BOUNDED = re.compile(
-    r"hosts/|models/imported/|runs/[^/]+/(starts|leases|logs|began_with)/|runs/[^/]+/(previous_)?result\.json"
+    r"hosts/|models/imported/|episodes/|runs/[^/]+/(starts|leases|logs|began_with)/|runs/[^/]+/(previous_)?result\.json"
     r"|runs/sft-[0-9a-f]{8}/"
 )
 KINDS = {
     *("file", "upload", "idempotency key", "sent request", "webhook", "delivery", "schedule", "sweep", "model"),
-    "Tinker session",
+    *("Tinker session", "episode"),
 }
 BESIDE = ("/api/v1/openapi.json", "/", "/schedules", "/runs/sft-1", "/nothing", "/v1/nothing", "/v1/preview/nothing")
 

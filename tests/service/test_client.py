@@ -39,6 +39,7 @@ SFT = {"model": "org/model", "dataset": {"uri": "s3://b/rows.jsonl"}, "steps": 1
 GRADER = {"type": "string_check", "name": "n", "operation": "eq", "input": "{{ sample.output_text }}", "reference": "x"}
 RUN = SFTRun.model_validate(SFT)
 BODIES: dict[str, Any] = {
+    "EpisodeRequest": {"model": "m"},
     "Sweep": {"name": "s", "run": SFT | {"kind": "sft"}, "sampler": "grid", "parameters": {"seed": {"choices": [1]}}},
     "ScheduledRun": {"name": "s", "run": SFT | {"kind": "sft"}, "every_s": 3600},
     "PreviewRequest": {"model_uri": "org/model", "source": {"uri": "s3://b/rows.jsonl"}, "num_rows": 0},

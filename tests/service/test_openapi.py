@@ -46,7 +46,7 @@ HAS_MORE_RULES = {
     r"POST /v1/uploads/{upload_id}/complete": "parts that are there",
     r"POST /v1/uploads": "a plain file name, and as many bytes as are taken here",
     r"POST /v1/fine_tuning/jobs": "files that are there; and the rules of runs",
-    r"POST /v1/((chat/)?completions|responses)": "messages as chat templates take them",
+    r"POST /v1/((chat/)?completions|responses|messages.*)": "messages as chat templates take them",
     r"POST /v1/preview/.*": "trajectories, and data that can be brought; and the rules of runs",
 }
 # Every operation, by one example of each kind (good, and bad in one way): less than 20 s. LONGSHORE_TEST_OPERATIONS=all

@@ -294,7 +294,9 @@ async def tenant_usage(tenant: Tenant, backend: Backed) -> TenantUsage:
 async def set_quotas(tenant: Tenant, quotas: JsonBody[QuotaSettings], backend: Backed) -> TenantRecord:
     """Set a tenant's quotas. Fields that are left out return to the installation's values."""
     backend.quotas.check_priced(quotas)
-    return await backend.tenants.set_quotas(tenant, quotas)
+    record = await backend.tenants.set_quotas(tenant, quotas)
+    backend.quotas.forget_ahead(tenant)
+    return record
 
 
 @accounts_router.post("/gc", dependencies=_operators)

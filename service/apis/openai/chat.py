@@ -1,26 +1,42 @@
-"""OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/responses`."""
+"""OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/responses`.
+
+What a request asks for and cannot have, but that takes nothing from the answer's form, is named in a header of the
+answer, `longshore-unused`: a setting of thinking, a tool of somebody's server. Everything else is used or refused.
+"""
 
 import asyncio
+import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, JsonValue, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    ValidationError,
+)
 from starlette.requests import ClientDisconnect
 
 from longshore.fields import Frozen, only
 from service.accounts import audit
-from service.accounts.keys import Asking, require
+from service.accounts.keys import Asking, Principal, require
 from service.apis.bodies import JsonBody, JsonRoute
-from service.backend import Backed
+from service.backend import Backed, Backend
+from service.inference.episodes import overridden
 from service.inference.questions import Reply, StreamedAnswer
 from shared.chat.completions import CompletionRequest, CompletionResponse
 from shared.chat.completions import SamplerRequest as ClientRequest
 from shared.chat.messages import MAX_TOOLS, ChatCompletion, ChatRequest, ServedModel
-from shared.chat.streams import KEEP_ALIVE, ResponseObject, completed, response_id
+from shared.chat.streams import CUSTOM_INPUT, KEEP_ALIVE, MessageObject, ResponseObject, completed, response_id
 from shared.errors import InvalidInput, LongshoreError, NotFound
 from shared.field_rules import first_error
 
@@ -29,6 +45,60 @@ from shared.field_rules import first_error
 T = TypeVar("T", bound=BaseModel)
 _LISTEN_S = 0.5
 _KEEP_ALIVE_S = 15.0
+_MOST_NAMED = 32
+
+FormT = TypeVar("FormT", ResponseObject, MessageObject)
+
+
+async def answer_in_form(
+    request: Request,
+    asked: tuple[Principal, ChatRequest, Backend],
+    begun: Callable[[str, int], FormT],
+    whole: Callable[[FormT, ChatCompletion], FormT],
+    named: Callable[[str], str],
+    unused: Sequence[str],
+) -> Response:
+    """Answer a request that another API's form was translated from, whole or streamed.
+
+    Args:
+        asked: who asks, the chat, and what answers it.
+        begun: makes the form's object without its answer, from the completion's id and time.
+        whole: puts the answer into that object.
+        named: returns the form's name of a chat's field.
+        unused: the parts of the request that have no effect.
+    """
+    question: ChatRequest = asked[1]
+    draft = StreamedAnswer(question, begun) if question.stream else None
+
+    async def ask() -> Reply[ChatCompletion]:
+        try:
+            return await _asked(request, asked[0], asked[2], question, draft)
+        except InvalidInput as error:
+            raise InvalidInput(error.message, error.place and named(error.place)) from error
+
+    response = await _answered(request, ask(), draft, lambda told: whole(begun(told.id, told.created), told))
+    return _naming(response, [*unused, *_overridden(request, question)])
+
+
+async def _asked(
+    request: Request, asking: Principal, backend: Backend, chat: ChatRequest, draft: StreamedAnswer | None
+) -> Reply[ChatCompletion]:
+    """Have a chat answered: of an agent at its episode's address, as a turn of the episode."""
+    if request.state.is_agent:
+        return await backend.episodes.answer(asking, chat, draft)
+    return await backend.inference.chat(asking.tenant, chat, draft)
+
+
+def _overridden(request: Request, chat: ChatRequest) -> list[str]:
+    return overridden(chat) if request.state.is_agent else []
+
+
+def _naming(response: Response, unused: Sequence[str]) -> Response:
+    """Name the parts of a request that have no effect."""
+    if unused:
+        more = f", and {len(unused) - _MOST_NAMED:,} more" if len(unused) > _MOST_NAMED else ""
+        response.headers["longshore-unused"] = ", ".join(unused[:_MOST_NAMED]) + more
+    return response
 
 
 async def _answered(
@@ -136,7 +206,8 @@ async def delete_model(model_id: str, asking: Asking, backend: Backed) -> Delete
 async def chat(body: JsonBody[ChatRequest], request: Request, asking: Asking, backend: Backed) -> Response:
     """Ask a published adapter or model, or a base model. `stream` sends text while it is sampled."""
     draft = StreamedAnswer(body) if body.stream else None
-    return await _answered(request, backend.inference.chat(asking.tenant, body, draft), draft)
+    response = await _answered(request, _asked(request, asking, backend, body, draft), draft)
+    return _naming(response, _overridden(request, body))
 
 
 @router.post("/completions", response_model=CompletionResponse)
@@ -173,8 +244,50 @@ class FunctionTool(ClientRequest):
         return {"type": "function", "function": function}
 
 
+class CustomTool(ClientRequest):
+    """A tool that takes a text. The model sees a function with that text as its only argument.
+
+    `format`: a grammar of the text, which is described to the model and not enforced.
+    """
+
+    type: Literal["custom"]
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    format: dict[str, JsonValue] | None = None
+
+    @property
+    def of_chat(self) -> dict[str, Any]:
+        description = self.description or ""
+        match self.format:
+            case {"type": "grammar", "syntax": str(syntax), "definition": str(definition)}:
+                description += f"\n\nThe input follows this {syntax} grammar:\n{definition}"
+        text = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+        return {"type": "function", "function": {"name": self.name, "description": description, "parameters": text}}
+
+
+class ForeignTool(ClientRequest):
+    """A tool of somebody's server, such as `web_search`: the model is not offered it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+def _kind_of_tool(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return f"{kind}_tool" if kind in ("function", "custom") else "foreign_tool"
+
+
+_Tool = Annotated[
+    Annotated[FunctionTool, Tag("function_tool")]
+    | Annotated[CustomTool, Tag("custom_tool")]
+    | Annotated[ForeignTool, Tag("foreign_tool")],
+    Discriminator(_kind_of_tool),
+]
+
+
 class ToolByName(ClientRequest):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -195,14 +308,15 @@ class TextFormat(ClientRequest):
 
 class TextSettings(ClientRequest):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class NoReasoning(ClientRequest):
-    """Templates of open models have no such switches: only the values that change nothing."""
+class Reasoning(ClientRequest):
+    """Settings of thinking, which templates of open models do not have: they have no effect."""
 
-    effort: Literal["none"] | None = None
-    summary: None = None
+    effort: str | None = Field(default=None, max_length=16)
+    summary: str | None = Field(default=None, max_length=16)
+    generate_summary: str | None = Field(default=None, max_length=16)
 
 
 class EventOptions(ClientRequest):
@@ -222,7 +336,7 @@ def _whole(given: str | list[dict[str, JsonValue]]) -> str | list[dict[str, Json
 
 
 class ResponseRequest(ClientRequest):
-    """`POST /v1/responses`: text, function tools, and the form of the answer."""
+    """`POST /v1/responses`: text, function and custom tools, and the form of the answer."""
 
     model: str = Field(min_length=1, max_length=256)
     input: Annotated[str | Annotated[list[dict[str, JsonValue]], Field(max_length=_MAX_ITEMS)], AfterValidator(_whole)]
@@ -232,13 +346,14 @@ class ResponseRequest(ClientRequest):
     top_p: float | None = Field(default=None, gt=0, le=1)
     stream: bool | None = None
     stream_options: EventOptions | None = None
-    tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: list[_Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ToolByName | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
 
     # Labels of the client's own: they change no answer.
     metadata: dict[str, str] | None = None
+    client_metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -252,8 +367,22 @@ class ResponseRequest(ClientRequest):
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = Field(default=None, max_length=8)
-    reasoning: NoReasoning | None = None
     top_logprobs: Literal[0] | None = None
+
+    # Accepted without effect: the answer's header names it.
+    reasoning: Reasoning | None = None
+
+    @property
+    def unused(self) -> list[str]:
+        """The parts that have no effect."""
+        found = [f"tools.{n}" for n, tool in enumerate(self.tools or ()) if isinstance(tool, ForeignTool)]
+        if isinstance(self.input, list):
+            found += [f"input.{n}" for n, item in enumerate(self.input) if item.get("type") == "reasoning"]
+        if self.reasoning is not None and self.reasoning.effort != "none":
+            found += [f"reasoning.{name}" for name in self.reasoning.model_dump(exclude_none=True)]
+        if self.text is not None and self.text.verbosity not in (None, "medium"):
+            found.append("text.verbosity")
+        return found
 
     def chat(self) -> ChatRequest:
         """Return the chat that this asks for. Raises InvalidInput that names the field and the rule."""
@@ -273,16 +402,12 @@ class ResponseRequest(ClientRequest):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stream": self.stream,
-            "tools": [tool.of_chat for tool in self.tools] if self.tools else None,
+            "tools": [tool.of_chat for tool in self.tools or () if not isinstance(tool, ForeignTool)] or None,
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.text.format.of_chat if self.text and self.text.format else None,
         }
-        try:
-            return ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            place, rule = first_error(error)
-            raise InvalidInput(rule, _named(place)) from None
+        return chat_of(fields, _named)
 
     def asked(self, id: str, created: int) -> ResponseObject:
         """Return the response as it begins: its settings."""
@@ -305,6 +430,23 @@ class ResponseRequest(ClientRequest):
         )
 
 
+def chat_of(fields: dict[str, Any], named: Callable[[str], str]) -> ChatRequest:
+    """Return the chat that has these fields. Raises InvalidInput, by the name that the request's form has for one."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        place, rule = first_error(error)
+        raise InvalidInput(rule, named(place)) from None
+
+
+def called(messages: list[dict[str, Any]], id: str, name: str, arguments: str) -> None:
+    """Add a call to the assistant's message at the end, or to a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
 def messages_of_items(items: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
     """Return the items of a conversation as messages. Calls that follow each other, or a text, are one message's.
 
@@ -315,19 +457,20 @@ def messages_of_items(items: list[dict[str, JsonValue]]) -> list[dict[str, JsonV
         place = f"input.{number}"
         match item:
             case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": ""})
-                call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                messages[-1].setdefault("tool_calls", []).append(call)
-            case {"type": "function_call_output", "call_id": str(id), "output": output}:
+                called(messages, id, name, arguments)
+            case {"type": "custom_tool_call", "call_id": str(id), "name": str(name), "input": str(text)}:
+                called(messages, id, name, json.dumps({CUSTOM_INPUT: text}, ensure_ascii=False))
+            case {"type": "function_call_output" | "custom_tool_call_output", "call_id": str(id), "output": output}:
                 messages.append({"role": "tool", "tool_call_id": id, "content": _text_of(output, f"{place}.output")})
+            case {"type": "reasoning"}:
+                pass  # of another model, as none is sent here; the answer's header names it
             case {"role": "user" | "assistant" | "system" | "developer" as role, "content": content} if (
                 item.get("type", "message") == "message"
             ):
                 role = "system" if role == "developer" else role
                 messages.append({"role": role, "content": _text_of(content, f"{place}.content")})
             case _:
-                rule = "a message with role and content, a function_call or a function_call_output: others are refused"
+                rule = "a message with role and content, a call of a function or custom tool, or the output of one"
                 raise InvalidInput(rule, place)
     return messages
 
@@ -353,17 +496,9 @@ def _named(place: str) -> str:
 @responses_router.post("/responses", response_model=ResponseObject)
 async def respond(body: JsonBody[ResponseRequest], request: Request, asking: Asking, backend: Backed) -> Response:
     """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
-    chat, draft = body.chat(), None
-    if body.stream:
-        draft = StreamedAnswer(chat, lambda answer_id, created: body.asked(response_id(answer_id), created))
+    asked = asking, body.chat(), backend
 
-    async def ask() -> Reply[ChatCompletion]:
-        try:
-            return await backend.inference.chat(asking.tenant, chat, draft)
-        except InvalidInput as error:
-            raise InvalidInput(error.message, error.place and _named(error.place)) from error
+    def begun(answer_id: str, created: int) -> ResponseObject:
+        return body.asked(response_id(answer_id), created)
 
-    def whole(answer: ChatCompletion) -> ResponseObject:
-        return completed(body.asked(response_id(answer.id), answer.created), answer)
-
-    return await _answered(request, ask(), draft, whole)
+    return await answer_in_form(request, asked, begun, completed, _named, body.unused)

@@ -248,7 +248,7 @@ def test_a_sample_that_is_too_large_is_no_ones_end(server: Server) -> None:
 
 
 OWNER = """
-from activities.grading.python_sandbox import PythonSandbox
+from activities.grading.open_grader import PythonSandbox
 from shared.settings import GradingSettings
 print("grading", flush=True)
 PythonSandbox("def grade(s, i):\\n    while True: pass", GradingSettings(python_time_s=60)).grade({}, {})
@@ -265,10 +265,10 @@ def test_a_killed_owner_takes_its_sandbox_along() -> None:
 
 
 WITHOUT = """
-from activities.formats.messages import Question
-from activities.grading.python_sandbox import PythonSandbox
+from activities.formats.rows import Question
+from activities.grading.open_grader import PythonSandbox
 from activities.sandbox import calls
-from activities.tokenizing.template_process import TemplateProcess, TemplateSource
+from activities.tokenizing.tokenizer import TemplateProcess, TemplateSource
 from shared.errors import InvalidInput
 from shared.settings import ConfinedSettings, GradingSettings
 from tests.activities.confined_work import look_round

@@ -264,9 +264,9 @@ def test_a_hostile_tokenizer_is_refused_to_who_asks_and_costs_the_host_nothing(
     before = psutil.Process().memory_info().rss
     with closing(ChatPrompts(HostContext(Settings(root=tmp_path, confined=SMALL)))) as prompts:
         with pytest.raises(InvalidInput, match=sentence):
-            prompts.ids(model, [{"role": "user", "content": "hello"}])
+            prompts.prompt(model, [{"role": "user", "content": "hello"}])
         with pytest.raises(InvalidInput, match=r"^messages: a text of 4,194,3\d\d characters; a row may have up to"):
-            prompts.ids(model, [{"role": "user", "content": "a" * (4 << 20)}])
+            prompts.prompt(model, [{"role": "user", "content": "a" * (4 << 20)}])
     assert psutil.Process().memory_info().rss - before < 200 << 20
 
 

@@ -487,5 +487,5 @@ def test_the_model_is_told_of_tools_as_transformers_tells_it(
     tokenizer = AutoTokenizer.from_pretrained(qwen)
     expected = tokenizer.apply_chat_template(as_objects, tools=[TIDE], add_generation_prompt=True, return_dict=False)
     model = Artifact(uri=qwen.as_uri(), sha256=seal(qwen))
-    assert list(prompts.ids(model, messages, [TIDE])) == expected
-    assert list(prompts.ids(model, messages)) != expected
+    assert list(prompts.prompt(model, messages, [TIDE]).ids) == expected
+    assert list(prompts.prompt(model, messages).ids) != expected

@@ -1,0 +1,209 @@
+"""Episodes: gives an agent an address of its own, and answers what it asks there.
+
+The address holds the episode's secret, since some clients can send no key of their own. It is good for the episode's
+questions alone, and until its end. The edge takes the secret out of the path (apis/edge.py), so that no log has it.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+import time
+
+from longshore.accounts import hash_key
+from longshore.fields import Frozen
+from longshore.views import EndedEpisode, EpisodeRequest, EpisodeSampling, EpisodeView
+from service.accounts.keys import Principal
+from service.accounts.tenants import Documents
+from service.inference.questions import Inference, Reply, StreamedAnswer
+from shared.chat import episodes
+from shared.chat.episodes import TurnPlace, digest_of
+from shared.chat.messages import ChatCompletion, ChatRequest
+from shared.errors import InvalidInput
+from shared.settings import Settings
+from shared.storage.store import ObjectStore
+
+AGENTS = "/agents/"
+ADDRESS = re.compile(
+    rf"{AGENTS}(?P<episode>ep-[0-9a-f]{{24}})/(?P<tenant>[^/~]{{1,48}})~(?P<secret>[A-Za-z0-9_-]{{43}})(?P<path>/.*)"
+)
+"""The path of a request to an episode's address."""
+PATHS = frozenset(("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"))
+"""What an episode's address answers."""
+_TRUSTED_S = 2.0  # an end that another process has heard of takes effect here within this time
+_MOST_TRUSTED = 4096
+# What the run decides, whatever the agent sends.
+_IMPOSED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop")
+
+
+class Episode(Frozen):
+    """An episode as the database has it."""
+
+    episode_id: str
+    model: str
+    sampling: EpisodeSampling
+    max_turns: int
+    seed: int
+    secret_sha256: str
+    created_at: float
+    expires_at: float
+    ended_at: float | None = None
+    end: EndedEpisode | None = None
+
+
+class Episodes:
+    """The episodes of all tenants. No episode lasts longer than answers are kept."""
+
+    def __init__(
+        self, documents: Documents[Episode], inference: Inference, store: ObjectStore, settings: Settings
+    ) -> None:
+        self._documents = documents
+        self._inference = inference
+        self._store = store
+        self._api_url = settings.api_url.rstrip("/")
+        self._kept_s, self._max_bytes = settings.serving.answers_kept_s, settings.serving.answers_max_bytes
+        self._trusted: dict[str, tuple[Principal, float]] = {}
+        self._asked: dict[tuple[str, str], asyncio.Lock] = {}
+
+    async def begin(self, tenant: str, request: EpisodeRequest) -> EpisodeView:
+        """Make an episode. Its view has its address, which nothing shows again. Raises QuotaExceeded, InvalidInput."""
+        if request.lasts_s > self._kept_s:
+            raise InvalidInput(f"answers are kept for {self._kept_s:g} s here, and an episode no longer", "lasts_s")
+        now, secret = time.time(), secrets.token_urlsafe(32)
+        episode = Episode(
+            episode_id=f"ep-{int(now):08x}{secrets.token_hex(8)}",
+            model=request.model,
+            sampling=request.sampling,
+            max_turns=request.max_turns,
+            seed=request.seed if request.seed is not None else secrets.randbits(61),
+            secret_sha256=hash_key(secret),
+            created_at=now,
+            expires_at=now + request.lasts_s,
+        )
+        await self._documents.add(tenant, episode.episode_id, episode)
+        url = f"{self._api_url}{AGENTS}{episode.episode_id}/{tenant}~{secret}"
+        return _view(episode).model_copy(update={"url": url})
+
+    async def show(self, tenant: str, episode_id: str) -> EpisodeView:
+        """Raises NotFound."""
+        return _view(await self._documents.get(tenant, episode_id))
+
+    async def list(self, tenant: str, limit: int, before: str | None = None) -> tuple[EpisodeView, ...]:
+        """List episodes, newest first; with `before` those that began before that one."""
+        keys = [key for key in await self._documents.keys(tenant) if before is None or key < before]
+        found = [await self._documents.find(tenant, key) for key in reversed(keys[-limit:])]
+        return tuple(_view(episode) for episode in found if episode is not None)
+
+    async def end(self, tenant: str, episode_id: str) -> EpisodeView:
+        """End an episode: nothing more is answered, and what counts of it is fixed. Ending it again changes nothing.
+
+        Raises NotFound, StoreUnavailable.
+        """
+        now = time.time()
+        await self._documents.change(
+            tenant, episode_id, lambda e: e if e.ended_at else e.model_copy(update={"ended_at": now}), always=True
+        )
+        self._trusted.clear()
+        end = await asyncio.to_thread(episodes.end_episode, self._store, tenant, episode_id)
+        told = EndedEpisode(num_turns=len(end.answer_ids), **end.model_dump(exclude={"answer_ids"}))
+        return _view(
+            await self._documents.change(
+                tenant, episode_id, lambda e: e if e.end else e.model_copy(update={"end": told}), always=True
+            )
+        )
+
+    async def principal(self, tenant: str, episode_id: str, secret: str) -> Principal | None:
+        """Return who asks at an episode's address; None if there is no such episode, or it is over.
+
+        Raises DatabaseUnavailable.
+        """
+        given = hash_key(secret)
+        found, until = self._trusted.get(given, (None, 0.0))
+        if found is not None and time.monotonic() < until and found.key_id == episode_id and found.tenant == tenant:
+            return found
+        episode = await self._documents.find(tenant, episode_id)
+        if episode is None or not hmac.compare_digest(episode.secret_sha256, given) or _is_over(episode):
+            return None
+        if len(self._trusted) >= _MOST_TRUSTED:
+            self._trusted.clear()
+        holder = Principal(tenant=tenant, key_id=episode_id, title="an episode", scopes=frozenset({"inference"}))
+        self._trusted[given] = holder, time.monotonic() + _TRUSTED_S
+        return holder
+
+    async def answer(
+        self, asking: Principal, asked: ChatRequest, draft: StreamedAnswer | None
+    ) -> Reply[ChatCompletion]:
+        """Answer a turn of the episode whose address was asked, or the same as before to the same question.
+
+        Raises NotFound: the episode is gone; and what `Inference.chat` raises.
+        """
+        episode = await self._documents.get(asking.tenant, asking.key_id)
+        if asked.n not in (None, 1):
+            raise InvalidInput("one answer a question: an episode goes on from one", "n")
+        drawn = _imposed(asked, episode)
+        digest = digest_of(drawn)
+        # What is drawn in a form that is forced is not drawn by the policy alone.
+        is_forced = bool(asked.forced_tools) or (
+            asked.response_format is not None and asked.response_format.type != "text"
+        )
+        is_side = asked.model != episode.model or is_forced
+        place = TurnPlace(episode=episode.episode_id, digest=digest, is_side=is_side, max_turns=episode.max_turns)
+        seed = int(hashlib.sha256(f"{episode.seed} {digest}".encode()).hexdigest()[:15], 16)
+        drawn = drawn.model_copy(update={"seed": seed})
+        lock = self._asked.setdefault((episode.episode_id, digest), asyncio.Lock())
+        try:
+            async with lock:  # a client that did not wait long enough asks again
+                return await self._inference.turn(asking.tenant, drawn, place, draft)
+        finally:
+            if not lock.locked():
+                self._asked.pop((episode.episode_id, digest), None)
+
+    async def count(self, asking: Principal, asked: ChatRequest) -> int:
+        """Return the number of tokens of a question's prompt."""
+        episode = await self._documents.get(asking.tenant, asking.key_id)
+        return await self._inference.count(asking.tenant, asked.model_copy(update={"model": episode.model}))
+
+    async def prune(self) -> None:
+        """Delete episodes that are too old, and what is kept of them beyond a tenant's bytes."""
+        before = time.time() - self._kept_s
+        await self._documents.delete_older(self._kept_s)
+        await asyncio.to_thread(self._delete_before, before)
+
+    def _delete_before(self, before: float) -> None:
+        for key in episodes.expired_keys(self._store, before, self._max_bytes):
+            self._store.delete(key)
+
+
+def _imposed(asked: ChatRequest, episode: Episode) -> ChatRequest:
+    """Return a question with the model and the settings of the episode, and the shorter of both lengths."""
+    sampling = episode.sampling
+    lengths = [length for length in (asked.most_tokens, sampling.max_tokens) if length is not None]
+    return asked.model_copy(
+        update=dict.fromkeys(_IMPOSED)
+        | {
+            "model": episode.model,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop": list(sampling.stop) or None,
+            "max_tokens": min(lengths) if lengths else None,
+            "max_completion_tokens": None,
+            "ignore_eos": None,
+            "stop_token_ids": None,
+        }
+    )
+
+
+def overridden(asked: ChatRequest) -> list[str]:
+    """The settings of a question that an episode replaces."""
+    return [name for name in (*_IMPOSED, "seed", "ignore_eos", "stop_token_ids") if getattr(asked, name) is not None]
+
+
+def _is_over(episode: Episode) -> bool:
+    return episode.ended_at is not None or time.time() > episode.expires_at
+
+
+def _view(episode: Episode) -> EpisodeView:
+    state = "ended" if episode.ended_at is not None else "expired" if _is_over(episode) else "open"
+    shown = episode.model_dump(exclude={"seed", "secret_sha256"})
+    return EpisodeView.model_validate(shown | {"state": state})
