@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
@@ -20,8 +20,24 @@ with workflow.unsafe.imports_passed_through():
 RequestT = TypeVar("RequestT")
 ResultT = TypeVar("ResultT")
 
+outside: Callable[[Callable[..., Any], Any], Any] | None = None
+"""Does activities outside of workflows: longshore/local.py sets it, whose runs have a workflow's order of steps."""
 NOT_STARTED = "NotStartedByTheService"
 """The error type of a workflow that must not run: the service did not ask for it, or its start id was used before."""
+
+
+class ShownRun(Protocol):
+    """A run in progress, of a workflow or of this process: what users see of it, and its tenant's room."""
+
+    @property
+    def status(self) -> RunStatus: ...
+
+    @property
+    def room(self) -> Room: ...
+
+    def show(self, **changes: Any) -> object: ...
+
+    def add_notices(self, notices: tuple[str, ...]) -> None: ...
 
 
 async def do(
@@ -31,8 +47,12 @@ async def do(
     within: timedelta = policies.DATA_TIMEOUT,
 ) -> ResultT:
     """Execute an activity on a control host, with a bounded number of retries."""
+    answer: ResultT
+    if outside is not None and not workflow.in_workflow():
+        answer = outside(activity, request)
+        return answer
     name = policies.activity_name(activity)
-    answer: ResultT = await workflow.execute_activity_method(
+    answer = await workflow.execute_activity_method(
         activity,
         request,
         task_queue=policies.queue_of(name, workflow.info().task_queue),
