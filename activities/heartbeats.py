@@ -1,8 +1,8 @@
 """An activity's heartbeats, and its cancellation, which activities on threads see only where they look for it.
 
 By default Temporal's SDK raises a cancellation in an activity's thread between any two instructions, also within the
-code of a lock, which may then stay locked for ever. So every activity on a thread is registered with
-`no_thread_cancel_exception=True`, and whatever waits or works for long looks about once a second: `stop_if_cancelled`.
+code of a lock, which may then stay locked for ever. So every activity on a thread is defined by `on_thread`, without
+that, and whatever waits or works for long looks about once a second: `stop_if_cancelled`.
 """
 
 import contextvars
@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import wraps
 from itertools import islice
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from temporalio import activity
 from temporalio.exceptions import CancelledError
 
 A = TypeVar("A")
+P = ParamSpec("P")
 R = TypeVar("R")
 BEAT_EVERY_S = 1.0
 LOOK_EVERY_S = 0.2  # the length of the slices of a wait
@@ -27,24 +29,31 @@ HOST_LEAVES = "the host is shutting down"
 _log = logging.getLogger(__name__)
 
 
-@contextmanager
-def beating(detail: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Send the current activity's heartbeat once a second until the block ends, each with a fresh `detail()`.
+def on_thread(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Define a function as an activity of this name, on a thread, whose heartbeats are sent as long as it runs.
 
-    Temporal delivers cancellations with heartbeats, so an activity in this block learns of one within about a second.
-    Outside an activity this does nothing.
+    Temporal delivers cancellations with heartbeats, so it learns of one within about a second. Outside an activity it
+    is called directly.
     """
 
-    def beat(ended: threading.Event) -> None:
-        while not ended.is_set():
-            try:
-                activity.heartbeat(detail())
-            except Exception as error:  # a busy event loop, or a server that is away: the next heartbeat may succeed
-                _log.warning("a heartbeat was not sent: %r", error)
-            ended.wait(BEAT_EVERY_S)
+    def define(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def run(*args: P.args, **options: P.kwargs) -> R:
+            with _beside(_beat, "heartbeat"):
+                return function(*args, **options)
 
-    with _beside(beat, "heartbeat"):
-        yield
+        return activity.defn(name=name, no_thread_cancel_exception=True)(run)
+
+    return define
+
+
+def _beat(ended: threading.Event) -> None:
+    while not ended.is_set():
+        try:
+            activity.heartbeat()
+        except Exception as error:  # a busy event loop, or a server that is away: the next heartbeat may succeed
+            _log.warning("a heartbeat was not sent: %r", error)
+        ended.wait(BEAT_EVERY_S)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TypeVar, TypeVarTuple
 
 from temporalio import activity
 
-from activities.heartbeats import beating, cancellation_check, stop_if_cancelled
+from activities.heartbeats import cancellation_check, stop_if_cancelled
 from activities.sandbox import calls as confined
 from longshore.fields import Artifact
 from shared.settings import Settings
@@ -71,11 +71,11 @@ class HostContext:
 
     @contextmanager
     def scratch(self, purpose: str) -> Iterator[Path]:
-        """A new folder on this host, removed afterwards. The current activity beats until then.
+        """A new folder on this host, removed afterwards.
 
         Raises DiskFull: the block ran out of disk.
         """
-        with beating(), scratch_folder(self.paths.scratch, purpose) as folder, disk_errors(folder):
+        with scratch_folder(self.paths.scratch, purpose) as folder, disk_errors(folder):
             yield folder
 
     def use(self, key: str) -> None:
@@ -85,8 +85,7 @@ class HostContext:
         unit = unit_of(key)
         info = activity.info() if unit is not None and activity.in_activity() else None
         if unit is not None and info is not None and info.workflow_id is not None:
-            with beating():
-                self.note_use(UseRequest(unit=unit, run_id=info.workflow_id))
+            self.note_use(UseRequest(unit=unit, run_id=info.workflow_id))
 
     def keep(self, key: str, folder: Path) -> Artifact:
         """Upload a scratch folder as the artifact under `key`."""
@@ -107,6 +106,13 @@ class HostContext:
         with self.scratch(purpose) as folder:
             make(folder)
             return self.keep(key, folder)
+
+
+class OnHost:
+    """Activities of a host."""
+
+    def __init__(self, host: HostContext) -> None:
+        self._host = host
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from activities.host_context import HostContext
 from activities.models.gguf_file import convert_gguf
 from activities.models.resolve import (
     HUB_PATTERNS,
-    Weights,
     check_chat_template,
     check_contents,
     check_tokenizer,
@@ -29,7 +28,6 @@ from activities.tokenizing.tokenizer import ModelTokenizer, TemplateProcess, Tok
 from longshore.fields import Frozen
 from longshore.training import Layout, Linear, Lora
 from shared.errors import InvalidInput
-from shared.families.config import DenseConfig
 from shared.families.model_slices import shape_of
 from shared.models.shape import ITEM_BYTES, Laid, LayoutBytes, ModelShape, layout_bytes
 from shared.settings import DownloadSettings, Settings
@@ -99,7 +97,9 @@ def look_at(folder: Path, lora: Lora, dtype: str = "bfloat16", read_all: bool = 
                 check_chat_template(location)
                 found |= _chats(TokenizerFiles(folder=folder, place=location.store.uri).load())
             with _noted(problems):
-                found |= _sizes(check_contents(location, config, read_all), config, lora, ITEM_BYTES[dtype])
+                own = {s.name: s.shape for s in check_contents(location, config, read_all).slices}
+                rows = (layout_bytes(own, ITEM_BYTES[dtype], shape, lora, laid) for laid in _layouts(shape))
+                found |= {"num_parameters": sum(map(math.prod, own.values())), "layouts": tuple(rows)}
         return ModelLook(**found, problems=tuple(problems))
 
 
@@ -125,12 +125,6 @@ def _chats(tokenizer: ModelTokenizer) -> dict[str, Any]:
                 unlike += [name] * (row.unlike_prompts > 0)
             refused[name] = next(iter(problems), None)
         return {"stops": process.stops, "conversations": refused, "unlike_prompts": tuple(unlike)}
-
-
-def _sizes(weights: Weights, config: DenseConfig, lora: Lora, item_bytes: int) -> dict[str, Any]:
-    own, shape = {s.name: s.shape for s in weights.slices}, shape_of(config)
-    rows = (layout_bytes(own, item_bytes, shape, lora, laid) for laid in _layouts(shape))
-    return {"num_parameters": sum(map(math.prod, own.values())), "layouts": tuple(rows)}
 
 
 def _layouts(shape: ModelShape) -> Iterator[Laid]:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from pydantic import Field
-from temporalio import activity
 
-from activities.heartbeats import beating
-from activities.host_context import HostContext
+from activities.heartbeats import on_thread
+from activities.host_context import HostContext, OnHost
 from longshore.commands import CommandProblem, CommandResult
 from longshore.fields import Artifact, Fence, Frozen
 from longshore.runs import RunId
@@ -20,15 +19,7 @@ from shared.jobs.commands import Gap
 from shared.jobs.job import WorkerPlan
 from shared.runs.start import result_sha256
 from shared.runs.status import Evaluated, Policy
-from shared.storage.artifacts import (
-    Manifest,
-    checkpoints_among,
-    find_artifact,
-    read_manifest,
-    read_record,
-    sha256_object,
-    stored_checkpoints,
-)
+from shared.storage import artifacts
 from shared.storage.paths import MANIFEST, RunKeys
 from shared.storage.store import ObjectStore, uri_of
 
@@ -37,8 +28,8 @@ from shared.storage.store import ObjectStore, uri_of
 
 def newest_first(store: ObjectStore, run_id: str) -> Iterator[CheckpointRef]:
     """Yield the checkpoints that are in the store."""
-    for stored in reversed(stored_checkpoints(store, run_id)):
-        artifact = find_artifact(store, stored.key)
+    for stored in reversed(artifacts.stored_checkpoints(store, run_id)):
+        artifact = artifacts.find_artifact(store, stored.key)
         if artifact is not None:  # else it was pruned since it was listed
             yield CheckpointRef(step=stored.step, fence=Fence.from_label(stored.fence_label), artifact=artifact)
 
@@ -73,10 +64,10 @@ def damage(store: ObjectStore, run_id: str, checkpoint: CheckpointRef) -> str | 
     """Compare every file of a checkpoint with its manifest. Returns the difference, or None for a sound one."""
     key = RunKeys(run_id).checkpoint(checkpoint.fence, checkpoint.step)
     try:
-        manifest = read_manifest(store, key, checkpoint.artifact.sha256)
+        manifest = artifacts.read_manifest(store, key, checkpoint.artifact.sha256)
         for entry in manifest.files:
             info = store.head(f"{key}/{entry.path}")
-            if info is None or sha256_object(store, f"{key}/{entry.path}", info.size) != entry.sha256:
+            if info is None or artifacts.sha256_object(store, f"{key}/{entry.path}", info.size) != entry.sha256:
                 why = "the file's SHA-256 is not the manifest's" if info else "the file is missing"
                 raise CorruptArtifact(why, uri_of(store, f"{key}/{entry.path}"))
     except CorruptArtifact as error:
@@ -112,14 +103,17 @@ def prune_checkpoints(store: ObjectStore, run_id: str, keep: int, fence: Fence, 
     if last_epoch(store, run_id) > fence.epoch:
         return
     keys = [info.key for info in store.list(f"{RunKeys(run_id).checkpoints}/")]
-    found = checkpoints_among(run_id, keys)
+    found = artifacts.checkpoints_among(run_id, keys)
     # A host of an older lease may have put its manifest after files of it were deleted here as incomplete.
     reached = max((c.step for c in found if c.fence_label == fence.label), default=None)
     found_by_now = [c for c in found if c.fence_label >= fence.label or reached is None or c.step <= reached]
     whole = [c for c in found_by_now if c.fence_label >= fence.label or _what_is_wrong(store, c.key) is None]
     kept = {checkpoint.key for checkpoint in whole[-keep:]}
     if keep_states:
-        asked = _asked_for(store, RunKeys(run_id), keep_states)
+        marks = sorted(info.key for info in store.list(RunKeys(run_id).kept_states))
+        for key in marks[:-keep_states]:
+            store.delete(key)
+        asked = {int(key.removeprefix(RunKeys(run_id).kept_states)) for key in marks[-keep_states:]}
         kept.update({c.step: c.key for c in whole if c.step in asked}.values())  # of two leases the later one's
     marked = {checkpoint.key for checkpoint in found}
     for checkpoint in found:
@@ -132,30 +126,13 @@ def prune_checkpoints(store: ObjectStore, run_id: str, keep: int, fence: Fence, 
             store.delete(key)
 
 
-def _asked_for(store: ObjectStore, keys: RunKeys, most: int) -> set[int]:
-    """Return the steps of the newest `most` states that are marked; marks of older ones go."""
-    marks = sorted(info.key for info in store.list(keys.kept_states))
-    for key in marks[:-most]:
-        store.delete(key)
-    return {int(key.removeprefix(keys.kept_states)) for key in marks[-most:]}
-
-
-def discard_after(store: ObjectStore, run_id: str, step: int) -> None:
-    """Delete the checkpoints of later steps, which will be done again. Manifests are deleted first."""
-    for checkpoint in stored_checkpoints(store, run_id):
-        if checkpoint.step > step:
-            store.delete(f"{checkpoint.key}/{MANIFEST}")
-            for info in list(store.list(f"{checkpoint.key}/")):
-                store.delete(info.key)
-
-
 def _what_is_wrong(store: ObjectStore, key: str) -> str | None:
     """Compare a checkpoint's sizes with its manifest. Returns None if it is intact, else the fault.
 
     An empty text means that files are missing, because it was being pruned or uploaded.
     """
     try:
-        manifest = read_record(store, f"{key}/{MANIFEST}", Manifest)
+        manifest = artifacts.read_record(store, f"{key}/{MANIFEST}", artifacts.Manifest)
     except NotFound:
         return ""
     except CorruptArtifact as error:
@@ -184,25 +161,21 @@ class ResumePoint(Frozen):
     damaged: tuple[str, ...] = ()
 
 
-class FindCheckpoint:
+class FindCheckpoint(OnHost):
     """The activity `find_checkpoint`. It reads nothing but the store: every execution of a run gets the same answer."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="find_checkpoint", no_thread_cancel_exception=True)
+    @on_thread("find_checkpoint")
     def find_checkpoint(self, request: FindCheckpointRequest) -> ResumePoint:
         """Return the run's newest intact checkpoint, and its number of leases so far; None and 0 for a new run.
 
         Raises CorruptArtifact: there are checkpoints, and every one of them is damaged.
         """
         store = self._host.store
-        with beating():
-            found = find_newest(store, request.run_id, request.passed_over)
-            if found.checkpoint is None and found.damaged:
-                raise CorruptArtifact(f"no sound checkpoint is left to go on from: {'; '.join(found.damaged)}")
-            epoch = last_epoch(store, request.run_id)
-            return ResumePoint(checkpoint=found.checkpoint, last_epoch=epoch, damaged=found.damaged)
+        found = find_newest(store, request.run_id, request.passed_over)
+        if found.checkpoint is None and found.damaged:
+            raise CorruptArtifact(f"no sound checkpoint is left to go on from: {'; '.join(found.damaged)}")
+        epoch = last_epoch(store, request.run_id)
+        return ResumePoint(checkpoint=found.checkpoint, last_epoch=epoch, damaged=found.damaged)
 
 
 # --- The records of a run in the store ---
@@ -268,21 +241,17 @@ class Recovered(Frozen):
     evaluated: Evaluated = Evaluated()
 
 
-class RunRecords:
+class RunRecords(OnHost):
     """Records beginnings, steps and ends of runs. A cancellation of these activities does not interrupt them."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="record_result", no_thread_cancel_exception=True)
+    @on_thread("record_result")
     def record_result(self, status: RunStatus) -> Recorded:
         store = self._host.store
         key = RunKeys(status.run_id).result
-        with beating():
-            store.put_bytes(key, status.model_dump_json(indent=1).encode())
+        store.put_bytes(key, status.model_dump_json(indent=1).encode())
         return Recorded(uri=f"{store.uri}/{key}")
 
-    @activity.defn(name="begin", no_thread_cancel_exception=True)
+    @on_thread("begin")
     def begin(self, request: BeginRequest) -> Begun:
         """Check that the service asked for this workflow, before it does anything else.
 
@@ -293,63 +262,60 @@ class RunRecords:
         """
         store, keys = self._host.store, RunKeys(request.run_id)
         self._host.run_begins()
-        with beating():
-            mine, place = _Start(execution=request.execution), keys.start(request.start_id)
-            is_new = store.put_if_absent(place, mine.model_dump_json().encode())
-            if not is_new and read_record(store, place, _Start) != mine:
-                return Begun(refusal="this start was used before, and the service starts a run anew")
-            ended = result_sha256(store, request.run_id)
-            if ended is not None and not (request.resumed and ended == request.goes_on_from):
-                return Begun(refusal="the run has ended, and the service has not resumed it")
-            return Begun(status=_reopened(store, keys) if request.resumed else None)
+        mine, place = _Start(execution=request.execution), keys.start(request.start_id)
+        is_new = store.put_if_absent(place, mine.model_dump_json().encode())
+        if not is_new and artifacts.read_record(store, place, _Start) != mine:
+            return Begun(refusal="this start was used before, and the service starts a run anew")
+        ended = result_sha256(store, request.run_id)
+        if ended is not None and not (request.resumed and ended == request.goes_on_from):
+            return Begun(refusal="the run has ended, and the service has not resumed it")
+        if request.resumed:
+            with suppress(NotFound):  # it was moved before, or never was
+                store.put_bytes(keys.previous_result, store.get_bytes(keys.result))
+                store.delete(keys.result)
+            with suppress(NotFound):
+                return Begun(status=artifacts.read_record(store, keys.previous_result, RunStatus))
+        return Begun()
 
-    @activity.defn(name="record_step", no_thread_cancel_exception=True)
+    @on_thread("record_step")
     def record_step(self, request: StepRecordRequest) -> None:
         """Write a step's record, and then the one under the client's key, which thus exists only for recorded steps."""
-        with beating():
-            store = self._host.store
-            keys, data = RunKeys(request.run_id), request.step.model_dump_json(indent=1).encode()
-            store.put_bytes(keys.step(request.step.step), data)
-            if request.step.same_as is not None:
-                return
-            by_key = keys.step_key(request.step.key)
-            # If a key was used for other groups, the first step keeps it.
-            is_new = store.put_if_absent(by_key, data)
-            if not is_new and read_record(store, by_key, StepStatus).step == request.step.step:
-                store.put_bytes(by_key, data)
+        store = self._host.store
+        keys, data = RunKeys(request.run_id), request.step.model_dump_json(indent=1).encode()
+        store.put_bytes(keys.step(request.step.step), data)
+        if request.step.same_as is not None:
+            return
+        by_key = keys.step_key(request.step.key)
+        # If a key was used for other groups, the first step keeps it.
+        is_new = store.put_if_absent(by_key, data)
+        if not is_new and artifacts.read_record(store, by_key, StepStatus).step == request.step.step:
+            store.put_bytes(by_key, data)
 
-    @activity.defn(name="recover_steps", no_thread_cancel_exception=True)
+    @on_thread("recover_steps")
     def recover_steps(self, request: RecoverRequest) -> Recovered:
         """Find the step at which a resumed run continues, and delete checkpoints of steps that were never recorded."""
-        with beating():
-            store = self._host.store
-            found = sorted((info.key for info in store.list(f"{RunKeys(request.run_id).steps}/")), reverse=True)
-            steps: list[StepStatus] = []  # newest first, back to one that made a policy
-            for key in found:
-                if len(steps) >= request.num_policies and _made_a_policy(steps[-1]):
-                    break
-                steps.append(read_record(store, key, StepStatus))
-            evaluated = Evaluated()
-            for key in reversed(found if request.watched is not None else []):
-                evaluated = evaluated.after(read_record(store, key, StepStatus), request.watched)
-            trained = next(filter(_made_a_policy, steps), None)
-            discard_after(store, request.run_id, trained.optimizer_step or 0 if trained else -1)
-            return Recovered(
-                last_step=steps[0].step if steps else 0,
-                trained=trained,
-                policies=_policies(steps)[-request.num_policies :],
-                evaluated=evaluated,
-            )
-
-
-def _reopened(store: ObjectStore, keys: RunKeys) -> RunStatus | None:
-    """Move a run's result away. Returns the run's final status."""
-    with suppress(NotFound):  # it was moved before, or never was
-        store.put_bytes(keys.previous_result, store.get_bytes(keys.result))
-        store.delete(keys.result)
-    with suppress(NotFound):
-        return read_record(store, keys.previous_result, RunStatus)
-    return None
+        store = self._host.store
+        found = sorted((info.key for info in store.list(f"{RunKeys(request.run_id).steps}/")), reverse=True)
+        steps: list[StepStatus] = []  # newest first, back to one that made a policy
+        for key in found:
+            if len(steps) >= request.num_policies and _made_a_policy(steps[-1]):
+                break
+            steps.append(artifacts.read_record(store, key, StepStatus))
+        evaluated = Evaluated()
+        for key in reversed(found if request.watched is not None else []):
+            evaluated = evaluated.after(artifacts.read_record(store, key, StepStatus), request.watched)
+        trained = next(filter(_made_a_policy, steps), None)
+        for checkpoint in artifacts.stored_checkpoints(store, request.run_id):
+            if checkpoint.step > (trained.optimizer_step or 0 if trained else -1):  # it will be done again
+                store.delete(f"{checkpoint.key}/{MANIFEST}")  # first, so that the rest does not seem complete
+                for info in list(store.list(f"{checkpoint.key}/")):
+                    store.delete(info.key)
+        return Recovered(
+            last_step=steps[0].step if steps else 0,
+            trained=trained,
+            policies=_policies(steps)[-request.num_policies :],
+            evaluated=evaluated,
+        )
 
 
 def _policies(steps: list[StepStatus]) -> tuple[Policy, ...]:
@@ -385,7 +351,7 @@ def _made_a_policy(step: StepStatus) -> bool:
 def find_key(store: ObjectStore, run_id: str, step: StepStatus) -> StepStatus | None:
     """The step that had this step's key before, if there is one. Raises InvalidInput: it had other groups."""
     try:
-        before = read_record(store, RunKeys(run_id).step_key(step.key), StepStatus)
+        before = artifacts.read_record(store, RunKeys(run_id).step_key(step.key), StepStatus)
     except NotFound:
         return None
     if before.step == step.step:
@@ -444,46 +410,42 @@ class CommandRecords:
     def __init__(self, host: HostContext) -> None:
         self._store = host.store
 
-    @activity.defn(name="record_command", no_thread_cancel_exception=True)
+    @on_thread("record_command")
     def record_command(self, request: CommandRecordRequest) -> None:
         """Write a command's result, which tells its client that it is done."""
-        with beating():
-            key = RunKeys(request.run_id).command_result(request.result.number)
-            self._store.put_bytes(key, request.result.model_dump_json().encode())
+        key = RunKeys(request.run_id).command_result(request.result.number)
+        self._store.put_bytes(key, request.result.model_dump_json().encode())
 
-    @activity.defn(name="find_commands", no_thread_cancel_exception=True)
+    @on_thread("find_commands")
     def find_commands(self, request: FindCommandsRequest) -> FoundCommands:
         """Find which commands a session has done, and which wait."""
-        with beating():
-            return self._find(RunKeys(request.run_id))
+        return self._find(RunKeys(request.run_id))
 
-    @activity.defn(name="drop_commands", no_thread_cancel_exception=True)
+    @on_thread("drop_commands")
     def drop_commands(self, request: DropCommandsRequest) -> None:
         """Drop the commands that wait at a session's end. They are not done even if the session is resumed."""
         keys = RunKeys(request.run_id)
         message = f"{_ENDED}: {request.reason}" if request.reason else _ENDED
-        with beating():
-            found = self._find(keys)
-            for number in found.waiting:
-                if number < found.last:  # it should save a state, and later commands are done
-                    self._say_dropped(keys, number, Gap(through=number, message=message))
-            if found.waiting and found.waiting[-1] > found.last:
-                gap = Gap(through=found.waiting[-1], message=message)
-                self._store.put_bytes(keys.command(found.last + 1), gap.model_dump_json().encode())
-                self._say_dropped(keys, found.last + 1, gap)
+        found = self._find(keys)
+        for number in found.waiting:
+            if number < found.last:  # it should save a state, and later commands are done
+                self._say_dropped(keys, number, Gap(through=number, message=message))
+        if found.waiting and found.waiting[-1] > found.last:
+            gap = Gap(through=found.waiting[-1], message=message)
+            self._store.put_bytes(keys.command(found.last + 1), gap.model_dump_json().encode())
+            self._say_dropped(keys, found.last + 1, gap)
 
-    @activity.defn(name="pass_over", no_thread_cancel_exception=True)
+    @on_thread("pass_over")
     def fill_gap(self, request: FillGapRequest) -> bool:
         """Drop the commands that wait for a missing one. Returns False if that one has arrived after all."""
         keys, number = RunKeys(request.run_id), request.number
         message = f"command {number} did not come within {request.patience_s:g} s: send it, and those behind it again"
         gap = Gap(through=request.through, message=message)
         key, data = keys.command(number), gap.model_dump_json().encode()
-        with beating():
-            if not self._store.put_if_absent(key, data) and self._store.get_bytes(key) != data:
-                return False
-            self._say_dropped(keys, number, gap)
-            return True
+        if not self._store.put_if_absent(key, data) and self._store.get_bytes(key) != data:
+            return False
+        self._say_dropped(keys, number, gap)
+        return True
 
     def _find(self, keys: RunKeys) -> FoundCommands:
         done = _numbers(self._store, keys.command_result())

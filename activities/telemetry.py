@@ -11,20 +11,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from prometheus_client import Counter, Gauge, Histogram
 
-from longshore.events import (
-    Applied,
-    Cancelled,
-    Evaluated,
-    Event,
-    Failed,
-    Offloaded,
-    Probed,
-    Saved,
-    Started,
-    Step,
-    Succeeded,
-    Synced,
-)
+from longshore import events
 from longshore.fields import Fence
 from shared.errors import SamplerMismatch
 from shared.jobs.job import AnyPlan
@@ -51,10 +38,10 @@ for _outcome in ("succeeded", "failed", "cancelled", "lost"):
 for _outcome in ("proved", "refuted", "unavailable"):
     PROOFS.labels(_outcome)
 _SPANS = {
-    Saved: "save checkpoint",
-    Evaluated: "evaluate",
-    Probed: "probe",
-    Offloaded: "offload",
+    events.Saved: "save checkpoint",
+    events.Evaluated: "evaluate",
+    events.Probed: "probe",
+    events.Offloaded: "offload",
 }
 
 
@@ -94,28 +81,35 @@ class JobSeen:
     def _begin(self, job: trace.Span) -> None:
         self._job, self._inside, self._num_spans = job, trace.set_span_in_context(job), 0
 
-    def take(self, event: Event) -> None:
+    def take(self, event: events.Event) -> None:
         match event:
-            case Started():
+            case events.Started():
                 self._job.set_attributes({"longshore.ranks": event.world_size, "longshore.device": event.device})
-                self._loaded(event)
-            case Step(step=step, metrics=metrics):
+                # The span of everything before the first step, and spans of its phases; the last phase ends with it.
+                load = self._tracer.start_span("load", self._inside, start_time=_ns(self._until))
+                inside, at = trace.set_span_in_context(load), event.time - sum(event.seconds.values())
+                for phase, seconds in event.seconds.items():
+                    _told(self._tracer, phase, at, at + seconds, inside)
+                    at += seconds
+                self._until = max(self._until, event.time)
+                load.end(_ns(self._until))
+            case events.Step(step=step, metrics=metrics):
                 STEPS.inc()
                 TOKENS.inc(metrics.get("tokens", 0.0))
                 STEP_SECONDS.observe(metrics.get("step_s", 0.0))
                 counts = {f"longshore.{name}": metrics[name] for name in ("tokens", "num_bins") if name in metrics}
                 self._span("optimizer step", event, {"longshore.step": step, **counts})
-            case Applied(kind=kind, command=number):
+            case events.Applied(kind=kind, command=number):
                 self._span(f"command {kind}", event, {"longshore.command": number})
-            case Synced(outcome=sync):
+            case events.Synced(outcome=sync):
                 SYNC_SECONDS.observe(sync.duration_s)
                 SYNC_BLOCKED.inc(sync.blocked_s)
                 SYNC_BYTES.inc(sync.num_bytes)
                 SYNC_PROBLEMS.inc(len(sync.problems))
                 self._span("sync weights", event, {"longshore.bytes": sync.num_bytes})
-            case Succeeded() | Failed() | Cancelled():
+            case events.Succeeded() | events.Failed() | events.Cancelled():
                 self._outcome, self._until = event.event, event.time
-            case Saved() | Evaluated() | Probed() | Offloaded():
+            case events.Saved() | events.Evaluated() | events.Probed() | events.Offloaded():
                 self._span(_SPANS[type(event)], event)
 
     def end(self) -> None:
@@ -125,17 +119,7 @@ class JobSeen:
             self._job.set_status(trace.StatusCode.ERROR, self._outcome)
         self._job.end(_ns(self._until))
 
-    def _loaded(self, event: Started) -> None:
-        """Make the span of everything before the first step, and spans of its phases; the last phase ends with it."""
-        load = self._tracer.start_span("load", self._inside, start_time=_ns(self._until))
-        inside, at = trace.set_span_in_context(load), event.time - sum(event.seconds.values())
-        for phase, seconds in event.seconds.items():
-            _told(self._tracer, phase, at, at + seconds, inside)
-            at += seconds
-        self._until = max(self._until, event.time)
-        load.end(_ns(self._until))
-
-    def _span(self, name: str, event: Event, attributes: dict[str, float | int] | None = None) -> None:
+    def _span(self, name: str, event: events.Event, attributes: dict[str, float | int] | None = None) -> None:
         if self._num_spans == MAX_SPANS:
             before, at = self._job, _ns(self._until)
             links = [trace.Link(before.get_span_context())]

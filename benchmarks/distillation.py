@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import provenance, tell
-from benchmarks.rl_learning import _Stack
+from benchmarks.rl_learning import Stack
 from examples import arithmetic
 from examples.tiny_model import make_tiny_model
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the JSON there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        stack = _Stack(Path(folder) / "stack")
+        stack = Stack(Path(folder) / "stack")
         stack.cli("dev", "--detach", "--open", "/", "--root", str(stack.root))
         try:
             found = _measure(stack, Path(folder), options.ways, options.steps, str(options.seed))
@@ -57,7 +57,7 @@ def main() -> None:
     tell(result, options.out)
 
 
-def _measure(stack: _Stack, folder: Path, ways: list[str], steps: int, seed: str) -> dict[str, Any]:
+def _measure(stack: Stack, folder: Path, ways: list[str], steps: int, seed: str) -> dict[str, Any]:
     data = folder / "data"
     arithmetic.write_datasets(data)
     model = make_tiny_model(folder / "model", arithmetic.tokenizer_texts(data), **arithmetic.MODEL)

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--algorithm", help="instead of the run's own loss and advantages")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        stack = _Stack(Path(folder) / "stack")
+        stack = Stack(Path(folder) / "stack")
         stack.cli("dev", "--detach", "--open", "/", "--root", str(stack.root))
         try:
             own = ["--sampler", options.sampler, *_OWN.get(options.algorithm, ("--algorithm", options.algorithm))]
@@ -56,7 +56,7 @@ def main() -> None:
     print(json.dumps({"what": what, **of_what, "runs": runs, **provenance()}, indent=1))
 
 
-def _measure(stack: "_Stack", folder: Path, seeds: list[int], full: bool, own: Sequence[str]) -> list[dict[str, Any]]:
+def _measure(stack: "Stack", folder: Path, seeds: list[int], full: bool, own: Sequence[str]) -> list[dict[str, Any]]:
     data = folder / "data"
     arithmetic.write_datasets(data)
     model = make_tiny_model(folder / "model", arithmetic.tokenizer_texts(data), **arithmetic.MODEL)
@@ -85,7 +85,7 @@ def _full(options: list[str], rate: str) -> list[str]:
     return [*kept, "--full"]
 
 
-class _Stack:
+class Stack:
     """A stack of this benchmark's own, reached by the command line."""
 
     def __init__(self, root: Path) -> None:

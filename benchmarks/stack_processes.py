@@ -35,7 +35,7 @@ class Memory:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._before = _held_mb(root)
+        self._before = held_mb(root)
         self._peaks: list[dict[str, float]] = []
         self._after: list[dict[str, float]] = []
         self._totals: list[float] = []
@@ -47,14 +47,14 @@ class Memory:
         yield
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        self._after.append(await asyncio.to_thread(_held_mb, self._root))
+        self._after.append(await asyncio.to_thread(held_mb, self._root))
 
     async def _watch(self) -> None:
         peak: dict[str, float] = {}
         self._peaks.append(peak)
         self._totals.append(0.0)
         while True:
-            now = await asyncio.to_thread(_held_mb, self._root)
+            now = await asyncio.to_thread(held_mb, self._root)
             for role, held in now.items():
                 peak[role] = max(held, peak.get(role, 0.0))
             together = sum(held for role, held in now.items() if role != "worker")
@@ -109,7 +109,7 @@ def main() -> None:
     tell(told | {"idle_s": given.idle, "start_s": round(start_s, 1)} | provenance(), given.out)
 
 
-def _held_mb(root: Path) -> dict[str, float]:
+def held_mb(root: Path) -> dict[str, float]:
     return {role: round(size, 1) for role, size in _of_each(root, lambda p: p.memory_full_info().pss / 1e6).items()}
 
 

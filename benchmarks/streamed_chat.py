@@ -72,7 +72,7 @@ def _round(client: httpx.Client, root: Path, seed: int, tokens: int) -> dict[str
     began = time.perf_counter()
     whole = client.post("/v1/chat/completions", json={**asked, "return_token_ids": True}).raise_for_status().json()
     not_streamed = time.perf_counter() - began
-    with _sampler(root) as (sampler, name):
+    with sampler_of(root) as (sampler, name):
         direct = {**asked, "model": name, "prompt": whole["prompt_token_ids"]}
         del direct["messages"]
         by_sampler = _streamed(sampler, "/v1/completions", direct, lambda choice: choice["text"])
@@ -116,7 +116,7 @@ def _lags(late: list[tuple[float, int]], early: list[tuple[float, int]]) -> Iter
 
 
 @contextmanager
-def _sampler(root: Path) -> Iterator[tuple[httpx.Client, str]]:
+def sampler_of(root: Path) -> Iterator[tuple[httpx.Client, str]]:
     """The sampler that has answered last, asked directly, and its model's name."""
     [file] = (root / "workers").glob("*/ready")
     ready = SamplerReady.model_validate_json(file.read_bytes())

@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from longshore.dataset_runs import DatasetSource, DistillRun, DPORun, RewardRun, SFTRun
     from longshore.runs import HeldOut, RLRun, Rollouts, Run
     from longshore.training import Adam, Full, Layout, Lora, Muon, ScalarHead, SessionRun
-    from longshore.views import Export, PreviewRequest
+    from longshore.views import EpisodeRequest, EpisodeSampling, Export, PreviewRequest
 
 _MODULES = ("client", "dataset_runs", "runs", "training", "commands", "automation", "accounts", "views")
 # fmt: off
 __all__ = (
     "Adam", "AsyncClient", "Backfill", "Client", "CommandFailed", "Conflict", "DPORun", "DatasetSource", "Datum",
-    "DistillRun", "DownloadFailed", "Export", "Forbidden", "Full", "Halving", "HeldOut", "Invalid", "KeyRequest",
-    "Layout", "Lora", "Muon", "NotFound", "Pending", "PreviewRequest", "QuotaSettings", "RLRun", "RewardRun",
-    "Rollouts", "Rotation", "Run", "SFTRun", "ScalarHead", "ScheduledRun", "ServiceError", "Session", "SessionRun",
-    "Space", "Sweep", "TenantRequest", "TooMany", "Unauthorized", "Unreachable", "WebhookChange", "WebhookChoice",
-    "show_progress",
+    "DistillRun", "DownloadFailed", "EpisodeRequest", "EpisodeSampling", "Export", "Forbidden", "Full", "Halving",
+    "HeldOut", "Invalid", "KeyRequest", "Layout", "Lora", "Muon", "NotFound", "Pending", "PreviewRequest",
+    "QuotaSettings", "RLRun", "RewardRun", "Rollouts", "Rotation", "Run", "SFTRun", "ScalarHead", "ScheduledRun",
+    "ServiceError", "Session", "SessionRun", "Space", "Sweep", "TenantRequest", "TooMany", "Unauthorized",
+    "Unreachable", "WebhookChange", "WebhookChoice", "show_progress",
 )
 # fmt: on
 

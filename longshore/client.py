@@ -88,6 +88,7 @@ from longshore.views import (
     DeletedVersions,
     Envelope,
     EpisodeRequest,
+    EpisodeTurnView,
     EpisodeView,
     Estimate,
     EventPage,
@@ -753,6 +754,12 @@ class Episodes(Group[C]):
     async def list(self, limit: int = 50, *, before: str | None = None) -> tuple[EpisodeView, ...]:
         """List episodes, newest first. `before`: the id of the last one of the previous page."""
         return await self.ask(tuple[EpisodeView, ...], "GET", "/episodes", limit=limit, before=before)
+
+    @_Method
+    async def turns(self, episode_id: str, first: int = 0, limit: int = 100) -> tuple[EpisodeTurnView, ...]:
+        """Return an episode's turns in the order in which they were drawn, from number `first` on."""
+        path = f"/episodes/{_in_path(episode_id)}/turns"
+        return await self.ask(tuple[EpisodeTurnView, ...], "GET", path, first=first, limit=limit)
 
     @_Method
     async def begin(self, episode: EpisodeRequest) -> EpisodeView:

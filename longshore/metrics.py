@@ -125,7 +125,7 @@ _GROUPS = (
     Metric("dropped_trajectories", "trajectories", "that were not, for whatever reason"),
     Metric("broken_trajectories", "trajectories", "that break a rule"),
     Metric("dropped_for_*", "trajectories", "of those, by rule"),
-    Metric("episode_branches", "sequences", "of episodes: one for each branch of what an agent asked"),
+    Metric("episode_branches", "sequences", "of episodes: one for each branch of a conversation"),
     Metric("remembered_turns", "turns", "of conversations whose ids are those that our sampler drew"),
     Metric("rendered_turns", "turns", "whose ids were made by the template"),
     Metric("prompt_tokens", "tokens", "that were not sampled: prompts, tool results; a shared prefix counts each time"),

@@ -531,6 +531,24 @@ class EndedEpisode(Frozen):
     num_continuing: int
 
 
+class EpisodeTurnView(Frozen):
+    """A turn of an episode: what was new in the question, and the answer.
+
+    `after`: the answer that the question goes on from; `continues`: by its ids, as they were drawn. A turn without
+    `after` begins a branch. `is_side`: it is not trained.
+    """
+
+    answer_id: str
+    after: str | None
+    continues: bool
+    is_side: bool
+    messages: tuple[dict[str, JsonValue], ...]
+    answer: dict[str, JsonValue]
+    finish_reason: str
+    num_tokens: int
+    at: float
+
+
 class EpisodeView(Frozen):
     """An episode. `url`: its address, which only the answer that made it shows.
 

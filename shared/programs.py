@@ -41,7 +41,8 @@ def become(
 
     code: object = 1
     try:
-        is_sound = _is_sound()
+        cuda_is_lost = getattr(sys.modules.get("torch._C"), "_cuda_isInBadFork", bool)
+        is_sound = not cuda_is_lost() and not _had_threads
         if is_sound:
             setproctitle(" ".join(command))
         is_ready()
@@ -59,12 +60,6 @@ def become(
     except BaseException:
         traceback.print_exc()
     leave(code)
-
-
-def _is_sound() -> bool:
-    """Return False if the parent had threads, or had started CUDA."""
-    cuda_is_lost = getattr(sys.modules.get("torch._C"), "_cuda_isInBadFork", bool)
-    return not cuda_is_lost() and not _had_threads
 
 
 _had_threads = False

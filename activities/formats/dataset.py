@@ -105,9 +105,24 @@ def open_dataset(
             raise InvalidInput(f"it is no regular expression: {error}", "assistant_pattern") from error
     numbers: Numbers = {}
     more = (TEACHER,) if teachers else fields
-    parse = partial(_guarded, spec, example, unread, labels, more, teachers, numbers)
-    columns = spec.columns and (*spec.columns, *more)
-    return Dataset(folder, files, spec, parse, columns, unread, numbers)
+
+    def parse(row: Row) -> Example:
+        """Parse a row. Notes unread columns; refuses unread columns that select what is trained."""
+        bare = replace(row, fields=row.fields | {"label": None}) if labels else row
+        refuse_unread(bare, spec.read, spec.name)
+        unread.columns.update(row.fields.keys() - spec.read - _REFUSED - {*more}, row.others)
+        if isinstance(bare.fields.get("label"), str | int | float | list) and row.fields["label"] != 1:
+            unread.columns.add("label")  # of another kind than KTO's
+        unread.note_keys(row, (*spec.fields, *spec.more))
+        made = example(row)
+        unread.note_empty(made)
+        if teachers:
+            numbers[row.place] = (number_of_teacher(row, teachers),)
+        elif fields:
+            return read_numbers(made, row, fields, numbers)
+        return with_label(made, row) if labels else made
+
+    return Dataset(folder, files, spec, parse, spec.columns and (*spec.columns, *more), unread, numbers)
 
 
 def open_prompts(folder: Path, source: DatasetSource) -> Dataset[Question]:
@@ -171,32 +186,6 @@ def _detect(rows: Iterable[Row], tell: Callable[[Row], FormatSpec], source: Data
     if found is None:
         raise InvalidInput("the dataset is empty: no file holds a row", source.uri)
     return found[0]
-
-
-def _guarded(
-    spec: FormatSpec,
-    example: Callable[[Row], Example],
-    unread: Unread,
-    labels: bool,
-    fields: tuple[str, ...],
-    teachers: tuple[str, ...],
-    numbers: Numbers,
-    row: Row,
-) -> Example:
-    """Parse a row. Adds unread columns to `unread`; refuses unread columns that select what is trained."""
-    bare = replace(row, fields=row.fields | {"label": None}) if labels else row
-    refuse_unread(bare, spec.read, spec.name)
-    unread.columns.update(row.fields.keys() - spec.read - _REFUSED - {*fields}, row.others)
-    if isinstance(bare.fields.get("label"), str | int | float | list) and row.fields["label"] != 1:
-        unread.columns.add("label")  # of another kind than KTO's
-    unread.note_keys(row, (*spec.fields, *spec.more))
-    made = example(row)
-    unread.note_empty(made)
-    if teachers:
-        numbers[row.place] = (number_of_teacher(row, teachers),)
-    elif fields:
-        return read_numbers(made, row, fields, numbers)
-    return with_label(made, row) if labels else made
 
 
 def _last_answer(spec: FormatSpec, row: Row) -> Example:

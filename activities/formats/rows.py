@@ -102,7 +102,10 @@ def _parsed(line: bytes, place: str) -> dict[str, JSON]:
     if line.count(b"{") + line.count(b"[") > MAX_DEPTH and _is_deep(value):
         raise InvalidInput(f"the JSON is nested deeper than {MAX_DEPTH} levels", place)
     if b"\\ud" in line or b"\\uD" in line:
-        _refuse_half_characters(value, place)
+        try:
+            json.dumps(value, ensure_ascii=False).encode()  # JSON can escape one, but UTF-8 cannot hold it
+        except UnicodeEncodeError as error:
+            raise InvalidInput("a text holds half of a surrogate pair (\\ud800 to \\udfff)", place) from error
     return value
 
 
@@ -128,23 +131,11 @@ def _refuse_constant(name: str) -> NoReturn:
 def _is_deep(value: JSON) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for item in level for child in _children(item)]
+        children = (child for item in level for child in (item.values() if isinstance(item, dict) else item))
+        level = [child for child in children if isinstance(child, dict | list)]
         if not level:
             return False
     return True
-
-
-def _children(value: JSON) -> list[JSON]:
-    children = value.values() if isinstance(value, dict) else value
-    return [child for child in children if isinstance(child, dict | list)]
-
-
-def _refuse_half_characters(value: JSON, place: str) -> None:
-    """Raise InvalidInput for a text with half of a surrogate pair: JSON can escape one, but UTF-8 cannot hold it."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInput("a text holds half of a surrogate pair (\\ud800 to \\udfff)", place) from error
 
 
 def _arrow_rows(path: Path, name: str, columns: tuple[str, ...] | None, head: bytes) -> Iterator[Row]:

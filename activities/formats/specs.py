@@ -150,7 +150,7 @@ def with_context(row: Row, messages: list[Message], weights: list[float]) -> tup
 
     Raises InvalidInput: they are no text or pairs of texts, or the messages have another system turn.
     """
-    told = _system(row)
+    told: list[Message] = [{"role": "system", "content": text_of(row, "system")}] if is_given(row, "system") else []
     has_system = messages[0]["role"] in ("system", "developer")
     if told and has_system and messages[0]["content"] != told[0]["content"]:
         raise InvalidInput("system is another text than the first message's, which is a system turn too", row.place)
@@ -160,24 +160,19 @@ def with_context(row: Row, messages: list[Message], weights: list[float]) -> tup
     return [*head, *history, *rest], [0.0] * len(head) + inserted + weights[len(messages) - len(rest) :]
 
 
-def _system(row: Row) -> list[Message]:
-    return [{"role": "system", "content": text_of(row, "system")}] if is_given(row, "system") else []
-
-
 def _history(row: Row) -> list[Message]:
     if not is_given(row, "history"):
         return []
     match row.fields["history"]:
         case list() as pairs if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-            turns = [(f"history[{i}]", role, text) for i, pair in enumerate(pairs) for role, text in _turns(pair)]
-            return [message_of(row, place, {"role": role, "content": text}) for place, role, text in turns]
+            return [
+                message_of(row, f"history[{i}]", {"role": role, "content": text})
+                for i, pair in enumerate(pairs)
+                for role, text in zip(("user", "assistant"), pair, strict=True)
+            ]
         case other:
             rule = f"history must be a list of pairs of question and answer, not {type_name(other)}"
             raise InvalidInput(rule, row.place)
-
-
-def _turns(pair: list[Any]) -> list[tuple[str, Any]]:
-    return list(zip(("user", "assistant"), pair, strict=True))
 
 
 # --- Single answers that are good or bad, as KTO learns from them ---
@@ -407,17 +402,12 @@ def _pair(
     if chosen == rejected:
         raise _same(row, *reversed(answers))
     for field, answer in answers.items():
-        _check_answer(row, field, answer)
+        for turn in answer:
+            if turn["role"] not in ("assistant", "tool"):
+                raise InvalidInput(f"{field} has a turn of the {turn['role']}: answers are an assistant's", row.place)
+        if not answer or answer[-1]["role"] != "assistant":
+            raise InvalidInput(f"{field} does not end with an assistant's turn, so there is no answer", row.place)
     return PreferencePair(row.place, _example(row, prompt, chosen, tools), _example(row, prompt, rejected, tools))
-
-
-def _check_answer(row: Row, field: str, answer: Messages) -> None:
-    """Raise InvalidInput unless an answer consists of an assistant's turns, with tools' turns between them."""
-    for turn in answer:
-        if turn["role"] not in ("assistant", "tool"):
-            raise InvalidInput(f"{field} has a turn of the {turn['role']}: answers are an assistant's", row.place)
-    if not answer or answer[-1]["role"] != "assistant":
-        raise InvalidInput(f"{field} does not end with an assistant's turn, so there is no answer", row.place)
 
 
 def _example(row: Row, prompt: Messages, answer: Messages, tools: list[dict[str, Any]] | None) -> Chat:
@@ -616,22 +606,17 @@ def _tokenized(row: Row) -> TokenIds:
     if len(labels) != len(input_ids):
         raise InvalidInput(f"labels has {len(labels)} entries, input_ids {len(input_ids)}", row.place)
     for mask in (each for each in MASKS if is_given(row, each)):
-        kept = _mask(row, mask, len(input_ids))
+        kept = _int_array(row, mask)
+        if len(kept) != len(input_ids) or not np.isin(kept, (0, 1)).all():
+            raise InvalidInput(f"{mask} must have a 0 or 1 for each of the {len(input_ids)} input_ids", row.place)
         if mask == "attention_mask":
             if np.count_nonzero(np.diff(np.concatenate(([0], kept, [0])))) > 2:
                 raise InvalidInput("attention_mask has zeros between tokens: padding alone may have them", row.place)
-            labels = np.where(kept, labels, _PADDING)
+            labels = np.where(kept == 1, labels, _PADDING)
         else:
-            labels = np.where(kept | (labels == _PADDING), labels, MASKED_LABEL)
+            labels = np.where((kept == 1) | (labels == _PADDING), labels, MASKED_LABEL)
     is_text = labels != _PADDING
     return TokenIds(row.place, input_ids[is_text], labels[is_text], _row_weight(row))
-
-
-def _mask(row: Row, field: str, length: int) -> NDArray[np.bool_]:
-    mask = _int_array(row, field)
-    if len(mask) != length or not np.isin(mask, (0, 1)).all():
-        raise InvalidInput(f"{field} must have a 0 or 1 for each of the {length} input_ids", row.place)
-    return mask == 1
 
 
 def _int_array(row: Row, field: str) -> NDArray[np.int64]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 from pydantic import Field
-from temporalio import activity
 
 from activities.grading.open_grader import GraderMeans, ModelServer, NotGraded, answering
-from activities.host_context import HostContext
+from activities.heartbeats import on_thread
+from activities.host_context import OnHost
 from activities.sandbox import calls as confined
 from activities.sandbox.child import sign
 from activities.sources.http import shown_uri
@@ -48,13 +48,10 @@ class TeacherRequest(Frozen):
     key: str | None = None
 
 
-class AskTeacher:
+class AskTeacher(OnHost):
     """The activity `ask_teacher`."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="ask_teacher", no_thread_cancel_exception=True)
+    @on_thread("ask_teacher")
     def ask_teacher(self, request: TeacherRequest) -> Artifact:
         """Write the teacher's answers for every target, once a run: the files of `PackedData.likeliest`.
 
@@ -106,17 +103,14 @@ def told_by_teacher(units: Path, model: Path, request: TeacherRequest, means: Gr
             sign()
             numbers = range(first, min(first + _AT_ONCE, data.header.num_units))
             rows = [data.read_bin(np.array([number])) for number in numbers]
-            prompts = [_prompt_of(row) for row in rows]
+            last = [row.label_N[row.hidden_index_N == row.num_tokens - 1][:1] for row in rows]
+            prompts = [np.concatenate([row.token_id_T, end]).tolist() for row, end in zip(rows, last, strict=True)]
             asked = {"model": request.name, "max_tokens": 1, "temperature": 0, "prompt_logprobs": request.top_k}
             answers = server.ask("/completions", [asked | {"prompt": ids} for ids in prompts])
             for row, ids, answer in zip(rows, prompts, answers, strict=True):
                 if isinstance(answer, NotGraded):
                     raise InvalidInput(str(answer), "teacher")
                 yield _told(answer, row, len(ids), request.top_k, text_of, request.vocab_size)
-
-
-def _prompt_of(row: PackedBin) -> list[int]:
-    return [*row.token_id_T.tolist(), *row.label_N[row.hidden_index_N == row.num_tokens - 1][:1].tolist()]
 
 
 def _told(answer: Any, row: PackedBin, num_tokens: int, top_k: int, text_of: Any, vocab_size: int) -> Told:
@@ -134,17 +128,13 @@ def _told(answer: Any, row: PackedBin, num_tokens: int, top_k: int, text_of: Any
             if len(named) < (top_k or 1) or not all(math.isfinite(known[id][0]) for id in named):
                 raise InvalidInput(f"the server does not tell {top_k or 1} finite log-probabilities a token", "teacher")
             for id in named:
-                _check_token(id, known[id][1], text_of, vocab_size)
+                theirs, ours = known[id][1], text_of(id) if 0 <= id < vocab_size else None
+                # Ours is "" if the model has more ids than the tokenizer. Servers write parts of characters otherwise.
+                if ours is None or (isinstance(theirs, str) and ours.isascii() and ours.strip() != theirs.strip()):
+                    rule = f"its token {id} is {theirs!r}, the student's {ours!r}: both must have one tokenizer"
+                    raise InvalidInput(rule, "teacher")
             ids.append(tuple(named))
             logprobs.append(tuple(known[id][0] for id in named))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidInput(f"the server's prompt_logprobs are not vLLM's: {error!r}"[:300], "teacher") from error
     return tuple(ids), tuple(logprobs)
-
-
-def _check_token(id: int, theirs: object, text_of: Any, vocab_size: int) -> None:
-    """Refuse a teacher with another tokenizer. Parts of characters are not compared: servers write them differently."""
-    ours = text_of(id) if 0 <= id < vocab_size else None  # "" if the model has more ids than the tokenizer
-    if ours is None or (isinstance(theirs, str) and ours.isascii() and ours.strip() != theirs.strip()):
-        rule = f"its token {id} is {theirs!r}, the student's {ours!r}: both must have one tokenizer"
-        raise InvalidInput(rule, "teacher")

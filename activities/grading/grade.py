@@ -9,12 +9,11 @@ from itertools import islice
 from pathlib import Path
 
 from pydantic import Field, ValidationError
-from temporalio import activity
 
 from activities.formats.rows import rows_of
 from activities.grading.open_grader import GradeAll, GraderMeans, RewardedItem, answering, open_grader, servers_of
-from activities.heartbeats import beating
-from activities.host_context import HostContext, Parts
+from activities.heartbeats import on_thread
+from activities.host_context import OnHost, Parts
 from activities.sandbox import calls as confined
 from activities.sandbox.child import sign
 from longshore.fields import Artifact, Frozen
@@ -70,13 +69,10 @@ class Graded(Frozen):
     summary: GradeSummary
 
 
-class Grade:
+class Grade(OnHost):
     """The activities `grade`, `check_grader` and `grade_one`."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="grade", no_thread_cancel_exception=True)
+    @on_thread("grade")
     def grade(self, request: GradeRequest) -> Graded:
         """Grade every sample; if that fails, record the reason. The grades are an artifact in the store.
 
@@ -104,12 +100,12 @@ class Grade:
         parts.forget(range(0, summary.num_samples, _ROWS_A_PART))
         return Graded(grades=grades, grades_uri=f"{grades.uri}/{GRADES}", summary=summary)
 
-    @activity.defn(name="check_grader", no_thread_cancel_exception=True)
+    @on_thread("check_grader")
     def check_grader(self, grader: Grader) -> None:
         """Check that this grader can grade here, before any GPU is asked for. Raises InvalidInput as `grade` would."""
         self._grade_sample(grader, None)
 
-    @activity.defn(name="grade_one", no_thread_cancel_exception=True)
+    @on_thread("grade_one")
     def grade_one(self, request: GradeOneRequest) -> OneGrade:
         """Grade one sample. Raises InvalidInput for a grader that cannot be loaded, isolated or asked, and for a
         reward model, which grades only in runs.
@@ -124,9 +120,8 @@ class Grade:
 
     def _grade_sample(self, grader: Grader, sample: SampledItem | None) -> SampleGrade:
         means = GraderMeans.of(self._host.settings)
-        with beating():
-            asked = grader, means.without_key, sample
-            return self._host.confined(grade_sample, *asked, answer=_answering(grader, means))
+        asked = grader, means.without_key, sample
+        return self._host.confined(grade_sample, *asked, answer=_answering(grader, means))
 
 
 def _answering(grader: Grader, means: GraderMeans) -> Callable[[bytearray], bytes]:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any, Literal, Self
 
 from activities.heartbeats import in_parallel, pause
-from activities.sandbox.calls import CODE, CodeProcess, Limits, Server
+from activities.sandbox.calls import CODE, CodeProcess, Limits
 from activities.sandbox.child import ask, is_child, sign
 from activities.sources.http import parse_http_uri, requested, shown_uri
 from longshore.fields import Frozen
@@ -62,10 +62,8 @@ def attempt(grade: Callable[[], float]) -> SampleGrade:
 class PythonSandbox:
     """A grader's source, which grades each sample in a separate sandbox."""
 
-    def __init__(self, source: str, settings: GradingSettings, server: Server | None = None) -> None:
-        """`server`: of the sandbox, unless it is this process's."""
+    def __init__(self, source: str, settings: GradingSettings) -> None:
         self._source = source
-        self._server = server
         time_s = settings.python_time_s
         self._limits = Limits(
             settings.python_memory_bytes, math.ceil(time_s) + 1, time_s, answer_bytes=_MAX_GRADE_BYTES
@@ -89,7 +87,7 @@ class PythonSandbox:
         frame = json.dumps([self._source, request]).encode()
         if len(frame) > _MAX_SAMPLE_BYTES:
             raise NotGraded(f"the sample has {len(frame):,} bytes; a python grader takes up to {_MAX_SAMPLE_BYTES:,}")
-        process = CodeProcess("grade", frame, self._limits, self._server)
+        process = CodeProcess("grade", frame, self._limits)
         try:
             answer = process.answer()
         except (InvalidInput, RuntimeError, OSError) as error:
@@ -103,12 +101,6 @@ class PythonSandbox:
                 case {"checked": True} | {"grade": _} as parsed:
                     return parsed
         raise NotGraded(_OWN_MAKING)
-
-
-def isolation_in_use() -> str:
-    """Return how graders are isolated on this machine: `bubblewrap`, `namespaces`, or why they are not."""
-    isolation, refusal = CODE.start()
-    return refusal or isolation
 
 
 # --- String checks and text similarity, from 0 to 1 ---
@@ -306,16 +298,16 @@ class ModelServer:
 
     def answers(self, path: str, sent: Sequence[bytes]) -> list[bytes]:
         """Return each request's answer: `.` and the body, or `!` and the reason why there is none."""
-        numbers = range(len(sent))
-        found = dict(in_parallel(lambda n: (n, self._answered(path, sent[n])), numbers, self._concurrency))
-        return [found[n] for n in numbers]
 
-    def _answered(self, path: str, body: bytes) -> bytes:
-        sign()
-        try:
-            return b"." + self._ask(path, body)
-        except NotGraded as error:
-            return b"!" + str(error).encode()
+        def answered(number: int) -> tuple[int, bytes]:
+            sign()
+            try:
+                return number, b"." + self._ask(path, sent[number])
+            except NotGraded as error:
+                return number, b"!" + str(error).encode()
+
+        found = dict(in_parallel(answered, range(len(sent)), self._concurrency))
+        return [found[number] for number in sorted(found)]
 
     def _ask(self, path: str, data: bytes) -> bytes:
         """Post a request; retry if the server is busy. Raises as `ask`, and NotGraded."""
@@ -429,7 +421,9 @@ def score_in(answer: Any, bounds: tuple[float, float]) -> float:
             pass
         case _:
             raise NotGraded("the scoring server's answer has no choices[0].message.content")
-    said = _unfenced(text.strip())
+    said = text.strip()
+    if len(said) >= 2 * len(_FENCE) and said.startswith(_FENCE) and said.endswith(_FENCE):
+        said = said[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
     try:
         parsed = json.loads(said)
         score = parsed["result"] if isinstance(parsed, dict) else parsed
@@ -442,13 +436,6 @@ def score_in(answer: Any, bounds: tuple[float, float]) -> float:
     if not (math.isfinite(value) and low <= value <= high):
         raise NotGraded(f"the scoring model gave {value:g}, outside its range {low:g} to {high:g}")
     return value
-
-
-def _unfenced(text: str) -> str:
-    """Strip a Markdown fence that encloses a whole text."""
-    if len(text) < 2 * len(_FENCE) or not (text.startswith(_FENCE) and text.endswith(_FENCE)):
-        return text
-    return text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
 
 
 class RewardedItem(SampledItem):
@@ -501,7 +488,11 @@ def open_grader(grader: Grader, means: GraderMeans, place: str = "grader") -> Gr
             metric = grader.evaluation_metric
             return _each(lambda row: text_similarity(metric, *_rendered(grader.input, grader.reference, row)))
         case PythonGrader():
-            sandbox = _sandbox(grader, means.grading, place)
+            sandbox = PythonSandbox(grader.source, means.grading)
+            try:
+                sandbox.check()
+            except NotGraded as error:
+                raise InvalidInput(str(error), f"{place}.source") from error
             return _each(lambda row: sandbox.grade(row.namespaces["sample"], row.item))
         case ScoreModelGrader():
             return ScoreModel(grader, means.grading, means.allow_private_addresses).grade_all
@@ -512,7 +503,13 @@ def open_grader(grader: Grader, means: GraderMeans, place: str = "grader") -> Gr
                 name: open_grader(part, means, f"{place}.graders.{name}")
                 for name, part in sorted(grader.graders.items())
             }
-            return _combined(parts, parse_expression(grader.calculate_output))
+            expression = parse_expression(grader.calculate_output)
+
+            def grade_all(rows: Sequence[SampledItem]) -> list[SampleGrade]:
+                columns = [grade(rows) for grade in parts.values()]
+                return [combined(dict(zip(parts, row, strict=True)), expression) for row in zip(*columns, strict=True)]
+
+            return grade_all
 
 
 def _each(grade: Callable[[SampledItem], float]) -> GradeAll:
@@ -539,23 +536,6 @@ def _rendered(text: str, reference: str, row: SampledItem) -> tuple[str, str]:
         raise NotGraded(str(error)) from error
 
 
-def _sandbox(grader: PythonGrader, settings: GradingSettings, place: str) -> PythonSandbox:
-    sandbox = PythonSandbox(grader.source, settings)
-    try:
-        sandbox.check()
-    except NotGraded as error:
-        raise InvalidInput(str(error), f"{place}.source") from error
-    return sandbox
-
-
-def _combined(parts: dict[str, GradeAll], expression: Expression) -> GradeAll:
-    def grade_all(rows: Sequence[SampledItem]) -> list[SampleGrade]:
-        by_name = {name: grade(rows) for name, grade in parts.items()}
-        return [combined({name: found[row] for name, found in by_name.items()}, expression) for row in range(len(rows))]
-
-    return grade_all
-
-
 def combined(parts: dict[str, SampleGrade], expression: Expression) -> SampleGrade:
     """Combine the grades of all parts; a part without a grade leaves the sample without one."""
     grades = {name: part.grade for name, part in parts.items()}
@@ -573,5 +553,6 @@ def _value(expression: Expression, grades: dict[str, float]) -> float:
         raise NotGraded(f"calculate_output: {error}") from error
 
 
-if __name__ == "__main__":  # for `longshore doctor`
-    print(isolation_in_use())
+if __name__ == "__main__":  # for `longshore doctor`: `bubblewrap`, `namespaces`, or why graders are not isolated
+    isolation, refusal = CODE.start()
+    print(refusal or isolation)

@@ -29,19 +29,7 @@ from activities.telemetry import HOST_START
 from shared.child_environment import child_environment
 from shared.errors import HostLeft, LeaseLost, LongshoreError, WorkerLost
 from shared.settings import Settings
-from shared.storage.host_states import (
-    WORKER_PACKAGES,
-    HostState,
-    LeasingRole,
-    delete_state,
-    devices_here,
-    is_bf16_fast,
-    read_states,
-    told_file,
-    write_fast_bf16,
-    write_offer,
-    write_state,
-)
+from shared.storage import host_states
 from shared.storage.store import ObjectStore, open_store
 
 # --- The check of a GPU or sampler host: packages, free disk space, working devices ---
@@ -60,7 +48,7 @@ _TRIAL_S = 300.0  # as long as a worker may take to be up
 class HostCheck:
     """Checks this machine as a worker or sampler would find it. `environment`: their variables besides the host's."""
 
-    role: LeasingRole
+    role: host_states.LeasingRole
     root: Path
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -70,22 +58,19 @@ class HostCheck:
 
     def __call__(self) -> tuple[str, ...]:
         """Return what is missing. Devices are tried only if the packages for that are installed."""
-        found = self._quick() or self._tried()
+        # -P, as in ranks_command: `shared` shall be Longshore's.
+        command = [sys.executable, "-P", "-m", "megatron_worker.training.trial", "--role", self.role]
+        found = self._quick() or trial_lacks(command, child_environment("worker") | dict(self.environment))
         with suppress(OSError):
             self._failed.touch() if found else self._failed.unlink(missing_ok=True)
         return found
 
     def _quick(self) -> tuple[str, ...]:
-        return *missing_packages(WORKER_PACKAGES), *disk_lacks(self.root)
+        return *missing_packages(host_states.WORKER_PACKAGES), *disk_lacks(self.root)
 
     @property
     def _failed(self) -> Path:
         return self.root / f"failed-{self.role}-{socket.gethostname()}"
-
-    def _tried(self) -> tuple[str, ...]:
-        # -P, as in ranks_command: `shared` shall be Longshore's.
-        command = [sys.executable, "-P", "-m", "megatron_worker.training.trial", "--role", self.role]
-        return trial_lacks(command, child_environment("worker") | dict(self.environment))
 
 
 def missing_packages(wanted: Iterable[str]) -> tuple[str, ...]:
@@ -157,7 +142,7 @@ class HostHealth:
     """
 
     def __init__(
-        self, store: ObjectStore, state: HostState, check: Callable[[], tuple[str, ...]], num_warm: int = 0
+        self, store: ObjectStore, state: host_states.HostState, check: Callable[[], tuple[str, ...]], num_warm: int = 0
     ) -> None:
         self._store = store
         self._check = check
@@ -202,19 +187,17 @@ class HostHealth:
         free = [each for each in others if each.takes_leases(now) and each.lease_since is None]
         self._stays = sum(each.queue < self.state.queue for each in free) < self._num_warm
         self._change(seen_at=now)
-        if self.state.role == "gpu":
-            self._say((self.state, *others))
-
-    def _say(self, hosts: tuple[HostState, ...]) -> None:
-        """Write what GPU hosts of the shape offer to future runs: whether bfloat16 is fast on all of them (runs choose
-        their precision by it), the most ranks that one of them takes, and the largest devices.
-        """
+        if self.state.role != "gpu":
+            return
+        # What GPU hosts of the shape offer to future runs: whether bfloat16 is fast on all of them (runs choose their
+        # precision by it), the most ranks that one of them takes, and the largest devices.
+        hosts = (self.state, *others)
         try:
-            write_fast_bf16(self._store, self.state.shape, all(host.fast_bf16 for host in hosts))
+            host_states.write_fast_bf16(self._store, self.state.shape, all(host.fast_bf16 for host in hosts))
             if most := max((host.max_ranks or 0 for host in hosts), default=0):
                 devices = [host.devices for host in hosts if host.devices is not None]
                 largest = max(devices, key=lambda each: each.num_bytes, default=None)
-                write_offer(self._store, self.state.shape, most, largest)
+                host_states.write_offer(self._store, self.state.shape, most, largest)
         except (LongshoreError, OSError) as error:
             _log.warning("what this host offers is not written: %s", error)
 
@@ -225,7 +208,7 @@ class HostHealth:
             if self.state.lacks:
                 return
             try:
-                delete_state(self._store, self.state)
+                host_states.delete_state(self._store, self.state)
             except (LongshoreError, OSError) as error:
                 _log.warning("the state of this host stays in the store: %s", error)
 
@@ -288,9 +271,9 @@ class HostHealth:
         now = time.time()
         return any(other.takes_leases(now) for other in self._others())
 
-    def _others(self) -> tuple[HostState, ...]:
+    def _others(self) -> tuple[host_states.HostState, ...]:
         try:
-            states = read_states(self._store, self.state.shape)
+            states = host_states.read_states(self._store, self.state.shape)
         except (LongshoreError, OSError) as error:
             _log.warning("the states of other hosts are not known: %s", error)
             return ()
@@ -302,7 +285,7 @@ class HostHealth:
             if self._is_retired:
                 return
             try:
-                write_state(self._store, self.state)
+                host_states.write_state(self._store, self.state)
             except (LongshoreError, OSError) as error:  # a full disk: this host's own checks report it
                 _log.warning("the state of this host is not written: %s", error)
 
@@ -317,24 +300,24 @@ class HostHealth:
 
 
 def health_of(
-    role: LeasingRole, settings: Settings, queue: str, check: Callable[[], tuple[str, ...]] | None = None
+    role: host_states.LeasingRole, settings: Settings, queue: str, check: Callable[[], tuple[str, ...]] | None = None
 ) -> HostHealth:
     """Return the health of this host, whose own queue is given. `check`: in place of this machine's own."""
     own = HostCheck(role, settings.root_path, worker_environment(settings))
-    state = HostState(
+    state = host_states.HostState(
         role=role,
         shape=settings.shape,
         name=socket.gethostname(),
         queue=queue,
         seen_at=time.time(),
         lacks=own.at_start() if check is None else check(),
-        fast_bf16=is_bf16_fast(),
+        fast_bf16=host_states.is_bf16_fast(),
         launch=settings.launch,
         max_ranks=room_for_ranks(settings.max_ranks) if role == "gpu" else None,
-        devices=devices_here(machine_bytes()) if role == "gpu" else None,
+        devices=host_states.devices_here(machine_bytes()) if role == "gpu" else None,
     )
     health = HostHealth(open_store(settings.store, settings.s3), state, check or own, settings.warm_hosts)
-    leased = told_file(settings.root_path, "leased", role)
+    leased = host_states.told_file(settings.root_path, "leased", role)
     leased.unlink(missing_ok=True)
     health.begun = leased.touch
     return health

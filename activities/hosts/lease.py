@@ -23,7 +23,7 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowHandle
 from temporalio.service import RPCError
 
-from activities.heartbeats import HOST_LEAVES, beating, host_is_leaving, is_cancelled
+from activities.heartbeats import HOST_LEAVES, host_is_leaving, is_cancelled, on_thread
 from activities.hosts.health import HostHealth
 from activities.hosts.workers import Meeting, WorkerPool, WorkerProcess, last_words, log_tail
 from activities.telemetry import LEASES, phase
@@ -382,7 +382,11 @@ class ProcessLease:
         with LEASES.labels(role).track_inprogress():
             while _is_held(worker):
                 if time.monotonic() > look_at:
-                    look_at, was_stopped = time.monotonic() + _LOOK_EVERY_S, _is_stopped(worker, was_stopped)
+                    is_stopped = worker.is_stopped()
+                    if is_stopped and was_stopped:
+                        worker.end()
+                        raise WorkerLost(f"the process was stopped (SIGSTOP) for {_LOOK_EVERY_S:g} s")
+                    look_at, was_stopped = time.monotonic() + _LOOK_EVERY_S, is_stopped
                 look()
                 time.sleep(_POLL_S)
 
@@ -428,7 +432,7 @@ class Lease:
     stager: Stager | None = None
     drain_grace_s: float = 0.0
 
-    @activity.defn(name="lease", no_thread_cancel_exception=True)
+    @on_thread("lease")
     def lease(self, request: LeaseRequest) -> None:
         """Hold a worker until this activity is cancelled, which releases it, and until no other run is on it.
 
@@ -441,7 +445,7 @@ class Lease:
         mark = mark_of(request.run_id, request.epoch)
         if request.leader is not None:
             mark = mark.model_copy(update={"fence": request.leader.fence})
-        with beating(), self.process.offered(), ExitStack() as after:
+        with self.process.offered(), ExitStack() as after:
             check_backend(request.sync_backend, "gpu", self.external_transport)
             if not request.node and not self._record(mark):
                 if request.join_queue is not None:
@@ -498,7 +502,7 @@ class Lease:
         finally:
             staging.end()
 
-    @activity.defn(name="join_lease", no_thread_cancel_exception=True)
+    @on_thread("join_lease")
     def join_lease(self, request: LeaseRequest) -> None:
         """Hold a worker that another lease brought up, until this activity is cancelled.
 
@@ -507,7 +511,7 @@ class Lease:
         """
         assert request.join_queue is not None
         mark = mark_of(request.run_id, request.epoch)
-        with beating(), ExitStack() as after:
+        with ExitStack() as after:
             check_backend(request.sync_backend, "gpu", self.external_transport)
             worker = after.enter_context(self.process.join(request.join_queue, mark, request.ready_timeout_s))
             if worker is not None and self._record(mark) and self.process.tell(worker, mark, joined=True):
@@ -565,15 +569,6 @@ def _is_held(worker: WorkerProcess) -> bool:
         worker.end()
         raise LeaseLost(f"another machine of this worker is lost: {worker.meeting.broken}")
     return True
-
-
-def _is_stopped(worker: WorkerProcess, before: bool) -> bool:
-    """Return True if the process is stopped. If it was so at the last check, too, end it and raise WorkerLost."""
-    now = worker.is_stopped()
-    if now and before:
-        worker.end()
-        raise WorkerLost(f"the process was stopped (SIGSTOP) for {_LOOK_EVERY_S:g} s")
-    return now
 
 
 def _loss(worker: WorkerProcess) -> LongshoreError:

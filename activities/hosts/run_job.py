@@ -17,32 +17,14 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowQueryFailedError
 from temporalio.service import RPCError
 
-from activities.heartbeats import HOST_LEAVES, beating, host_is_leaving, is_cancelled
+from activities.heartbeats import HOST_LEAVES, host_is_leaving, is_cancelled, on_thread
 from activities.hosts.health import HostHealth
 from activities.hosts.lease import JobStaging, Signals, Stager
 from activities.hosts.session import carry_results
 from activities.hosts.workers import WorkerPool, WorkerProcess, log_tail
 from activities.records import damage, find_newest, newest_first, prune_checkpoints, saved_by_job
 from activities.telemetry import JobSeen
-from longshore.events import (
-    Applied,
-    Best,
-    Cancelled,
-    Evaluated,
-    Evaluating,
-    Event,
-    Failed,
-    Kept,
-    Offloaded,
-    Probed,
-    Saved,
-    Started,
-    Step,
-    Succeeded,
-    Synced,
-    Terminal,
-    parse_event,
-)
+from longshore import events
 from longshore.fields import Fence, Frozen
 from longshore.losses import Loss, is_policy_loss
 from longshore.metrics import combined_by
@@ -156,18 +138,18 @@ class Progress:
     def metrics(self) -> dict[str, float]:
         return self._training.combined() | self._evaluation
 
-    def take(self, event: Event) -> None:
+    def take(self, event: events.Event) -> None:
         match event:
-            case Started(first_step=step):
+            case events.Started(first_step=step):
                 self.step = step
-            case Step(step=step, metrics=metrics):
+            case events.Step(step=step, metrics=metrics):
                 self.step = step
                 self._training.take(metrics)
-            case Evaluated(metrics=metrics):
+            case events.Evaluated(metrics=metrics):
                 self._evaluations += 1
                 self._evaluating_s += event.time - self._last_event_at
                 self._evaluation |= {n if n.startswith("eval_") else f"eval_{n}": value for n, value in metrics.items()}
-        if not isinstance(event, Evaluating):
+        if not isinstance(event, events.Evaluating):
             self._last_event_at = event.time
 
     def tick(self, durable: CheckpointRef | None) -> None:
@@ -233,9 +215,6 @@ class TrainerSyncs:
     key: bytes
     root: Path
     find: Find
-
-    def of_job(self, plan: AnyPlan, log_path: str) -> "JobSyncs":
-        return JobSyncs(self, plan, SyncAccess.path(log_path))
 
 
 class JobSyncs:
@@ -316,16 +295,15 @@ class LogLine:
     """One event, and the bytes of its line (newline included)."""
 
     data: bytes
-    event: Event
+    event: events.Event
 
 
 class LogReader:
     """Follows one job's log. `offset` counts the bytes read so far; a line without its newline waits for the rest."""
 
-    def __init__(self, path: Path, offset: int = 0, seq: int = 0) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.offset = offset
-        self.seq = seq
+        self.offset = self.seq = 0
 
     def read(self) -> list[LogLine]:
         """The whole lines that were appended since the last call.
@@ -342,7 +320,7 @@ class LogReader:
         return [self._line(line) for line in whole.splitlines(keepends=True)]
 
     def _line(self, data: bytes) -> LogLine:
-        event = parse_event(data)
+        event = events.parse_event(data)
         if event.seq != self.seq + 1:
             raise ValueError(f"{self.path}: event {event.seq} follows event {self.seq}")
         self.seq = event.seq
@@ -387,14 +365,14 @@ class Uploader:
         key = self._keys.job(self._job.plan.job_id, self._job.fence)
         self._begin(lambda: self._store.put_bytes(key, self._job.model_dump_json(indent=1).encode()))
 
-    def checkpoint(self, saved: Saved) -> None:
+    def checkpoint(self, saved: events.Saved) -> None:
         """Upload a checkpoint, after the log of the steps before it: a job that resumes from it needs their metrics."""
         self._part()
         self._num_saved += 1
         number = self._num_saved
         self._begin(lambda: self._checkpoint(saved, number))
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: events.Kept) -> None:
         """Mark the state of a step: its checkpoint is kept besides the newest."""
         self._kept.add(kept.step)
         self._begin(lambda: self._store.put_bytes(f"{self._keys.kept_states}{kept.step:08d}", b""))
@@ -442,7 +420,7 @@ class Uploader:
         self._parts.append(key)
         self._begin(lambda: self._store.put_bytes(key, data))
 
-    def _checkpoint(self, saved: Saved, number: int) -> bool:
+    def _checkpoint(self, saved: events.Saved, number: int) -> bool:
         """Upload a checkpoint, its manifest last; then delete the local copy, and prune older ones in the store.
 
         If `keep` newer ones are waiting already, delete it without uploading, unless a client asked for it: a slow
@@ -548,7 +526,7 @@ class JobResult(Frozen):
     sync: SyncOutcome | None = None
     damaged: str | None = None
     held_s: float = 0.0
-    best: Best | None = None
+    best: events.Best | None = None
 
 
 @dataclass(frozen=True)
@@ -566,9 +544,9 @@ class RunJob:
     syncs: TrainerSyncs | None = None
     health: HostHealth | None = None
     drain_grace_s: float = 0.0
-    told: Callable[[Event], object] = lambda _: None
+    told: Callable[[events.Event], object] = lambda _: None
 
-    @activity.defn(name="run_job", no_thread_cancel_exception=True)
+    @on_thread("run_job")
     def run_job(self, request: RunJobRequest) -> JobResult:
         """Run a job to its terminal event. A cancelled activity answers too, with the checkpoint that the worker left.
 
@@ -582,13 +560,15 @@ class RunJob:
             newest = find_newest(self.store, request.plan.run_id, request.passed_over).checkpoint
             attempt = _Attempt(self, worker, request, lease, saved_by_job(request.plan, newest))
             try:
-                with beating(lambda: attempt.reader.offset), attempt.uploader:
+                with attempt.uploader:
                     result = attempt.run()
             finally:
                 attempt.seen.end()
             self._judge(attempt, result)
-            if attempt.is_drained and result.outcome == "cancelled" and not _was_cancelled():
-                raise HostLeft(HOST_LEAVES)
+            if attempt.is_drained and result.outcome == "cancelled":
+                details = activity.cancellation_details()
+                if details is None or not details.cancel_requested:  # the run's workflow has not asked for its end
+                    raise HostLeft(HOST_LEAVES)
             return result
 
     def _judge(self, attempt: "_Attempt", result: JobResult) -> None:
@@ -635,7 +615,8 @@ class _Attempt:
         self.has_worked = self.is_drained = False
         self.probe: tuple[float, ...] = ()
         self.sync: SyncOutcome | None = None
-        self.syncs = host.syncs.of_job(plan, self.job.log_path) if host.syncs is not None else None
+        path = SyncAccess.path(self.job.log_path)
+        self.syncs = JobSyncs(host.syncs, plan, path) if host.syncs is not None else None
         self.cancel = paths.cancel(plan.run_id, plan.job_id, request.fence)
         self.kill_at: float | None = None
         self.heard_at = time.monotonic()
@@ -653,7 +634,7 @@ class _Attempt:
             self._leave_worker()
             self._settle(self.worker.paths.output)
             raise
-        self._settle(None if isinstance(terminal, Succeeded) else self.worker.paths.output)
+        self._settle(None if isinstance(terminal, events.Succeeded) else self.worker.paths.output)
         return self._result(terminal)
 
     def _leave_worker(self) -> None:
@@ -663,18 +644,18 @@ class _Attempt:
             with suppress(OSError, ValueError):
                 write_atomically(self.cancel, b"")
                 while self.worker.is_alive() and time.monotonic() < give_up_at:
-                    if any(isinstance(line.event, Terminal) for line in self.reader.read()):
+                    if any(isinstance(line.event, events.Terminal) for line in self.reader.read()):
                         return
                     time.sleep(_POLL_S)
         self.worker.end()
 
-    def _follow(self) -> Terminal | None:
+    def _follow(self) -> events.Terminal | None:
         """Read events until the terminal one; None when a cancelled worker overran its grace and was ended."""
         while True:
             was_alive = self.worker.is_alive()  # before the log is read, not to miss a dead worker's last events
             for line in self.reader.read():
                 self._take(line)
-                if isinstance(line.event, Terminal):
+                if isinstance(line.event, events.Terminal):
                     self.worker.holds_device = line.event.device == "held"
                     return line.event
             self.staging.look()
@@ -685,28 +666,32 @@ class _Attempt:
                     raise WorkerLost(self.worker.death_report())
                 return None
             self._obey()
-            self._refuse_a_stopped_worker()
+            if time.monotonic() - self.heard_at >= _SILENCE_S:
+                self.heard_at = time.monotonic()
+                if self.worker.is_stopped():
+                    raise WorkerLost(f"the worker was stopped (SIGSTOP), and silent for {_SILENCE_S:g} s")
             time.sleep(_POLL_S)
 
     def _take(self, line: LogLine) -> None:
         event = line.event
         self.heard_at = time.monotonic()
-        if isinstance(event, Saved):
+        if isinstance(event, events.Saved):
             self.uploader.checkpoint(event)
-        if isinstance(event, Kept):
+        if isinstance(event, events.Kept):
             self.uploader.keep(event)
-        if isinstance(event, Probed):
+        if isinstance(event, events.Probed):
             self.probe = event.logprobs
-        if isinstance(event, Offloaded):
+        if isinstance(event, events.Offloaded):
             self.worker.offloaded_bytes = event.host_bytes
-        if isinstance(event, Synced):
+        if isinstance(event, events.Synced):
             self.sync = event.outcome
-        if isinstance(event, Step | Applied):
+        if isinstance(event, events.Step | events.Applied):
             self.has_worked = self.worker.has_worked = True
-        if isinstance(event, Step) and self.syncs is not None:
+        if isinstance(event, events.Step) and self.syncs is not None:
             self.syncs.look()
         # After a terminal event the whole log is uploaded at once.
-        self.uploader.line(line, at_once=not isinstance(event, Step | Applied | Kept | Terminal))
+        waits = isinstance(event, events.Step | events.Applied | events.Kept | events.Terminal)
+        self.uploader.line(line, at_once=not waits)
         self.progress.take(event)
         self.seen.take(event)
         self.host.told(event)
@@ -727,13 +712,6 @@ class _Attempt:
         elif time.monotonic() > self.kill_at:
             self.worker.end()
 
-    def _refuse_a_stopped_worker(self) -> None:
-        if time.monotonic() - self.heard_at < _SILENCE_S:
-            return
-        self.heard_at = time.monotonic()
-        if self.worker.is_stopped():
-            raise WorkerLost(f"the worker was stopped (SIGSTOP), and silent for {_SILENCE_S:g} s")
-
     def _settle(self, output: Path | None) -> None:
         """Upload everything that is left into the store, then delete the local files."""
         self.staging.end()
@@ -744,20 +722,23 @@ class _Attempt:
         shutil.rmtree(self.worker.paths.outputs(plan.run_id, plan.job_id, fence), ignore_errors=True)
         self.cancel.unlink(missing_ok=True)
 
-    def _result(self, terminal: Terminal | None) -> JobResult:
+    def _result(self, terminal: events.Terminal | None) -> JobResult:
         problem, damaged, checkpoint, metrics = None, None, self.uploader.durable, self.progress.metrics
-        best = terminal.best if isinstance(terminal, Succeeded) else None
-        if best is not None:
-            checkpoint = self._checkpoint_of(best)
+        best = terminal.best if isinstance(terminal, events.Succeeded) else None
+        if best is not None:  # the newest lease's checkpoint of it
+            run_id = self.request.plan.run_id
+            checkpoint = next((each for each in newest_first(self.host.store, run_id) if each.step == best.step), None)
+            if checkpoint is None:
+                raise CorruptArtifact(f"the checkpoint of the best evaluation, of step {best.step}, is gone", run_id)
             metrics |= {"best_step": float(best.step), f"best_{best.metric}": best.value}
         match terminal:
-            case Succeeded(step=step):
+            case events.Succeeded(step=step):
                 outcome: Literal["succeeded", "failed", "cancelled"] = "succeeded"
-            case Failed(step=step, kind=kind, message=message):
+            case events.Failed(step=step, kind=kind, message=message):
                 outcome, problem = "failed", Problem(kind=kind, message=message)
                 if kind == "corrupt_artifact" and self.start is not None:
                     damaged = damage(self.host.store, self.request.plan.run_id, self.start)
-            case Cancelled(step=step):
+            case events.Cancelled(step=step):
                 outcome = "cancelled"
             case None:
                 outcome, step = "cancelled", self.progress.step
@@ -774,20 +755,6 @@ class _Attempt:
             best=best,
         )
 
-    def _checkpoint_of(self, best: Best) -> CheckpointRef:
-        """Find the newest lease's checkpoint of the best evaluation. Raises CorruptArtifact: it is gone."""
-        run_id = self.request.plan.run_id
-        found = next((found for found in newest_first(self.host.store, run_id) if found.step == best.step), None)
-        if found is None:
-            raise CorruptArtifact(f"the checkpoint of the best evaluation, of step {best.step}, is gone", run_id)
-        return found
-
-
-def _was_cancelled() -> bool:
-    """True if the run's workflow has asked for the job's end."""
-    details = activity.cancellation_details()
-    return details is not None and details.cancel_requested
-
 
 def _steps_before(store: ObjectStore, plan: AnyPlan, start: CheckpointRef | None) -> list[Metrics]:
     """Return the metrics of a train step's optimizer steps up to the checkpoint that it continues from.
@@ -799,5 +766,5 @@ def _steps_before(store: ObjectStore, plan: AnyPlan, start: CheckpointRef | None
         return []
     found, _ = read_run_events(store, plan.run_id, EventCursor(job_id=plan.job_id))
     ours = (item.event for item in found if item.job_id == plan.job_id)
-    steps = {event.step: event.metrics for event in ours if isinstance(event, Step) and event.step <= start.step}
+    steps = {event.step: event.metrics for event in ours if isinstance(event, events.Step) and event.step <= start.step}
     return [steps[step] for step in sorted(steps)]

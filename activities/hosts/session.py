@@ -11,12 +11,12 @@ from urllib.parse import unquote
 from pydantic import ConfigDict, ValidationError
 from temporalio import activity
 
-from activities.heartbeats import HOST_LEAVES, beating, host_is_leaving
+from activities.heartbeats import HOST_LEAVES, host_is_leaving, on_thread
 from activities.hosts.workers import WorkerPool, WorkerProcess
 from activities.records import newest_first
 from longshore.commands import EFFECTS, CommandProblem, CommandResult
 from longshore.events import Started, parse_event
-from longshore.fields import Artifact, Fence, Frozen
+from longshore.fields import Fence, Frozen
 from longshore.runs import FIRST_TENANT, RunId, Tenant
 from longshore.views import CheckpointRef
 from shared.errors import CorruptArtifact, HostLeft, NotFound, WorkerLost
@@ -185,7 +185,7 @@ class ApplyCommands:
         self._sessions = sessions
         self._at = at
 
-    @activity.defn(name="apply_commands", no_thread_cancel_exception=True)
+    @on_thread("apply_commands")
     def apply_commands(self, request: ApplyRequest) -> AppliedCommands:
         """Give commands to the worker in order, once the session's job has begun there. Returns when none come, the
         session is closed, or a saved state must be published.
@@ -196,7 +196,7 @@ class ApplyCommands:
         """
         lease = LeaseMark(run_id=request.run_id, fence=request.fence)
         served = self._sessions.serving(request.run_id, request.next)
-        with self._pool.using(request.worker_id, lease) as worker, beating(), served as session:
+        with self._pool.using(request.worker_id, lease) as worker, served as session:
             self._store.put_bytes(RunKeys(request.run_id).host, self._at.model_dump_json().encode())
             return _Applying(worker, request, self._store, session).run()
 
@@ -300,7 +300,12 @@ class _Applying:
                 message = f"the session goes on after command {command}, and command {number} has gone"
                 raise CorruptArtifact(message, self._keys.command(number))
             head = self._head(number, data)
-            self._check_is_repeatable(number, head)
+            loaded = head.checkpoint
+            # A state that was loaded may have gone. That matters if the state that the session saved was damaged.
+            key = unquote(loaded.uri.removeprefix(f"{self._store.uri}/")) if loaded is not None else ""
+            is_gone = loaded is not None and self._store.head(f"{key}/{MANIFEST}") is None
+            if loaded is not None and is_gone and self._problem(number) is None:
+                raise CorruptArtifact(f"the state that command {number} loaded has gone", loaded.uri)
             self._write(number, self._again(number, head, data), head.through)
 
     def _again(self, number: int, head: CommandHead, data: bytes) -> bytes:
@@ -317,19 +322,6 @@ class _Applying:
 
     def _problem(self, number: int) -> CommandProblem | None:
         return _ResultHead.model_validate_json(self._store.get_bytes(self._keys.command_result(number))).problem
-
-    def _check_is_repeatable(self, number: int, head: CommandHead) -> None:
-        """Raise CorruptArtifact if a `load_state` that succeeded cannot be repeated, because its state has gone.
-
-        This is only needed if the state that the session saved itself was damaged.
-        """
-        if head.checkpoint is None or self._store.head(f"{self._key_of(head.checkpoint)}/{MANIFEST}") is not None:
-            return
-        if self._problem(number) is None:
-            raise CorruptArtifact(f"the state that command {number} loaded has gone", head.checkpoint.uri)
-
-    def _key_of(self, artifact: Artifact) -> str:
-        return unquote(artifact.uri.removeprefix(f"{self._store.uri}/"))
 
     def _has_result(self) -> bool:
         return self._results.has(self._next)

@@ -431,6 +431,7 @@ class Sharing:
     window_s: float = 0.0
 
 
+@dataclass(eq=False, repr=False)
 class WorkerPool:
     """Starts a worker when a lease asks for one, adopts a warm one of an equal key, ends it after an idle time.
 
@@ -442,40 +443,33 @@ class WorkerPool:
     them, which may fetch a model's files.
     """
 
-    def __init__(
-        self,
-        paths: HostPaths,
-        command: WorkerCommand,
-        environment: Mapping[str, str],
-        idle_limit_s: float,
-        max_ranks: int = MAX_WORLD_SIZE,
-        sharing: "Sharing | None" = None,
-        warm_bytes: int | None = None,
-        kind: type[object] = object,
-    ) -> None:
-        self._paths = paths
-        self._command = command
-        self._environment = dict(environment)
-        self._idle_limit_s = idle_limit_s
-        self._max_ranks = max_ranks
-        self._sharing = sharing or Sharing()
+    paths: HostPaths
+    command: WorkerCommand
+    environment: Mapping[str, str]
+    idle_limit_s: float
+    max_ranks: int = MAX_WORLD_SIZE
+    sharing: Sharing = Sharing()
+    warm_bytes: int | None = None
+    kind: type[object] = object
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._leased: dict[str, WorkerProcess] = {}
         self._shared: dict[str, tuple[WorkerProcess, float]] = {}
-        self._warm_bytes = machine_bytes() // _WARM_SHARE if warm_bytes is None else warm_bytes
+        self._warm_bytes = machine_bytes() // _WARM_SHARE if self.warm_bytes is None else self.warm_bytes
         # With the bytes of host memory that each holds. The one that was leased last is last.
         self._idle: dict[str, tuple[WorkerProcess, int]] = {}
         self._released_at = self._counted_until = time.monotonic()
-        for key in end_leftover_workers(paths, kind)[:1]:  # the device has room for one
+        for key in end_leftover_workers(self.paths, self.kind)[:1]:  # the device has room for one
             if not isinstance(key, WorkerKey) or key.layout.nodes == 1:
                 self._start_again(key)
 
     def _start_again(self, key: ProcessKey) -> None:
         """Start a worker with the key of one that a killed host left: its run will soon lease one again."""
-        if self._idle_limit_s <= 0:
+        if self.idle_limit_s <= 0:
             return
         try:
-            worker = launch(self._paths, key, self._command, self._environment, self._max_ranks)
+            worker = launch(self.paths, key, self.command, self.environment, self.max_ranks)
         except (OSError, LongshoreError) as error:  # the lease that asks for it will report the error
             _log.warning("a worker as the one left behind does not start: %s", error)
             return
@@ -491,7 +485,7 @@ class WorkerPool:
             fit = self._take_idle(key)
             for worker in self._take_beyond(self._warm_bytes):
                 _dispose(worker)
-            worker = fit or launch(self._paths, key, self._command, self._environment, self._max_ranks, node)
+            worker = fit or launch(self.paths, key, self.command, self.environment, self.max_ranks, node)
             try:
                 worker.serve(lease)
             except OSError:
@@ -525,7 +519,7 @@ class WorkerPool:
     def share(self, queue: str, worker: WorkerProcess) -> None:
         """Let leases of a queue join a worker, within the host's limits of time and number (`Sharing`)."""
         with self._lock:
-            self._shared[queue] = worker, time.monotonic() + self._sharing.window_s
+            self._shared[queue] = worker, time.monotonic() + self.sharing.window_s
 
     def join(self, queue: str, lease: LeaseMark) -> WorkerProcess | None:
         """Add a lease to the worker that leases of this queue share. Waits until an older lease of the run has left it.
@@ -538,7 +532,7 @@ class WorkerPool:
                 if worker is None or not worker.is_alive() or time.monotonic() > until:
                     return None
                 if (of_run := worker.leases.get(lease.run_id)) is None:
-                    if len(worker.leases) >= self._sharing.max_runs:
+                    if len(worker.leases) >= self.sharing.max_runs:
                         return None
                     worker.serve(lease)
                     return worker
@@ -559,7 +553,7 @@ class WorkerPool:
             if worker.leases:
                 return
             self._shared = {queue: shared for queue, shared in self._shared.items() if shared[0] is not worker}
-        is_wanted = self._idle_limit_s > 0 and not worker.is_suspect and worker.meeting is None
+        is_wanted = self.idle_limit_s > 0 and not worker.is_suspect and worker.meeting is None
         stays = is_wanted and worker.leaves_device(_OFFLOAD_PATIENCE_S) and worker.is_alive()
         num_bytes = worker.host_bytes() if stays else 0
         with self._lock:
@@ -599,7 +593,7 @@ class WorkerPool:
             num_ranks = sum(key.layout.ranks_per_node for key in keys if isinstance(key, WorkerKey))
             GPU_SECONDS.inc(num_ranks * (now - self._counted_until))
             self._counted_until = now
-            is_over = not self._leased and now - self._released_at > self._idle_limit_s
+            is_over = not self._leased and now - self._released_at > self.idle_limit_s
             over = [worker for worker, _ in self._idle.values() if is_over or not worker.is_alive()]
             for worker in over:
                 del self._idle[worker.worker_id]
@@ -617,19 +611,15 @@ class WorkerPool:
 
 def worker_environment(settings: Settings) -> dict[str, str]:
     """Return the settings that worker processes get besides their environment."""
+    address = str(settings.host_address)
+    interfaces = [name for name, own in psutil.net_if_addrs().items() if any(each.address == address for each in own)]
     environment = {
         "LONGSHORE_ROOT": str(settings.root_path),
         "LONGSHORE_KERNELS": settings.kernels,
         "LONGSHORE_SLOT_BYTES": str(settings.slot_bytes) if settings.slot_bytes else None,
-        INTERFACE_VARIABLE: _interface(str(settings.host_address)),
+        INTERFACE_VARIABLE: next(iter(interfaces), None),
     }
     return {name: value for name, value in environment.items() if value}
-
-
-def _interface(address: str) -> str | None:
-    """Return the name of this machine's network interface that has an address."""
-    has = psutil.net_if_addrs().items()
-    return next((name for name, addresses in has if any(each.address == address for each in addresses)), None)
 
 
 def _dispose(worker: WorkerProcess) -> None:

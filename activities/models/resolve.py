@@ -10,14 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from temporalio import activity
 
-from activities.heartbeats import beating, cancellation_check, stop_if_cancelled
-from activities.host_context import HostContext
+from activities.heartbeats import cancellation_check, on_thread, stop_if_cancelled
+from activities.host_context import HostContext, OnHost
 from activities.models.gguf_file import convert_gguf
 from activities.sandbox.child import sign
 from activities.sources.models import HubId, Location, json_object, locate, located
@@ -31,24 +30,8 @@ from shared.families import read_model_config
 from shared.families.config import DenseConfig, Fp8, GenericConfig
 from shared.families.model_slices import Stored, contents_of, shape_of, unpacked
 from shared.families.tensor_slices import TensorSlice, modules_of
+from shared.models import peft
 from shared.models.merging import FLOATS, Entry, floats_of, parse_header
-from shared.models.peft import (
-    CONFIG,
-    COPIES,
-    EMBEDDING,
-    HEAD_TENSORS,
-    OUTPUT,
-    PREFIX,
-    AdaptedModules,
-    beside,
-    check_order,
-    check_same,
-    lora_of,
-    scalar_names,
-    tensors_of,
-    with_own_targets,
-)
-from shared.models.peft import WEIGHTS as ADAPTER_WEIGHTS
 from shared.models.shape import ITEM_BYTES, ModelShape, Of, check_layout, check_max_tokens, layout_bytes
 from shared.runs.start import ModelRequest, ResolvedModel
 from shared.storage.artifacts import (
@@ -116,13 +99,6 @@ def read_tensor_entries(read: Callable[[int, int], bytes], size: int, place: str
     return {entry.name: entry for entry in entries}
 
 
-def read_metadata(location: Location, name: str) -> dict[str, str]:
-    """The metadata of a safetensors file, once `read_tensors` has found the file complete."""
-    header_bytes = int.from_bytes(location.store.read_range(name, 0, 8), "little")
-    found = json_object(location.store.read_range(name, 8, header_bytes), location.place(name)).get("__metadata__")
-    return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
-
-
 @dataclass(frozen=True)
 class Weights:
     """The tensors of a folder by name, and the file of each.
@@ -161,19 +137,15 @@ def check_tokenizer(location: Location, vocab_size: int, host: HostContext) -> N
 def check_ids(text: str, place: str, vocab_size: int) -> None:
     """Check token ids in a confined process: a tokenizer.json may have 100 MB. Raises as `check_tokenizer` does."""
     sign(place)
+    tokenizer = json_object(text, place)
     try:
-        largest = max(_token_ids(json_object(text, place)), default=0)
+        vocab = tokenizer["model"]["vocab"]
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # Unigram models list their pieces
+        largest = max((*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))), default=0)
     except (KeyError, TypeError) as error:
         raise InvalidInput("this is no tokenizer of the tokenizers library", place) from error
     if largest >= vocab_size:
         raise InvalidInput(f"it has the id {largest}, but the model has only {vocab_size} embeddings", place)
-
-
-def _token_ids(tokenizer: dict[str, Any]) -> list[int]:
-    """Return all token ids of a tokenizer.json. Unigram models list their pieces, others map pieces to ids."""
-    vocab = tokenizer["model"]["vocab"]
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-    return ids + [token["id"] for token in tokenizer.get("added_tokens", [])]
 
 
 def check_chat_template(location: Location) -> None:
@@ -249,7 +221,7 @@ def check_weights(location: Location, config: DenseConfig) -> Weights:
         _check_index(file_of, location)
     is_fp8 = isinstance(config.quantization_config, Fp8)
     stored = {name: Stored(entry.dtype, entry.shape) for name, entry in tensors.items()}
-    place = _file_of_weights(location)
+    place = location.place(INDEX if INDEX in files else WEIGHTS)
     if isinstance(config, GenericConfig):
         check_dtypes(unpacked(stored, (), place, is_fp8), place)
         return Weights(tensors, file_of)
@@ -311,10 +283,6 @@ def check_dtypes(tensors: Mapping[str, Entry | Stored], place: str) -> None:
             raise InvalidInput(problem, place)
 
 
-def _file_of_weights(location: Location) -> str:
-    return location.place(INDEX if INDEX in location.files else WEIGHTS)
-
-
 # --- Checks that a model's weights are finite numbers ---
 
 _ROUTER = re.compile(r"\.(?:gate|router)\.(?:weight|bias|e_score_correction_bias)$")
@@ -369,32 +337,28 @@ class ResolvedAdapter(Frozen):
     lora: Lora
 
 
-class Resolve:
+class Resolve(OnHost):
     """The activities `resolve_model` and `resolve_adapter`.
 
     Both raise InvalidInput with the file and the rule that it breaks, or the files that changed since the run began,
     and StoreUnavailable when S3 cannot be reached or refuses us.
     """
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="resolve_model", no_thread_cancel_exception=True)
+    @on_thread("resolve_model")
     def resolve_model(self, request: ModelRequest) -> ResolvedModel:
         """Check a model and make an artifact of it."""
-        with beating():
-            check = partial(_check_small_files, request, self._host)
-            location = locate(request.uri, request.tenant, self._host.settings, HUB_PATTERNS, check)
-            if (name := gguf_file(location)) is not None:
-                location = self._converted(location, name, check, request)
-            config = check(location)
-            weights, shape = check_contents(location, config), shape_of(config)
-            if request.dtype is not None and not shape.is_generic:
-                self._check_room(request, {s.name: s.shape for s in weights.slices}, shape)
-            if isinstance(request.trainable, Lora) and not shape.is_generic:  # else the worker knows the modules
-                beside(request.trainable, modules_of(weights.slices), is_new=True)
-            names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
-            return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
+        check = partial(_check_small_files, request, self._host)
+        location = locate(request.uri, request.tenant, self._host.settings, HUB_PATTERNS, check)
+        if (name := gguf_file(location)) is not None:
+            location = self._converted(location, name, check, request)
+        config = check(location)
+        weights, shape = check_contents(location, config), shape_of(config)
+        if request.dtype is not None and not shape.is_generic:
+            self._check_room(request, {s.name: s.shape for s in weights.slices}, shape)
+        if isinstance(request.trainable, Lora) and not shape.is_generic:  # else the worker knows the modules
+            peft.beside(request.trainable, modules_of(weights.slices), is_new=True)
+        names = [name for name in SMALL_FILES if name in location.files] + weight_files(location)
+        return ResolvedModel(model=self._imported(location, names, "model", request), shape=shape)
 
     def _check_room(self, request: ModelRequest, tensors: dict[str, tuple[int, ...]], shape: ModelShape) -> None:
         """Refuse a model whose weights alone do not fit on any running GPU host. Whether training's other memory fits,
@@ -413,22 +377,19 @@ class Resolve:
             rule = f"{rule}, and {has} {offer.devices.num_bytes / 1e9:.3g}: split it by tp, pp or ep"
             raise InvalidInput(f"{rule}, or say quantize_base", "layout")
 
-    @activity.defn(name="resolve_adapter", no_thread_cancel_exception=True)
+    @on_thread("resolve_adapter")
     def resolve_adapter(self, request: AdapterRequest) -> ResolvedAdapter:
         """Check an adapter and make an artifact of it."""
-        with beating():
-            check = partial(_check_config, request)
-            location = locate(request.uri, request.tenant, self._host.settings, (CONFIG, ADAPTER_WEIGHTS), check)
-            lora = check(location)
-            _check_base(location, request, self._host)
-            _check_weights(location, lora, request)
-            what: str = request.role
-            if request.role == "reward_model":
-                what = f"{what}_{content_key(request.uri)[:8]}"  # a grader may have several
-                lora = _reward_model(location, request.shape)
-            return ResolvedAdapter(
-                adapter=self._imported(location, [CONFIG, ADAPTER_WEIGHTS], what, request), lora=lora
-            )
+        check = partial(_check_config, request)
+        location = locate(request.uri, request.tenant, self._host.settings, (peft.CONFIG, peft.WEIGHTS), check)
+        lora = check(location)
+        _check_base(location, request, self._host)
+        _check_weights(location, lora, request)
+        what: str = request.role
+        if request.role == "reward_model":
+            what = f"{what}_{content_key(request.uri)[:8]}"  # a grader may have several
+            lora = _reward_model(location, request.shape)
+        return ResolvedAdapter(adapter=self._imported(location, [peft.CONFIG, peft.WEIGHTS], what, request), lora=lora)
 
     def _converted(
         self, location: Location, name: str, check: Callable[[Location], DenseConfig], request: ModelRequest
@@ -500,13 +461,17 @@ def check_contents(location: Location, config: DenseConfig, read_all: bool = Fal
 def _check_config(request: AdapterRequest, location: Location) -> Lora:
     head = None if request.lora is None else request.lora.head
     names = () if request.role == "reward_model" else None if head is None else head.names
-    lora = lora_of(location.read_json(CONFIG), location.place(CONFIG), names)
+    lora = peft.lora_of(location.read_json(peft.CONFIG), location.place(peft.CONFIG), names)
     if request.role == "reward_model" and lora.head is None:
         rule = "it is an adapter of a language model, with no head of scalars: a grader wants a reward model"
-        raise InvalidInput(rule, location.place(CONFIG))
+        raise InvalidInput(rule, location.place(peft.CONFIG))
     if request.lora is not None:
-        linears = (*(LINEARS if request.shape is None else request.shape.linears), EMBEDDING)
-        check_same(with_own_targets(lora, linears), with_own_targets(request.lora, linears), location.place(CONFIG))
+        linears = (*(LINEARS if request.shape is None else request.shape.linears), peft.EMBEDDING)
+        peft.check_same(
+            peft.with_own_targets(lora, linears),
+            peft.with_own_targets(request.lora, linears),
+            location.place(peft.CONFIG),
+        )
     return lora
 
 
@@ -514,7 +479,7 @@ def _check_base(location: Location, request: AdapterRequest, host: HostContext) 
     """Refuse an adapter that was made on another base: by hashes if that is found, else by names (docs/models.md)."""
     if request.base is None or request.allow_other_base:
         return
-    named = _plain(str(location.read_json(CONFIG).get("base_model_name_or_path") or ""))
+    named = _plain(str(location.read_json(peft.CONFIG).get("base_model_name_or_path") or ""))
     other, theirs = "", _files_of_base(location, named, request, host)
     if theirs is not None:
         _, ours = open_artifact(request.base, host.settings.s3)
@@ -524,7 +489,7 @@ def _check_base(location: Location, request: AdapterRequest, host: HostContext) 
         other = ", which is another model" if repositories[0] != repositories[1] else ""
     if other:
         rule = f"the adapter was made on {named or 'a model without a name'}{other}, and not on {request.model}"
-        raise InvalidInput(f"{rule}: name its own base, or set allow_other_base to insist", location.place(CONFIG))
+        raise InvalidInput(f"{rule}: name its own base, or set allow_other_base to insist", location.place(peft.CONFIG))
 
 
 def _files_of_base(location: Location, named: str, request: AdapterRequest, host: HostContext) -> Manifest | None:
@@ -560,48 +525,52 @@ def _repository(model: str) -> str | None:
 
 def _check_weights(location: Location, lora: Lora, request: AdapterRequest) -> None:
     shape = request.shape
-    if ADAPTER_WEIGHTS not in location.files:
-        raise InvalidInput(f"the adapter has no {ADAPTER_WEIGHTS}; only safetensors is read", location.store.uri)
-    tensors = read_tensors(location, ADAPTER_WEIGHTS)
-    head = {name: tensors.pop(name) for name in HEAD_TENSORS if lora.head is not None and name in tensors}
-    for name in [name for name in tensors if name.endswith(COPIES)]:  # the worker compares them with the model's
+    if peft.WEIGHTS not in location.files:
+        raise InvalidInput(f"the adapter has no {peft.WEIGHTS}; only safetensors is read", location.store.uri)
+    tensors = read_tensors(location, peft.WEIGHTS)
+    head = {name: tensors.pop(name) for name in peft.HEAD_TENSORS if lora.head is not None and name in tensors}
+    for name in [name for name in tensors if name.endswith(peft.COPIES)]:  # the worker compares them with the model's
         tensors.pop(name)
-    check_dtypes(tensors, location.place(ADAPTER_WEIGHTS))
-    adapted = AdaptedModules(lora)
+    check_dtypes(tensors, location.place(peft.WEIGHTS))
+    adapted = peft.AdaptedModules(lora)
     is_generic = shape is not None and shape.is_generic  # then the worker checks names and sizes
     for name, tensor in () if is_generic else tensors.items():
-        _check_tensor(name, tensor, adapted, shape, location.place(ADAPTER_WEIGHTS))
+        _check_tensor(name, tensor, adapted, shape, location.place(peft.WEIGHTS))
     if request.lora is not None:
-        modules = dict.fromkeys(name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors)
-        check_order(lora, request.lora, modules, location.place(CONFIG))
+        modules = dict.fromkeys(name.removeprefix(peft.PREFIX).partition(".lora_")[0] for name in tensors)
+        peft.check_order(lora, request.lora, modules, location.place(peft.CONFIG))
     is_counted = shape is not None and not is_generic and lora.target_pattern is None and lora.layers is None
-    ends = len({OUTPUT, EMBEDDING}.intersection(lora.targets))
-    expected = 0 if shape is None else len(tensors_of(lora)) * (shape.num_linears(lora.targets) + ends)
+    ends = len({peft.OUTPUT, peft.EMBEDDING}.intersection(lora.targets))
+    expected = 0 if shape is None else len(peft.tensors_of(lora)) * (shape.num_linears(lora.targets) + ends)
     if is_counted and len(tensors) != expected:  # others are counted by the worker
         raise InvalidInput(
-            f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(ADAPTER_WEIGHTS)
+            f"{len(tensors)} tensors; this model and these targets need {expected}", location.place(peft.WEIGHTS)
         )
-    check_finite(Weights(tensors | head, dict.fromkeys(tensors | head, ADAPTER_WEIGHTS)), location, all_of_them=True)
+    check_finite(Weights(tensors | head, dict.fromkeys(tensors | head, peft.WEIGHTS)), location, all_of_them=True)
 
 
 def _reward_model(location: Location, shape: ModelShape | None) -> Lora:
     """Read a reward model, with its scalars' names. Raises InvalidInput for a head that is missing, or does not fit."""
-    weight = read_tensors(location, ADAPTER_WEIGHTS).get(HEAD_TENSORS[0])
+    weight = read_tensors(location, peft.WEIGHTS).get(peft.HEAD_TENSORS[0])
     if weight is None or len(weight.shape) != 2 or (shape is not None and weight.shape[1] != shape.hidden_size):
         found = "it is missing" if weight is None else f"it has the shape {weight.shape}"
-        rule = f"tensor {HEAD_TENSORS[0]} has a row of the model's hidden size for each scalar: {found}"
-        raise InvalidInput(rule, location.place(ADAPTER_WEIGHTS))
+        rule = f"tensor {peft.HEAD_TENSORS[0]} has a row of the model's hidden size for each scalar: {found}"
+        raise InvalidInput(rule, location.place(peft.WEIGHTS))
+    header_bytes = int.from_bytes(location.store.read_range(peft.WEIGHTS, 0, 8), "little")
+    header = location.store.read_range(peft.WEIGHTS, 8, header_bytes)  # of a file that was found complete
+    told = json_object(header, location.place(peft.WEIGHTS)).get("__metadata__")
+    metadata = {k: v for k, v in told.items() if isinstance(v, str)} if isinstance(told, dict) else {}
     try:
-        names = scalar_names(read_metadata(location, ADAPTER_WEIGHTS), weight.shape[0])
+        names = peft.scalar_names(metadata, weight.shape[0])
     except (ValueError, TypeError) as error:
-        raise InvalidInput("the names of its scalars are no list", location.place(ADAPTER_WEIGHTS)) from error
-    return lora_of(location.read_json(CONFIG), location.place(CONFIG), names)
+        raise InvalidInput("the names of its scalars are no list", location.place(peft.WEIGHTS)) from error
+    return peft.lora_of(location.read_json(peft.CONFIG), location.place(peft.CONFIG), names)
 
 
-def _check_tensor(name: str, tensor: Entry, lora: AdaptedModules, shape: ModelShape | None, place: str) -> None:
+def _check_tensor(name: str, tensor: Entry, lora: peft.AdaptedModules, shape: ModelShape | None, place: str) -> None:
     match = _TENSOR.fullmatch(name)
-    module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
-    dimensions = None if match is None else tensors_of(lora.lora).get(match["kind"])
+    module = name.removeprefix(peft.PREFIX).rpartition(".lora_")[0]
+    dimensions = None if match is None else peft.tensors_of(lora.lora).get(match["kind"])
     if match is None or dimensions is None or (size := lora.of(module)) is None:
         raise InvalidInput(f"tensor {name} belongs to none of the adapter's target_modules", place)
     if shape is not None and int(match["layer"] or 0) >= shape.num_layers:

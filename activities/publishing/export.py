@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from temporalio import activity
 
-from activities.heartbeats import beating
-from activities.host_context import HostContext
+from activities.heartbeats import on_thread
+from activities.host_context import OnHost
 from activities.models.gguf_file import GGUF_FAMILIES, PAIRED, gguf_name, pre_tokenizer_name, rope_factors, swapped
 from activities.models.resolve import INDEX
 from activities.sandbox.child import sign
@@ -109,14 +108,10 @@ def _e4m3(values: Floats) -> NDArray[np.uint8]:
     return (sign + np.where(magnitude < 2**-6, small, normal)).astype(np.uint8)
 
 
-def _e4m3_values() -> Floats:
-    exponent, mantissa = np.arange(128) >> 3, np.arange(128) & 7
-    values = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
-    values[127] = np.nan
-    return np.concatenate([values, -values]).astype(np.float32)
-
-
-_E4M3 = _e4m3_values()
+_EXPONENTS, _MANTISSAS = np.arange(128) >> 3, np.arange(128) & 7
+_POSITIVE = np.where(_EXPONENTS == 0, _MANTISSAS * 2.0**-9, (1 + _MANTISSAS / 8) * 2.0 ** (_EXPONENTS - 7))
+_POSITIVE[127] = np.nan
+_E4M3 = np.concatenate([_POSITIVE, -_POSITIVE]).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -563,13 +558,10 @@ def _quantization(source: ExportSource) -> dict[str, Any]:
     return {}
 
 
-class Exports:
+class Exports(OnHost):
     """The activity `export`."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="export", no_thread_cancel_exception=True)
+    @on_thread("export")
     def export(self, request: ExportRequest) -> Artifact:
         """Write an export, unless it is in the store.
 
@@ -582,18 +574,17 @@ class Exports:
         _, manifest = open_artifact(request.model, self._host.settings.s3)
         names = [entry.path for entry in manifest.files]
         check_room(request.room, request.tenant, manifest.num_bytes, request.name)
-        with beating():
-            source = ExportSource(
-                model=str(self._host.stage(request.model)),
-                weights=tuple(name for name in names if name.endswith(".safetensors")),
-                others=tuple(name for name in names if not name.endswith((".safetensors", INDEX))),
-                adapter=str(self._host.stage(request.adapter)) if request.adapter else None,
-                export=request.export,
-                title=request.name.replace(":", "-"),
-            )
+        source = ExportSource(
+            model=str(self._host.stage(request.model)),
+            weights=tuple(name for name in names if name.endswith(".safetensors")),
+            others=tuple(name for name in names if not name.endswith((".safetensors", INDEX))),
+            adapter=str(self._host.stage(request.adapter)) if request.adapter else None,
+            export=request.export,
+            title=request.name.replace(":", "-"),
+        )
 
-            def make(folder: Path) -> None:
-                reads = [Path(given) for given in (source.model, source.adapter) if given]
-                self._host.confined(write_export, source, str(folder), kind="dataset", reads=reads, writes=[folder])
+        def make(folder: Path) -> None:
+            reads = [Path(given) for given in (source.model, source.adapter) if given]
+            self._host.confined(write_export, source, str(folder), kind="dataset", reads=reads, writes=[folder])
 
-            return self._host.made_once(request.key, "export", make)
+        return self._host.made_once(request.key, "export", make)

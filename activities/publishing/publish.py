@@ -7,9 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from temporalio import activity
-
-from activities.heartbeats import beating, stop_if_cancelled
+from activities.heartbeats import on_thread, stop_if_cancelled
 from activities.host_context import HostContext
 from activities.sources.http import shown_uri
 from activities.tokenizing.tokenizer import end_ids_of
@@ -210,7 +208,7 @@ class Publish:
         self._host = host
         self._sign = sign
 
-    @activity.defn(name="publish", no_thread_cancel_exception=True)
+    @on_thread("publish")
     def publish(self, request: PublishRequest) -> Published:
         """Publish as the next free version of the name; a run has one version, however often this is tried.
 
@@ -218,27 +216,27 @@ class Publish:
         """
         kind: Kind = "adapters" if request.run.trainable.kind == "lora" else "models"
         name = request.run.name or request.run_id
-        with beating():
-            version = claim_version(self._host.store, request.tenant, kind, name, _claim_of(request))
-            key = published_version(request.tenant, kind, name, version)
-            artifact = self._made(key, partial(self._fill, request), partial(self._made_from, request, key))
+        claim = Claim(run_id=request.run_id)
+        if request.step is not None:
+            sha256 = request.checkpoint.artifact.sha256
+            claim = Claim(run_id=request.run_id, step=request.step, checkpoint_sha256=sha256)
+        version = claim_version(self._host.store, request.tenant, kind, name, claim)
+        key = published_version(request.tenant, kind, name, version)
+        artifact = self._made(key, partial(self._fill, request), partial(self._made_from, request, key))
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=name, version=version)
 
-    @activity.defn(name="publish_best", no_thread_cancel_exception=True)
+    @on_thread("publish_best")
     def publish_best(self, request: BestRequest) -> Published:
         """Publish the version of a sweep's best trial again, under the sweep's name.
 
         It is a copy: either of the two may be deleted. Raises as `publish`.
         """
-        with beating():
-            claim = Claim(run_id=request.run_id)
-            version = claim_version(self._host.store, request.tenant, request.kind, request.name, claim)
-            key = published_version(request.tenant, request.kind, request.name, version)
-            stage = self._host.stage
-            made_from = partial(statement_of, place=key, run_id=request.run_id, settings={}, copied=request.artifact)
-            artifact = self._made(
-                key, lambda folder: _copy(stage(request.artifact), folder, lambda name: True), made_from
-            )
+        claim = Claim(run_id=request.run_id)
+        version = claim_version(self._host.store, request.tenant, request.kind, request.name, claim)
+        key = published_version(request.tenant, request.kind, request.name, version)
+        stage = self._host.stage
+        made_from = partial(statement_of, place=key, run_id=request.run_id, settings={}, copied=request.artifact)
+        artifact = self._made(key, lambda folder: _copy(stage(request.artifact), folder, lambda name: True), made_from)
         return Published(uri=artifact.uri, sha256=artifact.sha256, name=request.name, version=version)
 
     def _made(self, key: str, make: Callable[[Path], object], made_from: MakeStatement) -> Artifact:
@@ -271,19 +269,20 @@ class Publish:
         _copy(checkpoint / "weights", folder, lambda name: True)
         adapter: dict[str, object] = {}
         if request.run.trainable.kind == "lora":
-            adapter = _name_the_model(folder / "adapter_config.json", request.run.model)
+            # PEFT finds the base model by this name. Patterns stay in their order, as the first that matches counts.
+            config = folder / "adapter_config.json"
+            adapter = json.loads(config.read_bytes())
+            adapter["base_model_name_or_path"] = request.run.model.removeprefix("file://")
+            config.write_text(json.dumps(adapter, indent=2) + "\n")
         else:
             model = self._host.stage(request.model)
             _copy(model, folder, lambda name: not name.endswith(_WEIGHTS) and not (folder / name).exists())
-        self._keep_end_tokens(request.model, folder)
+        # The generation config is written, for adapters too, if the model's own lacks tokens that end its answers.
+        base = self._host.stage(request.model, only=(GENERATION, "config.json"))
+        if (kept := with_end_ids(base, end_ids_of(self._host, request.model))) is not None:
+            (folder / GENERATION).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
         report = self._report(request.report_uri) if request.report_uri is not None else {}
         (folder / "README.md").write_bytes(model_card(request.run, request.metrics, report, adapter).encode())
-
-    def _keep_end_tokens(self, model: Artifact, folder: Path) -> None:
-        """Write the generation config, for adapters too, if the model's own lacks tokens that end its answers."""
-        base = self._host.stage(model, only=(GENERATION, "config.json"))
-        if (kept := with_end_ids(base, end_ids_of(self._host, model))) is not None:
-            (folder / GENERATION).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
 
     def _report(self, uri: str) -> dict[str, object]:
         store, key = open_uri(uri, self._host.settings.s3)
@@ -311,13 +310,6 @@ def claim_version(store: ObjectStore, tenant: str, kind: Kind, name: str, mine: 
     return version
 
 
-def _claim_of(request: PublishRequest) -> Claim:
-    if request.step is None:
-        return Claim(run_id=request.run_id)
-    sha256 = request.checkpoint.artifact.sha256
-    return Claim(run_id=request.run_id, step=request.step, checkpoint_sha256=sha256)
-
-
 def _copy(source: Path, target: Path, is_wanted: Callable[[str], bool]) -> None:
     """Copy the wanted files of a flat folder, its manifest left out."""
     target.mkdir(parents=True, exist_ok=True)
@@ -325,14 +317,3 @@ def _copy(source: Path, target: Path, is_wanted: Callable[[str], bool]) -> None:
         if path.is_file() and path.name != MANIFEST and is_wanted(path.name):
             with path.open("rb") as file, (target / path.name).open("wb") as copy:
                 copy_file(file, copy, stop_if_cancelled)
-
-
-def _name_the_model(config: Path, model: str) -> dict[str, object]:
-    """Write the base model's name into PEFT's config, as the user gave it (without `file://`), for PEFT to find it.
-
-    Patterns stay in their order, as the first that matches counts. Returns the config.
-    """
-    content: dict[str, object] = json.loads(config.read_bytes())
-    content["base_model_name_or_path"] = model.removeprefix("file://")
-    config.write_text(json.dumps(content, indent=2) + "\n")
-    return content

@@ -144,8 +144,8 @@ def _joined_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs:
     )
 
 
-def _reported(data: str) -> ErrorDetail | None:
-    """Return an error that a server sends instead of an event."""
+def _reported(data: str | bytes) -> ErrorDetail | None:
+    """Return an error that a server sends instead of an event, or of an answer."""
     try:
         return ErrorResponse.model_validate_json(data).error
     except ValidationError:
@@ -170,15 +170,6 @@ def lines(response: "httpx.Response", max_bytes: int, place: str) -> Iterator[st
         if len(rest) > MAX_EVENT_BYTES:
             raise InvalidInput(f"the sampler sends an event of more than {MAX_EVENT_BYTES:,} bytes", place)
         yield from (line.decode(errors="replace") for line in whole)
-
-
-def error_of(answer: bytes) -> tuple[str, str | None]:
-    """Return an error's message and the field that it names, if it has OpenAI's shape; else the answer's beginning."""
-    try:
-        error = ErrorResponse.model_validate_json(answer).error
-    except ValidationError:
-        return answer[:500].decode(errors="replace"), None
-    return error.message[:500], error.param
 
 
 def read_large_answer(text: str, place: str, max_tokens: int) -> CompletionResponse:
@@ -359,11 +350,8 @@ class Sampler:
         num_choices = request.n * request.num_prompts
         if tell is None:
             return self._completions(body, request.most_tokens, request.num_likely)
-        max_bytes = _OTHER_BYTES + request.most_tokens * (_BYTES_AN_EVENT + request.num_likely * _LIKELY_BYTES)
-        return self._streamed(body, min(max_bytes, _MAX_ANSWER_BYTES), num_choices, tell)
-
-    def _streamed(self, body: dict[str, Any], max_bytes: int, num_choices: int, tell: Tell) -> CompletionResponse:
-        found = StreamedAnswer(num_choices, tell, self._url)
+        num_bytes = _OTHER_BYTES + request.most_tokens * (_BYTES_AN_EVENT + request.num_likely * _LIKELY_BYTES)
+        max_bytes, found = min(num_bytes, _MAX_ANSWER_BYTES), StreamedAnswer(num_choices, tell, self._url)
 
         def take(response: "httpx.Response") -> bytes:
             found.begin()
@@ -489,11 +477,20 @@ class Sampler:
         """
         import httpx
 
-        problem = ""
+        problem, place, extensions = "", f"{self._url}{path}", {"trace": self._note}
         for attempt in range(self._attempts):
-            pause(_pause_s(attempt) if attempt else 0.0)
+            longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) if attempt else 0.0
+            pause(longest_s * random.uniform(0.5, 1.0))
             try:
-                status, content = self._ask_once(method, path, body, max_bytes, take)
+                with self._client.stream(method, path, json=body, extensions=extensions) as response:
+                    status = response.status_code
+                    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+                        rule = f"the sampler sends its answer as {encoding!r:.40}, which it was not asked for"
+                        raise InvalidInput(rule, place)  # unpacked, it may be of any size
+                    if take is not None and status == 200:
+                        content = take(response)
+                    else:
+                        content = b"".join(bounded_pieces(response, max_bytes, place))
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
@@ -501,35 +498,12 @@ class Sampler:
                 stop_if_cancelled()  # whatever comes of a connection that was shut down
             if 200 <= status < 300:
                 return content
-            message, field = error_of(content)
-            problem = f"{status}: {message}"
+            told = _reported(content)  # which need not have OpenAI's shape
+            message, field = (told.message, told.param) if told else (content[:500].decode(errors="replace"), None)
+            problem = f"{status}: {message[:500]}"
             if status < 500 and status not in _WORTH_RETRYING:
-                place = f"{self._url}{path}"
                 raise InvalidInput(f"the sampler refuses ({problem})", f"{place}:{field}" if field else place)
-        raise SamplerUnavailable(f"{self._url}{path}: no answer after {self._attempts} attempts ({problem})")
-
-    def _ask_once(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        max_bytes: int,
-        take: Callable[["httpx.Response"], bytes] | None,
-    ) -> tuple[int, bytes]:
-        """Make one request. Returns its status and raw answer. Reads at most the expected size, and unpacks nothing.
-
-        Raises InvalidInput: it is compressed, or longer than any valid answer.
-        """
-        extensions = {"trace": self._note}
-        with self._client.stream(method, path, json=body, extensions=extensions) as response:
-            place = f"{self._url}{path}"
-            if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
-                raise InvalidInput(
-                    f"the sampler sends its answer as {encoding!r:.40}, which it was not asked for", place
-                )
-            if take is not None and response.status_code == 200:
-                return response.status_code, take(response)
-            return response.status_code, b"".join(bounded_pieces(response, max_bytes, place))
+        raise SamplerUnavailable(f"{place}: no answer after {self._attempts} attempts ({problem})")
 
     def _completions(
         self, body: dict[str, Any], num_tokens: int, likely: int = 0, other_bytes: int = 0
@@ -556,8 +530,3 @@ def _hang_up(connection: socket.socket) -> None:
     """Shut a connection down: if it is only closed, it stays open while a thread reads from it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-
-
-def _pause_s(attempt: int) -> float:
-    """Return the pause before a retry, in seconds: doubled each time up to a bound, and spread at random."""
-    return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))

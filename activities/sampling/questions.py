@@ -156,11 +156,17 @@ _MOST_EARLIER = 8  # answers of a conversation that are looked for, the last one
 
 @dataclass(frozen=True)
 class Prompt:
-    """The ids of a question. `continues`: they begin with those of an earlier answer; None if none is before it."""
+    """The ids of a question.
+
+    Attributes:
+        after: the answer of the episode that ends the question's beginning, and the number of messages up to it.
+        continues: the ids begin with that answer's.
+    """
 
     ids: tuple[int, ...]
     question: Question
-    continues: bool | None = None
+    after: tuple[int, AnswerRecord] | None = None
+    continues: bool = False
 
     def conversation(self, answer: ChatAnswer) -> str:
         """Return the digest of the conversation that an answer makes."""
@@ -210,8 +216,8 @@ class ChatPrompts:
             found = _last_answer(question, earlier) if earlier is not None else None
             ids = None if found is None else self._continued(model, tokenizer, question, text, *found)
         if ids is not None:
-            return Prompt(ids, question, continues=True)
-        return Prompt(tuple(next(ids_before_answers([text], tokenizer))), question, None if found is None else False)
+            return Prompt(ids, question, found, continues=True)
+        return Prompt(tuple(next(ids_before_answers([text], tokenizer))), question, found)
 
     def _continued(
         self, model: Artifact, tokenizer: ModelTokenizer, question: Question, text: str, num: int, record: AnswerRecord
@@ -290,13 +296,19 @@ def _last_answer(question: Question, earlier: Earlier) -> tuple[int, AnswerRecor
     return None
 
 
-def sampler_request(asked: ChatRequest, model: str, prompt_ids: Sequence[int], max_model_len: int) -> CompletionRequest:
+def sampler_request(
+    asked: ChatRequest, model: str, prompt_ids: Sequence[int], max_model_len: int, *, takes_fewer: bool = False
+) -> CompletionRequest:
     """Translate a chat request into a completion request in tokens.
+
+    `takes_fewer`: the answer is as long as there is room for, at most.
 
     Raises InvalidInput: prompt and answer are longer than `max_model_len` together.
     """
     room = max_model_len - len(prompt_ids)
     max_tokens = asked.most_tokens or room
+    if takes_fewer:
+        max_tokens = min(max_tokens, room)
     if max_tokens > room or room < 1:
         wanted = f"max_tokens={max_tokens}" if asked.most_tokens else "an answer"
         raise InvalidInput(
@@ -521,9 +533,8 @@ class Questions:
             drawn = _ask(opened, stopping_at(asked.model_copy(update=asked_for), stops), "prompt", tell)
             return drawn.model_copy(update={"model": asked.model})
         assert prompt is not None
-        wanted = stopping_at(
-            sampler_request(asked, model, prompt.ids, self._max_model_len(opened, request.place)), stops
-        )
+        length, is_turn = self._max_model_len(opened, request.place), request.turn is not None
+        wanted = stopping_at(sampler_request(asked, model, prompt.ids, length, takes_fewer=is_turn), stops)
         wanted = wanted.model_copy(update={"user": _asking(request)})
         drawn = _ask(opened, wanted, "messages", tell, "tools" if asked.forced_tools else "response_format")
         bytes_of = self._prompts.tokenizer(request.model).bytes_of
@@ -537,7 +548,15 @@ class Questions:
             raise SamplerUnavailable("the tokens of this answer cannot be kept now, and an episode needs them")
         if (place := request.turn) is None:
             return answer
-        turn = EpisodeTurn(answer=answer, at=time.time(), is_side=place.is_side, continues=prompt.continues)
+        num, before = prompt.after or (0, None)
+        turn = EpisodeTurn(
+            answer=answer,
+            at=time.time(),
+            is_side=place.is_side,
+            after=before and before.answer_id,
+            messages=tuple(asked.messages[num:]),
+            continues=prompt.continues,
+        )
         conversation = prompt.conversation(answer.choices[0].message)
         return record_turn(self._host.store, request.tenant, place, turn, conversation)
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 from pydantic import Field, model_validator
-from temporalio import activity
 
 from activities.formats.dataset import question_of
 from activities.formats.rows import Chat, PromptCompletion, Question, Row
 from activities.grading.grade import REWARDS, sampled_items
-from activities.heartbeats import beating, in_parallel, stop_if_cancelled
+from activities.heartbeats import in_parallel, on_thread, stop_if_cancelled
 from activities.host_context import HostContext, Parts
 from activities.sampling.client import Completion, Sampler
 from activities.sampling.completions import (
@@ -42,7 +41,7 @@ from longshore.fields import Artifact, Frozen
 from longshore.grading import SampleRewards
 from longshore.runs import RunId
 from longshore.training import Dtype
-from shared.chat.completions import MAX_SAMPLES, DrawnBy, SamplerMemory, Sampling
+from shared.chat.completions import MAX_SAMPLES, SamplerMemory, Sampling
 from shared.errors import InvalidInput, SamplerMismatch
 from shared.jobs.packed import RouteShape
 from shared.runs.status import RewardModel
@@ -188,7 +187,7 @@ class SamplerActivities:
         self._host = host
         self._samplers = samplers
 
-    @activity.defn(name="sample", no_thread_cancel_exception=True)
+    @on_thread("sample")
     def sample(self, request: PolicySampleRequest) -> Sampled:
         """Draw every prompt's samples, except those that an earlier attempt has drawn.
 
@@ -217,19 +216,19 @@ class SamplerActivities:
         assert result is not None
         return result
 
-    @activity.defn(name="draw_share", no_thread_cancel_exception=True)
+    @on_thread("draw_share")
     def draw_share(self, request: ShareRequest) -> None:
         """Draw the samples of some of a request's prompts, for `sample` to put together. Raises as `sample` does."""
         store = self._host.store
         self._host.use(completions(request.key))
         if _result(store, request.key):
             return
-        with beating(), PromptsFile(self._host.stage(request.prompts)) as prompts:
+        with PromptsFile(self._host.stage(request.prompts)) as prompts:
             numbers = request.rows_of_groups(len(prompts)).items()
             mine = {group: row for group, row in numbers if request.share.holds(group)}
             self._draw_missing(request, prompts, mine, Parts(store, partial(sampled_part, request.key)))
 
-    @activity.defn(name="prove_adapter", no_thread_cancel_exception=True)
+    @on_thread("prove_adapter")
     def prove_adapter(self, request: ProveRequest) -> Proved:
         """Load the adapter, score the probe, and compare. Nothing is cached: the proof is of the sampler's state now.
 
@@ -241,7 +240,7 @@ class SamplerActivities:
             InvalidInput: the server refuses the adapter or the probe.
             SamplerUnavailable, WorkerLost: there is no sampler at this place now.
         """
-        with beating(), proof_counted():
+        with proof_counted():
             try:
                 with self._samplers.serving(request.place, request.run_id, request, self._host) as (opened, served):
                     return _proved(opened.client, served, request)
@@ -249,21 +248,19 @@ class SamplerActivities:
                 self._samplers.end(request.place)
                 raise
 
-    @activity.defn(name="sleep_sampler", no_thread_cancel_exception=True)
+    @on_thread("sleep_sampler")
     def sleep_sampler(self, place: LeasedSampler) -> SamplerMemory:
         """Make a sampler free its device's memory. One that already sleeps stays asleep.
 
         Raises:
             SamplerUnavailable, WorkerLost: there is no sampler at this place now.
         """
-        with beating():
-            return self._samplers.sleep(place)
+        return self._samplers.sleep(place)
 
-    @activity.defn(name="wake_sampler", no_thread_cancel_exception=True)
+    @on_thread("wake_sampler")
     def wake_sampler(self, place: LeasedSampler) -> SamplerMemory:
         """Make a sampler take its memory again. Raises as `sleep_sampler` does."""
-        with beating():
-            return self._samplers.wake(place)
+        return self._samplers.wake(place)
 
     def _draw_missing(
         self, request: PolicySampleRequest, prompts: PromptsFile, numbers: dict[int, int], parts: Parts
@@ -333,6 +330,9 @@ def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: Promp
         raise refusal(sampler, model, error, prompt.place) from error
     routes = [_routes(completion, number, prompt, how.routes) for number, completion in enumerate(drawn)]
     prompt_bytes = len(prompt.token_ids) * token_bytes
+    # If the sampler reports no versions, the weights are those of the requested one.
+    weights = (each for completion in drawn for each in completion.drawn_by)
+    drawn_by = (one if one.policy_version is not None else one.of_version(how.policy_version) for one in weights)
     return SampledGroup(
         group=group,
         row=row,
@@ -344,7 +344,7 @@ def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: Promp
             sample_of(completion, prompt.place, how.policy_version, own[prompt_bytes:])
             for completion, own in zip(drawn, routes, strict=True)
         ),
-        drawn_by=drawn_weights(drawn, how.policy_version),
+        drawn_by=tuple(dict.fromkeys(drawn_by)),
         prompt_routes=routes[0][:prompt_bytes],
     )
 
@@ -354,14 +354,6 @@ def _routes(completion: Completion, number: int, prompt: PromptRow, shape: Route
         return b""
     num_tokens = len(prompt.token_ids) + len(completion.token_ids) - 1
     return read_answer(completion.routed_experts, num_tokens, shape, f"{prompt.place}: sample {number}")
-
-
-def drawn_weights(drawn: Iterable[Completion], policy_version: int) -> tuple[DrawnBy, ...]:
-    """Return the weights that drew completions. If the sampler reports no versions, they are the requested ones."""
-    found = (each for completion in drawn for each in completion.drawn_by)
-    return tuple(
-        dict.fromkeys(one if one.policy_version is not None else one.of_version(policy_version) for one in found)
-    )
 
 
 def write_samples(
@@ -459,7 +451,7 @@ class ScoreSamples:
         self._host = host
         self._samplers = samplers
 
-    @activity.defn(name="score_samples", no_thread_cancel_exception=True)
+    @on_thread("score_samples")
     def score_samples(self, request: ScoreSamplesRequest) -> Artifact:
         """Score every sample, once: `rewards.jsonl`, a `SampleRewards` a line.
 

@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import Field
-from temporalio import activity
 from temporalio.exceptions import CancelledError
 
-from activities.heartbeats import HOST_LEAVES, LOOK_EVERY_S, beating, host_is_leaving, stop_if_cancelled, when_cancelled
+from activities.heartbeats import (
+    HOST_LEAVES,
+    LOOK_EVERY_S,
+    host_is_leaving,
+    on_thread,
+    stop_if_cancelled,
+    when_cancelled,
+)
 from activities.host_context import HostContext
 from activities.hosts.lease import ProcessLease, check_backend, mark_of
 from activities.hosts.workers import WorkerPool, WorkerProcess
@@ -31,7 +37,7 @@ from shared.chat.completions import SamplerMemory, SamplerReady
 from shared.errors import HostLeft, InvalidInput, SamplerUnavailable, WorkerLost
 from shared.jobs.job import LeaseMark, ProcessKey, SamplerKey, newest_name
 from shared.models import peft
-from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
+from shared.serving import LeasedSampler, SamplerPlace
 from shared.settings import Settings
 from shared.storage.artifacts import open_artifact
 from shared.storage.files import write_privately
@@ -136,7 +142,8 @@ class Samplers:
         self._pool = pool
         self._weights_in_use = WeightsInUse()
 
-    def open(self, place: SamplerPlace) -> AbstractContextManager[OpenSampler]:
+    @contextmanager
+    def open(self, place: SamplerPlace) -> Iterator[OpenSampler]:
         """Connect to a sampler. A leased one is not given back before the block ends.
 
         Raises:
@@ -144,11 +151,25 @@ class Samplers:
             SamplerUnavailable: the server cannot be reached.
             InvalidInput: no server is named, or it may not be asked, or it serves no model.
         """
-        match place:
-            case LeasedSampler():
-                return self._open_leased(place)
-            case ServedSampler():
-                return self._open_served(place)
+        if isinstance(place, LeasedSampler):
+            with self._using(place) as (_, opened):
+                yield opened
+            return
+        own = self._settings.sampling
+        named = place.url or own.url
+        if named is None:
+            raise InvalidInput("name the sampler's server as sampler_url, or set sampling.url", "rollouts.sampler_url")
+        url = _without_version(named)
+        is_own = own.url is not None and url == _without_version(own.url)
+        # The operator's own URL may lead into a private network.
+        reached = url if is_own else _public(url, self._settings.download.allow_private_addresses)
+        key = own.api_key.get_secret_value() if is_own and own.api_key else None
+        sampler = Sampler(reached, key, confinement=self._settings.confined)
+        with sampler as client, when_cancelled(client.hang_up):
+            model = next((name for name, card in client.models().items() if card.parent is None), None)
+            if model is None:
+                raise InvalidInput("the sampler serves no model", shown_uri(url))
+            yield OpenSampler(client, model)
 
     def sleep(self, place: LeasedSampler) -> SamplerMemory:
         """Make a leased sampler free its memory. Raises as `open` does."""
@@ -195,11 +216,6 @@ class Samplers:
                 worker.end()
 
     @contextmanager
-    def _open_leased(self, place: LeasedSampler) -> Iterator[OpenSampler]:
-        with self._using(place) as (_, opened):
-            yield opened
-
-    @contextmanager
     def _using(self, place: LeasedSampler) -> Iterator[tuple[WorkerProcess, OpenSampler]]:
         with self._leased(place) as worker:
             try:
@@ -214,24 +230,6 @@ class Samplers:
         if self._pool is None:
             raise WorkerLost("this host leases no samplers out")
         return self._pool.using(place.worker_id, LeaseMark(run_id=place.run_id, fence=place.fence))
-
-    @contextmanager
-    def _open_served(self, place: ServedSampler) -> Iterator[OpenSampler]:
-        own = self._settings.sampling
-        named = place.url or own.url
-        if named is None:
-            raise InvalidInput("name the sampler's server as sampler_url, or set sampling.url", "rollouts.sampler_url")
-        url = _without_version(named)
-        is_own = own.url is not None and url == _without_version(own.url)
-        # The operator's own URL may lead into a private network.
-        reached = url if is_own else _public(url, self._settings.download.allow_private_addresses)
-        key = own.api_key.get_secret_value() if is_own and own.api_key else None
-        sampler = Sampler(reached, key, confinement=self._settings.confined)
-        with sampler as client, when_cancelled(client.hang_up):
-            model = next((name for name, card in client.models().items() if card.parent is None), None)
-            if model is None:
-                raise InvalidInput("the sampler serves no model", shown_uri(url))
-            yield OpenSampler(client, model)
 
 
 @contextmanager
@@ -378,7 +376,9 @@ class ServingAdapters:
         if name not in opened.client.models() and not self._is_there(opened, name, adapter):
             folder = self._host.stage(adapter)
             with self._lock:
-                self._load(opened, name, folder)
+                if name not in opened.client.models():
+                    self._make_room(opened, name)
+                    opened.client.load_adapter(name, str(folder))
         return name
 
     def _is_there(self, opened: OpenSampler, name: str, adapter: Artifact) -> bool:
@@ -393,11 +393,6 @@ class ServingAdapters:
         with self._lock:
             self._make_room(opened, name)
             return opened.client.name_weights(name, content)
-
-    def _load(self, opened: OpenSampler, name: str, folder: Path) -> None:
-        if name not in opened.client.models():
-            self._make_room(opened, name)
-            opened.client.load_adapter(name, str(folder))
 
     def _make_room(self, opened: OpenSampler, name: str) -> None:
         present = {one for one in opened.client.models() if _OURS.fullmatch(one)} - {name}
@@ -484,7 +479,7 @@ class LeaseSampler:
     def __init__(self, process: ProcessLease, host: HostContext, answers_at: HostAddress) -> None:
         self._lease, self._host, self._answers_at = process, host, answers_at
 
-    @activity.defn(name="lease_sampler", no_thread_cancel_exception=True)
+    @on_thread("lease_sampler")
     def lease_sampler(self, request: SamplerLeaseRequest) -> None:
         """Hold a sampler until this activity is cancelled, which is the release.
 
@@ -495,20 +490,17 @@ class LeaseSampler:
             StoreUnavailable: the model's files cannot be reached.
         """
         try:
-            with beating(), self._lease.offered():
-                external = self._host.settings.external_transport
-                check_backend(request.sync_backend, "sampler", external, self._problems())
+            with self._lease.offered():
+                settings, problems = self._host.settings, dict[str, str]()
+                if settings.sampling.weights_address is None:
+                    message = "it has no address for weights (LONGSHORE_SAMPLING__WEIGHTS_ADDRESS)"
+                    problems = dict.fromkeys(OVER_TCP, message)
+                check_backend(request.sync_backend, "sampler", settings.external_transport, problems)
                 self._host.stage(request.key.model)
                 self._hold(request)
         except CancelledError as error:
             if host_is_leaving():
                 raise HostLeft(HOST_LEAVES) from error
-
-    def _problems(self) -> dict[str, str]:
-        if self._host.settings.sampling.weights_address is not None:
-            return {}
-        message = "it has no address for weights (LONGSHORE_SAMPLING__WEIGHTS_ADDRESS)"
-        return dict.fromkeys(OVER_TCP, message)
 
     def _hold(self, request: SamplerLeaseRequest) -> None:
         mark = mark_of(request.run_id, request.epoch)

@@ -24,9 +24,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import count, islice
 from pathlib import Path
@@ -36,7 +36,7 @@ from pydantic import TypeAdapter
 
 from activities.heartbeats import LOOK_EVERY_S, stop_if_cancelled
 from activities.sandbox.child import MESSAGE_BYTES, ask_code, is_child, told, types_of
-from activities.sandbox.kernel import BUBBLEWRAP, TMP_BYTES, launchers, read_frame, write_frame
+from activities.sandbox.kernel import TMP_BYTES, launchers, read_frame, write_frame
 from shared import errors
 from shared.child_environment import Kind as ChildKind
 from shared.child_environment import child_environment
@@ -56,6 +56,7 @@ _MUCH = 0.5  # share of its memory limit; a child above it is to blame if the ho
 # --- The server of this process's children ---
 
 
+@dataclass(eq=False)
 class Server:
     """A sandbox's server, started when it is first needed, and again if it is lost.
 
@@ -64,37 +65,26 @@ class Server:
         kind: the kind of its environment.
         is_code: its children run untrusted code.
         niceness: its children's, for hosts whose processors others need.
-        bubblewrap: the path of bubblewrap.
         added: environment variables besides those of its kind.
         isolates: its children are isolated. Our own programs are not.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[str],
-        kind: ChildKind = "confined",
-        is_code: bool = False,
-        niceness: int = 0,
-        bubblewrap: str | None = BUBBLEWRAP,
-        added: Mapping[str, str] | None = None,
-        isolates: bool = True,
-    ) -> None:
-        self._arguments = modules, kind, is_code, niceness, bubblewrap, added, isolates
-        self._kind: ChildKind = kind
-        self._niceness = niceness
-        self._added = dict(added or {})
-        bubblewraps = [(launcher, "bubblewrap") for launcher in launchers(bubblewrap)]
-        self._ways = [*bubblewraps, ([], "namespaces")] if isolates else [([], "programs")]
-        self.modules = modules
-        self.is_code = is_code
+    modules: Sequence[str]
+    kind: ChildKind = "confined"
+    is_code: bool = False
+    niceness: int = 0
+    added: dict[str, str] = field(default_factory=dict)
+    isolates: bool = True
+
+    def __post_init__(self) -> None:
+        self.forget_parents()
+
+    def forget_parents(self) -> None:
+        """Have no server: at first, and again in a forked process, as it belongs to its parent."""
         self.isolation: tuple[str, str | None] = "", None
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-
-    def forget_parents(self) -> None:
-        """Reset the state in a forked process: the server belongs to its parent."""
-        self.__init__(*self._arguments)  # type: ignore[misc]
 
     def start(self) -> tuple[str, str | None]:
         """Start it. Returns how its children are isolated, and if they are not: why the system refuses."""
@@ -135,7 +125,8 @@ class Server:
         if self._process is not None and self._process.poll() is not None:
             self._forget()
         if self._control is None:
-            for launcher, isolation in self._ways:
+            bubblewraps = [(launcher, "bubblewrap") for launcher in launchers()]
+            for launcher, isolation in [*bubblewraps, ([], "namespaces")] if self.isolates else [([], "programs")]:
                 self._execute([*launcher, sys.executable, "-m", "activities.sandbox.child", isolation])
                 if self.isolation[1] is None:
                     break
@@ -152,9 +143,9 @@ class Server:
                 stdout=subprocess.DEVNULL,
                 cwd=Path(__file__).parents[2],
                 start_new_session=True,  # a terminal's Ctrl-C is for the host
-                env=child_environment(self._kind) | self._added,
+                env=child_environment(self.kind) | self.added,
             )
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, self.niceness)
         self._control.settimeout(_START_S)
         told = self._control.recv(MESSAGE_BYTES)
         self._control.settimeout(None)
@@ -385,18 +376,11 @@ _numbers = count()
 class CodeProcess:
     """A child for untrusted code, which answers one question after another. A child has its caller start it."""
 
-    def __init__(
-        self,
-        function: str,
-        arguments: bytes,
-        limits: Limits,
-        server: Server | None = None,
-    ) -> None:
+    def __init__(self, function: str, arguments: bytes, limits: Limits) -> None:
         """
         Args:
             function: the name of one of `_CODE_FUNCTIONS`. It may be a generator that asks for questions (`ask`).
             arguments: the JSON of its arguments.
-            server: this process's, unless another is given.
 
         Raises InvalidInput: the system refuses to isolate it.
         """
@@ -405,11 +389,10 @@ class CodeProcess:
         if is_child():
             self._relayed({"function": function, "limits": limits.numbers}, arguments)
             return
-        server = server or CODE
-        if function in _ISOLATED and (refusal := server.start()[1]):
+        if function in _ISOLATED and (refusal := CODE.start()[1]):
             raise InvalidInput(f"this system refuses the isolation that python graders need ({refusal})", "grader")
         module, name = _CODE_FUNCTIONS[function]
-        self._child = Child(server, limits, getattr(importlib.import_module(module), name), arguments)
+        self._child = Child(CODE, limits, getattr(importlib.import_module(module), name), arguments)
         self._answers = self._child.results(lambda _: self._question)
 
     def answer(self, question: bytes = b"") -> bytearray:

@@ -27,17 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from activities.sandbox.kernel import (
-    IsolationRefused,
-    die_with_parent,
-    enter_namespaces,
-    enter_root,
-    fork_first,
-    give_up_rights,
-    program_folders,
-    read_frame,
-    write_frame,
-)
+from activities.sandbox import kernel
 from shared.programs import become
 
 _CHANNEL = 3
@@ -106,7 +96,7 @@ class _Running:
 class _Server:
     def __init__(self, isolation: str) -> None:
         self._control = socket.socket(fileno=os.dup(0))
-        program_folders()  # found once, for all children
+        kernel.program_folders()  # found once, for all children
         self._is_isolated = not (refusal := _refusal_of(isolation))
         self._control.send(json.dumps([isolation, refusal]).encode())
         self._wakes, wakened = os.pipe()
@@ -144,7 +134,7 @@ class _Server:
         opening = json.loads(message)
         _import(opening["imports"])
         data, status, *output = given
-        pid = fork_first() if self._is_isolated else os.fork()
+        pid = kernel.fork_first() if self._is_isolated else os.fork()
         if not pid:
             if output:
                 _program(data, output)
@@ -183,15 +173,15 @@ def _refusal_of(isolation: str) -> str | None:
         return "none is asked for"
     read_end, write_end = os.pipe()
     try:
-        if not (pid := fork_first()):
+        if not (pid := kernel.fork_first()):
             try:
-                enter_root([], [], is_code=True)
-                give_up_rights(1 << 40, 1 << 20, is_code=True, is_alone=True)
+                kernel.enter_root([], [], is_code=True)
+                kernel.give_up_rights(1 << 40, 1 << 20, is_code=True, is_alone=True)
             except BaseException as error:
                 os.write(write_end, str(error).encode())
             os._exit(0)
         os.waitpid(pid, 0)
-    except IsolationRefused as refused:
+    except kernel.IsolationRefused as refused:
         return str(refused)
     finally:
         os.close(write_end)
@@ -242,14 +232,14 @@ def _program(data: int, output: list[int]) -> NoReturn:
 
     def tell() -> None:
         with suppress(BrokenPipeError):
-            write_frame(_CHANNEL, str(os.getpid()).encode())
+            kernel.write_frame(_CHANNEL, str(os.getpid()).encode())
         os.close(_CHANNEL)
 
     server = os.getppid()
     _begin(data, *output)
-    die_with_parent(server)
+    kernel.die_with_parent(server)
     try:
-        asked = json.loads(read_frame(_CHANNEL))
+        asked = json.loads(kernel.read_frame(_CHANNEL))
     except EOFError:  # the caller has gone
         os._exit(0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -267,7 +257,7 @@ def _call(data: int, opening: dict[str, Any], is_isolated: bool) -> NoReturn:
     try:
         server = os.getppid() if not is_isolated else None
         _begin(data)
-        die_with_parent(server)
+        kernel.die_with_parent(server)
         with suppress(OSError):  # on systems without it
             Path("/proc/self/oom_score_adj").write_text("1000")
         limits, is_code = opening["limits"], opening["is_code"]
@@ -275,21 +265,21 @@ def _call(data: int, opening: dict[str, Any], is_isolated: bool) -> NoReturn:
             if is_code:  # besides what the server has
                 limits["memory_bytes"] += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         if is_isolated:
-            enter_root(opening["reads"], opening["writes"], is_code)
+            kernel.enter_root(opening["reads"], opening["writes"], is_code)
             if child := os.fork():
                 os.close(_CHANNEL)
                 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
                 os._exit(128 - code if code < 0 else code)
-            die_with_parent(1)
-        give_up_rights(limits["memory_bytes"], limits["file_bytes"], is_code, is_isolated)
-        die_with_parent(1 if is_isolated else server)  # again, since changing the user resets it
-        _work(opening, bytes(read_frame(_CHANNEL)))
+            kernel.die_with_parent(1)
+        kernel.give_up_rights(limits["memory_bytes"], limits["file_bytes"], is_code, is_isolated)
+        kernel.die_with_parent(1 if is_isolated else server)  # again, since changing the user resets it
+        _work(opening, bytes(kernel.read_frame(_CHANNEL)))
         status = 0
     except EOFError:  # the caller has gone
         status = 0
     except BaseException as error:
         with suppress(OSError):
-            write_frame(_CHANNEL, b"x", json.dumps(told(error)).encode())
+            kernel.write_frame(_CHANNEL, b"x", json.dumps(told(error)).encode())
     os._exit(status)
 
 
@@ -305,31 +295,31 @@ def _work(opening: dict[str, Any], question: bytes) -> None:
         bound = int(used.ru_utime + used.ru_stime) + limits["step_cpu_s"] + 1
         resource.setrlimit(resource.RLIMIT_CPU, (bound if hard == resource.RLIM_INFINITY else min(bound, hard), hard))
         with turn:
-            write_frame(_CHANNEL, b"s", json.dumps(place).encode())
+            kernel.write_frame(_CHANNEL, b"s", json.dumps(place).encode())
 
     def ask_caller(kind: bytes, *frames: bytes) -> bytearray:
         with asking:
             with turn:
-                write_frame(_CHANNEL, kind, frames[0])
+                kernel.write_frame(_CHANNEL, kind, frames[0])
                 for frame in frames[1:]:
-                    write_frame(_CHANNEL, frame)
-            return read_frame(_CHANNEL)
+                    kernel.write_frame(_CHANNEL, frame)
+            return kernel.read_frame(_CHANNEL)
 
     tell(None)
     _sign, _ask = tell, ask_caller
     try:
         for frame in _results(opening, question):
             with turn:
-                write_frame(_CHANNEL, b"r", frame)
+                kernel.write_frame(_CHANNEL, b"r", frame)
         with turn:
-            write_frame(_CHANNEL, b"e")
+            kernel.write_frame(_CHANNEL, b"e")
     except MemoryError:
         reserve.clear()
         turn.acquire()
-        write_frame(_CHANNEL, b"x", json.dumps({"memory": True}).encode())
+        kernel.write_frame(_CHANNEL, b"x", json.dumps({"memory": True}).encode())
     except BaseException as error:
         turn.acquire()
-        write_frame(_CHANNEL, b"x", json.dumps(told(error)).encode())
+        kernel.write_frame(_CHANNEL, b"x", json.dumps(told(error)).encode())
 
 
 def _results(opening: dict[str, Any], question: bytes) -> Iterator[bytes]:
@@ -365,8 +355,8 @@ def told(error: BaseException) -> dict[str, Any]:
 
 def _serve(isolation: str) -> NoReturn:
     if isolation == "namespaces":
-        with suppress(IsolationRefused):
-            enter_namespaces()
+        with suppress(kernel.IsolationRefused):
+            kernel.enter_namespaces()
     _Server(isolation).run()
 
 

@@ -74,16 +74,16 @@ def die_with_parent(expected_pid: int | None = None) -> None:
 BUBBLEWRAP = shutil.which("bwrap")
 
 
-def launchers(bubblewrap: str | None = BUBBLEWRAP) -> list[list[str]]:
+def launchers() -> list[list[str]]:
     """Return the beginnings of command lines that give a program its namespaces; `enter_namespaces` is the other way.
 
     Root needs none: it may make namespaces itself, and in a separate user namespace it would still be root outside.
     """
-    if bubblewrap is None or os.geteuid() == 0 or sys.platform != "linux":
+    if BUBBLEWRAP is None or os.geteuid() == 0 or sys.platform != "linux":
         return []
     shared = ("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--as-pid-1")
     rights = ("--uid", "0", "--gid", "0", "--cap-add", "ALL")
-    return [[bubblewrap, *shared, *rights, "--dev-bind", "/", "/", "--"]]
+    return [[BUBBLEWRAP, *shared, *rights, "--dev-bind", "/", "/", "--"]]
 
 
 def enter_namespaces() -> None:

@@ -22,7 +22,7 @@ from temporalio import activity
 from temporalio.exceptions import CancelledError
 
 from activities.formats.rows import listed
-from activities.heartbeats import beating, host_is_leaving, stop_if_cancelled
+from activities.heartbeats import host_is_leaving, on_thread, stop_if_cancelled
 from activities.host_context import HostContext, locked, remove_abandoned
 from activities.sources.http import Allowance, Broken, HttpSource, Piece, compression_of, fetch, parse_http_uri, unpack
 from longshore.accounts import Room
@@ -140,8 +140,9 @@ def find_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]
     match urlsplit(uri).scheme:
         case "http" | "https":
             uri = with_query(open_store(settings.store, settings.s3), uri)
-            parts = parse_http_uri(uri)
-            return _named({_file_name(parts.path): HttpSource(uri, settings.download)}, uri)
+            path = unquote(parse_http_uri(uri).path)
+            name = "".join(letter if letter.isprintable() else "_" for letter in path).rpartition("/")[2]
+            return _named({name[-_MAX_NAME:] or "dataset": HttpSource(uri, settings.download)}, uri)
         case "file":
             return _named(_matching(uri, partial(_local_sources, tenant=tenant, settings=settings)), uri)
         case "s3":
@@ -193,12 +194,6 @@ def _split_of(name: str) -> tuple[str, str]:
     return "", ""
 
 
-def _file_name(path: str) -> str:
-    """The last segment of a URL's path, as a name that every file system takes."""
-    name = "".join(letter if letter.isprintable() else "_" for letter in unquote(path))
-    return name.rpartition("/")[2][-_MAX_NAME:] or "dataset"
-
-
 def _local_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Source]:
     places = OpenPlaces(settings)
     _, key = open_uri(uri, settings.s3)
@@ -239,13 +234,12 @@ def _store_sources(uri: str, tenant: str, settings: Settings) -> dict[str, Sourc
 
 
 def _visible(names: Iterable[str]) -> list[str]:
-    """Return names that are not hidden: at most one more than allowed, so that huge folders are not read to the end."""
-    return list(islice((name for name in names if not _is_hidden(name)), _MAX_FILES + 1))
+    """Return names, without those such as `.cache/x` and `_SUCCESS`, and S3's markers of folders.
 
-
-def _is_hidden(name: str) -> bool:
-    """Return True for names such as `.cache/x` and `_SUCCESS`, and for S3's markers of folders."""
-    return name == "" or name.endswith("/") or any(part.startswith((".", "_")) for part in name.split("/"))
+    They are at most one more than allowed, so that huge folders are not read to the end.
+    """
+    shown = (name for name in names if not re.search(r"(^|/)([._]|\Z)", name))
+    return list(islice(shown, _MAX_FILES + 1))
 
 
 def _named(sources: dict[str, Source], uri: str) -> dict[str, Source]:
@@ -300,7 +294,7 @@ class Download:
         self._host = host
         self._keeps_parts = keeps_parts
 
-    @activity.defn(name="download", no_thread_cancel_exception=True)
+    @on_thread("download")
     def download(self, request: DownloadRequest) -> Downloaded:
         """The dataset as an artifact. A run that has one already keeps it.
 
@@ -310,11 +304,10 @@ class Download:
         """
         store = self._host.store
         key = RunKeys(request.run_id).dataset(request.split)
-        with beating():
-            dataset = find_artifact(store, key) or self._bring(request, store, key)
-            _, manifest = open_artifact(dataset, self._host.settings.s3)
-            left = any(file.path == LEFT for file in manifest.files)
-            notices = (store.get_bytes(f"{key}/{LEFT}").decode(),) if left else ()
+        dataset = find_artifact(store, key) or self._bring(request, store, key)
+        _, manifest = open_artifact(dataset, self._host.settings.s3)
+        left = any(file.path == LEFT for file in manifest.files)
+        notices = (store.get_bytes(f"{key}/{LEFT}").decode(),) if left else ()
         num_files = len(manifest.files) - left
         return Downloaded(dataset=dataset, num_files=num_files, num_bytes=manifest.num_bytes, notices=notices)
 
@@ -384,19 +377,16 @@ def _bring_file(source: Source, parts: Path, target: Path, left: Allowance) -> i
                 left.transferred -= size
                 size = unpack(file, target, left, source.place)
         case _:
-            size = _unpack_own(fetch(source, parts, left), target, left, source.place)
+            path = fetch(source, parts, left)
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                if compression_of(file) or size > left.decompressed:
+                    size = unpack(file, target, left, source.place)
+                else:  # it is ours, and needs no copy
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    os.link(path, target)
     left.decompressed -= size
     return size
-
-
-def _unpack_own(path: Path, target: Path, left: Allowance, place: str) -> int:
-    """Unpack a file that is ours, as `unpack` does: one that is not compressed needs no copy."""
-    with path.open("rb") as file:
-        if compression_of(file) or path.stat().st_size > left.decompressed:
-            return unpack(file, target, left, place)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    os.link(path, target)
-    return path.stat().st_size
 
 
 @contextmanager
@@ -411,18 +401,14 @@ def _scratch(folder: Path, keeps_parts: bool) -> Iterator[Path]:
         try:
             yield folder
         except BaseException as error:
-            if keeps_parts and _is_worth_resuming(error):
+            is_left = isinstance(error, CancelledError) and host_is_leaving()
+            is_away = isinstance(error, StoreUnavailable) and not isinstance(error, DiskFull)
+            if keeps_parts and (is_left or is_away):
                 os.utime(folder)
             else:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_worth_resuming(error: BaseException) -> bool:
-    if isinstance(error, CancelledError):
-        return host_is_leaving()
-    return isinstance(error, StoreUnavailable) and not isinstance(error, DiskFull)
 
 
 def _is_last_attempt() -> bool:

@@ -317,7 +317,9 @@ class HttpSource:
     @contextmanager
     def open(self, start: int, validator: str | None) -> Iterator[Piece]:
         """Request the file. Redirects are followed here, so that the address of each hop is checked."""
-        uri, headers = self.uri, _headers(start, validator)
+        uri, headers = self.uri, {"Accept-Encoding": "identity", "User-Agent": "longshore", "Accept": "*/*"}
+        if start and validator:
+            headers |= {"Range": f"bytes={start}-", "If-Range": validator}
         with ExitStack() as stack:
             for _ in range(_MAX_REDIRECTS + 1):
                 stack.close()
@@ -347,13 +349,6 @@ def parse_http_uri(uri: str) -> SplitResult:
     if parts.username is not None or parts.password is not None:
         raise InvalidInput("a URI may not carry a user or password: use a presigned URI, or S3", shown_uri(uri))
     return parts
-
-
-def _headers(start: int, validator: str | None) -> dict[str, str]:
-    headers = {"Accept-Encoding": "identity", "User-Agent": "longshore", "Accept": "*/*"}
-    if start and validator:
-        headers |= {"Range": f"bytes={start}-", "If-Range": validator}
-    return headers
 
 
 def _next_hop(uri: str, location: str | None) -> str:
@@ -391,7 +386,9 @@ def _words(error: Exception) -> str:
 
 
 def _piece(response: HTTPResponse, uri: str, start: int) -> Piece:
-    validator = _validator(response)
+    # A weak ETag does not promise equal bytes (RFC 9110, 13.1.5).
+    etag = response.getheader("ETag")
+    validator = etag if etag and not etag.startswith("W/") else response.getheader("Last-Modified")
     match response.status:
         case 200:
             return Piece(_body(response, uri), 0, _number(response.getheader("Content-Length")), validator)
@@ -400,21 +397,11 @@ def _piece(response: HTTPResponse, uri: str, start: int) -> Piece:
             return Piece(_body(response, uri), first, total, validator)
         case 416:  # the file is now shorter than our part of it: begin again
             return Piece(_body(response, uri), start, None, None)
-        case _:
-            raise _refusal(response.status, response.reason, uri)
-
-
-def _refusal(status: int, reason: str, uri: str) -> Broken | InvalidInput:
-    answer = f"the server answered {status} {reason}".rstrip()
-    if status >= 500 or status in _WORTH_RETRYING:
-        return Broken(f"{shown_uri(uri)}: {answer}")
-    return InvalidInput(answer, shown_uri(uri))
-
-
-def _validator(response: HTTPResponse) -> str | None:
-    """Return the strong ETag or else Last-Modified. (A weak ETag does not promise equal bytes: RFC 9110, 13.1.5.)"""
-    etag = response.getheader("ETag")
-    return etag if etag and not etag.startswith("W/") else response.getheader("Last-Modified")
+        case status:
+            answer = f"the server answered {status} {response.reason}".rstrip()
+            if status >= 500 or status in _WORTH_RETRYING:
+                raise Broken(f"{shown_uri(uri)}: {answer}")
+            raise InvalidInput(answer, shown_uri(uri))
 
 
 def _number(text: str | None) -> int | None:
@@ -482,10 +469,16 @@ class _CheckedConnection(HTTPConnection):
         self._to_server = self.sock
 
     def _connected(self) -> socket.socket:
-        addresses = resolve(self.host, self.port, self._settings.allow_private_addresses, self._opened_by)
-        connected = _connect(addresses, self._settings.timeout_s)
-        # The socket's timeout holds for the whole TLS handshake.
-        return self._tls.wrap_socket(connected, server_hostname=self.host) if self._tls else connected
+        failure: OSError = OSError("no address")
+        for address in resolve(self.host, self.port, self._settings.allow_private_addresses, self._opened_by):
+            try:
+                connected = socket.create_connection(address[:2], timeout=self._settings.timeout_s)
+            except OSError as error:
+                failure = error
+                continue
+            # The socket's timeout holds for the whole TLS handshake.
+            return self._tls.wrap_socket(connected, server_hostname=self.host) if self._tls else connected
+        raise failure
 
     def hang_up(self) -> None:
         """Have another thread's wait for the server end, with an error or with the answer's apparent end."""
@@ -523,13 +516,3 @@ def resolve(host: str, port: int, allow_private: bool, opened_by: str = _OPENED_
         if not allow_private and not is_public(str(address[0])):
             raise InvalidInput(private_host(opened_by), host)
     return addresses
-
-
-def _connect(addresses: list[tuple], timeout_s: float) -> socket.socket:
-    failure: OSError = OSError("no address")
-    for address in addresses:
-        try:
-            return socket.create_connection(address[:2], timeout=timeout_s)
-        except OSError as error:
-            failure = error
-    raise failure

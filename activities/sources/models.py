@@ -77,7 +77,14 @@ def snapshot(hub_id: HubId, patterns: tuple[str, ...], max_bytes: int) -> UserFo
     except (DryRunError, OfflineModeIsEnabled, TransportError) as error:
         found = _cached(hub_id, patterns, error)
     else:
-        _check_sizes(hub_id, listed, max_bytes)
+        for file in listed:
+            if not file.filename.endswith(".safetensors") and (file.file_size or 0) > _SMALL_BYTES:
+                rule = f"{file.filename} has {file.file_size:,} bytes: more than such a file has"
+                raise InvalidInput(rule, hub_id.place)
+        missing = sum(file.file_size or 0 for file in listed if file.will_download)
+        if missing > max_bytes:
+            rule = f"{missing:,} bytes to transfer; the limit is {max_bytes:,}: download.max_bytes"
+            raise InvalidInput(rule, hub_id.place)
         commit = listed[0].commit_hash if listed else hub_id.revision
         found = _asked(hub_id, max_bytes, revision=commit, allow_patterns=list(patterns))
     repository = (Path(HF_HUB_CACHE).expanduser() / hub_id.folder).resolve()
@@ -97,16 +104,6 @@ def _cached(hub_id: HubId, patterns: tuple[str, ...], away: Exception) -> str:
         )
     except (OSError, ValueError) as error:
         raise _refusal(away.__cause__ or error, hub_id.place) from error
-
-
-def _check_sizes(hub_id: HubId, listed: list[Any], max_bytes: int) -> None:
-    for file in listed:
-        if not file.filename.endswith(".safetensors") and (file.file_size or 0) > _SMALL_BYTES:
-            raise InvalidInput(f"{file.filename} has {file.file_size:,} bytes: more than such a file has", hub_id.place)
-    missing = sum(file.file_size or 0 for file in listed if file.will_download)
-    if missing > max_bytes:
-        rule = f"{missing:,} bytes to transfer; the limit is {max_bytes:,}: download.max_bytes"
-        raise InvalidInput(rule, hub_id.place)
 
 
 def _asked(hub_id: HubId, max_bytes: int, **options: Any) -> Any:

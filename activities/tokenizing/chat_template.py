@@ -22,7 +22,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any, NoReturn, Self
 
@@ -118,27 +118,20 @@ def template_environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters = {name: environment.filters[name] for name in _FILTERS} | {"tojson": _tojson}
     environment.globals = {name: environment.globals[name] for name in _GLOBALS}
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": dict}
+    environment.globals |= {"raise_exception": _raise_exception, "dict": dict}
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     environment.globals["namespace"] = _SafeNamespace
     return environment
 
 
 def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 # --- Shown ---
@@ -275,12 +268,6 @@ def dropped_reasoning(text: str, messages: list[dict[str, Any]], tools: list[Any
         if not _holds(text, tool["function"]["name"]):
             raise Unrendered(f"tools[{k}]: the chat template leaves out the tool {tool['function']['name']!r:.60}")
     return hidden
-
-
-def says_a_tools_name(messages: list[dict[str, Any]], tools: list[Any]) -> bool:
-    """True if a message contains a tool's name, so that finding the name in the text proves nothing."""
-    said = json.dumps(messages, ensure_ascii=False)
-    return any(tool["function"]["name"] in said for tool in tools)
 
 
 def _near(text: str, messages: list[dict[str, Any]], ends: dict[int, int], i: int) -> str:
@@ -513,7 +500,9 @@ class ChatTemplate:
 
     def _checked(self, text: str, messages: list[Message], tools: list[Any] | None, positions: dict[int, int]) -> int:
         """Count hidden thoughts. Raises Unrendered if the text lacks anything else (see `dropped_reasoning`)."""
-        if tools and not self._probe_tools and says_a_tools_name(messages, tools):
+        said = json.dumps(messages, ensure_ascii=False)
+        # If a message has a tool's name, to find that in the text proves nothing.
+        if tools and not self._probe_tools and any(tool["function"]["name"] in said for tool in tools):
             without = [self._render_or("", messages, prompt=prompt) for prompt in (False, True)]
             if text in without:
                 raise Unrendered("tools: the chat template leaves them out")
@@ -765,35 +754,24 @@ def _limited(limit_s: float, work: Callable[[], Any]) -> Any:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _prompt_or_none(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
+def _answer(template: ChatTemplate, row: list[Any], has_prompt: bool) -> dict[str, Any]:
+    """Return the fields of a row's `Rendered`. A row without weights is a question: its text is the prompt."""
+    messages, tools, weights = row
     try:
-        return template.prompt_of(messages, tools)
-    except Unrendered:  # the row is only left out of the samples that evaluation shows
-        return None
+        found = template.asked(messages, tools) if weights is None else template.spans(messages, tools, weights)
+    except Raised as error:
+        return vars(Rendered("", [], refusal=str(error)))
+    prompt = None
+    if has_prompt and weights is not None:
+        with suppress(Unrendered):  # then the row is only left out of the samples that evaluation shows
+            prompt = template.prompt_of(messages, tools)
+    return vars(found) | {"prompt": prompt, "spans": [[span.start, span.end, span.weight] for span in found.spans]}
 
 
 def _answers(template: ChatTemplate, rows: list[Any], prompts: bool, limit_s: float) -> Iterator[Any]:
-    """Yield an answer for each row. After a text, the reason of a failure, no more follow: the dataset is refused.
-
-    A row without weights is a question: its answer is the prompt. If the template raises an error, the answer is that
-    error.
-    """
-    for messages, tools, weights in rows:
-
-        def answer(messages: Any = messages, tools: Any = tools, weights: Any = weights) -> list[Any] | dict[str, str]:
-            try:
-                rendered = (
-                    template.asked(messages, tools) if weights is None else template.spans(messages, tools, weights)
-                )
-            except Raised as error:
-                return {"refusal": str(error)}
-            if weights is None:
-                return [rendered.text, rendered.dropped_reasoning]
-            prompt = _prompt_or_none(template, messages, tools) if prompts else None
-            spans = [[s.start, s.end, s.weight] for s in rendered.spans]
-            return [rendered.text, spans, prompt, rendered.dropped_reasoning, None, rendered.unlike_prompts]
-
-        yield (result := _limited(limit_s, answer))
+    """Yield an answer for each row. After a text, the reason of a failure, no more follow: the dataset is refused."""
+    for row in rows:
+        yield (result := _limited(limit_s, partial(_answer, template, row, prompts)))
         if isinstance(result, str):
             return
 

@@ -14,11 +14,11 @@ from typing import Any, NoReturn, Self
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from temporalio import activity
 
 from activities.formats.dataset import Dataset, open_prompts
 from activities.formats.rows import Question
-from activities.host_context import HostContext
+from activities.heartbeats import on_thread
+from activities.host_context import OnHost
 from activities.tokenizing.chat_template import HiddenThoughts, Rendered, WeightedSpan
 from activities.tokenizing.encoding import batches_of, sign_longest
 from activities.tokenizing.tokenizer import (
@@ -113,13 +113,10 @@ class PromptsReport(Frozen):
     sources: "dict[str, PromptsReport]" = added({}, description="of a mixture, by name; its format is auto")
 
 
-class RenderPrompts:
+class RenderPrompts(OnHost):
     """The activities `render_prompts` and `mix_prompts`."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="render_prompts", no_thread_cancel_exception=True)
+    @on_thread("render_prompts")
     def render_prompts(self, request: PromptsRequest) -> Prompts:
         """Render a dataset's prompts.
 
@@ -133,7 +130,7 @@ class RenderPrompts:
 
         return self._made(request.key, write)
 
-    @activity.defn(name="mix_prompts", no_thread_cancel_exception=True)
+    @on_thread("mix_prompts")
     def mix_prompts(self, request: MixPromptsRequest) -> Prompts:
         """Put the prompts of several sources into one folder, with one report. Which are asked when, steps decide."""
 
@@ -289,7 +286,8 @@ class PromptTally:
         self.longest, self.shortest = max(self.longest, num_tokens), min(self.shortest, num_tokens)
         if num_tokens <= self.max_tokens:
             self.num_tokens += num_tokens
-            self.probe = self.probe or _probe_of(token_ids)
+            # A single id is repeated, as the first token has no logprob.
+            self.probe = self.probe or tuple(token_ids[:_PROBE_TOKENS] if num_tokens > 1 else 2 * token_ids)
             return True
         self.num_too_long += 1
         self._lose(question.place, f"{num_tokens} tokens are more than max_prompt_tokens {self.max_tokens}")
@@ -338,11 +336,6 @@ class PromptTally:
             why = " or ".join(reason for reason, num in reasons.items() if num)
             rule = f"more than max_lost_fraction {max_lost_fraction:g}; first: {first}"
             raise InvalidInput(f"{num_lost} of {self.num_rows} prompts are {why}, {rule}", place)
-
-
-def _probe_of(token_ids: list[int]) -> tuple[int, ...]:
-    """Return the first ids of a prompt as a probe. A single id is repeated, as the first token has no logprob."""
-    return tuple(token_ids[:_PROBE_TOKENS]) if len(token_ids) > 1 else (*token_ids, *token_ids)
 
 
 # Prompts as files.

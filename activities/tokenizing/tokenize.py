@@ -19,8 +19,8 @@ from temporalio import activity
 from activities.formats.dataset import Dataset, open_dataset, open_prompts
 from activities.formats.rows import Example
 from activities.formats.specs import LABELS, MARGIN, Numbers
-from activities.heartbeats import beating
-from activities.host_context import HostContext
+from activities.heartbeats import on_thread
+from activities.host_context import HostContext, OnHost
 from activities.models.resolve import Resolve
 from activities.sandbox.calls import Kind
 from activities.sources.download import Download, DownloadRequest
@@ -118,13 +118,10 @@ class Tokenized(Frozen):
     notices: tuple[str, ...] = ()
 
 
-class Tokenize:
+class Tokenize(OnHost):
     """The activity `tokenize`."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="tokenize", no_thread_cancel_exception=True)
+    @on_thread("tokenize")
     def tokenize(self, request: TokenizeRequest) -> Tokenized:
         """Tokenize a dataset.
 
@@ -156,13 +153,10 @@ class MixRequest(Frozen):
         return content_key(_MIX_VERSION, *(text for part in self.parts for text in (part.name, part.units.sha256)))
 
 
-class MixSources:
+class MixSources(OnHost):
     """The activity `mix`."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="mix", no_thread_cancel_exception=True)
+    @on_thread("mix")
     def mix(self, request: MixRequest) -> Tokenized:
         """Put the units of several sources into one folder, with one report. Which are trained when is the plan's."""
 
@@ -206,14 +200,9 @@ def mixed_report(reports: Mapping[str, Report]) -> Report:
 def _tokenized(host: HostContext, units: Artifact, key: str) -> Tokenized:
     """Describe the units in the store at a key."""
     header = read_record(host.store, f"{tokenized(key)}/{UNITS}", UnitsHeader)
-    return Tokenized(
-        units=units,
-        report_uri=f"{units.uri}/{REPORT}",
-        num_units=header.num_units,
-        num_tokens=header.num_tokens,
-        num_targets=header.num_targets,
-        notices=read_record(host.store, f"{tokenized(key)}/{REPORT}", Report).notices,
-    )
+    notices = read_record(host.store, f"{tokenized(key)}/{REPORT}", Report).notices
+    counts = header.model_dump(include={"num_units", "num_tokens", "num_targets"})
+    return Tokenized(units=units, report_uri=f"{units.uri}/{REPORT}", notices=notices, **counts)
 
 
 def write_units_with(dataset: Path, tokenizer: TokenizerFiles, request: TokenizeRequest, folder: Path) -> None:
@@ -315,13 +304,10 @@ _FEW_ROWS = 100_000  # counting more leaves places to others
 _MAX_CHARACTERS = 30_000  # of all rows together, since a preview is a Temporal payload
 
 
-class PreviewDataset:
+class PreviewDataset(OnHost):
     """The activity `preview`."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="preview", no_thread_cancel_exception=True)
+    @on_thread("preview")
     def preview(self, start: PreviewStart) -> Preview:
         """Make a preview. Raises InvalidInput for a dataset or a model that cannot be read."""
         host, request, tenant = self._host, start.request, start.tenant
@@ -334,12 +320,9 @@ class PreviewDataset:
             )
             dataset = Download(host, keeps_parts=False).download(download).dataset
             kind: Kind = "short" if request.max_rows <= _FEW_ROWS else "dataset"
-            with beating():
-                files = tokenizer_files(host, model)
-                rows = host.stage(dataset)
-                return host.confined(
-                    preview_with, rows, files, request, start.cut, kind=kind, reads=[rows, files.folder]
-                )
+            files = tokenizer_files(host, model)
+            rows = host.stage(dataset)
+            return host.confined(preview_with, rows, files, request, start.cut, kind=kind, reads=[rows, files.folder])
         finally:
             for item in list(host.store.list(f"{RunKeys(run_id).prefix}/")):
                 host.store.delete(item.key)

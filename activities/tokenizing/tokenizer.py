@@ -3,13 +3,13 @@ tokens that end its answers."""
 
 import json
 import re
-import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from unicodedata import is_normalized
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from pydantic import Field
 
 from activities.formats.rows import Chat, Question
 from activities.host_context import HostContext
-from activities.sandbox.calls import CodeProcess, Limits, Server
+from activities.sandbox.calls import CodeProcess, Limits
 from activities.sandbox.child import sign
 from activities.tokenizing.chat_template import Rendered, WeightedSpan, one_of
 from longshore.fields import Artifact, Frozen
@@ -64,17 +64,15 @@ class TemplateSource:
 class TemplateProcess:
     """Renders conversations in a child process, which ends with the `with` block, or if a batch exceeds its limits."""
 
-    def __init__(
-        self, template: TemplateSource, place: str, row_limit_s: float = 10.0, server: Server | None = None
-    ) -> None:
-        """`place` names the template in errors. `server`: of the sandbox, unless it is this process's."""
+    def __init__(self, template: TemplateSource, place: str, row_limit_s: float = 10.0) -> None:
+        """`place` names the template in errors."""
         self._place = place
         self._file = f" ({template.file})" if template.file else ""
         described = {name: value for name, value in asdict(template).items() if name != "file"}
         # The child itself stops a slow row and reports it; this limit is for a row that cannot be interrupted.
         limit_s = _START_S + 8 * row_limit_s
         limits = Limits(_MEMORY_BYTES, step_cpu_s=int(limit_s), silence_s=limit_s)
-        self._child = CodeProcess("render", json.dumps([described, row_limit_s]).encode(), limits, server)
+        self._child = CodeProcess("render", json.dumps([described, row_limit_s]).encode(), limits)
         answer = self._ask(None)
         if "error" in answer:
             self.close()
@@ -89,8 +87,7 @@ class TemplateProcess:
         Raises InvalidInput: the template refuses a conversation, or takes too long, or too much memory.
         """
         rows = [[chat.messages, chat.tools, chat.weights] for chat in chats]
-        places = [chat.place for chat in chats]
-        return self._rendered([rows, prompts], places, tells_refusals, _with_spans)
+        return self._rendered([rows, prompts], [chat.place for chat in chats], tells_refusals)
 
     def asked(self, questions: Sequence[Question], *, tells_refusals: bool = False) -> list[Rendered]:
         """Return the text of each prompt: its messages, and the header of the turn that answers.
@@ -101,19 +98,18 @@ class TemplateProcess:
             InvalidInput: the template refuses a question or leaves a part out, or takes too long, or too much memory.
         """
         rows = [[question.messages, question.tools, None] for question in questions]
-        places = [question.place for question in questions]
-        return self._rendered([rows, True], places, tells_refusals, _without_spans)
+        return self._rendered([rows, True], [question.place for question in questions], tells_refusals)
 
-    def _rendered(
-        self, batch: list[Any], places: list[str], tells_refusals: bool, read: Callable[[list[Any]], Rendered]
-    ) -> list[Rendered]:
-        answers: list[Any] = self._ask(batch)["rows"]
-        for place, answer in zip(places, answers, strict=False):
+    def _rendered(self, batch: list[Any], places: list[str], tells_refusals: bool) -> list[Rendered]:
+        found = list[Rendered]()
+        for place, answer in zip(places, self._ask(batch)["rows"], strict=False):
             if isinstance(answer, str):
                 raise InvalidInput(answer + self._file, place)
-            if isinstance(answer, dict) and not tells_refusals:
-                raise InvalidInput(answer["refusal"] + self._file, place)
-        return [Rendered("", [], **answer) if isinstance(answer, dict) else read(answer) for answer in answers]
+            spans = [WeightedSpan(*span) for span in answer["spans"]]
+            found.append(Rendered(**answer | {"spans": spans}))
+            if found[-1].refusal is not None and not tells_refusals:
+                raise InvalidInput(found[-1].refusal + self._file, place)
+        return found
 
     def kill(self) -> None:
         """End the child now; a call in another thread raises."""
@@ -132,21 +128,9 @@ class TemplateProcess:
         try:
             return json.loads(self._child.answer(json.dumps(question).encode()))
         except (InvalidInput, ValueError) as error:
-            self._lost(error.message if isinstance(error, InvalidInput) else "it answers what is no JSON", error)
-
-    def _lost(self, what: str, error: Exception) -> NoReturn:
-        self.close()
-        raise InvalidInput(f"the chat template ended its process: {what}{self._file}", self._place) from error
-
-
-def _with_spans(answer: list[Any]) -> Rendered:
-    text, spans, *others = answer
-    return Rendered(text, [WeightedSpan(*span) for span in spans], *others)
-
-
-def _without_spans(answer: list[Any]) -> Rendered:
-    text, dropped_reasoning = answer
-    return Rendered(text, [], dropped_reasoning=dropped_reasoning)
+            self.close()
+            what = error.message if isinstance(error, InvalidInput) else "it answers what is no JSON"
+            raise InvalidInput(f"the chat template ended its process: {what}{self._file}", self._place) from error
 
 
 AskedT = TypeVar("AskedT", Sampling, CompletionRequest)
@@ -160,16 +144,10 @@ _FILES = (
     *("config.json", GENERATION),
 )
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Map characters of byte-level vocabularies to bytes: printable ones to themselves, the rest from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + k): byte for k, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
+# The byte of each character of byte-level vocabularies: printable ones are themselves, others count from 256 on.
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + k): byte for k, byte in enumerate(_OTHERS)}
 
 
 @dataclass(frozen=True)
@@ -197,8 +175,12 @@ class ModelTokenizer:
         config = _json(files.get("tokenizer_config.json", b"{}"), f"{place}/tokenizer_config.json")
         legacy = _json(files.get("special_tokens_map.json", b"{}"), f"{place}/special_tokens_map.json")
         self._tokenizer = _tokenizer(files["tokenizer.json"], f"{place}/tokenizer.json")
-        self.special_tokens = _special_tokens(legacy | config)
-        self.vocab_size = _vocab_size(files, self._tokenizer)
+        special = {name: (legacy | config).get(name) for name in _SPECIAL}  # bos_token and the like, for templates
+        texts = {name: value["content"] if isinstance(value, dict) else value for name, value in special.items()}
+        self.special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
+        declared = with_decoder(_json(files.get("config.json", b"{}"), "config.json")).get("vocab_size")
+        in_tokenizer = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = declared if isinstance(declared, int) else in_tokenizer
         self.prefix_ids = _ids_before_text(self._tokenizer)
         self._widths = _token_bytes(described, self._tokenizer)
         self._normalizer = (described.get("normalizer") or {}).get("type")
@@ -273,13 +255,11 @@ class ModelTokenizer:
         end_T = np.cumsum(self._widths[id_T])
         end_R = np.concatenate([[0], end_T])[np.cumsum(num_tokens_R)]
         sizes_R = np.array([len(t) if t.isascii() else len(t.encode()) for t in texts])
-        if not np.array_equal(end_R, np.cumsum(sizes_R)) or not all(map(self._is_normal, texts)):
+        is_normal = self._normalizer is None or all(t.isascii() or is_normalized("NFC", t) for t in texts)
+        if not is_normal or not np.array_equal(end_R, np.cumsum(sizes_R)):
             return None
         byte_spans = [[_in_bytes(span, text) for span in each] for text, each in zip(texts, spans, strict=True)]
         return Encoded(id_T, *_weights(byte_spans, end_R - sizes_R, end_T - self._widths[id_T], end_T, num_tokens_R))
-
-    def _is_normal(self, text: str) -> bool:
-        return self._normalizer is None or text.isascii() or unicodedata.is_normalized("NFC", text)
 
     def _by_offsets(self, spans: list[list[WeightedSpan]], encodings: "list[Encoding]", texts: list[str]) -> Encoded:
         """Weigh tokens by the tokenizer's character offsets: slower, but right for every kind of tokenizer."""
@@ -381,19 +361,6 @@ def _tokenizer(data: bytes, place: str) -> "Tokenizer":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Read bos_token and the like, as templates know them."""
-    values = {name: config.get(name) for name in _SPECIAL}
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in values.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _vocab_size(files: dict[str, bytes], tokenizer: "Tokenizer") -> int:
-    """Return the model's vocabulary size; if config.json does not say it, the tokenizer's."""
-    declared = with_decoder(_json(files.get("config.json", b"{}"), "config.json")).get("vocab_size")
-    return declared if isinstance(declared, int) else tokenizer.get_vocab_size(with_added_tokens=True)
 
 
 def _ids_before_text(tokenizer: "Tokenizer") -> list[int]:

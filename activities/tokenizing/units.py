@@ -18,11 +18,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from temporalio import activity
 
 from activities.formats.specs import Unread
-from activities.heartbeats import stop_if_cancelled
-from activities.host_context import HostContext
+from activities.heartbeats import on_thread, stop_if_cancelled
+from activities.host_context import OnHost
 from activities.tokenizing.chat_template import HiddenThoughts
 from activities.tokenizing.tokenizer import TemplateSource
 from longshore.dataset_runs import Format
@@ -82,10 +81,6 @@ class Tally:
 
     def add_too_long(self, place: str, num_tokens: int) -> None:
         self._lose("too_long", place, f"{num_tokens} tokens are more than max_tokens {self._max_tokens}")
-
-    def add_fully_masked(self, place: str, was_truncated: bool) -> None:
-        reason = "no token to train on"
-        self.add_untrainable(place, f"{reason} is left within max_tokens" if was_truncated else reason)
 
     def add_untrainable(self, place: str, reason: str) -> None:
         """Count a row that cannot be trained, for the reason given, with the fully masked ones."""
@@ -254,7 +249,8 @@ class KeptRows:
             if self.too_long_R[row] and not self.truncate:
                 tally.add_too_long(block.places[row], int(block.num_tokens_R[row]))
             else:
-                tally.add_fully_masked(block.places[row], was_truncated=bool(self.too_long_R[row]))
+                left = " is left within max_tokens" if self.too_long_R[row] else ""
+                tally.add_untrainable(block.places[row], f"no token to train on{left}")
 
     def write(self, writer: UnitsWriter) -> None:
         """Append the kept rows as units: label x[t] is predicted from the hidden state of token t-1."""
@@ -462,13 +458,10 @@ class Packed(Frozen):
     packing_efficiency: float
 
 
-class PackDataset:
+class PackDataset(OnHost):
     """The activity `pack`."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="pack", no_thread_cancel_exception=True)
+    @on_thread("pack")
     def pack(self, request: PackRequest) -> Packed:
         """Make a plan. Raises InvalidInput if a unit is longer than a bin or a batch."""
 
@@ -480,13 +473,7 @@ class PackDataset:
         key = packed(request.key)
         plan = self._host.made_once(key, "pack", write)
         header = read_record(self._host.store, f"{key}/plan.json", PlanHeader)
-        return Packed(
-            plan=plan,
-            num_steps=header.num_steps,
-            num_bins=header.num_bins,
-            num_tokens=header.num_tokens,
-            packing_efficiency=header.packing_efficiency,
-        )
+        return Packed(plan=plan, **header.model_dump(include={*Packed.model_fields}))
 
 
 def write_plan(tokens_U: Indices, request: PackRequest, folder: Path) -> PlanHeader:
@@ -496,7 +483,7 @@ def write_plan(tokens_U: Indices, request: PackRequest, folder: Path) -> PlanHea
     longest = int(tokens_U.max(initial=0))
     capacity = _capacity(longest, request)
     writer = PlanWriter(folder, capacity)
-    for step in _steps(tokens_U, request):
+    for step in iter([np.arange(len(tokens_U))]) if request.whole else steps_of(tokens_U, request):
         stop_if_cancelled()
         bins = packing.pack_bins(tokens_U[step].tolist(), capacity)
         writer.append_step([step[each] for each in bins])
@@ -513,10 +500,3 @@ def _capacity(longest: int, request: PackRequest) -> int:
         return request.bin_tokens
     num_bins = -(-request.batch_tokens // request.bin_tokens)
     return max(longest, -(-request.batch_tokens // num_bins))
-
-
-def _steps(tokens_U: Indices, request: PackRequest) -> Iterator[Indices]:
-    """Cut the units into steps."""
-    if request.whole:
-        return iter([np.arange(len(tokens_U))])
-    return steps_of(tokens_U, request)

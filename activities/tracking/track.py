@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, TypeVar
 
 from temporalio import activity
@@ -27,7 +27,7 @@ from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
 from activities.heartbeats import HOST_LEAVES
 from activities.host_context import HostContext, locked, remove_abandoned
-from activities.tracking.wandb_writer import END, Done, History, HistoryRow, Line, TrainStep, WriterStart
+from activities.tracking.wandb_writer import END, Done, History, HistoryRow, Line, WriterStart
 from longshore.events import RunEvent
 from longshore.fields import Frozen
 from longshore.runs import Run, RunRecord, WandbRun
@@ -318,9 +318,7 @@ class Track:
         return WriterStart(
             run_id=request.run_id,
             name=place.name or request.run.name or request.run_id,
-            project=place.project,
-            entity=place.entity,
-            tags=place.tags,
+            **place.model_dump(include={"project", "entity", "tags"}),
             kind=request.run.kind,
             mode=mode,
             folder=self._folder,
@@ -393,17 +391,12 @@ class RunLines:
     def merged(self, events: Sequence[RunEvent], steps: list[str], is_full: bool) -> Iterator[Line]:
         """Return the events, merged with the steps whose events have all been read. `is_full`: more events exist."""
         for item in events:
-            while steps and _number(steps[0]) < int(item.job_id):
+            while steps and int(PurePosixPath(steps[0]).stem) < int(item.job_id):
                 yield self._step(steps.pop(0))
             yield item.event
         if not is_full:
             yield from map(self._step, steps)
 
-    def _step(self, key: str) -> TrainStep:
+    def _step(self, key: str) -> StepStatus:
         self._last_step = key
-        return TrainStep(record=read_record(self._store, key, StepStatus))
-
-
-def _number(key: str) -> int:
-    """Return the number of the step whose record has this key."""
-    return int(key.rsplit("/", 1)[-1].removesuffix(".json"))
+        return read_record(self._store, key, StepStatus)

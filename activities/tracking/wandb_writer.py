@@ -27,13 +27,8 @@ EVALUATION = "eval/step"
 TRAIN_STEP = "rollout/step"
 
 
-class TrainStep(Frozen):
-    """The record of an RL run's completed train step."""
-
-    record: StepStatus
-
-
-Line = Event | TrainStep
+Line = Event | StepStatus
+"""Of a run: an event, or the record of an RL run's completed train step."""
 
 
 class Done(Frozen):
@@ -81,11 +76,11 @@ class History:
                     yield HistoryRow(
                         values={STEP: self._step, **{f"system/offload_{k}": v for k, v in numbers.items()}}
                     )
-                case TrainStep(record=record) if record.step > self._train_step:
-                    self._train_step = record.step
-                    own = {name: value for name, value in record.metrics.items() if name not in self._workers_own}
-                    if own and record.same_as is None:
-                        step = {STEP: record.optimizer_step or 0, TRAIN_STEP: record.step}
+                case StepStatus() if line.step > self._train_step:
+                    self._train_step = line.step
+                    own = {name: value for name, value in line.metrics.items() if name not in self._workers_own}
+                    if own and line.same_as is None:
+                        step = {STEP: line.optimizer_step or 0, TRAIN_STEP: line.step}
                         yield HistoryRow(values=step | _named("rollout", own))
 
 
@@ -115,16 +110,25 @@ END = b"null\n"
 
 def write_run(lines: Iterable[bytes], progress: BinaryIO) -> bool:
     """Write a run to W&B. Returns False if the lines end before their end, as the host has gone."""
+    import wandb
+
     sent = iter(lines)
     run = _open(WriterStart.model_validate_json(next(sent)))
-    progress.write(_done(run).model_dump_json().encode() + b"\n")
+    names = {"step": STEP, "evaluation": EVALUATION, "train_step": TRAIN_STEP} if run.resumed else {}
+    found = {field: run.summary.get(name) for field, name in names.items()}  # a W&B server's
+    done = Done.model_validate({field: int(value) for field, value in found.items() if value is not None})
+    progress.write(done.model_dump_json().encode() + b"\n")
     progress.flush()
     for line in sent:
         if line == END:
             run.finish()
             return True
         row = HistoryRow.model_validate_json(line)
-        run.log(row.values if not row.samples else {**row.values, "eval/samples": _table(row)})
+        values: dict[str, Any] = dict(row.values)
+        if row.samples:
+            data = [[row.values[STEP], s.prompt, s.completion, s.reference] for s in row.samples]
+            values["eval/samples"] = wandb.Table(columns=["step", "prompt", "completion", "reference"], data=data)
+        run.log(values)
     return False
 
 
@@ -149,22 +153,6 @@ def _open(start: WriterStart) -> Any:
     run.define_metric(STEP)
     run.define_metric("*", step_metric=STEP)
     return run
-
-
-def _done(run: Any) -> Done:
-    """Ask a W&B server for a run's progress."""
-    if not run.resumed:
-        return Done()
-    names = {"step": STEP, "evaluation": EVALUATION, "train_step": TRAIN_STEP}
-    found = {field: run.summary.get(name) for field, name in names.items()}
-    return Done.model_validate({field: int(value) for field, value in found.items() if value is not None})
-
-
-def _table(row: HistoryRow) -> Any:
-    import wandb
-
-    data = [[row.values[STEP], s.prompt, s.completion, s.reference] for s in row.samples]
-    return wandb.Table(columns=["step", "prompt", "completion", "reference"], data=data)
 
 
 if __name__ == "__main__":

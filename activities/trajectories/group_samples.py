@@ -1,16 +1,15 @@
 """Group samples: make trajectory groups, in the form that clients send, of completions and their grades."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from pydantic import Field
-from temporalio import activity
 
 from activities.grading.grade import GRADES, SUMMARY, GradeSummary
-from activities.heartbeats import stop_if_cancelled
-from activities.host_context import HostContext
+from activities.heartbeats import on_thread, stop_if_cancelled
+from activities.host_context import OnHost
 from activities.sampling.completions import Sample, SampledGroup, read_sampled_groups, routes_starts
 from longshore.fields import Artifact, Frozen, added
 from longshore.grading import SampleGrade
@@ -106,13 +105,10 @@ class Grouped(GroupsMade):
     groups_uri: str
 
 
-class GroupSamples:
+class GroupSamples(OnHost):
     """The activity `group_samples`."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="group_samples", no_thread_cancel_exception=True)
+    @on_thread("group_samples")
     def group_samples(self, request: GroupSamplesRequest) -> Grouped:
         """Make groups. Raises InvalidInput, with the first reasons, if too many samples have no grade."""
         store, key = self._host.store, request.key
@@ -165,7 +161,10 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
                     graded = [(*each[:2], next(whole)) for each in graded]
                 elif request.shuffle_seed is not None:
                     graded, shown = _shuffled(graded, request.shuffle_seed, drawn.group, shown)
-                group = _trajectories(drawn, graded, start)
+                group = TrajectoryGroup(
+                    trajectories=tuple(_trajectory(drawn, *each, start) for each in graded),
+                    metadata={"place": drawn.place, "row": drawn.row},
+                )
                 file.write(group.model_dump_json(exclude_defaults=True).encode() + b"\n")
     made = GroupsMade(
         num_groups=num_groups,
@@ -181,7 +180,15 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
 
 
 def _read_round(completions: Path, grades: Path) -> Iterator[tuple[SampledGroup, "_Graded"]]:
-    return _graded(read_sampled_groups(completions), _read_grades(grades))
+    """Pair each group's samples with their grades, which are in the same order. Asserts that the counts are equal."""
+    with (grades / GRADES).open("rb") as file:
+        told = map(SampleGrade.model_validate_json, file)
+        for group in read_sampled_groups(completions):
+            stop_if_cancelled()
+            found = list(zip(group.samples, told, strict=False))
+            assert len(found) == len(group.samples), "there are fewer grades than samples"
+            yield group, [(sample, grade, grade.grade) for sample, grade in found if grade.grade is not None]
+        assert next(told, None) is None, "there are more grades than samples"
 
 
 _Graded = list[tuple[Sample, SampleGrade, float]]  # samples that have a grade, in order, and their rewards
@@ -210,13 +217,6 @@ def _shuffled(graded: _Graded, seed: int, group: int, shown: float) -> tuple[_Gr
     return [(*each[:2], reward) for each, reward in zip(graded, rewards, strict=True)], sums[best]
 
 
-def _trajectories(group: SampledGroup, graded: _Graded, routes_start: int) -> TrajectoryGroup:
-    return TrajectoryGroup(
-        trajectories=tuple(_trajectory(group, *each, routes_start) for each in graded),
-        metadata={"place": group.place, "row": group.row},
-    )
-
-
 def _trajectory(
     group: SampledGroup, sample: Sample, grade: SampleGrade, reward: float, routes_start: int
 ) -> Trajectory:
@@ -235,22 +235,6 @@ def _trajectory(
         routes=blocks,
         metrics={name: value for name, value in grade.parts.items() if value is not None},
     )
-
-
-def _graded(groups: Iterable[SampledGroup], grades: Iterator[SampleGrade]) -> Iterator[tuple[SampledGroup, _Graded]]:
-    """Pair each group's samples with their grades, which are in the same order. Asserts that the counts are equal."""
-    for group in groups:
-        stop_if_cancelled()
-        found = list(zip(group.samples, grades, strict=False))
-        assert len(found) == len(group.samples), "there are fewer grades than samples"
-        yield group, [(sample, grade, grade.grade) for sample, grade in found if grade.grade is not None]
-    assert next(grades, None) is None, "there are more grades than samples"
-
-
-def _read_grades(folder: Path) -> Iterator[SampleGrade]:
-    with (folder / GRADES).open("rb") as file:
-        for line in file:
-            yield SampleGrade.model_validate_json(line)
 
 
 def _refuse_ungraded(made: GroupsMade, max_fraction: float, grades: Path) -> None:

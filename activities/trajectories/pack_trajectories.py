@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
-from temporalio import activity
 
-from activities.heartbeats import beating
-from activities.host_context import HostContext
+from activities.heartbeats import on_thread
+from activities.host_context import OnHost
 from activities.records import find_key
 from activities.sampling.completions import RoutesFile
 from activities.sandbox.child import ask
@@ -165,13 +164,10 @@ class StepReport(Frozen):
     metrics: dict[str, float]
 
 
-class PackTrajectories:
+class PackTrajectories(OnHost):
     """The activity `pack_trajectories`."""
 
-    def __init__(self, host: HostContext) -> None:
-        self._host = host
-
-    @activity.defn(name="pack_trajectories", no_thread_cancel_exception=True)
+    @on_thread("pack_trajectories")
     def pack_trajectories(self, request: GroupsRequest) -> PackedGroups:
         """Bring, check and pack a step's groups. A key that was trained before is not packed again.
 
@@ -180,21 +176,20 @@ class PackTrajectories:
             StoreUnavailable: the source or the store cannot be reached now.
         """
         store = self._host.store
-        with beating():
-            if (before := find_key(store, request.run_id, request.step)) is not None:
-                return PackedGroups(trained_before=before)
-            # Groups that a client names are downloaded like any data, so that it cannot name other runs' groups.
-            made_here = find_groups(store, request.step.groups) if request.run.rollouts is not None else None
-            groups = made_here or self._bring(request)
-            drawn = completions_of(store, made_here) if made_here is not None and request.routes is not None else []
-            # The key contains the tenant, because messages are converted with the records of the tenant's answers.
-            own = request.model_dump_json(exclude={"run_id", "step", "room"})
-            key = content_key(_VERSION, groups.sha256, own, *(file.sha256 for file in drawn))
-            self._host.use(tokenized(key))
-            self._host.use(packed(key))
-            if find_artifact(store, tokenized(key)) is None or find_artifact(store, packed(key)) is None:
-                self._pack(request, groups, drawn, key)
-            return _result(store, key)
+        if (before := find_key(store, request.run_id, request.step)) is not None:
+            return PackedGroups(trained_before=before)
+        # Groups that a client names are downloaded like any data, so that it cannot name other runs' groups.
+        made_here = find_groups(store, request.step.groups) if request.run.rollouts is not None else None
+        groups = made_here or self._bring(request)
+        drawn = completions_of(store, made_here) if made_here is not None and request.routes is not None else []
+        # The key contains the tenant, because messages are converted with the records of the tenant's answers.
+        own = request.model_dump_json(exclude={"run_id", "step", "room"})
+        key = content_key(_VERSION, groups.sha256, own, *(file.sha256 for file in drawn))
+        self._host.use(tokenized(key))
+        self._host.use(packed(key))
+        if find_artifact(store, tokenized(key)) is None or find_artifact(store, packed(key)) is None:
+            self._pack(request, groups, drawn, key)
+        return _result(store, key)
 
     def _bring(self, request: GroupsRequest) -> Artifact:
         """Download the groups as an artifact of this step, since clients may overwrite the file for the next step."""
@@ -286,7 +281,8 @@ def sequence_rows(groups: Sequence[Group], run: RLRun, routes: RoutesFile | None
     The rewards of broken trajectories count, too: they were sampled from the policy like the others.
     """
     rewards = [np.array([one.reward for one in group]) for group in groups]
-    given = [np.array([_given(one) for one in group]) for group in groups]
+    sent = [[one.sequences[0].advantage if one.sequences else None for one in group] for group in groups]
+    given = [np.array([advantage or 0.0 for advantage in group]) for group in sent]
     advantages = advantages_of(run.advantages, rewards, given)
     return [
         [
@@ -319,10 +315,6 @@ def _for_critic(row: SequenceRow, reward: float, one: Trajectory, goes_on: bool)
 def _is_cut(one: Scored) -> bool:
     """True if the sampler's limit ended a trajectory."""
     return one.sequences[-1].finish_reason == "length"
-
-
-def _given(one: Scored) -> float:
-    return (one.sequences[0].advantage if one.sequences else None) or 0.0
 
 
 def sequence_of(
@@ -432,16 +424,10 @@ def rollout_metrics(read: GroupsRead, packed_tokens: int, policy_version: int) -
         metrics["truncation_rate"] = ends.count("length") / len(ends)
     if packed_tokens:
         metrics["packing_factor"] = sum(len(one.token_ids) for one in trained) / packed_tokens
-    return {name: float(value) for name, value in metrics.items()} | _clients_own(everyone)
-
-
-def _clients_own(everyone: Sequence[Scored]) -> dict[str, float]:
-    """Return means of the metrics that clients sent, each over the trajectories that have it."""
-    names = sorted({name for one in everyone for name in one.metrics})
-    return {
-        f"trajectory_{name}": float(np.mean([one.metrics[name] for one in everyone if name in one.metrics]))
-        for name in names
-    }
+    for name in sorted({name for one in everyone for name in one.metrics}):  # those that clients sent
+        sent = [one.metrics[name] for one in everyone if name in one.metrics]
+        metrics[f"trajectory_{name}"] = float(np.mean(sent))
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _result(store: ObjectStore, key: str) -> PackedGroups:

@@ -220,7 +220,7 @@ class _Sequence:
         self.finish_reason = turn.finish_reason
 
     def is_begun_by(self, turn: _Drawn) -> bool:
-        """True if the turn's prompt goes on from these ids."""
+        """True if the turn's prompt continues these ids."""
         return turn.asked[: len(self.ids)] == self.ids
 
 
@@ -302,7 +302,7 @@ class Conversations:
         )
 
     def episode_of(self, sent: EpisodeTrajectory, max_tokens: int) -> tuple[Trajectory, ...]:
-        """Convert an episode's answers to token ids: one sequence for each branch of what the agent asked.
+        """Convert an episode's answers to token ids: one sequence for each branch of the conversation.
 
         Raises BrokenTrajectory: it has not ended, or its answers are no longer kept, or a branch is too long.
         """
@@ -371,9 +371,13 @@ class Conversations:
     def _found_by_content(self, i: int, turn: SampledTurn, turns: Conversation, tools: list[Any] | None) -> _Drawn:
         """Return how an answer without an id was drawn: as its text says, or else as the record of its content."""
         tokenizer, process = self._opened()
-        asked = _asked_ids(i, turns, tools, tokenizer, process)
         try:
-            drawn = _rendered(i, turns, asked, tools, tokenizer, process)
+            [prompt] = process.asked([Question(PLACE, turns.messages[:i], tools, {})])
+        except InvalidInput as error:
+            raise _of_the_conversation(error) from error
+        asked = tokenizer.tokens_of(prompt.text)
+        try:
+            drawn = self._rendered(i, turns, asked, tools)
         except BrokenTrajectory as fault:
             assert turn.logprobs is not None
             logprobs = [token.logprob for token in turn.logprobs.tokens]
@@ -384,6 +388,33 @@ class Conversations:
             return self._remembered(i, turn.model_copy(update={"index": found[1]}), turns.messages[i], found[0])
         self.counts["rendered_turns"] += 1
         return drawn
+
+    def _rendered(self, i: int, turns: Conversation, asked: list[int], tools: list[Any] | None) -> _Drawn:
+        """Return a turn's ids from its text, after the ids of its prompt.
+
+        Templates may render the last answer differently from earlier ones (with empty thoughts, or without thoughts),
+        so both forms are compared with the sampled tokens.
+        """
+        tokenizer, process = self._opened()
+        turn, ends = turns.sampled[i], (i + 1, max(turns.sampled) + 1)
+        assert turn.logprobs is not None
+        try:
+            rows = [(turns.messages[:end], [float(k == i) for k in range(end)]) for end in sorted(set(ends))]
+            rendered = process.spans([Chat(PLACE, messages, tools, weights) for messages, weights in rows])
+        except InvalidInput as error:
+            raise _of_the_conversation(error) from error
+        differs: BrokenTrajectory | None = None
+        for each in rendered:
+            encoded = tokenizer.encode([each.text], [each.spans])
+            try:
+                ids = _drawn_ids(i, turn, encoded.id_T[encoded.weight_T == 1.0].tolist(), turns.messages[i], tokenizer)
+            except BrokenTrajectory as error:
+                differs = differs or error
+            else:
+                logprobs = [token.logprob for token in turn.logprobs.tokens]
+                return _Drawn(asked, ids, logprobs, _end_of(turn))
+        assert differs is not None
+        raise differs
 
     def _remembered(self, i: int, turn: SampledTurn, message: dict[str, Any], record: AnswerRecord) -> _Drawn:
         """Take an answer's ids from its record, if the client's message is the one that was answered."""
@@ -431,54 +462,9 @@ def _check_lengths(sequences: Sequence[_Sequence], max_tokens: int, place: str) 
         raise BrokenTrajectory(place, "too_long", f"{longest} tokens; max_tokens is {max_tokens}")
 
 
-def _asked_ids(
-    i: int, turns: Conversation, tools: list[Any] | None, tokenizer: ModelTokenizer, process: TemplateProcess
-) -> list[int]:
-    """Return the ids of the conversation before a turn, as a server renders it."""
-    try:
-        [prompt] = process.asked([Question(PLACE, turns.messages[:i], tools, {})])
-    except InvalidInput as error:
-        raise _of_the_conversation(error) from error
-    return tokenizer.tokens_of(prompt.text)
-
-
 def _of_the_conversation(error: InvalidInput) -> Exception:
     """Return a failure to render as the trajectory's, unless the template itself fails."""
     return BrokenTrajectory(PLACE, "template", error.message) if error.place == PLACE else error
-
-
-def _rendered(
-    i: int,
-    turns: Conversation,
-    asked: list[int],
-    tools: list[Any] | None,
-    tokenizer: ModelTokenizer,
-    process: TemplateProcess,
-) -> _Drawn:
-    """Return a turn's ids from its text, after the ids of its prompt.
-
-    Templates may render the last answer differently from earlier ones (with empty thoughts, or without thoughts), so
-    both forms are compared with the sampled tokens.
-    """
-    turn, ends = turns.sampled[i], (i + 1, max(turns.sampled) + 1)
-    assert turn.logprobs is not None
-    try:
-        rows = [(turns.messages[:end], [float(k == i) for k in range(end)]) for end in sorted(set(ends))]
-        rendered = process.spans([Chat(PLACE, messages, tools, weights) for messages, weights in rows])
-    except InvalidInput as error:
-        raise _of_the_conversation(error) from error
-    differs: BrokenTrajectory | None = None
-    for each in rendered:
-        encoded = tokenizer.encode([each.text], [each.spans])
-        try:
-            ids = _drawn_ids(i, turn, encoded.id_T[encoded.weight_T == 1.0].tolist(), turns.messages[i], tokenizer)
-        except BrokenTrajectory as error:
-            differs = differs or error
-        else:
-            logprobs = [token.logprob for token in turn.logprobs.tokens]
-            return _Drawn(asked, ids, logprobs, _end_of(turn))
-    assert differs is not None
-    raise differs
 
 
 def _drawn_ids(
@@ -716,30 +702,22 @@ def _check(one: Trajectory, rules: Rules) -> None:
         raise BrokenTrajectory("sampled", "first_sampled", rule)
     if not math.isfinite(one.reward):
         raise BrokenTrajectory("reward", "reward", f"it is {one.reward}; a reward is a finite number")
-    _check_logprobs(one)
-    _check_advantage(one, run)
-    if one.token_rewards is not None and run.critic is None:
-        raise BrokenTrajectory("token_rewards", "reward", "they are a critic's to read, and the run has none")
-    if not all(map(math.isfinite, one.token_rewards or ())):
-        raise BrokenTrajectory("token_rewards", "reward", "rewards are finite numbers")
-    _check_version(one, rules)
-    _check_routes(one, rules)
-
-
-def _check_logprobs(one: Trajectory) -> None:
     sampled = [p for p, is_sampled in zip(one.logprobs, one.sampled, strict=True) if is_sampled]
     if None in sampled:
         rule = f"{sampled.count(None)} sampled tokens have none: the trainer's are compared with the sampler's"
         raise BrokenTrajectory("logprobs", "missing_logprobs", rule)
     if not all(p is None or (math.isfinite(p) and p <= 0) for p in sampled):
         raise BrokenTrajectory("logprobs", "logprobs", "logprobs of sampled tokens are finite, and at most 0")
-
-
-def _check_advantage(one: Trajectory, run: RLRun) -> None:
     if run.advantages != "given" and one.advantage is not None:
         raise BrokenTrajectory("advantage", "advantage", f"the run computes {run.advantages}: it would be ignored")
     if run.advantages == "given" and (one.advantage is None or not math.isfinite(one.advantage)):
         raise BrokenTrajectory("advantage", "advantage", "the run's advantages are given: a finite number")
+    if one.token_rewards is not None and run.critic is None:
+        raise BrokenTrajectory("token_rewards", "reward", "they are a critic's to read, and the run has none")
+    if not all(map(math.isfinite, one.token_rewards or ())):
+        raise BrokenTrajectory("token_rewards", "reward", "rewards are finite numbers")
+    _check_version(one, rules)
+    _check_routes(one, rules)
 
 
 def _check_version(one: Trajectory, rules: Rules) -> None:

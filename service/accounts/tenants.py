@@ -553,6 +553,15 @@ class Documents(Generic[R]):
         """List a tenant's records whose keys begin with `below`."""
         return await self._database.reading(lambda session: self._all(session, tenant, below))
 
+    async def newest(self, tenant: str, limit: int, before: str | None = None) -> list[R]:
+        """List a tenant's last records in the order of keys, the last one first; with `before` those below that key."""
+        query = select(DocumentRow).where(DocumentRow.tenant == tenant, DocumentRow.kind == self._kind)
+        if before is not None:
+            query = query.where(DocumentRow.key < before)
+        query = query.order_by(DocumentRow.key.desc()).limit(limit)
+        rows = await self._database.reading(lambda session: session.scalars(query).all())
+        return [record for _, record in self._readable(rows)]
+
     async def everybodys(self) -> list[tuple[str, R]]:
         """List the records of all tenants, each with its tenant."""
         query = select(DocumentRow).where(DocumentRow.kind == self._kind).order_by(DocumentRow.tenant, DocumentRow.key)

@@ -17,7 +17,8 @@ from service.apis.bodies import JsonBody, JsonRoute
 from service.apis.openai.chat import ForeignTool, answer_in_form, called, chat_of
 from service.backend import Backed
 from shared.chat.completions import SamplerRequest as ClientRequest
-from shared.chat.messages import MAX_STOPS, MAX_TOOLS, ChatRequest, TopK
+from shared.chat.completions import TopK
+from shared.chat.messages import MAX_STOPS, MAX_TOOLS, ChatRequest
 from shared.chat.streams import MessageObject, answered
 from shared.errors import InvalidInput
 

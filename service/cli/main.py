@@ -32,7 +32,10 @@ HEADINGS = {
         "webhook": "schedules",
     },
     "Change runs": dict.fromkeys(("pause", "cancel", "resume", "retry", "rm"), "runs"),
-    "Use what they published": dict.fromkeys(("models", "chat", "download", "export", "verify"), "models"),
+    "Use what they published": {
+        **dict.fromkeys(("models", "chat", "download", "export", "verify"), "models"),
+        "episode": "episodes",
+    },
     "Services, keys, tenants": {
         **{"login": "account", "logout": "account"},
         **dict.fromkeys(("whoami", "usage", "keys", "tenants", "audit", "gc"), "account"),

@@ -1,4 +1,4 @@
-"""Episodes: gives an agent an address of its own, and answers what it asks there.
+"""Episodes: gives each agent its own address, and answers its questions there.
 
 The address holds the episode's secret, since some clients can send no key of their own. It is good for the episode's
 questions alone, and until its end. The edge takes the secret out of the path (apis/edge.py), so that no log has it.
@@ -13,12 +13,12 @@ import time
 
 from longshore.accounts import hash_key
 from longshore.fields import Frozen
-from longshore.views import EndedEpisode, EpisodeRequest, EpisodeSampling, EpisodeView
+from longshore.views import EndedEpisode, EpisodeRequest, EpisodeSampling, EpisodeTurnView, EpisodeView
 from service.accounts.keys import Principal
 from service.accounts.tenants import Documents
 from service.inference.questions import Inference, Reply, StreamedAnswer
 from shared.chat import episodes
-from shared.chat.episodes import TurnPlace, digest_of
+from shared.chat.episodes import EpisodeTurn, TurnPlace, digest_of
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import InvalidInput
 from shared.settings import Settings
@@ -91,9 +91,13 @@ class Episodes:
 
     async def list(self, tenant: str, limit: int, before: str | None = None) -> tuple[EpisodeView, ...]:
         """List episodes, newest first; with `before` those that began before that one."""
-        keys = [key for key in await self._documents.keys(tenant) if before is None or key < before]
-        found = [await self._documents.find(tenant, key) for key in reversed(keys[-limit:])]
-        return tuple(_view(episode) for episode in found if episode is not None)
+        return tuple(map(_view, await self._documents.newest(tenant, limit, before)))
+
+    async def turns(self, tenant: str, episode_id: str, first: int, limit: int) -> tuple[EpisodeTurnView, ...]:
+        """Show turns in order, from number `first` (0) on. Raises NotFound."""
+        await self._documents.get(tenant, episode_id)
+        found = await asyncio.to_thread(episodes.turns_of, self._store, tenant, episode_id)
+        return tuple(map(_shown_turn, found[first : first + limit]))
 
     async def end(self, tenant: str, episode_id: str) -> EpisodeView:
         """End an episode: nothing more is answered, and what counts of it is fixed. Ending it again changes nothing.
@@ -143,7 +147,7 @@ class Episodes:
             raise InvalidInput("one answer a question: an episode goes on from one", "n")
         drawn = _imposed(asked, episode)
         digest = digest_of(drawn)
-        # What is drawn in a form that is forced is not drawn by the policy alone.
+        # The policy alone does not draw an answer whose form is forced.
         is_forced = bool(asked.forced_tools) or (
             asked.response_format is not None and asked.response_format.type != "text"
         )
@@ -197,6 +201,17 @@ def _imposed(asked: ChatRequest, episode: Episode) -> ChatRequest:
 def overridden(asked: ChatRequest) -> list[str]:
     """The settings of a question that an episode replaces."""
     return [name for name in (*_IMPOSED, "seed", "ignore_eos", "stop_token_ids") if getattr(asked, name) is not None]
+
+
+def _shown_turn(turn: EpisodeTurn) -> EpisodeTurnView:
+    [choice] = turn.answer.choices
+    return EpisodeTurnView(
+        answer_id=turn.answer.id,
+        answer=choice.message.model_dump(mode="json", exclude_none=True),
+        finish_reason=choice.finish_reason,
+        num_tokens=turn.answer.usage.completion_tokens,
+        **turn.model_dump(exclude={"answer"}),
+    )
 
 
 def _is_over(episode: Episode) -> bool:

@@ -34,7 +34,9 @@ MAX_SCHEMA_DEPTH = 64
 MAX_TAGS = 128
 
 
-class _Told(BaseModel):
+class SamplerRequest(BaseModel):
+    """A part of a request. Names and types are strict."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, serialize_by_alias=True)
 
 
@@ -57,7 +59,7 @@ Schema = Annotated[dict[str, JsonValue], AfterValidator(_bounded)]
 """A JSON Schema of bounded size and depth."""
 
 
-class NamedSchema(_Told):
+class NamedSchema(SamplerRequest):
     """`strict` has no effect: an answer always follows the schema."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -66,7 +68,7 @@ class NamedSchema(_Told):
     strict: bool | None = None
 
 
-class ResponseFormat(_Told):
+class ResponseFormat(SamplerRequest):
     """OpenAI's `response_format` for chats: `text`, a JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -89,12 +91,12 @@ class ResponseFormat(_Told):
         return None
 
 
-class TagContent(_Told):
+class TagContent(SamplerRequest):
     type: Literal["json_schema"] = "json_schema"
     json_schema: Schema
 
 
-class Tag(_Told):
+class Tag(SamplerRequest):
     """JSON that follows a schema, between two texts."""
 
     type: Literal["tag"] = "tag"
@@ -103,7 +105,7 @@ class Tag(_Told):
     end: str = Field(min_length=1, max_length=256)
 
 
-class Tags(_Told):
+class Tags(SamplerRequest):
     """One of these tags, or one or more of them with the separator in between."""
 
     type: Literal["tags_with_separator"] = "tags_with_separator"
@@ -113,14 +115,14 @@ class Tags(_Told):
     stop_after_first: bool = False
 
 
-class StructuralTag(_Told):
+class StructuralTag(SamplerRequest):
     """The supported structural tags: an answer only consists of tags, like forced tool calls."""
 
     type: Literal["structural_tag"] = "structural_tag"
     format: Tags
 
 
-class StructuredOutputs(_Told):
+class StructuredOutputs(SamplerRequest):
     """vLLM's field of this name; exactly one of these is set. Its other kinds (regex, choice, grammar) are refused.
 
     `structural_tag` is a StructuralTag as JSON text.
@@ -180,10 +182,6 @@ class Sampling(Frozen):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = Field(default=False, description="continue after the model's own end tokens")
-
-
-class SamplerRequest(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class StreamOptions(SamplerRequest):

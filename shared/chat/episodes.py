@@ -1,4 +1,4 @@
-"""Episodes: what an agent asked through an address of its own, and was answered. Trajectories are made of them.
+"""Episodes: an agent's questions at its own address, and the answers. Trajectories are made of them.
 
 Each turn is in the store before its answer is sent, by the digest of the question: the same question gets the same
 answer. It is also there by the digest of the conversation that it makes: a later question that begins with that is
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from longshore.fields import Frozen, Sha256
 from shared.chat.messages import ChatCompletion, ChatRequest
@@ -29,7 +29,7 @@ _BESIDE |= {"prompt_cache_key", "prompt_cache_retention"}
 
 
 class TurnPlace(Frozen):
-    """Where a turn is kept. `is_side`: it is answered, and never trained."""
+    """The place of a turn in the store. `is_side`: it is answered, and never trained."""
 
     episode: str
     digest: Sha256
@@ -40,17 +40,20 @@ class TurnPlace(Frozen):
 class EpisodeTurn(Frozen):
     """A turn: the answer as the agent gets it, and when it was drawn, in seconds since 1970.
 
-    `continues`: its prompt begins with the ids of an earlier turn, as they were drawn; None of a first one.
+    `after`: the id of the answer that ends the beginning of its question; None of a first turn. `messages`: those of
+    the question behind that. `continues`: its prompt begins with the ids of that answer, as they were drawn.
     """
 
     answer: ChatCompletion
     at: float
     is_side: bool
-    continues: bool | None = None
+    after: str | None = None
+    messages: tuple[dict[str, JsonValue], ...] = ()
+    continues: bool = False
 
 
 class EpisodeEnd(Frozen):
-    """What counts of an episode: the ids of its answers in the order in which they were drawn."""
+    """The part of an episode that counts: the ids of its answers, in order."""
 
     answer_ids: tuple[str, ...] = ()
     num_side_turns: int = Field(default=0, ge=0)
@@ -85,7 +88,8 @@ def record_turn(
     `conversation`: the digest of the question's messages and the answer. Raises StoreUnavailable.
     """
     store.put_if_absent(_after(tenant, place.episode, conversation), turn.answer.id.encode())
-    if store.put_if_absent(_turn(tenant, place.episode, place.digest), turn.model_dump_json().encode()):
+    body = turn.model_dump_json(exclude_defaults=True).encode()
+    if store.put_if_absent(_turn(tenant, place.episode, place.digest), body):
         return turn.answer
     return answered_turn(store, tenant, place) or turn.answer
 
@@ -101,7 +105,7 @@ def answer_before(store: ObjectStore, tenant: str, episode: str, conversation: s
 
 
 def conversation_digest(messages: Sequence[dict[str, Any]], tools: Any) -> str:
-    """Return the digest of what a conversation says: texts and calls, without the calls' ids."""
+    """Return the digest of a conversation: its texts and calls, without the calls' ids."""
     said = [
         [
             message["role"],
@@ -114,7 +118,7 @@ def conversation_digest(messages: Sequence[dict[str, Any]], tools: Any) -> str:
 
 
 def turns_of(store: ObjectStore, tenant: str, episode: str) -> list[EpisodeTurn]:
-    """Read an episode's turns, in the order in which they were drawn. Raises StoreUnavailable."""
+    """Read an episode's turns, in order. Raises StoreUnavailable."""
     keys = [info.key for info in store.list(_turns(tenant, episode))]
     with ThreadPoolExecutor(LOOKUP_AT_ONCE) as threads:
         turns = [EpisodeTurn.model_validate_json(body) for body in threads.map(store.get_bytes, keys)]
@@ -128,8 +132,8 @@ def end_episode(store: ObjectStore, tenant: str, episode: str) -> EpisodeEnd:
     end = EpisodeEnd(
         answer_ids=tuple(turn.answer.id for turn in counted),
         num_side_turns=len(turns) - len(counted),
-        num_later_turns=sum(turn.continues is not None for turn in counted),
-        num_continuing=sum(turn.continues is True for turn in counted),
+        num_later_turns=sum(turn.after is not None for turn in counted),
+        num_continuing=sum(turn.continues for turn in counted),
     )
     if store.put_if_absent(_end(tenant, episode), end.model_dump_json().encode()):
         return end

@@ -9,31 +9,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from longshore.fields import Frozen
-from shared.chat.completions import (
-    MAX_SCHEMA_CHARACTERS,
-    MAX_TOP_LOGPROBS,
-    LogitBias,
-    MinP,
-    Only1,
-    Penalty,
-    ResponseFormat,
-    SamplerAnswer,
-    SamplerRequest,
-    StreamOptions,
-    TopK,
-    Usage,
-)
+from shared.chat import completions
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOOLS = 128
 
 
-class NamedFunction(SamplerRequest):
+class NamedFunction(completions.SamplerRequest):
     name: str
 
 
-class NamedTool(SamplerRequest):
+class NamedTool(completions.SamplerRequest):
     """The tool that must be called."""
 
     type: Literal["function"]
@@ -52,19 +39,19 @@ def _known_choice(value: object) -> object:
 _ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_known_choice)]
 
 
-class TemplateSettings(SamplerRequest):
+class TemplateSettings(completions.SamplerRequest):
     """The settings that ART's clients send for every template. Templates here render earlier turns as by default."""
 
     preserve_thinking: bool | None = None
 
 
-class MoreFields(SamplerRequest):
+class MoreFields(completions.SamplerRequest):
     """Fields that ART's clients send to every server, although only some servers know them."""
 
     extra_fields: list[str] = Field(default_factory=list, max_length=64)
 
 
-class ChatRequest(SamplerRequest):
+class ChatRequest(completions.SamplerRequest):
     """`messages` are the input of the model's chat template; choice j uses the seed `seed + j`."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -77,9 +64,9 @@ class ChatRequest(SamplerRequest):
     stop: str | list[str] | None = Field(default=None, max_length=MAX_STOPS)
     seed: int | None = Field(default=None, ge=0, lt=2**62)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=0, le=completions.MAX_TOP_LOGPROBS)
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: completions.StreamOptions | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
     return_token_ids: bool | None = Field(
@@ -91,12 +78,12 @@ class ChatRequest(SamplerRequest):
     tools: list[dict[str, JsonValue]] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: _ToolChoice = Field(default=None, description="none: the prompt has no tools")
     parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call if calls are forced")
-    response_format: ResponseFormat | None = None
-    presence_penalty: Penalty = None
-    frequency_penalty: Penalty = None
-    top_k: TopK = None
-    min_p: MinP = None
-    logit_bias: LogitBias = None
+    response_format: completions.ResponseFormat | None = None
+    presence_penalty: completions.Penalty = None
+    frequency_penalty: completions.Penalty = None
+    top_k: completions.TopK = None
+    min_p: completions.MinP = None
+    logit_bias: completions.LogitBias = None
 
     # The client's own labels: they change no answer.
     user: str | None = None
@@ -114,7 +101,7 @@ class ChatRequest(SamplerRequest):
     )
 
     # Clients send these; only values that change nothing are accepted.
-    repetition_penalty: Only1 = None
+    repetition_penalty: completions.Only1 = None
     modalities: list[Literal["text"]] | None = None
 
     @field_validator("tools")
@@ -140,8 +127,10 @@ class ChatRequest(SamplerRequest):
             raise ValueError("there is no such tool" if isinstance(choice, NamedTool) else "there are no tools")
         if any(parameters_of(tool).get("type") != "object" for tool in forced):
             raise ValueError('the parameters of a tool whose call is forced are a schema of "type": "object"')
-        if (size := len(json.dumps(forced))) > MAX_SCHEMA_CHARACTERS:
-            raise ValueError(f"tools of {MAX_SCHEMA_CHARACTERS:,} characters can be forced, and these have {size:,}")
+        if (size := len(json.dumps(forced))) > completions.MAX_SCHEMA_CHARACTERS:
+            raise ValueError(
+                f"tools of {completions.MAX_SCHEMA_CHARACTERS:,} characters can be forced, and these have {size:,}"
+            )
         return choice
 
     @model_validator(mode="after")
@@ -197,7 +186,7 @@ def _forced(tools: list[dict[str, JsonValue]], choice: Any) -> list[dict[str, Js
     return [tool for tool in tools if wanted in (None, name_of(tool))]
 
 
-class TopLogprob(SamplerAnswer):
+class TopLogprob(completions.SamplerAnswer):
     """A likely token: its text, its logprob in nats, and its bytes if they are known."""
 
     token: str
@@ -211,19 +200,19 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob] = Field(default_factory=list)
 
 
-class ChoiceLogprobs(SamplerAnswer):
+class ChoiceLogprobs(completions.SamplerAnswer):
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class CalledFunction(SamplerAnswer):
+class CalledFunction(completions.SamplerAnswer):
     """`arguments`: a JSON object, as text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(SamplerAnswer):
+class ToolCall(completions.SamplerAnswer):
     """A tool that the model wants called."""
 
     id: str
@@ -231,7 +220,7 @@ class ToolCall(SamplerAnswer):
     function: CalledFunction
 
 
-class ChatAnswer(SamplerAnswer):
+class ChatAnswer(completions.SamplerAnswer):
     """The model's message: text, calls of the tools that were offered, or both."""
 
     role: Literal["assistant"] = "assistant"
@@ -240,7 +229,7 @@ class ChatAnswer(SamplerAnswer):
     tool_calls: tuple[ToolCall, ...] | None = None
 
 
-class ChatChoice(SamplerAnswer):
+class ChatChoice(completions.SamplerAnswer):
     """One answer of a completion. `token_ids`: the sampled ids with the end token, if the request asked for them.
 
     `answer_id`: the completion's id, under which its token ids are kept. A client that trains on this choice sends it
@@ -256,7 +245,7 @@ class ChatChoice(SamplerAnswer):
     answer_id: str | None = None
 
 
-class ChatCompletion(SamplerAnswer):
+class ChatCompletion(completions.SamplerAnswer):
     """The answer to a ChatRequest: its choices in order."""
 
     id: str
@@ -264,11 +253,11 @@ class ChatCompletion(SamplerAnswer):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: completions.Usage
     prompt_token_ids: list[int] | None = None
 
 
-class ChunkChoice(SamplerAnswer):
+class ChunkChoice(completions.SamplerAnswer):
     """A piece of a choice. Only the last one has a finish_reason. `answer_id`: as a ChatChoice has it."""
 
     index: int
@@ -279,7 +268,7 @@ class ChunkChoice(SamplerAnswer):
     answer_id: str | None = None
 
 
-class ChatChunk(SamplerAnswer):
+class ChatChunk(completions.SamplerAnswer):
     """An event of a stream. If requested, `usage` comes in the last one, which has no choices.
 
     Only the first one has `prompt_token_ids`, if ids were asked for.
@@ -290,7 +279,7 @@ class ChatChunk(SamplerAnswer):
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None = None
+    usage: completions.Usage | None = None
     prompt_token_ids: list[int] | None = None
 
 

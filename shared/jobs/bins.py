@@ -294,8 +294,12 @@ def _units_drawn(source_D: Indices, sources: Sequence[SourceShare], seed: int, d
     """Return the units of draws from these sources. `drawn`: of each source before; the draws are added to it."""
     unit_D, begin = np.empty(len(source_D), dtype=np.int64), 0
     for number, source in enumerate(sources):
-        place_N = np.flatnonzero(source_D == number)
-        unit_D[place_N] = begin + _draws(source.num_units, seed, number, drawn[number], len(place_N))
+        place_N, first, size = np.flatnonzero(source_D == number), drawn[number], source.num_units
+        # A source's units come in one shuffle after another. Those of the first are the epochs of a dataset alone.
+        passes = range(first // size, -(-(first + len(place_N)) // size))
+        orders = [epoch_order(size, seed, (number << 40) + one) for one in passes]
+        own_N = np.concatenate([np.zeros(0, dtype=np.int64), *orders])[first % size :]
+        unit_D[place_N] = begin + own_N[: len(place_N)]
         drawn[number] += len(place_N)
         begin += source.num_units
     return unit_D
@@ -347,16 +351,6 @@ def _turns(shares: list[int], num_draws: int) -> Iterator[Indices]:
     whole = np.fromiter(sources, dtype=np.int64, count=period)
     for epoch in count():
         yield np.resize(np.roll(whole, -(epoch * num_draws % period)), num_draws)
-
-
-def _draws(num_units: int, seed: int, source: int, first: int, number: int) -> Indices:
-    """Return the draws `first`, `first` + 1, ... of a source: its units in one shuffle after another.
-
-    Those of the first source are the epochs of a dataset that is alone.
-    """
-    passes = range(first // num_units, -(-(first + number) // num_units))
-    orders = [epoch_order(num_units, seed, (source << 40) + one) for one in passes]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *orders])[first % num_units :][:number]
 
 
 def _units_of_epoch(num_units: int, epochs: float, epoch: int) -> int:

@@ -7,38 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
+from longshore import losses, training
 from longshore.fields import Artifact, Fence, Frozen, Sha256, added
-from longshore.losses import (
-    Critic,
-    CrossEntropy,
-    Distillation,
-    Loss,
-    adapters_of,
-    check_head,
-    check_teacher_is_frozen,
-    is_policy_loss,
-    reference_of,
-    scores_old,
-)
-from longshore.training import (
-    PROFILE_PATH,
-    Adam,
-    Dtype,
-    EngineName,
-    Layout,
-    Lora,
-    Optimizer,
-    OptimizerStates,
-    Quantization,
-    Recompute,
-    SamplerKind,
-    Trainable,
-    Transport,
-    Watched,
-    check_optimizer,
-    fields_fit_engine,
-    pipelines_have_bins,
-)
 from shared.errors import InvalidInput
 from shared.field_rules import first_error
 from shared.storage.host_states import HostAddress
@@ -47,7 +17,7 @@ from shared.storage.paths import WorkerPaths
 # --- Layouts (longshore/training.py) from their labels, and their limits ---
 
 
-def layout_of(label: str) -> Layout:
+def layout_of(label: str) -> training.Layout:
     """Parse a layout's label. Raises InvalidInput for any other text."""
     degrees: dict[str, int] = {}
     for part in () if label == "single" else label.split("-"):
@@ -57,13 +27,13 @@ def layout_of(label: str) -> Layout:
             raise InvalidInput(f"'{part}' is no degree: a layout is written like tp2-sp-pp2-dp4", "layout")
         degrees[name] = int(found[3] or 1)
     try:
-        return Layout.model_validate(degrees)
+        return training.Layout.model_validate(degrees)
     except ValidationError as error:
         field, rule = first_error(error)
         raise InvalidInput(rule, f"layout.{field}".rstrip(".")) from None
 
 
-def check_ranks(layout: Layout, max_ranks: int, below: str = "", why: str = "(setting max_ranks)") -> None:
+def check_ranks(layout: training.Layout, max_ranks: int, below: str = "", why: str = "(setting max_ranks)") -> None:
     """Refuse a layout with more ranks per machine than a host takes, whatever the model.
 
     `why`: the source of that limit, for the message.
@@ -78,7 +48,7 @@ def check_ranks(layout: Layout, max_ranks: int, below: str = "", why: str = "(se
         raise InvalidInput(f"{rule}; a host of this installation takes up to {max_ranks} {why}", place)
 
 
-def check_nodes(layout: Layout, max_hosts: int | None, below: str = "") -> None:
+def check_nodes(layout: training.Layout, max_hosts: int | None, below: str = "") -> None:
     """Refuse a layout of more machines than there can be hosts. None: that is unknown. Raises InvalidInput."""
     if max_hosts is not None and layout.nodes > max_hosts:
         rule = f"{layout.nodes:,} machines ({layout.label}); this installation has up to {max_hosts} GPU host"
@@ -111,11 +81,11 @@ class SyncTarget(Frozen):
     sockets: tuple[str, ...] = Field(min_length=1, max_length=64)
     addresses: tuple[str | None, ...] = Field(default=(), max_length=64)
     version: int = Field(ge=0)
-    backend: Literal["auto", "delta", Transport]
+    backend: Literal["auto", "delta", training.Transport]
     bucket_bytes: int = Field(ge=1 << 10, le=4 << 30)
     name: str | None = Field(default=None, max_length=512)
     waits: bool = True
-    profile_path: str | None = Field(default=None, pattern=PROFILE_PATH)
+    profile_path: str | None = Field(default=None, pattern=training.PROFILE_PATH)
 
     @property
     def places(self) -> tuple[SyncPlace, ...]:
@@ -183,15 +153,15 @@ class PackedData(Frozen):
     )
 
 
-class JobCritic(Critic):
+class JobCritic(losses.Critic):
     """The critic of a job, its trained parameters and learning rate. `alone`: the policy is not trained."""
 
-    trainable: Lora
+    trainable: training.Lora
     learning_rate: float = Field(gt=0)
     alone: bool = False
 
 
-class Evaluation(Watched):
+class Evaluation(training.Watched):
     """Held-out loss and greedy completions, before the first step, every `every_steps`, and after the last."""
 
     data: PackedData | None = None
@@ -219,14 +189,16 @@ class WorkerPlan(Frozen):
     run_id: str
     job_id: str = Field(pattern=r"^[0-9]{6}$")
     model: Artifact
-    engine: EngineName = "megatron"
-    layout: Layout = Layout()
-    dtype: Dtype = "float32"
-    quantize_base: Quantization | None = Field(default=None, description="how the frozen base's linears are stored")
-    optimizer_states: OptimizerStates = Field(default="float32", description="how both moments are stored")
-    recompute: Recompute = Field(default="auto", description="layers are recomputed in the backward pass")
+    engine: training.EngineName = "megatron"
+    layout: training.Layout = training.Layout()
+    dtype: training.Dtype = "float32"
+    quantize_base: training.Quantization | None = Field(
+        default=None, description="how the frozen base's linears are stored"
+    )
+    optimizer_states: training.OptimizerStates = Field(default="float32", description="how both moments are stored")
+    recompute: training.Recompute = Field(default="auto", description="layers are recomputed in the backward pass")
     threads_per_rank: int = Field(default=1, ge=1, description="CPU threads; bit-identical results depend on them")
-    trainable: Trainable
+    trainable: training.Trainable
     initial_adapter: Artifact | None = Field(default=None, description="a published adapter to continue from")
     initial_checkpoint: Artifact | None = Field(
         default=None, description="the last checkpoint of the run's previous job: weights, optimizer and random state"
@@ -238,7 +210,7 @@ class WorkerPlan(Frozen):
     seed: int = Field(default=0, ge=0, lt=2**63)
     after: Literal["offload", "keep"] = "offload"
 
-    _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
+    _fields_fit_engine = model_validator(mode="after")(training.fields_fit_engine)
 
     # Properties that differ between kinds of plans, so that callers need not check the kind.
 
@@ -248,9 +220,9 @@ class WorkerPlan(Frozen):
         return False
 
     @property
-    def step_loss(self) -> Loss:
+    def step_loss(self) -> losses.Loss:
         """The loss of the plan's own steps. Commands name their own losses, which only need the trained model."""
-        return CrossEntropy()
+        return losses.CrossEntropy()
 
     @property
     def step_critic(self) -> JobCritic | None:
@@ -314,7 +286,7 @@ class JobPlan(WorkerPlan):
 
     data: PackedData
     num_steps: int = Field(ge=1, description="train steps of this job")
-    loss: Loss = CrossEntropy()
+    loss: losses.Loss = losses.CrossEntropy()
     critic: JobCritic | None = Field(
         default=None, description="computes advantages from rewards, which the data has in the column of advantages"
     )
@@ -325,7 +297,7 @@ class JobPlan(WorkerPlan):
         description="for a policy loss: logits are divided by it, as when the trajectories were sampled; for "
         "distillation: the teacher's and the student's logits are",
     )
-    optimizer: Optimizer = Adam()
+    optimizer: training.Optimizer = training.Adam()
     schedule: Schedule
     evaluation: Evaluation = Evaluation()
     memory_budget_bytes: int | None = Field(
@@ -343,7 +315,7 @@ class JobPlan(WorkerPlan):
     )
 
     @property
-    def step_loss(self) -> Loss:
+    def step_loss(self) -> losses.Loss:
         return self.loss
 
     @property
@@ -368,42 +340,46 @@ class JobPlan(WorkerPlan):
 
     @property
     def client_samples(self) -> bool:
-        return is_policy_loss(self.loss) and self.sync is None and not self.probe
+        return losses.is_policy_loss(self.loss) and self.sync is None and not self.probe
 
     @model_validator(mode="after")
     def _temperature_means_something(self) -> Self:
-        if self.temperature != 1 and not (is_policy_loss(self.loss) or isinstance(self.loss, Distillation)):
+        if self.temperature != 1 and not (
+            losses.is_policy_loss(self.loss) or isinstance(self.loss, losses.Distillation)
+        ):
             raise ValueError(
                 "temperature belongs to losses of sampled sequences and to distillation: "
                 f"with {self.loss.kind} it must be 1"
             )
         return self
 
-    _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
+    _pipelines_have_bins = model_validator(mode="after")(training.pipelines_have_bins)
 
     @model_validator(mode="after")
     def _optimizer_fits(self) -> Self:
-        check_optimizer(self.optimizer, self.engine, self.layout, self.trainable)
+        training.check_optimizer(self.optimizer, self.engine, self.layout, self.trainable)
         return self
 
     @model_validator(mode="after")
     def _loss_is_of_what_is_there(self) -> Self:
-        reference_of(self.loss)
-        check_head(self.loss, self.trainable.head)
+        losses.reference_of(self.loss)
+        losses.check_head(self.loss, self.trainable.head)
         if self.trainable.head is not None and (self.evaluation.num_samples or self.probe):
             raise ValueError(f"evaluation.num_samples and probe: this trains {self.trainable.head}, and no tokens")
         return self
 
     @model_validator(mode="after")
     def _critic_has_a_policy(self) -> Self:
-        if self.critic is not None and not (is_policy_loss(self.loss) and isinstance(self.trainable, Lora)):
+        if self.critic is not None and not (
+            losses.is_policy_loss(self.loss) and isinstance(self.trainable, training.Lora)
+        ):
             raise ValueError("critic: it belongs to a policy loss, and to a lora, beside which it has the base")
         return self
 
     @model_validator(mode="after")
     def _teacher_stays(self) -> Self:
-        if isinstance(self.loss, Distillation):
-            check_teacher_is_frozen(self.trainable, self.loss)
+        if isinstance(self.loss, losses.Distillation):
+            losses.check_teacher_is_frozen(self.trainable, self.loss)
         return self
 
     @model_validator(mode="after")
@@ -441,7 +417,7 @@ class Job(Frozen):
     @property
     def needs_its_beginning(self) -> bool:
         """True if the weights before the job's first step are needed: at its first attempt, or to score data."""
-        return self.start is None or scores_old(self.plan.step_loss) or self.plan.step_critic is not None
+        return self.start is None or losses.scores_old(self.plan.step_loss) or self.plan.step_critic is not None
 
     @staticmethod
     def places(paths: WorkerPaths, plan: AnyPlan, fence: Fence) -> dict[str, str | None]:
@@ -469,7 +445,7 @@ def artifacts_of(job: Job) -> list[Artifact]:
     plan = job.plan
     before = plan.initial_checkpoint if job.needs_its_beginning else None
     files = [artifact for data in plan.packed for artifact in (data.units, data.plan, data.likeliest)]
-    own = [*files, *adapters_of(job.plan.step_loss)]
+    own = [*files, *losses.adapters_of(job.plan.step_loss)]
     return [plan.model, *(a for a in (*own, plan.initial_adapter, before, job.start) if a is not None)]
 
 
@@ -480,11 +456,11 @@ class WorkerKey(Frozen):
     """Properties that a worker process has for life. A released worker may serve another run with an equal key."""
 
     model: Artifact
-    layout: Layout
-    dtype: Dtype
-    quantize_base: Quantization | None = None
-    optimizer_states: OptimizerStates = "float32"
-    engine: EngineName = "megatron"
+    layout: training.Layout
+    dtype: training.Dtype
+    quantize_base: training.Quantization | None = None
+    optimizer_states: training.OptimizerStates = "float32"
+    engine: training.EngineName = "megatron"
     threads_per_rank: int = 1
 
     @classmethod
@@ -500,8 +476,8 @@ class SamplerKey(Frozen):
     """
 
     model: Artifact
-    sampler: SamplerKind = "own"
-    dtype: Dtype = "float32"
+    sampler: training.SamplerKind = "own"
+    dtype: training.Dtype = "float32"
     threads: int = Field(default=1, ge=1, description="CPU threads")
     slots: int = Field(default=32, ge=1, description="sequences per step")
     max_model_len: int = Field(default=4096, ge=2, description="prompt and completion together, in tokens")

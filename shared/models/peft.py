@@ -343,7 +343,12 @@ def check_same(found: Lora, expected: Lora, place: str, in_order: bool = False) 
     for name in theirs:
         if theirs[name] != ours[name]:
             raise InvalidInput(f"the adapter's {name} is {theirs[name]}, {ours[name]} is asked for", place)
-    if not _are_alike({*found.targets}, {*expected.targets}):
+    # They fit if both may be the same modules of some model: if one has linears of several families, as the default
+    # has; missing tensors are then found by name. Every model has an output layer and embeddings.
+    ends: set[Target] = {"lm_head", "embed_tokens"}
+    one, other = {*found.targets}, {*expected.targets}
+    smaller, larger = sorted((one - ends, other - ends), key=len)
+    if ends & (one ^ other) or not (smaller == larger or smaller < larger > _PLAIN):
         wanted = f"{sorted(expected.targets)} is asked for"
         raise InvalidInput(f"the adapter's targets is {sorted(found.targets)}, {wanted}", place)
 
@@ -355,17 +360,6 @@ def not_in_vllm(lora: Lora) -> str | None:
     if EMBEDDING in lora.targets:
         return "adapters of embed_tokens were never tried with vllm: leave them out, or sample with own"
     return None
-
-
-def _are_alike(one: set[Target], other: set[Target]) -> bool:
-    """Return True if there may be a model in which both sets of targets are the same modules.
-
-    That is so if one has linears of several families, as the default has; missing tensors are then found by name.
-    Every model has an output layer and embeddings.
-    """
-    ends: set[Target] = {"lm_head", "embed_tokens"}
-    smaller, larger = sorted((one - ends, other - ends), key=len)
-    return not ends & (one ^ other) and (smaller == larger or smaller < larger > _PLAIN)
 
 
 # --- The modules of a model that an adapter adapts, and the rank and scale of each ---

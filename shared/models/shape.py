@@ -207,7 +207,9 @@ def _largest_stage(tensors: Shapes, shape: ModelShape, layout: Layout) -> int:
     stages = [0] * layout.pp
     is_tied = not any(name.endswith("lm_head.weight") for name in tensors)
     for name, dims in tensors.items():
-        size = -(-math.prod(dims) // _ways(name, dims, layout))
+        is_gate = name.endswith((".gate.weight", "_gate.weight"))
+        ways = layout.tp if len(dims) > 1 and not is_gate else 1  # the ranks that it is split over
+        size = -(-math.prod(dims) // (layout.ep * layout.etp if ".experts." in name else ways))
         if match := _LAYER.search(name):
             stages[int(match[1]) * layout.pp // shape.num_layers] += size
         elif "embed" in name:  # also embeddings per layer
@@ -216,13 +218,6 @@ def _largest_stage(tensors: Shapes, shape: ModelShape, layout: Layout) -> int:
         else:
             stages[-1] += size
     return max(stages)
-
-
-def _ways(name: str, dims: tuple[int, ...], layout: Layout) -> int:
-    """Return the number of ranks that a tensor is split over."""
-    if ".experts." in name:
-        return layout.ep * layout.etp
-    return layout.tp if len(dims) > 1 and not name.endswith((".gate.weight", "_gate.weight")) else 1
 
 
 def _adapter_size(shape: ModelShape, layout: Layout, lora: Lora) -> int:

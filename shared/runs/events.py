@@ -4,6 +4,7 @@ import re
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 from pydantic import ValidationError
 
@@ -73,31 +74,20 @@ def read_run_events(
             continue
         if piece is None:
             break
-        for line in piece.data.splitlines(keepends=True)[: None if limit is None else limit - len(found)]:
+        job_id, fence_label, data = piece
+        for line in data.splitlines(keepends=True)[: None if limit is None else limit - len(found)]:
             try:
                 event = parse_event(line)
             except ValidationError:
                 if cursor.offset and cursor == given:
                     raise _no_cursor() from None
                 raise
-            cursor = piece.cursor_behind(len(line), cursor)
-            fence = Fence.from_label(piece.fence_label)
-            found.append(RunEvent(cursor=str(cursor), job_id=piece.job_id, fence=fence, event=event))
+            is_same = (job_id, fence_label) == (cursor.job_id, cursor.fence_label)
+            offset = (cursor.offset if is_same else 0) + len(line)
+            cursor = EventCursor(job_id=job_id, fence_label=fence_label, offset=offset)
+            fence = Fence.from_label(fence_label)
+            found.append(RunEvent(cursor=str(cursor), job_id=job_id, fence=fence, event=event))
     return found, cursor
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Whole lines of an attempt's log."""
-
-    job_id: str
-    fence_label: str
-    data: bytes
-
-    def cursor_behind(self, num_bytes: int, cursor: EventCursor) -> EventCursor:
-        is_same = (self.job_id, self.fence_label) == (cursor.job_id, cursor.fence_label)
-        offset = (cursor.offset if is_same else 0) + num_bytes
-        return EventCursor(job_id=self.job_id, fence_label=self.fence_label, offset=offset)
 
 
 class _Stale(Exception):
@@ -117,14 +107,16 @@ class _Attempt:
     is_complete: bool = False
 
 
-def _next_piece(store: ObjectStore, attempts: dict[tuple[str, str], _Attempt], cursor: EventCursor) -> _Piece | None:
-    """Raises _Stale."""
+def _next_piece(
+    store: ObjectStore, attempts: dict[tuple[str, str], _Attempt], cursor: EventCursor
+) -> tuple[str, str, bytes] | None:
+    """Return the job, the fence's label and whole lines of an attempt's log behind a cursor. Raises _Stale."""
     for (job_id, fence_label), attempt in attempts.items():
         if (job_id, fence_label) < (cursor.job_id, cursor.fence_label):
             continue
         offset = cursor.offset if (job_id, fence_label) == (cursor.job_id, cursor.fence_label) else 0
         if data := _read(store, attempt, offset):
-            return _Piece(job_id, fence_label, data)
+            return job_id, fence_label, data
         if (job_id, fence_label) != next(reversed(attempts)):
             _check_is_complete(store, attempt)
     return None
@@ -211,7 +203,7 @@ class SessionResults:
 
     def _bound(self, number: int, num_bytes: int) -> None:
         if self._scored is None:
-            self._scored = deque((_number_of(info.key), info.size) for info in self._large())
+            self._scored = deque((int(PurePosixPath(info.key).stem), info.size) for info in self._large())
         else:
             self._scored.append((number, num_bytes))
         while len(self._scored) > self._most or sum(size for _, size in self._scored) > self._most_bytes:
@@ -237,7 +229,3 @@ class SessionResults:
             if result.data is not None:
                 left = result.model_copy(update={"data": None, "expired": True})
                 self._store.put_bytes(key, left.model_dump_json().encode())
-
-
-def _number_of(key: str) -> int:
-    return int(key.rpartition("/")[2].removesuffix(".json"))

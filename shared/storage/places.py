@@ -151,7 +151,7 @@ class OpenPlaces:
         if key is not None:
             if not _is_of(tenant, key):
                 raise InvalidInput(_NOT_YOURS, place)
-        elif not any(real.is_relative_to(root) for root in self._roots) or _is_never_data(real):
+        elif not any(map(real.is_relative_to, self._roots)) or any(map(real.is_relative_to, _NEVER)):
             raise InvalidInput(_NOT_OPEN, place)
         return real
 
@@ -214,17 +214,14 @@ class OpenPlaces:
         own = [self._root, *self._own_folders, *([self._store_root] if self._store_root else [])]
         if with_parents and any(folder.is_relative_to(real) for folder in own):
             return ""
-        return "" if self._is_own(real) else None
+        is_own = real == self._store_root or any(map(real.is_relative_to, self._own_folders))
+        is_opened = any(map(real.is_relative_to, self._opened))
+        return "" if is_own or (real.is_relative_to(self._root) and not is_opened) else None
 
     def _store_key(self, real: Path) -> str | None:
         root = self._store_root
         is_inside = root is not None and real != root and real.is_relative_to(root)
         return real.relative_to(root).as_posix() if root is not None and is_inside else None
-
-    def _is_own(self, real: Path) -> bool:
-        if real == self._store_root or any(real.is_relative_to(folder) for folder in self._own_folders):
-            return True
-        return real.is_relative_to(self._root) and not any(real.is_relative_to(folder) for folder in self._opened)
 
     def _object_key(self, store: S3Store, key: str) -> str | None:
         ours = self._store
@@ -245,7 +242,9 @@ class UserFolder(LocalStore):
 
     def __init__(self, real: Path, bounds: Path | None = None) -> None:
         super().__init__(real)
-        self._bounds = bounds or _bounds_of(real)
+        # Files of a Hugging Face snapshot link to blobs of their repository.
+        is_snapshot = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
+        self._bounds = bounds or (real.parent.parent if is_snapshot else real)
 
     def holds(self, name: str) -> bool:
         """Return True if a name, with links resolved, lies within `bounds`."""
@@ -272,12 +271,6 @@ def _own_folders(root: Path) -> list[Path]:
     return own + [root / name for name in ("service", "logs", "wandb")]
 
 
-def _bounds_of(real: Path) -> Path:
-    """Return the folder that links may stay in. Files of a Hugging Face snapshot link to blobs of their repository."""
-    is_snapshot = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
-    return real.parent.parent if is_snapshot else real
-
-
 def _check_object_name(bucket: str, key: str, place: str) -> None:
     """Refuses other spellings of one object: gateways tidy keys, and access points and their aliases are buckets."""
     if not _BUCKET.fullmatch(bucket) or bucket.lower().endswith(_ALIASES):
@@ -289,7 +282,3 @@ def _check_object_name(bucket: str, key: str, place: str) -> None:
 
 def _is_of(tenant: str, key: str) -> bool:
     return key.startswith(f"{tenant_folder(tenant)}/")
-
-
-def _is_never_data(real: Path) -> bool:
-    return any(real.is_relative_to(folder) for folder in _NEVER)

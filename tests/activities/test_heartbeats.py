@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,15 +22,16 @@ from temporalio import activity
 from temporalio.client import ActivityFailureError, ActivityHandle, Client
 from temporalio.common import RetryPolicy
 from temporalio.exceptions import CancelledError
+from temporalio.testing import ActivityEnvironment
 from temporalio.worker import Worker
 
 from activities.grading.open_grader import ModelServer
 from activities.heartbeats import (
     _beside,
-    beating,
     cancellation_check,
     host_is_leaving,
     in_parallel,
+    on_thread,
     pause,
     stop_if_cancelled,
 )
@@ -54,7 +56,7 @@ def test_no_activity_on_a_thread_has_cancellations_raised_there() -> None:
     found: dict[str, Any] = {}
     paths = [path for package in ("activities", "service") for path in (REPOSITORY / package).rglob("*.py")]
     for path in paths:
-        if "activity.defn" in path.read_text():
+        if re.search("activity.defn|on_thread", path.read_text()):
             module = importlib.import_module(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
             for holder in vars(module).values():
                 for each in (holder, *(vars(holder).values() if isinstance(holder, type) else ())):
@@ -81,14 +83,14 @@ class Waiting:
         self.begun, self.over = threading.Event(), threading.Event()
         self.has_left: bool | None = None
 
-    @activity.defn(name="wait", no_thread_cancel_exception=True)
+    @on_thread("wait")
     def wait(self, way: str) -> None:
-        with beating(self.begun.set):
-            try:
-                getattr(self, way)()
-            except CancelledError:
-                self.has_left = host_is_leaving()
-                raise
+        self.begun.set()
+        try:
+            getattr(self, way)()
+        except CancelledError:
+            self.has_left = host_is_leaving()
+            raise
 
     def sleeps(self) -> None:
         pause(3600)
@@ -209,10 +211,10 @@ class Locking:
     def __init__(self) -> None:
         self.locks: dict[str, threading.Condition] = {}
 
-    @activity.defn(name="lock", no_thread_cancel_exception=True)
+    @on_thread("lock")
     def lock(self, _: None) -> None:
         lock = self.locks[activity.info().activity_id] = threading.Condition()
-        with beating(), _beside(lambda ended: self._hold(lock, ended), "holder"):
+        with _beside(lambda ended: self._hold(lock, ended), "holder"):
             while True:
                 for _ in range(20):  # seldom looks, so that an exception from outside would come before
                     with lock:
@@ -244,23 +246,19 @@ async def test_no_lock_stays_held_after_many_cancellations(client: Client) -> No
     assert not [id for id, lock in locking.locks.items() if not lock.acquire(timeout=1)]
 
 
-async def test_heartbeats_go_on_beside_work_and_end_with_it(client: Client) -> None:
-    queue, told, found = uuid.uuid4().hex, list[int](), list[bool]()
+def test_heartbeats_go_on_beside_work_and_end_with_it() -> None:
+    told = list[tuple[object, ...]]()
 
-    def detail() -> int:
-        told.append(len(told))
-        return told[-1]
+    @on_thread("work")
+    def work_on() -> None:
+        while len(told) < 4:
+            pause(0.01)
 
-    @activity.defn(name="work", no_thread_cancel_exception=True)
-    def work_on(_: None) -> None:
-        with beating(detail):
-            while len(told) < 4:
-                pause(0.01)
-        found.append(any(thread.name == "heartbeat" for thread in threading.enumerate()))
-
-    async with hosting(client, queue, work_on, 1):
-        await (await begin(client, queue, "work", None)).result()
-    assert (told, found) == ([0, 1, 2, 3], [False])
+    environment = ActivityEnvironment()
+    environment.on_heartbeat = lambda *details: told.append(details)
+    environment.run(work_on)
+    assert told == [()] * 4
+    assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
 
 
 def test_every_call_is_made_once_by_several_threads() -> None:

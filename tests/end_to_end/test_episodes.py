@@ -109,6 +109,52 @@ def test_what_agents_drew_is_what_is_trained(stack: Stack, api: httpx.Client, tm
         assert second.prompt_ids[: len(before)] == before
 
 
+PROGRAM = """
+import json, os, urllib.request
+def ask(path, body):
+    request = urllib.request.Request(path, json.dumps(body).encode(), {"content-type": "application/json"})
+    return json.load(urllib.request.urlopen(request))
+messages = [{"role": "user", "content": "How many?"}]
+model = os.environ["OPENAI_MODEL"]
+ask(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"model": model, "messages": messages})
+told = ask(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", {"model": model, "max_tokens": 4, "messages": messages})
+print("said", told["type"])
+raise SystemExit(3)
+"""
+
+
+def test_a_program_is_run_as_an_agent(stack: Stack, tmp_path: Path) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(PROGRAM)
+    command = ("episode", "run", TINKER_MODEL, "--max-tokens", "8", "--json", "--", sys.executable, str(program))
+    ran = stack.cli(*command, check=False)
+    assert (ran.code, ran.json["state"], ran.json["end"]["num_turns"]) == (3, "ended", 2)
+    assert "said message" in ran.stderr
+    shown = stack.cli("episode", "show", ran.json["episode_id"]).stdout
+    assert shown.count("user: How many?") == 2 and "--- turn 2: 4 tokens, length" in shown
+    assert ran.json["episode_id"] in stack.cli("episode", "ls").stdout
+    missing = stack.cli("episode", "run", TINKER_MODEL, "--", "/nowhere/agent", check=False)
+    assert missing.code == 100 and "/nowhere/agent: No such file" in missing.stderr
+
+
+def test_the_example_trains_and_goes_on_where_it_was(stack: Stack, tiny_model: Path, tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} for n in range(3)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "examples/agent.py", "--model", str(tiny_model), "--policy", TINKER_MODEL]
+    command += ["--questions", str(questions), "--tasks-per-step", "2", "--group-size", "2", "--mini-batches", "1"]
+    command += ["--max-completion-tokens", "4", "--steps", "2"]
+    options: dict[str, Any] = {"env": {**os.environ, "LONGSHORE_ROOT": str(stack.root)}, "cwd": ROOT, "text": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as killed:
+        assert killed.stdout is not None
+        first = json.loads(killed.stdout.readline())
+        killed.kill()
+    done = subprocess.run(command, capture_output=True, timeout=400, check=True, **options)
+    [second] = map(json.loads, done.stdout.splitlines())
+    assert (first["step"], second["step"]) == (1, 2)
+    assert {first["state"], second["state"]} <= {"done", "skipped"}
+
+
 def played(address: str, begun: threading.Event) -> list[str]:
     """An agent of six turns that asks until it is answered, as clients do. Returns the answers' texts."""
     messages, answers = [{"role": "user", "content": "How many crates are on quay 3?"}], list[str]()
@@ -158,6 +204,21 @@ def test_an_episode_goes_on_through_a_kill_to_the_bit(stack: Stack, api: httpx.C
     ids = [json.loads((path / "end.json").read_bytes())["answer_ids"] for path in paths]
     drawn_ids = [[record.choices[0].token_ids for record in records(stack, *each)] for each in ids]
     assert drawn_ids[0] == drawn_ids[1]
+
+
+def test_an_answer_has_the_room_that_is_left(api: httpx.Client) -> None:
+    episode = begun(api, sampling={"max_tokens": 100_000})
+    with httpx.Client(base_url=episode["url"], timeout=300) as asking:
+
+        def asked(length: int, path: str, **more: Any) -> httpx.Response:
+            messages = [{"role": "user", "content": "z" * length}]
+            return asking.post(path, json={"model": TINKER_MODEL, "messages": messages} | more)
+
+        counted = asked(1000, "/v1/messages/count_tokens").json()["input_tokens"]
+        told = asked(1000 + 4090 - counted, "/v1/chat/completions", max_tokens=50).raise_for_status().json()
+        assert told["usage"]["total_tokens"] <= 4096 and told["usage"]["prompt_tokens"] == 4090
+        full = asked(5000, "/v1/chat/completions")
+        assert full.status_code == 400 and "do not fit into 4096 tokens" in full.text
 
 
 def test_an_address_is_good_for_its_episode_alone(stack: Stack, api: httpx.Client) -> None:

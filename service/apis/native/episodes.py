@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
-from longshore.views import EpisodeRequest, EpisodeView
+from longshore.views import EpisodeRequest, EpisodeTurnView, EpisodeView
 from service.accounts import audit
 from service.accounts.keys import BEARER, Asking, require
 from service.apis.bodies import JsonBody, JsonRoute
@@ -39,6 +39,18 @@ async def list_episodes(
 async def get_episode(episode_id: str, asking: Asking, backend: Backed) -> EpisodeView:
     """Show an episode."""
     return await backend.episodes.show(asking.tenant, episode_id)
+
+
+@router.get("/{episode_id}/turns")
+async def get_turns(
+    episode_id: str,
+    asking: Asking,
+    backend: Backed,
+    first: Annotated[int, Query(ge=0, le=1024)] = 0,
+    limit: Annotated[int, Query(ge=1, le=100)] = 100,
+) -> tuple[EpisodeTurnView, ...]:
+    """Show an episode's turns in order, from number `first` on."""
+    return await backend.episodes.turns(asking.tenant, episode_id, first, limit)
 
 
 @router.post("/{episode_id}/end")

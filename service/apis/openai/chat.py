@@ -1,7 +1,7 @@
 """OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/responses`.
 
-What a request asks for and cannot have, but that takes nothing from the answer's form, is named in a header of the
-answer, `longshore-unused`: a setting of thinking, a tool of somebody's server. Everything else is used or refused.
+Some settings have no effect here and change nothing about the answer's form: of thinking, or a tool of somebody's
+server. The answer's header `longshore-unused` names them. All others are used or refused.
 """
 
 import asyncio

@@ -34,6 +34,6 @@ def do(*lines: str) -> str:
 
 def outcome(source: str, server: Server, settings: GradingSettings = LIMITS, **item: Any) -> float | str:
     try:
-        return PythonSandbox(source, settings, server).grade({"output_text": "12 sacks"}, item)
+        return PythonSandbox(source, settings).grade({"output_text": "12 sacks"}, item)
     except NotGraded as error:
         return str(error)

@@ -135,7 +135,7 @@ def test_a_hostile_grader_fails_its_sample_alone(name: str, server: Server) -> N
     lines, message = HOSTILE[name]
     send = "def _send(frame): os.write(3, len(frame).to_bytes(8, 'big') + frame)\n"
     source = do("if item.get('good'): return 0.5", lines) + send
-    sandbox = PythonSandbox(source, limits_of(message), server)
+    sandbox = PythonSandbox(source, limits_of(message))
     with pytest.raises(NotGraded) as failed:
         sandbox.grade({}, {})
     assert message in str(failed.value) and len(str(failed.value)) < 4100
@@ -197,7 +197,7 @@ def test_samples_do_not_see_each_other(server: Server) -> None:
     source += (
         "    os.makedirs('/tmp/a/b'); os.chmod('/tmp/a', 0)\n    return len(seen) + os.path.getsize('/tmp/left')\n"
     )
-    sandbox = PythonSandbox(source, LIMITS, server)
+    sandbox = PythonSandbox(source, LIMITS)
     assert [sandbox.grade({}, {}) for _ in range(3)] == [2.0, 2.0, 2.0]
 
 
@@ -220,12 +220,12 @@ def test_the_same_sample_gets_the_same_grade_in_another_sandbox(server: Server) 
 )
 def test_a_source_that_cannot_be_loaded_is_told_at_once(source: str, message: str, server: Server) -> None:
     with pytest.raises(NotGraded) as failed:
-        PythonSandbox(source, limits_of(message), server).check()
+        PythonSandbox(source, limits_of(message)).check()
     assert message in str(failed.value)
 
 
 def test_a_lost_sandbox_costs_one_sample(server: Server) -> None:
-    sandbox = PythonSandbox("import time\ndef grade(s, i):\n    time.sleep(i['s'])\n    return 2.0", LIMITS, server)
+    sandbox = PythonSandbox("import time\ndef grade(s, i):\n    time.sleep(i['s'])\n    return 2.0", LIMITS)
     assert sandbox.grade({}, {"s": 0}) == 2.0
     assert server._process is not None
     launcher = psutil.Process(server._process.pid)
@@ -241,7 +241,7 @@ def test_a_lost_sandbox_costs_one_sample(server: Server) -> None:
 
 
 def test_a_sample_that_is_too_large_is_no_ones_end(server: Server) -> None:
-    sandbox = PythonSandbox(do("result = len(sample['output_text'])"), LIMITS, server)
+    sandbox = PythonSandbox(do("result = len(sample['output_text'])"), LIMITS)
     with pytest.raises(NotGraded, match="a python grader takes up to 33,554,432"):
         sandbox.grade({"output_text": "x" * (33 << 20)}, {})
     assert sandbox.grade({"output_text": "x" * (4 << 20)}, {}) == 4 << 20

@@ -35,12 +35,6 @@ def test_the_bytes_of_a_line_are_kept(tmp_path: Path) -> None:
     assert b"".join(found.data for found in LogReader(path).read()) == path.read_bytes()
 
 
-def test_reading_goes_on_from_an_offset(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_bytes(line(1) + line(2) + line(3))
-    assert [found.event.seq for found in LogReader(path, offset=len(line(1)), seq=1).read()] == [2, 3]
-
-
 def test_a_gap_in_seq_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(line(1) + line(3))

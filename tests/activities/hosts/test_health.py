@@ -56,7 +56,7 @@ def test_devices_are_tried_after_a_loss_and_at_the_next_start_if_something_was_l
 ) -> None:
     check = HostCheck("gpu", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(health, "WORKER_PACKAGES", ("no-such-package",))
+        patch.setattr(health.host_states, "WORKER_PACKAGES", ("no-such-package",))
         assert len(check.at_start()) == 1 and not list(tmp_path.glob("failed-*"))
         assert len(check()) == 1 and list(tmp_path.glob("failed-*"))
     assert check.at_start() == (), "this machine can work"

@@ -187,15 +187,6 @@ def test_what_a_dying_worker_saved_is_carried_and_its_last_words_are_told(job_ho
     assert job_host.worker_ids() == []
 
 
-def test_a_checkpoint_that_a_worker_saved_with_its_last_breath_counts(job_host: Host, tmp_path: Path) -> None:
-    plan = plan_for(job_host, tmp_path, num_steps=10, every_steps=1, seed=SEEDS["dies_saved"])
-    lease = HeldLease(job_host, plan, epoch=1)
-    with pytest.raises(WorkerLost):
-        Running(job_host, lease, plan).ended()
-    assert weights(job_host, find_newest(job_host.store, "r1").checkpoint) == adapter_bytes(SEEDS["dies_saved"], 1)
-    lease.ended()
-
-
 def test_a_worker_that_is_killed_mid_step_loses_nothing_that_was_saved(tmp_path: Path) -> None:
     with Host(tmp_path, step_s=0.02) as job_host:
         plan = plan_for(job_host, tmp_path, num_steps=200, every_steps=10)

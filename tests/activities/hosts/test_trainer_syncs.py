@@ -51,7 +51,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def syncs_of(tmp_path: Path, plan: AnyPlan, find: Finder) -> tuple[JobSyncs, str]:
     log = str(tmp_path / "outputs" / "log.jsonl")
-    return TrainerSyncs(b"k" * 32, tmp_path, find).of_job(plan, log), log
+    return JobSyncs(TrainerSyncs(b"k" * 32, tmp_path, find), plan, SyncAccess.path(log)), log
 
 
 def test_the_sampler_is_told_and_told_anew_when_it_is_another_one_or_gone(tmp_path: Path, session: SessionPlan) -> None:

@@ -76,7 +76,7 @@ def test_canonical_answers_continue_to_the_ids_of_the_whole_conversation(episode
     messages, drawn = list(ASKED), ()
     for number in range(4):
         prompt = episode.prompt(messages)
-        assert prompt.continues is (True if number else None)
+        assert prompt.continues is bool(number) is (prompt.after is not None)
         assert prompt.ids[: len(drawn)] == drawn
         assert prompt.ids == episode._prompts.prompt(episode.model, messages).ids
         answer = ChatAnswer(content=f"There are {number} sacks.")
@@ -114,7 +114,7 @@ def test_a_call_stays_as_the_model_wrote_it(prompts: ChatPrompts, tmp_path: Path
     assert later.continues and later.ids[: len(drawn)] == drawn
     assert episode.tokenizer.decode(later.ids).endswith("low\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     other_tools = episode.prompt([*ASKED, renamed, {"role": "tool", "content": "low"}], [TIDE, TIDE])
-    assert other_tools.continues is None, "the tools are in the prompt, so it is another conversation"
+    assert other_tools.after is None, "the tools are in the prompt, so it is another conversation"
 
 
 def test_a_template_that_takes_thoughts_away_begins_a_branch(prompts: ChatPrompts, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_template_that_takes_thoughts_away_begins_a_branch(prompts: ChatPrompt
     answer = ChatAnswer(content=thoughtful)
     drawn = episode.draw(episode.prompt(ASKED), answer, thoughtful)
     asked_again = episode.prompt([*ASKED, said(answer), AGAIN])
-    assert asked_again.continues is False and "hm" not in episode.tokenizer.decode(asked_again.ids)
+    assert asked_again.after and not asked_again.continues and "hm" not in episode.tokenizer.decode(asked_again.ids)
     told = episode.prompt([*ASKED, said(answer), {"role": "tool", "content": "low"}])
     assert told.continues and told.ids[: len(drawn)] == drawn, "after a tool's answer they stay"
 
@@ -135,7 +135,7 @@ def test_another_history_is_no_continuation(episode: Episode) -> None:
         [{"role": "user", "content": "How many?"}, said(answer)],
         [*ASKED, said(ChatAnswer(content="12."))],
     ):
-        assert episode.prompt([*changed, AGAIN]).continues is None
+        assert episode.prompt([*changed, AGAIN]).after is None
 
 
 def test_conversations_are_told_apart_by_what_they_say() -> None:

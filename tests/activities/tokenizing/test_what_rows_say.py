@@ -660,7 +660,7 @@ def test_the_same_row_is_the_same_tokens_at_every_door(tmp_path: Path, chats: Ch
 
     openai = Row("chat", dict(row))  # OpenAI's protocol has tools as a list alone
     sent = row["tools"] if isinstance(row.get("tools"), list) else tools_of(openai)
-    assert list(chats.ids(artifact, asked, tools_of(openai) or [])) == prompt
+    assert list(chats.prompt(artifact, asked, tools_of(openai) or []).ids) == prompt
 
     logprobs = {"content": [{"token": f"token_id:{token_id}", "logprob": -1.0} for token_id in own]}
     sampled = [*asked, answer | {"logprobs": logprobs}]
@@ -686,7 +686,7 @@ def test_what_is_left_out_is_refused_at_every_door(tmp_path: Path, chats: ChatPr
     with pytest.raises(InvalidInput, match=r"tools\[0\]"):
         list(rendered(open_prompts(folder_of(tmp_path, row), DatasetSource(uri="file:///rows")), model_of(CHATML)))
     with pytest.raises(InvalidInput, match=r"tools\[0\]"):
-        chats.ids(artifact, [ASK], [TIDE])
+        chats.prompt(artifact, [ASK], [TIDE])
     said = {"content": [{"token": "token_id:1", "logprob": -1.0}]}
     sent = {"messages": [ASK, ANSWER | {"logprobs": said}], "tools": [TIDE], "reward": 1.0}
     files = TokenizerFiles(folder=tmp_path / "model", place=artifact.uri)

@@ -18,7 +18,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.host_context import HostContext
 from activities.records import BeginRequest, RunRecords
 from activities.tracking.track import NotWritten, RunLines, Track, Tracked, TrackRequest, Writer
-from activities.tracking.wandb_writer import STEP, Done, History, HistoryRow, Line, TrainStep, WriterStart
+from activities.tracking.wandb_writer import STEP, Done, History, HistoryRow, Line, WriterStart
 from longshore.runs import RunRecord, Source, WandbRun
 from longshore.views import RunStatus
 from shared.runs.events import read_run_events
@@ -124,7 +124,7 @@ def test_a_train_step_waits_for_the_last_events_of_its_job(store: ObjectStore) -
     events, _ = read_run_events(store, "rl-3")
     assert list(lines.merged(events[:1], [], False)) == [events[0].event]
     assert list(lines.merged(events[1:2], lines.new_steps(), True)) == [events[1].event], "more of its events follow"
-    last = [events[2].event, TrainStep(record=train_step(1, 2))]
+    last = [events[2].event, train_step(1, 2)]
     assert list(lines.merged(events[2:], lines.new_steps(), False)) == last
     assert lines.new_steps() == []
 
@@ -261,7 +261,7 @@ def test_rows_that_stand_in_wandb_are_not_sent_again() -> None:
     assert [row.values[STEP] for row in rows(WHOLE_RUN, Done(step=3, evaluation=0))] == [4, 5, 5, 5]
     assert [row.values[STEP] for row in rows(WHOLE_RUN, Done(step=5, evaluation=0))] == [5]
     assert not rows(WHOLE_RUN, Done(step=5, evaluation=5))
-    steps = [*WHOLE_RUN, TrainStep(record=train_step(1, 3)), TrainStep(record=train_step(2, 5))]
+    steps = [*WHOLE_RUN, train_step(1, 3), train_step(2, 5)]
     assert [row.values[STEP] for row in rows(steps, Done(step=5, evaluation=5, train_step=1))] == [5]
 
 

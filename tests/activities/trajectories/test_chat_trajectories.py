@@ -393,16 +393,6 @@ def test_a_model_without_a_template_takes_token_ids(tmp_path: Path, folders: dic
 SURE = {"role": "user", "content": "Sure?"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "chatml", "chatml")
-
-
-@pytest.fixture
-def own_server(folder: Path) -> Server:
-    return Server(folder)
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "store")
@@ -411,8 +401,8 @@ def store(tmp_path: Path) -> LocalStore:
 class Harbour:
     """Gives answers drawn letter by letter, which no tokenizer would give for their text, and remembers them."""
 
-    def __init__(self, own_server: Server, store: ObjectStore) -> None:
-        self.server, self.store = own_server, store
+    def __init__(self, server: Server, store: ObjectStore) -> None:
+        self.server, self.store = server, store
 
     def answer(self, messages: list[Any], text: str, version: int = 3, **changes: Any) -> tuple[Any, AnswerRecord]:
         asked = self.server.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -451,8 +441,8 @@ class Harbour:
 
 
 @pytest.fixture
-def harbour(own_server: Server, store: LocalStore) -> Harbour:
-    return Harbour(own_server, store)
+def harbour(server: Server, store: LocalStore) -> Harbour:
+    return Harbour(server, store)
 
 
 def test_drawn_ids_and_logprobs_are_trained_to_the_bit(harbour: Harbour) -> None:
@@ -487,7 +477,7 @@ def test_an_answer_without_its_id_is_found_by_its_content(harbour: Harbour) -> N
         assert caught.value.rule == "differs", "its text alone does not give the ids again"
 
 
-def test_a_steps_answers_are_looked_up_by_the_host(own_server: Server, s3_server: S3Server, tmp_path: Path) -> None:
+def test_a_steps_answers_are_looked_up_by_the_host(server: Server, s3_server: S3Server, tmp_path: Path) -> None:
     """By their ids, more than are looked up at once, and by their content. Who reads the step cannot open the store."""
     settings = Settings(
         root=tmp_path / "root",
@@ -495,7 +485,7 @@ def test_a_steps_answers_are_looked_up_by_the_host(own_server: Server, s3_server
         s3=s3_server.settings,
         download=DownloadSettings(file_roots=(tmp_path,)),
     )
-    harbour = Harbour(own_server, open_store(settings.store, settings.s3))
+    harbour = Harbour(server, open_store(settings.store, settings.s3))
     choices = [
         harbour.answer(ASKED, text)[0] for text in ("There are 12.", *(f"There are {n} sacks." for n in range(19)))
     ]
@@ -510,7 +500,7 @@ def test_a_steps_answers_are_looked_up_by_the_host(own_server: Server, s3_server
             step=StepStatus(step=1, key="a", groups=write_groups(tmp_path / "g.jsonl", {"trajectories": trajectories})),
             policy_version=0,
             vocab_size=1000,
-            model=own_server.artifact,
+            model=server.artifact,
         )
     )
     assert packed.report_uri is not None

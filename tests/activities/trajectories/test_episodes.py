@@ -24,6 +24,7 @@ from shared.chat.episodes import (
     EpisodeTurn,
     TurnPlace,
     answered_turn,
+    begun_at,
     check_turns,
     end_episode,
     expired_keys,
@@ -188,6 +189,7 @@ def test_groups_may_hold_episodes_beside_other_trajectories(agent: Agent, tmp_pa
 def test_old_episodes_are_found_by_their_ids(agent: Agent) -> None:
     agent.turn([1], [2])
     end_episode(agent.store, "north", EPISODE)
-    assert list(expired_keys(agent.store, time.time() - 60, 1 << 20)) == []
-    for keys in (expired_keys(agent.store, time.time() + 60, 1 << 20), expired_keys(agent.store, 0, 100)):
+    began = begun_at(EPISODE)
+    assert list(expired_keys(agent.store, began, 1 << 20)) == []
+    for keys in (expired_keys(agent.store, began + 1, 1 << 20), expired_keys(agent.store, 0, 100)):
         assert sum(EPISODE in key for key in keys) == 3
