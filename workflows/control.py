@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
@@ -24,20 +24,6 @@ outside: Callable[[Callable[..., Any], Any], Any] | None = None
 """Does activities outside of workflows: longshore/local.py sets it, whose runs have a workflow's order of steps."""
 NOT_STARTED = "NotStartedByTheService"
 """The error type of a workflow that must not run: the service did not ask for it, or its start id was used before."""
-
-
-class ShownRun(Protocol):
-    """A run in progress, of a workflow or of this process: what users see of it, and its tenant's room."""
-
-    @property
-    def status(self) -> RunStatus: ...
-
-    @property
-    def room(self) -> Room: ...
-
-    def show(self, **changes: Any) -> object: ...
-
-    def add_notices(self, notices: tuple[str, ...]) -> None: ...
 
 
 async def do(

@@ -24,7 +24,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts.sampling import LeasedSamplers
     from workflows.training import job_plan
     from workflows.training.job_plan import replayed_routes
-    from workflows.training.run import ActiveRun, ClientDrivenHandlers, StepEta, changed, version_shown
+    from workflows.training.run import ActiveRun, ClientDrivenHandlers, ShownRun, StepEta, changed, version_shown
     from workflows.training.train_step import (
         StepQueue,
         policy_shown,
@@ -52,7 +52,7 @@ def recover_request(start: RLStart) -> RecoverRequest:
     )
 
 
-async def prepared_state(run: control.ShownRun, start: RLStart, recovered: Recovered) -> RLState:
+async def prepared_state(run: ShownRun, start: RLStart, recovered: Recovered) -> RLState:
     """Check model and adapters, render prompts. Steps that were recovered from the store are done."""
     resolved = await job_plan.resolve_model(start)
     adapter = await job_plan.resolve_initial_adapter(start, resolved)
@@ -99,7 +99,7 @@ def best_metrics(watched: Watched, best: StepStatus) -> dict[str, float]:
     return {} if metric is None else {"best_step": float(best.step), f"best_{metric}": best.metrics[metric]}
 
 
-async def publish_last(run: control.ShownRun, start: RLStart, state: RLState) -> StepStatus | None:
+async def publish_last(run: ShownRun, start: RLStart, state: RLState) -> StepStatus | None:
     """Publish the last step's policy, if that has not been done. Returns the step then."""
     if (step := state.unpublished) is None:
         return None
@@ -110,7 +110,7 @@ async def publish_last(run: control.ShownRun, start: RLStart, state: RLState) ->
     return done
 
 
-async def publish_best(run: control.ShownRun, start: RLStart, state: RLState, last_step: int) -> None:
+async def publish_best(run: ShownRun, start: RLStart, state: RLState, last_step: int) -> None:
     """Say what the evaluations decided; publish the best policy again, as the newest version, if it is not."""
     watched, best = start.run.held_out, state.evaluated.best
     if state.rollouts is None or watched is None:

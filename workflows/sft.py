@@ -29,7 +29,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.outcomes import with_counts
     from workflows.training import job_plan
     from workflows.training.job_plan import dataset_job
-    from workflows.training.run import ActiveRun, RunHandlers, changed, version_shown
+    from workflows.training.run import ActiveRun, RunHandlers, ShownRun, changed, version_shown
 
 
 # --- Requests of a run on a dataset: pure functions ---
@@ -116,7 +116,7 @@ class DatasetTraining:
         do: does the run's job on a worker.
     """
 
-    def __init__(self, start: RunStart, run: control.ShownRun, do: Callable[[JobPlan], Awaitable[JobResult]]) -> None:
+    def __init__(self, start: RunStart, run: ShownRun, do: Callable[[JobPlan], Awaitable[JobResult]]) -> None:
         self._start = start
         self._run = run
         self._do = do

@@ -43,7 +43,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts.requests import rollouts_of
     from workflows.rollouts.sampling import LeasedSamplers
     from workflows.training import job_plan
-    from workflows.training.run import ActiveRun
+    from workflows.training.run import ActiveRun, ShownRun
     from workflows.training.train_step import unchanged
 
 
@@ -120,7 +120,7 @@ def check_buckets(run: RLRun, shape: ModelShape) -> None:
         raise RunFailed(Problem(kind="invalid_input", message=message))
 
 
-async def prepare_rollouts(run: control.ShownRun, start: RLStart, policy: ResolvedModel) -> RolloutData:
+async def prepare_rollouts(run: ShownRun, start: RLStart, policy: ResolvedModel) -> RolloutData:
     """Try the grader, download and render the prompts, before any accelerator is asked for."""
     rollouts = rollouts_of(start.run)
     await control.do(Grade.check_grader, rollouts.grader)
@@ -133,7 +133,7 @@ async def prepare_rollouts(run: control.ShownRun, start: RLStart, policy: Resolv
 
 
 async def _render(
-    run: control.ShownRun, start: RLStart, model: Artifact, sources: Mapping[str, DatasetSource]
+    run: ShownRun, start: RLStart, model: Artifact, sources: Mapping[str, DatasetSource]
 ) -> list[Prompts]:
     """Download datasets of prompts, each under its own name below the run, and render them."""
     found = []
