@@ -41,8 +41,6 @@ class GarbageReport(Frozen):
 
 
 _NAMED = ("@hourly", "@daily", "@weekly", "@monthly", "@yearly")
-
-
 Overlap = Literal["skip", "buffer_one", "buffer_all", "allow_all", "cancel_other"]
 
 
@@ -112,17 +110,9 @@ class Action(Frozen):
 
 
 MAX_TRIALS = 256
-
-
 _MAX_VALUES = 256
-
-
 _NOT_SWEPT = ("kind", "schema_version", "name", "algorithm")
-
-
 SweepId = Annotated[str, pattern(r"^sweep-[0-9a-f]{17}$", "a sweep's id is sweep- and 17 hexadecimal digits")]
-
-
 FieldPath = Annotated[
     str,
     pattern(
@@ -130,8 +120,6 @@ FieldPath = Annotated[
         max_length=128,
     ),
 ]  # fmt: skip
-
-
 Values = dict[FieldPath, JsonValue]
 
 
@@ -286,11 +274,7 @@ class Report(NamedTuple):
 
 
 WebhookId = Annotated[str, Field(pattern=r"^wh-[0-9a-f]{24}$")]
-
-
 NoticeId = Annotated[str, Field(pattern=r"^evt-[0-9a-f]{23}$")]
-
-
 NoticeType = Literal[
     "run.created",
     "run.resumed",
@@ -303,8 +287,6 @@ NoticeType = Literal[
     "fine_tuning.job.cancelled",
     "ping",
 ]
-
-
 NOTICE_TYPES: tuple[NoticeType, ...] = get_args(NoticeType)
 
 

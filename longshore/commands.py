@@ -15,8 +15,6 @@ MAX_TOP_K = 128
 MAX_ANSWER = 1_000_000
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
 Effect = Literal["nothing", "slot", "saved_state"]
 """What a command changes, which every class of commands says.
 

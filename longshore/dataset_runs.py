@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from longshore import training
 from longshore.fields import Frozen, Name, added, pattern
 from longshore.losses import (
     MOST_TEACHERS,
@@ -22,47 +23,12 @@ from longshore.losses import (
     check_teacher_is_frozen,
     several_teachers_fit,
 )
-from longshore.training import (
-    DTYPE_DESCRIPTION,
-    MAX_SCALARS,
-    OTHER_BASE_DESCRIPTION,
-    PAIRED,
-    QUANTIZE_DESCRIPTION,
-    RECOMPUTE_DESCRIPTION,
-    STATES_DESCRIPTION,
-    Adam,
-    Decay,
-    DtypeChoice,
-    EngineName,
-    Full,
-    Layout,
-    Lora,
-    LoraPlusRatio,
-    ModelUri,
-    Muon,
-    NoiseScale,
-    Optimizer,
-    OptimizerName,
-    OptimizerStates,
-    Quantization,
-    Recompute,
-    ScalarHead,
-    Trainable,
-    Watched,
-    check_optimizer,
-    engine_takes_the_layout,
-    fields_fit_engine,
-    pipelines_have_bins,
-    trains_the_language_head,
-)
 
 # --- Datasets of runs: where they are and the format of their rows; and teachers ---
 
 Format = Literal[
     "auto", "chat", "prompt_completion", "alpaca", "sharegpt", "text", "tokenized", "preference", "openai_preference"
 ]
-
-
 PAIR_FORMATS = ("preference", "openai_preference")
 
 
@@ -184,20 +150,10 @@ def _pairs_alone(source: DatasetSource) -> DatasetSource:
 
 
 RowsSource = Annotated[DatasetSource, AfterValidator(_both_fields_or_none)]
-
-
 ExamplesSource = Annotated[RowsSource, AfterValidator(_no_pairs)]
-
-
 PreferencesSource = Annotated[RowsSource, AfterValidator(_preferences_alone)]
-
-
 PairsSource = Annotated[DatasetSource, AfterValidator(_pairs_alone)]
-
-
 PromptsSource = Annotated[DatasetSource, AfterValidator(_prompts_alone)]
-
-
 MOST_SOURCES = 64
 
 
@@ -284,14 +240,12 @@ def _each_name_once(given: Any) -> Any:
 
 
 NamedPrompts = Annotated[dict[SetName, PromptsSource], BeforeValidator(_each_name_once)]
-
-
+_NamedExamples = Annotated[dict[SetName, ExamplesSource], BeforeValidator(_each_name_once)]
+_NamedPreferences = Annotated[dict[SetName, PreferencesSource], BeforeValidator(_each_name_once)]
 _EVALUATIONS: dict[str, Any] = {
     "max_length": 16,
     "description": "held-out data by name, instead of eval_dataset: each is evaluated, as eval_NAME_loss",
 }
-
-
 TeacherUri = Annotated[str, Field(min_length=1, max_length=2048)]
 
 
@@ -311,7 +265,7 @@ class TaughtBy(DistillationSettings):
     teacher_key: str | None = Field(
         default=None, max_length=64, description="for a teacher behind a URL: the name of its key in this installation"
     )
-    teachers: Annotated[tuple[tuple[Name, TeacherUri], ...], PAIRED] = Field(
+    teachers: Annotated[tuple[tuple[Name, TeacherUri], ...], training.PAIRED] = Field(
         default=(),
         max_length=MOST_TEACHERS,
         description="further teachers by name, each as in `teacher`: a row's field `teacher` names one of them; "
@@ -365,34 +319,35 @@ class TrainedRun(Frozen):
     name: Name | None = Field(
         default=None, description="the name under which the adapter is published; the run's id if absent"
     )
-    model: ModelUri
-    trainable: Trainable = Lora()
+    model: training.ModelUri
+    trainable: training.Trainable = training.Lora()
     initial_adapter: str | None = Field(default=None, description="a published adapter to continue from: URI or name")
-    allow_other_base: bool = Field(default=False, description=OTHER_BASE_DESCRIPTION)
+    allow_other_base: bool = Field(default=False, description=training.OTHER_BASE_DESCRIPTION)
     bin_tokens: int | None = Field(default=None, ge=2, description="tokens of a micro-batch; max_tokens if absent")
     memory_budget_bytes: int | None = Field(default=None, ge=1_000_000, description=_BUDGET)
-    optimizer: OptimizerName = "adamw"
+    optimizer: training.OptimizerName = "adamw"
     weight_decay: float = Field(default=0.0, ge=0, description="the optimizer's decoupled weight decay")
-    decay: Decay = "all"
+    decay: training.Decay = "all"
     clip_norm: float = Field(default=1.0, ge=0, description="bound of the global gradient norm; 0 for none")
-    lora_plus_ratio: LoraPlusRatio = 1.0
-    noise_scale: NoiseScale = False
+    lora_plus_ratio: training.LoraPlusRatio = 1.0
+    noise_scale: training.NoiseScale = False
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the data's order and of fresh adapter weights")
-    engine: EngineName = Field(default="megatron", description="the training engine; fsdp: only layouts of dp and tp")
-    layout: Layout = Layout()
-    dtype: DtypeChoice = Field(default="auto", description=DTYPE_DESCRIPTION)
-    quantize_base: Quantization | None = Field(default=None, description=QUANTIZE_DESCRIPTION)
-    optimizer_states: OptimizerStates = Field(default="float32", description=STATES_DESCRIPTION)
-    recompute: Recompute = Field(default="auto", description=RECOMPUTE_DESCRIPTION)
+    engine: training.EngineName = Field(
+        default="megatron", description="the training engine; fsdp: only layouts of dp and tp"
+    )
+    layout: training.Layout = training.Layout()
+    dtype: training.DtypeChoice = Field(default="auto", description=training.DTYPE_DESCRIPTION)
+    quantize_base: training.Quantization | None = Field(default=None, description=training.QUANTIZE_DESCRIPTION)
+    optimizer_states: training.OptimizerStates = Field(default="float32", description=training.STATES_DESCRIPTION)
+    recompute: training.Recompute = Field(default="auto", description=training.RECOMPUTE_DESCRIPTION)
 
-    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
-    _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
-    _pipelines_have_bins = model_validator(mode="after")(pipelines_have_bins)
-    _trains_the_language_head = model_validator(mode="after")(trains_the_language_head)
+    _fields_fit_engine = model_validator(mode="after")(training.fields_fit_engine)
+    _pipelines_have_bins = model_validator(mode="after")(training.pipelines_have_bins)
+    _trains_the_language_head = model_validator(mode="after")(training.trains_the_language_head)
 
     @model_validator(mode="after")
     def _optimizer_fits(self) -> Self:
-        check_optimizer(self.settings_of_optimizer, self.engine, self.layout, self.trainable)
+        training.check_optimizer(self.settings_of_optimizer, self.engine, self.layout, self.trainable)
         return self
 
     @model_validator(mode="after")
@@ -402,14 +357,14 @@ class TrainedRun(Frozen):
         return self
 
     @property
-    def settings_of_optimizer(self) -> Optimizer:
+    def settings_of_optimizer(self) -> training.Optimizer:
         """The optimizer of the run's jobs."""
-        return (Muon if self.optimizer == "muon" else Adam)(
+        return (training.Muon if self.optimizer == "muon" else training.Adam)(
             **self.model_dump(include={"weight_decay", "decay", "clip_norm", "lora_plus_ratio", "noise_scale"})
         )
 
 
-class _DatasetRun(Watched, TrainedRun):
+class _DatasetRun(training.Watched, TrainedRun):
     """Common fields of runs on a dataset: either epochs or steps, and either batch_size or batch_tokens."""
 
     dataset: Dataset
@@ -490,9 +445,7 @@ class _DatasetRun(Watched, TrainedRun):
 class _ExamplesRun(_DatasetRun):
     dataset: ExamplesDataset = Field(description="examples")
     eval_dataset: ExamplesSource | None = Field(default=None, description="held-out examples")
-    eval_datasets: Annotated[dict[SetName, ExamplesSource], BeforeValidator(_each_name_once)] = added(
-        {}, **_EVALUATIONS
-    )
+    eval_datasets: _NamedExamples = added({}, **_EVALUATIONS)
     too_long: Literal["drop", "truncate"] = Field(default="drop", description="what happens to longer examples")
     learning_rate: float = Field(default=1e-4, gt=0, le=10, description=PEAK)
 
@@ -543,9 +496,7 @@ class DPORun(Preferences, _DatasetRun):
     kind: Literal["dpo"] = "dpo"
     dataset: PreferencesDataset = Field(description="preference pairs; for kto also answers with a label")
     eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with a label")
-    eval_datasets: Annotated[dict[SetName, PreferencesSource], BeforeValidator(_each_name_once)] = added(
-        {}, **_EVALUATIONS
-    )
+    eval_datasets: _NamedPreferences = added({}, **_EVALUATIONS)
     too_long: Literal["drop"] = "drop"
     batch_size: int | None = Field(default=None, ge=1, description="pairs per step")
     max_tokens: int = Field(default=2048, ge=2, le=1_048_576, description="longest pair, including both answers")
@@ -577,13 +528,11 @@ class RewardRun(_DatasetRun):
     )
     dataset: PreferencesDataset = Field(description="preference pairs; for squared_error answers with scores")
     eval_dataset: PreferencesSource | None = Field(default=None, description="held-out pairs, or answers with scores")
-    eval_datasets: Annotated[dict[SetName, PreferencesSource], BeforeValidator(_each_name_once)] = added(
-        {}, **_EVALUATIONS
-    )
+    eval_datasets: _NamedPreferences = added({}, **_EVALUATIONS)
     score_fields: tuple[Name, ...] | None = Field(
         default=None,
         min_length=1,
-        max_length=MAX_SCALARS,
+        max_length=training.MAX_SCALARS,
         description="for squared_error: numeric fields of rows, each a scalar of the head; score if absent",
     )
     per_turn: bool = Field(
@@ -600,8 +549,8 @@ class RewardRun(_DatasetRun):
     @model_validator(mode="before")
     @classmethod
     def _has_the_head_of_its_objective(cls, given: Any) -> Any:
-        trained = given.get("trainable", Lora()) if isinstance(given, dict) else None
-        told = trained.model_dump() if isinstance(trained, Lora | Full) else trained
+        trained = given.get("trainable", training.Lora()) if isinstance(given, dict) else None
+        told = trained.model_dump() if isinstance(trained, training.Lora | training.Full) else trained
         if not isinstance(told, dict):
             return given
         fields = given.get("score_fields") or ("score",)
@@ -610,11 +559,13 @@ class RewardRun(_DatasetRun):
         return given | {"trainable": told | {"head": told.get("head") or head}}
 
     @property
-    def head(self) -> ScalarHead:
+    def head(self) -> training.ScalarHead:
         """The head of `trainable`, which the objective trains."""
         if self.per_turn:
-            return ScalarHead(names=("reward",), per="token")
-        return ScalarHead(names=("reward",) if self.reads_pairs else self.score_fields or ("score",), per="sequence")
+            return training.ScalarHead(names=("reward",), per="token")
+        return training.ScalarHead(
+            names=("reward",) if self.reads_pairs else self.score_fields or ("score",), per="sequence"
+        )
 
     @property
     def reads_pairs(self) -> bool:

@@ -36,16 +36,18 @@ _BINARY: Mapping[str, Callable[[float, float], float]] = {
     "/": operator.truediv,
     "^": math.pow,
 }
-_UNARY_FUNCTIONS: Mapping[str, Callable[[float], float]] = {
+_FUNCTIONS: Mapping[str, Callable[..., float]] = {
     "abs": abs,
     "floor": lambda x: float(math.floor(x)),
     "ceil": lambda x: float(math.ceil(x)),
     "exp": math.exp,
     "sqrt": math.sqrt,
     "log": math.log,
+    "min": min,
+    "max": max,
 }
-_VARIADIC_FUNCTIONS: Mapping[str, Callable[..., float]] = {"min": min, "max": max}
-FUNCTIONS = frozenset(_UNARY_FUNCTIONS) | frozenset(_VARIADIC_FUNCTIONS)
+FUNCTIONS = frozenset(_FUNCTIONS)
+_OF_SEVERAL = ("min", "max")
 
 
 class ExpressionError(ValueError):
@@ -208,15 +210,13 @@ def _number(token: _Token) -> float:
 
 def _function(token: _Token, arity: int) -> _Apply:
     _, name, place = token
-    if name in _UNARY_FUNCTIONS and arity == 1:
-        return _Apply(name, _UNARY_FUNCTIONS[name], 1)
-    if name in _VARIADIC_FUNCTIONS and arity >= 2:
-        return _Apply(name, _VARIADIC_FUNCTIONS[name], arity)
-    if name in FUNCTIONS:
-        wanted = "one argument" if name in _UNARY_FUNCTIONS else "two or more arguments"
+    if name not in FUNCTIONS:
+        known = ", ".join(sorted(FUNCTIONS))
+        raise ExpressionError(f"character {place + 1}: there is no function '{name}'; there are {known}")
+    if (arity > 1) != (name in _OF_SEVERAL):
+        wanted = "two or more arguments" if name in _OF_SEVERAL else "one argument"
         raise ExpressionError(f"character {place + 1}: {name} takes {wanted}")
-    known = ", ".join(sorted(FUNCTIONS))
-    raise ExpressionError(f"character {place + 1}: there is no function '{name}'; there are {known}")
+    return _Apply(name, _FUNCTIONS[name], arity)
 
 
 # --- Template strings of graders ---

@@ -2,39 +2,37 @@
 (docs/local.md).
 
 A process that imports this has Longshore's packages `shared`, `activities` and `workflows`, and no others of these
-names. Only the order of a run's steps is written here once more. All below is what a service runs: the requests of
-`workflows`, the activities' functions, job files and workers.
+names. A run on a dataset has the order of its workflow; only the loop of an RL run is written here once more. All below
+is what a service runs: the requests of `workflows`, the activities' functions, job files and workers.
 """
 
 import socket
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from longshore.accounts import QuotaSettings, Room
 from longshore.dataset_runs import (
     DatasetRun,
-    DatasetSource,
     DistillRun,
     DPORun,
     RewardRun,
     SFTRun,
-    evaluations_by_split,
-    sources_by_split,
 )
 from longshore.events import Evaluated, Event, Step
 from longshore.fields import Artifact, Fence, Frozen
 from longshore.grading import reward_graders
-from longshore.losses import Reference, reference_uri
 from longshore.runs import RLRun, RunRecord
 from longshore.server import importable
 from longshore.views import RunStatus, StepStatus
 
 with importable("shared", "activities", "workflows"):
-    from activities.grading.ask_teacher import AskTeacher
     from activities.grading.grade import Grade, GradeRequest, GradeSummary
     from activities.host_context import HostContext, locked
     from activities.hosts.lease import LeaseRecord, ProcessLease, Stager
@@ -47,8 +45,6 @@ with importable("shared", "activities", "workflows"):
         room_for_ranks,
         worker_environment,
     )
-    from activities.models.resolve import Resolve
-    from activities.publishing.publish import Publish
     from activities.records import (
         FindCheckpoint,
         FindCheckpointRequest,
@@ -58,55 +54,28 @@ with importable("shared", "activities", "workflows"):
     )
     from activities.sampling.sample import PolicySampleRequest, Sampled, SamplerActivities
     from activities.sampling.samplers import SamplerCommand, Samplers
-    from activities.sources.download import Download, DownloadRequest
-    from activities.tokenizing.render_prompts import Prompts, RenderPrompts
-    from activities.tokenizing.tokenize import MixSources, Tokenize, Tokenized
-    from activities.tokenizing.units import PackDataset, Packed, PackRequest
     from activities.trajectories.group_samples import Drawn, GroupSamples
     from activities.trajectories.pack_trajectories import PackTrajectories
     from shared.errors import InvalidInput, NotFound, WorkerLost
-    from shared.jobs.job import JobPlan, LeaseMark, PackedData, ProcessKey, WorkerKey, check_ranks
+    from shared.jobs.job import JobPlan, LeaseMark, ProcessKey, WorkerKey, check_ranks
     from shared.runs.acceptance import check_startable, precision_of
-    from shared.runs.start import AnyStart, ResolvedModel, RLStart, RunStart, threads_per_rank, workflow_of
-    from shared.runs.status import RLState
+    from shared.runs.start import AnyStart, RLStart, RunStart, threads_per_rank, workflow_of
     from shared.serving import LeasedSampler
     from shared.settings import SamplingSettings, Settings
     from shared.storage.artifacts import read_record
     from shared.storage.host_states import is_bf16_fast, write_fast_bf16
     from shared.storage.paths import RunKeys, content_key
+    from workflows import control, sft
     from workflows.outcomes import RunFailed, with_counts
     from workflows.policies import WORKER_READY_TIMEOUT_S
-    from workflows.rl import best_metrics, best_request, first_state, recover_request
+    from workflows.rl import prepared_state, publish_best, publish_last, recover_request
     from workflows.rollouts import requests as rollout_requests
-    from workflows.sft import (
-        mix_request,
-        pack_request,
-        reference_named,
-        teacher_request,
-        tokenize_request,
-    )
-    from workflows.training.job_plan import (
-        adapter_request,
-        dataset_job,
-        model_request,
-        publish_request,
-        replayed_routes,
-        rl_job,
-    )
-    from workflows.training.run import version_shown
-    from workflows.training.train_step import (
-        groups_request,
-        is_due,
-        policy_shown,
-        published_step,
-        shown_after,
-        state_after,
-        trained_step,
-        unchanged,
-    )
+    from workflows.training import job_plan, train_step
 
 __all__ = ("InvalidInput", "RunFailed", "WorkerLost", "train")
 
+T = TypeVar("T")
+_running: ContextVar["_Local"] = ContextVar("running")
 OnMetrics = Callable[[int, dict[str, float]], object]
 
 
@@ -152,9 +121,12 @@ def train(
             return read_record(host.store, RunKeys(record.run_id).result, RunStatus)
         _, start = workflow_of(record, host.settings, QuotaSettings(), Room())
         local = _Local(host, start, on_metrics or (lambda step, metrics: None), stack)
+        stack.callback(_running.reset, _running.set(local))
         match start:
             case RunStart():
-                _train_on_dataset(local, start)
+                _now(sft.DatasetTraining(start, local, local.only_job).train_and_publish())
+                skipped = int(local.status.metrics.get("skipped", 0))
+                local.show(notices=with_counts(local.status.notices, skipped_steps=skipped))
             case RLStart():
                 _LocalRL(local, start).train()
         status = local.show(state="succeeded", phase="done", ended_at=time.time())
@@ -217,6 +189,26 @@ def _accept(run: DatasetRun | RLRun, host: HostContext, threads: int | None) -> 
     return record
 
 
+def _outside(activity: Callable[..., Any], request: Any) -> Any:
+    """Do an activity of a control host, a method of a class of a host's activities, for the run of this thread."""
+    owner, _, name = activity.__qualname__.partition(".")
+    activities = getattr(sys.modules[activity.__module__], owner)
+    return getattr(activities(_running.get().host), name)(request)
+
+
+control.outside = _outside
+
+
+def _now(steps: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine of a workflow to its end. It never waits, as its activities are done here."""
+    try:
+        steps.send(None)
+    except StopIteration as done:
+        found: T = done.value
+        return found
+    raise AssertionError("no activity of a local run waits")
+
+
 class _NoWorkflow:
     """Takes the signals of activities, which no workflow waits for."""
 
@@ -234,6 +226,7 @@ class _Local:
     start: AnyStart
     on_metrics: OnMetrics
     stack: ExitStack
+    room: Room = field(default_factory=Room)
     fence: Fence = field(init=False)
     status: RunStatus = field(init=False)
     _worker: tuple[RunJob, WorkerProcess] | None = None
@@ -290,6 +283,13 @@ class _Local:
             raise RunFailed(result.problem)
         return result
 
+    async def only_job(self, plan: JobPlan) -> JobResult:
+        """Do the one job of a run on a dataset."""
+        self.begin()
+        result = self.do(plan)
+        self.show(step=result.step, metrics=result.metrics, checkpoint=result.checkpoint)
+        return result
+
     def _tell(self, event: Event) -> None:
         if self.start.run.kind == "rl":
             return  # which tells whole train steps
@@ -298,76 +298,6 @@ class _Local:
                 self.on_metrics(step, metrics)
             case Evaluated(step=step, metrics=metrics):
                 self.on_metrics(step, {n if n.startswith("eval_") else f"eval_{n}": v for n, v in metrics.items()})
-
-    def adapter(self, model: ResolvedModel, uri: str, **more: object) -> Artifact:
-        """Check an adapter that the run names, and return it."""
-        return Resolve(self.host).resolve_adapter(adapter_request(self.start, uri, model, **more)).adapter
-
-    def model(self) -> tuple[ResolvedModel, Artifact | None]:
-        """Check the run's model, and the adapter that it begins with."""
-        run = self.start.run
-        model = Resolve(self.host).resolve_model(model_request(self.start))
-        named = run.initial_adapter
-        return model, None if named is None else self.adapter(model, named, lora=run.trainable)
-
-    def dataset(self, split: str, source: DatasetSource) -> Artifact:
-        """Bring a dataset into the store."""
-        request = DownloadRequest(run_id=self.start.run_id, tenant=self.start.tenant, split=split, source=source)
-        downloaded = Download(self.host).download(request)
-        self.add_notices(downloaded.notices)
-        return downloaded.dataset
-
-
-# --- A run on a dataset: the order of workflows/sft.py ---
-
-
-def _train_on_dataset(local: _Local, start: RunStart) -> None:
-    run, host = start.run, local.host
-    resolved, adapter = local.model()
-
-    def reference(named: str) -> Reference:
-        return "base" if named == "base" else local.adapter(resolved, named, role="reference")
-
-    def tokenized(sources: Mapping[str, DatasetSource]) -> list[Tokenized]:
-        brought = [(source, local.dataset(split, source)) for split, source in sources.items()]
-        requests = [tokenize_request(run, source, dataset, resolved.model) for source, dataset in brought]
-        return [Tokenize(host).tokenize(request) for request in requests]
-
-    def packed(request: PackRequest) -> tuple[Packed, PackedData]:
-        found = PackDataset(host).pack(request)
-        teacher = teacher_request(start, request.units, resolved)
-        likeliest = AskTeacher(host).ask_teacher(teacher) if teacher is not None else None
-        return found, PackedData(units=request.units, plan=found.plan, likeliest=likeliest)
-
-    named = reference_named(run)
-    read = tokenized(sources_by_split(run.dataset, "train"))
-    mixed = mix_request(run, read)
-    units = read[0] if mixed is None else MixSources(host).mix(mixed[0])
-    training, data = packed(pack_request(run, units.units, mixed[1] if mixed else ()))
-    held_out = [
-        packed(pack_request(run, each.units, whole=True))[1]
-        for each in tokenized(evaluations_by_split(run.evaluations))
-    ]
-    plan = dataset_job(
-        start,
-        model=resolved.model,
-        adapter=adapter,
-        reference=(adapter or "base") if named is None else reference(named),
-        more_teachers=[reference(uri) for _, uri in run.teachers] if isinstance(run, DistillRun) else [],
-        data=data,
-        eval_data=dict(zip(run.evaluations, held_out, strict=True)),
-        num_steps=training.num_steps,
-    )
-    local.add_notices(units.notices)
-    local.begin()
-    result = local.do(plan)
-    local.add_notices(run.decided(result.step, training.num_steps, result.best.step if result.best else None))
-    about = resolved.model, result.checkpoint, units.report_uri, result.metrics
-    published = Publish(host).publish(publish_request(start, *about))
-    local.show(num_steps=training.num_steps, planned_tokens=training.num_tokens, dataset_report=units.report_uri)
-    local.show(step=result.step, metrics=result.metrics, checkpoint=result.checkpoint, **version_shown(published))
-    skipped = with_counts(local.status.notices, skipped_steps=int(result.metrics.get("skipped", 0)))
-    local.show(notices=skipped)
 
 
 # --- An RL run that makes its own rollouts: the order of workflows/rl.py, one thing after the other ---
@@ -381,7 +311,7 @@ class _LocalRL:
         request = recover_request(start)
         self._num_policies = request.num_policies
         self._recovered = RunRecords(self._host).recover_steps(request)
-        self._state = self._prepared()
+        self._state = _now(prepared_state(local, start, self._recovered))
         assert self._state.rollouts is not None
         self._data, self._policies = self._state.rollouts, list(self._state.policies)
         local.begin()
@@ -391,45 +321,22 @@ class _LocalRL:
         self._place = LeasedSampler(**mark, worker_id=sampler.worker_id)
         self._sampling = SamplerActivities(self._host, Samplers(self._host.settings, pool))
 
-    def _prepared(self) -> RLState:
-        """Check model, adapters and grader, and render the prompts."""
-        run, host, local = self._start.run, self._host, self._local
-        rollouts, uri = rollout_requests.rollouts_of(run), reference_uri(run.loss)
-        resolved, adapter = local.model()
-        reference = None if uri is None else local.adapter(resolved, uri, role="reference")
-        Grade(host).check_grader(rollouts.grader)
-
-        def rendered(sources: Mapping[str, DatasetSource]) -> list[Prompts]:
-            brought = [(source, local.dataset(split, source)) for split, source in sources.items()]
-            requests = [rollout_requests.prompts_request(run, *each, resolved.model) for each in brought]
-            return [RenderPrompts(host).render_prompts(request) for request in requests]
-
-        parts = rendered(sources_by_split(rollouts.prompts, "train"))
-        mixed = rollout_requests.mix_prompts_request(rollouts.prompts, parts)
-        prompts = parts[0] if mixed is None else RenderPrompts(host).mix_prompts(mixed)
-        held_out = rendered(rollout_requests.held_out_sources(run))
-        data = rollout_requests.rollout_data(run, prompts, held_out)
-        local.show(num_steps=data.num_steps * run.epochs * run.mini_batches)
-        return first_state(resolved, adapter, reference, data, self._recovered, local.status)
-
     def train(self) -> None:
         run, data, store = self._start.run, self._data, self._host.store
         number, is_over = self._recovered.last_step, False
         for recorded in range(1, number + 1):  # of an interrupted call, which may have come to the run's end
             step = read_record(store, RunKeys(self._start.run_id).step(recorded), StepStatus)
-            self._local.show(**shown_after(self._local.status, run, step))
+            self._local.show(**train_step.shown_after(self._local.status, run, step))
             is_over = rollout_requests.ends_with(run, step, self._state.evaluated)
         if number == 0 and data.evaluations:
             begun = StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=self._evaluate())
-            is_over = self._end(unchanged(self._state, begun))
+            is_over = self._end(train_step.unchanged(self._state, begun))
         while number < data.num_steps and not is_over:
             number += 1
             is_over = self._end(self._train(number))
-        if (last := self._state.unpublished) is not None:
-            done = self._published(last, self._local.status.dataset_report, last.metrics)
-            RunRecords(self._host).record_step(StepRecordRequest(run_id=self._start.run_id, step=done))
-            self._local.show(**policy_shown(done))
-        self._publish_best(number)
+        if (done := _now(publish_last(self._local, self._start, self._state))) is not None:
+            self._state = train_step.state_after(self._state, done)
+        _now(publish_best(self._local, self._start, self._state, number))
         counts = self._local.status.model_dump(include={"skipped_steps", "equal_reward_steps", "zero_gradient_steps"})
         self._local.show(notices=with_counts(self._local.status.notices, **counts))
 
@@ -439,8 +346,8 @@ class _LocalRL:
         RunRecords(self._host).record_step(StepRecordRequest(run_id=self._start.run_id, step=step))
         if step.step > 0:
             state = state.model_copy(update={"evaluated": state.evaluated.after(step, run.held_out)})
-            self._state = state_after(state, step) if step.state == "done" else state
-            self._local.show(**shown_after(self._local.status, run, step))
+            self._state = train_step.state_after(state, step) if step.state == "done" else state
+            self._local.show(**train_step.shown_after(self._local.status, run, step))
         self._local.on_metrics(step.step, step.metrics)
         return rollout_requests.ends_with(run, step, self._state.evaluated)
 
@@ -462,7 +369,7 @@ class _LocalRL:
         num_redrawn = 0
         while again is None or again:
             about = start, state.model, self._data, self._policies, number, self._place
-            samples = rollout_requests.step_samples(*about, replayed_routes(run, state.shape), drawn, again)
+            samples = rollout_requests.step_samples(*about, job_plan.replayed_routes(run, state.shape), drawn, again)
             sampled, grades, _ = self._graded(samples)
             drawn.append(Drawn(completions=sampled.completions, grades=grades))
             wanted = rollout_requests.groups_request(run, drawn, number)
@@ -490,32 +397,18 @@ class _LocalRL:
     def _trained(self, step: StepStatus) -> StepStatus:
         """Train a step on its groups, publish it if that is due, and have the sampler prove that it has the policy."""
         start, state, host = self._start, self._state, self._host
-        request = groups_request(start, state, step, self._local.status, Room())
+        request = train_step.groups_request(start, state, step, self._local.status, Room())
         packed = PackTrajectories(host).pack_trajectories(request)
         metrics = step.metrics | packed.metrics
         if packed.data is None or packed.report_uri is None:
-            return unchanged(state, step.model_copy(update={"state": "skipped", "metrics": metrics}))
+            return train_step.unchanged(state, step.model_copy(update={"state": "skipped", "metrics": metrics}))
         self._local.show(dataset_report=packed.report_uri)
-        result = self._local.do(rl_job(start, state, step, packed.data, packed.num_steps))
-        done = trained_step(state, step, result, metrics)
-        if is_due(start, state, done):
-            done = self._published(done, packed.report_uri, packed.metrics | result.metrics)
-        about = start, self._data, self._policies, policy_of(done), result.probe, self._place
-        proved = self._sampling.prove_adapter(rollout_requests.proof(*about))
+        result = self._local.do(job_plan.rl_job(start, state, step, packed.data, packed.num_steps))
+        done = train_step.trained_step(state, step, result, metrics)
+        if train_step.is_due(start, state, done):
+            about = start, state, done, packed.report_uri, packed.metrics | result.metrics
+            done = _now(train_step.publish_policy(*about))
+        asked = start, self._data, self._policies, policy_of(done), result.probe, self._place
+        proved = self._sampling.prove_adapter(rollout_requests.proof(*asked))
         proof = {"probe_difference_max": proved.max_difference}
         return done.model_copy(update={"metrics": done.metrics | proof | result.metrics})
-
-    def _published(self, done: StepStatus, report_uri: str | None, metrics: dict[str, float]) -> StepStatus:
-        about = self._start, self._state.model, done.checkpoint, report_uri, metrics, done.step
-        return published_step(done, Publish(self._host).publish(publish_request(*about)))
-
-    def _publish_best(self, last_step: int) -> None:
-        """Publish the policy of the best evaluation again if it is not the newest, and say what was decided."""
-        watched, best = self._start.run.held_out, self._state.evaluated.best
-        if watched is None:
-            return
-        if best is not None and best.policy_version != self._state.policy_version:
-            self._local.show(**version_shown(Publish(self._host).publish_best(best_request(self._start, best))))
-        if best is not None:
-            self._local.show(metrics=self._local.status.metrics | best_metrics(watched, best))
-        self._local.add_notices(watched.decided(last_step, self._data.num_steps, best.step if best else None))

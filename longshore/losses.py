@@ -201,8 +201,6 @@ class TruncatedReinforce(_PolicyLoss):
 
 
 PolicyLoss = Reinforce | PPO | CISPO | GSPO | GMPO | SAPO | DRO | TruncatedReinforce
-
-
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl"]
 DivergenceTokens = Literal["all", "top_k", "drawn"]
 MOST_TEACHERS = 16

@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
+from longshore import losses
 from longshore.dataset_runs import (
     PEAK,
     DatasetSource,
@@ -18,18 +19,6 @@ from longshore.dataset_runs import (
 )
 from longshore.fields import NO_NUL, Frozen, Name, added, pattern
 from longshore.grading import UNGRADED, Grader
-from longshore.losses import (
-    COMPARE_GROUPS,
-    PPO,
-    PRESETS,
-    AdvantageKind,
-    Critic,
-    Distillation,
-    Preset,
-    RLLoss,
-    check_teacher_is_frozen,
-    with_algorithm,
-)
 from longshore.training import Dtype, Full, SamplerKind, SessionRun, Watched, WeightSync, fields_fit_engine
 
 # --- Settings of an RL run's own rollouts: prompts, grader, samplers, and held-out prompts ---
@@ -240,16 +229,16 @@ class RLRun(TrainedRun):
         le=10,
         description="sampling temperature; the trainer divides its logits by it too",
     )
-    algorithm: Preset | None = Field(
+    algorithm: losses.Preset | None = Field(
         default=None,
         description="a paper's loss and advantages (docs/losses.md); the fields below change them",
     )
-    loss: RLLoss = Field(
-        default=PPO(),
+    loss: losses.RLLoss = Field(
+        default=losses.PPO(),
         discriminator="kind",
         description="the loss; with an algorithm, only the fields that differ from the paper's",
     )
-    advantages: AdvantageKind = Field(
+    advantages: losses.AdvantageKind = Field(
         default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, each trajectory's own, or none"
     )
     equal_rewards: Literal["drop", "keep"] = Field(
@@ -262,7 +251,7 @@ class RLRun(TrainedRun):
         description="answers cut off by the sampler's limit: mask counts their rewards but does not train on their "
         "tokens; bootstrap: the critic's value of their last state stands in for the missing rest",
     )
-    critic: Critic | None = Field(
+    critic: losses.Critic | None = Field(
         default=None, description="a critic for gae advantages, trained together with the policy (algorithm ppo)"
     )
     broken: Literal["refuse", "drop"] = Field(
@@ -303,9 +292,9 @@ class RLRun(TrainedRun):
     def _as_the_algorithm_says(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("critic") is not None and not given.get("algorithm"):
             return {"advantages": "gae"} | given
-        if not isinstance(given, dict) or given.get("algorithm") not in PRESETS:
+        if not isinstance(given, dict) or given.get("algorithm") not in losses.PRESETS:
             return given
-        return with_algorithm(given, _completion_tokens(given))
+        return losses.with_algorithm(given, _completion_tokens(given))
 
     @property
     def longest_answer(self) -> int:
@@ -328,8 +317,8 @@ class RLRun(TrainedRun):
             raise ValueError("bin_tokens must hold a trajectory: at least max_tokens")
         if self.rollouts is not None and self.rollouts.sampler_url is not None and self.trainable.kind == "full":
             raise ValueError("full training needs a sampler that takes whole weights: drop rollouts.sampler_url")
-        if isinstance(self.loss, Distillation):
-            check_teacher_is_frozen(self.trainable, self.loss)
+        if isinstance(self.loss, losses.Distillation):
+            losses.check_teacher_is_frozen(self.trainable, self.loss)
             if self.advantages != "none":
                 raise ValueError("a distillation loss reads no advantages: they are none")
             if self.loss.more_teachers:
@@ -337,7 +326,7 @@ class RLRun(TrainedRun):
         elif self.advantages == "none" and (self.loss.kl is None or self.loss.kl.placement == "loss"):
             raise ValueError("advantages none leave a loss to kl with placement reward alone: give it, or rewards")
         self._critic_fits()
-        if self.advantages not in (*COMPARE_GROUPS, "none") and self.equal_rewards == "keep":
+        if self.advantages not in (*losses.COMPARE_GROUPS, "none") and self.equal_rewards == "keep":
             raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
         return self
 
@@ -374,18 +363,18 @@ class RLRun(TrainedRun):
         if self.max_staleness is not None and rollouts.off_policy_steps > self.max_staleness:
             raise ValueError("rollouts.off_policy_steps goes beyond max_staleness: every later step would be refused")
         is_cut = rollouts.top_p < 1 or rollouts.top_k is not None
-        if is_cut and not isinstance(self.loss, Distillation) and self.loss.old == "sampler":
+        if is_cut and not isinstance(self.loss, losses.Distillation) and self.loss.old == "sampler":
             raise ValueError(
                 "rollouts.top_p and top_k: samples have the log-probabilities of the tokens that were left, and the "
                 "trainer those of all: set loss.old to trainer, whose ratios are of its own alone"
             )
-        if rollouts.redraws and self.advantages not in (*COMPARE_GROUPS, "none"):
+        if rollouts.redraws and self.advantages not in (*losses.COMPARE_GROUPS, "none"):
             raise ValueError(f"rollouts.redraws: {self.advantages} does not compare the grades of a group: drop it")
         if self.advantages == "given":
             raise ValueError("given advantages come with a client's trajectories: rollouts have grades alone")
         if rollouts.grader == UNGRADED and (self.advantages != "none" or rollouts.held_out is not None):
             raise ValueError("rollouts.grader is missing: only distillation without held-out prompts needs none")
-        if rollouts.group_size == 1 and self.advantages in COMPARE_GROUPS:
+        if rollouts.group_size == 1 and self.advantages in losses.COMPARE_GROUPS:
             raise ValueError(f"rollouts.group_size must be 2 or more: {self.advantages} compares a prompt's samples")
         return self
 
@@ -427,8 +416,6 @@ MAX_METADATA = 16
 # PostgreSQL's text has no NUL.
 MetadataKey = Annotated[str, pattern(NO_NUL, "text here has no NUL character", min_length=1, max_length=64)]
 MetadataValue = Annotated[str, pattern(NO_NUL, "text here has no NUL character", max_length=512)]
-
-
 WandbName = Annotated[
     str, pattern(r"^[^/\\#?%:\x00-\x1f]{1,128}$", "1 to 128 characters without / \\ # ? % : and control characters")
 ]

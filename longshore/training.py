@@ -76,24 +76,6 @@ def broken_rule(engine: EngineName, layout: Layout) -> str | None:
     return None
 
 
-class _HasLayout(Protocol):
-    @property
-    def engine(self) -> EngineName: ...
-
-    @property
-    def layout(self) -> Layout: ...
-
-
-HasLayoutT = TypeVar("HasLayoutT", bound=_HasLayout)
-
-
-def engine_takes_the_layout(laid: HasLayoutT) -> HasLayoutT:
-    """Validate models that have both. Raises ValueError with the rule that the layout breaks."""
-    if rule := broken_rule(laid.engine, laid.layout):
-        raise ValueError(rule)
-    return laid
-
-
 class _HasBudget(Protocol):
     @property
     def layout(self) -> Layout: ...
@@ -177,61 +159,53 @@ def _translated(expression: str) -> tuple[tuple[tuple[str, bool], ...], str]:
         raise ValueError(f"no regular expression: {error}") from None
     if parts.state.flags & ~re.UNICODE:
         raise ValueError("flags are not read in a pattern")
-    if _size(parts) > _MOST_PARTS:
-        raise ValueError(f"a pattern has at most {_MOST_PARTS} parts with its repeats written out: write it shorter")
-    rest, ahead, begin = list(parts), [], ""
+    rest, ahead, begin, num_parts = list(parts), [], "", 0
     while rest and (rest[0] == (op.AT, op.AT_BEGINNING) or rest[0][0] in (op.ASSERT, op.ASSERT_NOT)):
         kind, value = rest.pop(0)
         if kind == op.AT:
             begin = "^"
         elif value[0] == 1:
-            ahead.append((_written(value[1]), bool(kind == op.ASSERT)))
+            text, size = _written(value[1])
+            ahead.append((text, bool(kind == op.ASSERT)))
+            num_parts += 1 + size
         else:
             raise ValueError(f"{_named(kind)} is not read in a pattern")
-    return tuple(ahead), begin + _written(rest)
+    text, size = _written(rest)
+    if num_parts + size > _MOST_PARTS:
+        raise ValueError(f"a pattern has at most {_MOST_PARTS} parts with its repeats written out: write it shorter")
+    return tuple(ahead), begin + text
 
 
-def _size(parts: Sequence[tuple[Any, Any]]) -> int:
-    return sum(map(_size_of, parts))
+def _written(parts: Sequence[tuple[Any, Any]]) -> tuple[str, int]:
+    """Return parts of a pattern as the other engine reads them, and their number with repeats written out."""
+    found = [_written_part(kind, value) for kind, value in parts]
+    return "".join(text for text, _ in found), sum(size for _, size in found)
 
 
-def _size_of(part: tuple[Any, Any]) -> int:
-    match part:
-        case (op.SUBPATTERN, (_, _, _, inner)) | (op.ASSERT | op.ASSERT_NOT, (_, inner)):
-            return 1 + _size(inner)
-        case (op.BRANCH, (_, branches)):
-            return 1 + sum(map(_size, branches))
-        case (op.MAX_REPEAT | op.MIN_REPEAT, (least, most, inner)):
-            return 1 + max(1, _size(inner)) * int(max(1, least, 0 if most == op.MAXREPEAT else most))
-        case (op.IN, items):
-            return len(items)
-    return 1
-
-
-def _written(parts: Sequence[tuple[Any, Any]]) -> str:
-    return "".join(_written_part(kind, value) for kind, value in parts)
-
-
-def _written_part(kind: Any, value: Any) -> str:
+def _written_part(kind: Any, value: Any) -> tuple[str, int]:
     match kind:
         case op.LITERAL:
-            return _sign(value)
+            return _sign(value), 1
         case op.NOT_LITERAL:
-            return f"[^{_sign(value)}]"
+            return f"[^{_sign(value)}]", 1
         case op.ANY:
-            return "."
+            return ".", 1
+        case op.AT if value in _PLACES:
+            return _PLACES[value], 1
         case op.IN:
             is_negated = value[0][0] == op.NEGATE
-            return f"[{'^' * is_negated}{''.join(_in_class(*item) for item in value[is_negated:])}]"
+            return f"[{'^' * is_negated}{''.join(_in_class(*item) for item in value[is_negated:])}]", len(value)
         case op.SUBPATTERN if not (value[1] or value[2]):
-            return f"(?:{_written(value[3])})"
+            text, size = _written(value[3])
+            return f"(?:{text})", 1 + size
         case op.BRANCH:
-            return f"(?:{'|'.join(map(_written, value[1]))})"
+            branches = [_written(branch) for branch in value[1]]
+            return f"(?:{'|'.join(text for text, _ in branches)})", 1 + sum(size for _, size in branches)
         case op.MAX_REPEAT | op.MIN_REPEAT:
             least, most, inner = value
-            return f"(?:{_written(inner)}){{{least},{'' if most == op.MAXREPEAT else most}}}"
-        case op.AT if value in _PLACES:
-            return _PLACES[value]
+            text, size = _written(inner)
+            times = max(1, int(least), 0 if most == op.MAXREPEAT else int(most))
+            return f"(?:{text}){{{least},{'' if most == op.MAXREPEAT else most}}}", 1 + max(1, size) * times
     raise ValueError(f"{_named(kind)} is not read in a pattern")
 
 
@@ -301,8 +275,6 @@ LoraPlusRatio = Annotated[
 ]
 NoiseScale = Annotated[bool, Field(description="report each step's gradient noise scale; only for layouts of dp")]
 DTYPE_DESCRIPTION = "precision of weights and activations; auto: bfloat16 if it is fast on the GPU hosts"
-
-
 _LISTED = BeforeValidator(lambda targets: LINEARS if targets in ("all-linear", ["all-linear"]) else targets)
 _SORTED = AfterValidator(lambda layers: layers and tuple(sorted({*layers})))
 PAIRED = BeforeValidator(lambda pairs: tuple(pairs.items()) if isinstance(pairs, Mapping) else pairs)
@@ -327,8 +299,6 @@ Rank = Annotated[int, Field(ge=1, le=1024)]
 Alpha = Annotated[float, Field(gt=0)]
 _MOST_OF_PATTERNS = 10 * MAX_LENGTH
 _OF_PATTERNS: dict[str, Any] = {"default": (), "max_length": 32}
-
-
 MAX_SCALARS = 64
 
 
@@ -449,6 +419,8 @@ HasBaseT = TypeVar("HasBaseT", bound=_HasBase)
 
 def fields_fit_engine(asked: HasBaseT) -> HasBaseT:
     """Validate models that have these fields. Raises ValueError for combinations that an engine does not support."""
+    if rule := broken_rule(asked.engine, asked.layout):
+        raise ValueError(rule)
     if asked.quantize_base is not None and asked.trainable.kind == "full":
         raise ValueError("quantize_base: quantized weights are frozen; train a lora beside them, or drop quantize_base")
     if rule := storage_not_supported(asked.engine, asked.quantize_base, asked.optimizer_states):
@@ -564,7 +536,6 @@ class SessionRun(Frozen):
         default=600.0, gt=0, le=86_400, description="seconds that a command waits for earlier commands before it fails"
     )
 
-    _engine_takes_the_layout = model_validator(mode="after")(engine_takes_the_layout)
     _fields_fit_engine = model_validator(mode="after")(fields_fit_engine)
 
     @model_validator(mode="after")
@@ -584,8 +555,6 @@ EvaluationMetric = Annotated[
         description="a metric of the run's evaluations; more is better if its name has reward or accuracy",
     ),
 ]
-
-
 Evaluations = dict[int, dict[str, float]]
 """By step, the values of the metrics that decide."""
 

@@ -316,8 +316,6 @@ class PlanHeader(Frozen):
 
 
 MAX_PROFILED_STEPS = 10
-
-
 PROFILE_ID = r"^[0-9a-f]{16}$"
 
 
@@ -433,11 +431,7 @@ class GraderTrial(Frozen):
 
 
 ExportFormat = Literal["merged", "gguf", "fp8", "mlx"]
-
-
 ExportType = Literal["q8_0", "f16", "bf16", "q4", "q8"]
-
-
 _TYPES: dict[str, tuple[ExportType, ...]] = {"gguf": ("q8_0", "f16", "bf16"), "mlx": ("q4", "q8")}
 
 

@@ -14,8 +14,8 @@ with workflow.unsafe.imports_passed_through():
     from longshore.views import Problem, RunStatus, StepStatus
     from shared.automation import BestRequest
     from shared.jobs.job import LeaseGrant
-    from shared.runs.start import ResolvedModel, RLStart
-    from shared.runs.status import STEP_COUNTS, Policy, RLState, RolloutData, StepRequest
+    from shared.runs.start import RLStart
+    from shared.runs.status import STEP_COUNTS, Policy, RLState, StepRequest
     from workflows import control, policies
     from workflows.outcomes import RunFailed, problem_of_error, with_counts
     from workflows.rollouts import rollouts
@@ -24,7 +24,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts.sampling import LeasedSamplers
     from workflows.training import job_plan
     from workflows.training.job_plan import replayed_routes
-    from workflows.training.run import ActiveRun, ClientDrivenHandlers, StepEta, changed, version_shown
+    from workflows.training.run import ActiveRun, ClientDrivenHandlers, ShownRun, StepEta, changed, version_shown
     from workflows.training.train_step import (
         StepQueue,
         policy_shown,
@@ -39,7 +39,7 @@ with workflow.unsafe.imports_passed_through():
 _STEPS_AN_EXECUTION, _OWN_STEPS_AN_EXECUTION = 100, 60
 
 
-# --- What local runs share (longshore/local.py): pure functions ---
+# --- What local runs share (longshore/local.py) ---
 
 
 def recover_request(start: RLStart) -> RecoverRequest:
@@ -52,21 +52,25 @@ def recover_request(start: RLStart) -> RecoverRequest:
     )
 
 
-def first_state(
-    model: ResolvedModel,
-    adapter: Artifact | None,
-    reference: Artifact | None,
-    data: RolloutData | None,
-    recovered: Recovered,
-    status: RunStatus,
-) -> RLState:
-    """Return a run's first state: the steps that were recovered from the store are done."""
+async def prepared_state(run: ShownRun, start: RLStart, recovered: Recovered) -> RLState:
+    """Check model and adapters, render prompts. Steps that were recovered from the store are done."""
+    resolved = await job_plan.resolve_model(start)
+    adapter = await job_plan.resolve_initial_adapter(start, resolved)
+    uri = reference_uri(start.run.loss)
+    reference = await job_plan.resolve_reference(start, uri, resolved) if uri is not None else None
+    data = None
+    if start.run.rollouts is not None:
+        run.show(phase="tokenizing")
+        data = await rollouts.prepare_rollouts(run, start, resolved)
+        run.show(num_steps=data.num_steps * start.run.epochs * start.run.mini_batches)
+    if recovered.trained is not None:
+        run.show(**policy_shown(recovered.trained))
     state = RLState(
-        model=model.model,
-        shape=model.shape,
+        model=resolved.model,
+        shape=resolved.shape,
         adapter=adapter,
         reference=reference,
-        status=status,
+        status=run.status,
         rollouts=data,
         evaluated=recovered.evaluated,
         policies=(
@@ -93,6 +97,30 @@ def best_metrics(watched: Watched, best: StepStatus) -> dict[str, float]:
     """Return the metrics of the evaluation whose policy is kept; none if the last policy is kept."""
     metric = watched.keeps_by
     return {} if metric is None else {"best_step": float(best.step), f"best_{metric}": best.metrics[metric]}
+
+
+async def publish_last(run: ShownRun, start: RLStart, state: RLState) -> StepStatus | None:
+    """Publish the last step's policy, if that has not been done. Returns the step then."""
+    if (step := state.unpublished) is None:
+        return None
+    run.show(phase="publishing")
+    done = await publish_policy(start, state, step, run.status.dataset_report, step.metrics)
+    await control.record(RunRecords.record_step, StepRecordRequest(run_id=start.run_id, step=done))
+    run.show(**policy_shown(done))
+    return done
+
+
+async def publish_best(run: ShownRun, start: RLStart, state: RLState, last_step: int) -> None:
+    """Say what the evaluations decided; publish the best policy again, as the newest version, if it is not."""
+    watched, best = start.run.held_out, state.evaluated.best
+    if state.rollouts is None or watched is None:
+        return
+    if best is not None and best.policy_version != state.policy_version:
+        found = await control.do(Publish.publish_best, best_request(start, best), policies.PATIENT)
+        run.show(**version_shown(found))
+    if best is not None:
+        run.show(metrics=run.status.metrics | best_metrics(watched, best))
+    run.add_notices(watched.decided(last_step, state.rollouts.num_steps, best.step if best else None))
 
 
 @workflow.defn
@@ -135,31 +163,26 @@ class RLWorkflow(ClientDrivenHandlers):
             self._state = await self._prepare()
         is_whole = await (self._train_own_steps(self._state) if self._start.run.rollouts else self._train_steps())
         if is_whole:
-            await self._publish_last()
-            await self._publish_best()
+            assert self._state is not None
+            if (done := await publish_last(self._run, self._start, self._state)) is not None:
+                self._state = state_after(self._state, done)
+                self._steps.keep(done)
+            await publish_best(self._run, self._start, self._state, self._steps.next - 1)
         return is_whole
 
     async def _prepare(self) -> RLState:
         """Check model and adapters, render prompts; a resumed run finds its last steps and policies in the store."""
-        start, run = self._start, self._start.run
+        start = self._start
         self._run.show(phase="checking")
         recovered = Recovered()
         if start.resumed:
             self._sampling.restore_after(self._run.problem_before)
             recovered = await control.do(RunRecords.recover_steps, recover_request(start))
             self._steps.next = recovered.last_step + 1
-        resolved = await job_plan.resolve_model(start)
-        adapter = await job_plan.resolve_initial_adapter(start, resolved)
-        uri = reference_uri(run.loss)
-        reference = await job_plan.resolve_reference(start, uri, resolved) if uri is not None else None
-        data = None
-        if run.rollouts is not None:
-            self._run.show(phase="tokenizing")
-            data = await rollouts.prepare_rollouts(self._run, start, resolved)
-            self._run.show(num_steps=data.num_steps * run.epochs * run.mini_batches)
-        if recovered.trained is not None:
-            self._run.show(**policy_shown(recovered.trained))
-        return first_state(resolved, adapter, reference, data, recovered, self._run.status)
+        state = await prepared_state(self._run, start, recovered)
+        if start.run.rollouts is not None:
+            rollouts.check_buckets(start.run, state.shape)
+        return state
 
     async def _train_steps(self) -> bool:
         """Train the steps that clients send, in order. False when this execution's history is long enough."""
@@ -222,31 +245,6 @@ class RLWorkflow(ClientDrivenHandlers):
         self._num_done += 1
         self._steps.keep(done)
         return done
-
-    async def _publish_last(self) -> None:
-        """Publish the last step's policy, if that has not been done."""
-        assert self._state is not None
-        if (step := self._state.unpublished) is None:
-            return
-        self._run.show(phase="publishing")
-        done = await publish_policy(self._start, self._state, step, self._run.status.dataset_report, step.metrics)
-        await control.record(RunRecords.record_step, StepRecordRequest(run_id=self._start.run_id, step=done))
-        self._run.show(**policy_shown(done))
-        self._state = state_after(self._state, done)
-        self._steps.keep(done)
-
-    async def _publish_best(self) -> None:
-        """Say what the evaluations decided; publish the best policy again, as the newest version, if it is not."""
-        start, state, watched = self._start, self._state, self._start.run.held_out
-        if state is None or state.rollouts is None or watched is None:
-            return
-        best, last_step = state.evaluated.best, self._steps.next - 1
-        if best is not None and best.policy_version != state.policy_version:
-            found = await control.do(Publish.publish_best, best_request(start, best), policies.PATIENT)
-            self._run.show(**version_shown(found))
-        if best is not None:
-            self._run.show(metrics=self._run.status.metrics | best_metrics(watched, best))
-        self._run.add_notices(watched.decided(last_step, state.rollouts.num_steps, best.step if best else None))
 
     def _is_long(self, max_steps: int) -> bool:
         return self._num_done >= max_steps or workflow.info().is_continue_as_new_suggested()

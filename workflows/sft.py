@@ -1,11 +1,12 @@
 """Fine-tune on a dataset of examples (SFT, distillation), pairs or scored answers, and publish the result."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from activities.grading.ask_teacher import AskTeacher, TeacherRequest
+    from activities.hosts.run_job import JobResult
     from activities.sources.download import Download, DownloadRequest
     from activities.tokenizing.tokenize import MixRequest, MixSources, SourceUnits, Tokenize, Tokenized, TokenizeRequest
     from activities.tokenizing.units import PackDataset, Packed, PackRequest
@@ -22,16 +23,16 @@ with workflow.unsafe.imports_passed_through():
     from longshore.fields import Artifact
     from longshore.losses import Reference
     from longshore.views import RunStatus, SourceShare, shares
-    from shared.jobs.job import PackedData
+    from shared.jobs.job import JobPlan, PackedData
     from shared.runs.start import ResolvedModel, RunStart
     from workflows import control
     from workflows.outcomes import with_counts
     from workflows.training import job_plan
     from workflows.training.job_plan import dataset_job
-    from workflows.training.run import ActiveRun, RunHandlers, changed, version_shown
+    from workflows.training.run import ActiveRun, RunHandlers, ShownRun, changed, version_shown
 
 
-# --- Requests of a run on a dataset: pure functions, which local runs share (longshore/local.py) ---
+# --- Requests of a run on a dataset: pure functions ---
 
 
 def reference_named(run: DatasetRun) -> str | None:
@@ -108,20 +109,19 @@ def pack_request(
     )
 
 
-@workflow.defn
-class SFTWorkflow(RunHandlers):
-    """One run: prepare the data, do one job on a leased worker, publish the result."""
+class DatasetTraining:
+    """The order of a run on a dataset, which local runs share (longshore/local.py).
 
-    @workflow.init
-    def __init__(self, start: RunStart) -> None:
+    Args:
+        do: does the run's job on a worker.
+    """
+
+    def __init__(self, start: RunStart, run: ShownRun, do: Callable[[JobPlan], Awaitable[JobResult]]) -> None:
         self._start = start
-        self._run = ActiveRun(start, self._current)
+        self._run = run
+        self._do = do
 
-    @workflow.run
-    async def run(self, start: RunStart) -> RunStatus:
-        return await self._run.to_its_end(lambda: self._run.interruptible(self._train_and_publish()))
-
-    async def _train_and_publish(self) -> None:
+    async def train_and_publish(self) -> None:
         start, run = self._start, self._start.run
         self._run.show(phase="checking")
         resolved = await job_plan.resolve_model(start)
@@ -151,7 +151,7 @@ class SFTWorkflow(RunHandlers):
             dataset_report=units.report_uri,
         )
         self._run.add_notices(units.notices)
-        result = await self._run.training.do(plan)
+        result = await self._do(plan)
         self._run.add_notices(run.decided(result.step, packed.num_steps, result.best.step if result.best else None))
 
         self._run.show(phase="publishing")
@@ -213,6 +213,21 @@ class SFTWorkflow(RunHandlers):
     async def _packed(self, request: PackRequest) -> Packed:
         self._run.show(phase="packing")
         return await control.do(PackDataset.pack, request)
+
+
+@workflow.defn
+class SFTWorkflow(RunHandlers):
+    """One run: prepare the data, do one job on a leased worker, publish the result."""
+
+    @workflow.init
+    def __init__(self, start: RunStart) -> None:
+        self._start = start
+        self._run = ActiveRun(start, self._current)
+
+    @workflow.run
+    async def run(self, start: RunStart) -> RunStatus:
+        work = DatasetTraining(start, self._run, self._run.training.do)
+        return await self._run.to_its_end(lambda: self._run.interruptible(work.train_and_publish()))
 
     def _current(self) -> RunStatus:
         status, training, known, run = self._run.with_jobs(), self._run.training, self._run.status, self._start.run

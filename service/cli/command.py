@@ -253,7 +253,7 @@ def size(num_bytes: float) -> str:
 
 M = TypeVar("M", bound="BaseModel")
 Command = Callable[..., "CommandAnswer | None"]
-LONGEST_HELP = 200
+_LONGEST_HELP = 200
 TRACE_PARENT = "TRACEPARENT"
 """The variable by which programs pass on the trace that they are part of."""
 _OWN = ("client", "context", "as_json")
@@ -289,7 +289,7 @@ def client_at(url: str, key: str | None, patience_s: float = 2.0, **options: Any
     return Client(url, key, patience_s=patience_s, **options)
 
 
-def cli_client(context: typer.Context, patience_s: float = 2.0) -> "Client":
+def client_of(context: typer.Context, patience_s: float = 2.0) -> "Client":
     """Return a client of the service that this command talks to. `patience_s`: as for Client."""
     found = address(context.obj)
     return client_at(found.url, found.key, patience_s, traceparent=os.environ.get(TRACE_PARENT))
@@ -355,12 +355,16 @@ def group(name: str | None = None, **options: Any) -> typer.Typer:
 
 
 class WholeHelp(TyperGroup):
-    """Lists commands with all of their descriptions' first sentence."""
+    """Lists commands with all of their descriptions' first sentence: below `headings`, if a group has some."""
+
+    # Typer's own headings need Rich, which takes long to load.
+    headings: Mapping[str, Iterable[str]] | None = None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, each.get_short_help_str(LONGEST_HELP)) for name, each in found if each])
+        for heading, names in (self.headings or {"Commands": self.list_commands(ctx)}).items():
+            found = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl([(name, each.get_short_help_str(_LONGEST_HELP)) for name, each in found if each])
 
 
 def command(
@@ -391,7 +395,7 @@ def answering(function: Command, patience_s: float = 2.0) -> Callable[..., None]
         own: dict[str, Any] = {"context": context, "as_json": as_json}
         with ExitStack() as stack:
             if "client" in wanted:
-                own["client"] = stack.enter_context(cli_client(context, patience_s))
+                own["client"] = stack.enter_context(client_of(context, patience_s))
             answer = function(**values, **{name: value for name, value in own.items() if name in wanted})
             if answer is None:
                 return

@@ -5,30 +5,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import (
-    DONE,
-    FAILED,
-    USAGE,
-    CommandAnswer,
-    Stop,
-    answering,
-    by_id,
-    command,
-    console,
-    group,
-    plain,
-    print_items,
-    print_table,
-    say,
-    span,
-)
+import longshore
+from service.cli import command as cli
 from service.cli.run_options import given, json_of, options_of, request_fields, run_command, run_model
-from service.cli.run_output import precision_in_words
+from service.cli.run_output import number, precision_in_words
 from service.cli.runs import model_uri, naming_options, run_of, uploaded, validated_request
 
 if TYPE_CHECKING:
@@ -48,56 +34,56 @@ Examples:
   longshore files download file-0123456789abcdef01234567 --into train.jsonl
 """
 FileId = Annotated[str, typer.Argument(metavar="FILE", help="The file's id, as `longshore files ls` shows it.")]
-files = group("files", help="Upload, list, download and delete files in the store.", epilog=_FILES_EXAMPLES)
+files = cli.group("files", help="Upload, list, download and delete files in the store.", epilog=_FILES_EXAMPLES)
 
 
-@command(files)
-def ls(client: "Client", limit: Annotated[int, typer.Option(min=1, max=1000)] = 50) -> CommandAnswer:
+@cli.command(files)
+def ls(client: "Client", limit: Annotated[int, typer.Option(min=1, max=1000)] = 50) -> cli.CommandAnswer:
     """List files, newest first."""
     page = client.files.list(limit)
     columns = {"file": "file_id", "name": "name", "bytes": "size", "purpose": "purpose", "uploaded": "created_at"}
 
     def show() -> None:
-        print_items(page.files, columns)
+        cli.print_items(page.files, columns)
         if page.has_more:
-            say(f"there are more: --limit shows up to 1000, {limit} now")
+            cli.say(f"there are more: --limit shows up to 1000, {limit} now")
 
-    return CommandAnswer(page.files, show)
+    return cli.CommandAnswer(page.files, show)
 
 
-@command(files)
+@cli.command(files)
 def upload(
     client: "Client", paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files on this machine.")]
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Upload files into the store. Prints the URI of each, which --dataset takes; the same file has the same URI."""
     for path in paths:
         if not path.is_file():
-            raise Stop(f"there is no file {path}", USAGE)
+            raise cli.Stop(f"there is no file {path}", cli.USAGE)
     sent = [client.files.put(path) for path in paths]
     document = [{**record.model_dump(), "is_new": is_new} for record, is_new in sent]
-    return CommandAnswer(document, partial(print, *(record.uri for record, _ in sent), sep="\n"))
+    return cli.CommandAnswer(document, partial(print, *(record.uri for record, _ in sent), sep="\n"))
 
 
-by_id(
+cli.by_id(
     *(files, "rm", FileId, lambda client, file_id: client.files.delete(file_id)),
-    lambda file_id, deleted: say(f"{file_id} ({deleted.name}) is deleted"),
+    lambda file_id, deleted: cli.say(f"{file_id} ({deleted.name}) is deleted"),
     "Delete a file. A run that has not read it yet fails.",
 )
 
 
-@command(files)
+@cli.command(files)
 def download(
     client: "Client",
     file_id: FileId,
     into: Annotated[Path | None, typer.Option(help="The file to write; ./NAME if absent.")] = None,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Download a file, and check its hash."""
     record = client.files.get(file_id)
     target = into or Path(record.name)
     if target.exists():
-        raise Stop(f"{target} is there already", USAGE, "name another file with --into")
+        raise cli.Stop(f"{target} is there already", cli.USAGE, "name another file with --into")
     client.files.download(file_id, target)
-    return CommandAnswer(record.model_dump() | {"path": str(target.resolve())}, partial(print, target))
+    return cli.CommandAnswer(record.model_dump() | {"path": str(target.resolve())}, partial(print, target))
 
 
 # --- `longshore grader`: try a grader on samples before a run ---
@@ -115,10 +101,10 @@ GraderFile = Annotated[
         metavar="GRADER", help="The grader in OpenAI's fields: a JSON file, or the JSON itself (docs/graders.md)."
     ),
 ]
-grader = group("grader", help="Try a grader on samples, before a run.", epilog=_GRADER_EXAMPLES)
+grader = cli.group("grader", help="Try a grader on samples, before a run.", epilog=_GRADER_EXAMPLES)
 
 
-@command(grader)
+@cli.command(grader)
 def run(
     client: "Client",
     grader: GraderFile,
@@ -129,21 +115,21 @@ def run(
     text: Annotated[str | None, typer.Option(help="The model's output to grade, instead of SAMPLES.")] = None,
     item: Annotated[str | None, typer.Option(help="With --text: the dataset's row, as JSON.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=_MOST, help="Number of samples to grade, from the first.")] = 20,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Grade samples as a run would. Exit code 100 if one has no grade."""
     checked = _checked(grader)
     rows = list(_rows(samples, text, item, limit))
     grades = [{"place": place, **client.grade(checked, sample).model_dump()} for place, sample in rows]
-    code = FAILED if any(each["grade"] is None for each in grades) else DONE
-    return CommandAnswer(grades, partial(_print, grades), code)
+    code = cli.FAILED if any(each["grade"] is None for each in grades) else cli.DONE
+    return cli.CommandAnswer(grades, partial(_print, grades), code)
 
 
-@command(grader)
-def check(client: "Client", grader: GraderFile) -> CommandAnswer:
+@cli.command(grader)
+def check(client: "Client", grader: GraderFile) -> cli.CommandAnswer:
     """Check a grader: parse its fields, templates and formula, and load its source."""
     checked = _checked(grader)
     client.grade(checked)
-    return CommandAnswer(checked, partial(say, f"{checked.name} can be used"))
+    return cli.CommandAnswer(checked, partial(cli.say, f"{checked.name} can be used"))
 
 
 def _checked(given: str) -> "Grader":
@@ -153,37 +139,34 @@ def _checked(given: str) -> "Grader":
     try:
         return parse_grader(json_of(given, "GRADER"))
     except InvalidInput as error:
-        raise Stop(str(error), USAGE, "docs/graders.md has the fields of each kind") from None
+        raise cli.Stop(str(error), cli.USAGE, "docs/graders.md has the fields of each kind") from None
 
 
 def _rows(samples: str | None, text: str | None, item: str | None, limit: int) -> "Iterator[tuple[str, SampledItem]]":
     if (samples is None) == (text is None):
-        raise Stop("give either SAMPLES or --text", USAGE, "longshore grader run --help has examples")
+        raise cli.Stop("give either SAMPLES or --text", cli.USAGE, "longshore grader run --help has examples")
     if text is not None:
         row = {"sample": {"output_text": text}, "item": _object(item or "{}", "--item")}
         yield "--text", _sample(row, "--text")
         return
     if item is not None:
-        raise Stop("--item goes with --text: SAMPLES have items of their own", USAGE)
+        raise cli.Stop("--item goes with --text: SAMPLES have items of their own", cli.USAGE)
     name = "stdin" if samples == "-" else str(samples)
     with sys.stdin if samples == "-" else _opened(name) as lines:
-        number = graded = 0
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            if graded == limit:
-                say(f"only the first {limit} samples are graded: --limit takes up to {_MOST}")
-                return
-            graded += 1
-            yield f"{name}:{number}", _sample(_object(line, f"{name}:{number}"), f"{name}:{number}")
-    if not graded:
-        raise Stop(f"{name} has no samples", USAGE)
+        filled = ((f"{name}:{at}", line) for at, line in enumerate(lines, 1) if line.strip())
+        found = list(islice(filled, limit + 1))
+    if not found:
+        raise cli.Stop(f"{name} has no samples", cli.USAGE)
+    if len(found) > limit:
+        cli.say(f"only the first {limit} samples are graded: --limit takes up to {_MOST}")
+    for place, line in found[:limit]:
+        yield place, _sample(_object(line, place), place)
 
 
 def _opened(name: str) -> Any:
     path = Path(name)
     if not path.is_file():
-        raise Stop(f"SAMPLES: there is no file {name}", USAGE)
+        raise cli.Stop(f"SAMPLES: there is no file {name}", cli.USAGE)
     return path.open()
 
 
@@ -191,9 +174,9 @@ def _object(text: str, place: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise Stop(f"{place}: no JSON: {error}", USAGE) from None
+        raise cli.Stop(f"{place}: no JSON: {error}", cli.USAGE) from None
     if not isinstance(found, dict):
-        raise Stop(f"{place}: expected a JSON object", USAGE)
+        raise cli.Stop(f"{place}: expected a JSON object", cli.USAGE)
     return found
 
 
@@ -206,29 +189,27 @@ def _sample(row: dict[str, Any], place: str) -> "SampledItem":
         return SampledItem.model_validate(row)
     except ValidationError as error:
         rule = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise Stop(f"{place}: {rule}", USAGE, 'a sample is {"sample": {"output_text": ...}, "item": {...}}') from None
+        raise cli.Stop(
+            f"{place}: {rule}", cli.USAGE, 'a sample is {"sample": {"output_text": ...}, "item": {...}}'
+        ) from None
 
 
 def _print(grades: list[dict[str, Any]]) -> None:
     parts = list(grades[0]["parts"]) if grades else []
     rows = (
         (
-            plain(each["place"]),
-            _number(each["grade"]),
-            *(_number(each["parts"].get(part)) for part in parts),
+            cli.plain(each["place"]),
+            number(each["grade"]),
+            *(number(each["parts"].get(part)) for part in parts),
             f"{each['duration_s']:.2f}",
-            plain(each["error"] or ""),
+            cli.plain(each["error"] or ""),
         )
         for each in grades
     )
-    print_table(("sample", "grade", *parts, "seconds", ""), rows)
+    cli.print_table(("sample", "grade", *parts, "seconds", ""), rows)
     found = [each["grade"] for each in grades if each["grade"] is not None]
     if len(grades) > 1 and found:
-        say(f"mean {sum(found) / len(found):.4g} of {len(found)} grades; {len(grades) - len(found)} without one")
-
-
-def _number(grade: float | None) -> str:
-    return "" if grade is None else f"{grade:.6g}"
+        cli.say(f"mean {sum(found) / len(found):.4g} of {len(found)} grades; {len(grades) - len(found)} without one")
 
 
 # --- `validate`, `preview` and `estimate` ---
@@ -255,12 +236,12 @@ _FIELDS = ("model", "dataset", "max_tokens", "too_long", "max_lost_fraction")
     "Check a dataset against a model, and count what its rows become. Exit code 100 if a run would refuse it.",
     _FIELDS,
 )
-@answering
-def validate(context: typer.Context, client: "Client") -> CommandAnswer:
+@cli.answering
+def validate(context: typer.Context, client: "Client") -> cli.CommandAnswer:
     with _request(context, client, num_rows=0) as request:
         found = client.validate(request)
     document = found.model_dump(mode="json", exclude={"rows"})
-    return CommandAnswer(document, partial(_print_report, found), FAILED if found.problem else DONE)
+    return cli.CommandAnswer(document, partial(_print_report, found), cli.FAILED if found.problem else cli.DONE)
 
 
 @run_command(
@@ -270,12 +251,12 @@ def validate(context: typer.Context, client: "Client") -> CommandAnswer:
     "Show a dataset's first rows, coloured by what is trained. Without colours, what is trained stands in ⟦ ⟧.",
     _FIELDS,
 )
-@answering
+@cli.answering
 def preview(
     context: typer.Context,
     client: "Client",
     num_rows: Annotated[int, typer.Option("--rows", min=1, max=100, help="Number of rows to show.")] = 4,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     with _request(context, client, num_rows) as request:
         found = client.preview(request)
 
@@ -283,7 +264,7 @@ def preview(
         _print_rows(found)
         _print_report(found)
 
-    return CommandAnswer(found, show)
+    return cli.CommandAnswer(found, show)
 
 
 @contextmanager
@@ -292,26 +273,24 @@ def _request(context: typer.Context, client: "Client", num_rows: int) -> "Iterat
 
     A file uploaded only for the preview is deleted afterwards.
     """
-    from longshore.views import PreviewRequest
-
     options = options_of(run_model("sft"), _FIELDS)
     fields = request_fields(options, given(context)) | {"num_rows": num_rows}
     if isinstance(source := fields.pop("dataset"), list):
-        raise Stop("--dataset: give one without a weight: sources of a mixture are looked at one by one", USAGE)
+        raise cli.Stop("--dataset: give one without a weight: sources of a mixture are looked at one by one", cli.USAGE)
     fields["model_uri"] = model_uri(fields.pop("model"))
-    validated_request(PreviewRequest, fields | {"source": source}, options)
+    validated_request(longshore.PreviewRequest, fields | {"source": source}, options)
     file = uploaded(client, source["uri"], "--dataset")
     uri = file[0].uri if file else source["uri"]
     try:
         with naming_options(fields["model_uri"], options):
-            yield PreviewRequest.model_validate(fields | {"source": source | {"uri": uri}})
+            yield longshore.PreviewRequest.model_validate(fields | {"source": source | {"uri": uri}})
     finally:
         if file and file[1]:
             client.files.delete(file[0].file_id)
 
 
 def _print_rows(found: "Preview") -> None:
-    out = console()
+    out = cli.console()
     for row in found.rows:
         fate = "" if row.fate == "kept" else f", {row.fate.replace('_', ' ')}"
         cut = ", not shown to its end" if row.is_cut else ""
@@ -338,8 +317,8 @@ def _coloured(spans: "Sequence[Span]", in_colour: bool, colour: str = "green") -
 
 def _print_report(found: "Preview") -> None:
     report = found.report
-    print_table(("", ""), _counts(found))
-    print_table(
+    cli.print_table(("", ""), _counts(found))
+    cli.print_table(
         ("tokens, up to", "rows"), ((str(length.up_to_tokens), str(length.num_rows)) for length in report.lengths)
     )
     for lost in report.lost:
@@ -368,7 +347,7 @@ def _counts(found: "Preview") -> list[tuple[str, str]]:
     ]
 
 
-@command(
+@cli.command(
     app,
     patience_s=20,
     epilog=_EXAMPLES,
@@ -384,21 +363,23 @@ def estimate(
             help="The same options as after `longshore submit`; nothing is started.",
         ),
     ],
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Estimate tokens, steps, time and cost of a run, without starting it.
 
     A local dataset is uploaded, and its rows are counted, for two minutes at most. Exit code 100 if a run would refuse
     it.
     """
     if words[0] not in _UNITS:
-        raise Stop("estimate accepts sft, dpo, distill, reward and rl, with the options of longshore submit", USAGE)
+        raise cli.Stop(
+            "estimate accepts sft, dpo, distill, reward and rl, with the options of longshore submit", cli.USAGE
+        )
     run = run_of(context, words, "longshore estimate")
     if run.kind == "rl" and run.rollouts is None:
         advice = "`longshore estimate rl --prompts ...` estimates a run of its own rollouts"
-        raise Stop("an RL run without --prompts is as long as its client makes it", USAGE, advice)
+        raise cli.Stop("an RL run without --prompts is as long as its client makes it", cli.USAGE, advice)
     with naming_options(run.model, options_of(type(run))):
         found = client.estimate(run)
-    return CommandAnswer(found, partial(_print_estimate, run, found), FAILED if found.problem else DONE)
+    return cli.CommandAnswer(found, partial(_print_estimate, run, found), cli.FAILED if found.problem else cli.DONE)
 
 
 def _print_estimate(run: "Run", found: "Estimate") -> None:
@@ -423,22 +404,22 @@ def _print_estimate(run: "Run", found: "Estimate") -> None:
     if found.tokens_per_s is not None:
         rows.append(("tokens a second", f"{found.tokens_per_s:,.0f}{on}"))
     if found.seconds_per_step is not None:
-        rows.append(("a step", f"{span(found.seconds_per_step)}{on}"))
+        rows.append(("a step", f"{cli.span(found.seconds_per_step)}{on}"))
     if found.seconds is not None:
-        rows.append(("training", f"about {span(found.seconds)}"))
+        rows.append(("training", f"about {cli.span(found.seconds)}"))
     if (precision := precision_in_words(found.precision)) is not None:
         rows.append(("precision", precision))
     if found.cost is not None:
         rows.append(("cost", f"about {found.cost:,.2f} {found.currency}"))
-    print_table(("", ""), [(name, plain(text)) for name, text in rows])
+    cli.print_table(("", ""), [(name, cli.plain(text)) for name, text in rows])
     if found.precision is not None and found.precision.notice is not None:
-        say(f"notice: {found.precision.notice}")
+        cli.say(f"notice: {found.precision.notice}")
     if found.same_layout is False:
-        say("those runs had another layout, engine or precision: the time may be far off")
+        cli.say("those runs had another layout, engine or precision: the time may be far off")
     if not found.is_complete:
-        say(f"only the first {found.rows:,} rows were counted: the whole is more")
+        cli.say(f"only the first {found.rows:,} rows were counted: the whole is more")
     if found.problem:
         print(f"a run would refuse this dataset: {found.problem}")
     if found.not_measured is not None:
         advice = "submit a short run (--steps 5), then estimate again"
-        say(f"how long: not measured yet, because {found.not_measured}: {advice}")
+        cli.say(f"how long: not measured yet, because {found.not_measured}: {advice}")

@@ -12,20 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from longshore.connection import ConnectionProblem
-from service.cli.command import (
-    DONE,
-    INTERRUPTED,
-    LONGEST_HELP,
-    TRACE_PARENT,
-    USAGE,
-    Globals,
-    Json,
-    Stop,
-    print_json,
-    profile_names,
-    say,
-    stop_of,
-)
+from service.cli import command as cli
 
 # --- The headings of `longshore --help`, and the module that defines each command ---
 #
@@ -60,8 +47,10 @@ HEADINGS = {
 COMMANDS = {command: module for modules in HEADINGS.values() for command, module in modules.items()}
 
 
-class HeadedHelp(TyperGroup):
-    """Lists commands as HEADINGS has them. (Typer's own headings need Rich, which takes long to load.)"""
+class HeadedHelp(cli.WholeHelp):
+    """The commands below HEADINGS."""
+
+    headings = HEADINGS
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -73,12 +62,6 @@ class HeadedHelp(TyperGroup):
             return None
         group = _group(COMMANDS[cmd_name])
         return group if group.name == cmd_name else group.commands[cmd_name]
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for heading, names in HEADINGS.items():
-            found = [(name, self.get_command(ctx, name)) for name in names]
-            with formatter.section(heading):
-                formatter.write_dl([(name, each.get_short_help_str(LONGEST_HELP)) for name, each in found if each])
 
 
 @cache
@@ -120,7 +103,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _globals(
     context: typer.Context,
-    as_json: Json = False,
+    as_json: cli.Json = False,
     api_url: Annotated[str | None, typer.Option("--api-url", help="URL of the service, as http://host:port.")] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", help="The API key. Better: longshore login.")] = None,
     profile: Annotated[
@@ -129,14 +112,14 @@ def _globals(
             "--profile",
             envvar="LONGSHORE_PROFILE",
             help="The name of a service from `longshore login`.",
-            autocompletion=profile_names,
+            autocompletion=cli.profile_names,
         ),
     ] = None,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    context.obj = Globals(as_json, api_url, api_key, profile)
+    context.obj = cli.Globals(as_json, api_url, api_key, profile)
 
 
 @contextmanager
@@ -148,8 +131,8 @@ def _traced() -> Iterator[None]:
     from service.telemetry import span_of_program
 
     command = next((word for word in sys.argv[1:] if word in COMMANDS), "")
-    with span_of_program("cli", f"longshore {command}".strip(), os.environ.get(TRACE_PARENT)) as traceparent:
-        os.environ |= {TRACE_PARENT: traceparent} if traceparent else {}
+    with span_of_program("cli", f"longshore {command}".strip(), os.environ.get(cli.TRACE_PARENT)) as traceparent:
+        os.environ |= {cli.TRACE_PARENT: traceparent} if traceparent else {}
         yield
 
 
@@ -158,20 +141,20 @@ def main() -> None:
     try:
         with _traced():
             code = app(prog_name="longshore", standalone_mode=False)
-    except Stop as stop:
+    except cli.Stop as stop:
         code = _ended_by(stop)
     except ConnectionProblem as error:
-        code = _ended_by(Stop(str(error), USAGE, error.advice))
+        code = _ended_by(cli.Stop(str(error), cli.USAGE, error.advice))
     except typer.TyperException as error:  # an option that there is not, an argument that is missing
         error.show()  # type: ignore[attr-defined]  # all that Typer raises have it, and no public class does
-        code = _ended_by(Stop(error.format_message(), error.exit_code), is_shown=True)
+        code = _ended_by(cli.Stop(error.format_message(), error.exit_code), is_shown=True)
     except (KeyboardInterrupt, typer.Abort):
-        code = INTERRUPTED
+        code = cli.INTERRUPTED
     except BrokenPipeError:  # `longshore ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = DONE
+        code = cli.DONE
     except OSError as error:  # a file of this machine: a full disk, a folder that may not be written
-        code = _ended_by(Stop(str(error)))
+        code = _ended_by(cli.Stop(str(error)))
     except Exception as error:
         if (ended := _of_client(error)) is None:
             raise
@@ -180,24 +163,24 @@ def main() -> None:
         sys.exit(code)
 
 
-def _of_client(error: Exception) -> Stop | None:
+def _of_client(error: Exception) -> cli.Stop | None:
     """Return what ends a command when the client raises; None for other errors. Without httpx, no client was made."""
     if (client := sys.modules.get("longshore.client")) is None:
         return None
     if isinstance(error, client.ServiceError):
-        return stop_of(error)
-    return Stop(str(error)) if isinstance(error, client.DownloadFailed) else None
+        return cli.stop_of(error)
+    return cli.Stop(str(error)) if isinstance(error, client.DownloadFailed) else None
 
 
-def _ended_by(stop: Stop, is_shown: bool = False) -> int:
+def _ended_by(stop: cli.Stop, is_shown: bool = False) -> int:
     """Print an error, as JSON if requested; parsing the arguments itself may have failed. Returns the exit code."""
     if not is_shown:
-        say(f"error: {stop.message}")
+        cli.say(f"error: {stop.message}")
         if stop.advice:
-            say(stop.advice)
+            cli.say(stop.advice)
     words = sys.argv[1:]
     if "--json" in (words[: words.index("--")] if "--" in words else words):
-        print_json(stop.document())
+        cli.print_json(stop.document())
     return stop.code
 
 

@@ -13,25 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from service.cli.command import (
-    DONE,
-    FAILED,
-    NOT_FOUND,
-    USAGE,
-    CommandAnswer,
-    Stop,
-    by_id,
-    checked,
-    command,
-    group,
-    plain,
-    print_items,
-    print_table,
-    read_settings,
-    say,
-    size,
-    waiting,
-)
+import longshore
+from service.cli import command as cli
 
 if TYPE_CHECKING:
     from activities.model_look import ModelLook
@@ -43,23 +26,23 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 1.0
 app = typer.Typer(rich_markup_mode=None)
-models = group(help="Published adapters and models, by name; and a check of a model's folder before any run.")
+models = cli.group(help="Published adapters and models, by name; and a check of a model's folder before any run.")
 app.add_typer(models, name="models")
 ModelName = Annotated[str, typer.Argument(metavar="NAME", help="`name`: its newest version; `name:v3`; `run:step-30`.")]
 Into = Annotated[Path | None, typer.Option(help="The folder to write; ./NAME if absent.")]
 
 
-@command(models)
-def ls(client: "Client") -> CommandAnswer:
+@cli.command(models)
+def ls(client: "Client") -> cli.CommandAnswer:
     """List published models: each name with its newest version."""
     found = client.models.list()
     columns = {"model": "id", "": "kind", "trained from": "base", "run": "run_id", "submitted": "created_at"}
-    nothing = partial(say, "nothing is published; a run publishes when it succeeds")
-    return CommandAnswer(found, partial(print_items, found, columns) if found else nothing)
+    nothing = partial(cli.say, "nothing is published; a run publishes when it succeeds")
+    return cli.CommandAnswer(found, partial(cli.print_items, found, columns) if found else nothing)
 
 
-@command(models)
-def show(client: "Client", name: ModelName) -> CommandAnswer:
+@cli.command(models)
+def show(client: "Client", name: ModelName) -> cli.CommandAnswer:
     """Show the version that a name or id refers to, and its files."""
     view, files = client.models.get(name), client.models.files(name)
 
@@ -68,24 +51,24 @@ def show(client: "Client", name: ModelName) -> CommandAnswer:
             ("model", view.id),
             ("kind", view.kind),
             ("versions", ", ".join(f"v{version}" for version in view.versions)),
-            ("trained from", plain(view.base)),
+            ("trained from", cli.plain(view.base)),
             ("by the run", view.run_id),
-            ("size", size(view.num_bytes or 0)),
+            ("size", cli.size(view.num_bytes or 0)),
         ]
-        print_table(("", ""), [row for row in rows if row[1]])
-        print_items(files, {"file": "path", "bytes": "size"})
+        cli.print_table(("", ""), [row for row in rows if row[1]])
+        cli.print_items(files, {"file": "path", "bytes": "size"})
 
-    return CommandAnswer(view.model_dump() | {"files": files}, show)
+    return cli.CommandAnswer(view.model_dump() | {"files": files}, show)
 
 
-by_id(
+cli.by_id(
     *(models, "rm", ModelName, lambda client, name: client.models.delete(name)),
-    lambda name, _: say(f"{name} is deleted"),
+    lambda name, _: cli.say(f"{name} is deleted"),
     "Delete one version (`name:v3`), or all of a name. Their numbers are not given again.",
 )
 
 
-@command(models)
+@cli.command(models)
 def check(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A model's folder on this machine.")],
     read_all: Annotated[
@@ -95,7 +78,7 @@ def check(
         int, typer.Option(min=1, max=1024, help="Rank of the adapter whose memory is estimated.")
     ] = 16,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the weights.")] = "bfloat16",
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Show what a run would compute for a model, the memory it needs, and unsupported features. Nothing is started.
 
     Exit code 100 if a run would refuse it.
@@ -107,8 +90,10 @@ def check(
     try:
         found = look_at(folder, Lora(rank=lora_rank), dtype, read_all)
     except InvalidInput as error:
-        raise Stop(str(error), NOT_FOUND) from None
-    return CommandAnswer(found, partial(_show_look, found, lora_rank, dtype), FAILED if found.problems else DONE)
+        raise cli.Stop(str(error), cli.NOT_FOUND) from None
+    return cli.CommandAnswer(
+        found, partial(_show_look, found, lora_rank, dtype), cli.FAILED if found.problems else cli.DONE
+    )
 
 
 def _show_look(found: "ModelLook", lora_rank: int, dtype: str) -> None:
@@ -118,15 +103,17 @@ def _show_look(found: "ModelLook", lora_rank: int, dtype: str) -> None:
             ("family", f"{shape.family}: {shape.num_layers} layers of {shape.hidden_size}{experts}"),
             *([("parameters", f"{found.num_parameters:,}")] if found.num_parameters else ()),
             ("LoRA targets", ", ".join(f"{num} {name}" for name, num in found.targets.items())),
-            *([("answers end with", plain(" ".join(found.stops)))] if found.stops else ()),
-            *((name, plain(rule or _trained(found, name))) for name, rule in found.conversations.items()),
+            *([("answers end with", cli.plain(" ".join(found.stops)))] if found.stops else ()),
+            *((name, cli.plain(rule or _trained(found, name))) for name, rule in found.conversations.items()),
         ]
-        print_table(("", ""), rows)
+        cli.print_table(("", ""), rows)
     if found.layouts:
-        print_table(("engine", "layout", "frozen", f"LoRA {lora_rank}", "all weights"), map(_layout_row, found.layouts))
+        cli.print_table(
+            ("engine", "layout", "frozen", f"LoRA {lora_rank}", "all weights"), map(_layout_row, found.layouts)
+        )
         print(f"bytes of a rank in {dtype}, about, and beside them what a micro-batch holds, which a worker measures")
     for problem in found.problems:
-        print(f"refused: {plain(problem)}")
+        print(f"refused: {cli.plain(problem)}")
 
 
 def _trained(found: "ModelLook", name: str) -> str:
@@ -136,10 +123,10 @@ def _trained(found: "ModelLook", name: str) -> str:
 def _layout_row(row: "LayoutBytes") -> tuple[str, ...]:
     if row.refused is not None:
         return row.engine, row.layout, f"refused: {row.refused}", "", ""
-    return row.engine, row.layout, size(row.base_bytes), size(row.lora_bytes), size(row.full_bytes)
+    return row.engine, row.layout, cli.size(row.base_bytes), cli.size(row.lora_bytes), cli.size(row.full_bytes)
 
 
-@command(app)
+@cli.command(app)
 def chat(
     client: "Client",
     as_json: bool,
@@ -152,7 +139,7 @@ def chat(
         float, typer.Option(min=0, max=2, help="Sampling temperature; 0 takes the likeliest tokens.")
     ] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
-) -> CommandAnswer | None:
+) -> cli.CommandAnswer | None:
     """Talk to a published model; its answers are printed as they are drawn."""
     said: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     settings = {"model": name, "temperature": temperature, "max_tokens": max_tokens}
@@ -166,7 +153,7 @@ def chat(
         if not as_json:
             print()
         said.append({"role": "assistant", "content": answer})
-    return CommandAnswer(said, lambda: None)
+    return cli.CommandAnswer(said, lambda: None)
 
 
 def _lines() -> Iterator[str]:
@@ -182,14 +169,14 @@ def _lines() -> Iterator[str]:
 
 
 def _texts(client: "Client", request: dict[str, Any]) -> Iterator[str]:
-    with waiting(f"waiting for a sampler of {request['model']}, which loads the model if none has it") as has_begun:
+    with cli.waiting(f"waiting for a sampler of {request['model']}, which loads the model if none has it") as has_begun:
         for chunk in client.chat(request):
             has_begun()
             for choice in chunk["choices"]:
                 yield choice["delta"].get("content") or ""
 
 
-@command(app)
+@cli.command(app)
 def download(
     client: "Client",
     name: Annotated[
@@ -201,7 +188,7 @@ def download(
         int | None,
         typer.Option(metavar="STEP", min=0, help="For a run: its checkpoint of this step, with the optimizer's state."),
     ] = None,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Download an adapter (a PEFT folder), a model, or a checkpoint, and check the hash of every file."""
     target = _free(into or Path(name.replace(":", "-") + ("" if checkpoint is None else f"-step-{checkpoint}")))
     if checkpoint is not None:
@@ -209,21 +196,19 @@ def download(
     else:
         files = _fetch(client, name, target)
     document = {"name": name, "folder": str(target.resolve()), "files": [each.model_dump() for each in files]}
-    return CommandAnswer(document, partial(print, target))
+    return cli.CommandAnswer(document, partial(print, target))
 
 
 def _fetch(client: "Client", name: str, target: Path) -> "tuple[FileEntry, ...]":
     """Fetch the published model of a run id, or of a name."""
-    from longshore.client import NotFound
-
     if ":" not in name:
-        with suppress(NotFound):
+        with suppress(longshore.NotFound):
             return client.runs.download(name, target)
     try:
         return client.models.download(name, target)
-    except NotFound:
+    except longshore.NotFound:
         advice = "`longshore models ls` shows what is published, `longshore ls` the runs"
-        raise Stop(f"there is no run {name}, and nothing is published as {name}", NOT_FOUND, advice) from None
+        raise cli.Stop(f"there is no run {name}, and nothing is published as {name}", cli.NOT_FOUND, advice) from None
 
 
 def _fetch_checkpoint(client: "Client", run_id: str, step: int, target: Path) -> "tuple[FileEntry, ...]":
@@ -238,7 +223,7 @@ def _fetch_checkpoint(client: "Client", run_id: str, step: int, target: Path) ->
     labels = [each.fence.label for each in found if each.step == step]
     if not labels:
         there = ", ".join(sorted({str(each.step) for each in found}, key=int)) or "none"
-        raise Stop(f"--checkpoint: {run_id} keeps no checkpoint of step {step}; it has: {there}", NOT_FOUND)
+        raise cli.Stop(f"--checkpoint: {run_id} keeps no checkpoint of step {step}; it has: {there}", cli.NOT_FOUND)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
         folder = Path(temporary) / f"{run_id}-{max(labels)}-step-{step}"
@@ -249,14 +234,14 @@ def _fetch_checkpoint(client: "Client", run_id: str, step: int, target: Path) ->
             manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
             for entry in manifest.files:
                 if sha256_file(folder / entry.path) != entry.sha256:
-                    raise Stop(f"{entry.path}: the SHA-256 is not the manifest's", advice="try the download again")
+                    raise cli.Stop(f"{entry.path}: the SHA-256 is not the manifest's", advice="try the download again")
         except (tarfile.TarError, FileNotFoundError) as error:
-            raise Stop(f"the download is incomplete: {error}", advice="try it again") from None
+            raise cli.Stop(f"the download is incomplete: {error}", advice="try it again") from None
         folder.rename(target)
     return manifest.files
 
 
-@command(app)
+@cli.command(app)
 def export(
     client: "Client",
     name: ModelName,
@@ -279,25 +264,23 @@ def export(
             metavar="ORG/NAME", help="A repository of the Hugging Face hub; the token is HF_TOKEN or `hf auth login`'s."
         ),
     ] = None,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Write a model for other programs: a whole one in their format; without a format the published files.
 
     The service writes the export, and stores it with the version until either is deleted.
     """
     formats = [word for word, wanted in (("merged", merged), ("gguf", gguf), ("fp8", fp8), ("mlx", mlx)) if wanted]
     if len(formats) > 1 or sum(place is not None for place in (into, to, push)) > 1:
-        raise Stop("name one of --merged, --gguf, --fp8, --mlx, and one of --into, --to, --push", USAGE)
+        raise cli.Stop("name one of --merged, --gguf, --fp8, --mlx, and one of --into, --to, --push", cli.USAGE)
     if stored_as and not formats:
-        raise Stop("--type is of --gguf or --mlx", USAGE)
+        raise cli.Stop("--type is of --gguf or --mlx", cli.USAGE)
     with _told():
         put = _s3(to) if to is not None else None if push is None else _hub(push)
     of, label = name, None
     if merged and client.models.get(name).kind == "model":
-        say(f"{name} is a whole model already: there is nothing to merge")
+        cli.say(f"{name} is a whole model already: there is nothing to merge")
     elif formats:
-        from longshore.views import Export
-
-        view = _exported(client, name, checked(Export, {"format": formats[0], "type": stored_as}))
+        view = _exported(client, name, cli.checked(longshore.Export, {"format": formats[0], "type": stored_as}))
         of, label = view.model, view.label
     if put is not None:
         files, place = _deliver(client, of, label, put), str(to or push)
@@ -305,23 +288,23 @@ def export(
         target = _free(into or Path("-".join(filter(None, (name.replace(":", "-"), label)))))
         files, place = client.models.download(of, target, label), str(target.resolve())
     document = {"name": name, "folder": place, "files": [each.path for each in files]}
-    return CommandAnswer(document, partial(print, to or push or target))
+    return cli.CommandAnswer(document, partial(print, to or push or target))
 
 
 def _exported(client: "Client", name: str, asked: "Export") -> "ExportView":
     """Have the service write an export, and wait for it. Raises Stop with the reason if it failed."""
     view = client.models.export(name, asked)
     if view.state == "running":
-        say(f"the service writes {view.label} of {view.model}; interrupted, the same command goes on with it")
+        cli.say(f"the service writes {view.label} of {view.model}; interrupted, the same command goes on with it")
     while view.state == "running":
         time.sleep(_LOOK_EVERY_S)
         view = client.models.get_export(view.model, view.label)
     if view.error is not None:
-        raise Stop(view.error)
+        raise cli.Stop(view.error)
     return view
 
 
-@command(app)
+@cli.command(app)
 def verify(
     client: "Client",
     name: ModelName,
@@ -336,7 +319,7 @@ def verify(
         ),
     ] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed for the choice of steps; random if absent.")] = None,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Check the signed statement of a version's origin, and all its files. Exit code 100 if a check fails.
 
     --retrain opens the installation's store with this machine's settings, and trains with its worker: the bits are the
@@ -354,22 +337,22 @@ def verify(
         keys = client.models.public_keys() if key is None else _keys_in(key)
         statement = signed_statement(envelope, [read_key(each.pem) for each in keys])
     except InvalidInput as error:
-        raise Stop(f"--key: {error}" if key else str(error)) from None
+        raise cli.Stop(f"--key: {error}" if key else str(error)) from None
     except CorruptArtifact as error:
-        raise Stop(f"{version}: {error}") from None
+        raise cli.Stop(f"{version}: {error}") from None
     if not statement.is_of(place):
-        raise Stop(f"{version} of tenant {tenant}: the statement was signed for another version, or names none")
+        raise cli.Stop(f"{version} of tenant {tenant}: the statement was signed for another version, or names none")
     with tempfile.TemporaryDirectory(prefix="longshore-verify-") as folder:
         entries = client.models.download(version, Path(folder) / "files")
         differing = statement.differing(entries)
         if differing:
-            raise Stop(f"{version}: differs from the signed statement: {', '.join(differing)}")
+            raise cli.Stop(f"{version}: differs from the signed statement: {', '.join(differing)}")
         retrained = _retrained(statement, seed, Path(folder)) if retrain else None
     document = {"name": version, "signed_by": envelope.signatures[0].keyid, "statement": statement.model_dump()}
     document |= {} if retrained is None else {"retrained": vars(retrained) | {"equal": retrained.is_equal}}
-    code = FAILED if retrained is not None and not retrained.is_equal else DONE
+    code = cli.FAILED if retrained is not None and not retrained.is_equal else cli.DONE
     shown = f"{version} of tenant {tenant}"
-    return CommandAnswer(document, partial(_show_statement, shown, statement, key is not None, retrained), code)
+    return cli.CommandAnswer(document, partial(_show_statement, shown, statement, key is not None, retrained), code)
 
 
 def _keys_in(path: Path) -> "list[PublicKey]":
@@ -378,7 +361,7 @@ def _keys_in(path: Path) -> "list[PublicKey]":
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise Stop(f"--key: {error}", NOT_FOUND) from None
+        raise cli.Stop(f"--key: {error}", cli.NOT_FOUND) from None
     end = "-----END PUBLIC KEY-----"
     return [read_key(f"{part}{end}\n") for part in text.split(end)[:-1]] or [read_key(text)]
 
@@ -394,10 +377,10 @@ def _retrained(statement: "Statement", seed: int | None, folder: Path) -> "Retra
     (folder / "retrained").mkdir()
     try:
         chosen = choose(stretches(store, run_id, dict(statement.causes).get("job")), run_id, seed)
-        say(f"{chosen} are done again")
+        cli.say(f"{chosen} are done again")
         return retrain(chosen, store, folder / "retrained")
     except LongshoreError as error:
-        raise Stop(f"--retrain: {error}") from None
+        raise cli.Stop(f"--retrain: {error}") from None
 
 
 def _show_statement(version: str, statement: "Statement", by_own_keys: bool, retrained: "Retrained | None") -> None:
@@ -406,19 +389,19 @@ def _show_statement(version: str, statement: "Statement", by_own_keys: bool, ret
         ("signed", "by a key of the file" if by_own_keys else "by the key that the service says is its own"),
         ("files", f"{len(statement.subject)}, each as signed"),
         ("by the run", statement.run_id),
-        *((name, value[:16] if len(value) == 64 else plain(value)) for name, value in statement.causes),  # a hash
+        *((name, value[:16] if len(value) == 64 else cli.plain(value)) for name, value in statement.causes),  # a hash
     ]
     if retrained is not None:
         same = "the same bits" if retrained.is_equal else "OTHER BITS"
         rows.append(("done again", f"{retrained.stretch}: {same}"))
         if not retrained.is_equal and len(set(retrained.devices)) > 1:
-            rows.append(("devices", "then {}, now {}".format(*map(plain, retrained.devices))))
-    print_table(("", ""), rows)
+            rows.append(("devices", "then {}, now {}".format(*map(cli.plain, retrained.devices))))
+    cli.print_table(("", ""), rows)
 
 
 def _free(target: Path) -> Path:
     if target.exists():
-        raise Stop(f"{target} is there already", USAGE, "name another folder with --into")
+        raise cli.Stop(f"{target} is there already", cli.USAGE, "name another folder with --into")
     return target
 
 
@@ -446,19 +429,19 @@ def _deliver(client: "Client", name: str, export: str | None, put: Put) -> "tupl
             else:
                 client.models.save_export_file(name, export, entry.path, file)
             if sha256_file(file) != entry.sha256:
-                raise Stop(f"{entry.path}: the SHA-256 is not the manifest's", advice="try it again")
+                raise cli.Stop(f"{entry.path}: the SHA-256 is not the manifest's", advice="try it again")
             with _told():
                 put(file, entry.path)
-        say(f"{entry.path} is there")
+        cli.say(f"{entry.path} is there")
     return entries
 
 
 def _s3(uri: str) -> Put:
     from shared.storage.store import S3Store, open_store
 
-    store = open_store(uri, read_settings().s3)
+    store = open_store(uri, cli.read_settings().s3)
     if not isinstance(store, S3Store):
-        raise Stop(f"--to: {uri} is no s3:// URI; a folder is named with --into", USAGE)
+        raise cli.Stop(f"--to: {uri} is no s3:// URI; a folder is named with --into", cli.USAGE)
     return lambda file, path: store.put_file(path, file)
 
 
@@ -466,9 +449,13 @@ def _hub(repository: str) -> Put:
     from huggingface_hub import HfApi, get_token
 
     if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", repository, re.ASCII):
-        raise Stop("--push: a repository of the hub is ORG/NAME: letters, digits, dots, dashes, underscores", USAGE)
+        raise cli.Stop(
+            "--push: a repository of the hub is ORG/NAME: letters, digits, dots, dashes, underscores", cli.USAGE
+        )
     if (token := get_token()) is None:
-        raise Stop("--push: there is no token for the hub", USAGE, "set HF_TOKEN, or sign in with `hf auth login`")
+        raise cli.Stop(
+            "--push: there is no token for the hub", cli.USAGE, "set HF_TOKEN, or sign in with `hf auth login`"
+        )
     api = HfApi(token=token)
     api.create_repo(repository, private=True, exist_ok=True)
     return lambda file, path: api.upload_file(path_or_fileobj=file, path_in_repo=path, repo_id=repository)
@@ -485,9 +472,9 @@ def _told() -> Iterator[None]:
     try:
         yield
     except LongshoreError as error:
-        raise Stop(f"--to: {error}") from None
+        raise cli.Stop(f"--to: {error}") from None
     except HfHubHTTPError as error:
         problem = f"the hub answers {error.response.status_code} to {error.response.url.path}"
-        raise Stop(f"--push: {problem}") from None
+        raise cli.Stop(f"--push: {problem}") from None
     except (HTTPError, ValueError) as error:
-        raise Stop(f"--push: {type(error).__name__} from the hub's library") from None
+        raise cli.Stop(f"--push: {type(error).__name__} from the hub's library") from None

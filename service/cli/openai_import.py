@@ -210,12 +210,12 @@ def named_models(given: "list[str] | tuple[str, ...]") -> dict[str, str]:
     return {theirs: ours for theirs, _, ours in pairs}
 
 
-class _NoCounterpart(Exception):
-    """A job cannot be started here. Its text says why."""
+class _NotStarted(Exception):
+    """A job is not started here: the state that is told of it, and why."""
 
-
-class _Waits(Exception):
-    """A job starts from a checkpoint that another one has not made yet."""
+    def __init__(self, why: str, state: State = "no counterpart") -> None:
+        super().__init__(why)
+        self.state = state
 
 
 class AccountImport:
@@ -240,41 +240,40 @@ class AccountImport:
         if job.status != "succeeded":
             return Imported(job.id, "left out", f"its status is {printable(job.status)}")
         checkpoints = [printable(name) for name in self._account.checkpoints(job.id)]
-        before = self._found(job)
-        if before is not None:
-            self._note(job, before)
-            return Imported(job.id, "imported before", "", before["model"], before["id"], [], checkpoints)
+        found = Imported(job.id, "imported before", checkpoints=checkpoints)
+        ours = self._found(job)
         try:
-            body, left_out = translated(job, self._model_of(job))
-            if self._is_dry:
-                self._note(job, None)
-                return Imported(job.id, "would start", "", body["model"], None, left_out, checkpoints)
-            for place in ("training_file", "validation_file"):
-                if body.get(place):
-                    body[place] = self._file(body[place])
-            ours = self._client.call(
-                "POST", "/v1/fine_tuning/jobs", json=body, headers={"idempotency-key": f"openai-{job.id}"}
-            )
-        except _Waits as reason:
-            return Imported(job.id, "waits", str(reason), None, None, [], checkpoints)
-        except _NoCounterpart as reason:
-            return Imported(job.id, "no counterpart", str(reason), None, None, [], checkpoints)
+            if ours is None:
+                body, found.left_out = translated(job, self._model_of(job))
+                found.state, found.model = "would start", body["model"]
+                if not self._is_dry:
+                    ours = self._started(job, body)
+                    found.state = "started"
+        except _NotStarted as reason:
+            return Imported(job.id, reason.state, str(reason), checkpoints=checkpoints)
         except (Stop, ServiceError) as refusal:
-            found = stop_of(refusal) if isinstance(refusal, ServiceError) else refusal
-            if found.advice:  # of the service or the key, and not of this job
+            stop = stop_of(refusal) if isinstance(refusal, ServiceError) else refusal
+            if stop.advice:  # of the service or the key, and not of this job
                 raise
-            return Imported(job.id, "no counterpart", printable(found.message), None, None, [], checkpoints)
-        self._note(job, ours)
-        return Imported(job.id, "started", "", ours["model"], ours["id"], left_out, checkpoints)
+            return Imported(job.id, "no counterpart", printable(stop.message), checkpoints=checkpoints)
+        if ours is not None:
+            found.model, found.run = ours["model"], ours["id"]
+        if job.fine_tuned_model:
+            self._ours[job.fine_tuned_model] = ours
+        return found
+
+    def _started(self, job: TheirJob, body: dict[str, Any]) -> dict[str, Any]:
+        for place in ("training_file", "validation_file"):
+            if body.get(place):
+                body[place] = self._file(body[place])
+        headers = {"idempotency-key": f"openai-{job.id}"}
+        ours: dict[str, Any] = self._client.call("POST", "/v1/fine_tuning/jobs", json=body, headers=headers)
+        return ours
 
     def _found(self, job: TheirJob) -> dict[str, Any] | None:
         """Return the job here that an earlier import has started."""
         page = self._client.call("GET", "/v1/fine_tuning/jobs", params={"limit": 1, f"metadata[{_MARK}]": job.id})
         return page["data"][0] if page["data"] else None
-
-    def _note(self, job: TheirJob, ours: dict[str, Any] | None) -> None:
-        if job.fine_tuned_model:
-            self._ours[job.fine_tuned_model] = ours
 
     def _model_of(self, job: TheirJob) -> str:
         theirs = job.model
@@ -284,11 +283,11 @@ class AccountImport:
             ours = self._ours[theirs]
             if ours is None or not ours["fine_tuned_model"]:  # told when it has succeeded
                 name = ours["id"] if ours else printable(theirs)
-                raise _Waits(f"it goes on from what {name} makes: import again when that has succeeded")
+                raise _NotStarted(f"it goes on from what {name} makes: import again when that has succeeded", "waits")
             return str(ours["fine_tuned_model"])
         if theirs.startswith("ft:"):
-            raise _NoCounterpart(f"it goes on from {printable(theirs)}, which no imported job makes")
-        raise _NoCounterpart(f"say what is trained in the place of its model: --model {printable(theirs)}=...")
+            raise _NotStarted(f"it goes on from {printable(theirs)}, which no imported job makes")
+        raise _NotStarted(f"say what is trained in the place of its model: --model {printable(theirs)}=...")
 
     def _file(self, file_id: str) -> str:
         """Return the id here of a file at OpenAI. It is copied once: its name contains the original's id."""
@@ -319,12 +318,12 @@ def translated(job: TheirJob, model: str) -> tuple[dict[str, Any], list[str]]:
     """Return a job's request here, with their ids of files, and the settings that it is without.
 
     Raises:
-        _NoCounterpart: its method is none that there is here.
+        _NotStarted: its method is none that there is here.
     """
     method: dict[str, Any] = dict(job.method or {"type": "supervised"})
     kind = method.get("type")
     if kind not in _KNOWN:
-        raise _NoCounterpart(f"there is no method {printable(str(kind))}")
+        raise _NotStarted(f"there is no method {printable(str(kind))}")
     settings = method.get(kind)
     settings = dict(settings) if isinstance(settings, dict) else {}
     of_method = settings.pop("hyperparameters", None)

@@ -513,6 +513,14 @@ version.
 | field | option | runs | type | default | meaning |
 |---|---|---|---|---|---|
 """
+_FORMS_IN_WORDS: dict[Form, str] = {
+    "names": "list of text",
+    "source": "dataset",
+    "sources": "dataset, or a list of them",
+    "named": "object of datasets",
+}
+_TYPES_IN_WORDS: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "boolean"}
+_TYPES_IN_WORDS |= {list[int]: "list of integers", list[float]: "list of numbers"}
 
 
 def table() -> str:
@@ -534,29 +542,13 @@ def _cells(option: RunOption) -> tuple[str, ...]:
 
 
 def _type(option: RunOption) -> str:
-    match option.form:
-        case "value" | "reading" if get_origin(option.parsed_as) is Literal:
-            words = " \\| ".join(f"`{choice}`" for choice in get_args(option.parsed_as))
-        case "names" | "value" | "reading":
-            names: dict[Any, str] = {
-                str: "text",
-                int: "integer",
-                float: "number",
-                bool: "boolean",
-                list[int]: "list of integers",
-                list[float]: "list of numbers",
-            }
-            words = "list of text" if option.form == "names" else names.get(option.parsed_as, "list of text")
-        case "variant":
-            words = f"`{option.kind}`"
-        case "source":
-            words = "dataset"
-        case "sources":
-            words = "dataset, or a list of them"
-        case "named":
-            words = "object of datasets"
-        case _:
-            words = "object"
+    words = _FORMS_IN_WORDS.get(option.form, "object")
+    if option.form == "variant":
+        words = f"`{option.kind}`"
+    elif option.form in ("value", "reading") and get_origin(option.parsed_as) is Literal:
+        words = " \\| ".join(f"`{choice}`" for choice in get_args(option.parsed_as))
+    elif option.form in ("value", "reading"):
+        words = _TYPES_IN_WORDS.get(option.parsed_as, "list of text")
     return f"{words}, {option.bounds}" if option.bounds else words
 
 

@@ -9,18 +9,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from service.cli.command import (
-    INTERRUPTED,
-    NOT_FINISHED,
-    OF_STATE,
-    Stop,
-    ago,
-    coloured,
-    plain,
-    print_table,
-    say,
-    span,
-)
+import longshore
+from service.cli import command as cli
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -46,7 +36,7 @@ def print_steps(steps: Iterable["StepStatus"]) -> None:
         [
             {
                 "step": str(step.step),
-                "state": coloured(step.state),
+                "state": cli.coloured(step.state),
                 "policy": "" if step.policy_version is None else str(step.policy_version),
                 **_cells(step.metrics),
                 "": escape(_remark(step)),
@@ -108,7 +98,7 @@ def _remark(step: "StepStatus") -> str:
 def _print(rows: Sequence[Mapping[str, str]]) -> None:
     """Print a table without its empty columns."""
     names = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
-    print_table([_HEADERS.get(name, name) for name in names], ([row[name] for name in names] for row in rows))
+    cli.print_table([_HEADERS.get(name, name) for name in names], ([row[name] for name in names] for row in rows))
 
 
 # --- Show a run: as JSON, as a few lines, and in all its details ---
@@ -150,7 +140,7 @@ def summary(view: "RunView", place: int | None = None) -> str:
     if view.state == "running":
         lines[0] += f", {doing(view, place)}"
     if (left_s := seconds_left(view, time.time())) is not None:
-        lines[0] += f", about {span(left_s)} left"
+        lines[0] += f", about {cli.span(left_s)} left"
     lines[0] = ", ".join([lines[0], *main_metrics(view.metrics)])
     if view.problem:
         lines.append(view.problem.message)
@@ -191,19 +181,19 @@ def print_details(view: "RunView") -> None:
         ("name", run.name),
         ("layout", f"{run.layout.label}, {run.dtype}, {run.engine}"),
         ("precision", precision_in_words(view.precision)),
-        ("submitted", f"{ago(view.created_at)}{owner}"),
+        ("submitted", f"{cli.ago(view.created_at)}{owner}"),
         ("tokens", f"{view.planned_tokens:,} in all steps" if view.planned_tokens else None),
         ("took", took(view)),
-        ("GPU time", span(view.gpu_seconds) if view.gpu_seconds else None),
+        ("GPU time", cli.span(view.gpu_seconds) if view.gpu_seconds else None),
         ("cost", cost_in_words(view)),
         ("checkpoint", f"of step {view.checkpoint.step}" if view.checkpoint else None),
         ("workers lost", str(view.workers_lost) if view.workers_lost else None),
     ]
-    print_table(("", ""), [(name, plain(text)) for name, text in rows if text])
+    cli.print_table(("", ""), [(name, cli.plain(text)) for name, text in rows if text])
     if view.timeline:
         end = view.ended_at or time.time()
-        spans = [(label, span((ended or end) - began), ago(began)) for label, began, ended in phases(view)]
-        print_table(("phase", "took", "began"), spans)
+        spans = [(label, cli.span((ended or end) - began), cli.ago(began)) for label, began, ended in phases(view)]
+        cli.print_table(("phase", "took", "began"), spans)
 
 
 def precision_in_words(precision: "Precision | None") -> str | None:
@@ -225,8 +215,8 @@ def took(view: "RunView") -> str | None:
         return None
     spans = view.timeline
     stopped_s = sum(after.began - before.ended for before, after in pairwise(spans) if before.ended is not None)
-    whole = span((view.ended_at or time.time()) - view.started_at)
-    return whole + (f", {span(stopped_s)} of it stopped" if stopped_s >= 1 else "")
+    whole = cli.span((view.ended_at or time.time()) - view.started_at)
+    return whole + (f", {cli.span(stopped_s)} of it stopped" if stopped_s >= 1 else "")
 
 
 def phases(view: "RunView") -> list[tuple[str, float, float | None]]:
@@ -266,11 +256,11 @@ def print_sweep(view: "SweepView") -> None:
     paths = tuple(view.sweep.parameters)
 
     def row(trial: "TrialView") -> tuple[str, ...]:
-        number = f"{trial.number}*" if trial.number == view.best else f"{trial.number}"
-        values = (plain(json.dumps(trial.values.get(path))) for path in paths)
-        return number, trial.state, _number(trial.value), f"{trial.step}", *values, trial.run_id
+        name = f"{trial.number}*" if trial.number == view.best else f"{trial.number}"
+        values = (cli.plain(json.dumps(trial.values.get(path))) for path in paths)
+        return name, trial.state, number(trial.value), f"{trial.step}", *values, trial.run_id
 
-    print_table(("trial", "state", view.metric, "step", *paths, "run"), map(row, view.trials))
+    cli.print_table(("trial", "state", view.metric, "step", *paths, "run"), map(row, view.trials))
     if view.adapter:
         print(f"published: {view.sweep.name}:v{view.version} {view.adapter}")
 
@@ -282,10 +272,11 @@ def progress(view: "SweepView") -> str:
 
 def best(view: "SweepView") -> str:
     """Return the metric and the number of the best trial."""
-    return "" if view.best is None else f"{_number(view.trials[view.best].value)} (trial {view.best})"
+    return "" if view.best is None else f"{number(view.trials[view.best].value)} (trial {view.best})"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Return a number in as many digits as people read; nothing for None."""
     return "" if value is None else f"{value:.6g}"
 
 
@@ -352,17 +343,17 @@ class Lines:
         body, left = event.event, ""
         if body.event in ("step", "evaluated") and body.step >= self._view.step:  # other events are old
             left_s = seconds_left(self._view, time.time())
-            left = f", about {span(left_s)} left" if left_s else ""
-        say(log_line(event) + left)
+            left = f", about {cli.span(left_s)} left" if left_s else ""
+        cli.say(log_line(event) + left)
 
     def status(self, view: "RunView") -> None:
         self._view = view
         if view.state == "running" and view.phase != self._phase:
             self._phase = view.phase
-            say(view.phase.replace("_", " "))
+            cli.say(view.phase.replace("_", " "))
 
     def note(self, text: str) -> None:
-        say(text)
+        cli.say(text)
 
 
 class Bar:
@@ -424,9 +415,9 @@ class Bar:
         view, now = self._view, time.time()
         label = self._evaluating or view.phase.replace("_", " ") if view.state == "running" else view.state
         steps = f"{self._step}/{view.num_steps}" if view.num_steps else f"step {self._step}" if self._step else ""
-        took = span((view.ended_at or now) - view.started_at) if view.started_at is not None else ""
+        took = cli.span((view.ended_at or now) - view.started_at) if view.started_at is not None else ""
         left_s = seconds_left(view, now)
-        left = f"{span(left_s)} left" if left_s else ""
+        left = f"{cli.span(left_s)} left" if left_s else ""
         metrics = main_metrics(self._metrics)
         others = [steps, took, left, *metrics[:1]]
         if self._bar_width(width, [label, *others]) < _LEAST_BAR:
@@ -450,17 +441,17 @@ def follow(client: "Client", view: "RunView", timeout_s: float | None) -> "tuple
     Returns its last view, and the exit code.
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
-    followed, code = _Followed(client, view), NOT_FINISHED
+    followed, code = _Followed(client, view), cli.NOT_FINISHED
     try:
         with display(view) as shown:
             while not followed.look(shown):
                 if end is not None and time.monotonic() > end:
                     break
             else:
-                return followed.view, OF_STATE[followed.view.state]
+                return followed.view, cli.OF_STATE[followed.view.state]
     except KeyboardInterrupt:
-        code = INTERRUPTED
-    say(attach_again(view.run_id))
+        code = cli.INTERRUPTED
+    cli.say(attach_again(view.run_id))
     return followed.view, code
 
 
@@ -481,17 +472,15 @@ class _Followed:
 
     def look(self, shown: Lines | Bar) -> bool:
         """Ask the service once, and show news. Returns True when the run has ended and all events were shown."""
-        from longshore.client import Unreachable
-
         try:
             return self._look(shown)
-        except Unreachable as error:
+        except longshore.Unreachable as error:
             now = time.monotonic()
             if self._away_since is None:
                 self._away_since = now
                 shown.note(f"{error}; trying again")
             if now - self._away_since > _AWAY_FOR_S:
-                raise Stop(str(error), advice=attach_again(self.view.run_id)) from None
+                raise cli.Stop(str(error), advice=attach_again(self.view.run_id)) from None
             time.sleep(0.5)
             return False
 

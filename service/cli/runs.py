@@ -12,38 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from service.cli.command import (
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    NOT_FINISHED,
-    USAGE,
-    CommandAnswer,
-    Globals,
-    Stop,
-    ago,
-    answering,
-    cli_client,
-    coloured,
-    command,
-    group,
-    plain,
-    print_table,
-    run_ids,
-    say,
-    size,
-    span,
-)
-from service.cli.run_options import (
-    UNLESS,
-    RunOption,
-    given,
-    option_at,
-    options_of,
-    request_fields,
-    run_command,
-    run_model,
-)
+import longshore
+from service.cli import command as cli
+from service.cli import run_options
 from service.cli.run_output import doing, outcome, print_details, print_step_metrics, print_steps, step_line, summary
 
 if TYPE_CHECKING:
@@ -82,7 +53,7 @@ WaitTimeout = Annotated[
     float | None, typer.Option(help="With --wait: seconds until the command ends with exit code 101.")
 ]
 IdempotencyKey = Annotated[str | None, typer.Option(help="Calls with the same key return the same run.")]
-submit = group("submit", help="Start a run: sft, dpo, distill, reward or rl.", epilog=_EXAMPLES)
+submit = cli.group("submit", help="Start a run: sft, dpo, distill, reward or rl.", epilog=_EXAMPLES)
 
 
 def _submit(
@@ -92,32 +63,34 @@ def _submit(
     wait: Wait = False,
     timeout: WaitTimeout = None,
     idempotency_key: IdempotencyKey = None,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     if timeout is not None and not wait:
-        raise Stop("--timeout goes with --wait", USAGE)
-    values, options = given(context), options_of(run_model(kind))
+        raise cli.Stop("--timeout goes with --wait", cli.USAGE)
+    values, options = run_options.given(context), run_options.options_of(run_options.run_model(kind))
     if kind == "rl" and wait and "prompts" not in values:
-        raise Stop("--wait goes with --prompts: a run without them waits for you", USAGE)
+        raise cli.Stop("--wait goes with --prompts: a run without them waits for you", cli.USAGE)
     checked_run(kind, options, values)  # every option, before a file is sent anywhere
     run = checked_run(kind, options, values, lambda uri, flag: dataset_uri(client, uri, flag))
-    taker: Globals = context.obj
+    taker: cli.Globals = context.obj
     if taker.take_run is not None:
         if wait or idempotency_key:
-            raise Stop("--wait and --idempotency-key have no meaning here: nothing is started now", USAGE)
+            raise cli.Stop("--wait and --idempotency-key have no meaning here: nothing is started now", cli.USAGE)
         taker.take_run(run)
         raise typer.Exit
-    with naming_options(run.model, options_of(type(run))):
+    with naming_options(run.model, run_options.options_of(type(run))):
         view = client.runs.submit(run, idempotency_key)
     return finish(client, view, wait=wait, timeout_s=timeout)
 
 
 for _kind, _help in _KINDS.items():
-    run_command(submit, _kind, _kind, f"{_help}\n\n{_EXIT_CODES}")(answering(partial(_submit, _kind), patience_s=20))
+    run_options.run_command(submit, _kind, _kind, f"{_help}\n\n{_EXIT_CODES}")(
+        cli.answering(partial(_submit, _kind), patience_s=20)
+    )
 
 
 def checked_run(
     kind: str,
-    options: tuple[RunOption, ...],
+    options: tuple[run_options.RunOption, ...],
     values: Mapping[str, Any],
     uri_of: Callable[[str, str], str] = lambda uri, flag: uri,
 ) -> "Run":
@@ -130,15 +103,17 @@ def checked_run(
     Raises:
         Stop: names the first option that is wrong, and its rule.
     """
-    fields = request_fields(options, values, uri_of)
+    fields = run_options.request_fields(options, values, uri_of)
     fields["model"] = model_uri(fields["model"])
-    for name, (value, other) in UNLESS.items() if kind != "rl" else ():
+    for name, (value, other) in run_options.UNLESS.items() if kind != "rl" else ():
         if name not in fields and other not in fields:
             fields[name] = value
-    return validated_request(run_model(kind), fields, options)  # type: ignore[return-value]
+    return validated_request(run_options.run_model(kind), fields, options)  # type: ignore[return-value]
 
 
-def validated_request(model: "type[BaseModel]", fields: dict[str, Any], options: tuple[RunOption, ...]) -> "BaseModel":
+def validated_request(
+    model: "type[BaseModel]", fields: dict[str, Any], options: tuple[run_options.RunOption, ...]
+) -> "BaseModel":
     """Validate a request. Raises Stop, which names the first option that is wrong, and its rule."""
     from pydantic import ValidationError
 
@@ -148,7 +123,7 @@ def validated_request(model: "type[BaseModel]", fields: dict[str, Any], options:
         raise _usage(error, options) from None
 
 
-def _usage(error: "ValidationError", options: tuple[RunOption, ...]) -> Stop:
+def _usage(error: "ValidationError", options: tuple[run_options.RunOption, ...]) -> cli.Stop:
     """Turn a validation error into one about an option. A missing option goes before a wrong one."""
     from shared.field_rules import location_of, rule_in_words
 
@@ -156,32 +131,30 @@ def _usage(error: "ValidationError", options: tuple[RunOption, ...]) -> Stop:
     for each in errors:
         missing = _option_of(options, each["loc"]) if each["type"] == "missing" else None
         if missing and missing.place == each["loc"]:
-            return Stop(f"--{missing.flag} is missing", USAGE, "--help lists the options")
+            return cli.Stop(f"--{missing.flag} is missing", cli.USAGE, "--help lists the options")
     place = location_of(errors[0], {option.path[0] for option in options})
     return _wrong(_option_of(options, place), rule_in_words(errors[0]))
 
 
-def _option_of(options: tuple[RunOption, ...], place: Sequence[int | str]) -> RunOption | None:
+def _option_of(options: tuple[run_options.RunOption, ...], place: Sequence[int | str]) -> run_options.RunOption | None:
     """Return the option at a place of a run, or of a request to /validate or /preview."""
     names = [_PREVIEWED.get(str(name), name) for name in place[:1]]
-    return option_at(options, [*names, *place[1:]])
+    return run_options.option_at(options, [*names, *place[1:]])
 
 
-def _wrong(option: RunOption | None, rule: str) -> Stop:
-    return Stop(f"--{option.flag}: {rule}" if option else rule, USAGE, "--help lists the options")
+def _wrong(option: run_options.RunOption | None, rule: str) -> cli.Stop:
+    return cli.Stop(f"--{option.flag}: {rule}" if option else rule, cli.USAGE, "--help lists the options")
 
 
 @contextmanager
-def naming_options(model: str, options: tuple[RunOption, ...] = ()) -> Iterator[None]:
+def naming_options(model: str, options: tuple[run_options.RunOption, ...] = ()) -> Iterator[None]:
     """Turn a refusal of the service into an error about an option. `model`: the model of the request."""
-    from longshore.client import Invalid
-
     try:
         yield
-    except Invalid as refused:
+    except longshore.Invalid as refused:
         # The folder, or a file in it: by its URI or its path.
         if str(refused).startswith((model, model.removeprefix("file://"))):
-            raise Stop(f"--model: {refused}", USAGE, "--help lists the options") from None
+            raise cli.Stop(f"--model: {refused}", cli.USAGE, "--help lists the options") from None
         if refused.place is None or refused.place == "Idempotency-Key":
             raise
         raise _wrong(_option_of(options, refused.place.split(".")), refused.rule) from None
@@ -199,21 +172,21 @@ def run_of(context: typer.Context, arguments: list[str], prog_name: str) -> "Run
     return taken[0]
 
 
-def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | None) -> CommandAnswer:
+def finish(client: "Client", view: "RunView", *, wait: bool, timeout_s: float | None) -> cli.CommandAnswer:
     """Follow a run if that was asked for. Returns its state, with the exit code of the state."""
     from service.cli.run_output import follow
 
     def started() -> None:
         print(view.run_id)
         for notice in view.notices:
-            say(f"notice: {notice}")
-        say(f"started; follow it with: longshore watch {view.run_id}")
+            cli.say(f"notice: {notice}")
+        cli.say(f"started; follow it with: longshore watch {view.run_id}")
 
     if not wait:
-        return CommandAnswer(outcome(view), started, DONE)
-    say(f"run {view.run_id}")
+        return cli.CommandAnswer(outcome(view), started, cli.DONE)
+    cli.say(f"run {view.run_id}")
     view, code = follow(client, view, timeout_s)
-    return CommandAnswer(outcome(view), partial(print, summary(view)), code)
+    return cli.CommandAnswer(outcome(view), partial(print, summary(view)), code)
 
 
 def model_uri(model: str) -> str:
@@ -229,7 +202,7 @@ def model_uri(model: str) -> str:
         return model
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         advice = "give a folder, a file:// or s3:// URI, a hub id such as org/name, or a published name"
-        raise Stop(f"--model: there is no folder {model}", USAGE, advice)
+        raise cli.Stop(f"--model: there is no folder {model}", cli.USAGE, advice)
     return model
 
 
@@ -245,15 +218,15 @@ def uploaded(client: "Client", dataset: str, option: str) -> "tuple[FileView, bo
         return None
     path = Path(dataset).expanduser()
     if path.is_dir():
-        raise Stop(f"{option}: {dataset} is a folder; give a file, or an s3:// prefix", USAGE)
+        raise cli.Stop(f"{option}: {dataset} is a folder; give a file, or an s3:// prefix", cli.USAGE)
     if not path.is_file():
-        raise Stop(f"{option}: there is no file {dataset}", USAGE)
+        raise cli.Stop(f"{option}: there is no file {dataset}", cli.USAGE)
     if not path.stat().st_size:
-        raise Stop(f"{option}: {dataset} is empty", USAGE)
+        raise cli.Stop(f"{option}: {dataset} is empty", cli.USAGE)
     start = time.monotonic()
     record = client.files.put(path)
     if (duration_s := time.monotonic() - start) > 1:
-        say(f"uploaded {path.name} in {duration_s:.1f} s")
+        cli.say(f"uploaded {path.name} in {duration_s:.1f} s")
     return record
 
 
@@ -266,7 +239,7 @@ Examples:
   longshore import openai --model gpt-4.1-mini-2025-04-14=Qwen/Qwen3-8B
 """
 _THEIR_URL = "https://api.openai.com/v1"
-imports = group("import", help="Import jobs and data from elsewhere.", epilog=_IMPORT_EXAMPLES)
+imports = cli.group("import", help="Import jobs and data from elsewhere.", epilog=_IMPORT_EXAMPLES)
 
 
 @imports.callback()
@@ -274,7 +247,7 @@ def _group() -> None:
     """Keep `openai` a command of its group, though it is the only one."""
 
 
-@command(imports)
+@cli.command(imports)
 def openai(
     client: "Client",
     model: Annotated[
@@ -287,7 +260,7 @@ def openai(
     ] = False,
     base_url: Annotated[str, typer.Option(envvar="OPENAI_BASE_URL", help="Base URL of OpenAI's API.")] = _THEIR_URL,
     max_file_bytes: Annotated[int, typer.Option(min=1, help="Size of the longest file that is read.")] = 1 << 30,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Start the fine-tuning jobs of an account at OpenAI here, with their files, settings and graders.
 
     The account's key is read from OPENAI_API_KEY. A job that was imported before is not started again.
@@ -296,18 +269,18 @@ def openai(
 
     key = os.environ.get("OPENAI_API_KEY")
     if not key:
-        raise Stop("OPENAI_API_KEY is not set: the key of the account that is read", USAGE)
+        raise cli.Stop("OPENAI_API_KEY is not set: the key of the account that is read", cli.USAGE)
     with Account(base_url, key, max_file_bytes) as account:
         found = AccountImport(client, account, named_models(model or ()), dry_run).all(job)
 
     def show() -> None:
-        rows = [(each.job, each.state, each.run or "", plain("; ".join(notes(each)))) for each in found]
-        print_table(("job", "", "run", ""), rows)
+        rows = [(each.job, each.state, each.run or "", cli.plain("; ".join(notes(each)))) for each in found]
+        cli.print_table(("job", "", "run", ""), rows)
         if any(each.checkpoints for each in found):
-            say("checkpoints stay where they are: OpenAI gives no weights away; --json names them")
+            cli.say("checkpoints stay where they are: OpenAI gives no weights away; --json names them")
 
     is_partial = any(each.state in ("waits", "no counterpart") for each in found)
-    return CommandAnswer(found, show, FAILED if is_partial else 0)
+    return cli.CommandAnswer(found, show, cli.FAILED if is_partial else 0)
 
 
 # --- List, show, follow and change runs ---
@@ -317,18 +290,18 @@ _LONG_POLL_S = 10.0
 _LOOK_S = 1.0
 State = Literal["running", "paused", "succeeded", "failed", "cancelled"]
 RunId = Annotated[
-    str, typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.", autocompletion=run_ids)
+    str, typer.Argument(metavar="RUN", help="The run's id, as `longshore ls` shows it.", autocompletion=cli.run_ids)
 ]
 Timeout = Annotated[float | None, typer.Option(help="Seconds to wait until the command ends with exit code 101.")]
 app = typer.Typer(rich_markup_mode=None)
-session = group(help="Sessions, which a client trains command by command (longshore.client opens them).")
+session = cli.group(help="Sessions, which a client trains command by command (longshore.client opens them).")
 app.add_typer(submit, name="submit")
 app.add_typer(imports, name="import")
 app.add_typer(session, name="session")
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new output until the run ends.")]
 
 
-@command(app)
+@cli.command(app)
 def ls(
     client: "Client",
     state: Annotated[State | None, typer.Option(help="Show only runs in this state.")] = None,
@@ -341,7 +314,7 @@ def ls(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
     idle: Annotated[bool, typer.Option("--all", help="Include sessions that have waited for a day.")] = False,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """List runs, newest first."""
     page = client.runs.list(limit, state=state, kind=kind, words=words, idle=idle or None)
 
@@ -349,19 +322,21 @@ def ls(
         if page.runs:
             places = client.overview().waiting if any(map(_waits, page.runs)) else {}
             rows = (_row(view, places.get(view.run_id), time.time()) for view in page.runs)
-            print_table(("run", "state", "phase or error", "step", "left", "loss/reward", "name", "submitted"), rows)
+            cli.print_table(
+                ("run", "state", "phase or error", "step", "left", "loss/reward", "name", "submitted"), rows
+            )
         else:
-            say("there is none; longshore submit starts one")
+            cli.say("there is none; longshore submit starts one")
         if page.has_more:
-            say(f"there are more: --limit shows up to 200, {limit} now")
+            cli.say(f"there are more: --limit shows up to 200, {limit} now")
         if num := page.num_hidden_sessions:
-            say(f"{num} idle session{'s are' if num > 1 else ' is'} hidden: --all")
+            cli.say(f"{num} idle session{'s are' if num > 1 else ' is'} hidden: --all")
 
-    return CommandAnswer([outcome(view) for view in page.runs], show)
+    return cli.CommandAnswer([outcome(view) for view in page.runs], show)
 
 
-@command(app)
-def get(client: "Client", run_id: RunId) -> CommandAnswer:
+@cli.command(app)
+def get(client: "Client", run_id: RunId) -> cli.CommandAnswer:
     """Show a run."""
     view = client.runs.get(run_id)
 
@@ -369,11 +344,11 @@ def get(client: "Client", run_id: RunId) -> CommandAnswer:
         print(summary(view, client.overview().waiting.get(run_id) if _waits(view) else None))
         print_details(view)
 
-    return CommandAnswer(outcome(view) | {"run": view.run}, show)
+    return cli.CommandAnswer(outcome(view) | {"run": view.run}, show)
 
 
-@command(app, patience_s=20)
-def watch(client: "Client", run_id: RunId, timeout: Timeout = None) -> CommandAnswer:
+@cli.command(app, patience_s=20)
+def watch(client: "Client", run_id: RunId, timeout: Timeout = None) -> cli.CommandAnswer:
     """Follow a run to its end. Ctrl-C leaves; the run continues."""
     return finish(client, client.runs.get(run_id), wait=True, timeout_s=timeout)
 
@@ -383,7 +358,7 @@ def logs(context: typer.Context, run_id: RunId, follow: Follow = False) -> None:
     """Print what happened in a run, in readable lines."""
     from service.runs.views import last_lines, log_line
 
-    with cli_client(context, patience_s=20 if follow else 2) as client:
+    with cli.client_of(context, patience_s=20 if follow else 2) as client:
         try:
             for event in client.runs.follow(run_id, None, follow):
                 print(log_line(event), flush=True)
@@ -402,7 +377,7 @@ def events(
     as_json: Annotated[bool, typer.Option("--json", help="No effect: events are JSON anyway.")] = True,
 ) -> None:
     """Print the workers' events, one JSON object a line."""
-    with cli_client(context, patience_s=20 if follow else 2) as client:
+    with cli.client_of(context, patience_s=20 if follow else 2) as client:
         try:
             for event in client.runs.follow(run_id, after, follow):
                 print(event.model_dump_json(), flush=True)
@@ -411,16 +386,16 @@ def events(
             _left(f"longshore events -f {run_id}" + (f" --after {after}" if after else ""))
 
 
-@command(app)
-def steps(context: typer.Context, run_id: RunId, follow: Follow = False, *, as_json: bool) -> CommandAnswer | None:
+@cli.command(app)
+def steps(context: typer.Context, run_id: RunId, follow: Follow = False, *, as_json: bool) -> cli.CommandAnswer | None:
     """List the train steps of an RL run: rewards, published versions, errors.
 
     With --follow, print each step as it ends; with --json, everything that is known; with both, an object a line.
     """
-    with cli_client(context, patience_s=20 if follow else 2) as client:
+    with cli.client_of(context, patience_s=20 if follow else 2) as client:
         if (kind := client.runs.get(run_id).kind) != "rl":
             message = f"{run_id} is of kind {kind}, and `steps` lists the train steps of RL runs"
-            raise Stop(message, USAGE, f"longshore metrics {run_id}")
+            raise cli.Stop(message, cli.USAGE, f"longshore metrics {run_id}")
         if follow:
             try:
                 for step in client.runs.follow_steps(run_id):
@@ -429,23 +404,23 @@ def steps(context: typer.Context, run_id: RunId, follow: Follow = False, *, as_j
                 _left(f"longshore steps -f {run_id}")
             return None
         found = list(client.runs.follow_steps(run_id, until_end=False))
-    return CommandAnswer(
-        found, partial(print_steps, found) if found else partial(say, f"no step of {run_id} has ended yet")
+    return cli.CommandAnswer(
+        found, partial(print_steps, found) if found else partial(cli.say, f"no step of {run_id} has ended yet")
     )
 
 
-@command(app)
-def metrics(client: "Client", run_id: RunId) -> CommandAnswer:
+@cli.command(app)
+def metrics(client: "Client", run_id: RunId) -> cli.CommandAnswer:
     """Show the main metrics of every step and evaluation; with --json, all."""
     found = client.runs.metrics(run_id)
-    return CommandAnswer(found, partial(_print_metrics, found))
+    return cli.CommandAnswer(found, partial(_print_metrics, found))
 
 
 def _print_metrics(found: "Metrics") -> None:
     from service.runs.views import brief, looked_for
 
     names = looked_for({name for row in found.steps for name in row.metrics})
-    print_table(
+    cli.print_table(
         ("step", *names),
         ((str(row.step), *(f"{row.metrics[n]:.5g}" if n in row.metrics else "" for n in names)) for row in found.steps),
     )
@@ -455,11 +430,13 @@ def _print_metrics(found: "Metrics") -> None:
         print_step_metrics(found.train_steps)
 
 
-@command(app)
+@cli.command(app)
 def compare(
     client: "Client",
-    run_ids: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Ids of runs.", autocompletion=run_ids)],
-) -> CommandAnswer:
+    run_ids: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN...", help="Ids of runs.", autocompletion=cli.run_ids)
+    ],
+) -> cli.CommandAnswer:
     """Compare runs: the settings that differ, and their newest metrics, side by side."""
     views = [client.runs.get(run_id) for run_id in run_ids]
     settings = _side_by_side([_flat(view.run.model_dump(mode="json")) for view in views])
@@ -468,10 +445,10 @@ def compare(
 
     def show() -> None:
         rows = [*settings.items(), ("", [""] * len(views)), *metrics.items()]
-        cells = ((name, *("" if each is None else plain(str(each)) for each in row)) for name, row in rows)
-        print_table(("setting or metric", *run_ids), cells)
+        cells = ((name, *("" if each is None else cli.plain(str(each)) for each in row)) for name, row in rows)
+        cli.print_table(("setting or metric", *run_ids), cells)
 
-    return CommandAnswer({"runs": run_ids, "settings": settings, "metrics": metrics}, show)
+    return cli.CommandAnswer({"runs": run_ids, "settings": settings, "metrics": metrics}, show)
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
@@ -486,15 +463,15 @@ def _side_by_side(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for row in rows for name in row}
 
 
-@command(app)
-def checkpoints(client: "Client", run_id: RunId) -> CommandAnswer:
+@cli.command(app)
+def checkpoints(client: "Client", run_id: RunId) -> cli.CommandAnswer:
     """List the checkpoints in the store."""
     found = client.runs.checkpoints(run_id)
     rows = ((str(c.step), c.fence.label, c.artifact.uri) for c in found)
-    return CommandAnswer(found, partial(print_table, ("step", "written by", "uri"), rows))
+    return cli.CommandAnswer(found, partial(cli.print_table, ("step", "written by", "uri"), rows))
 
 
-@command(app)
+@cli.command(app)
 def profile(
     client: "Client",
     run_id: RunId,
@@ -503,7 +480,7 @@ def profile(
         Path | None, typer.Option("--into", help="The file to write; RUN-profile.json.gz in this folder if absent.")
     ] = None,
     timeout: Timeout = None,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Trace a run's next optimizer steps with torch's profiler, and fetch the trace for https://ui.perfetto.dev.
 
     Exit codes: 0 done, 2 usage, 100 the run ended without one, 101 not finished within --timeout.
@@ -516,50 +493,50 @@ def profile(
         if (trace := known.get(asked.profile_id)) is not None:
             break
         if has_ended:
-            raise Stop(f"{run_id} ended before a step could be traced", FAILED)
+            raise cli.Stop(f"{run_id} ended before a step could be traced", cli.FAILED)
         if end is not None and time.monotonic() > end:
-            raise Stop(f"no trace within {timeout:g} s; it is kept below the run when it is done", NOT_FINISHED)
+            raise cli.Stop(f"no trace within {timeout:g} s; it is kept below the run when it is done", cli.NOT_FINISHED)
         time.sleep(_LOOK_S)
     target = into or Path(f"{run_id}-profile.json.gz")
     client.runs.save_profile(run_id, trace.job_id, trace.fence, trace.profile_id, target)
-    return CommandAnswer(
-        trace, partial(say, f"{target}: {trace.num_bytes} bytes, of job {trace.job_id}; open it in Perfetto")
+    return cli.CommandAnswer(
+        trace, partial(cli.say, f"{target}: {trace.num_bytes} bytes, of job {trace.job_id}; open it in Perfetto")
     )
 
 
-@command(app)
-def cancel(client: "Client", run_id: RunId) -> CommandAnswer:
+@cli.command(app)
+def cancel(client: "Client", run_id: RunId) -> cli.CommandAnswer:
     """Cancel a run: at its next step, with a checkpoint, or at once if it does not train."""
     view = client.runs.cancel(run_id)
     words = f"{_ending(view, 'is cancelled', 'ends')}; `longshore resume {run_id}` goes on from there"
-    return CommandAnswer(outcome(view), partial(say, words))
+    return cli.CommandAnswer(outcome(view), partial(cli.say, words))
 
 
-@command(app)
-def pause(client: "Client", run_id: RunId) -> CommandAnswer:
+@cli.command(app)
+def pause(client: "Client", run_id: RunId) -> cli.CommandAnswer:
     """Pause a run at its next step, with a checkpoint. A paused run does not count in a quota."""
     view = client.runs.pause(run_id)
     words = f"{_ending(view, 'is paused', 'pauses')}; `longshore resume {run_id}` goes on from there"
-    return CommandAnswer(outcome(view), partial(say, words))
+    return cli.CommandAnswer(outcome(view), partial(cli.say, words))
 
 
-@command(app)
-def rm(client: "Client", run_id: RunId) -> CommandAnswer:
+@cli.command(app)
+def rm(client: "Client", run_id: RunId) -> cli.CommandAnswer:
     """Remove a run that has ended: its checkpoints, logs and data. What it published stays."""
     gone = client.runs.remove(run_id)
-    words = f"{run_id} is removed: {gone.num_objects} objects, {size(gone.num_bytes)}"
+    words = f"{run_id} is removed: {gone.num_objects} objects, {cli.size(gone.num_bytes)}"
     stays = "; what it published stays, with its request and result" if gone.stays_published else ""
-    return CommandAnswer(gone, partial(say, words + stays))
+    return cli.CommandAnswer(gone, partial(cli.say, words + stays))
 
 
-@command(app)
-def resume(client: "Client", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> CommandAnswer:
+@cli.command(app)
+def resume(client: "Client", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> cli.CommandAnswer:
     """Resume a paused, cancelled or failed run from its last checkpoint."""
     return finish(client, client.runs.resume(run_id), wait=wait, timeout_s=timeout)
 
 
-@command(app)
-def retry(client: "Client", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> CommandAnswer:
+@cli.command(app)
+def retry(client: "Client", run_id: RunId, wait: Wait = False, timeout: Timeout = None) -> cli.CommandAnswer:
     """Submit the request of a failed or cancelled run again, as a new run. Prints its id."""
     return finish(client, client.runs.retry(run_id), wait=wait, timeout_s=timeout)
 
@@ -572,13 +549,13 @@ def _row(view: "RunView", place: int | None, now: float) -> tuple[str, ...]:
     why = shorten(view.problem.message, _LONGEST_REASON, placeholder=" …") if view.problem else ""
     return (
         view.run_id,
-        coloured(view.state),
-        plain(doing(view, place) if view.state == "running" else why),
+        cli.coloured(view.state),
+        cli.plain(doing(view, place) if view.state == "running" else why),
         f"{view.step}/{view.num_steps or '?'}",
-        "" if (left_s := seconds_left(view, now)) is None else span(left_s),
+        "" if (left_s := seconds_left(view, now)) is None else cli.span(left_s),
         f"{view.metrics[goal]:.4g}" if goal in view.metrics else "",
-        plain(view.run.name),
-        ago(view.created_at),
+        cli.plain(view.run.name),
+        cli.ago(view.created_at),
     )
 
 
@@ -597,11 +574,11 @@ def _ending(view: "RunView", done: str, doing: str) -> str:
 
 
 def _left(command: str) -> None:
-    say(f"\nthe run goes on; attach again with: {command}")
-    raise typer.Exit(INTERRUPTED)
+    cli.say(f"\nthe run goes on; attach again with: {command}")
+    raise typer.Exit(cli.INTERRUPTED)
 
 
-@command(app, patience_s=20)
+@cli.command(app, patience_s=20)
 def step(
     client: "Client",
     run_id: RunId,
@@ -611,13 +588,13 @@ def step(
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the step's end.")] = False,
     timeout: Timeout = None,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Train one file of trajectory groups, and publish the next version of the policy.
 
     Exit codes: 0 done (or queued, without --wait), 2 usage, 100 failed, 101 not finished within --timeout.
     """
     if timeout is not None and not wait:
-        raise Stop("--timeout goes with --wait", USAGE)
+        raise cli.Stop("--timeout goes with --wait", cli.USAGE)
     end = None if timeout is None else time.monotonic() + timeout
     uri = dataset_uri(client, groups, "groups")
     key = key or f"cli-{secrets.token_hex(16)}"
@@ -626,15 +603,17 @@ def step(
         left = _LONG_POLL_S if end is None else min(_LONG_POLL_S, max(0.0, end - time.monotonic()))
         found = client.runs.step(run_id, found.step, left)
         if found.key != key:  # it was resumed meanwhile, and the number is another's
-            raise Stop("the run ended before this step, and was resumed: send it again", FAILED)
-    code = FAILED if found.state == "failed" else NOT_FINISHED if wait and not found.is_final else DONE
-    return CommandAnswer(found, partial(print, _words(found)), code)
+            raise cli.Stop("the run ended before this step, and was resumed: send it again", cli.FAILED)
+    code = cli.FAILED if found.state == "failed" else cli.NOT_FINISHED if wait and not found.is_final else cli.DONE
+    return cli.CommandAnswer(found, partial(print, _words(found)), code)
 
 
-@command(app, "finish")
-def finish_run(client: "Client", run_id: RunId) -> CommandAnswer:
+@cli.command(app, "finish")
+def finish_run(client: "Client", run_id: RunId) -> cli.CommandAnswer:
     """End an RL run after the steps that are queued."""
-    return CommandAnswer(outcome(client.runs.finish(run_id)), partial(say, f"{run_id} ends when its steps are done"))
+    return cli.CommandAnswer(
+        outcome(client.runs.finish(run_id)), partial(cli.say, f"{run_id} ends when its steps are done")
+    )
 
 
 def _words(step: "StepStatus") -> str:
@@ -651,8 +630,8 @@ def _words(step: "StepStatus") -> str:
     return words
 
 
-@command(session)
-def close(client: "Client", run_id: RunId) -> CommandAnswer:
+@cli.command(session)
+def close(client: "Client", run_id: RunId) -> cli.CommandAnswer:
     """Close a session: it ends after the commands that were sent, and its state stays."""
     words = f"{run_id} ends when its commands are done"
-    return CommandAnswer(outcome(client.sessions.close(run_id)), partial(say, words))
+    return cli.CommandAnswer(outcome(client.sessions.close(run_id)), partial(cli.say, words))

@@ -8,23 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from service.cli.command import (
-    NOT_FINISHED,
-    OF_STATE,
-    USAGE,
-    CommandAnswer,
-    Stop,
-    ago,
-    answering,
-    by_id,
-    checked,
-    command,
-    group,
-    print_items,
-    print_table,
-    say,
-    seconds_of,
-)
+import longshore
+from service.cli import command as cli
 from service.cli.run_options import given, options_of, request_fields, run_command
 from service.cli.run_output import best, print_sweep, progress
 
@@ -40,63 +25,61 @@ WebhookId = Annotated[
     str, typer.Argument(metavar="WEBHOOK", help="The webhook's id, as `longshore webhook ls` shows it.")
 ]
 _COLUMNS = {"webhook": "id", "url": "url", "events": "events", "enabled": "enabled"}
-webhook = group("webhook", help="Notify a URL of runs.")
+webhook = cli.group("webhook", help="Notify a URL of runs.")
 
 
-@command(webhook, "create")
+@cli.command(webhook, "create")
 def create_webhook(
     client: "Client",
     url: Annotated[str, typer.Argument(help="https://host/path; requests to it are signed.")],
     event: Annotated[
         list[str] | None, typer.Option(help="Event to send, such as run.failed; may be repeated. All if absent.")
     ] = None,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Create a webhook. Its secret, which the receiver needs to check signatures, is shown only once."""
-    from longshore.automation import WebhookChoice
-
-    made = client.webhooks.create(checked(WebhookChoice, {"url": url, "events": event or []}))
-    return CommandAnswer(made, partial(_print_secret, made.id, made.secret))
+    made = client.webhooks.create(cli.checked(longshore.WebhookChoice, {"url": url, "events": event or []}))
+    return cli.CommandAnswer(made, partial(_print_secret, made.id, made.secret))
 
 
-@command(webhook)
+@cli.command(webhook)
 def rotate(
     client: "Client",
     webhook_id: WebhookId,
     overlap: Annotated[
         str, typer.Option(help="How long the old secret signs together with the new one, at most 7d. 0s: not at all.")
     ] = "24h",
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Rotate the secret of a webhook. The new one is shown only once."""
-    from longshore.automation import Rotation
+    made = client.webhooks.rotate(
+        webhook_id, cli.checked(longshore.Rotation, {"overlap_s": cli.seconds_of(overlap, "--overlap")})
+    )
+    return cli.CommandAnswer(made, partial(_print_secret, made.secret))
 
-    made = client.webhooks.rotate(webhook_id, checked(Rotation, {"overlap_s": seconds_of(overlap, "--overlap")}))
-    return CommandAnswer(made, partial(_print_secret, made.secret))
 
-
-@command(webhook, "ls")
-def ls_webhook(client: "Client") -> CommandAnswer:
+@cli.command(webhook, "ls")
+def ls_webhook(client: "Client") -> cli.CommandAnswer:
     """List webhooks."""
     found = client.webhooks.list()
-    return CommandAnswer(found, partial(print_items, found, _COLUMNS))
+    return cli.CommandAnswer(found, partial(cli.print_items, found, _COLUMNS))
 
 
-@command(webhook)
-def deliveries(client: "Client", webhook_id: WebhookId) -> CommandAnswer:
+@cli.command(webhook)
+def deliveries(client: "Client", webhook_id: WebhookId) -> cli.CommandAnswer:
     """List deliveries and their answers, newest first."""
     found = client.webhooks.deliveries(webhook_id)
     rows = (
         (d.notice_id, d.type, d.run_id or "", d.state, ", ".join(str(a.status or a.problem) for a in d.attempts))
         for d in found
     )
-    return CommandAnswer(found, partial(print_table, ("message", "type", "run", "state", "answers"), rows))
+    return cli.CommandAnswer(found, partial(cli.print_table, ("message", "type", "run", "state", "answers"), rows))
 
 
-by_id(
+cli.by_id(
     *(webhook, "rm", WebhookId, lambda client, id: client.webhooks.delete(id)),
-    lambda id, _: say(f"{id} is removed"),
+    lambda id, _: cli.say(f"{id} is removed"),
     "Remove a webhook, its secret and its deliveries.",
 )
-by_id(
+cli.by_id(
     *(webhook, "ping", WebhookId, lambda client, id: client.webhooks.ping(id)),
     lambda _, sent: print(sent.notice_id),
     "Send it a `ping`; `longshore webhook deliveries` shows the answer.",
@@ -105,7 +88,7 @@ by_id(
 
 def _print_secret(*lines: str) -> None:
     print(*lines, sep="\n")
-    say("keep the secret: it is not shown again")
+    cli.say("keep the secret: it is not shown again")
 
 
 # --- `longshore schedule`: start runs at set times. `longshore sweep`: runs that differ in a few fields ---
@@ -125,8 +108,8 @@ ScheduleName = Annotated[
 _POLL_S = 1.0
 SweepId = Annotated[str, typer.Argument(metavar="SWEEP", help="The sweep's id, as `longshore sweep ls` shows it.")]
 app = typer.Typer(rich_markup_mode=None)
-schedule = group(help="Start runs at set times.")
-sweep = group(help="Start runs that differ in a few fields, and publish the best.", epilog=_EXAMPLES)
+schedule = cli.group(help="Start runs at set times.")
+sweep = cli.group(help="Start runs that differ in a few fields, and publish the best.", epilog=_EXAMPLES)
 app.add_typer(schedule, name="schedule")
 app.add_typer(sweep, name="sweep")
 app.add_typer(webhook, name="webhook")
@@ -140,7 +123,7 @@ app.add_typer(webhook, name="webhook")
     "not changed since the schedule's last run is not trained on again; `show` reports that.",
     _OF_SCHEDULES,
 )
-@partial(answering, patience_s=20)
+@partial(cli.answering, patience_s=20)
 def create(
     context: typer.Context,
     client: "Client",
@@ -153,39 +136,37 @@ def create(
     continues: Annotated[
         bool, typer.Option("--continue", help="Start from the last published version of the run's --name.")
     ] = False,
-) -> CommandAnswer:
-    from longshore.automation import ScheduledRun
-
-    fields = request_fields(options_of(ScheduledRun, _OF_SCHEDULES), given(context))
+) -> cli.CommandAnswer:
+    fields = request_fields(options_of(longshore.ScheduledRun, _OF_SCHEDULES), given(context))
     if ("cron" in fields) == (every is not None):
-        raise Stop("give exactly one of --cron and --every", USAGE)
-    fields |= {"name": name, "run": _run_of(context, command), "catch_up_s": seconds_of(catch_up, "--catch-up")}
+        raise cli.Stop("give exactly one of --cron and --every", cli.USAGE)
+    fields |= {"name": name, "run": _run_of(context, command), "catch_up_s": cli.seconds_of(catch_up, "--catch-up")}
     fields["continues"] = continues
-    fields["every_s"] = None if every is None else seconds_of(every, "--every")
-    view = client.schedules.create(checked(ScheduledRun, fields))
-    return CommandAnswer(view, partial(_print, name, view))
+    fields["every_s"] = None if every is None else cli.seconds_of(every, "--every")
+    view = client.schedules.create(cli.checked(longshore.ScheduledRun, fields))
+    return cli.CommandAnswer(view, partial(_print, name, view))
 
 
-@command(schedule)
-def ls(client: "Client") -> CommandAnswer:
+@cli.command(schedule)
+def ls(client: "Client") -> cli.CommandAnswer:
     """List schedules."""
     found = client.schedules.list()
     rows = (
         (view.scheduled.name, view.scheduled.run.kind, _when(view), _next(view), f"{view.num_actions}")
         for view in found
     )
-    return CommandAnswer(found, partial(print_table, ("schedule", "run", "when", "next", "triggered"), rows))
+    return cli.CommandAnswer(found, partial(cli.print_table, ("schedule", "run", "when", "next", "triggered"), rows))
 
 
-@command(schedule)
+@cli.command(schedule)
 def pause(
     client: "Client",
     name: ScheduleName,
     note: Annotated[str | None, typer.Option(help="The reason, shown by `show`.")] = None,
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Pause a schedule: it starts no runs until it is resumed."""
     view = client.schedules.pause(name, note)
-    return CommandAnswer(view, partial(_print, name, view))
+    return cli.CommandAnswer(view, partial(_print, name, view))
 
 
 def _run_of(context: typer.Context, command: list[str], kinds: str = "sft, dpo or rl") -> "Run":
@@ -193,7 +174,7 @@ def _run_of(context: typer.Context, command: list[str], kinds: str = "sft, dpo o
     from service.cli.runs import run_of
 
     if command[0] != "submit":
-        raise Stop(f"after -- give the run to start: -- submit KIND ({kinds}), with its options", USAGE)
+        raise cli.Stop(f"after -- give the run to start: -- submit KIND ({kinds}), with its options", cli.USAGE)
     return run_of(context, command[1:], "longshore submit")
 
 
@@ -202,9 +183,9 @@ def _print(_: str, view: "ScheduleView") -> None:
     print(f"{scheduled.name}: {scheduled.run.kind} {_when(view)}, overlap {scheduled.overlap}; next {_next(view)}")
     if view.num_overlapped or view.num_missed:
         print(f"skipped: {view.num_overlapped} while a run was running, {view.num_missed} missed by an outage")
-    rows = ((action.run_id or "", action.state, ago(action.at), action.reason or "") for action in view.actions)
+    rows = ((action.run_id or "", action.state, cli.ago(action.at), action.reason or "") for action in view.actions)
     if view.actions:
-        print_table(("run", "action", "when", "why"), rows)
+        cli.print_table(("run", "action", "when", "why"), rows)
 
 
 def _when(view: "ScheduleView") -> str:
@@ -227,10 +208,10 @@ for _name, _ask, _words in (
     ("resume", lambda client, name: client.schedules.resume(name), "Resume a paused schedule."),
     ("trigger", lambda client, name: client.schedules.trigger(name), "Trigger a schedule now, once, by its own rules."),
 ):
-    by_id(schedule, _name, ScheduleName, _ask, _print, _words)
-by_id(
+    cli.by_id(schedule, _name, ScheduleName, _ask, _print, _words)
+cli.by_id(
     *(schedule, "rm", ScheduleName, lambda client, name: client.schedules.delete(name)),
-    lambda name, _: say(f"schedule {name} is removed; its runs stay"),
+    lambda name, _: cli.say(f"schedule {name} is removed; its runs stay"),
     "Delete a schedule. Its runs stay, also one that is running.",
 )
 
@@ -243,7 +224,7 @@ by_id(
     "anything starts.",
     _OF_SWEEPS,
 )
-@partial(answering, patience_s=20)
+@partial(cli.answering, patience_s=20)
 def create_sweep(
     context: typer.Context,
     client: "Client",
@@ -261,65 +242,66 @@ def create_sweep(
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the sweep has ended.")] = False,
     timeout: Annotated[
-        float | None, typer.Option(help="With --wait: seconds until the command ends with exit code 101.")
+        float | None, typer.Option(help="With --wait: seconds until the cli.command ends with exit code 101.")
     ] = None,
     idempotency_key: Annotated[str | None, typer.Option(help="Calls with the same key return the same sweep.")] = None,
-) -> CommandAnswer:
-    from longshore.automation import Sweep
-
+) -> cli.CommandAnswer:
     first, _, reduction = (halving or "").partition("/")
-    fields = request_fields(options_of(Sweep, _OF_SWEEPS), given(context)) | {
+    fields = request_fields(options_of(longshore.Sweep, _OF_SWEEPS), given(context)) | {
         "name": name,
         "run": _run_of(context, command, "sft, dpo, distill, reward or rl"),
         "parameters": dict(_parameter(text) for text in parameter),
         "seed": seed,
         "halving": {"first_step": first} | ({"reduction": reduction} if reduction else {}) if halving else None,
     }
-    view = client.sweeps.create(checked(Sweep, fields), idempotency_key)
+    view = client.sweeps.create(cli.checked(longshore.Sweep, fields), idempotency_key)
     if not wait:
-        return CommandAnswer(view, partial(print, view.sweep_id))
-    say(f"sweep {view.sweep_id}")
+        return cli.CommandAnswer(view, partial(print, view.sweep_id))
+    cli.say(f"sweep {view.sweep_id}")
     return _at_its_end(client, view, timeout)
 
 
-@command(sweep, "ls")
-def list_sweeps(client: "Client") -> CommandAnswer:
+@cli.command(sweep, "ls")
+def list_sweeps(client: "Client") -> cli.CommandAnswer:
     """List sweeps, newest first."""
     found = client.sweeps.list()
     rows = (
-        (view.sweep_id, view.sweep.name, view.state, progress(view), best(view), ago(view.created_at)) for view in found
+        (view.sweep_id, view.sweep.name, view.state, progress(view), best(view), cli.ago(view.created_at))
+        for view in found
     )
-    return CommandAnswer(found, partial(print_table, ("sweep", "name", "state", "trials", "best", "created"), rows))
+    return cli.CommandAnswer(
+        found, partial(cli.print_table, ("sweep", "name", "state", "trials", "best", "created"), rows)
+    )
 
 
 for _name, _ask, _words in (
     ("show", lambda client, id: client.sweeps.get(id), "Show a sweep and its trials."),
     ("cancel", lambda client, id: client.sweeps.cancel(id), "Cancel a sweep, and those of its runs that go on."),
 ):
-    by_id(sweep, _name, SweepId, _ask, lambda _, view: print_sweep(view), _words)
+    cli.by_id(sweep, _name, SweepId, _ask, lambda _, view: print_sweep(view), _words)
 
 
-def _at_its_end(client: "Client", view: "SweepView", timeout_s: float | None) -> CommandAnswer:
+def _at_its_end(client: "Client", view: "SweepView", timeout_s: float | None) -> cli.CommandAnswer:
     until = None if timeout_s is None else time.monotonic() + timeout_s
     while view.state == "running" and (until is None or time.monotonic() < until):
         time.sleep(_POLL_S)
         view = client.sweeps.get(view.sweep_id)
-    code = NOT_FINISHED if view.state == "running" else OF_STATE[view.state]
-    return CommandAnswer(view, partial(print_sweep, view), code)
+    code = cli.NOT_FINISHED if view.state == "running" else cli.OF_STATE[view.state]
+    return cli.CommandAnswer(view, partial(print_sweep, view), code)
 
 
 def _parameter(text: str) -> tuple[str, dict[str, Any]]:
     """Parse PATH=VALUES."""
     path, equals, values = text.partition("=")
     if not equals or not values:
-        raise Stop(f"--parameter: {text!r} is not of the form PATH=a,b,c or PATH=low..high", USAGE)
+        raise cli.Stop(f"--parameter: {text!r} is not of the form PATH=a,b,c or PATH=low..high", cli.USAGE)
     if values.startswith("["):
         return path, {"choices": _json(values)}
     low, dots, rest = values.partition("..")
     if dots and "://" not in values and "/" not in values:
         high, *flags = rest.split(":")
         if set(flags) - {"log", "int"}:
-            raise Stop(f"--parameter: after low..high only :log and :int are allowed, not {rest}", USAGE)
+            raise cli.Stop(f"--parameter: after low..high only :log and :int are allowed, not {rest}", cli.USAGE)
         return path, {"min": low, "max": high, "log": "log" in flags, "integer": "int" in flags}
     return path, {"choices": [_json(each) for each in values.split(",")]}
 

@@ -18,21 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
+import longshore
 from longshore.server import with_import_path
-from service.cli.command import (
-    DONE,
-    FAILED,
-    USAGE,
-    CommandAnswer,
-    Stop,
-    address,
-    command,
-    group,
-    print_table,
-    read_settings,
-    say,
-    stop_of,
-)
+from service.cli import command as cli
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -45,9 +33,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 app = typer.Typer(rich_markup_mode=None)
-db = group(help="The service's database.")
+db = cli.group(help="The service's database.")
 app.add_typer(db, name="db")
-builds = group(help="Builds of control hosts that run side by side during an upgrade.")
+builds = cli.group(help="Builds of control hosts that run side by side during an upgrade.")
 app.add_typer(builds, name="builds")
 Root = Annotated[Path | None, typer.Option(help="Folder of the stack's state; LONGSHORE_ROOT, or ~/.longshore.")]
 
@@ -55,7 +43,7 @@ Root = Annotated[Path | None, typer.Option(help="Folder of the stack's state; LO
 @app.command()
 def dev(
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running in the background.")] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="Stop the stack of --root.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="cli.Stop the stack of --root.")] = False,
     root: Root = None,
     opened: Annotated[
         list[Path] | None,
@@ -73,26 +61,26 @@ def dev(
     from service.dev import add_folders
     from service.errors import DevError
 
-    settings = read_settings()
+    settings = cli.read_settings()
     if root is not None:
         settings = settings.model_copy(update={"root": root})
     if detach and stop:
-        raise Stop("--detach starts a stack and --stop ends one: give one of them", USAGE)
+        raise cli.Stop("--detach starts a stack and --stop ends one: give one of them", cli.USAGE)
     running = stack.supervisor(settings.root_path) if opened and not (stop or detach) else None
     try:
         if link:
             print(_link(settings.root_path))
         elif running is not None:
             open_now = add_folders(settings.root_path, running, opened or ())
-            say(f"runs may read files below {', '.join(open_now)}; if one is new, the web service starts anew")
+            cli.say(f"runs may read files below {', '.join(open_now)}; if one is new, the web service starts anew")
         elif stop:
-            say("stopped" if stack.stop(settings.root_path) else f"no stack was running in {settings.root_path}")
+            cli.say("stopped" if stack.stop(settings.root_path) else f"no stack was running in {settings.root_path}")
         elif detach:
-            say(stack.detach(settings.root_path, port, ui, opened or ()))
+            cli.say(stack.detach(settings.root_path, port, ui, opened or ()))
         else:
             stack.Stack(settings, port, ui, opened or (), tells_link=True).run()
     except DevError as error:
-        raise Stop(str(error)) from None
+        raise cli.Stop(str(error)) from None
 
 
 def _link(root: Path) -> str:
@@ -100,22 +88,24 @@ def _link(root: Path) -> str:
 
     connection = Connection.read(root)
     if connection is None or (link := connection.sign_in_link()) is None:
-        raise Stop(f"no stack answers in {root}", advice="longshore dev --detach")
+        raise cli.Stop(f"no stack answers in {root}", advice="longshore dev --detach")
     return link
 
 
-@command(app)
-def doctor(context: typer.Context, as_json: bool) -> CommandAnswer:
+@cli.command(app)
+def doctor(context: typer.Context, as_json: bool) -> cli.CommandAnswer:
     """Check this machine and the service, and give advice on problems."""
-    service = address(context.obj)
+    service = cli.address(context.obj)
     found = []
-    for check in checks(read_settings(), service.url, service.key):
+    for check in checks(cli.read_settings(), service.url, service.key):
         found.append(check)
         if not as_json:
             print(f"{check.verdict:<5} {check.name}: {check.text}")
             if check.advice:
                 print(f"      {check.advice}")
-    return CommandAnswer(found, lambda: None, FAILED if any(check.verdict == "fail" for check in found) else DONE)
+    return cli.CommandAnswer(
+        found, lambda: None, cli.FAILED if any(check.verdict == "fail" for check in found) else cli.DONE
+    )
 
 
 @db.command()
@@ -126,29 +116,31 @@ def upgrade() -> None:
     with _opened() as (_, database):
         engine.upgrade(database)
         with database.connection() as connection:
-            say(f"the database is at revision {engine.revision(connection)}")
+            cli.say(f"the database is at revision {engine.revision(connection)}")
 
 
-@command(builds)
-def ls() -> CommandAnswer:
+@cli.command(builds)
+def ls() -> cli.CommandAnswer:
     """List builds: which one new runs begin on, and whether other builds still have active runs."""
     from service.temporal import builds as found
 
     listed = _of_temporal(found)
     rows = tuple((each.build_id, each.state) for each in listed)
     nothing = "hosts are of no build: LONGSHORE_BUILD_ID is not set"
-    return CommandAnswer(listed, partial(print_table, ("build", ""), rows) if rows else partial(say, nothing))
+    return cli.CommandAnswer(
+        listed, partial(cli.print_table, ("build", ""), rows) if rows else partial(cli.say, nothing)
+    )
 
 
-@command(builds)
+@cli.command(builds)
 def use(
     build: Annotated[str, typer.Argument(metavar="BUILD", help="The build, as in LONGSHORE_BUILD_ID of its hosts.")],
-) -> CommandAnswer:
+) -> cli.CommandAnswer:
     """Let new runs begin on a build whose hosts are up. Active runs stay on their build; sessions move to it."""
     from service.temporal import make_current
 
     _of_temporal(partial(make_current, build_id=build))
-    return CommandAnswer({"build_id": build, "state": "current"}, partial(say, f"new runs begin on {build}"))
+    return cli.CommandAnswer({"build_id": build, "state": "current"}, partial(cli.say, f"new runs begin on {build}"))
 
 
 def _of_temporal(ask: "Callable[[Client, Settings], Awaitable[T]]") -> T:
@@ -160,7 +152,7 @@ def _of_temporal(ask: "Callable[[Client, Settings], Awaitable[T]]") -> T:
     from service.temporal import connect_once
     from shared.errors import LongshoreError
 
-    settings = read_settings()
+    settings = cli.read_settings()
 
     async def asked() -> T:
         return await ask(await connect_once(settings), settings)
@@ -168,11 +160,11 @@ def _of_temporal(ask: "Callable[[Client, Settings], Awaitable[T]]") -> T:
     try:
         return asyncio.run(asked())
     except (LongshoreError, RPCError, RuntimeError) as error:
-        raise Stop(f"Temporal at {settings.temporal_address}: {error}") from None
+        raise cli.Stop(f"Temporal at {settings.temporal_address}: {error}") from None
 
 
-@command(db)
-def files() -> CommandAnswer:
+@cli.command(db)
+def files() -> cli.CommandAnswer:
     """List uploads that no file of the database names, and files whose bytes are gone, if older than a day.
 
     There are such if the database or the store was restored from an older backup. Fails if there are any.
@@ -182,7 +174,7 @@ def files() -> CommandAnswer:
     from service.accounts.tenants import Quotas
     from service.files import Files, uploads_folder
 
-    settings = read_settings()
+    settings = cli.read_settings()
     with _opened() as (store, database):
         quotas = Quotas(settings.quotas, store, database)
         found = asyncio.run(Files(store, database, quotas, uploads_folder(settings.root_path)).compare())
@@ -193,9 +185,9 @@ def files() -> CommandAnswer:
         for name in found.missing:
             print(f"no bytes: {name}")
         if not (found.unnamed or found.missing):
-            say("every upload has a file, and every file its bytes")
+            cli.say("every upload has a file, and every file its bytes")
 
-    return CommandAnswer(found, show, FAILED if (found.unnamed or found.missing) else DONE)
+    return cli.CommandAnswer(found, show, cli.FAILED if (found.unnamed or found.missing) else cli.DONE)
 
 
 @contextmanager
@@ -205,7 +197,7 @@ def _opened() -> "Iterator[tuple[ObjectStore, Database]]":
     from shared.errors import LongshoreError
     from shared.storage.store import open_store
 
-    settings = read_settings()
+    settings = cli.read_settings()
     try:
         database = open_database(settings)
         try:
@@ -213,14 +205,13 @@ def _opened() -> "Iterator[tuple[ObjectStore, Database]]":
         finally:
             database.close()
     except LongshoreError as error:
-        raise Stop(str(error), advice="longshore doctor") from error
+        raise cli.Stop(str(error), advice="longshore doctor") from error
 
 
 # --- The checks of `longshore doctor`. Each prints one line, and advice if it fails ---
 
 _CONTROL_PACKAGES = ("temporalio", "fastapi", "uvicorn", "pyarrow", "tokenizers", "boto3", "wandb")
 _ENOUGH_DISK_BYTES = 5 << 30
-_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -288,28 +279,24 @@ def _temporal_program() -> Check:
 
 
 def _service(api_url: str, api_key: str | None) -> Check:
-    from longshore.client import Client, ServiceError
-
     try:
-        with Client(api_url, api_key, patience_s=_PATIENCE_S) as client:
+        with cli.client_at(api_url, api_key) as client:
             health = client.health()
             away = [name for name in ("temporal", "store") if getattr(health, name) != "ok"]
             if away:
                 advice = "the logs of the service say why; `longshore dev` restarts what died"
                 return Check("service", "fail", f"{api_url} answers, but away: {', '.join(away)}", advice)
             client.runs.list(1)
-    except ServiceError as error:
-        return Check("service", "fail", str(error), stop_of(error).advice)
+    except longshore.ServiceError as error:
+        return Check("service", "fail", str(error), cli.stop_of(error).advice)
     return Check("service", "ok", f"{api_url} answers, and so do Temporal and the store behind it")
 
 
 def _hosts(api_url: str, api_key: str | None) -> Check:
-    from longshore.client import Client, ServiceError
-
     try:
-        with Client(api_url, api_key, patience_s=_PATIENCE_S) as client:
+        with cli.client_at(api_url, api_key) as client:
             found = client.hosts()
-    except ServiceError as error:
+    except longshore.ServiceError as error:
         return Check("hosts", "warn", f"not known: {error}")
     text = ", ".join(f"{each.num_polling} {each.role} ({each.queue})" for each in found)
     for precision in (each.precision for each in found if each.precision):

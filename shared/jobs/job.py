@@ -210,7 +210,6 @@ class WorkerPlan(Frozen):
     seed: int = Field(default=0, ge=0, lt=2**63)
     after: Literal["offload", "keep"] = "offload"
 
-    _engine_takes_the_layout = model_validator(mode="after")(training.engine_takes_the_layout)
     _fields_fit_engine = model_validator(mode="after")(training.fields_fit_engine)
 
     # Properties that differ between kinds of plans, so that callers need not check the kind.

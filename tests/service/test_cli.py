@@ -187,17 +187,25 @@ def test_a_download_is_checked(service: Service, options, tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "here", "model", "train set.jsonl"]
 
 
-def test_an_absent_service_is_said_in_two_lines(service: Service) -> None:
-    answer = service.cli("cancel", "sft-none", LONGSHORE_API_URL="http://127.0.0.1:1")
-    assert answer.code == 100
-    assert answer.stderr.startswith("error: no Longshore service answers at http://127.0.0.1:1")
-    assert "longshore dev" in answer.stderr.splitlines()[1]
-
-
-def test_a_wrong_key_says_what_to_do(service: Service) -> None:
-    answer = service.cli("ls", LONGSHORE_API_KEY="wrong")
-    assert answer.code == 100
-    assert "LONGSHORE_API_KEY" in answer.stderr
+@pytest.mark.parametrize(
+    ("environment", "code", "begins", "advice"),
+    [
+        ({"LONGSHORE_API_URL": "http://127.0.0.1:1"}, 100, "no Longshore service answers at http://127.0.0.1:1", "dev"),
+        ({"LONGSHORE_API_KEY": "wrong"}, 100, "this API key is not known here", "LONGSHORE_API_KEY"),
+        ({"LONGSHORE_HEARTBEAT_TIMEOUT_S": "soon"}, 2, "LONGSHORE_HEARTBEAT_TIMEOUT_S: ", "LONGSHORE_ variable"),
+        ({"LONGSHORE_DOWNLOAD__FILE_ROOTS": '["/"'}, 2, "the settings cannot be read: ", "LONGSHORE_ variable"),
+        ({"XDG_CONFIG_HOME": "BROKEN"}, 2, "the settings cannot be read: ", ""),
+    ],
+)
+def test_what_keeps_a_command_from_the_service_is_said_in_two_lines(
+    service: Service, tmp_path: Path, environment: dict[str, str], code: int, begins: str, advice: str
+) -> None:
+    (tmp_path / "longshore").mkdir()
+    (tmp_path / "longshore" / "config.toml").write_text('api_url = "http://')
+    answer = service.cli("ls", **{name: value.replace("BROKEN", str(tmp_path)) for name, value in environment.items()})
+    said, *more = answer.stderr.splitlines()
+    assert answer.code == code and said.startswith(f"error: {begins}"), answer
+    assert len(more) <= 1 and advice in "".join(more) and "Traceback" not in answer.stderr
 
 
 def test_doctor_says_what_is_well(service: Service) -> None:
@@ -222,22 +230,6 @@ def test_doctor_says_what_is_well(service: Service) -> None:
     away = service.cli("doctor", LONGSHORE_API_URL="http://127.0.0.1:1")
     assert away.code == 100
     assert "fail  service" in away.stdout
-
-
-def test_a_broken_setting_is_named(service: Service) -> None:
-    answer = service.cli("ls", LONGSHORE_HEARTBEAT_TIMEOUT_S="soon")
-    assert answer.code == 2
-    assert answer.stderr.startswith("error: LONGSHORE_HEARTBEAT_TIMEOUT_S: ")
-
-
-def test_a_broken_configuration_is_told_in_a_line(service: Service, tmp_path: Path) -> None:
-    (tmp_path / "longshore").mkdir()
-    (tmp_path / "longshore" / "config.toml").write_text('api_url = "http://')
-    for environment in ({"XDG_CONFIG_HOME": str(tmp_path)}, {"LONGSHORE_DOWNLOAD__FILE_ROOTS": '["/"'}):
-        answer = service.cli("ls", **environment)
-        assert answer.code == 2
-        assert answer.stderr.startswith("error: the settings cannot be read: ")
-        assert "Traceback" not in answer.stderr
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -196,22 +196,17 @@ def test_tenants_have_quotas(cli: Cli) -> None:
     refused = cli("--api-key", key, "submit", "sft", "-m", "org/tiny", "-d", "https://example.org/rows.jsonl")
     assert refused.code == 100 and "longshore usage" in refused.stderr, refused
     assert re.search(r"^runs that go on +0 +0$", cli("--api-key", key, "usage").stdout, re.MULTILINE)
-    assert (
-        cli(
-            "tenants",
-            "quotas",
-            "harbour",
-            "--stored-bytes",
-            str(3 << 30),
-            "--gpu-hours",
-            "7.5",
-            "--worker-sharing",
-            "tenant",
-            "--worker-weight",
-            "2.5",
-        ).code
-        == 0
+    given = (
+        "--stored-bytes",
+        str(3 << 30),
+        "--gpu-hours",
+        "7.5",
+        "--worker-sharing",
+        "tenant",
+        "--worker-weight",
+        "2.5",
     )
+    assert cli("tenants", "quotas", "harbour", *given).code == 0
     quotas = cli("tenants", "usage", "harbour", "--json").json["quotas"]
     rest = {"concurrent_runs": None, "spending": None, "worker_sharing": "tenant", "worker_weight": 2.5}
     assert quotas == {"gpu_hours": 7.5, "stored_bytes": 3 << 30, **rest}

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 
 from longshore.dataset_runs import DatasetSource, DPORun, SFTRun
-from longshore.events import RunEvent, Saved, Step, Succeeded
+from longshore.events import Event, RunEvent, Saved, Step, Succeeded
 from longshore.fields import Artifact, Fence
 from longshore.runs import RLRun
 from longshore.training import Lora
@@ -308,9 +308,12 @@ def sft(**changes: object) -> SFTRun:
     return SFTRun.model_validate({"model": "m", "dataset": {"uri": "file:///rows.jsonl"}, **changes})
 
 
-def step_event(step: int, time: float, metrics: dict[str, float]) -> RunEvent:
-    event = Step(seq=step, time=time, step=step, metrics=metrics)
+def run_event(event: Event) -> RunEvent:
     return RunEvent(cursor="", job_id="000001", fence=Fence(epoch=1), event=event)
+
+
+def step_event(step: int, time: float, metrics: dict[str, float]) -> RunEvent:
+    return run_event(Step(seq=step, time=time, step=step, metrics=metrics))
 
 
 def test_spans_are_read_and_written() -> None:
@@ -355,16 +358,8 @@ def test_a_look_at_a_run_that_has_ended_shows_its_losses_and_no_checkpoints(caps
     lines = Lines(view_of(state="succeeded", phase="done", step=1000, num_steps=1000, started_at=0.0, ended_at=400.0))
     for step in range(1, 1001):
         lines.event(step_event(step, 0.4 * step, {"loss": 1000.0 - step}))
-        saved = Saved(seq=1, time=0.4 * step, step=step, path="p", manifest_sha256="0" * 64)
-        lines.event(RunEvent(cursor="", job_id="000001", fence=Fence(epoch=1), event=saved))
-    lines.event(
-        RunEvent(
-            cursor="",
-            job_id="000001",
-            fence=Fence(epoch=1),
-            event=Succeeded(seq=2, time=400.0, step=1000, device="held"),
-        )
-    )
+        lines.event(run_event(Saved(seq=1, time=0.4 * step, step=step, path="p", manifest_sha256="0" * 64)))
+    lines.event(run_event(Succeeded(seq=2, time=400.0, step=1000, device="held")))
     said = capsys.readouterr().err.splitlines()
     assert 35 <= len(said) <= 45 and "checkpoint" not in "".join(said)
     assert "step 1000: loss 0" in said[-2] and "succeeded" in said[-1]

@@ -27,11 +27,12 @@ with workflow.unsafe.imports_passed_through():
     from longshore.dataset_runs import Dataset, DatasetSource, sources_by_split
     from longshore.fields import Artifact
     from longshore.grading import reward_graders
-    from longshore.runs import dtype_of
+    from longshore.runs import RLRun, dtype_of
     from longshore.views import Phase, Problem, StepStatus
     from shared.errors import InvalidInput
     from shared.jobs.job import LeaseGrant, SyncTarget
     from shared.jobs.packed import RouteShape
+    from shared.models.shape import ModelShape
     from shared.runs.acceptance import chosen_scalar
     from shared.runs.start import ModelRequest, ResolvedModel, RLStart
     from shared.runs.status import Policy, RewardModel, RLState, RolloutData
@@ -42,7 +43,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts.requests import rollouts_of
     from workflows.rollouts.sampling import LeasedSamplers
     from workflows.training import job_plan
-    from workflows.training.run import ActiveRun
+    from workflows.training.run import ActiveRun, ShownRun
     from workflows.training.train_step import unchanged
 
 
@@ -113,14 +114,14 @@ class Rolled:
     metrics: dict[str, float]
 
 
-async def prepare_rollouts(run: ActiveRun, start: RLStart, policy: ResolvedModel) -> RolloutData:
-    """Try the grader, download and render the prompts, before any accelerator is asked for.
-
-    Raises:
-        RunFailed: the model's weights do not fit the buckets of the run's weight sync.
-    """
-    if (message := rollout_requests.too_small_a_bucket(start.run, policy.shape)) is not None:
+def check_buckets(run: RLRun, shape: ModelShape) -> None:
+    """Raise RunFailed if the model's weights do not fit the buckets of the run's weight sync."""
+    if (message := rollout_requests.too_small_a_bucket(run, shape)) is not None:
         raise RunFailed(Problem(kind="invalid_input", message=message))
+
+
+async def prepare_rollouts(run: ShownRun, start: RLStart, policy: ResolvedModel) -> RolloutData:
+    """Try the grader, download and render the prompts, before any accelerator is asked for."""
     rollouts = rollouts_of(start.run)
     await control.do(Grade.check_grader, rollouts.grader)
     rewards = await find_rewards(start, policy)
@@ -132,7 +133,7 @@ async def prepare_rollouts(run: ActiveRun, start: RLStart, policy: ResolvedModel
 
 
 async def _render(
-    run: ActiveRun, start: RLStart, model: Artifact, sources: Mapping[str, DatasetSource]
+    run: ShownRun, start: RLStart, model: Artifact, sources: Mapping[str, DatasetSource]
 ) -> list[Prompts]:
     """Download datasets of prompts, each under its own name below the run, and render them."""
     found = []

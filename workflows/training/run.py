@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError
@@ -15,6 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.hosts.run_job import JobResult, ProgressReport, RunJob, RunJobRequest
     from activities.publishing.publish import Published
     from activities.records import FindCheckpoint, FindCheckpointRequest, RunRecords, saved_by_job
+    from longshore.accounts import Room
     from longshore.training import Lora
     from longshore.views import CheckpointRef, PhaseSpan, Problem, RunStatus
     from shared.errors import HostLeft, WorkerLost
@@ -327,6 +328,20 @@ def changed(status: RunStatus, **changes: Any) -> RunStatus:
     """Return a copy of a status with some fields changed."""
     assert changes.keys() <= RunStatus.model_fields.keys()
     return status.model_copy(update=changes)
+
+
+class ShownRun(Protocol):
+    """A run in progress, of a workflow or of this process: what users see of it, and its tenant's room."""
+
+    @property
+    def status(self) -> RunStatus: ...
+
+    @property
+    def room(self) -> Room: ...
+
+    def show(self, **changes: Any) -> object: ...
+
+    def add_notices(self, notices: tuple[str, ...]) -> None: ...
 
 
 class ActiveRun:

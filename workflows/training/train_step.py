@@ -10,7 +10,6 @@ from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from activities.hosts.run_job import JobResult
-    from activities.publishing.publish import Published
     from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
     from longshore.accounts import Room
     from longshore.runs import RLRun
@@ -239,12 +238,7 @@ async def publish_policy(
 ) -> StepStatus:
     """Publish the policy that a step made. Returns the step with the name and version."""
     request = job_plan.publish_request(start, state.model, done.checkpoint, report_uri, metrics, done.step)
-    return published_step(done, await job_plan.publish_weights(request))
-
-
-def published_step(done: StepStatus, published: Published) -> StepStatus:
-    """Return a step with the name and version of the policy that it made."""
-    return done.model_copy(update=version_shown(published))
+    return done.model_copy(update=version_shown(await job_plan.publish_weights(request)))
 
 
 async def unpublished(done: StepStatus) -> StepStatus:

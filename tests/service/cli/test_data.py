@@ -44,21 +44,16 @@ def test_preview_shows_both_answers_of_a_pair(service: Service, tiny_model: Path
     assert service.cli("validate", *options, "--json").json["report"]["format"] == "preference"
 
 
-def test_validate_counts_all_rows(service: Service, options) -> None:
-    answer = service.cli("validate", *options, "--json")
-    assert answer.code == 0, answer
-    assert (answer.json["report"]["num_rows"], answer.json["report"]["num_kept"]) == (12, 12)
-    assert answer.json["problem"] is None and "rows" not in answer.json
-
-
 def test_a_look_leaves_no_file_behind_but_what_stood_there(service: Service, options) -> None:
     def names() -> list[str]:
         return [file["file_id"] for file in service.cli("files", "ls", "--json").json]
 
     before = names()
-    assert service.cli("validate", *options).code == 0
-    assert service.cli("preview", *options).code == 0
-    assert service.cli("validate", *options, "--max-tokens", "8").code == 100
+    whole = service.cli("validate", *options, "--json").json
+    assert (whole["report"]["num_rows"], whole["report"]["num_kept"], whole["problem"]) == (12, 12, None)
+    assert "rows" not in whole and service.cli("preview", *options).code == 0
+    refused = service.cli("validate", *options, "--max-tokens", "8")
+    assert refused.code == 100 and "a run would refuse this dataset" in refused.stdout
     assert names() == before
     [kept] = service.cli("files", "upload", options[-1], "--json").json
     assert kept["is_new"]
@@ -67,13 +62,9 @@ def test_a_look_leaves_no_file_behind_but_what_stood_there(service: Service, opt
     assert service.cli("files", "rm", kept["file_id"]).code == 0
 
 
-def test_validate_says_why_a_run_would_be_refused(service: Service, options) -> None:
-    answer = service.cli("validate", *options, "--max-tokens", "8")
-    assert answer.code == 100, answer
-    assert "a run would refuse this dataset" in answer.stdout
-
-
-def test_a_bad_line_is_named(service: Service, options, tmp_path: Path) -> None:
+def test_a_bad_line_and_a_wrong_option_are_named(service: Service, options, tmp_path: Path) -> None:
+    wrong = service.cli("preview", *options, "--prompt-field", "q")
+    assert wrong.code == 2 and wrong.stderr.startswith("error: --dataset: ") and "go together" in wrong.stderr
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n{bad\n')
     answer = service.cli("validate", *options)
     assert answer.code == 100
@@ -89,9 +80,3 @@ def test_the_api_gives_the_same_as_an_error_body(service: Service, tiny_model: P
         assert answer.json()["error"]["type"] == "invalid_input"
         assert "none.jsonl" in answer.json()["error"]["message"]
         assert api.post("/validate", json=body | {"num_rows": 1000}).json()["error"]["place"] == "num_rows"
-
-
-def test_wrong_options_end_with_2(service: Service, options) -> None:
-    answer = service.cli("preview", *options, "--prompt-field", "q")
-    assert answer.code == 2
-    assert answer.stderr.startswith("error: --dataset: ") and "go together" in answer.stderr

@@ -14,23 +14,29 @@ from longshore.losses import PPO, PRESETS, Critic, Distillation, Kl, preset, ref
 from longshore.runs import RLRun
 from longshore.training import Lora, ScalarHead
 
-# As the papers have them, for rewards 0, 0, 1: what the mean of the group, or of the others, leaves.
+# As the papers have them, for rewards 0, 0, 1: what the mean of the group, or of the others, leaves; and whether groups
+# of equal rewards count, as where the paper's mean is over all outputs.
 MEAN, NORMALIZED, OTHERS = [-1 / 3, -1 / 3, 2 / 3], [-(0.5**0.5), -(0.5**0.5), 2**0.5], [-0.5, -0.5, 1.0]
 PAPERS = {
-    "reinforce": OTHERS,
-    "rloo": OTHERS,
-    "reinforce_plus_plus": NORMALIZED,
-    "reinforce_plus_plus_baseline": NORMALIZED,
-    "gmpo": NORMALIZED,
-    "sapo": NORMALIZED,
-    "grpo": NORMALIZED,
-    "dr_grpo": MEAN,
-    "dapo": NORMALIZED,
-    "gspo": NORMALIZED,
-    "cispo": NORMALIZED,
-    "ppo": [0.0, 0.0, 0.0],  # until its critic has made them
-    "distill": [0.0, 0.0, 0.0],
-    "gkd": [0.0, 0.0, 0.0],
+    "reinforce": (OTHERS, "keep"),
+    "rloo": (OTHERS, "keep"),
+    "reinforce_plus_plus": (NORMALIZED, "drop"),
+    "reinforce_plus_plus_baseline": (NORMALIZED, "keep"),
+    "gmpo": (NORMALIZED, "keep"),
+    "sapo": (NORMALIZED, "keep"),
+    "grpo": (NORMALIZED, "keep"),
+    "dr_grpo": (MEAN, "keep"),
+    "dapo": (NORMALIZED, "drop"),
+    "gspo": (NORMALIZED, "keep"),
+    "cispo": (NORMALIZED, "drop"),
+    "ppo": ([0.0, 0.0, 0.0], "drop"),  # until its critic has made them
+    "distill": ([0.0, 0.0, 0.0], "drop"),
+    "gkd": ([0.0, 0.0, 0.0], "drop"),
+}
+GRADED = {
+    "prompts": {"uri": "file:///p"},
+    "grader": {"type": "string_check", "name": "is_12", "operation": "eq", "input": "12", "reference": "12"},
+    "steps": 3,
 }
 
 
@@ -44,7 +50,7 @@ def test_a_run_has_the_loss_and_the_advantages_of_its_algorithm(name: str) -> No
     assert (run.loss, run.advantages, run.equal_rewards) == preset(name, 2048)
     assert run.algorithm == name
     [found] = advantages_of(run.advantages, [np.array([0.0, 0.0, 1.0])], [])
-    assert found == pytest.approx(PAPERS[name], abs=1e-5)
+    assert (found, run.equal_rewards) == (pytest.approx(PAPERS[name][0], abs=1e-5), PAPERS[name][1])
     assert RLRun.model_validate_json(run.model_dump_json()) == run
 
 
@@ -67,11 +73,9 @@ def test_every_name_in_the_docs_is_selected_by_the_fields_that_stand_beside_it()
 
 def test_dr_grpo_divides_by_the_longest_answer() -> None:
     assert run_of(algorithm="dr_grpo", max_tokens=300).loss.constant == 300
-    grader = {"type": "string_check", "name": "is_12", "operation": "eq", "input": "12", "reference": "12"}
-    rollouts = {"prompts": {"uri": "file:///p"}, "grader": grader, "steps": 1}
-    assert run_of(algorithm="dr_grpo", rollouts=rollouts).loss.constant == 256
-    assert run_of(algorithm="dr_grpo", rollouts=rollouts | {"max_completion_tokens": 90}).loss.constant == 90
-    again = run_of(algorithm="dr_grpo", rollouts=run_of(rollouts=rollouts).rollouts)
+    assert run_of(algorithm="dr_grpo", rollouts=GRADED).loss.constant == 256
+    assert run_of(algorithm="dr_grpo", rollouts=GRADED | {"max_completion_tokens": 90}).loss.constant == 90
+    again = run_of(algorithm="dr_grpo", rollouts=run_of(rollouts=GRADED).rollouts)
     assert again.loss.constant == 256
     with pytest.raises(ValidationError, match="max_tokens"):
         run_of(algorithm="dr_grpo", max_tokens="many")
@@ -81,57 +85,19 @@ def test_what_a_run_says_itself_goes_before_the_paper() -> None:
     run = run_of(algorithm="grpo", loss={"clip_high": 0.4, "kl": None}, advantages="leave_one_out")
     assert run.loss == PPO(aggregation="sequence_mean", clip_high=0.4)
     assert run.advantages == "leave_one_out"
+    for said in ({"equal_rewards": "drop"}, {"advantages": "given"}):
+        assert run_of(algorithm="grpo", **said).equal_rewards == "drop"
     assert run_of(algorithm="grpo", loss=PPO(clip_high=0.4)).loss.aggregation == "sequence_mean"
-
-
-@pytest.mark.parametrize(
-    ("fields", "rule"),
-    [
-        ({"algorithm": "grpo", "loss": {"kind": "gspo"}}, "algorithm grpo has the loss ppo: a loss gspo"),
-        ({"algorithm": "grpo", "loss": {"beta": 0.1}}, "beta"),
-        ({"algorithm": "dr_grpo", "loss": {"aggregation": "token_mean"}}, "constant belongs to"),
-        ({"algorithm": "vtrace"}, "algorithm"),
-        ({"loss": {"kind": "cross_entropy"}}, "cross_entropy"),
-        ({"loss": {"kind": "ppo", "truncated_importance": 2.0}}, "would be ignored"),
-        ({"advantages": "given", "equal_rewards": "keep"}, "has no meaning"),
-        ({"bin_tokens": 16}, "must hold a trajectory"),
-    ],
-)
-def test_what_contradicts_the_algorithm_or_the_run_is_refused(fields: dict[str, object], rule: str) -> None:
-    with pytest.raises(ValidationError, match=rule):
-        run_of(**fields)
 
 
 def test_a_run_without_an_algorithm_or_a_loss_is_ppo() -> None:
     assert (run_of().loss, run_of().advantages, run_of().algorithm) == (PPO(), "group_mean", None)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "equal_rewards"),
-    [
-        ("grpo", "keep"),
-        ("dr_grpo", "keep"),
-        ("gspo", "keep"),
-        ("reinforce", "keep"),
-        ("dapo", "drop"),
-        ("cispo", "drop"),
-    ],
-)
-def test_groups_of_equal_rewards_count_where_the_papers_mean_is_over_all_outputs(algorithm, equal_rewards) -> None:
-    assert RLRun(model="m", algorithm=algorithm).equal_rewards == equal_rewards
-    assert RLRun(model="m", algorithm=algorithm, equal_rewards="drop").equal_rewards == "drop"
-    assert RLRun(model="m", algorithm=algorithm, advantages="given").equal_rewards == "drop"
-
-
 def test_a_decay_needs_an_end() -> None:
     with pytest.raises(ValidationError, match=r"give rollouts\.steps"):
         run_of(schedule="cosine")
-    rollouts = {
-        "prompts": {"uri": "file:///p"},
-        "grader": {"type": "string_check", "name": "is_12", "operation": "eq", "input": "12", "reference": "12"},
-        "steps": 5,
-    }
-    assert run_of(schedule="cosine", rollouts=rollouts, mini_batches=2, epochs=3).planned_steps == 30
+    assert run_of(schedule="cosine", rollouts=GRADED, mini_batches=2, epochs=3).planned_steps == 18
 
 
 def test_a_teacher_is_named_without_the_rest_and_needs_no_grader() -> None:
@@ -150,34 +116,6 @@ def test_a_teacher_is_named_without_the_rest_and_needs_no_grader() -> None:
         reference_of(whole.loss)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"advantages": "none"}, "advantages none leave a loss to kl with placement reward alone"),
-        ({"loss": {"kind": "distillation"}}, "a distillation loss reads no advantages"),
-        ({"algorithm": "gkd", "trainable": {"kind": "full"}}, "full training changes the base"),
-        ({"rollouts": {"prompts": {"uri": "p"}, "steps": 1}}, "rollouts.grader is missing"),
-        (
-            {
-                "algorithm": "gkd",
-                "rollouts": {"prompts": {"uri": "p"}, "steps": 1, "held_out": {"prompts": {"uri": "h"}}},
-            },
-            "rollouts.grader is missing",
-        ),
-    ],
-)
-def test_what_distillation_would_ignore_or_lacks_is_refused(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
-        run_of(**fields)
-
-
-GRADED = {
-    "prompts": {"uri": "file:///p"},
-    "grader": {"type": "string_check", "name": "is_12", "operation": "eq", "input": "12", "reference": "12"},
-    "steps": 3,
-}
-
-
 def test_ppo_has_a_critic_beside_its_policy() -> None:
     run = run_of(algorithm="ppo", trainable=Lora(rank=8, targets=("q_proj", "lm_head")))
     assert run.critic == Critic() and run == run_of(critic={}, trainable=run.trainable).model_copy(
@@ -194,6 +132,25 @@ def test_ppo_has_a_critic_beside_its_policy() -> None:
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
+        ({"algorithm": "grpo", "loss": {"kind": "gspo"}}, "algorithm grpo has the loss ppo: a loss gspo"),
+        ({"algorithm": "grpo", "loss": {"beta": 0.1}}, "beta"),
+        ({"algorithm": "dr_grpo", "loss": {"aggregation": "token_mean"}}, "constant belongs to"),
+        ({"algorithm": "vtrace"}, "algorithm"),
+        ({"loss": {"kind": "cross_entropy"}}, "cross_entropy"),
+        ({"loss": {"kind": "ppo", "truncated_importance": 2.0}}, "would be ignored"),
+        ({"advantages": "given", "equal_rewards": "keep"}, "has no meaning"),
+        ({"bin_tokens": 16}, "must hold a trajectory"),
+        ({"advantages": "none"}, "advantages none leave a loss to kl with placement reward alone"),
+        ({"loss": {"kind": "distillation"}}, "a distillation loss reads no advantages"),
+        ({"algorithm": "gkd", "trainable": {"kind": "full"}}, "full training changes the base"),
+        ({"rollouts": {"prompts": {"uri": "p"}, "steps": 1}}, "rollouts.grader is missing"),
+        (
+            {
+                "algorithm": "gkd",
+                "rollouts": {"prompts": {"uri": "p"}, "steps": 1, "held_out": {"prompts": {"uri": "h"}}},
+            },
+            "rollouts.grader is missing",
+        ),
         ({"advantages": "gae"}, "gae advantages are a critic's"),
         ({"algorithm": "grpo", "critic": {}}, "gae advantages are a critic's"),
         ({"critic": {}, "trainable": {"kind": "full"}}, "critic: it has the base beside the policy"),
@@ -213,6 +170,6 @@ def test_ppo_has_a_critic_beside_its_policy() -> None:
         ({"critic": {"clip": float("nan")}}, "clip"),
     ],
 )
-def test_a_critic_that_means_nothing_is_refused(fields: dict[str, object], rule: str) -> None:
+def test_what_contradicts_the_algorithm_or_means_nothing_is_refused(fields: dict[str, object], rule: str) -> None:
     with pytest.raises(ValidationError, match=rule):
         run_of(**fields)
