@@ -116,8 +116,8 @@ def stored_as_published(store: ObjectStore, tenant: str) -> Stored:
 def check_room(room: Room, tenant: str, num_bytes: int, place: str) -> None:
     """Raise InvalidInput if a tenant has no room for bytes that a host is about to store."""
     if room.most is not None and room.used + num_bytes > room.most:
-        raise InvalidInput(no_room(tenant, room.used, room.most, num_bytes), place)
+        raise InvalidInput(f"quota stored_bytes: {no_room(tenant, room.used, room.most, num_bytes)}", place)
 
 
 def no_room(tenant: str, used: int, most: int, more: int) -> str:
-    return f"quota stored_bytes: {tenant} stores {used:,} bytes of {most:,}: {more:,} more are not allowed"
+    return f"{tenant} stores {used:,} bytes of {most:,}: {more:,} more are not allowed"

@@ -327,7 +327,7 @@ make_deterministic(SimpleNamespace(threads_per_rank=1, seed=0))
 assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
 assert torch.cuda.is_available() or "torch._dynamo" not in sys.modules
 from megatron_worker.fsdp.engine import FsdpEngine
-from shared.jobs.job import Layout
+from longshore.training import Layout
 for folder in {folders!r}:
     FsdpEngine(Path(folder), Layout(), "float32").greedy([[5, 6]], 2, frozenset())
 print(sorted(name for name in sys.modules if name.split(".")[0] in ("megatron", "peft")))

@@ -41,7 +41,7 @@ class Tenant:
     def refusal(self, kind: str, timeout_s: float = 120, **body: Any) -> str:
         """What a run is refused with: at submission, or when it has failed of its own input."""
         answer = self.submit(kind, **body)
-        if answer.status_code == 422:
+        if answer.status_code in (422, 429):
             return str(answer.json()["error"]["message"])
         assert answer.status_code == 201, answer.text
         view = self.ended(answer.json()["run_id"], timeout_s)
