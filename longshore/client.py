@@ -757,7 +757,7 @@ class Episodes(Group[C]):
 
     @_Method
     async def turns(self, episode_id: str, first: int = 0, limit: int = 100) -> tuple[EpisodeTurnView, ...]:
-        """Return an episode's turns in the order in which they were drawn, from number `first` on."""
+        """Return an episode's turns in order, from number `first` on."""
         path = f"/episodes/{_in_path(episode_id)}/turns"
         return await self.ask(tuple[EpisodeTurnView, ...], "GET", path, first=first, limit=limit)
 

@@ -519,7 +519,7 @@ class EpisodeRequest(Frozen):
 
 
 class EndedEpisode(Frozen):
-    """What counts of an episode that has ended: the answers that are trained, and how many others were given.
+    """The part of an ended episode that counts: the answers that are trained; and the number of the others.
 
     `num_later_turns`: of the former, those that have answers of the episode before them. `num_continuing`: of these,
     those that were drawn after the ids of the earlier answers as they were drawn; each other one begins a new branch.
@@ -534,7 +534,7 @@ class EndedEpisode(Frozen):
 class EpisodeTurnView(Frozen):
     """A turn of an episode: what was new in the question, and the answer.
 
-    `after`: the answer that the question goes on from; `continues`: by its ids, as they were drawn. A turn without
+    `after`: the answer that the question continues; `continues`: by its ids, as they were drawn. A turn without
     `after` begins a branch. `is_side`: it is not trained.
     """
 

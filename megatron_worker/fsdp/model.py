@@ -289,7 +289,7 @@ class FsdpModel:
     def forward(self, batch: Batch, head: Head) -> dict[str, Tensor]:
         """Call `head` on the targets' hidden states, [N, H] after the norm, and the output embedding, [V, H].
 
-        Of an empty bin a token without a target is computed, as a model cannot be run on nothing.
+        An empty bin computes a token without a target, as a model cannot be run on nothing.
 
         Collective. Raises InvalidInput, before any collective, if a tree's tokens are not in depth-first order, or a
         sequence is too long.

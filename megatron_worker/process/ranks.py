@@ -239,7 +239,7 @@ def agreement() -> Iterator[None]:
 
 
 def _told(error: Exception | None) -> tuple[str, str | int | None, str] | None:
-    """Return what other ranks are told of an error: its kind, its place or number, and its message."""
+    """Return an error as other ranks receive it: its kind, its place or number, and its message."""
     match error:
         case None:
             return None

@@ -316,7 +316,7 @@ class Quotas:
         return is_put
 
     def forget_ahead(self, tenant: str) -> None:
-        """Let nothing more be stored on account of what was counted ahead, as the tenant's quota may be smaller now."""
+        """Forget the bytes that were counted ahead for a tenant, whose quota may be smaller now."""
         self._surplus = {key: surplus for key, surplus in self._surplus.items() if key[0] != tenant}
 
     def _count_ahead(self, key: tuple[str, str, str], more: int) -> None:

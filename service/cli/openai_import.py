@@ -211,7 +211,7 @@ def named_models(given: "list[str] | tuple[str, ...]") -> dict[str, str]:
 
 
 class _NotStarted(Exception):
-    """A job is not started here: the state that is told of it, and why."""
+    """A job that is not started here: its state in the report, and why."""
 
     def __init__(self, why: str, state: State = "no counterpart") -> None:
         super().__init__(why)
