@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from activities.formats.rows import Chat, Question, Row, message_of, messages_of, tools_of
@@ -149,6 +149,7 @@ _IMPOSSIBLE = -9999.0  # JSON has no infinity
 _SAME = ("stop_token_ids", "seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
+T = TypeVar("T")
 Earlier = Callable[[str], AnswerRecord | None]
 """Returns the answer that ends a conversation, by its digest; None if there is none."""
 _MOST_EARLIER = 8  # answers of a conversation that are looked for, the last ones first
@@ -209,18 +210,16 @@ class ChatPrompts:
         check_characters(json.dumps([messages, tools], ensure_ascii=False), _PLACE)
         row = Row(_PLACE, {"messages": list(messages), "tools": list(tools)})
         question = Question(_PLACE, messages_of(row, "messages"), tools_of(row), {})
-        with self._lock:
-            tokenizer = self._tokenizer(model)
-            text = self._rendered(model, tokenizer, question)
-            check_characters(text, _PLACE)  # a template may make a long text of short messages
-            found = _last_answer(question, earlier) if earlier is not None else None
-            ids = None if found is None else self._continued(model, tokenizer, question, text, *found)
+        text = self._by_template(model, lambda template: template.asked([question])[0].text)
+        check_characters(text, _PLACE)  # a template may make a long text of short messages
+        found = _last_answer(question, earlier) if earlier is not None else None
+        ids = None if found is None else self._continued(model, question, text, *found)
         if ids is not None:
             return Prompt(ids, question, found, continues=True)
-        return Prompt(tuple(next(ids_before_answers([text], tokenizer))), question, found)
+        return Prompt(tuple(next(ids_before_answers([text], self.tokenizer(model)))), question, found)
 
     def _continued(
-        self, model: Artifact, tokenizer: ModelTokenizer, question: Question, text: str, num: int, record: AnswerRecord
+        self, model: Artifact, question: Question, text: str, num: int, record: AnswerRecord
     ) -> tuple[int, ...] | None:
         """Return a prompt's ids after those of an earlier answer; None if the template rewrites what was before.
 
@@ -232,11 +231,13 @@ class ChatPrompts:
         """
         messages, tools, drawn = question.messages, question.tools, record.choices[0]
         weights = [float(n == num) for n in range(1, len(messages) + 1)]
+        chat, asked = Chat(_PLACE, messages, tools, weights), Question(_PLACE, messages[: num - 1], tools, {})
         try:
-            [whole] = self._templates[model.sha256].spans([Chat(_PLACE, messages, tools, weights)])
-            [before] = self._templates[model.sha256].asked([Question(_PLACE, messages[: num - 1], tools, {})])
+            [whole] = self._by_template(model, lambda template: template.spans([chat]))
+            [before] = self._by_template(model, lambda template: template.asked([asked]))
         except InvalidInput:
             return None
+        tokenizer = self.tokenizer(model)
         is_rewritten = not (text.startswith(whole.text) and whole.text.startswith(before.text))
         if is_rewritten or whole.dropped_reasoning or not whole.spans:
             return None
@@ -269,17 +270,23 @@ class ChatPrompts:
         self._tokenizers.move_to_end(model.sha256)
         return self._tokenizers[model.sha256]
 
-    def _rendered(self, model: Artifact, tokenizer: ModelTokenizer, question: Question) -> str:
-        if tokenizer.template is None:
-            raise InvalidInput("the model has no chat template: ask it for completions of a text", "model")
-        try:
-            if model.sha256 not in self._templates:
-                process = TemplateProcess(tokenizer.template, tokenizer.place, _RENDER_LIMIT_S)
-                self._templates[model.sha256] = process
-            return self._templates[model.sha256].asked([question])[0].text
-        except BaseException:  # also after a cancellation, as the process may still send its answer
-            self._forget(model.sha256)
-            raise
+    def _by_template(self, model: Artifact, ask: Callable[[TemplateProcess], T]) -> T:
+        """Ask the process that renders a model's template, which no other thread asks meanwhile.
+
+        The process is given up if it raises, also at a cancellation, as it may still send its answer.
+        """
+        with self._lock:
+            tokenizer = self._tokenizer(model)
+            if tokenizer.template is None:
+                raise InvalidInput("the model has no chat template: ask it for completions of a text", "model")
+            try:
+                if model.sha256 not in self._templates:
+                    process = TemplateProcess(tokenizer.template, tokenizer.place, _RENDER_LIMIT_S)
+                    self._templates[model.sha256] = process
+                return ask(self._templates[model.sha256])
+            except BaseException:
+                self._forget(model.sha256)
+                raise
 
     def _forget(self, sha256: str) -> None:
         if (process := self._templates.pop(sha256, None)) is not None:

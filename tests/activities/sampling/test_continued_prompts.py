@@ -1,6 +1,8 @@
 """Prompts of an episode: what was drawn stays as it was drawn, and only what is new is tokenized."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,25 @@ def test_another_history_is_no_continuation(episode: Episode) -> None:
         [*ASKED, said(ChatAnswer(content="12."))],
     ):
         assert episode.prompt([*changed, AGAIN]).after is None
+
+
+def test_a_slow_store_of_one_agent_keeps_nobody_else_waiting(prompts: ChatPrompts, tmp_path: Path) -> None:
+    episode = Episode(write_model(tmp_path / "qwen", "qwen"), prompts, "<|im_end|>")
+    messages = [*ASKED, said(ChatAnswer(content="12.")), AGAIN]
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def earlier(_: str) -> None:
+        is_asked.set()
+        assert may_answer.wait(60)
+
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(prompts.prompt, episode.model, messages, (), earlier)
+        assert is_asked.wait(60)
+        try:
+            assert threads.submit(prompts.prompt, episode.model, messages).result(30).ids
+        finally:
+            may_answer.set()
+        assert slow.result(60).after is None
 
 
 def test_conversations_are_told_apart_by_what_they_say() -> None:
