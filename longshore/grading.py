@@ -377,6 +377,17 @@ class TextSimilarityGrader(Frozen):
         return metric
 
 
+def sane_source(source: str) -> str:
+    """Return a source that can be sent to a sandbox. Raises ValueError: it is too long, or no text."""
+    try:
+        num_bytes = len(source.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError("the source holds half of a surrogate pair, which is no text") from error
+    if num_bytes > MAX_SOURCE_BYTES:
+        raise ValueError(f"the source has {num_bytes:,} bytes; the limit is {MAX_SOURCE_BYTES:,}")
+    return source
+
+
 class PythonGrader(Frozen):
     """Source that defines `grade(sample, item)`, which returns a finite number. Run in a sandbox."""
 
@@ -387,14 +398,8 @@ class PythonGrader(Frozen):
 
     @field_validator("source")
     @classmethod
-    def _of_sane_size(cls, source: str) -> str:
-        try:
-            num_bytes = len(source.encode())
-        except UnicodeEncodeError as error:
-            raise ValueError("the source holds half of a surrogate pair, which is no text") from error
-        if num_bytes > MAX_SOURCE_BYTES:
-            raise ValueError(f"the source has {num_bytes:,} bytes; the limit is {MAX_SOURCE_BYTES:,}")
-        if not re.search(r"\bgrade\b", source):
+    def _defines_a_function(cls, source: str) -> str:
+        if not re.search(r"\bgrade\b", sane_source(source)):
             raise ValueError("the source must define grade(sample, item)")
         return source
 
@@ -489,7 +494,16 @@ class RewardModelGrader(Frozen):
         return self.model if self.base is None else f"{self.model} on {self.base}"
 
 
-_Single = StringCheckGrader | TextSimilarityGrader | PythonGrader | ScoreModelGrader | RewardModelGrader
+class EnvironmentGrader(Frozen):
+    """Longshore's own kind: the sum of the rewards that the run's environment gave in the episode."""
+
+    type: Literal["environment"] = "environment"
+    name: GraderName = "environment"
+
+
+_Single = (
+    StringCheckGrader | TextSimilarityGrader | PythonGrader | ScoreModelGrader | RewardModelGrader | EnvironmentGrader
+)
 SingleGrader = Annotated[_Single, Field(discriminator="type")]
 
 
@@ -519,12 +533,16 @@ Grader = Annotated[_Single | MultiGrader, Field(discriminator="type")]
 GRADER_TYPES = tuple(get_args(kind.model_fields["type"].annotation)[0] for kind in get_args(get_args(Grader)[0]))
 
 
+def parts_of(grader: Grader) -> dict[str, SingleGrader]:
+    """Return a grader, or the parts of a multi grader, by their places."""
+    if isinstance(grader, MultiGrader):
+        return {f"grader.graders.{name}": part for name, part in grader.graders.items()}
+    return {"grader": grader}
+
+
 def reward_graders(grader: Grader) -> dict[str, RewardModelGrader]:
     """Return the graders that are reward models, by their places."""
-    parts = {"grader": grader}
-    if isinstance(grader, MultiGrader):
-        parts = {f"grader.graders.{name}": part for name, part in grader.graders.items()}
-    return {place: part for place, part in parts.items() if isinstance(part, RewardModelGrader)}
+    return {place: part for place, part in parts_of(grader).items() if isinstance(part, RewardModelGrader)}
 
 
 class SampleRewards(Frozen):

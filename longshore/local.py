@@ -366,18 +366,19 @@ class _LocalRL:
         """Sample and grade a step's groups. Those of equal grades are sampled again, as often as the run allows."""
         start, run, state, drawn = self._start, self._start.run, self._state, list[Drawn]()
         again: tuple[int, ...] | None = None
-        num_redrawn = 0
+        num_redrawn, played = 0, dict[str, float]()
         while again is None or again:
             about = start, state.model, self._data, self._policies, number, self._place
             samples = rollout_requests.step_samples(*about, job_plan.replayed_routes(run, state.shape), drawn, again)
             sampled, grades, _ = self._graded(samples)
             drawn.append(Drawn(completions=sampled.completions, grades=grades))
+            played |= sampled.metrics
             wanted = rollout_requests.groups_request(run, drawn, number)
             grouped = GroupSamples(self._host).group_samples(wanted)
             again = grouped.equal_groups
             num_redrawn += len(again)
         redrawn = {"redrawn_groups": float(num_redrawn)} if rollout_requests.rollouts_of(run).redraws else {}
-        metrics = grouped.metrics | redrawn
+        metrics = grouped.metrics | played | redrawn
         return StepStatus(step=number, key=f"rollouts-{number}", groups=grouped.groups_uri, metrics=metrics)
 
     def _graded(self, samples: PolicySampleRequest) -> tuple[Sampled, Artifact, GradeSummary]:
@@ -388,8 +389,9 @@ class _LocalRL:
     def _evaluate(self) -> dict[str, float]:
         """Return the metrics of the newest policy on held-out prompts."""
         policies, found = self._policies, {}
+        sources = self._start.run.held_out.evaluations if self._start.run.held_out else {}
         for name, prompts in self._data.evaluations.items():
-            about = self._start, self._state.model, prompts, policies, policies[-1], self._place
+            about = self._start, self._state.model, prompts, policies, policies[-1], self._place, sources[name]
             sampled, _, summary = self._graded(rollout_requests.held_out_samples(*about))
             found[name] = sampled, summary
         return rollout_requests.held_out_metrics(found)

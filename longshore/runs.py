@@ -17,8 +17,9 @@ from longshore.dataset_runs import (
     SFTRun,
     TrainedRun,
 )
+from longshore.environments import PythonEnvironment
 from longshore.fields import NO_NUL, Frozen, Name, added, pattern
-from longshore.grading import UNGRADED, Grader
+from longshore.grading import UNGRADED, EnvironmentGrader, Grader, parts_of
 from longshore.training import Dtype, Full, SamplerKind, SessionRun, Watched, WeightSync, fields_fit_engine
 
 # --- Settings of an RL run's own rollouts: prompts, grader, samplers, and held-out prompts ---
@@ -99,6 +100,9 @@ class Rollouts(Frozen):
         default=UNGRADED,
         description="the grader of samples, with OpenAI's fields (docs/graders.md); distillation needs none",
     )
+    environment: PythonEnvironment | None = added(
+        None, description="plays an episode of several turns with the policy, for each sample (docs/agents.md)"
+    )
     prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups per step")
     group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")
     redraws: int = Field(
@@ -154,6 +158,21 @@ class Rollouts(Frozen):
         "within the step), so that they carry no information",
     )
     held_out: HeldOut | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_grade(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("environment") is not None and given.get("grader") is None:
+            return given | {"grader": EnvironmentGrader()}
+        return given
+
+    @model_validator(mode="after")
+    def _has_an_environment(self) -> Self:
+        kinds = {place: isinstance(part, EnvironmentGrader) for place, part in parts_of(self.grader).items()}
+        if self.environment is None and any(kinds.values()):
+            place = next(place for place, is_environments in kinds.items() if is_environments)
+            raise ValueError(f"{place}: an environment's reward needs one: give environment")
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -241,6 +260,11 @@ class RLRun(TrainedRun):
     advantages: losses.AdvantageKind = Field(
         default="group_mean", description="Dr. GRPO, GRPO, RLOO, REINFORCE++, each trajectory's own, or none"
     )
+    credit: Literal["episode", "turn"] = added(
+        "episode",
+        description="what an answer of several is trained by: the whole episode's advantage, or with leave_one_out "
+        "what was earned from it on, less what the others of the group earned from theirs",
+    )
     equal_rewards: Literal["drop", "keep"] = Field(
         default="drop",
         description="groups whose rewards are all equal have no signal, but count in means; default: the algorithm's",
@@ -326,6 +350,10 @@ class RLRun(TrainedRun):
         elif self.advantages == "none" and (self.loss.kl is None or self.loss.kl.placement == "loss"):
             raise ValueError("advantages none leave a loss to kl with placement reward alone: give it, or rewards")
         self._critic_fits()
+        if self.credit == "turn" and self.advantages != "leave_one_out":
+            raise ValueError(
+                f"credit: turn has a formula for leave_one_out alone, and the run's advantages are {self.advantages}"
+            )
         if self.advantages not in (*losses.COMPARE_GROUPS, "none") and self.equal_rewards == "keep":
             raise ValueError(f"equal_rewards has no meaning with {self.advantages} advantages: all groups are kept")
         return self

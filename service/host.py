@@ -396,6 +396,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     from activities.publishing.export import Exports
     from activities.publishing.publish import Publish
     from activities.records import CommandRecords, FindCheckpoint, RunRecords
+    from activities.sampling.episodes import CheckEnvironment
     from activities.sources.download import Download
     from activities.tokenizing.render_prompts import RenderPrompts
     from activities.tokenizing.tokenize import MixSources, PreviewDataset, Tokenize
@@ -419,6 +420,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
         PackDataset(host).pack,
         *(prompts.render_prompts, prompts.mix_prompts),
         *(grade.check_grader, grade.grade, grade.grade_one),
+        CheckEnvironment(host).check_environment,
         PackTrajectories(host).pack_trajectories,
         GroupSamples(host).group_samples,
         PreviewDataset(host).preview,

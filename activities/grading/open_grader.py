@@ -18,6 +18,7 @@ from activities.sandbox.child import ask, is_child, sign
 from activities.sources.http import parse_http_uri, requested, shown_uri
 from longshore.fields import Frozen
 from longshore.grading import (
+    EnvironmentGrader,
     Expression,
     ExpressionError,
     Grader,
@@ -498,6 +499,8 @@ def open_grader(grader: Grader, means: GraderMeans, place: str = "grader") -> Gr
             return ScoreModel(grader, means.grading, means.allow_private_addresses).grade_all
         case RewardModelGrader():
             return _each(lambda row: _reward(grader, row))
+        case EnvironmentGrader():
+            return _each(_environment_reward)
         case MultiGrader():
             parts = {
                 name: open_grader(part, means, f"{place}.graders.{name}")
@@ -526,6 +529,15 @@ def _reward(grader: RewardModelGrader, row: SampledItem) -> float:
     if value is None:
         raise NotGraded("what the reward model gives is no finite number")
     return value
+
+
+def _environment_reward(row: SampledItem) -> float:
+    match row.sample.get("episode"):
+        case {"reward": float() | int() as reward}:
+            return float(reward)
+        case {"error": str(error)}:
+            raise NotGraded(error)
+    raise NotGraded("the sample is no episode of an environment")
 
 
 def _rendered(text: str, reference: str, row: SampledItem) -> tuple[str, str]:

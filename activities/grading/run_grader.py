@@ -1,12 +1,16 @@
-"""Runs a python grader, which is untrusted code, on one sample. Called in a code process (activities/sandbox)."""
+"""Runs graders and environments, which are untrusted code. Called in a code process (activities/sandbox)."""
 
 import importlib
+import json
 import os
 import random
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from math import isfinite
 from typing import Any
+
+from activities.sandbox.child import ask
 
 # Loaded before a child is forked, so that graders which use them start at once.
 for _name in (
@@ -15,6 +19,7 @@ for _name in (
 ).split():
     importlib.import_module(_name)
 _MAX_ERROR_CHARS = 2_000
+_SOURCE = "<source>"
 
 
 def run_grader(source: str, given: Any) -> dict[str, Any]:
@@ -25,13 +30,50 @@ def run_grader(source: str, given: Any) -> dict[str, Any]:
     _forget_packages()
     try:
         names: dict[str, Any] = {"__name__": "grader"}
-        exec(compile(source, "<grader>", "exec", dont_inherit=True), names)
+        exec(compile(source, _SOURCE, "exec", dont_inherit=True), names)
         grade = names.get("grade")
         if not callable(grade):
             return {"failed": "the source does not define grade(sample, item)"}
         return {"checked": True} if given is None else _checked(grade(given["sample"], given["item"]))
     except MemoryError:
         return {"failed": "took more memory than it may"}
+    except BaseException as error:
+        return {"failed": _described(error)}
+
+
+def run_environment(source: str, item: Any, seed: int) -> Iterator[dict[str, Any]]:
+    """Play an episode: reset for a row, then a step for each answer that is asked for.
+
+    Yields `{"said": what the environment returned}`, or `{"failed": reason}`, after which nothing more is asked.
+    A question is `["step", answer]` or `["score"]`; without a `score` the latter yields None.
+    """
+    _forget_packages()
+    environment: Any = None
+
+    def begin() -> Any:
+        nonlocal environment
+        names: dict[str, Any] = {"__name__": "environment"}
+        exec(compile(source, _SOURCE, "exec", dont_inherit=True), names)
+        environment = names["Environment"]()
+        return environment.reset(item, seed)
+
+    yield (said := _said(begin))
+    while "failed" not in said:
+        match json.loads(ask()):
+            case ["step", answer]:
+                said = _said(lambda given=answer: environment.step(given))  # type: ignore[misc]
+            case _:
+                said = _said(lambda: environment.score() if hasattr(environment, "score") else None)
+        yield said
+
+
+def _said(call: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        said = call()
+        json.dumps(said, allow_nan=False)
+        return {"said": said}
+    except MemoryError:
+        return {"failed": "took more memory than it may", "is_limit": True}
     except BaseException as error:
         return {"failed": _described(error)}
 
@@ -62,7 +104,7 @@ def _checked(value: Any) -> dict[str, Any]:
 
 def _described(error: BaseException) -> str:
     """Describe an exception, with the line of the grader that raised it."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<grader>"]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _SOURCE]
     where = f" (line {lines[-1]})" if lines else ""
     try:
         text = str(error)

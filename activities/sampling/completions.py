@@ -17,14 +17,15 @@ from typing import BinaryIO, Literal
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from activities.sampling.client import Completion
 from activities.tokenizing.render_prompts import PromptRow
+from longshore.environments import Course
 from longshore.fields import Frozen, added
 from longshore.grading import SampledItem
 from longshore.views import SourceShare
-from shared.chat.completions import DrawnBy
+from shared.chat.completions import MAX_SAMPLES, DrawnBy, Sampling
 from shared.errors import InvalidInput
 from shared.jobs import bins as packing
 from shared.jobs.packed import RouteShape
@@ -53,21 +54,58 @@ class Rows(Frozen):
         return self
 
 
-class Sample(Frozen):
-    """One answer. `logprobs`: the sampler's, in nats, one for each of `token_ids`. `length`: it was cut off.
+class Drawing(Frozen):
+    """Options for drawing the samples of each prompt; `policy_version` is written beside them.
 
-    `policy_versions`: each token's, if not all are the group's. `routes`: the bytes of its tokens' experts, without the
-    last token's, or `block`, their place in the file beside.
+    `routes`: the shape of the model's experts; if given, each token's experts are written, too.
+    """
+
+    group_size: int = Field(ge=1, le=MAX_SAMPLES, description="samples of each prompt")
+    sampling: Sampling
+    seed: int = Field(ge=0, lt=2**63)
+    policy_version: int = Field(ge=0)
+    routes: RouteShape | None = None
+
+
+class SampledTokens(Frozen):
+    """Ids behind a prompt: an answer, or the answers of an episode with what the environment said between them.
+
+    `logprobs`: the sampler's, in nats, one for each of `token_ids`; None for those that were not drawn. `finish_reason`
+    `length`: the last answer was cut off. `policy_versions`: each id's, if not all are the group's. `routes`: the bytes
+    of the ids' experts, without the last one's, or `block`, their place in the file beside.
     """
 
     model_config = _BYTES
     token_ids: tuple[int, ...] = Field(min_length=1)
-    logprobs: tuple[float, ...]
-    text: str
+    logprobs: tuple[float | None, ...]
     finish_reason: Literal["stop", "length"]
-    policy_versions: tuple[int, ...] = ()
+    policy_versions: tuple[int | None, ...] = ()
     routes: bytes = b""
     block: int | None = None
+
+
+class Branch(SampledTokens):
+    """A further sequence of an episode, whose prompt does not begin with the ids before it: the template rewrote them.
+
+    `prompt_routes`, `prompt_block`: as the group's.
+    """
+
+    prompt_ids: tuple[int, ...]
+    prompt_routes: bytes = b""
+    prompt_block: int | None = None
+
+
+class Sample(SampledTokens):
+    """One answer, or one episode. `text`: of the last answer."""
+
+    text: str
+    branches: tuple[Branch, ...] = added(())
+    course: Course | None = added(None, description="of an episode")
+
+    @property
+    def num_drawn(self) -> int:
+        """The number of tokens that the policy drew."""
+        return sum(logprob is not None for one in (self, *self.branches) for logprob in one.logprobs)
 
 
 class SampledGroup(Frozen):
@@ -112,9 +150,12 @@ def _epoch(num_prompts: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def sample_seed(seed: int, group: int) -> int:
-    """Return the seed of a prompt's first sample, 62 bits. Sample j has this seed plus j."""
-    digest = hashlib.sha256(f"sample {seed} {group}".encode()).digest()
+def sample_seed(seed: int, *places: int) -> int:
+    """Return the seed of a prompt's first sample, by its group's number, 62 bits. Sample j has this seed plus j.
+
+    A later turn of an episode has a seed of its own, by the numbers of group, sample and turn.
+    """
+    digest = hashlib.sha256(" ".join(["sample", str(seed), *map(str, places)]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)
 
 
@@ -143,8 +184,16 @@ def sample_of(completion: Completion, place: str, policy_version: int, routes: b
 def items_of(group: SampledGroup, prompt: PromptRow) -> Iterator[SampledItem]:
     """The samples as graders see them."""
     for sample in group.samples:
-        told = {"output_text": sample.text, "finish_reason": sample.finish_reason, "num_tokens": len(sample.token_ids)}
-        yield SampledItem(sample=told | ({"source": prompt.source} if prompt.source else {}), item=prompt.item)
+        told: dict[str, JsonValue] = {
+            "output_text": sample.text,
+            "finish_reason": sample.finish_reason,
+            "num_tokens": sample.num_drawn,
+        }
+        if prompt.source:
+            told["source"] = prompt.source
+        if sample.course is not None:
+            told["episode"] = sample.course.model_dump(mode="json") | {"num_turns": sample.course.num_turns}
+        yield SampledItem(sample=told, item=prompt.item)
 
 
 def read_sampled_groups(folder: Path) -> Iterator[SampledGroup]:
@@ -238,7 +287,15 @@ class RoutesWriter:
 
     def _sample(self, prompt_ids: tuple[int, ...], sample: Sample) -> Sample:
         block = self._append((*prompt_ids, *sample.token_ids[:-1]), sample.routes)
-        return sample.model_copy(update={"routes": b"", "block": block})
+        branches = tuple(map(self._branch, sample.branches))
+        return sample.model_copy(update={"routes": b"", "block": block, "branches": branches})
+
+    def _branch(self, branch: Branch) -> Branch:
+        places = {
+            "prompt_block": self._append(branch.prompt_ids, branch.prompt_routes),
+            "block": self._append((*branch.prompt_ids, *branch.token_ids[:-1]), branch.routes),
+        }
+        return branch.model_copy(update=places | {"routes": b"", "prompt_routes": b""})
 
     def _append(self, ids: Sequence[int], routes: bytes) -> int:
         if self._file is None:

@@ -2,14 +2,14 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from activities.formats.dataset import question_of
 from activities.formats.rows import Chat, PromptCompletion, Question, Row
@@ -20,6 +20,7 @@ from activities.sampling.client import Completion, Sampler
 from activities.sampling.completions import (
     COMPLETIONS,
     SAMPLES,
+    Drawing,
     RoutesWriter,
     Rows,
     SampledGroup,
@@ -30,24 +31,27 @@ from activities.sampling.completions import (
     sample_seed,
     sent_bytes,
 )
+from activities.sampling.episodes import EpisodeCounts, EpisodePlan, Player
+from activities.sampling.questions import ChatPrompts
 from activities.sampling.samplers import PolicyWeights, Samplers, Served, adapter_name, refusal
 from activities.sandbox import calls as confined
 from activities.telemetry import proof_counted
 from activities.tokenizing.encoding import encoded
-from activities.tokenizing.render_prompts import REPORT, PromptRow, PromptsFile, PromptsReport
+from activities.tokenizing.render_prompts import REPORT, PromptRow, PromptsFile, sources_of
 from activities.tokenizing.tokenizer import TokenizerFiles, stopping_at, stops_of, tokenizer_files
 from longshore.dataset_runs import Dataset, DatasetSource, named_sources
-from longshore.fields import Artifact, Frozen
+from longshore.environments import Course
+from longshore.fields import Artifact, Frozen, added
 from longshore.grading import SampleRewards
 from longshore.runs import RunId
 from longshore.training import Dtype
-from shared.chat.completions import MAX_SAMPLES, SamplerMemory, Sampling
+from shared.chat.completions import SamplerMemory
 from shared.errors import InvalidInput, SamplerMismatch
 from shared.jobs.packed import RouteShape
 from shared.runs.status import RewardModel
 from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.storage.artifacts import find_artifact, read_record
-from shared.storage.paths import completions, content_key, rewarded, sampled_part, samples
+from shared.storage.paths import completions, content_key, rewarded, sampled_part, sampled_turn, samples
 from shared.storage.store import ObjectStore
 
 _VERSION = "sample-1"  # raise it when the same request would give other samples
@@ -58,25 +62,12 @@ _log = logging.getLogger(__name__)
 SUMMARY = "summary.json"
 
 
-class Drawing(Frozen):
-    """Options for drawing the samples of each prompt; `policy_version` is written beside them.
-
-    `routes`: the shape of the model's experts; if given, each token's experts are written, too.
-    """
-
-    group_size: int = Field(ge=1, le=MAX_SAMPLES, description="samples of each prompt")
-    sampling: Sampling
-    seed: int = Field(ge=0, lt=2**63)
-    policy_version: int = Field(ge=0)
-    routes: RouteShape | None = None
-
-
 class PolicySampleRequest(Drawing, PolicyWeights):
     """Prompts to answer, the policy, and the sampler.
 
     `model` and `dtype`: what the sampler at `place` serves; the samples depend on them, so they are part of the key.
     `refuted`: versions that a sampler failed to prove while samples were being drawn: these are drawn again.
-    `groups`: the numbers of the groups to draw, if not all.
+    `groups`: the numbers of the groups to draw, if not all. `episodes`: each sample is an episode.
     """
 
     run_id: RunId
@@ -87,6 +78,7 @@ class PolicySampleRequest(Drawing, PolicyWeights):
     place: SamplerPlace
     refuted: tuple[int, ...] = ()
     groups: tuple[int, ...] | None = None
+    episodes: EpisodePlan | None = added(None)
 
     @property
     def key(self) -> str:
@@ -100,6 +92,8 @@ class PolicySampleRequest(Drawing, PolicyWeights):
             weights.append(self.routes.model_dump_json())
         if self.groups is not None:
             weights.append(f"groups {self.groups}")
+        if self.episodes is not None:
+            weights.append(self.episodes.key)
         match self.place:
             case ServedSampler():
                 server = self.place.model_dump_json()
@@ -139,6 +133,11 @@ class Sampled(Frozen):
     num_samples: int
     num_cut_off: int
     num_tokens: int
+    episodes: EpisodeCounts | None = added(None)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.episodes.metrics if self.episodes is not None else {}
 
 
 class SampledSummary(Frozen):
@@ -148,6 +147,7 @@ class SampledSummary(Frozen):
     num_samples: int
     num_cut_off: int
     num_tokens: int
+    episodes: EpisodeCounts | None = added(None)
 
 
 class ProveRequest(PolicyWeights):
@@ -200,7 +200,8 @@ class SamplerActivities:
         parts = Parts(store, partial(sampled_part, request.key))
         self._host.use(completions(request.key))
         if done := _result(store, request.key):
-            parts.forget(parts.known())  # an attempt that was killed while it deleted them has left some
+            for left in (parts, _turns(store, request)):  # by an attempt that was killed while it deleted them
+                left.forget(left.known())
             return done
         with self._host.scratch("sample") as scratch:
             with PromptsFile(self._host.stage(request.prompts)) as prompts:
@@ -212,6 +213,8 @@ class SamplerActivities:
             for folder, key in zip(folders, (completions(request.key), samples(request.key)), strict=True):
                 self._host.keep(key, folder)
         parts.forget(numbers)
+        turns = _turns(store, request)
+        turns.forget(turns.known())
         result = _result(store, request.key)
         assert result is not None
         return result
@@ -275,10 +278,19 @@ class SamplerActivities:
             return
         stops = stops_of(request.place, self._host, request.model)
         how = request.model_copy(update={"sampling": stopping_at(request.sampling, stops)})
-        with self._samplers.serving(request.place, request.run_id, request, self._host) as (opened, served):
+        with (
+            self._samplers.serving(request.place, request.run_id, request, self._host) as (opened, served),
+            closing(ChatPrompts(self._host)) as rendering,
+        ):
+            play: Callable[[int, int, PromptRow], SampledGroup] = partial(draw_group, opened.client, served.name, how)
+            if (plan := request.episodes) is not None:
+                sources = sources_of(self._host.stage(request.prompts), plan.source)
+                turns = _turns(self._host.store, request)
+                who = opened.client, served.name, request.model
+                play = Player(self._host, rendering, *who, how, plan, sources, turns, turns.known()).group
 
             def draw(asked: tuple[int, int, PromptRow]) -> None:
-                group = draw_group(opened.client, served.name, *asked, how)
+                group = play(*asked)
                 parts.keep(group.group, group.encoded())
 
             asked = ((group, row, prompts[row]) for group, row in missing)
@@ -314,7 +326,12 @@ def _proved(sampler: Sampler, served: Served, request: ProveRequest) -> Proved:
             raise SamplerMismatch(f"{again}, after it was loaded anew from the store") from again
 
 
-def draw_group(sampler: Sampler, model: str, group: int, row: int, prompt: PromptRow, how: Drawing) -> SampledGroup:
+def _turns(store: ObjectStore, request: PolicySampleRequest) -> Parts:
+    """Return the answers of episodes that have not ended, of all samples of a request."""
+    return Parts(store, partial(sampled_turn, request.key))
+
+
+def draw_group(sampler: Sampler, model: str, how: Drawing, group: int, row: int, prompt: PromptRow) -> SampledGroup:
     """Draw one prompt's samples. They are bitwise reproducible, whatever else the sampler computes at the time.
 
     Raises:
@@ -361,6 +378,7 @@ def write_samples(
 ) -> SampledSummary:
     """Write groups into two folders, one at a time: as tokens, and as graders see them. Writes no manifests."""
     num_groups = num_samples = num_cut_off = num_tokens = 0
+    courses: list[Course] = []
     for folder in (completions_folder, samples_folder):
         folder.mkdir(parents=True, exist_ok=True)
     with (
@@ -376,9 +394,14 @@ def write_samples(
             num_groups += 1
             num_samples += len(group.samples)
             num_cut_off += sum(sample.finish_reason == "length" for sample in group.samples)
-            num_tokens += sum(len(sample.token_ids) for sample in group.samples)
+            num_tokens += sum(sample.num_drawn for sample in group.samples)
+            courses += [sample.course for sample in group.samples if sample.course is not None]
     summary = SampledSummary(
-        num_groups=num_groups, num_samples=num_samples, num_cut_off=num_cut_off, num_tokens=num_tokens
+        num_groups=num_groups,
+        num_samples=num_samples,
+        num_cut_off=num_cut_off,
+        num_tokens=num_tokens,
+        episodes=EpisodeCounts.of(courses) if courses else None,
     )
     (completions_folder / SUMMARY).write_text(summary.model_dump_json(indent=1) + "\n")
     return summary
@@ -462,12 +485,7 @@ class ScoreSamples:
 
         def write(folder: Path) -> None:
             host, reward = self._host, request.reward
-            told = (host.stage(request.prompts, only=(REPORT,)) / REPORT).read_bytes()
-            report = PromptsReport.model_validate_json(told)
-            sources = {
-                name: source.model_copy(update={"format": report.sources.get(name, report).format})
-                for name, source in named_sources(request.source).items()
-            }
+            sources = sources_of(host.stage(request.prompts, only=(REPORT,)), request.source)
             samples, files = host.stage(request.samples), tokenizer_files(host, reward.model)
             asked, reads = (samples, files, sources, reward.head.per == "token"), (samples, files.folder)
             with (
@@ -518,8 +536,7 @@ def conversations(
     def examples() -> Iterator[Chat | PromptCompletion]:
         for place, item in sampled_items(samples):
             order[place] = len(order)
-            question = read[str(item.sample.get("source", ""))](Row(place, item.item))
-            yield answered(question, str(item.sample["output_text"]))
+            yield answered(read[str(item.sample.get("source", ""))](Row(place, item.item)), item.sample)
 
     with closing(encoded(examples(), tokenizer.load())) as batches:
         for batch in batches:
@@ -534,8 +551,14 @@ def conversations(
             yield from (told[place] for place in sorted(told, key=order.__getitem__))
 
 
-def answered(question: Question, text: str) -> Chat | PromptCompletion:
-    """Return a prompt with a sample as an example of the same kind as training would read."""
+def answered(question: Question, sample: Mapping[str, JsonValue]) -> Chat | PromptCompletion:
+    """Return a prompt with a sample, or its episode, as an example of the same kind as training would read."""
+    match sample.get("episode"):
+        case {"messages": list(after)}:
+            messages = [*(question.messages or [{"role": "user", "content": question.text}]), *after]
+            last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+            return Chat(question.place, messages, question.tools, [float(n == last) for n in range(len(messages))])
+    text = str(sample["output_text"])
     if question.text is not None:
         return PromptCompletion(question.place, question.text, text)
     messages = [*question.messages, {"role": "assistant", "content": text}]

@@ -367,8 +367,9 @@ def _raise(told: dict[str, Any], place: str | None, limits: Limits) -> NoReturn:
 _CODE_FUNCTIONS = {
     "render": ("activities.tokenizing.chat_template", "render_asked"),
     "grade": ("activities.grading.run_grader", "run_grader"),
+    "environment": ("activities.grading.run_grader", "run_environment"),
 }
-_ISOLATED = ("grade",)  # only where the system allows namespaces
+_ISOLATED = ("grade", "environment")  # only where the system allows namespaces
 _MOST_CODE_PROCESSES = 16  # of one child
 _numbers = count()
 
@@ -390,7 +391,9 @@ class CodeProcess:
             self._relayed({"function": function, "limits": limits.numbers}, arguments)
             return
         if function in _ISOLATED and (refusal := CODE.start()[1]):
-            raise InvalidInput(f"this system refuses the isolation that python graders need ({refusal})", "grader")
+            raise InvalidInput(
+                f"this system refuses the isolation that python graders and environments need ({refusal})", "grader"
+            )
         module, name = _CODE_FUNCTIONS[function]
         self._child = Child(CODE, limits, getattr(importlib.import_module(module), name), arguments)
         self._answers = self._child.results(lambda _: self._question)

@@ -29,7 +29,8 @@ from activities.tokenizing.tokenizer import (
     TokenizerFiles,
     tokenizer_files,
 )
-from longshore.dataset_runs import DatasetSource, Format
+from longshore.dataset_runs import Dataset as AnyDataset
+from longshore.dataset_runs import DatasetSource, Format, named_sources
 from longshore.fields import Artifact, Frozen, added
 from longshore.views import LostRow
 from shared.errors import InvalidInput
@@ -392,6 +393,15 @@ class PromptsFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def sources_of(folder: Path, dataset: AnyDataset) -> dict[str, DatasetSource]:
+    """Return the sources of a folder's prompts by name, as the run names them, with the formats that were found."""
+    report = PromptsReport.model_validate_json((folder / REPORT).read_bytes())
+    return {
+        name: source.model_copy(update={"format": report.sources.get(name, report).format})
+        for name, source in named_sources(dataset).items()
+    }
 
 
 def mix_rows(folders: Mapping[str, Path], folder: Path) -> None:

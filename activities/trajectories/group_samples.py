@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -10,10 +11,16 @@ from pydantic import Field
 from activities.grading.grade import GRADES, SUMMARY, GradeSummary
 from activities.heartbeats import on_thread, stop_if_cancelled
 from activities.host_context import OnHost
-from activities.sampling.completions import Sample, SampledGroup, read_sampled_groups, routes_starts
+from activities.sampling.completions import (
+    Sample,
+    SampledGroup,
+    SampledTokens,
+    read_sampled_groups,
+    routes_starts,
+)
 from longshore.fields import Artifact, Frozen, added
 from longshore.grading import SampleGrade
-from shared.chat.trajectories import Trajectory, TrajectoryGroup
+from shared.chat.trajectories import TokenSequence, Trajectory, TrajectoryGroup
 from shared.errors import InvalidInput
 from shared.jobs import bins as packing
 from shared.storage.artifacts import find_artifact, read_record
@@ -68,7 +75,8 @@ class SourceCounts(Frozen):
 
 
 class GroupsMade(Frozen):
-    """Counts of the results. `num_groups`: groups with a graded sample. `completions`: with their routes.
+    """Counts of the results. `num_groups`: groups with a graded sample. `num_failed`: those with an episode whose
+    environment broke. `completions`: with their routes.
 
     `equal_groups`: the numbers of groups whose grades are all the same. `sources`: of a mixture, by their names.
     """
@@ -76,6 +84,7 @@ class GroupsMade(Frozen):
     num_groups: int
     num_trajectories: int
     num_ungraded: int
+    num_failed: int = added(0)
     completions: Artifact | None = None
     redrawn: tuple[Artifact, ...] = ()
     equal_groups: tuple[int, ...] = ()
@@ -86,6 +95,8 @@ class GroupsMade(Frozen):
         """Metrics that cannot be computed from the groups any more."""
         num_samples = self.num_trajectories + self.num_ungraded
         told = {"samples": float(num_samples), "ungraded_share": self.num_ungraded / num_samples}
+        if self.num_failed:
+            told["failed_groups"] = float(self.num_failed)
         for name, counts in self.sources.items():
             told[f"prompts_{name}"] = float(counts.num_prompts)
             if counts.num_graded:
@@ -132,7 +143,7 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
 
     Raises InvalidInput: more samples have no grade than the run allows, or none has one.
     """
-    num_groups = num_trajectories = num_ungraded = 0
+    num_groups = num_trajectories = num_ungraded = num_failed = 0
     equal_groups: list[int] = []
     sources: dict[str, SourceCounts] = {}
     first, *later = (_read_round(*each) for each in rounds)
@@ -145,6 +156,8 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
     with (folder / GROUPS).open("wb") as file:
         for each in first:
             drawn, graded, start = latest.get(each[0].group, (*each, 0))
+            if any(sample.course is not None and sample.course.end == "environment_broke" for sample in drawn.samples):
+                num_failed, graded = num_failed + 1, []  # without it the others' baseline would be a biased one
             num_ungraded += len(drawn.samples) - len(graded)
             if drawn.source:
                 before = sources.get(drawn.source, SourceCounts())
@@ -170,6 +183,7 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
         num_groups=num_groups,
         num_trajectories=num_trajectories,
         num_ungraded=num_ungraded,
+        num_failed=num_failed,
         completions=request.completions,
         redrawn=tuple(one.completions for one in request.redrawn),
         equal_groups=tuple(equal_groups),
@@ -220,20 +234,30 @@ def _shuffled(graded: _Graded, seed: int, group: int, shown: float) -> tuple[_Gr
 def _trajectory(
     group: SampledGroup, sample: Sample, grade: SampleGrade, reward: float, routes_start: int
 ) -> Trajectory:
-    blocks = None
-    if group.prompt_block is not None and sample.block is not None:
-        blocks = routes_start + group.prompt_block, routes_start + sample.block
-    num_prompt, num_sampled = len(group.prompt_ids), len(sample.token_ids)
+    def sequence(prompt_ids: tuple[int, ...], prompt_block: int | None, one: SampledTokens) -> dict[str, Any]:
+        num_prompt, versions = len(prompt_ids), one.policy_versions
+        if prompt_block is None or one.block is None:
+            routes = None
+        else:
+            routes = routes_start + prompt_block, routes_start + one.block
+        return {
+            "token_ids": prompt_ids + one.token_ids,
+            "sampled": (False,) * num_prompt + tuple(logprob is not None for logprob in one.logprobs),
+            "logprobs": (None,) * num_prompt + one.logprobs,
+            "policy_versions": (None,) * num_prompt + versions if versions else None,
+            "finish_reason": one.finish_reason,
+            "routes": routes,
+        }
+
+    course, metrics = sample.course, {name: value for name, value in grade.parts.items() if value is not None}
+    earned = course.turn_rewards if course is not None and course.reward == reward else None
     return Trajectory(
-        token_ids=group.prompt_ids + sample.token_ids,
-        sampled=(False,) * num_prompt + (True,) * num_sampled,
-        logprobs=(None,) * num_prompt + sample.logprobs,
         reward=reward,
         policy_version=group.policy_version,
-        policy_versions=(None,) * num_prompt + sample.policy_versions if sample.policy_versions else None,
-        finish_reason=sample.finish_reason,
-        routes=blocks,
-        metrics={name: value for name, value in grade.parts.items() if value is not None},
+        turn_rewards=earned,
+        branches=tuple(TokenSequence(**sequence(one.prompt_ids, one.prompt_block, one)) for one in sample.branches),
+        metrics=(course.metrics if course is not None else {}) | metrics,
+        **sequence(group.prompt_ids, group.prompt_block, sample),
     )
 
 

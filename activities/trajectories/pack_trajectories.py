@@ -1,8 +1,9 @@
 """Pack trajectories: a file of trajectory groups into units, and a plan of optimizer steps of whole groups."""
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -28,6 +29,7 @@ from activities.trajectories.read_groups import (
     RememberedAnswers,
     Rules,
     Scored,
+    answers_of,
     parse_groups,
     read_groups,
     routes_of,
@@ -72,6 +74,24 @@ def leave_one_out(reward_G: Rewards) -> Rewards:
     """r_i - mean of the others: RLOO (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740, equation 8)."""
     num = len(reward_G)
     return reward_G - (reward_G.sum() - reward_G) / (num - 1)
+
+
+def turn_leave_one_out(earned: Sequence[Sequence[float]]) -> list[Rewards]:
+    """Return the advantage of each answer of each trajectory of a group: G_ik - mean over j != i of G_jk.
+
+    G_ik is what trajectory i earned from answer k on. The mean is over the others that have an answer k; if none has,
+    over those of their last answers. Whatever the policy does in answer k or later, the baseline stays: the gradient's
+    estimate has no bias, also if the policy chooses how many answers it gives. (A mean of each turn's own rewards taken
+    off these would have one: to go on would cost every later turn's mean.)
+    """
+    to_go = [np.cumsum(np.asarray(one, dtype=np.float64)[::-1])[::-1] for one in earned]
+
+    def baseline(own: int, turn: int) -> float:
+        others = [one for number, one in enumerate(to_go) if number != own]
+        same = [float(one[turn]) for one in others if len(one) > turn]
+        return float(np.mean(same or [one[-1] for one in others]))
+
+    return [np.array([value - baseline(own, turn) for turn, value in enumerate(one)]) for own, one in enumerate(to_go)]
 
 
 def batch_normalized(rewards: Sequence[Rewards]) -> list[Rewards]:
@@ -283,23 +303,43 @@ def sequence_rows(groups: Sequence[Group], run: RLRun, routes: RoutesFile | None
     rewards = [np.array([one.reward for one in group]) for group in groups]
     sent = [[one.sequences[0].advantage if one.sequences else None for one in group] for group in groups]
     given = [np.array([advantage or 0.0 for advantage in group]) for group in sent]
-    advantages = advantages_of(run.advantages, rewards, given)
-    return [
-        [
-            _for_critic(row, one.reward, each, run.truncated == "bootstrap" and _is_cut(one)) if run.critic else row
-            for one, a in zip(group, advantage_G, strict=True)
-            for each in one.sequences
-            for row in [sequence_of(each, float(a), routes, is_trained=run.truncated != "mask" or not _is_cut(one))]
+    if run.credit == "turn":
+        by_answer = [turn_leave_one_out([one.earned for one in group]) for group in groups]
+    else:
+        advantages = advantages_of(run.advantages, rewards, given)
+        by_answer = [
+            [np.full(len(one.earned), a) for one, a in zip(group, advantage_G, strict=True)]
+            for group, advantage_G in zip(groups, advantages, strict=True)
         ]
-        for group, advantage_G in zip(groups, advantages, strict=True)
+    return [
+        [row for one, by in zip(group, by_answer_G, strict=True) for row in _rows(one, by, run, routes)]
+        for group, by_answer_G in zip(groups, by_answer, strict=True)
     ]
 
 
-def _for_critic(row: SequenceRow, reward: float, one: Trajectory, goes_on: bool) -> SequenceRow:
-    """Return a sequence with rewards instead of advantages: the trajectory's reward is at the last trained token.
+def _rows(one: Scored, advantages: Rewards, run: RLRun, routes: RoutesFile | None) -> Iterator[SequenceRow]:
+    """Yield a trajectory's sequences. `advantages`: of its answers, in the order of the sequences."""
+    is_cut, earned, first = _is_cut(one), one.earned, 0
+    for each in one.sequences:
+        ends = answers_of(each)
+        own, first = advantages[first : first + len(ends)], first + len(ends)
+        by_token = np.repeat(own, np.diff([-1, *ends[:-1], len(each.token_ids) - 1]))
+        row = sequence_of(each, by_token, routes, is_trained=run.truncated != "mask" or not is_cut)
+        if run.critic is not None:
+            # What came after a sequence was earned in its last state.
+            rewards = [*earned[first - len(ends) : first - 1], math.fsum(earned[first - 1 :])]
+            row = _for_critic(row, dict(zip(ends, rewards, strict=True)), each, run.truncated == "bootstrap" and is_cut)
+        yield row
+
+
+def _for_critic(row: SequenceRow, earned: dict[int, float], one: Trajectory, goes_on: bool) -> SequenceRow:
+    """Return a sequence with rewards instead of advantages.
 
     `one.token_rewards` of tokens that were not sampled count for the previous sampled one. With `goes_on`, the last of
     several sampled tokens is not trained: its state's value replaces the rewards after the cut (critic.py).
+
+    Args:
+        earned: the rewards of the answers, by the places of their last tokens.
     """
     sampled = np.flatnonzero(row.target_mask)
     last, weight, rewards = sampled[-1], row.weight.copy(), np.zeros_like(row.advantage)
@@ -308,21 +348,22 @@ def _for_critic(row: SequenceRow, reward: float, one: Trajectory, goes_on: bool)
     for place, value in enumerate(one.token_rewards or ()):
         before = sampled[sampled <= min(place, last)]
         rewards[before[-1] if len(before) else sampled[0]] += value
-    rewards[last] += reward
+    for place, value in earned.items():
+        rewards[min(place, last)] += value
     return replace(row, weight=weight, advantage=rewards)
 
 
 def _is_cut(one: Scored) -> bool:
     """True if the sampler's limit ended a trajectory."""
-    return one.sequences[-1].finish_reason == "length"
+    return bool(one.sequences) and one.sequences[-1].finish_reason == "length"
 
 
 def sequence_of(
-    one: Trajectory, advantage: float, routes: RoutesFile | None = None, is_trained: bool = True
+    one: Trajectory, advantage: float | Rewards, routes: RoutesFile | None = None, is_trained: bool = True
 ) -> SequenceRow:
     """Return a trajectory's columns. Sampled tokens are targets of weight 1; their old logprobs are the sampler's.
 
-    `is_trained`: False for weights of 0.
+    `advantage`: of all tokens, or of each. `is_trained`: False for weights of 0.
     """
     sampled_L = np.array(one.sampled, dtype=bool)
     length = len(one.token_ids)

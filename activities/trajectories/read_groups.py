@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,14 +27,18 @@ from shared.chat.trajectories import (
     ChatHistory,
     ChatTrajectory,
     DrawnChoice,
+    DrawnSequence,
+    DrawnTurn,
     EpisodeTrajectory,
     SampledTurn,
     SentGroup,
     SentTokenLogprob,
     SentTrajectory,
+    TokenSequence,
     Trajectory,
     content_digest,
     parse_record,
+    sequences_of_turns,
 )
 from shared.errors import InvalidInput
 from shared.field_rules import first_error, first_rule
@@ -192,38 +196,6 @@ def _sampled(i: int, sampling: dict[str, Any], role: str) -> SampledTurn:
     return turn
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """An answer as it was sampled: the prompt's ids, the answer's ids, and their logprobs."""
-
-    asked: list[int]
-    ids: list[int]
-    logprobs: list[float]
-    finish_reason: Literal["stop", "length"] | None
-    policy_version: int | None = None
-
-
-@dataclass
-class _Sequence:
-    """Ids in the order that the model saw them, with the logprobs of sampled ones."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
-    versions: list[int | None] = field(default_factory=list)
-    finish_reason: Literal["stop", "length"] | None = None
-
-    def extend(self, turn: _Drawn) -> None:
-        context = turn.asked[len(self.ids) :]
-        self.ids += [*context, *turn.ids]
-        self.logprobs += [*[None] * len(context), *turn.logprobs]
-        self.versions += [*[None] * len(context), *[turn.policy_version] * len(turn.ids)]
-        self.finish_reason = turn.finish_reason
-
-    def is_begun_by(self, turn: _Drawn) -> bool:
-        """True if the turn's prompt continues these ids."""
-        return turn.asked[: len(self.ids)] == self.ids
-
-
 class Conversations:
     """Converts conversations of one model. Its tokenizer and template are loaded when needed, and closed by `with`.
 
@@ -267,7 +239,7 @@ class Conversations:
             BrokenTrajectory: it is not a conversation, is too long, or does not reproduce the sampled tokens.
             InvalidInput: the model has no chat template, or its template does not end.
         """
-        drawn: list[_Drawn] = []
+        drawn: list[DrawnTurn] = []
         for number, history in enumerate(chat.histories):
             try:
                 drawn += self._answers_of(history, chat.own_answers)
@@ -279,9 +251,9 @@ class Conversations:
         if not drawn:
             rule = "no assistant's turn has logprobs, or an answer_id: there is nothing to train"
             raise BrokenTrajectory(PLACE, "nothing_sampled", rule)
-        sequences = _chained(drawn)
+        sequences = sequences_of_turns(drawn)
         _check_lengths(sequences, max_tokens, PLACE)
-        version = drawn[0].policy_version
+        version = next(iter(drawn[0].versions), None)
         if version is None:
             version = chat.policy_version
         if version is None:
@@ -312,22 +284,15 @@ class Conversations:
         if not end.answer_ids:
             raise BrokenTrajectory("episode", "nothing_sampled", "it has no answer that counts")
         self._answers.fetch(end.answer_ids)
-        branches: list[_Sequence] = []
+        turns: list[DrawnTurn] = []
         for answer_id in end.answer_ids:
             if (record := self._answers.get(answer_id)) is None:
                 raise BrokenTrajectory("episode", "unknown_answer", f"its answer {answer_id} is no longer kept")
             if self._model is not None and record.model_sha256 != self._model.sha256:
                 raise BrokenTrajectory("episode", "another_model", "another model than the run's answered it")
             [choice] = record.choices
-            version = self._policy.number_of(record.version, record.name)
-            asked, ids, logprobs = list(record.prompt_ids), list(choice.token_ids), list(choice.logprobs)
-            turn = _Drawn(asked, ids, logprobs, choice.finish_reason, version)
-            branch = max(
-                filter(lambda one: one.is_begun_by(turn), branches), key=lambda one: len(one.ids), default=None
-            )
-            if branch is None:
-                branches.append(branch := _Sequence())
-            branch.extend(turn)
+            turns.append(self._recorded(record, choice, choice.finish_reason))
+        branches = sequences_of_turns(turns)
         _check_lengths(branches, max_tokens, "episode")
         self.counts["remembered_turns"] += len(end.answer_ids)
         self.counts["episode_branches"] += len(branches)
@@ -343,7 +308,13 @@ class Conversations:
             for one in branches
         )
 
-    def _answers_of(self, history: ChatHistory, own_answers: bool) -> list[_Drawn]:
+    def _recorded(
+        self, record: AnswerRecord, choice: DrawnChoice, finish_reason: Literal["stop", "length"] | None
+    ) -> DrawnTurn:
+        versions = [self._policy.number_of(record.version, record.name)] * len(choice.token_ids)
+        return DrawnTurn(record.prompt_ids, choice.token_ids, choice.logprobs, finish_reason, versions)
+
+    def _answers_of(self, history: ChatHistory, own_answers: bool) -> list[DrawnTurn]:
         turns = conversation_of(history)
         try:
             tools = tools_of(Row(PLACE, {"tools": [dict(tool) for tool in history.tools or ()]}))
@@ -354,7 +325,7 @@ class Conversations:
 
     def _drawn(
         self, i: int, turn: SampledTurn, turns: Conversation, tools: list[Any] | None, own_answers: bool
-    ) -> _Drawn | None:
+    ) -> DrawnTurn | None:
         """Return how an answer was drawn; None for another policy's answer if only the run's own count."""
         record = self._answers.get(turn.answer_id) if self._answers is not None and turn.answer_id is not None else None
         if record is not None:
@@ -368,7 +339,7 @@ class Conversations:
         self.counts["unknown_answers"] += turn.answer_id is not None
         return self._found_by_content(i, turn, turns, tools)
 
-    def _found_by_content(self, i: int, turn: SampledTurn, turns: Conversation, tools: list[Any] | None) -> _Drawn:
+    def _found_by_content(self, i: int, turn: SampledTurn, turns: Conversation, tools: list[Any] | None) -> DrawnTurn:
         """Return how an answer without an id was drawn: as its text says, or else as the record of its content."""
         tokenizer, process = self._opened()
         try:
@@ -389,7 +360,7 @@ class Conversations:
         self.counts["rendered_turns"] += 1
         return drawn
 
-    def _rendered(self, i: int, turns: Conversation, asked: list[int], tools: list[Any] | None) -> _Drawn:
+    def _rendered(self, i: int, turns: Conversation, asked: list[int], tools: list[Any] | None) -> DrawnTurn:
         """Return a turn's ids from its text, after the ids of its prompt.
 
         Templates may render the last answer differently from earlier ones (with empty thoughts, or without thoughts),
@@ -412,11 +383,11 @@ class Conversations:
                 differs = differs or error
             else:
                 logprobs = [token.logprob for token in turn.logprobs.tokens]
-                return _Drawn(asked, ids, logprobs, _end_of(turn))
+                return DrawnTurn(asked, ids, logprobs, _end_of(turn))
         assert differs is not None
         raise differs
 
-    def _remembered(self, i: int, turn: SampledTurn, message: dict[str, Any], record: AnswerRecord) -> _Drawn:
+    def _remembered(self, i: int, turn: SampledTurn, message: dict[str, Any], record: AnswerRecord) -> DrawnTurn:
         """Take an answer's ids from its record, if the client's message is the one that was answered."""
         place = f"messages.{i}"
         if self._model is not None and record.model_sha256 != self._model.sha256:
@@ -431,8 +402,7 @@ class Conversations:
         if turn.token_ids is not None and turn.token_ids != choice.token_ids:
             rule = "these are not the ids that were drawn for the answer of this id"
             raise BrokenTrajectory(f"{place}.token_ids", "differs", rule)
-        version = self._policy.number_of(record.version, record.name)
-        return _Drawn(list(record.prompt_ids), list(choice.token_ids), list(choice.logprobs), _end_of(turn), version)
+        return self._recorded(record, choice, _end_of(turn))
 
     def _opened(self) -> tuple[ModelTokenizer, TemplateProcess]:
         if self._open is None:
@@ -447,17 +417,7 @@ class Conversations:
         return self._open
 
 
-def _chained(drawn: Sequence[_Drawn]) -> list[_Sequence]:
-    """Join answers into one sequence, as long as each one's prompt begins with the ids of the sequence so far."""
-    sequences: list[_Sequence] = []
-    for turn in drawn:
-        if not sequences or not sequences[-1].is_begun_by(turn):
-            sequences.append(_Sequence())
-        sequences[-1].extend(turn)
-    return sequences
-
-
-def _check_lengths(sequences: Sequence[_Sequence], max_tokens: int, place: str) -> None:
+def _check_lengths(sequences: Sequence[DrawnSequence], max_tokens: int, place: str) -> None:
     if (longest := max(len(one.ids) for one in sequences)) > max_tokens:
         raise BrokenTrajectory(place, "too_long", f"{longest} tokens; max_tokens is {max_tokens}")
 
@@ -553,11 +513,21 @@ class Scored:
     """A trajectory as it was read. A broken one has no sequences, but its reward still counts in its group.
 
     A conversation has several sequences if an answer's prompt does not contain the earlier answers' ids.
+    `turn_rewards`: as sent.
     """
 
     reward: float
     metrics: dict[str, float]
     sequences: tuple[Trajectory, ...]
+    turn_rewards: tuple[float, ...] | None = None
+
+    @property
+    def earned(self) -> tuple[float, ...]:
+        """The reward of each answer; what no answer is said to have earned is the last one's."""
+        answers = [0.0] * max(1, sum(len(answers_of(one)) for one in self.sequences))
+        given = list(self.turn_rewards or answers)
+        given[-1] += self.reward - math.fsum(given)
+        return tuple(given)
 
 
 Group = tuple[Scored, ...]
@@ -644,7 +614,8 @@ def _scored(place: str, group: SentGroup, rules: Rules, reasons: dict[str, int])
     """Yield the trajectories of a group. A broken one has no sequences; without a finite reward it is left out."""
     for number, sent in enumerate(group.trajectories):
         try:
-            yield _shaped(Scored(sent.reward, sent.metrics, _read(sent, rules)), rules.run)
+            earned = sent.turn_rewards if isinstance(sent, Trajectory) else None
+            yield _shaped(Scored(sent.reward, sent.metrics, _read(sent, rules), earned), rules.run)
         except BrokenTrajectory as fault:
             if rules.run.broken == "refuse" or fault.rule == _ROUTES:
                 raise InvalidInput(fault.message, f"{place}: trajectories.{number}.{fault.field}") from fault
@@ -664,14 +635,14 @@ def _shaped(one: Scored, run: RLRun) -> Scored:
     tokens = sum(sum(each.sampled) for each in one.sequences)
     beyond = tokens - (run.longest_answer - run.overlong.buffer_tokens)
     penalty = run.overlong.penalty * min(1.0, max(0.0, beyond / run.overlong.buffer_tokens))
-    return Scored(one.reward - penalty, one.metrics | {"overlong_penalty": penalty}, one.sequences)
+    return replace(one, reward=one.reward - penalty, metrics=one.metrics | {"overlong_penalty": penalty})
 
 
 def _read(sent: SentTrajectory, rules: Rules) -> tuple[Trajectory, ...]:
     """The sequences of token ids of a trajectory. Raises BrokenTrajectory when it cannot be trained."""
     sequences: tuple[Trajectory, ...]
     if isinstance(sent, Trajectory):
-        sequences = (sent,)
+        sequences = (sent, *(_of_branch(sent, branch) for branch in sent.branches))
     elif rules.conversations is None:
         raise BrokenTrajectory("messages", "messages", "trajectories of token ids alone are taken here")
     elif isinstance(sent, ChatTrajectory):
@@ -680,7 +651,23 @@ def _read(sent: SentTrajectory, rules: Rules) -> tuple[Trajectory, ...]:
         sequences = rules.conversations.episode_of(sent, rules.run.max_tokens)
     for one in sequences:
         _check(one, rules)
+    if isinstance(sent, Trajectory) and sent.turn_rewards is not None:
+        num, wanted = len(sent.turn_rewards), sum(len(answers_of(one)) for one in sequences)
+        if num != wanted or not all(map(math.isfinite, sent.turn_rewards)):
+            rule = f"it has {num} entries for {wanted} answers, all of them finite numbers"
+            raise BrokenTrajectory("turn_rewards", "reward", rule)
     return sequences
+
+
+def _of_branch(sent: Trajectory, branch: TokenSequence) -> Trajectory:
+    own = {"reward": sent.reward, "advantage": sent.advantage, "policy_version": sent.policy_version}
+    return Trajectory(**dict(branch), **own)
+
+
+def answers_of(one: Trajectory) -> list[int]:
+    """Return the place of the last id of each answer, a run of sampled ids."""
+    ends = zip(one.sampled, (*one.sampled[1:], False), strict=True)
+    return [place for place, (is_sampled, goes_on) in enumerate(ends) if is_sampled and not goes_on]
 
 
 def _check(one: Trajectory, rules: Rules) -> None:
@@ -758,6 +745,6 @@ def _nothing_to_learn(group: Group, run: RLRun) -> str | None:
         return None
     if len(group) == 1:
         return "dropped_single_groups"
-    if len({one.reward for one in group}) == 1:
+    if len({one.earned if run.credit == "turn" else one.reward for one in group}) == 1:
         return "dropped_equal_groups" if run.equal_rewards == "drop" else "kept"
     return None

@@ -8,8 +8,9 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -154,17 +155,84 @@ def _alike(tenant: str, digest: str) -> str:
     return f"{paths.ANSWER_RECORDS}{tenant}/alike/{digest}/"
 
 
-class Trajectory(Frozen):
-    """One sampled sequence: prompt, answers and tool results in the order in which the model saw them.
+# --- Answers put together: the sequences that are trained ---
 
-    `sampled`, `logprobs`, `token_ids`, `token_rewards` and `policy_versions` have one length L. `logprobs` are the
-    sampler's, in nats; they are read only where `sampled` is true. `routes`: for a run's own samples, the positions of
-    the prompt's and the other tokens' experts in the routes file (activities/sampling/completions.py).
+
+@dataclass(frozen=True)
+class DrawnTurn:
+    """An answer as it was drawn: its prompt's ids, its own, their logprobs in nats, and who drew each.
+
+    `routes`: the experts of all ids except the last one, of `token_bytes` each; or empty.
+    """
+
+    prompt_ids: Sequence[int]
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: Literal["stop", "length"] | None
+    versions: Sequence[int | None] = ()
+    routes: bytes = b""
+
+
+@dataclass
+class DrawnSequence:
+    """Ids in the order that the model saw them, with the logprobs and versions of drawn ones.
+
+    `turns`: the numbers of the answers in it. `routes`: of all ids except the last one.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+    turns: list[int] = field(default_factory=list)
+    routes: bytes = b""
+
+    def is_begun_by(self, turn: DrawnTurn) -> bool:
+        """Return True if the turn's prompt continues these ids."""
+        return list(turn.prompt_ids[: len(self.ids)]) == self.ids
+
+    def extend(self, number: int, turn: DrawnTurn) -> None:
+        context = turn.prompt_ids[len(self.ids) :]
+        self.ids += [*context, *turn.ids]
+        self.logprobs += [*[None] * len(context), *turn.logprobs]
+        self.versions += [*[None] * len(context), *(turn.versions or [None] * len(turn.ids))]
+        self.finish_reason = turn.finish_reason
+        self.turns.append(number)
+        self.routes += turn.routes[len(self.routes) :]  # what was drawn keeps the experts that it was drawn with
+
+
+def sequences_of_turns(turns: Iterable[DrawnTurn]) -> list[DrawnSequence]:
+    """Put answers into as few sequences as there can be: an answer extends the longest one that begins its prompt."""
+    sequences: list[DrawnSequence] = []
+    for number, turn in enumerate(turns):
+        begun = [one for one in sequences if one.is_begun_by(turn)]
+        if not begun:
+            sequences.append(DrawnSequence())
+        max(begun or sequences[-1:], key=lambda one: len(one.ids)).extend(number, turn)
+    return sequences
+
+
+class TokenSequence(Frozen):
+    """Ids in the order in which the model saw them: prompt, answers and tool results.
+
+    `sampled`, `logprobs`, `token_ids` and `policy_versions` have one length L. `logprobs` are the sampler's, in nats;
+    they are read only where `sampled` is true. `routes`: for a run's own samples, the positions of the prompt's and the
+    other tokens' experts in the routes file (activities/sampling/completions.py).
     """
 
     token_ids: tuple[int, ...] = Field(min_length=1, description="L ids, including the prompt")
     sampled: tuple[bool, ...] = Field(description="which of the ids the policy sampled: only those are trained")
     logprobs: tuple[float | None, ...] = Field(description="null for ids that were not sampled")
+    policy_versions: tuple[Annotated[int, Field(ge=0)] | None, ...] | None = Field(
+        default=None, description="per id, null for ids that were not sampled; if absent, policy_version for all"
+    )
+    finish_reason: Literal["stop", "length"] | None = Field(default=None, description="length: it was cut off")
+    routes: tuple[int, int] | None = None
+
+
+class Trajectory(TokenSequence):
+    """One sampled sequence and its reward; or several, if what the model saw later does not begin with the first."""
+
     reward: float
     advantage: float | None = Field(default=None, description="only with advantages `given`")
     token_rewards: tuple[float, ...] | None = Field(
@@ -173,13 +241,12 @@ class Trajectory(Frozen):
     policy_version: int | None = Field(
         default=None, ge=0, description="version of the adapter that sampled it; 0: the run's beginning; null: unknown"
     )
-    policy_versions: tuple[Annotated[int, Field(ge=0)] | None, ...] | None = Field(
-        default=None, description="per id, null for ids that were not sampled; if absent, policy_version for all"
+    turn_rewards: tuple[float, ...] | None = added(
+        None, description="the part of `reward` that each answer earned, a run of sampled ids; the rest is the last's"
     )
-    finish_reason: Literal["stop", "length"] | None = Field(default=None, description="length: it was cut off")
+    branches: tuple[TokenSequence, ...] = added((), description="further sequences, trained for the same reward")
     metrics: dict[str, float] = Field(default_factory=dict, description="averaged over the step, and reported")
     metadata: dict[str, JsonValue] = Field(default_factory=dict, description="stored with it, not used")
-    routes: tuple[int, int] | None = None
 
     @property
     def token_versions(self) -> list[int | None]:

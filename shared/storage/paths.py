@@ -179,6 +179,11 @@ def sampled_part(key: str, group: int) -> str:
     return f"sampled/{key}-parts/{group:010d}.json"
 
 
+def sampled_turn(key: str, turn: int) -> str:
+    """An answer of an episode, kept until all prompts are sampled."""
+    return f"sampled/{key}-turns/{turn:010d}.json"
+
+
 def grouped(key: str) -> str:
     return f"grouped/{key}/groups"
 

@@ -72,7 +72,7 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     prompts = [PromptRow(f"rows.jsonl:{number}", tuple(ids_of(length)), {}) for number, length in enumerate((3, 270))]
     with running(model, folder) as ready, Sampler(ready.url, ready.api_key) as sampler, RoutesWriter(folder) as writer:
         groups = [
-            writer.without_bytes(draw_group(sampler, NAME, number, number, prompt, how))
+            writer.without_bytes(draw_group(sampler, NAME, how, number, number, prompt))
             for number, prompt in enumerate(prompts)
         ]
     return Drawn(model, groups, RoutesFile([folder], shape))

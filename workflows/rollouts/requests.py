@@ -6,6 +6,7 @@ from typing import Any
 
 from activities.grading.grade import GradeSummary
 from activities.sampling.completions import Rows
+from activities.sampling.episodes import EpisodePlan
 from activities.sampling.sample import PolicySampleRequest, ProveRequest, Sampled
 from activities.sampling.samplers import PolicyWeights
 from activities.tokenizing.render_prompts import MixPromptsRequest, Prompts, PromptsOfSource, PromptsRequest
@@ -149,20 +150,35 @@ def step_samples(
         max_tokens=rollouts.max_completion_tokens,
         stop=rollouts.stop,
     )
-    own = {"prompts": data.prompts, "rows": rows, "group_size": size, "sampling": sampling}
+    episodes = episode_plan(run, rollouts.prompts)
+    own = {"prompts": data.prompts, "rows": rows, "group_size": size, "sampling": sampling, "episodes": episodes}
     seed = _seed(run.seed, f"samples {len(drawn)}" if drawn else "samples", step)
     return _samples(start, model, policies, policy, place, seed=seed, routes=routes, groups=groups, **own)
 
 
+def episode_plan(run: RLRun, source: Dataset) -> EpisodePlan | None:
+    """Return how samples of these prompts are played, if the run has an environment."""
+    if (environment := rollouts_of(run).environment) is None:
+        return None
+    return EpisodePlan(environment=environment, source=source, max_tokens=run.max_tokens)
+
+
 def held_out_samples(
-    start: RLStart, model: Artifact, prompts: Artifact, policies: Sequence[Policy], policy: Policy, place: SamplerPlace
+    start: RLStart,
+    model: Artifact,
+    prompts: Artifact,
+    policies: Sequence[Policy],
+    policy: Policy,
+    place: SamplerPlace,
+    source: DatasetSource,
 ) -> PolicySampleRequest:
-    """Ask for samples of all held-out prompts. The seeds are the same at every evaluation."""
+    """Ask for samples of all held-out prompts, of `source`. The seeds are the same at every evaluation."""
     held_out = rollouts_of(start.run).held_out
     assert held_out is not None
     rollouts, size = rollouts_of(start.run), held_out.samples_per_prompt
     sampling = Sampling(temperature=held_out.temperature, max_tokens=rollouts.max_completion_tokens, stop=rollouts.stop)
-    own = {"prompts": prompts, "rows": Rows(), "group_size": size, "sampling": sampling}
+    episodes = episode_plan(start.run, source)
+    own = {"prompts": prompts, "rows": Rows(), "group_size": size, "sampling": sampling, "episodes": episodes}
     return _samples(start, model, policies, policy, place, seed=_seed(start.run.seed, "samples", _EVALUATION), **own)
 
 
@@ -316,6 +332,7 @@ def held_out_metrics(found: Mapping[str, tuple[Sampled, GradeSummary]]) -> dict[
         if graded.mean is not None and graded.std is not None:
             told |= {"reward_mean": graded.mean, "reward_std": graded.std}
             graded_samples, reward = graded_samples + graded.num_graded, reward + graded.num_graded * graded.mean
+        told |= sampled.metrics
         prefix = f"eval_{name}_" if name else "eval_"
         metrics |= {prefix + metric: value for metric, value in told.items()}
     return ({"eval_reward_mean": reward / graded_samples} if graded_samples else {}) | metrics

@@ -10,6 +10,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade, Graded, GradeRequest, GradeSummary
     from activities.models.resolve import Resolve
     from activities.records import RunRecords, StepRecordRequest, policy_of
+    from activities.sampling.episodes import CheckEnvironment, CheckEnvironmentRequest
     from activities.sampling.sample import (
         PolicySampleRequest,
         Proved,
@@ -128,6 +129,9 @@ async def prepare_rollouts(run: ShownRun, start: RLStart, policy: ResolvedModel)
     parts = await _render(run, start, policy.model, sources_by_split(rollouts.prompts, "train"))
     mixed = rollout_requests.mix_prompts_request(rollouts.prompts, parts)
     prompts = parts[0] if mixed is None else await control.do(RenderPrompts.mix_prompts, mixed)
+    if (plan := rollout_requests.episode_plan(start.run, rollouts.prompts)) is not None:
+        check = CheckEnvironmentRequest(plan=plan, prompts=prompts.prompts, model=policy.model)
+        await control.do(CheckEnvironment.check_environment, check)
     held_out = await _render(run, start, policy.model, rollout_requests.held_out_sources(start.run))
     return rollout_requests.rollout_data(start.run, prompts, held_out).model_copy(update={"rewards": rewards})
 
@@ -255,7 +259,7 @@ class RolloutSource:
         finally:
             self._grading.discard(step)
         seconds = {"sampling_seconds": sampling_s, "grading_seconds": workflow.time() - began}
-        return Drawn(completions=sampled.completions, grades=graded.grades), metrics, seconds
+        return Drawn(completions=sampled.completions, grades=graded.grades), metrics | sampled.metrics, seconds
 
     async def evaluate(self, policy: Policy) -> dict[str, float]:
         """Sample and grade the held-out prompts under a policy. Returns no metrics if the run has no such prompts."""
@@ -270,7 +274,7 @@ class RolloutSource:
     ) -> tuple[Sampled, GradeSummary]:
         sampled, _ = await self._sample(
             lambda place: rollout_requests.held_out_samples(
-                self.start, self.model, prompts, self.policies, policy, place
+                self.start, self.model, prompts, self.policies, policy, place, source
             )
         )
         return sampled, (await self._grade(sampled, prompts, source)).summary

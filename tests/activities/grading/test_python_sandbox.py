@@ -300,7 +300,10 @@ def test_where_namespaces_are_refused_so_are_graders_and_the_rest_has_limits_and
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     refusal, *told = done.stdout.splitlines()
-    assert "this system refuses the isolation that python graders need (unshare of" in refusal and "EPERM" in refusal
+    assert (
+        "this system refuses the isolation that python graders and environments need (unshare of" in refusal
+        and "EPERM" in refusal
+    )
     assert told == ["<|user|>q</s>", "2 0 65534", "seen PermissionError PermissionError PermissionError it ran"]
 
 

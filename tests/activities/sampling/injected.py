@@ -82,9 +82,9 @@ def check_that_faults_are_noticed(
         else:
             opened.client.load_weights("another", str(next(iter(others.values()))))
         with pytest.raises(SamplerUnavailable, match=f"serves {name} no longer"):
-            draw_group(opened.client, name, 0, 0, PromptRow("rows.jsonl:1", policy.probe, {}), DRAWING)
+            draw_group(opened.client, name, DRAWING, 0, 0, PromptRow("rows.jsonl:1", policy.probe, {}))
         print(f"right again: {policy.prove(host, samplers, place).max_difference:.2g}")
-        draw_group(opened.client, name, 0, 0, PromptRow("rows.jsonl:1", policy.probe, {}), DRAWING)
+        draw_group(opened.client, name, DRAWING, 0, 0, PromptRow("rows.jsonl:1", policy.probe, {}))
 
 
 def transformers_logprobs(

@@ -417,7 +417,7 @@ def test_a_server_that_forgot_the_adapter_is_asked_again(place: Place) -> None:
         Sampler(place.sampler.url, place.sampler.api_key) as client,
         pytest.raises(SamplerUnavailable, match="serves r1-gone no longer"),
     ):
-        draw_group(client, "r1-gone", 0, 0, PromptRow("rows.jsonl:1", (1, 2, 3), {}), how)
+        draw_group(client, "r1-gone", how, 0, 0, PromptRow("rows.jsonl:1", (1, 2, 3), {}))
 
 
 def test_a_server_that_is_away_is_said_to_be_and_parts_stay(place: Place, tmp_path: Path) -> None:

@@ -1,0 +1,495 @@
+"""Plays episodes: the policy and a user's environment take turns, until one of them ends it.
+
+What is trained is what was drawn, by token ids: a turn's prompt begins with the ids of the turns before, unless the
+chat template writes these in another way; then a further sequence begins. Each answer is in the store before the
+environment sees it. As the environment is a function of row, seed and answers, an attempt after a kill plays the same
+episode with these answers, and goes on with the same bits.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from activities.formats.dataset import question_of
+from activities.formats.rows import Row, message_of
+from activities.heartbeats import in_parallel, on_thread
+from activities.host_context import HostContext, OnHost, Parts
+from activities.sampling.client import Completion, Sampler
+from activities.sampling.completions import (
+    Branch,
+    Drawing,
+    Sample,
+    SampledGroup,
+    read_answer,
+    sample_of,
+    sample_seed,
+    sent_bytes,
+)
+from activities.sampling.questions import ChatPrompts, Prompt, told_calls
+from activities.sampling.samplers import refusal
+from activities.sandbox.calls import CodeProcess, Limits
+from activities.tokenizing.render_prompts import PromptRow, PromptsFile, sources_of
+from longshore.dataset_runs import Dataset, DatasetSource, named_sources
+from longshore.environments import END_REASONS, Course, EndReason, PythonEnvironment
+from longshore.fields import Artifact, Frozen
+from shared.chat.completions import DrawnBy
+from shared.chat.messages import ChatAnswer, ToolCall
+from shared.chat.trajectories import AnswerRecord, DrawnChoice, DrawnSequence, DrawnTurn, sequences_of_turns
+from shared.errors import InvalidInput
+from shared.field_rules import first_rule
+from shared.settings import GradingSettings
+
+_PLACE = "rollouts.environment"
+_SAID_BYTES = 1 << 20  # of one observation
+_NOT_OURS = "its process answers what ours do not"
+_TRIES = 3  # of an environment whose process is killed from outside
+_TURN: TypeAdapter[tuple[tuple[int, ...], Completion]] = TypeAdapter(tuple[tuple[int, ...], Completion])
+_log = logging.getLogger(__name__)
+
+
+class EpisodePlan(Frozen):
+    """How the episode of a sample is played.
+
+    `source`: how the prompts' rows are read. `max_tokens`: the longest conversation.
+    """
+
+    environment: PythonEnvironment
+    source: Dataset
+    max_tokens: int = Field(ge=2)
+
+    @property
+    def key(self) -> str:
+        """All that an episode depends on, beside the files."""
+        sources = named_sources(self.source).values()
+        fields = "".join(source.model_dump_json(include={"format", "prompt_field"}) for source in sources)
+        return f"{self.environment.model_dump_json()} {fields} {self.max_tokens}"
+
+
+class EpisodeCounts(Frozen):
+    """Counts of episodes. `num_later`: turns that have one before them; `num_kept`: those that kept its drawn ids."""
+
+    num: int
+    num_turns: int
+    num_later: int
+    num_kept: int
+    ends: dict[EndReason, int]
+
+    @classmethod
+    def of(cls, courses: Sequence[Course]) -> "EpisodeCounts":
+        num_turns = sum(course.num_turns for course in courses)
+        return cls(
+            num=len(courses),
+            num_turns=num_turns,
+            num_later=num_turns - len(courses),
+            num_kept=sum(course.num_kept for course in courses),
+            ends={end: sum(course.end == end for course in courses) for end in END_REASONS},
+        )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        ends = {f"episode_end_{end}": count / self.num for end, count in self.ends.items() if count}
+        kept = {"episode_kept_share": self.num_kept / self.num_later} if self.num_later else {}
+        return {"episode_turns_mean": self.num_turns / self.num} | kept | ends
+
+
+# --- The environment's side ---
+
+
+class BrokenEnvironment(Exception):
+    """An environment raised an error, or returned what it must not; the message says which."""
+
+
+class StepLimit(Exception):
+    """A step took more than it may, which the policy may have caused."""
+
+
+class Said(Frozen):
+    """What a step returned."""
+
+    observation: str | tuple[dict[str, Any], ...] | None = None
+    reward: float | None = Field(default=None, allow_inf_nan=False)
+    done: bool = False
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class EnvironmentProcess:
+    """The environment of one episode, in a process of its own in the sandbox. Close it."""
+
+    def __init__(
+        self, environment: PythonEnvironment, item: dict[str, Any], seed: int, limits: GradingSettings
+    ) -> None:
+        self._frame = json.dumps([environment.source, item, seed]).encode()
+        time_s = limits.python_time_s
+        cpu_s = (math.ceil(time_s) + 1) * (environment.max_turns + 2)
+        self._limits = Limits(limits.python_memory_bytes, cpu_s, time_s, answer_bytes=_SAID_BYTES)
+        self._answers: list[dict[str, Any]] = []
+        self._process: CodeProcess | None = None
+
+    def reset(self) -> Said:
+        """Begin. Raises BrokenEnvironment, StepLimit; InvalidInput: this system refuses to isolate it."""
+        return _checked(lambda: Said(observation=self._ask(None)))
+
+    def step(self, answer: dict[str, Any]) -> Said:
+        """Take the policy's answer. Raises BrokenEnvironment; StepLimit: the environment is then as before it."""
+        said = self._ask(["step", answer])
+        self._answers.append(answer)
+        if not isinstance(said, dict):
+            raise BrokenEnvironment(f"step returned a {type(said).__name__}, and not a dict")
+        return _checked(lambda: Said.model_validate(said))
+
+    def score(self) -> float | None:
+        """Return what its `score` says of the state that was reached; None without one. Raises BrokenEnvironment."""
+        try:
+            score = self._ask(["score"])
+        except StepLimit as error:
+            raise BrokenEnvironment(f"score: {error}") from error
+        return _checked(lambda: Said(reward=score)).reward
+
+    def close(self) -> None:
+        """End its process. If it is asked again, what was answered is played again in a new one."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _ask(self, question: Any) -> Any:
+        """Return what the environment says. If its process is killed from outside, a new one is asked."""
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                if self._process is None:
+                    self._process = CodeProcess("environment", self._frame, self._limits)
+                    for earlier in [None, *(["step", answer] for answer in self._answers)] if question else []:
+                        self._answer(earlier)
+                return self._answer(question)
+            except StepLimit:
+                self.close()
+                raise
+            except (RuntimeError, OSError) as error:
+                self.close()
+                if not tries_left:
+                    raise BrokenEnvironment(str(error)[:4000]) from error
+                _log.warning("an environment's process was lost, and is begun anew: %s", error)
+        raise AssertionError("the last try returns or raises")
+
+    def _answer(self, question: Any) -> Any:
+        assert self._process is not None
+        try:
+            told = json.loads(self._process.answer(json.dumps(question).encode()))
+        except InvalidInput as error:
+            raise StepLimit(error.message) from error
+        except (ValueError, RecursionError) as error:
+            raise BrokenEnvironment(_NOT_OURS) from error
+        match told:
+            case {"said": said}:
+                return said
+            case {"failed": str(reason), "is_limit": True}:
+                raise StepLimit(reason)
+            case {"failed": str(reason)}:
+                raise BrokenEnvironment(reason)
+        raise BrokenEnvironment(_NOT_OURS)
+
+
+def _checked(read: Callable[[], Said]) -> Said:
+    try:
+        return read()
+    except ValidationError as error:
+        raise BrokenEnvironment(f"it returned what it must not: {first_rule(error)}") from error
+
+
+# --- The episode ---
+
+
+@dataclass(frozen=True)
+class _Played:
+    """An episode that has ended. `prompt_ids`: of its first turn; `prompt_routes`: their experts."""
+
+    prompt_ids: tuple[int, ...]
+    prompt_routes: bytes
+    sample: Sample
+    drawn_by: tuple[DrawnBy, ...]
+
+
+@dataclass(frozen=True)
+class Player:
+    """Plays episodes with a policy that a sampler serves.
+
+    Attributes:
+        name: the policy's in the sampler.
+        model: whose tokenizer and chat template write the conversation.
+        sources: how the prompts' rows are read, by the names of a mixture's sources.
+        turns: answers of episodes that have not ended; `known`: those that an earlier attempt has drawn.
+    """
+
+    host: HostContext
+    prompts: ChatPrompts
+    sampler: Sampler
+    name: str
+    model: Artifact
+    how: Drawing
+    plan: EpisodePlan
+    sources: Mapping[str, DatasetSource]
+    turns: Parts
+    known: frozenset[int]
+
+    def group(self, group: int, row: int, prompt: PromptRow) -> SampledGroup:
+        """Play the episodes of a prompt, all at once.
+
+        Raises:
+            InvalidInput: the sampler refuses a prompt; the environment cannot begin, or begins in different ways.
+            SamplerUnavailable: it does not answer, or no longer serves the policy.
+        """
+        members = range(self.how.group_size)
+        ended = dict(in_parallel(lambda member: (member, self._episode(group, member, prompt)), members, len(members)))
+        played = [ended[member] for member in members]
+        first = played[0]
+        if any(one.prompt_ids != first.prompt_ids for one in played):
+            raise InvalidInput(f"reset returns different things for one row and seed ({prompt.place})", _PLACE)
+        return SampledGroup(
+            group=group,
+            row=row,
+            place=prompt.place,
+            source=prompt.source,
+            prompt_ids=first.prompt_ids,
+            policy_version=self.how.policy_version,
+            samples=tuple(one.sample for one in played),
+            drawn_by=tuple(dict.fromkeys(by for one in played for by in one.drawn_by)),
+            prompt_routes=first.prompt_routes,
+        )
+
+    def _episode(self, group: int, member: int, prompt: PromptRow) -> _Played:
+        environment = self.plan.environment
+        seed = sample_seed(self.how.seed, group)
+        process = EnvironmentProcess(environment, prompt.item, seed, self.host.settings.grading)
+        number = (group * self.how.group_size + member) * environment.max_turns
+        with closing(process):
+            talk = _Talk(self, process, prompt)
+            for turn in range(environment.max_turns):
+                draws = seed + member if not turn else sample_seed(self.how.seed, group, member, turn)
+                if (end := talk.turn(number + turn, draws)) is not None:
+                    break
+            return talk.ended(end or "turn_limit")
+
+    def drawn(self, number: int, prompt_ids: tuple[int, ...], max_tokens: int, seed: int, place: str) -> Completion:
+        """Return the answer of a turn: the one that is in the store, or a new one, which is put there first."""
+        if number in self.known:
+            asked, completion = _TURN.validate_json(self.turns.get(number))
+            if asked == prompt_ids:
+                return completion
+            _log.warning("%s: the environment says something else than before; the turn is drawn again", place)
+        routes, sampling = self.how.routes, self.how.sampling
+        sampling = sampling.model_copy(update={"max_tokens": max_tokens})
+        try:
+            route_bytes = sent_bytes(routes) if routes is not None else 0
+            [completion] = self.sampler.sample(self.name, prompt_ids, sampling, 1, seed, route_bytes)
+        except InvalidInput as error:
+            raise refusal(self.sampler, self.name, error, place) from error
+        self.turns.keep(number, _TURN.dump_json((prompt_ids, completion)))
+        return completion
+
+
+def _begun(
+    source: DatasetSource, process: EnvironmentProcess, prompt: PromptRow
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Begin an episode. Returns the row's messages, those of the environment, and the row's tools.
+
+    Raises InvalidInput: the environment does not begin.
+    """
+    question = question_of(source)(Row(prompt.place, prompt.item))
+    messages = question.messages or [{"role": "user", "content": question.text}]
+    try:
+        return messages, _observed(process.reset(), ()), question.tools or []
+    except (BrokenEnvironment, StepLimit) as error:
+        raise InvalidInput(f"reset: {error} ({prompt.place})", f"{_PLACE}.source") from error
+
+
+def _observed(said: Said, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Return an observation as messages."""
+    if said.observation is None:
+        return []
+    if not isinstance(said.observation, str):
+        return list(said.observation)
+    if len(calls) != 1:
+        return [{"role": "user", "content": said.observation}]
+    [call] = calls
+    return [{"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": said.observation}]
+
+
+class _Talk:
+    """An episode that is played: its conversation, its answers, and what the environment gave for them."""
+
+    def __init__(self, player: Player, process: EnvironmentProcess, prompt: PromptRow) -> None:
+        """Begin. Raises InvalidInput: the environment does not begin."""
+        self._player, self._process, self._place = player, process, prompt.place
+        asked, observed, self._tools = _begun(player.sources[prompt.source], process, prompt)
+        self._messages, self._num_asked = [*asked, *observed], len(asked)
+        self._completions: list[Completion] = []
+        self._turns: list[DrawnTurn] = []
+        self._answers: dict[str, AnswerRecord] = {}
+        self._rewards: list[float | None] = []
+        self._metrics: dict[str, float] = {}
+        self._num_kept = 0
+        self._error: str | None = None
+
+    def turn(self, number: int, seed: int) -> EndReason | None:
+        """Draw an answer, and let the environment take it. Returns why the episode ends with it; None if it goes on."""
+        try:
+            prompt = self._player.prompts.prompt(self._player.model, self._messages, self._tools, self._answers.get)
+        except InvalidInput as error:
+            if not self._turns:
+                raise InvalidInput(error.message, self._place) from error
+            return self._broke(f"its observation cannot be written: {error}")
+        room, most = self._player.plan.max_tokens - len(prompt.ids), self._player.how.sampling.max_tokens
+        if room < 1:
+            if not self._turns:
+                rule = f"the first turn's {len(prompt.ids)} tokens leave no room for an answer within max_tokens"
+                raise InvalidInput(f"{rule} ({self._place})", _PLACE)
+            return "context_limit"
+        completion = self._player.drawn(number, prompt.ids, min(room, most), seed, self._place)
+        calls = self._answered(prompt, completion)
+        if completion.was_cut_off:
+            return "context_limit" if room < most else "token_limit"
+        asked = {"content": self._messages[-1]["content"] or "", "tool_calls": [_call(call) for call in calls]}
+        try:
+            said = self._process.step(asked)
+        except StepLimit as error:
+            self._error = str(error)
+            return "step_limit"
+        except BrokenEnvironment as error:
+            return self._broke(str(error))
+        self._rewards[-1] = said.reward
+        self._metrics |= said.metrics
+        self._messages += _observed(said, calls)
+        return "completed" if said.done else None
+
+    def _answered(self, prompt: Prompt, completion: Completion) -> tuple[ToolCall, ...]:
+        """Put an answer behind the conversation. Returns its calls."""
+        player, routes = self._player, b""
+        if (shape := player.how.routes) is not None:
+            num_tokens = len(prompt.ids) + len(completion.token_ids) - 1
+            routes = read_answer(completion.routed_experts, num_tokens, shape, self._place)
+        sample = sample_of(completion, self._place, player.how.policy_version)
+        logprobs, versions = completion.logprobs, sample.policy_versions
+        self._completions.append(completion)
+        self._turns.append(
+            DrawnTurn(prompt.ids, completion.token_ids, logprobs, sample.finish_reason, versions, routes)
+        )
+        self._rewards.append(None)
+        self._num_kept += prompt.continues
+        text, calls = told_calls(completion.text, str(len(self._turns))) if self._tools else (completion.text, ())
+        answer = ChatAnswer(content=None if calls and not text else text, tool_calls=calls or None)
+        choice = DrawnChoice(
+            content=answer.content,
+            tool_calls=calls,
+            token_ids=completion.token_ids,
+            logprobs=logprobs,
+            finish_reason=sample.finish_reason,
+        )
+        self._answers[prompt.conversation(answer)] = AnswerRecord(
+            answer_id="", model_sha256=player.model.sha256, prompt_ids=prompt.ids, choices=(choice,)
+        )
+        told = answer.model_dump(mode="json", exclude_none=True)
+        self._messages.append(message_of(Row(self._place, {}), "answer", {"content": "", **told}))
+        return calls
+
+    def _broke(self, reason: str) -> EndReason:
+        self._error = reason
+        return "environment_broke"
+
+    def ended(self, end: EndReason) -> _Played:
+        """Score the state that the episode has reached, and put its answers together."""
+        score: float | None = None
+        if end != "environment_broke":
+            try:
+                score = self._process.score()
+            except BrokenEnvironment as broken:
+                end = self._broke(str(broken))
+        given = [value for value in (*self._rewards, score) if value is not None]
+        error = self._error if end == "environment_broke" else None
+        if not given and error is None:
+            error = f"the environment gave no reward before the end ({end}): give one in step, or define score"
+        turn_rewards = [value or 0.0 for value in self._rewards]
+        turn_rewards[-1] += score or 0.0
+        sequences = sequences_of_turns(self._turns)
+        order = [number for one in sequences for number in one.turns]
+        course = Course(
+            end=end,
+            messages=tuple(self._messages[self._num_asked :]),
+            turn_rewards=tuple(turn_rewards[number] for number in order),
+            reward=math.fsum(given) if error is None else None,
+            error=error,
+            metrics=self._metrics,
+            num_kept=self._num_kept,
+        )
+        return self._played(sequences, course)
+
+    def _played(self, sequences: Sequence[DrawnSequence], course: Course) -> _Played:
+        version = self._player.how.policy_version
+        shape = self._player.how.routes
+        item_bytes = 0 if shape is None else shape.dtype.itemsize
+
+        def tokens(one: DrawnSequence) -> dict[str, Any]:
+            num_prompt = _num_prompt(one)
+            own = tuple(one.versions[num_prompt:])
+            return {
+                "token_ids": tuple(one.ids[num_prompt:]),
+                "logprobs": tuple(one.logprobs[num_prompt:]),
+                "finish_reason": one.finish_reason,
+                "policy_versions": own if set(own) - {None, version} else (),
+                "routes": one.routes[num_prompt * item_bytes :],
+            }
+
+        first, *rest = sequences
+        branches = tuple(
+            Branch(
+                prompt_ids=tuple(one.ids[: _num_prompt(one)]),
+                prompt_routes=one.routes[: _num_prompt(one) * item_bytes],
+                **tokens(one),
+            )
+            for one in rest
+        )
+        weights = (each for completion in self._completions for each in completion.drawn_by)
+        return _Played(
+            prompt_ids=tuple(first.ids[: _num_prompt(first)]),
+            prompt_routes=first.routes[: _num_prompt(first) * item_bytes],
+            sample=Sample(text=self._completions[-1].text, branches=branches, course=course, **tokens(first)),
+            drawn_by=tuple(one if one.policy_version is not None else one.of_version(version) for one in weights),
+        )
+
+
+def _num_prompt(one: DrawnSequence) -> int:
+    return next(place for place, logprob in enumerate(one.logprobs) if logprob is not None)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "name": call.function.name, "arguments": json.loads(call.function.arguments)}
+
+
+# --- The check before any accelerator is asked for ---
+
+
+class CheckEnvironmentRequest(Frozen):
+    """An environment, the prompts of its episodes, and the policy's model."""
+
+    plan: EpisodePlan
+    prompts: Artifact
+    model: Artifact
+
+
+class CheckEnvironment(OnHost):
+    """The activity `check_environment`."""
+
+    @on_thread("check_environment")
+    def check_environment(self, request: CheckEnvironmentRequest) -> None:
+        """Begin an episode of the first prompt. Raises InvalidInput: it does not begin, or cannot be written."""
+        folder, limits, plan = self._host.stage(request.prompts), self._host.settings.grading, request.plan
+        with PromptsFile(folder) as prompts, closing(ChatPrompts(self._host)) as rendering:
+            prompt = prompts[0]
+            process = EnvironmentProcess(plan.environment, prompt.item, 0, limits)
+            with closing(process):
+                messages, observed, tools = _begun(sources_of(folder, plan.source)[prompt.source], process, prompt)
+                rendering.prompt(request.model, [*messages, *observed], tools)
