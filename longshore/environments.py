@@ -22,7 +22,9 @@ class Answer(TypedDict):
 
 
 class Step(TypedDict):
-    """What an environment says to an answer. Rewards of all steps are added up; `metrics` of the last ones count."""
+    """What an environment says to an answer. The rewards of all steps are added up, and none is 0, but an episode that
+    the environment ends must have one. The last value of each of the `metrics` counts.
+    """
 
     observation: NotRequired[Observation]
     reward: NotRequired[float]
@@ -65,7 +67,7 @@ class PythonEnvironment(Frozen):
 EndReason = Literal[
     "completed", "turn_limit", "token_limit", "context_limit", "step_limit", "environment_broke"
 ]  # fmt: skip
-"""Why an episode ended. The policy can cause all of them except the last, and is scored on the state that it reached:
+"""Why an episode ended. The policy can cause all of them except the last, and earns what it had earned until then:
 
 - completed: the environment said `done`.
 - turn_limit: it had `max_turns` answers.

@@ -410,8 +410,8 @@ class _Talk:
                 end = self._broke(str(broken))
         given = [value for value in (*self._rewards, score) if value is not None]
         error = self._error if end == "environment_broke" else None
-        if not given and error is None:
-            error = f"the environment gave no reward before the end ({end}): give one in step, or define score"
+        if not given and end == "completed":  # one that the policy ended before it earned anything is worth 0
+            error = "the environment ended the episode without any reward: give one in step, or define score"
         turn_rewards = [value or 0.0 for value in self._rewards]
         turn_rewards[-1] += score or 0.0
         sequences = sequences_of_turns(self._turns)
