@@ -32,6 +32,7 @@ NAMES = {
     "num_samples": "samples",
     "idle_s": "idle",
     "rollouts.epochs": "prompt-epochs",
+    "rollouts.environment.source": "environment",
     "rollouts.held_out.every_steps": "eval-every",
     "rollouts.held_out.samples_per_prompt": "eval-samples",
     "rollouts.held_out.target": "target",
@@ -44,6 +45,7 @@ NAMES = {
 }
 _PREFIXES = {"held_out": "eval-", "weight_sync": "sync-", "critic": "critic-"}
 _WHOLE = ("critic.trainable",)  # objects that one option gives
+_FILES = ("rollouts.environment.source",)  # texts that are read from files
 _SHORT = {"model": "-m", "dataset": "-d", "learning_rate": "--lr"}
 # The value that a submitted run has where neither the option nor its alternative is given.
 UNLESS = {"epochs": (1.0, "steps"), "batch_size": (8, "batch_tokens")}
@@ -58,6 +60,7 @@ _FIRST = (
         "rollouts.held_out.prompts",
         "rollouts.held_out.sets",
         "rollouts.grader",
+        "rollouts.environment.source",
         "teacher",
         "algorithm",
         "objective",
@@ -81,8 +84,9 @@ _NOT_READ = {
 _REFUSED = {"head"}  # fields of `trainable` that these runs refuse, or have by another field
 # value: as Typer parses it; names: comma-separated; source: a file or URI of rows; sources: one or several of them,
 # with weights; named: several, each behind its name; reading: how sources are read;
-# kind: one of a union's kinds, or JSON; json: JSON, or a file of it; layout: a label; variant: a flag for a kind.
-Form = Literal["value", "names", "source", "sources", "named", "reading", "kind", "json", "layout", "variant"]
+# kind: one of a union's kinds, or JSON; json: JSON, or a file of it; file: a file, whose text is the value; layout: a
+# label; variant: a flag for a kind.
+Form = Literal["value", "names", "source", "sources", "named", "reading", "kind", "json", "file", "layout", "variant"]
 
 
 @dataclass(frozen=True)
@@ -268,9 +272,13 @@ def json_of(text: str, flag: str) -> Any:
     try:
         return json.loads(text if text.lstrip().startswith(("{", "[")) or text == "null" else Path(text).read_text())
     except OSError as error:
-        raise Stop(f"{flag}: {text}: {error.strerror}", USAGE) from None
+        raise _unreadable(text, flag, error) from None
     except ValueError as error:
         raise Stop(f"{flag}: no JSON: {error}", USAGE) from None
+
+
+def _unreadable(name: str, flag: str, error: OSError) -> Stop:
+    return Stop(f"{flag}: {name}: {error.strerror}", USAGE)
 
 
 def _walk(
@@ -304,6 +312,8 @@ def _options(field: "FieldInfo", path: tuple[str, ...], prefix: str, is_required
         yield replace(option, form="named", parsed_as=list[str], default=None, help=words)
     elif field.discriminator == "type" or ".".join(path) in _WHOLE:  # a grader, or such an object
         yield replace(option, form="json", default=None, help=f"{option.help}: JSON, or a file of it")
+    elif ".".join(path) in _FILES:
+        yield replace(option, form="file", help=f"{option.help}: a file")
     elif field.discriminator and all(
         each.model_fields.keys() - _REFUSED == {"kind"} for each in _others(variants, field.default)
     ):
@@ -447,6 +457,13 @@ def _read(option: RunOption, value: Any, reading: Mapping[str, Any], uri_of: Cal
             return json_of(value, flag) if value.lstrip().startswith("{") else {"kind": value}
         case "json":
             return json_of(value, flag)
+        case "file":
+            try:
+                return Path(value).read_text()
+            except OSError as error:
+                raise _unreadable(value, flag, error) from None
+            except UnicodeDecodeError as error:
+                raise Stop(f"{flag}: {value}: no text: {error}", USAGE) from None
         case "layout":
             return _layout(value)
         case "variant":

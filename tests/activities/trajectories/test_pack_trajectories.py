@@ -3,6 +3,7 @@
 import gzip
 import json
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from activities.trajectories.pack_trajectories import (
     leave_one_out,
     mini_batches,
     sequence_of,
+    sequence_rows,
+    turn_leave_one_out,
 )
 from activities.trajectories.read_groups import GroupsRead, Rules, parse_groups, read_groups, sequences_of
 from longshore.fields import Artifact, Fence
@@ -315,6 +318,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str]] = {
     "too_long": ({**trajectory(prompt=80)}, "token_ids", "max_tokens is 64"),
     "stale": ({"policy_version": 1}, "policy_version", "1 is 3 behind 4; max_staleness is 2"),
     "future": ({"policy_version": 5}, "policy_version", "5 does not exist yet"),
+    "turns": ({"turn_rewards": [1.0, 2.0]}, "turn_rewards", "2 entries for 1 answers"),
+    "turn": ({"turn_rewards": [float("inf")]}, "turn_rewards", "all of them finite numbers"),
+    "branch": (
+        {"branches": [{"token_ids": [1], "sampled": [False], "logprobs": [None]}]},
+        "sampled",
+        "nothing to train",
+    ),
     "ignored_advantage": ({"advantage": 1.0}, "advantage", "it would be ignored"),
 }
 
@@ -453,6 +463,88 @@ def test_batch_normalized_has_mean_0_and_spread_1_over_all_groups(groups: list[l
 def test_equal_rewards_say_nothing(kind) -> None:
     [found] = advantages_of(kind, [np.full(5, 0.3)], [])
     assert found == pytest.approx(np.zeros(5), abs=1e-9)
+
+
+def _plays(most: int) -> list[tuple[tuple[bool, ...], tuple[float, ...]]]:
+    """All episodes of a policy that chooses in each state whether to go on, and what each of its answers earns.
+
+    To go on earns 1 in the first state and 0.5 in later ones; to stop earns 2 in the first state, and 0 in later ones.
+    """
+    stopped = [
+        (
+            (True,) * goes_on + (False,),
+            (*(1.0 if turn == 0 else 0.5 for turn in range(goes_on)), 2.0 * (not goes_on)),
+        )
+        for goes_on in range(most)
+    ]
+    whole = ((True,) * most, tuple(1.0 if turn == 0 else 0.5 for turn in range(most)))
+    return [*stopped, whole]
+
+
+def _baseline_of_each_turn(earned: list[tuple[float, ...]]) -> list[np.ndarray]:
+    """Take the mean of the others' rewards of each turn off one's own, and add up: what others do, with its bias."""
+
+    def mean(own: int, turn: int) -> float:
+        others = [one[turn] for number, one in enumerate(earned) if number != own and len(one) > turn]
+        return float(np.mean(others)) if others else 0.0
+
+    less = [[value - mean(own, turn) for turn, value in enumerate(one)] for own, one in enumerate(earned)]
+    return [np.cumsum(one[::-1])[::-1] for one in less]
+
+
+def test_credit_of_turns_has_no_bias_if_the_policy_chooses_how_many_there_are() -> None:
+    """All groups of three episodes of up to three turns, with their probabilities: the estimate's mean is the gradient
+    of the expected reward, to rounding. The policy goes on with p = sigmoid(theta); d log p / d theta is 1 - p, or -p.
+    """
+    go, most, size = 0.6, 3, 3
+    plays = _plays(most)
+
+    def probability(choices: tuple[bool, ...], p: float = go) -> float:
+        return float(np.prod([p if goes_on else 1 - p for goes_on in choices]))
+
+    def expected(theta: float) -> float:
+        p = 1 / (1 + np.exp(-theta))
+        return sum(probability(choices, p) * sum(earned) for choices, earned in plays)
+
+    theta, h = np.log(go / (1 - go)), 1e-5
+    gradient = (expected(theta + h) - expected(theta - h)) / (2 * h)
+
+    def estimate(credit: Any) -> float:
+        total = 0.0
+        for episodes in product(plays, repeat=size):
+            advantages = credit([earned for _, earned in episodes])
+            scores = [[1 - go if goes_on else -go for goes_on in choices] for choices, _ in episodes]
+            mean = np.mean([np.dot(score, a) for score, a in zip(scores, advantages, strict=True)])
+            total += float(np.prod([probability(choices) for choices, _ in episodes])) * float(mean)
+        return total
+
+    assert estimate(turn_leave_one_out) == pytest.approx(gradient, abs=1e-9)
+    assert abs(estimate(_baseline_of_each_turn) - gradient) > 0.05 * abs(gradient)
+
+
+def test_answers_are_credited_with_what_was_earned_from_them_on(tmp_path: Path) -> None:
+    two = {
+        "sampled": [False, True, False, True, True],
+        "token_ids": [1, 2, 3, 4, 5],
+        "logprobs": [None, -1, None, -1, -1],
+    }
+    group = {
+        "trajectories": [
+            two | {"reward": 5.0, "turn_rewards": [1.0, 3.0]},  # the rest, 1, is the last answer's
+            two | {"reward": 2.0, "turn_rewards": [2.0, 0.0], "branches": []},
+            {"token_ids": [1, 6], "sampled": [False, True], "logprobs": [None, -1], "reward": 4.0},
+        ]
+    }
+    run = rl_run(advantages="leave_one_out", credit="turn")
+    path = tmp_path / "groups.jsonl"
+    write_groups(path, group)
+    read = read_groups(parse_groups(path, path.name), Rules(run, policy_version=0, vocab_size=512))
+    rows = sequence_rows(read.groups, run)
+    assert [row.advantage.tolist() for row in rows[0]] == [
+        [2.0, 2.0, 4.0, 4.0, 4.0],  # 5 - (2 + 4) / 2, and 4 - 0
+        [-2.5, -2.5, -4.0, -4.0, -4.0],
+        [0.5, 0.5],
+    ]
 
 
 def test_given_advantages_are_taken_as_they_are() -> None:

@@ -157,6 +157,18 @@ def test_ppo_has_a_critic_beside_its_policy() -> None:
         ({"critic": {}, "equal_rewards": "keep"}, "equal_rewards has no meaning with gae"),
         ({"critic": {}, "rollouts": GRADED | {"redraws": 1}}, "redraws: gae does not compare"),
         ({"critic": {"warmup_steps": 3}, "rollouts": GRADED}, "critic.warmup_steps: fewer than rollouts.steps, 3"),
+        (
+            {"credit": "turn"},
+            "credit: turn has a formula for leave_one_out alone, and the run's advantages are group_mean",
+        ),
+        (
+            {"rollouts": {"prompts": {"uri": "p"}, "steps": 1, "grader": {"type": "environment"}}},
+            "grader: an environment's reward needs one: give environment",
+        ),
+        (
+            {"rollouts": {"prompts": {"uri": "p"}, "steps": 1, "environment": {"source": "def reset(): pass"}}},
+            "the source must define a class Environment",
+        ),
         ({"truncated": "bootstrap"}, "truncated: bootstrap needs the values of a critic"),
         ({"critic": {}, "loss": Distillation()}, "a distillation loss reads no advantages"),
         ({"critic": {"trainable": Lora(head=ScalarHead(per="sequence"))}}, "a critic has one scalar a token"),
