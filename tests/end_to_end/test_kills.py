@@ -47,6 +47,7 @@ from tests.end_to_end.test_tinker import adapter_of, finished, hub_below, lines_
 from tests.end_to_end.victims import (
     Victim,
     a_rank,
+    command_of,
     control_host,
     gpu_host,
     halt,
@@ -59,7 +60,7 @@ from tests.end_to_end.victims import (
     temporal_server,
     web_service,
 )
-from tests.megatron_worker.rows import distinct_model, model_with_tower
+from tests.megatron_worker.rows import distinct_model, model_with_tower, talking_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.drawn, pytest.mark.timeout(3600)]
 
@@ -85,6 +86,17 @@ def writer(stack: Stack) -> list[psutil.Process]:
         for each in host.children(recursive=True)
         if any("/export" in path for path in _files(each))
     ]
+
+
+def sandboxes(stack: Stack) -> list[psutil.Process]:
+    """The processes in which sampler hosts run what users wrote."""
+    servers = [
+        each
+        for host in sampler_host(stack)
+        for each in host.children()
+        if "activities.sandbox.child" in " ".join(command_of(each))
+    ]
+    return [child for server in servers for child in server.children(recursive=True)]
 
 
 def _files(process: psutil.Process) -> list[str]:
@@ -471,6 +483,44 @@ def scored_rollouts(at: Place) -> object:
         return at.adapter(run_id)
 
 
+_PLAYS = """
+class Environment:
+    def reset(self, item, seed):
+        self.chance, self.num = seed % 5, 0
+        return f"Count to {self.chance}."
+
+    def step(self, answer):
+        self.num += 1
+        said = {"reward": answer["content"].count("e") - self.chance, "done": self.num == 5}
+        return said | {"observation": f"That was {len(answer['content'])}."}
+"""
+
+
+def episodes(at: Place) -> object:
+    """With an environment: what an answer earned, and what it was told, depend on all the answers before it."""
+
+    def write(folder: Path) -> tuple[Path, Path]:
+        (folder / "environment.py").write_text(_PLAYS)
+        return talking_model(folder / "model"), folder / "environment.py"
+
+    model, environment = at.once("plays", write)
+    rows = [{"messages": [{"role": "user", "content": f"Ship {n}."}]} for n in range(50)]
+    prompts = at.once("ships", lambda folder: jsonl(folder / "prompts.jsonl", rows))
+    run_id = at.submit(
+        *("rl", "--prompts", str(prompts), "--environment", str(environment), "--loss", "ppo", "--group-size", "4"),
+        *("--prompts-per-step", "8", "--max-completion-tokens", "48", "--max-tokens", "512", "--seed", "7"),
+        *("--steps", "4", "--eval-prompts", str(prompts), *_LORA),
+        model=model,
+    )
+    for number, phase in enumerate(("played before any step", "played in step 2", "played in step 3")):
+        is_played = lambda n=number: at.num_steps(run_id) >= n + (n > 0) and at.count("sampled/*-turns/*.json") > 20  # noqa: E731
+        at.kills.at(phase, is_played, every_s=0.005)
+    answer = at.ended(run_id)
+    kept = [step["metrics"]["episode_kept_share"] for step in steps_of(at.stack, run_id)[1:]]
+    assert kept == [1.0] * 4
+    return at.stack.adapter_sha256(answer), [step["metrics"]["reward_mean"] for step in steps_of(at.stack, run_id)[1:]]
+
+
 # What clients drive.
 
 NUM_STEPS = 6
@@ -709,6 +759,10 @@ MATRIX: dict[Kind, list[Cell]] = {
     ],
     weight_syncs: [*((phase, link) for phase in SYNC_PHASES[2:5]), *each(SYNC_PHASES, SYNCING)],
     scored_rollouts: each(["scoring"], (sampler, control_host, sampler_host)),
+    episodes: [
+        *(("played before any step", sampler), ("played in step 2", sandboxes), ("played in step 3", sampler_host)),
+        *(("played before any step", temporal_server), ("played in step 2", control_host)),
+    ],
     steps_of_a_client: each(
         [*("step 2 is accepted", "step 3 trains", "step 4 is accepted", "step 6 trains")], (*TRAINERS, everything)
     ),
@@ -804,7 +858,9 @@ def test_kills_change_nothing(
         outcomes[kind] = outcome([])
     assert outcome(cells) == outcomes.get(kind)
     wait_until(lambda: not list(fresh_stack.host_paths.workers.glob("*/scratch/*")), "scratch folders are gone")
-    wait_until(lambda: not list((fresh_stack.root / "store").glob("sampled/*-parts/*.json")), "parts are gone")
+    left = ("sampled/*-parts/*.json", "sampled/*-turns/*.json")
+    store = fresh_stack.root / "store"
+    wait_until(lambda: not any(list(store.glob(pattern)) for pattern in left), "parts are gone")
 
 
 def test_the_draw_kills_every_victim() -> None:

@@ -16,7 +16,7 @@ Victim = Callable[[Stack], list[psutil.Process]]
 
 def ranks(stack: Stack) -> list[psutil.Process]:
     """Ranks of workers that have a lease; of those that are kept warm where none has."""
-    found = [p for p in stack.processes("megatron_worker") if not {LAUNCHER, SAMPLER} & set(_command(p))]
+    found = [p for p in stack.processes("megatron_worker") if not {LAUNCHER, SAMPLER} & set(command_of(p))]
     return [p for p in found if _is_leased(p)] or found
 
 
@@ -87,11 +87,11 @@ def signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
 
 
 def _is_leased(rank: psutil.Process) -> bool:
-    command = _command(rank)
+    command = command_of(rank)
     return "--root" in command and any(Path(command[command.index("--root") + 1], "leases").glob("*.json"))
 
 
-def _command(process: psutil.Process) -> list[str]:
+def command_of(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Batch
 from shared.jobs.packed import RouteShape
+from tests.conftest import CORPUS
 
 EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 """Settings of Gemma 4 with experts beside its MLPs."""
@@ -50,6 +51,15 @@ def distinct_model(
     make_distinct(model, family, seed)
     model.save_pretrained(folder)
     return folder
+
+
+def talking_model(folder: Path) -> Path:
+    """The tiny model, but its answers end after a few tokens, as the end token's row is that large."""
+    model = make_tiny_model(folder, CORPUS, tied=False)
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"][json.loads((model / "config.json").read_text())["eos_token_id"]] *= 60
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    return model
 
 
 def make_distinct(model: Any, family: str, seed: int = 0) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
@@ -19,7 +18,6 @@ from activities.sampling.episodes import CheckEnvironment, CheckEnvironmentReque
 from activities.sampling.sample import Sampled
 from activities.trajectories.group_samples import GROUPS, Grouped, GroupSamples, GroupSamplesRequest
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories
-from examples.tiny_model import make_tiny_model
 from longshore.fields import Artifact
 from longshore.grading import EnvironmentGrader
 from longshore.views import StepStatus
@@ -40,7 +38,7 @@ from tests.activities.sampling.conftest import (
     settings_of,
 )
 from tests.activities.templates import open_model
-from tests.conftest import CORPUS
+from tests.megatron_worker.rows import talking_model
 from tests.megatron_worker.sampler_process import running
 
 NUM, TURNS, TOKENS = 3, 4, 64  # prompts, most answers of an episode, and most tokens of an answer
@@ -62,11 +60,7 @@ class Environment:
 def talker(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """A place whose model ends its answers after a few tokens."""
     folder = tmp_path_factory.mktemp("talker")
-    model = make_tiny_model(folder / "model", CORPUS, tied=False)
-    weights = load_file(model / "model.safetensors")
-    end = json.loads((model / "config.json").read_text())["eos_token_id"]
-    weights["lm_head.weight"][end] *= 60  # so that it is likely after about half of all tokens
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    model = talking_model(folder / "model")
     copy = shutil.copytree(model, folder / "copy")
     seal(copy)
     artifact = upload_artifact(LocalStore(folder / "given"), "model", copy)
