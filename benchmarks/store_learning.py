@@ -1,4 +1,4 @@
-"""Whether a policy learns in an environment of twenty turns with a tool: what it earns by step, beside shuffled rewards.
+"""Whether a policy learns in an environment of twenty turns with a tool, beside shuffled rewards.
 
     python -m benchmarks.store_learning [--seeds 0] [--steps 20] [--credit turn]
 

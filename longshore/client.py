@@ -86,6 +86,7 @@ from longshore.views import (
     CheckpointRef,
     CommandView,
     DeletedVersions,
+    DrawnSample,
     Envelope,
     EpisodeRequest,
     EpisodeTurnView,
@@ -531,6 +532,26 @@ class Runs(Group[C]):
         """Return the first groups of a train step as text, with their rewards."""
         path = f"/runs/{_in_path(run_id)}/steps/{step}/rollouts"
         return await self.ask(tuple[GroupTexts, ...], "GET", path, limit=limit)
+
+    @_Method
+    async def samples(
+        self,
+        run_id: str,
+        step: int,
+        of: str = "train",
+        *,
+        failed: bool = False,
+        first: int = 0,
+        limit: int | None = None,
+    ) -> tuple[DrawnSample, ...]:
+        """Return samples that a run drew itself, from number `first` on, with the course of their episodes.
+
+        Args:
+            of: `train`, or of an evaluation after the step `eval` or `eval_NAME`.
+            failed: only episodes without a reward.
+        """
+        path = f"/runs/{_in_path(run_id)}/steps/{step}/samples"
+        return await self.ask(tuple[DrawnSample, ...], "GET", path, of=of, failed=failed, first=first, limit=limit)
 
     @_Method
     async def sparklines(self, run_ids: Sequence[str]) -> dict[str, Sparkline]:

@@ -329,7 +329,7 @@ class _LocalRL:
             self._local.show(**train_step.shown_after(self._local.status, run, step))
             is_over = rollout_requests.ends_with(run, step, self._state.evaluated)
         if number == 0 and data.evaluations:
-            begun = StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=self._evaluate())
+            begun = StepStatus(step=0, key="rollouts-0", groups="", state="done", **self._evaluate())
             is_over = self._end(train_step.unchanged(self._state, begun))
         while number < data.num_steps and not is_over:
             number += 1
@@ -360,7 +360,7 @@ class _LocalRL:
         self._policies = [*self._policies, made][-self._num_policies :]
         if not rollout_requests.is_evaluated(run, number, is_last=number == data.num_steps):
             return step
-        return step.model_copy(update={"metrics": step.metrics | self._evaluate()})
+        return train_step.with_evaluation(step, self._evaluate())
 
     def _grouped(self, number: int) -> StepStatus:
         """Sample and grade a step's groups. Those of equal grades are sampled again, as often as the run allows."""
@@ -379,22 +379,23 @@ class _LocalRL:
             num_redrawn += len(again)
         redrawn = {"redrawn_groups": float(num_redrawn)} if rollout_requests.rollouts_of(run).redraws else {}
         metrics = grouped.metrics | played | redrawn
-        return StepStatus(step=number, key=f"rollouts-{number}", groups=grouped.groups_uri, metrics=metrics)
+        told = {"metrics": metrics, "samples": {"train": sampled.samples.uri}}
+        return StepStatus(step=number, key=f"rollouts-{number}", groups=grouped.groups_uri, **told)
 
     def _graded(self, samples: PolicySampleRequest) -> tuple[Sampled, Artifact, GradeSummary]:
         sampled, grader = self._sampling.sample(samples), rollout_requests.rollouts_of(self._start.run).grader
         graded = Grade(self._host).grade(GradeRequest(samples=sampled.samples, grader=grader))
         return sampled, graded.grades, graded.summary
 
-    def _evaluate(self) -> dict[str, float]:
-        """Return the metrics of the newest policy on held-out prompts."""
+    def _evaluate(self) -> dict[str, Any]:
+        """Evaluate the newest policy on held-out prompts. Returns fields of a step's status."""
         policies, found = self._policies, {}
         sources = self._start.run.held_out.evaluations if self._start.run.held_out else {}
         for name, prompts in self._data.evaluations.items():
             about = self._start, self._state.model, prompts, policies, policies[-1], self._place, sources[name]
             sampled, _, summary = self._graded(rollout_requests.held_out_samples(*about))
             found[name] = sampled, summary
-        return rollout_requests.held_out_metrics(found)
+        return rollout_requests.held_out_fields(found)
 
     def _trained(self, step: StepStatus) -> StepStatus:
         """Train a step on its groups, publish it if that is due, and have the sampler prove that it has the policy."""

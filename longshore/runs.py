@@ -109,7 +109,9 @@ class Rollouts(Frozen):
         default=0, ge=0, le=16, description="how often groups whose grades are all equal are sampled again"
     )
     epochs: float | None = Field(default=None, gt=0, le=1000, description="passes over the prompts, instead of steps")
-    steps: int | None = Field(default=None, ge=1, le=1_000_000, description="train steps of the run's own rollouts")
+    steps: int | None = Field(
+        default=None, ge=0, le=1_000_000, description="train steps of the run's own rollouts; 0: held-out prompts alone"
+    )
     max_completion_tokens: int = Field(default=256, ge=1, le=1_048_575, description="longest sample")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), max_length=16, description="text that ends a sample"
@@ -178,6 +180,8 @@ class Rollouts(Frozen):
     def _one_length(self) -> Self:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give exactly one of epochs and steps")
+        if self.steps == 0 and self.held_out is None:
+            raise ValueError("steps: without any, held_out is what the run does: give its prompts")
         return self
 
     @model_validator(mode="after")
@@ -324,6 +328,13 @@ class RLRun(TrainedRun):
     def longest_answer(self) -> int:
         """The most tokens that a policy samples for a trajectory."""
         return self.rollouts.max_completion_tokens if self.rollouts else self.max_tokens
+
+    def samples_of(self, which: str) -> int:
+        """Return the samples of a prompt in a train step, or else in an evaluation."""
+        if self.rollouts is None:
+            return 1
+        held_out = self.rollouts.held_out
+        return self.rollouts.group_size if which == "train" or held_out is None else held_out.samples_per_prompt
 
     @property
     def planned_steps(self) -> int | None:

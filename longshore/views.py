@@ -10,6 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field, JsonValue, model_validat
 from longshore.accounts import Room
 from longshore.commands import CommandResult
 from longshore.dataset_runs import Format, MixedSource, RowsSource
+from longshore.environments import Course, EndReason
 from longshore.events import EvaluationSample, RunEvent
 from longshore.fields import Artifact, Fence, Frozen, Reason, Remark, Sha256, added
 from longshore.grading import Grader, SampledItem
@@ -154,6 +155,9 @@ class StepStatus(Frozen):
     checkpoint: CheckpointRef | None = None
     problem: Problem | None = None
     same_as: int | None = Field(default=None, description="the earlier step that trained this key")
+    samples: dict[str, str] = added(
+        {}, description="URIs of samples that a run drew itself: `train`, and of evaluations `eval` or `eval_NAME`"
+    )
 
     @property
     def is_final(self) -> bool:
@@ -357,14 +361,40 @@ class RunReport(Frozen):
     packing: PlanHeader | None = None
 
 
+class TextPart(Frozen):
+    """A part of a trajectory. `is_drawn`: it was sampled from the policy, and is trained."""
+
+    text: str
+    is_drawn: bool
+
+
+class DrawnSample(Frozen):
+    """A sample that a run drew itself, as graders see it. `number`: among all samples of the step or evaluation."""
+
+    number: int
+    group: int
+    text: str
+    num_tokens: int
+    finish_reason: str
+    item: dict[str, JsonValue]
+    episode: Course | None = None
+
+
 class SampleText(Frozen):
-    """One trajectory as text. `is_cut`: not all of it is shown."""
+    """One trajectory as text. `is_cut`: not all of it is shown.
+
+    `parts`: of one with several answers, its text in parts: those that were drawn, and what the policy was told between
+    them. `turn_rewards`: what each answer earned. `end`: why an episode ended.
+    """
 
     text: str
     reward: float
     num_tokens: int | None = None
     finish_reason: str | None = None
     is_cut: bool = False
+    parts: tuple[TextPart, ...] = added(())
+    turn_rewards: tuple[float, ...] | None = added(None)
+    end: EndReason | None = added(None)
 
 
 class GroupTexts(Frozen):

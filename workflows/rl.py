@@ -213,7 +213,7 @@ class RLWorkflow(ClientDrivenHandlers):
         while self._steps.next <= state.rollouts.num_steps and not self._steps.is_finishing:
             self._run.show(phase="sampling")
             rolled = await source.groups(self._steps.next)
-            step = self._steps.take(f"rollouts-{self._steps.next}", rolled.groups_uri, rolled.metrics)
+            step = self._steps.take(f"rollouts-{self._steps.next}", rolled.groups_uri, **rolled.told)
             done = await self._train(step)
             self._eta.take(done.step, workflow.time(), self._run.training.leasing.epoch)
             assert self._state is not None

@@ -30,7 +30,7 @@ from shared.errors import InvalidInput
 from shared.jobs import bins as packing
 from shared.jobs.packed import RouteShape
 
-COMPLETIONS, SAMPLES = "completions.jsonl", "samples.jsonl"
+COMPLETIONS = "completions.jsonl"
 _BYTES = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 _SEED_BITS = 62  # seed + j stays below 2**63, the largest that samplers take
 

@@ -19,7 +19,6 @@ from activities.host_context import HostContext, Parts
 from activities.sampling.client import Completion, Sampler
 from activities.sampling.completions import (
     COMPLETIONS,
-    SAMPLES,
     Drawing,
     RoutesWriter,
     Rows,
@@ -51,7 +50,7 @@ from shared.jobs.packed import RouteShape
 from shared.runs.status import RewardModel
 from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.storage.artifacts import find_artifact, read_record
-from shared.storage.paths import completions, content_key, rewarded, sampled_part, sampled_turn, samples
+from shared.storage.paths import SAMPLES, completions, content_key, rewarded, sampled_part, sampled_turn, samples
 from shared.storage.store import ObjectStore
 
 _VERSION = "sample-1"  # raise it when the same request would give other samples

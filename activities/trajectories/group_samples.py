@@ -257,6 +257,7 @@ def _trajectory(
         turn_rewards=earned,
         branches=tuple(TokenSequence(**sequence(one.prompt_ids, one.prompt_block, one)) for one in sample.branches),
         metrics=(course.metrics if course is not None else {}) | metrics,
+        metadata={"end": course.end} if course is not None else {},
         **sequence(group.prompt_ids, group.prompt_block, sample),
     )
 

@@ -22,12 +22,13 @@ from service.cli import command as cli
 HEADINGS = {
     "Before a run": {"validate": "data", "preview": "data", "estimate": "data", "grader": "data", "files": "data"},
     "Start runs": {
-        **dict.fromkeys(("submit", "step", "finish", "import"), "runs"),
+        **dict.fromkeys(("submit", "rollout", "step", "finish", "import"), "runs"),
         **{"sweep": "schedules", "schedule": "schedules"},
     },
     "Look at runs": {
         **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "compare"), "runs"),
         **dict.fromkeys(("checkpoints", "profile"), "runs"),
+        "episodes": "episodes",
         "session": "runs",
         "webhook": "schedules",
     },

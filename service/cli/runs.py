@@ -88,6 +88,38 @@ for _kind, _help in _KINDS.items():
     )
 
 
+_EVALUATION = ("model", "initial_adapter", "allow_other_base", "rollouts", "temperature", "max_tokens", "dtype", "seed")
+
+
+def _rollout(
+    context: typer.Context,
+    client: "Client",
+    number: Annotated[int, typer.Option("-n", "--number", help="Samples of each prompt.", min=1)] = 1,
+    timeout: Annotated[float | None, typer.Option(help="Seconds until the command ends with exit code 101.")] = None,
+) -> cli.CommandAnswer:
+    from service.cli.run_output import follow
+
+    values, options = run_options.given(context), run_options.options_of(run_options.run_model("rl"), _EVALUATION)
+    if "steps" in values or len(values.get("prompts", ())) != 1:
+        raise cli.Stop("nothing is trained here: give --prompts once, and no --steps", cli.USAGE)
+    values |= {"steps": 0, "eval_prompts": values["prompts"][0], "eval_samples": number}
+    values = {"eval_temperature": values.get("temperature", 1.0)} | values
+    checked_run("rl", options, values)
+    run = checked_run("rl", options, values, lambda uri, flag: dataset_uri(client, uri, flag))
+    with naming_options(run.model, options):
+        view = client.runs.submit(run)
+    cli.say(f"run {view.run_id}")
+    view, code = follow(client, view, timeout)
+    found = client.runs.step(view.run_id, 0) if view.state == "succeeded" else None
+
+    def told() -> None:
+        print(summary(view))
+        for name, value in sorted(found.metrics.items()) if found is not None else ():
+            print(f"{name.removeprefix('eval_')}: {value:.6g}")
+
+    return cli.CommandAnswer(outcome(view) if found is None else found, told, code)
+
+
 def checked_run(
     kind: str,
     options: tuple[run_options.RunOption, ...],
@@ -298,6 +330,9 @@ session = cli.group(help="Sessions, which a client trains command by command (lo
 app.add_typer(submit, name="submit")
 app.add_typer(imports, name="import")
 app.add_typer(session, name="session")
+run_options.run_command(
+    *(app, "rl", "rollout", "Sample prompts, or play episodes, and grade them, without training.", _EVALUATION)
+)(cli.answering(_rollout, patience_s=20))
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new output until the run ends.")]
 
 

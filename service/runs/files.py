@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from longshore import views
+from longshore.environments import END_REASONS
 from longshore.events import Evaluated, RunEvent, Saved, Step
 from longshore.fields import Artifact, Fence
+from longshore.grading import SampledItem
 from service.accounts.tenants import Quotas
 from service.errors import Conflict
 from service.files import PublishedFiles
@@ -26,7 +29,7 @@ from shared.runs.events import EventCursor, read_run_events
 from shared.settings import S3Settings
 from shared.storage import artifacts
 from shared.storage.artifacts import find_artifact, stored_checkpoints
-from shared.storage.paths import MANIFEST, RunKeys
+from shared.storage.paths import MANIFEST, SAMPLES, RunKeys
 from shared.storage.store import ObjectStore, open_store, open_uri, uri_of
 
 if TYPE_CHECKING:
@@ -260,6 +263,34 @@ class RunFiles:
         decode = self._decoder(run_id)
         return tuple(_texts(group, decode) for group in groups)
 
+    def samples(
+        self, step: views.StepStatus, of: str, group_size: int, only_failed: bool, first: int, limit: int
+    ) -> tuple[views.DrawnSample, ...]:
+        """Samples of a step or of an evaluation after it, from number `first` on.
+
+        Raises NotFound: there are none of this name, or they are no longer in the store.
+        """
+        if (uri := step.samples.get(of)) is None:
+            known = ", ".join(step.samples) or "none"
+            raise NotFound(f"step {step.step} has no samples of '{of}'; those that it has: {known}")
+        key = f"{uri.removeprefix(f'{self._store.uri}/')}/{SAMPLES}"
+        if (info := self._store.head(key)) is None:
+            raise NotFound("the samples of this step are no longer in the store")
+        lines, found = _lines(self._store, key, info.size), list[views.DrawnSample]()
+        for number, line in enumerate(lines):
+            if number < first:
+                continue
+            told = SampledItem.model_validate_json(line)
+            sample = views.DrawnSample.model_validate(
+                {"number": number, "group": number // group_size, "text": told.sample["output_text"], "item": told.item}
+                | {name: told.sample.get(name) for name in ("num_tokens", "finish_reason", "episode")}
+            )
+            if not only_failed or (sample.episode is not None and sample.episode.error is not None):
+                found.append(sample)
+            if len(found) == limit:
+                break
+        return tuple(found)
+
     def _decoder(self, run_id: str) -> Decode:
         job = self._newest_job(run_id)
         tokenizer = self._tokenizer(job.plan.model) if job is not None else None
@@ -294,6 +325,14 @@ def _fence(label: str) -> Fence:
         raise NotFound(f"there is no attempt {label}") from None
 
 
+def _lines(store: ObjectStore, key: str, size: int) -> Iterator[bytes]:
+    """Yield the lines of an object, which is read in pieces."""
+    rest = b""
+    for start in range(0, size, _READ_BYTES):
+        *whole, rest = (rest + store.read_range(key, start, min(_READ_BYTES, size - start))).split(b"\n")
+        yield from whole
+
+
 def _texts(group: SentGroup, decode: Decode) -> views.GroupTexts:
     samples = [_sample(one, decode) for one in group.trajectories[:_MOST_SAMPLES]]
     place = group.metadata.get("place")
@@ -317,15 +356,42 @@ def _prompt(one: SentTrajectory, decode: Decode) -> str:
 def _sample(one: SentTrajectory, decode: Decode) -> views.SampleText:
     match one:
         case Trajectory():
-            text = decode(list(one.token_ids[_first_sampled(one) :]))
+            parts = list(_parts(one, decode))
+            text, end = "".join(part.text for part in parts), one.metadata.get("end")
             shown = views.SampleText(
-                text="", reward=one.reward, num_tokens=sum(one.sampled), finish_reason=one.finish_reason
+                text="",
+                reward=one.reward,
+                num_tokens=sum(sum(each.sampled) for each in (one, *one.branches)),
+                finish_reason=one.finish_reason,
+                parts=_cut(parts) if len(parts) > 1 else (),
+                turn_rewards=one.turn_rewards,
+                end=end if end in END_REASONS else None,
             )
         case ChatTrajectory():
             text, shown = "\n".join(_turns(one.messages[-1:])), views.SampleText(text="", reward=one.reward)
         case EpisodeTrajectory():
             text, shown = f"episode {one.episode}", views.SampleText(text="", reward=one.reward)
     return shown.model_copy(update={"text": text[:_MOST_CHARACTERS], "is_cut": len(text) > _MOST_CHARACTERS})
+
+
+def _parts(one: Trajectory, decode: Decode) -> Iterator[views.TextPart]:
+    """Yield what comes behind the prompt, and the whole of further branches."""
+    rest = slice(_first_sampled(one), None)
+    sequences = [(one.token_ids[rest], one.sampled[rest]), *((each.token_ids, each.sampled) for each in one.branches)]
+    for token_ids, sampled in sequences:
+        for is_drawn, tokens in groupby(zip(token_ids, sampled, strict=True), key=lambda pair: pair[1]):
+            yield views.TextPart(text=decode([token for token, _ in tokens]), is_drawn=is_drawn)
+
+
+def _cut(parts: list[views.TextPart]) -> tuple[views.TextPart, ...]:
+    """Return the parts up to the most characters that are shown."""
+    left, kept = _MOST_CHARACTERS, []
+    for part in parts:
+        kept.append(part.model_copy(update={"text": part.text[:left]}))
+        left -= len(part.text)
+        if left <= 0:
+            break
+    return tuple(kept)
 
 
 def _first_sampled(one: Trajectory) -> int:

@@ -169,6 +169,10 @@ def completions(key: str) -> str:
     return f"sampled/{key}/completions"
 
 
+SAMPLES = "samples.jsonl"
+"""The file of `samples`: a `SampledItem` a line."""
+
+
 def samples(key: str) -> str:
     """The completions of a step, as graders see them."""
     return f"sampled/{key}/samples"

@@ -491,7 +491,7 @@ class Environment:
 
     def step(self, answer):
         self.num += 1
-        said = {"reward": answer["content"].count("e") - self.chance, "done": self.num == 5}
+        said = {"reward": 1 / (1 + abs(len(answer["content"]) - self.chance)), "done": self.num == 5}
         return said | {"observation": f"That was {len(answer['content'])}."}
 """
 
@@ -509,7 +509,7 @@ def episodes(at: Place) -> object:
     run_id = at.submit(
         *("rl", "--prompts", str(prompts), "--environment", str(environment), "--loss", "ppo", "--group-size", "4"),
         *("--prompts-per-step", "8", "--max-completion-tokens", "48", "--max-tokens", "512", "--seed", "7"),
-        *("--steps", "4", "--eval-prompts", str(prompts), *_LORA),
+        *("--steps", "4", "--eval-prompts", str(prompts), "--lora-rank", "4", "--learning-rate", "0.001"),
         model=model,
     )
     for number, phase in enumerate(("played before any step", "played in step 2", "played in step 3")):

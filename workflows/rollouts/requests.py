@@ -338,6 +338,14 @@ def held_out_metrics(found: Mapping[str, tuple[Sampled, GradeSummary]]) -> dict[
     return ({"eval_reward_mean": reward / graded_samples} if graded_samples else {}) | metrics
 
 
+def held_out_fields(found: Mapping[str, tuple[Sampled, GradeSummary]]) -> dict[str, Any]:
+    """Return what a step's status says of held-out prompts, by their names; nothing without any."""
+    if not found:
+        return {}
+    samples = {f"eval_{name}".removesuffix("_"): sampled.samples.uri for name, (sampled, _) in found.items()}
+    return {"metrics": held_out_metrics(found), "samples": samples}
+
+
 def _seed(seed: int, what: str, step: int) -> int:
     """Derive the seed of one step and one use of chance in it: 62 bits."""
     return int(content_key("rollouts-1", str(seed), what, str(step))[:16], 16) >> 2

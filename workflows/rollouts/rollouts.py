@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from temporalio import workflow
 
@@ -45,7 +46,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollouts.sampling import LeasedSamplers
     from workflows.training import job_plan
     from workflows.training.run import ActiveRun, ShownRun
-    from workflows.training.train_step import unchanged
+    from workflows.training.train_step import unchanged, with_evaluation
 
 
 # --- The reward models of a run's grader ---
@@ -109,10 +110,16 @@ async def scored(
 
 @dataclass(frozen=True)
 class Rolled:
-    """The URI of a step's trajectory groups, and metrics such as the seconds that sampling and grading took."""
+    """The URIs of a step's trajectory groups and of its samples, and metrics such as the seconds that these took."""
 
     groups_uri: str
+    samples_uri: str
     metrics: dict[str, float]
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Fields of the step's status."""
+        return {"metrics": self.metrics, "samples": {"train": self.samples_uri}}
 
 
 def check_buckets(run: RLRun, shape: ModelShape) -> None:
@@ -221,7 +228,7 @@ class RolloutSource:
         metrics, seconds, num_redrawn = dict[str, float](), dict[str, float](), 0
         groups: tuple[int, ...] | None = None
         while True:
-            found, told, took = await self._draw(step, drawn, groups)
+            sampled, found, told, took = await self._draw(step, drawn, groups)
             drawn.append(found)
             metrics |= told
             seconds = {name: seconds.get(name, 0.0) + s for name, s in took.items()}
@@ -232,11 +239,11 @@ class RolloutSource:
             num_redrawn += len(groups)
         if rollouts_of(self.start.run).redraws:
             metrics["redrawn_groups"] = float(num_redrawn)
-        return Rolled(grouped.groups_uri, grouped.metrics | metrics | seconds)
+        return Rolled(grouped.groups_uri, sampled.samples.uri, grouped.metrics | metrics | seconds)
 
     async def _draw(
         self, step: int, before: Sequence[Drawn], groups: tuple[int, ...] | None
-    ) -> tuple[Drawn, dict[str, float], dict[str, float]]:
+    ) -> tuple[Sampled, Drawn, dict[str, float], dict[str, float]]:
         """Sample and grade. Only one step is sampled at a time; others may be graded at the same time.
 
         Also returns metrics, and seconds by name.
@@ -259,15 +266,16 @@ class RolloutSource:
         finally:
             self._grading.discard(step)
         seconds = {"sampling_seconds": sampling_s, "grading_seconds": workflow.time() - began}
-        return Drawn(completions=sampled.completions, grades=graded.grades), metrics | sampled.metrics, seconds
+        drawn = Drawn(completions=sampled.completions, grades=graded.grades)
+        return sampled, drawn, metrics | sampled.metrics, seconds
 
-    async def evaluate(self, policy: Policy) -> dict[str, float]:
-        """Sample and grade the held-out prompts under a policy. Returns no metrics if the run has no such prompts."""
+    async def evaluate(self, policy: Policy) -> dict[str, Any]:
+        """Sample and grade the held-out prompts under a policy. Returns fields of a step's status, if there are any."""
         held_out = self.start.run.held_out
         sources = held_out.evaluations if held_out else {}
         sets = self.data.evaluations.items()
         found = {name: await self._evaluated(policy, prompts, sources[name]) for name, prompts in sets}
-        return rollout_requests.held_out_metrics(found)
+        return rollout_requests.held_out_fields(found)
 
     async def _evaluated(
         self, policy: Policy, prompts: Artifact, source: DatasetSource
@@ -282,12 +290,12 @@ class RolloutSource:
     async def beginning(self, run: ActiveRun, state: RLState) -> StepStatus | None:
         """Evaluate the policy before any training, and record that as step 0; None without held-out prompts."""
         run.show(phase="evaluating")
-        metrics = await self.evaluate(self.policies[0])
-        if not metrics:
+        told = await self.evaluate(self.policies[0])
+        if not told:
             return None
-        step = unchanged(state, StepStatus(step=0, key="rollouts-0", groups="", state="done", metrics=metrics))
+        step = unchanged(state, StepStatus(step=0, key="rollouts-0", groups="", state="done", **told))
         await control.record(RunRecords.record_step, StepRecordRequest(run_id=self.start.run_id, step=step))
-        run.show(metrics=metrics)
+        run.show(metrics=step.metrics)
         return step
 
     async def end_step(self, run: ActiveRun, step: StepStatus, is_finishing: bool) -> StepStatus:
@@ -301,9 +309,8 @@ class RolloutSource:
             return step
         run.show(phase="evaluating")
         began = workflow.time()
-        metrics = await self.evaluate(policy)
-        seconds = {"evaluating_seconds": workflow.time() - began}
-        return step.model_copy(update={"metrics": step.metrics | metrics | seconds})
+        told = await self.evaluate(policy)
+        return with_evaluation(step, told, evaluating_seconds=workflow.time() - began)
 
     def _add(self, policy: Policy) -> None:
         self.policies = [*self.policies, policy][-self.num_policies(self.start) :]

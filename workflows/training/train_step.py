@@ -47,9 +47,9 @@ class StepQueue:
         self.is_finishing = before is not None and before.finishing
         self.is_moving_on = False
 
-    def take(self, key: str, groups: str, metrics: Mapping[str, float] | None = None) -> StepStatus:
-        """Add a new step, which waits for those before it."""
-        step = StepStatus(step=self.next, key=key, groups=groups, metrics=dict(metrics or {}))
+    def take(self, key: str, groups: str, **told: Any) -> StepStatus:
+        """Add a new step, which waits for those before it. `told`: further fields of its status."""
+        step = StepStatus(step=self.next, key=key, groups=groups, **told)
         self.next += 1
         self._steps[step.step] = step
         return step
@@ -268,6 +268,12 @@ def sync_metrics(sync: SyncOutcome) -> dict[str, float]:
         "sync_s": sync.duration_s,
         "sync_failed": float(len(sync.problems)),
     }
+
+
+def with_evaluation(step: StepStatus, told: Mapping[str, Any], **seconds: float) -> StepStatus:
+    """Return a step with the metrics and samples of an evaluation after it. `seconds`: further metrics."""
+    metrics, samples = step.metrics | told["metrics"] | seconds, step.samples | told["samples"]
+    return step.model_copy(update={"metrics": metrics, "samples": samples})
 
 
 def unchanged(state: RLState, step: StepStatus) -> StepStatus:

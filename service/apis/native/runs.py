@@ -493,6 +493,27 @@ async def step_rollouts(
     return await asyncio.to_thread(backend.run_files.rollouts, run_id, status, limit)
 
 
+@router.get("/runs/{run_id}/steps/{step}/samples")
+async def step_samples(
+    run_id: RunId,
+    step: StepNumber,
+    backend: Backed,
+    asking: Asking,
+    of: Annotated[
+        str, Query(max_length=100, description="`train`, or of an evaluation `eval` or `eval_NAME`")
+    ] = "train",
+    failed: Annotated[bool, Query(description="only episodes without a reward")] = False,
+    first: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int, Query(ge=1, le=256)] = 32,
+) -> tuple[views.DrawnSample, ...]:
+    """Samples that a run drew itself, as graders saw them, with the course of their episodes."""
+    record = await backend.runs.record(asking.tenant, run_id)
+    status = await backend.steps.show(asking.tenant, run_id, step, 0)
+    assert isinstance(record.run, RLRun)  # others have no steps
+    size = record.run.samples_of(of)
+    return await asyncio.to_thread(backend.run_files.samples, status, of, size, failed, first, limit)
+
+
 # --- Sessions: a client trains a slot command by command ---
 
 Number = Annotated[int, Path(ge=1, le=99_999_999, description="commands run in the order of their numbers, from 1")]

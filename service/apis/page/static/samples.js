@@ -1,7 +1,7 @@
 // Samples by step: greedy completions of evaluations, and the groups of an RL run's train steps with their rewards.
 
 import { get, html, number, useEffect, useRef, useState } from "./page.js";
-import { lastLine, spoken } from "./texts.js";
+import { drawn, lastLine, spoken } from "./texts.js";
 
 const OPEN = 1;  // samples that are not folded
 
@@ -47,12 +47,21 @@ const completion = ({ prompt, completion: text, reference }, n) => folded(lastLi
   spoken("prompt", prompt), spoken("completion", text), reference !== null && spoken("reference", reference),
 ]);
 
+/** A trajectory of several answers: each with what it earned, and what the policy was told between them. */
+function conversation({ parts, turn_rewards: earned }) {
+  const numbers = parts.map((_, n) => parts.slice(0, n).filter((part) => part.is_drawn).length);
+  return parts.map(({ text, is_drawn: isDrawn }, n) => (isDrawn
+    ? drawn(earned ? `answer · earned ${number(earned[numbers[n]])}` : "answer", text) : spoken("told", text)));
+}
+
 function group({ prompt, samples, place }, n) {
   const best = [...samples].sort((a, b) => b.reward - a.reward);
-  const [first, ...others] = best.map(({ reward, num_tokens: tokens, finish_reason: finish, is_cut: isCut, text }) => {
-    const ends = [finish === "length" && "cut off", isCut && "shown in part"];
-    const facts = [`reward ${number(reward)}`, tokens !== null && `${tokens} tokens`, ...ends];
-    return html`<div>${spoken(facts.filter(Boolean).join(" · "), text)}</div>`;
+  const [first, ...others] = best.map((sample) => {
+    const { reward, num_tokens: tokens, finish_reason: finish, is_cut: isCut, text, parts, end } = sample;
+    const ends = [finish === "length" && "cut off", end?.replaceAll("_", " "), isCut && "shown in part"];
+    const facts = [`reward ${number(reward)}`, tokens !== null && `${tokens} tokens`, ...ends].filter(Boolean);
+    if (!parts.length) return html`<div>${spoken(facts.join(" · "), text)}</div>`;
+    return html`<div><div class="who">${facts.join(" · ")}</div>${conversation(sample)}</div>`;
   });
   const facts = `${number(samples.length)} samples, best ${number(best[0]?.reward)}${place ? `, ${place}` : ""}`;
   return folded(lastLine(prompt), facts, n, [spoken("prompt", prompt), first, others.length > 0 && html`

@@ -33,3 +33,7 @@ export function lastLine(text) {
 export const spoken = (who, text) => turns(text).map((turn) => html`
   <div class="who">${turn.who ?? who}</div>
   <pre tabindex="0">${turn.text.trim() ? withTokenMarks(turn.text.trim()) : "(empty)"}</pre>`);
+
+/** What a policy drew, under `who`. */
+export const drawn = (who, text) => html`<div class="who">${who}</div>
+  <pre class="drawn" tabindex="0">${withTokenMarks(text.replace(END, "").trim()) || "(empty)"}</pre>`;
