@@ -110,14 +110,14 @@ def _rollout(
         view = client.runs.submit(run)
     cli.say(f"run {view.run_id}")
     view, code = follow(client, view, timeout)
-    found = client.runs.step(view.run_id, 0) if view.state == "succeeded" else None
 
     def told() -> None:
         print(summary(view))
-        for name, value in sorted(found.metrics.items()) if found is not None else ():
-            print(f"{name.removeprefix('eval_')}: {value:.6g}")
+        for name, value in sorted(view.metrics.items()):
+            if name.startswith("eval_"):
+                print(f"{name.removeprefix('eval_')}: {value:.6g}")
 
-    return cli.CommandAnswer(outcome(view) if found is None else found, told, code)
+    return cli.CommandAnswer(outcome(view), told, code)
 
 
 def checked_run(

@@ -1,0 +1,95 @@
+"""Episodes of a user's environment on the real system: played without training, trained, and shown."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import jsonl
+from tests.end_to_end.stack import Stack
+from tests.megatron_worker.rows import talking_model
+
+pytestmark = pytest.mark.slow
+
+COUNTS = """
+class Environment:
+    def reset(self, item, seed):
+        self.num, self.word = 0, item["word"]
+        return f"Say {self.word}."
+
+    def step(self, answer):
+        self.num += 1
+        if self.word == "storm":
+            raise ValueError("all hands")
+        return {"reward": 1 / (1 + len(answer["content"])), "observation": "Again.", "done": self.num == 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def played(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of a command that plays episodes for four prompts, the last of which breaks the environment."""
+    folder = tmp_path_factory.mktemp("played")
+    (folder / "counts.py").write_text(COUNTS)
+    rows = [{"prompt": "Here.", "word": word} for word in ("rope", "tar", "sail", "storm")]
+    model = talking_model(folder / "model")
+    return [
+        *("--model", str(model), "--prompts", str(jsonl(folder / "prompts.jsonl", rows)), "--max-turns", "4"),
+        *("--environment", str(folder / "counts.py"), "--max-completion-tokens", "48", "--max-tokens", "400"),
+    ]
+
+
+def test_episodes_are_played_without_training_and_shown(stack: Stack, played: list[str]) -> None:
+    ended = stack.cli("rollout", *played, "-n", "4", "--seed", "3", "--json").json
+    run_id, metrics = ended["run_id"], ended["metrics"]
+    assert metrics["eval_samples"] == 16 and metrics["eval_ungraded"] == 4
+    assert metrics["eval_episode_end_environment_broke"] == 0.25 and metrics["eval_episode_kept_share"] == 1
+    assert 0 < metrics["eval_reward_mean"] <= 3
+    assert not list((stack.root / "store" / "runs" / run_id / "checkpoints").glob("*")), "nothing was trained"
+
+    def shown(*options: str) -> list[dict]:
+        found: list[dict] = stack.cli("episodes", run_id, "--of", "eval", "--json", *options).json
+        return found
+
+    everyone = shown()
+    assert [one["number"] for one in everyone] == list(range(16)) and everyone[-1]["group"] == 3
+    broken = shown("--failed")
+    assert [one["number"] for one in broken] == [12, 13, 14, 15]
+    assert all(one["episode"]["error"] == "ValueError: all hands (line 10)" for one in broken)
+    whole = next(one for one in everyone if one["episode"]["end"] == "completed")
+    told = stack.cli("episodes", run_id, "--of", "eval", "--number", str(whole["number"])).stdout
+    assert "user: Say " in told and told.count("user: Again.") == 3
+    assert told.splitlines()[-1] == f"--- completed, reward {whole['episode']['reward']:g}"
+    assert "environment_broke" in stack.cli("episodes", run_id, "--of", "eval").stdout
+    refused = stack.cli("episodes", run_id, check=False)
+    assert refused.code == 100 and "no step of" in refused.stderr
+
+
+def test_a_step_shows_its_episodes_as_they_were_trained(stack: Stack, played: list[str]) -> None:
+    own = ("--steps", "1", "--prompts-per-step", "4", "--group-size", "4", "--max-ungraded-fraction", "1")
+    loss = ("--algorithm", "rloo", "--credit", "turn", "--lora-rank", "4")
+    ended = stack.cli("submit", "rl", *played, *own, *loss, "--seed", "3", "--wait", "--json").json
+    assert ended["status"] == "succeeded", ended
+    step = stack.cli("steps", ended["run_id"], "--json").json["steps"][-1]
+    assert step["metrics"]["failed_groups"] == 1 and step["metrics"]["groups"] == 3
+    with stack.client() as client:
+        groups = client.runs.rollouts(ended["run_id"], 1)
+        assert len(client.runs.samples(ended["run_id"], 1, limit=100)) == 16
+    for one in (sample for group in groups for sample in group.samples):
+        assert one.end in ("completed", "turn_limit", "token_limit", "context_limit")
+        drawn = [part for part in one.parts if part.is_drawn]
+        assert not one.parts or len(drawn) == len(one.turn_rewards or ())
+        assert not drawn or drawn[0].text.endswith("<|im_end|>")
+
+
+def test_an_environment_that_never_works_ends_the_run_with_the_line(
+    stack: Stack, played: list[str], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(COUNTS.replace('self.word == "storm"', "True"))
+    options = [str(broken) if each.endswith("counts.py") else each for each in played]
+    few = ("--steps", "1", "--prompts-per-step", "4", "--group-size", "2", "--algorithm", "rloo", "--lora-rank", "4")
+    ended = stack.cli("submit", "rl", *options, *few, "--wait", "--json", check=False).json
+    assert ended["status"] == "failed"
+    assert "ValueError: all hands (line 10)" in ended["problem"]["message"]
+    broken.write_text(COUNTS.replace('item["word"]', 'item["work"]'))
+    refused = stack.cli("rollout", *options, "--json", check=False).json
+    assert "reset: KeyError: 'work' (line 4)" in str(refused)
