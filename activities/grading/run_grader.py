@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import random
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -41,13 +42,22 @@ def run_grader(source: str, given: Any) -> dict[str, Any]:
         return {"failed": _described(error)}
 
 
-def run_environment(source: str, item: Any, seed: int) -> Iterator[dict[str, Any]]:
+class _TooLong(BaseException):
+    """A step has had its processor time."""
+
+
+def run_environment(source: str, item: Any, seed: int, step_cpu_s: float) -> Iterator[dict[str, Any]]:
     """Play an episode: reset for a row, then a step for each answer that is asked for.
 
-    Yields `{"said": what the environment returned}`, or `{"failed": reason}`, after which nothing more is asked.
-    A question is `["step", answer]` or `["score"]`; without a `score` the latter yields None.
+    Yields `{"said": what the environment returned}`, or `{"failed": reason}`, after which nothing more is asked, with
+    `is_limit` if it took too much time or memory. A question is `["step", answer]` or `["score"]`; without a `score`
+    the latter yields None.
+
+    Args:
+        step_cpu_s: seconds of processor time of one call. They do not depend on what else the machine does.
     """
     _forget_packages()
+    signal.signal(signal.SIGPROF, _alarm)
     environment: Any = None
 
     def begin() -> Any:
@@ -57,23 +67,33 @@ def run_environment(source: str, item: Any, seed: int) -> Iterator[dict[str, Any
         environment = names["Environment"]()
         return environment.reset(item, seed)
 
-    yield (said := _said(begin))
+    yield (said := _said(begin, step_cpu_s))
     while "failed" not in said:
         match json.loads(ask()):
             case ["step", answer]:
-                said = _said(lambda given=answer: environment.step(given))  # type: ignore[misc]
+                said = _said(lambda given=answer: environment.step(given), step_cpu_s)  # type: ignore[misc]
             case _:
-                said = _said(lambda: environment.score() if hasattr(environment, "score") else None)
+                said = _said(lambda: environment.score() if hasattr(environment, "score") else None, step_cpu_s)
         yield said
 
 
-def _said(call: Callable[[], Any]) -> dict[str, Any]:
+def _alarm(*_: object) -> None:
+    raise _TooLong
+
+
+def _said(call: Callable[[], Any], cpu_s: float) -> dict[str, Any]:
     try:
-        said = call()
-        json.dumps(said, allow_nan=False)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        try:
+            said = call()
+            json.dumps(said, allow_nan=False)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
         return {"said": said}
     except MemoryError:
-        return {"failed": "took more memory than it may", "is_limit": True}
+        return {"failed": "it took more memory than it may", "is_limit": True}
+    except _TooLong:
+        return {"failed": f"it took more than {cpu_s:g} s of processor time", "is_limit": True}
     except BaseException as error:
         return {"failed": _described(error)}
 

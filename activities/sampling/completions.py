@@ -192,7 +192,7 @@ def items_of(group: SampledGroup, prompt: PromptRow) -> Iterator[SampledItem]:
         if prompt.source:
             told["source"] = prompt.source
         if sample.course is not None:
-            told["episode"] = sample.course.model_dump(mode="json") | {"num_turns": sample.course.num_turns}
+            told["episode"] = sample.course.model_dump(mode="json")
         yield SampledItem(sample=told, item=prompt.item)
 
 

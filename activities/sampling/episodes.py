@@ -9,6 +9,8 @@ episode with these answers, and goes on with the same bits.
 import json
 import logging
 import math
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -47,6 +49,9 @@ from shared.settings import GradingSettings
 
 _PLACE = "rollouts.environment"
 _SAID_BYTES = 1 << 20  # of one observation
+_WAITS = 6  # times its processor time that a step may take in all, on a busy machine
+_stepping = threading.BoundedSemaphore(max(2, os.cpu_count() or 1))
+"""Held by a step. It cannot wait for anything but a processor."""
 _NOT_OURS = "its process answers what ours do not"
 _TRIES = 3  # of an environment whose process is killed from outside
 _TURN: TypeAdapter[tuple[tuple[int, ...], Completion]] = TypeAdapter(tuple[tuple[int, ...], Completion])
@@ -124,10 +129,10 @@ class EnvironmentProcess:
     def __init__(
         self, environment: PythonEnvironment, item: dict[str, Any], seed: int, limits: GradingSettings
     ) -> None:
-        self._frame = json.dumps([environment.source, item, seed]).encode()
-        time_s = limits.python_time_s
-        cpu_s = (math.ceil(time_s) + 1) * (environment.max_turns + 2)
-        self._limits = Limits(limits.python_memory_bytes, cpu_s, time_s, answer_bytes=_SAID_BYTES)
+        step_s = limits.python_time_s
+        self._frame = json.dumps([environment.source, item, seed, step_s]).encode()
+        whole_s = (math.ceil(step_s) + 1) * (environment.max_turns + 2)
+        self._limits = Limits(limits.python_memory_bytes, whole_s, _WAITS * step_s, answer_bytes=_SAID_BYTES)
         self._answers: list[dict[str, Any]] = []
         self._process: CodeProcess | None = None
 
@@ -179,7 +184,8 @@ class EnvironmentProcess:
     def _answer(self, question: Any) -> Any:
         assert self._process is not None
         try:
-            told = json.loads(self._process.answer(json.dumps(question).encode()))
+            with _stepping:
+                told = json.loads(self._process.answer(json.dumps(question).encode()))
         except InvalidInput as error:
             raise StepLimit(error.message) from error
         except (ValueError, RecursionError) as error:

@@ -395,7 +395,8 @@ class CodeProcess:
                 f"this system refuses the isolation that python graders and environments need ({refusal})", "grader"
             )
         module, name = _CODE_FUNCTIONS[function]
-        self._child = Child(CODE, limits, getattr(importlib.import_module(module), name), arguments)
+        server = _PLAYING if function == "environment" else CODE
+        self._child = Child(server, limits, getattr(importlib.import_module(module), name), arguments)
         self._answers = self._child.results(lambda _: self._question)
 
     def answer(self, question: bytes = b"") -> bytearray:
@@ -579,8 +580,11 @@ def machine_bytes() -> int:
 
 _server = Server(("pydantic.type_adapter", "shared.settings", "numpy", "pyarrow.parquet", "tokenizers"))
 CODE = Server((), "template", is_code=True)
-"""Servers of this process: for its own functions on untrusted data, and for untrusted code."""
+_PLAYING = Server((), "template", is_code=True, niceness=10)
+"""Servers of this process: for its own functions on untrusted data, for untrusted code, and for environments, which may
+compute for long beside chats that wait for a template.
+"""
 _places = _Places()
-for _each in (_server, CODE):
+for _each in (_server, CODE, _PLAYING):
     os.register_at_fork(after_in_child=_each.forget_parents)
 os.register_at_fork(after_in_child=_places.__init__)  # type: ignore[misc]

@@ -68,7 +68,7 @@ def test_a_step_shows_its_episodes_as_they_were_trained(stack: Stack, played: li
     loss = ("--algorithm", "rloo", "--credit", "turn", "--lora-rank", "4")
     ended = stack.cli("submit", "rl", *played, *own, *loss, "--seed", "3", "--wait", "--json").json
     assert ended["status"] == "succeeded", ended
-    step = stack.cli("steps", ended["run_id"], "--json").json["steps"][-1]
+    step = stack.cli("steps", ended["run_id"], "--json").json[-1]
     assert step["metrics"]["failed_groups"] == 1 and step["metrics"]["groups"] == 3
     with stack.client() as client:
         groups = client.runs.rollouts(ended["run_id"], 1)

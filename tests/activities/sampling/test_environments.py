@@ -182,6 +182,7 @@ MUTATIONS: dict[str, tuple[str, str, float | str]] = {
     "no observation": ("return {}", "turn_limit", 2.0),
     "messages": ('return {"observation": [{"role": "user", "content": "x"}]}', "turn_limit", 2.0),
     "never returns": ("time.sleep(1000)", "step_limit", 2.0),
+    "never ends": ("while True: pass", "step_limit", 2.0),
     "never returns, and is scored before": ("time.sleep(1000)" + SCORE, "step_limit", 12.0),
     "returns 100 MB": ('return {"observation": "x" * 100_000_000}', "step_limit", 2.0),
     "takes all memory": ("x = bytearray(1 << 40)", "step_limit", 2.0),
