@@ -1,11 +1,11 @@
 """Whether a policy learns in an environment of twenty turns with a tool, beside shuffled rewards.
 
-    python -m benchmarks.store_learning [--seeds 0] [--steps 20] [--credit turn]
+    python -m benchmarks.store_learning [--seeds 0] [--steps 20] [--credit episode]
 
 Starts `longshore dev` in a temporary folder and trains a clerk who keeps a store and mostly answers roughly
 (examples/store.py). Then each seed has two RL runs of 64 episodes a step from that clerk: a normal one, and one whose
-rewards are shuffled within their groups, which must not learn. `--credit turn` credits each answer with what was earned
-from it on. Prints JSON.
+rewards are shuffled within their groups, which must not learn. By default each answer is credited with what was earned
+from it on, with `--credit episode` with the whole episode. Prints JSON.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--credit", choices=sorted(_CREDIT), default="episode")
+    parser.add_argument("--credit", choices=sorted(_CREDIT), default="turn")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -36,7 +36,7 @@ KEPT_RUN = [
 ]
 STORE_RUN = [
     *("--environment", str(ENVIRONMENT), "--max-turns", str(2 * TASKS), "--name", "keeper", "--algorithm", "dr_grpo"),
-    *("--lora-rank", "16", "--lora-alpha", "32", "--learning-rate", "2e-4", "--warmup", "4", "--mini-batches", "4"),
+    *("--lora-rank", "16", "--lora-alpha", "32", "--learning-rate", "3e-4", "--warmup", "8", "--mini-batches", "8"),
     *("--steps", "20", "--prompts-per-step", "8", "--group-size", "8", "--max-completion-tokens", "64", *_LENGTHS),
 ]
 
