@@ -170,9 +170,9 @@ def test_a_host_starts_no_process_of_a_layout_beyond_its_own(tmp_path: Path) -> 
 
 
 def test_every_process_of_the_stack_is_bounded(stack: Stack) -> None:
-    processes = stack.processes()
-    assert len(processes) >= 5, processes  # supervisor, Temporal, web service, host, and what the host starts
-    for process in processes:
+    # Supervisor, Temporal, web service, host, and what the host starts.
+    wait_until(lambda: len(stack.processes()) >= 5, "all processes of the stack")
+    for process in stack.processes():
         assert resource.prlimit(process.pid, resource.RLIMIT_AS)[0] == PROCESS_BYTES, process
 
 
