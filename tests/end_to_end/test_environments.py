@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from longshore import local
 from tests.end_to_end.runs import jsonl
 from tests.end_to_end.stack import Stack
 from tests.megatron_worker.rows import talking_model
@@ -78,6 +79,14 @@ def test_a_step_shows_its_episodes_as_they_were_trained(stack: Stack, played: li
         drawn = [part for part in one.parts if part.is_drawn]
         assert not one.parts or len(drawn) == len(one.turn_rewards or ())
         assert not drawn or drawn[0].text.endswith("<|im_end|>")
+
+
+def test_a_local_run_plays_the_same_episodes(stack: Stack, played: list[str], tmp_path: Path) -> None:
+    own = ("--steps", "2", "--prompts-per-step", "3", "--group-size", "4", "--max-ungraded-fraction", "1")
+    ended = stack.cli("submit", "rl", *played, *own, "--algorithm", "rloo", "--lora-rank", "4", "--wait", "--json").json
+    with stack.client() as client:
+        run = client.runs.get(ended["run_id"]).run
+    assert local.train(run, tmp_path).adapter_sha256 == ended["adapter_sha256"]
 
 
 def test_an_environment_that_never_works_ends_the_run_with_the_line(
