@@ -118,7 +118,7 @@ cli.by_id(
 
 _PLAYED: dict[str, Any] = {
     **{"number": "number", "group": "group", "tokens": "num_tokens"},
-    "turns": lambda one: one.episode.num_turns if one.episode else 1,
+    "turns": lambda one: str(one.episode.num_turns if one.episode else 1),
     "reward": lambda one: "" if one.episode is None or one.episode.reward is None else f"{one.episode.reward:g}",
     "end": lambda one: one.finish_reason if one.episode is None else one.episode.end,
     "error": lambda one: shorten((one.episode and one.episode.error) or "", 80),

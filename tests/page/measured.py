@@ -4,6 +4,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 from longshore.events import Evaluated, EvaluationSample, Saved, Started, Step, Succeeded
 from longshore.fields import Artifact, Fence
@@ -163,18 +164,19 @@ def _groups(prompt: list[int], answer: list[int], chance: random.Random) -> byte
 
 
 def _group(prompt: list[int], answer: list[int], chance: random.Random) -> TrajectoryGroup:
-    """Four answers, of which the browser would run one if it were shown as anything but text."""
-    cut = len(prompt)
-    one = {
-        "token_ids": (*prompt, *answer),
-        "sampled": (False,) * cut + (True,) * len(answer),
-        "logprobs": (None,) * cut + (-0.5,) * len(answer),
-        "finish_reason": "stop",
-    }
-    return TrajectoryGroup(
-        trajectories=tuple(Trajectory(**one, reward=round(chance.random(), 2)) for _ in range(4)),
-        metadata={"place": "prompts.jsonl:17"},
-    )
+    """Four answers, of which the browser would run one if it were shown as anything but text. The best is an episode of
+    two answers.
+    """
+
+    def times(number: int) -> dict[str, Any]:
+        sampled = ((False,) * len(prompt) + (True,) * len(answer)) * number
+        logprobs = tuple(-0.5 if is_sampled else None for is_sampled in sampled)
+        ids = (*prompt, *answer) * number
+        return {"token_ids": ids, "sampled": sampled, "logprobs": logprobs, "finish_reason": "stop"}
+
+    best = Trajectory(**times(2), reward=1.0, turn_rewards=(0.25, 0.75), metadata={"end": "turn_limit"})
+    others = (Trajectory(**times(1), reward=round(chance.random(), 2)) for _ in range(3))
+    return TrajectoryGroup(trajectories=(best, *others), metadata={"place": "prompts.jsonl:17"})
 
 
 def _plan(store: ObjectStore, run_id: str, num_steps: int) -> JobPlan:

@@ -157,6 +157,10 @@ def test_rl_runs_show_rewards_and_what_was_sampled(guest: Guest, trained: dict[s
     expect(samples.locator("details[open] .who").first).to_have_text("user")
     expect(samples).to_contain_text("42 crates.")
     expect(samples).to_contain_text(re.compile(r"reward 0\.\d"))
+    episode = samples.locator("details[open] > div:has(pre)").first
+    expect(episode.locator(".who").first).to_have_text(re.compile(r"reward 1 · \d+ tokens · turn limit"))
+    expect(episode.locator("pre.drawn")).to_have_count(2)
+    assert "".join(episode.locator(".who").all_inner_texts()[1:]) == "answer · earned 0.25useranswer · earned 0.75"
     slider = samples.get_by_role("slider", name="Step")
     slider.focus()
     page.keyboard.press("Home")

@@ -60,7 +60,7 @@ function group({ prompt, samples, place }, n) {
     const { reward, num_tokens: tokens, finish_reason: finish, is_cut: isCut, text, parts, end } = sample;
     const ends = [finish === "length" && "cut off", end?.replaceAll("_", " "), isCut && "shown in part"];
     const facts = [`reward ${number(reward)}`, tokens !== null && `${tokens} tokens`, ...ends].filter(Boolean);
-    if (!parts.length) return html`<div>${spoken(facts.join(" · "), text)}</div>`;
+    if (!parts?.length) return html`<div>${spoken(facts.join(" · "), text)}</div>`;
     return html`<div><div class="who">${facts.join(" · ")}</div>${conversation(sample)}</div>`;
   });
   const facts = `${number(samples.length)} samples, best ${number(best[0]?.reward)}${place ? `, ${place}` : ""}`;
