@@ -1,6 +1,6 @@
 """A real pretrained model, trained by SFT and RL on a stack; for comparison, SFT by transformers and PEFT.
 
-    python -m benchmarks.real_model [--rows FOLDER] [--parts sft rl] [--seeds 0 1 2] [--folder F] [--out FILE.json]
+    python -m benchmarks.real_model [--rows FOLDER] [--parts sft rl episodes] [--seeds 0 1 2] [--folder F] [--out FILE.json]
 
 The model is SmolLM2-135M-Instruct (examples/real_model.py), in float32.
 
@@ -11,6 +11,9 @@ Transformers renders and tokenizes by itself. `in_peft`: the adapter that the ru
 rl: GRPO on capitals. An answer is right if it contains the name; the reward is the share of right answers, drawn at
 temperature 1, to questions on held-out countries. Each seed has two runs: a normal one, and one whose rewards are
 shuffled within their groups, which must not learn.
+
+episodes: the same questions in an environment: an answer that is not right is told so, and the policy has three tries,
+worth 1, 1/2 and 1/3.
 
 Finished parts and the stack are kept in the folder: a repeated call continues from there.
 """
@@ -35,6 +38,7 @@ from shared.jobs.packed import Plan
 from shared.storage.paths import RunKeys
 
 ROOT = Path(__file__).parents[1]
+_PARTS = ["sft", "rl", "episodes"]
 STEPS, BATCH, HELD_OUT, RATE = 20, 8, 64, 2e-4
 TARGETS = [name for name in LINEARS if name not in DELTA_NET]
 SFT_RUN = [
@@ -52,6 +56,17 @@ RL_RUN = [
 GRADER = StringCheckGrader(
     name="names the capital", operation="like", input="{{ sample.output_text }}", reference="{{ item.answer }}"
 )
+ENVIRONMENT = """
+class Environment:
+    def reset(self, item, seed):
+        self.answer, self.tries = item["answer"], 0
+
+    def step(self, answer):
+        self.tries += 1
+        if self.answer in answer["content"]:
+            return {"reward": 1 / self.tries, "done": True}
+        return {"observation": "No. Which city is it?", "reward": 0, "done": self.tries == 3}
+"""
 CAPITALS = """
 Afghanistan Kabul, Albania Tirana, Algeria Algiers, Argentina Buenos Aires, Armenia Yerevan, Australia Canberra,
 Austria Vienna, Azerbaijan Baku, Bangladesh Dhaka, Belgium Brussels, Bulgaria Sofia, Canada Ottawa, Chile Santiago,
@@ -70,7 +85,7 @@ Uganda Kampala, Ukraine Kyiv, Uruguay Montevideo, Venezuela Caracas, Vietnam Han
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k")
-    parser.add_argument("--parts", nargs="+", choices=["sft", "rl"], default=["sft", "rl"])
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of whatever computes")
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv" / "real_model_benchmark")
@@ -89,8 +104,13 @@ def main() -> None:
         runs = Runs((options.folder / "stack").resolve())
         if "sft" in options.parts:
             fine_tune(model, options.rows, options.folder.resolve(), options.threads, runs, parts)
+        write_capitals(folder := options.folder.resolve())
         if "rl" in options.parts:
-            reinforce(model, options.folder.resolve(), options.seeds, runs, parts)
+            reinforce("rl", ["--grader", GRADER.model_dump_json()], model, folder, options.seeds, runs, parts)
+        if "episodes" in options.parts:
+            (folder / "environment.py").write_text(ENVIRONMENT)
+            own = ["--environment", str(folder / "environment.py"), "--max-turns", "3"]
+            reinforce("episodes", own, model, folder, options.seeds, runs, parts)
     result = {"benchmark": "real_model", "threads": options.threads, **parts.done, **provenance()}
     tell(result, options.out)
 
@@ -244,26 +264,31 @@ class Reference:
         return torch.nn.functional.cross_entropy(logits_LV, ids_1L[0, -num_targets:], reduction="sum")
 
 
-def reinforce(model: Path, folder: Path, seeds: list[int], runs: Runs, parts: Parts) -> None:
-    """GRPO with true rewards and with shuffled ones, for each seed."""
-    write_capitals(folder)
+def reinforce(part: str, own: list[str], model: Path, folder: Path, seeds: list[int], runs: Runs, parts: Parts) -> None:
+    """GRPO with true rewards and with shuffled ones, for each seed. `own`: the part's options."""
     data = ["--prompts", str(folder / "capitals_train.jsonl"), "--eval-prompts", str(folder / "capitals_eval.jsonl")]
-    options = ["rl", "--model", str(model), *data, "--grader", GRADER.model_dump_json(), *RL_RUN]
+    options = ["rl", "--model", str(model), *data, *own, *RL_RUN]
     for seed in seeds:
         for shuffled in (False, True):
-            name = f"rl_seed_{seed}" + "_shuffled" * shuffled
+            name = f"{part}_seed_{seed}" + "_shuffled" * shuffled
             if name in parts.done:
                 continue
             run = runs.submit(name, *options, "--seed", str(seed), *["--shuffle-rewards"] * shuffled)
             metrics = [step["metrics"] for step in runs.cli("steps", run["run_id"])]
+            kept = min(_column(metrics, "episode_kept_share"), default=None)
             figures = {
                 "seed": seed,
                 "shuffled": shuffled,
-                "held_out": [round(each["eval_reward_mean"], 3) for each in metrics if "eval_reward_mean" in each],
-                "sampled": [round(each["reward_mean"], 3) for each in metrics if "reward_mean" in each],
+                "held_out": _column(metrics, "eval_reward_mean"),
+                "sampled": _column(metrics, "reward_mean"),
                 "probe": max(each.get("probe_difference_max", 0.0) for each in metrics),
+                **({"turns": turns, "kept": kept} if (turns := _column(metrics, "episode_turns_mean")) else {}),
             }
             parts.add(name, figures)
+
+
+def _column(metrics: list[dict[str, float]], name: str) -> list[float]:
+    return [round(each[name], 3) for each in metrics if name in each]
 
 
 def write_capitals(folder: Path) -> None:
