@@ -1,6 +1,6 @@
 """A real pretrained model, trained by SFT and RL on a stack; for comparison, SFT by transformers and PEFT.
 
-    python -m benchmarks.real_model [--rows FOLDER] [--parts sft rl episodes] [--seeds 0 1 2] [--folder F] [--out FILE.json]
+    python -m benchmarks.real_model [--rows FOLDER] [--parts sft rl episodes] [--seeds 0 1] [--folder F] [--out FILE]
 
 The model is SmolLM2-135M-Instruct (examples/real_model.py), in float32.
 

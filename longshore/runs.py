@@ -326,8 +326,10 @@ class RLRun(TrainedRun):
 
     @property
     def longest_answer(self) -> int:
-        """The most tokens that a policy samples for a trajectory."""
-        return self.rollouts.max_completion_tokens if self.rollouts else self.max_tokens
+        """The most tokens that a policy samples for a trajectory: of an episode less than the whole of it."""
+        if self.rollouts is None or self.rollouts.environment is not None:
+            return self.max_tokens
+        return self.rollouts.max_completion_tokens
 
     def samples_of(self, which: str) -> int:
         """Return the samples of a prompt in a train step, or else in an evaluation."""
@@ -419,15 +421,12 @@ class RLRun(TrainedRun):
 
 
 def _completion_tokens(given: dict[str, Any]) -> int:
-    """Return the most tokens of an answer: the limit of `rollouts`, else `max_tokens`. Fields are not validated yet."""
-    match given.get("rollouts"):
-        case None:
-            tokens = given.get("max_tokens", RLRun.model_fields["max_tokens"].default)
-        case Rollouts(max_completion_tokens=tokens):
-            pass
-        case rollouts:
-            default = Rollouts.model_fields["max_completion_tokens"].default
-            tokens = rollouts.get("max_completion_tokens", default) if isinstance(rollouts, dict) else default
+    """Return what `longest_answer` will be of fields that are not validated yet."""
+    tokens, rollouts = given.get("max_tokens", RLRun.model_fields["max_tokens"].default), given.get("rollouts")
+    if isinstance(rollouts, Rollouts):
+        rollouts = {name: getattr(rollouts, name) for name in ("environment", "max_completion_tokens")}
+    if isinstance(rollouts, dict) and rollouts.get("environment") is None:
+        tokens = rollouts.get("max_completion_tokens", Rollouts.model_fields["max_completion_tokens"].default)
     return tokens if isinstance(tokens, int) and tokens > 0 else 1  # else validating the field fails
 
 
