@@ -99,7 +99,7 @@ def _parsed(line: bytes, place: str) -> dict[str, JSON]:
     if not isinstance(value, dict):
         hint = ", not an array of them" if text.lstrip().startswith("[") else ""
         raise InvalidInput(f"a line holds one JSON object{hint}", place)
-    if line.count(b"{") + line.count(b"[") > MAX_DEPTH and _is_deep(value):
+    if line.count(b"{") + line.count(b"[") > MAX_DEPTH and is_deep(value):
         raise InvalidInput(f"the JSON is nested deeper than {MAX_DEPTH} levels", place)
     if b"\\ud" in line or b"\\uD" in line:
         try:
@@ -128,7 +128,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _is_deep(value: JSON) -> bool:
+def is_deep(value: JSON) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
         children = (child for item in level for child in (item.values() if isinstance(item, dict) else item))

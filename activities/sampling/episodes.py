@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from activities.formats.dataset import question_of
-from activities.formats.rows import Row, message_of
+from activities.formats.rows import Row, is_deep, message_of, messages_of
 from activities.heartbeats import in_parallel, on_thread
 from activities.host_context import HostContext, OnHost, Parts
 from activities.sampling.client import Completion, Sampler
@@ -120,7 +120,9 @@ class Said(Frozen):
     observation: str | tuple[dict[str, Any], ...] | None = None
     reward: float | None = Field(default=None, allow_inf_nan=False)
     done: bool = False
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,63}$")], float] = Field(
+        default_factory=dict, max_length=32
+    )
 
 
 class EnvironmentProcess:
@@ -186,10 +188,15 @@ class EnvironmentProcess:
         try:
             with _stepping:
                 told = json.loads(self._process.answer(json.dumps(question).encode()))
+            json.dumps(told, ensure_ascii=False).encode()
         except InvalidInput as error:
             raise StepLimit(error.message) from error
+        except UnicodeEncodeError as error:
+            raise BrokenEnvironment("a text holds half of a surrogate pair (\\ud800 to \\udfff)") from error
         except (ValueError, RecursionError) as error:
             raise BrokenEnvironment(_NOT_OURS) from error
+        if is_deep(told):
+            raise BrokenEnvironment("it returned what is nested too deep")
         match told:
             case {"said": said}:
                 return said
@@ -314,15 +321,22 @@ def _begun(
 
 
 def _observed(said: Said, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Return an observation as messages."""
-    if said.observation is None:
+    """Return an observation as messages. Raises BrokenEnvironment: they are none."""
+    if not said.observation:
         return []
+    messages: list[dict[str, Any]]
     if not isinstance(said.observation, str):
-        return list(said.observation)
-    if len(calls) != 1:
-        return [{"role": "user", "content": said.observation}]
-    [call] = calls
-    return [{"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": said.observation}]
+        messages = list(said.observation)
+    elif len(calls) != 1:
+        messages = [{"role": "user", "content": said.observation}]
+    else:
+        [call] = calls
+        named = {"tool_call_id": call.id, "name": call.function.name}
+        messages = [{"role": "tool", **named, "content": said.observation}]
+    try:
+        return messages_of(Row("observation", {"messages": messages}), "messages")
+    except InvalidInput as error:
+        raise BrokenEnvironment(f"it returned what it must not: {error}") from error
 
 
 class _Talk:
@@ -362,14 +376,13 @@ class _Talk:
         asked = {"content": self._messages[-1]["content"] or "", "tool_calls": [_call(call) for call in calls]}
         try:
             said = self._process.step(asked)
-        except StepLimit as error:
-            self._error = str(error)
+            self._messages += _observed(said, calls)
+        except StepLimit:
             return "step_limit"
         except BrokenEnvironment as error:
             return self._broke(str(error))
         self._rewards[-1] = said.reward
         self._metrics |= said.metrics
-        self._messages += _observed(said, calls)
         return "completed" if said.done else None
 
     def _answered(self, prompt: Prompt, completion: Completion) -> tuple[ToolCall, ...]:

@@ -394,7 +394,8 @@ def write_samples(
             num_samples += len(group.samples)
             num_cut_off += sum(sample.finish_reason == "length" for sample in group.samples)
             num_tokens += sum(sample.num_drawn for sample in group.samples)
-            courses += [sample.course for sample in group.samples if sample.course is not None]
+            played = (sample.course for sample in group.samples if sample.course is not None)
+            courses += [course.model_copy(update={"messages": ()}) for course in played]
     summary = SampledSummary(
         num_groups=num_groups,
         num_samples=num_samples,

@@ -201,8 +201,15 @@ MUTATIONS: dict[str, tuple[str, str, float | str]] = {
     "no message": (
         'return {"observation": [{"text": "x"}]}',
         "environment_broke",
-        "its observation cannot be written: messages: ",
+        "it returned what it must not: observation: messages[0]",
     ),
+    "half a character": ('return {"observation": "\\ud800", "done": True}', "environment_broke", "a text holds half"),
+    "a deep one": (
+        'return {"observation": [{"role": "user", "content": eval("[" * 150 + "]" * 150)}]}',
+        "environment_broke",
+        "it returned what is nested too deep",
+    ),
+    "a metric's name": ('return {"metrics": {"a b": 1}}', "environment_broke", "it returned what it must not: metrics"),
     "an object": ("return {1: object()}", "environment_broke", "TypeError: Object of type object is not JSON"),
     "a score that raises": ("return {}\n    def score(self): return [][0]", "environment_broke", "IndexError: list"),
 }
