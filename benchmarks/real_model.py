@@ -12,8 +12,8 @@ rl: GRPO on capitals. An answer is right if it contains the name; the reward is 
 temperature 1, to questions on held-out countries. Each seed has two runs: a normal one, and one whose rewards are
 shuffled within their groups, which must not learn.
 
-episodes: the same questions in an environment: an answer that is not right is told so, and the policy has three tries,
-worth 1, 1/2 and 1/3.
+episodes: the same questions in an environment. It says if an answer is wrong, and the policy has three tries, worth 1,
+1/2 and 1/3.
 
 Finished parts and the stack are kept in the folder: a repeated call continues from there.
 """

@@ -1,4 +1,4 @@
-"""Environments, in which a policy plays episodes of several turns: what a user writes, and how an episode ends."""
+"""Environments: a policy plays episodes of several turns in them. What users write, and how an episode ends."""
 
 import re
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args
@@ -41,9 +41,9 @@ class Environment(Protocol):
     """
 
     def reset(self, item: dict[str, Any], seed: int) -> Observation:
-        """Begin an episode for a row of the prompts. What it returns is put after the row's messages.
+        """Begin an episode for a row of the prompts. The observation is put after the row's messages.
 
-        All samples of a prompt have one seed, so that they begin alike.
+        All samples of a prompt have one seed, so that they begin in the same way.
         """
 
     def step(self, answer: Answer) -> Step: ...
@@ -82,7 +82,7 @@ END_REASONS: tuple[EndReason, ...] = get_args(EndReason)
 class Course(Frozen):
     """How an episode went. `messages`: those behind the row's, answers and observations.
 
-    `reward`: the sum of what the environment gave; None if it gave nothing, for the reason `error`. `turn_rewards`: the
+    `reward`: the sum of the environment's rewards; None if there are none, for the reason `error`. `turn_rewards`: the
     part of each answer; what `score` adds is the last one's. `num_kept`: later turns whose prompts begin with the ids
     that were drawn before.
     """

@@ -383,7 +383,7 @@ class DrawnSample(Frozen):
 class SampleText(Frozen):
     """One trajectory as text. `is_cut`: not all of it is shown.
 
-    `parts`: of one with several answers, its text in parts: those that were drawn, and what the policy was told between
+    `parts`: of one with several answers, its text in parts: the drawn ones, and the observations between
     them. `turn_rewards`: what each answer earned. `end`: why an episode ended.
     """
 

@@ -49,8 +49,8 @@ class _TooLong(BaseException):
 def run_environment(source: str, item: Any, seed: int, step_cpu_s: float) -> Iterator[dict[str, Any]]:
     """Play an episode: reset for a row, then a step for each answer that is asked for.
 
-    Yields `{"said": what the environment returned}`, or `{"failed": reason}`, after which nothing more is asked, with
-    `is_limit` if it took too much time or memory. A question is `["step", answer]` or `["score"]`; without a `score`
+    Yields `{"said": what the environment returned}`. Or yields `{"failed": reason}` and ends, with `is_limit` if the
+    environment took too much time or memory. A question is `["step", answer]` or `["score"]`; without a `score`
     the latter yields None.
 
     Args:

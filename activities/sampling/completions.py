@@ -153,7 +153,7 @@ def _epoch(num_prompts: int, seed: int, epoch: int) -> list[int]:
 def sample_seed(seed: int, *places: int) -> int:
     """Return the seed of a prompt's first sample, by its group's number, 62 bits. Sample j has this seed plus j.
 
-    A later turn of an episode has a seed of its own, by the numbers of group, sample and turn.
+    The seed of a later turn of an episode is by the numbers of group, sample and turn.
     """
     digest = hashlib.sha256(" ".join(["sample", str(seed), *map(str, places)]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)

@@ -1,9 +1,9 @@
 """Plays episodes: the policy and a user's environment take turns, until one of them ends it.
 
-What is trained is what was drawn, by token ids: a turn's prompt begins with the ids of the turns before, unless the
+The ids that were drawn are trained: a turn's prompt begins with the ids of the turns before, unless the
 chat template writes these in another way; then a further sequence begins. Each answer is in the store before the
 environment sees it. As the environment is a function of row, seed and answers, an attempt after a kill plays the same
-episode with these answers, and goes on with the same bits.
+episode with these answers, and continues with the same bits.
 """
 
 import json
@@ -126,7 +126,7 @@ class Said(Frozen):
 
 
 class EnvironmentProcess:
-    """The environment of one episode, in a process of its own in the sandbox. Close it."""
+    """The environment of one episode, in a separate process in the sandbox. Close it."""
 
     def __init__(
         self, environment: PythonEnvironment, item: dict[str, Any], seed: int, limits: GradingSettings
@@ -356,7 +356,7 @@ class _Talk:
         self._error: str | None = None
 
     def turn(self, number: int, seed: int) -> EndReason | None:
-        """Draw an answer, and let the environment take it. Returns why the episode ends with it; None if it goes on."""
+        """Draw an answer, and let the environment take it. Returns why the episode ends with it; None if it does not."""
         try:
             prompt = self._player.prompts.prompt(self._player.model, self._messages, self._tools, self._answers.get)
         except InvalidInput as error:

@@ -82,7 +82,7 @@ def turn_leave_one_out(earned: Sequence[Sequence[float]]) -> list[Rewards]:
     G_ik is what trajectory i earned from answer k on. The mean is over the others that have an answer k; if none has,
     over those of their last answers. Whatever the policy does in answer k or later, the baseline stays: the gradient's
     estimate has no bias, also if the policy chooses how many answers it gives. (A mean of each turn's own rewards taken
-    off these would have one: to go on would cost every later turn's mean.)
+    off these would have one: another turn would cost that turn's mean.)
     """
     to_go = [np.cumsum(np.asarray(one, dtype=np.float64)[::-1])[::-1] for one in earned]
 

@@ -523,7 +523,7 @@ class Scored:
 
     @property
     def earned(self) -> tuple[float, ...]:
-        """The reward of each answer; what no answer is said to have earned is the last one's."""
+        """The reward of each answer. The last one has the rest."""
         answers = [0.0] * max(1, sum(len(answers_of(one)) for one in self.sequences))
         given = list(self.turn_rewards or answers)
         given[-1] += self.reward - math.fsum(given)
