@@ -356,7 +356,7 @@ class _Talk:
         self._error: str | None = None
 
     def turn(self, number: int, seed: int) -> EndReason | None:
-        """Draw an answer, and let the environment take it. Returns why the episode ends with it; None if it does not."""
+        """Draw an answer, and let the environment take it. Returns why the episode ends with it, if it does."""
         try:
             prompt = self._player.prompts.prompt(self._player.model, self._messages, self._tools, self._answers.get)
         except InvalidInput as error:

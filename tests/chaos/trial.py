@@ -21,7 +21,6 @@ from typing import TypeVar
 
 import psutil
 
-from examples.tiny_model import make_tiny_model
 from longshore import Client, Conflict, Unreachable
 from longshore.dataset_runs import DatasetSource, DPORun, SFTRun
 from longshore.losses import PPO
@@ -30,7 +29,6 @@ from longshore.training import Full, Layout, Lora
 from longshore.views import RunView
 from service.dev import Connection, supervisor
 from tests.activities.groups import random_groups
-from tests.conftest import CORPUS
 from tests.end_to_end.conftest import LETTERS, QUICK
 from tests.end_to_end.stack import Stack, started
 from tests.end_to_end.victims import (
@@ -41,16 +39,30 @@ from tests.end_to_end.victims import (
     launcher,
     sampler,
     sampler_host,
+    sandboxes,
     signal_all,
     temporal_server,
     wandb_writer,
     web_service,
 )
+from tests.megatron_worker.rows import talking_model
 
 T = TypeVar("T")
 CLIENT_DRIVEN = "client-driven RL"
 _ASK_AGAIN_S = 0.3
 _SILENT_S = 20.0
+
+
+_COUNTS = """
+class Environment:
+    def reset(self, item, seed):
+        self.chance, self.num = seed % 5, 0
+
+    def step(self, answer):
+        self.num += 1
+        said = {"reward": 1 / (1 + abs(len(answer["content"]) - self.chance)), "done": self.num == 3}
+        return said | {"observation": f"That was {len(answer['content'])}."}
+"""
 
 
 def seven_kinds(model: Path, folder: Path, size: int = 1) -> dict[str, Run]:
@@ -69,8 +81,11 @@ def seven_kinds(model: Path, folder: Path, size: int = 1) -> dict[str, Run]:
         "max_completion_tokens": 16,
     }
 
-    def sampled(ahead: int) -> RLRun:
-        return RLRun.model_validate({**rl, "rollouts": {**rollouts, "off_policy_steps": ahead}, "loss": PPO()})
+    played = {"grader": None, "environment": {"source": _COUNTS, "max_turns": 3}, "max_completion_tokens": 48}
+
+    def sampled(ahead: int, max_tokens: int = 64, **more: object) -> RLRun:
+        own = {**rollouts, "off_policy_steps": ahead, **more}
+        return RLRun.model_validate({**rl, "rollouts": own, "loss": PPO(), "max_tokens": max_tokens})
 
     return {
         "LoRA on two ranks": SFTRun.model_validate({**sft, "trainable": lora, "layout": Layout(dp=2)}),
@@ -80,7 +95,7 @@ def seven_kinds(model: Path, folder: Path, size: int = 1) -> dict[str, Run]:
         ),
         "DPO": DPORun.model_validate({**common, "dataset": pairs, "trainable": lora, "steps": 6 * size}),
         "on-policy RL": sampled(0),
-        "off-policy RL": sampled(1),
+        "off-policy episodes": sampled(1, 320, **played),
         CLIENT_DRIVEN: RLRun.model_validate({**rl, "loss": PPO(), "mini_batches": 2}),
     }
 
@@ -173,7 +188,7 @@ def weights_sha256(view: RunView) -> str:
 
 KINDS: tuple[Victim, ...] = (
     *(web_service, temporal_server, control_host, gpu_host, sampler_host),
-    *(launcher, a_rank, sampler, wandb_writer),
+    *(launcher, a_rank, sampler, wandb_writer, sandboxes),
 )
 EVERYTHING = "everything at once"
 _SHARE_STOPPED = 0.2
@@ -284,7 +299,7 @@ class Trial:
         self._folder = folder
         self._patience_s = patience_s
         self._num_steps = 2 * size
-        self._runs = seven_kinds(make_tiny_model(folder / "model", CORPUS), folder, size)
+        self._runs = seven_kinds(talking_model(folder / "model"), folder, size)
         self._stack = Stack(folder / "stack", {})
         self._undisturbed: dict[str, str] = {}
         self.disturber = Disturber(self._stack, chance, most)

@@ -47,7 +47,6 @@ from tests.end_to_end.test_tinker import adapter_of, finished, hub_below, lines_
 from tests.end_to_end.victims import (
     Victim,
     a_rank,
-    command_of,
     control_host,
     gpu_host,
     halt,
@@ -56,6 +55,7 @@ from tests.end_to_end.victims import (
     ranks,
     sampler,
     sampler_host,
+    sandboxes,
     signal_all,
     temporal_server,
     web_service,
@@ -86,17 +86,6 @@ def writer(stack: Stack) -> list[psutil.Process]:
         for each in host.children(recursive=True)
         if any("/export" in path for path in _files(each))
     ]
-
-
-def sandboxes(stack: Stack) -> list[psutil.Process]:
-    """The processes in which sampler hosts run what users wrote."""
-    servers = [
-        each
-        for host in sampler_host(stack)
-        for each in host.children()
-        if "activities.sandbox.child" in " ".join(command_of(each))
-    ]
-    return [child for server in servers for child in server.children(recursive=True)]
 
 
 def _files(process: psutil.Process) -> list[str]:

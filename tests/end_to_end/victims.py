@@ -16,7 +16,7 @@ Victim = Callable[[Stack], list[psutil.Process]]
 
 def ranks(stack: Stack) -> list[psutil.Process]:
     """Ranks of workers that have a lease; of those that are kept warm where none has."""
-    found = [p for p in stack.processes("megatron_worker") if not {LAUNCHER, SAMPLER} & set(command_of(p))]
+    found = [p for p in stack.processes("megatron_worker") if not {LAUNCHER, SAMPLER} & set(_command(p))]
     return [p for p in found if _is_leased(p)] or found
 
 
@@ -46,6 +46,17 @@ def a_sampler(stack: Stack) -> list[psutil.Process]:
 
 def sampler_host(stack: Stack) -> list[psutil.Process]:
     return stack.processes("service.host", "--role sampler")
+
+
+def sandboxes(stack: Stack) -> list[psutil.Process]:
+    """The processes in which sampler hosts run what users wrote."""
+    servers = [
+        each
+        for host in sampler_host(stack)
+        for each in host.children()
+        if "activities.sandbox.child" in " ".join(_command(each))
+    ]
+    return [child for server in servers for child in server.children(recursive=True)]
 
 
 def control_host(stack: Stack) -> list[psutil.Process]:
@@ -87,11 +98,11 @@ def signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
 
 
 def _is_leased(rank: psutil.Process) -> bool:
-    command = command_of(rank)
+    command = _command(rank)
     return "--root" in command and any(Path(command[command.index("--root") + 1], "leases").glob("*.json"))
 
 
-def command_of(process: psutil.Process) -> list[str]:
+def _command(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:
