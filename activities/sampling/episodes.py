@@ -232,6 +232,7 @@ class Player:
     """Plays episodes with a policy that a sampler serves.
 
     Attributes:
+        writers: write conversations as prompts. An episode has one of them.
         name: the policy's in the sampler.
         model: whose tokenizer and chat template write the conversation.
         sources: how the prompts' rows are read, by the names of a mixture's sources.
@@ -239,7 +240,7 @@ class Player:
     """
 
     host: HostContext
-    prompts: ChatPrompts
+    writers: Sequence[ChatPrompts]
     sampler: Sampler
     name: str
     model: Artifact
@@ -280,7 +281,7 @@ class Player:
         process = EnvironmentProcess(environment, prompt.item, seed, self.host.settings.grading)
         number = (group * self.how.group_size + member) * environment.max_turns
         with closing(process):
-            talk = _Talk(self, process, prompt)
+            talk = _Talk(self, self.writers[(group + member) % len(self.writers)], process, prompt)
             for turn in range(environment.max_turns):
                 draws = seed + member if not turn else sample_seed(self.how.seed, group, member, turn)
                 if (end := talk.turn(number + turn, draws)) is not None:
@@ -342,9 +343,9 @@ def _observed(said: Said, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 class _Talk:
     """An episode that is played: its conversation, its answers, and what the environment gave for them."""
 
-    def __init__(self, player: Player, process: EnvironmentProcess, prompt: PromptRow) -> None:
+    def __init__(self, player: Player, writer: ChatPrompts, process: EnvironmentProcess, prompt: PromptRow) -> None:
         """Begin. Raises InvalidInput: the environment does not begin."""
-        self._player, self._process, self._place = player, process, prompt.place
+        self._player, self._writer, self._process, self._place = player, writer, process, prompt.place
         asked, observed, self._tools = _begun(player.sources[prompt.source], process, prompt)
         self._messages, self._num_asked = [*asked, *observed], len(asked)
         self._completions: list[Completion] = []
@@ -358,7 +359,7 @@ class _Talk:
     def turn(self, number: int, seed: int) -> EndReason | None:
         """Draw an answer, and let the environment take it. Returns why the episode ends with it, if it does."""
         try:
-            prompt = self._player.prompts.prompt(self._player.model, self._messages, self._tools, self._answers.get)
+            prompt = self._writer.prompt(self._player.model, self._messages, self._tools, self._answers.get)
         except InvalidInput as error:
             if not self._turns:
                 raise InvalidInput(error.message, self._place) from error

@@ -2,8 +2,9 @@
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -56,6 +57,7 @@ from shared.storage.store import ObjectStore
 _VERSION = "sample-1"  # raise it when the same request would give other samples
 _SAMPLES_UNDER_WAY = 256  # vLLM's own default of sequences at a time; ours has fewer slots, and lets the rest wait
 _MAX_THREADS, _MIN_THREADS = 64, 2
+_WRITERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # of episodes' prompts; each writes one at a time
 _log = logging.getLogger(__name__)
 
 SUMMARY = "summary.json"
@@ -279,14 +281,15 @@ class SamplerActivities:
         how = request.model_copy(update={"sampling": stopping_at(request.sampling, stops)})
         with (
             self._samplers.serving(request.place, request.run_id, request, self._host) as (opened, served),
-            closing(ChatPrompts(self._host)) as rendering,
+            ExitStack() as stack,
         ):
             play: Callable[[int, int, PromptRow], SampledGroup] = partial(draw_group, opened.client, served.name, how)
             if (plan := request.episodes) is not None:
                 sources = sources_of(self._host.stage(request.prompts), plan.source)
                 turns = _turns(self._host.store, request)
                 who = opened.client, served.name, request.model
-                play = Player(self._host, rendering, *who, how, plan, sources, turns, turns.known()).group
+                writers = [stack.enter_context(closing(ChatPrompts(self._host))) for _ in range(_WRITERS)]
+                play = Player(self._host, writers, *who, how, plan, sources, turns, turns.known()).group
 
             def draw(asked: tuple[int, int, PromptRow]) -> None:
                 group = play(*asked)
