@@ -235,13 +235,16 @@ def test_each_end_has_a_name_and_a_reward_or_a_reason(name: str, talker: Place, 
 def test_a_group_with_an_environment_that_broke_is_left_out_whole(talker: Place, tmp_path: Path) -> None:
     """One of its samples may break it more often than others: the rest would compare with the wrong mean."""
     settings = settings_of(tmp_path, talker)
-    breaks = STEP.replace("BODY", 'raise ValueError("late") if len(answer["content"]) % 2 else None')
+    odd = 'if len(answer["content"]) % 2: raise ValueError("late")'
+    breaks = STEP.replace("BODY", f'{odd}\n        return {{"done": True}}')
     breaks = breaks.replace('"observation"', '"done": self.seed % 3 == 0, "observation"')
     breaks = breaks.replace("self.num = 0", "self.num, self.seed = 0, seed")
     found = played(settings, talker, breaks)
     samples = groups_in(settings, found)
     broken = [any(one.course and one.course.end == "environment_broke" for one in group.samples) for group in samples]
     assert 0 < sum(broken) < NUM
+    partly = [any(one.course and one.course.reward is not None for one in group.samples) for group in samples]
+    assert any(one and other for one, other in zip(broken, partly, strict=True)), "each sample of them broke"
     made, groups = grouped(settings, found, max_ungraded_fraction=1)
     assert made.num_failed == sum(broken) == made.metrics["failed_groups"]
     assert len(groups) == NUM - sum(broken) and made.num_ungraded == GROUP_SIZE * sum(broken)
