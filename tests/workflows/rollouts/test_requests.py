@@ -9,6 +9,7 @@ from temporalio.api.enums.v1 import EventType
 from activities.grading.grade import GradeSummary
 from activities.sampling.sample import Sampled
 from activities.tokenizing.render_prompts import Prompts
+from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact, Fence
 from longshore.runs import RLRun
 from shared.models.shape import ModelShape
@@ -83,7 +84,8 @@ def test_steps_are_drawn_from_the_tokens_that_a_run_leaves_and_held_out_prompts_
     data = RolloutData(prompts=stored, num_steps=4, probe=(1, 2))
     asked = step_samples(start, stored, data, [policy], 1, place).sampling
     assert (asked.top_p, asked.top_k, asked.temperature) == (0.8, 20, 1.0)
-    asked = held_out_samples(start, stored, stored, [policy], policy, place).sampling
+    held_out = DatasetSource(uri="/held-out")
+    asked = held_out_samples(start, stored, stored, [policy], policy, place, held_out).sampling
     assert (asked.top_p, asked.top_k, asked.temperature) == (1.0, -1, 0.0)
 
 
