@@ -208,7 +208,7 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tupl
         ):
             type_ = next(each for each in get_args(type_) if each is not NoneType)
         variants = [each for each in get_args(type_) if "kind" in getattr(each, "model_fields", {})]
-        if name in ("kind", "schema_version", "head") or (name == "too_long" and len(get_args(type_)) == 1):
+        if name in ("kind", "type", "schema_version", "head") or (name == "too_long" and len(get_args(type_)) == 1):
             continue
         if name in ("grader", "teachers", "eval_datasets", "sets") or (*path, name) == ("critic", "trainable"):
             continue
@@ -241,8 +241,8 @@ def _given_on_the_command_line(kind: str, arguments: list[str]) -> dict[str, Any
     return asked[0]
 
 
-def _as_arguments(kind: str, place: tuple[str, ...], value: Any) -> list[str] | None:
-    """Write a value as a user would; None where leaving the option out says it."""
+def _as_arguments(kind: str, place: tuple[str, ...], value: Any, folder: Path) -> list[str] | None:
+    """Write a value as a user would, in a file of the folder if need be; None where leaving the option out says it."""
     options = options_of(run_model(kind))
     found = [
         option
@@ -275,6 +275,9 @@ def _as_arguments(kind: str, place: tuple[str, ...], value: Any) -> list[str] | 
         return [flag if value else f"--no-{option.flag}"]
     if option.form == "json":
         return [flag, json.dumps(value)]
+    if option.form == "file":
+        (folder / "file").write_text(value)
+        return [flag, str(folder / "file")]
     if option.form == "names":
         return [flag, ",".join(value)]
     if isinstance(value, list):
@@ -283,11 +286,11 @@ def _as_arguments(kind: str, place: tuple[str, ...], value: Any) -> list[str] | 
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "distill", "reward", "rl"])
-def test_whatever_the_api_takes_can_be_given_on_the_command_line(kind: str) -> None:
+def test_whatever_the_api_takes_can_be_given_on_the_command_line(kind: str, tmp_path: Path) -> None:
     """Every place of a request with every kind of value: what options make of it is what JSON would."""
     seen = 0
     for place, value, field in _leaves(run_model(kind)):
-        arguments = _as_arguments(kind, place, value)
+        arguments = _as_arguments(kind, place, value, tmp_path)
         if arguments is None:
             continue
         needed = {f"--{option.flag}" for option in options_of(run_model(kind)) if option.is_required} - set(arguments)
