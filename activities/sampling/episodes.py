@@ -6,11 +6,13 @@ environment sees it. As the environment is a function of row, seed and answers, 
 episode with these answers, and continues with the same bits.
 """
 
+import hashlib
 import json
 import logging
 import math
 import os
 import threading
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -42,7 +44,7 @@ from longshore.environments import END_REASONS, Course, EndReason, PythonEnviron
 from longshore.fields import Artifact, Frozen
 from shared.chat.completions import DrawnBy
 from shared.chat.messages import ChatAnswer, ToolCall
-from shared.chat.trajectories import AnswerRecord, DrawnChoice, DrawnSequence, DrawnTurn, sequences_of_turns
+from shared.chat.trajectories import AnswerRecord, DrawnChoice, DrawnSequence, DrawnTurn, add_turn
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 from shared.settings import GradingSettings
@@ -54,7 +56,8 @@ _stepping = threading.BoundedSemaphore(max(2, os.cpu_count() or 1))
 """Held by a step. It cannot wait for anything but a processor."""
 _NOT_OURS = "its process answers what ours do not"
 _TRIES = 3  # of an environment whose process is killed from outside
-_TURN: TypeAdapter[tuple[tuple[int, ...], Completion]] = TypeAdapter(tuple[tuple[int, ...], Completion])
+_TURN: TypeAdapter[tuple[str, Completion]] = TypeAdapter(tuple[str, Completion])
+_MOST = 1e9  # so that no sum overflows
 _log = logging.getLogger(__name__)
 
 
@@ -118,7 +121,7 @@ class Said(Frozen):
     """What a step returned."""
 
     observation: str | tuple[dict[str, Any], ...] | None = None
-    reward: float | None = Field(default=None, allow_inf_nan=False)
+    reward: float | None = Field(default=None, ge=-_MOST, le=_MOST)
     done: bool = False
     metrics: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,63}$")], float] = Field(
         default_factory=dict, max_length=32
@@ -290,9 +293,10 @@ class Player:
 
     def drawn(self, number: int, prompt_ids: tuple[int, ...], max_tokens: int, seed: int, place: str) -> Completion:
         """Return the answer of a turn: the one that is in the store, or a new one, which is put there first."""
+        asked = hashlib.sha256(array("Q", prompt_ids)).hexdigest()
         if number in self.known:
-            asked, completion = _TURN.validate_json(self.turns.get(number))
-            if asked == prompt_ids:
+            before, completion = _TURN.validate_json(self.turns.get(number))
+            if before == asked:
                 return completion
             _log.warning("%s: the environment says something else than before; the turn is drawn again", place)
         routes, sampling = self.how.routes, self.how.sampling
@@ -302,7 +306,7 @@ class Player:
             [completion] = self.sampler.sample(self.name, prompt_ids, sampling, 1, seed, route_bytes)
         except InvalidInput as error:
             raise refusal(self.sampler, self.name, error, place) from error
-        self.turns.keep(number, _TURN.dump_json((prompt_ids, completion)))
+        self.turns.keep(number, _TURN.dump_json((asked, completion)))
         return completion
 
 
@@ -348,9 +352,9 @@ class _Talk:
         self._player, self._writer, self._process, self._place = player, writer, process, prompt.place
         asked, observed, self._tools = _begun(player.sources[prompt.source], process, prompt)
         self._messages, self._num_asked = [*asked, *observed], len(asked)
-        self._completions: list[Completion] = []
-        self._turns: list[DrawnTurn] = []
-        self._answers: dict[str, AnswerRecord] = {}
+        self._sequences: list[DrawnSequence] = []
+        self._last: tuple[str, AnswerRecord] | None = None  # the last answer, by the conversation that it ends
+        self._text, self._drawn_by = "", dict[DrawnBy, None]()
         self._rewards: list[float | None] = []
         self._metrics: dict[str, float] = {}
         self._num_kept = 0
@@ -359,14 +363,14 @@ class _Talk:
     def turn(self, number: int, seed: int) -> EndReason | None:
         """Draw an answer, and let the environment take it. Returns why the episode ends with it, if it does."""
         try:
-            prompt = self._writer.prompt(self._player.model, self._messages, self._tools, self._answers.get)
+            prompt = self._writer.prompt(self._player.model, self._messages, self._tools, self._earlier)
         except InvalidInput as error:
-            if not self._turns:
+            if not self._rewards:
                 raise InvalidInput(error.message, self._place) from error
             return self._broke(f"its observation cannot be written: {error}")
         room, most = self._player.plan.max_tokens - len(prompt.ids), self._player.how.sampling.max_tokens
         if room < 1:
-            if not self._turns:
+            if not self._rewards:
                 rule = f"the first turn's {len(prompt.ids)} tokens leave no room for an answer within max_tokens"
                 raise InvalidInput(f"{rule} ({self._place})", _PLACE)
             return "context_limit"
@@ -386,21 +390,26 @@ class _Talk:
         self._metrics |= said.metrics
         return "completed" if said.done else None
 
+    def _earlier(self, conversation: str) -> AnswerRecord | None:
+        return self._last[1] if self._last is not None and self._last[0] == conversation else None
+
     def _answered(self, prompt: Prompt, completion: Completion) -> tuple[ToolCall, ...]:
         """Put an answer behind the conversation. Returns its calls."""
-        player, routes = self._player, b""
+        player, routes, version = self._player, b"", self._player.how.policy_version
         if (shape := player.how.routes) is not None:
             num_tokens = len(prompt.ids) + len(completion.token_ids) - 1
             routes = read_answer(completion.routed_experts, num_tokens, shape, self._place)
-        sample = sample_of(completion, self._place, player.how.policy_version)
-        logprobs, versions = completion.logprobs, sample.policy_versions
-        self._completions.append(completion)
-        self._turns.append(
-            DrawnTurn(prompt.ids, completion.token_ids, logprobs, sample.finish_reason, versions, routes)
+        sample, logprobs = sample_of(completion, self._place, version), completion.logprobs
+        versions = sample.policy_versions or (version,) * len(completion.token_ids)
+        turn = DrawnTurn(prompt.ids, completion.token_ids, logprobs, sample.finish_reason, versions, routes)
+        add_turn(self._sequences, len(self._rewards), turn)
+        self._text = completion.text
+        self._drawn_by |= dict.fromkeys(
+            one if one.policy_version is not None else one.of_version(version) for one in completion.drawn_by
         )
         self._rewards.append(None)
         self._num_kept += prompt.continues
-        text, calls = told_calls(completion.text, str(len(self._turns))) if self._tools else (completion.text, ())
+        text, calls = told_calls(completion.text, str(len(self._rewards))) if self._tools else (completion.text, ())
         answer = ChatAnswer(content=None if calls and not text else text, tool_calls=calls or None)
         choice = DrawnChoice(
             content=answer.content,
@@ -409,9 +418,8 @@ class _Talk:
             logprobs=logprobs,
             finish_reason=sample.finish_reason,
         )
-        self._answers[prompt.conversation(answer)] = AnswerRecord(
-            answer_id="", model_sha256=player.model.sha256, prompt_ids=prompt.ids, choices=(choice,)
-        )
+        record = AnswerRecord(answer_id="", model_sha256=player.model.sha256, prompt_ids=prompt.ids, choices=(choice,))
+        self._last = prompt.conversation(answer), record
         told = answer.model_dump(mode="json", exclude_none=True)
         self._messages.append(message_of(Row(self._place, {}), "answer", {"content": "", **told}))
         return calls
@@ -434,8 +442,7 @@ class _Talk:
             error = "the environment ended the episode without any reward: give one in step, or define score"
         turn_rewards = [value or 0.0 for value in self._rewards]
         turn_rewards[-1] += score or 0.0
-        sequences = sequences_of_turns(self._turns)
-        order = [number for one in sequences for number in one.turns]
+        order = [number for one in self._sequences for number in one.turns]
         course = Course(
             end=end,
             messages=tuple(self._messages[self._num_asked :]),
@@ -445,9 +452,9 @@ class _Talk:
             metrics=self._metrics,
             num_kept=self._num_kept,
         )
-        return self._played(sequences, course)
+        return self._played(course)
 
-    def _played(self, sequences: Sequence[DrawnSequence], course: Course) -> _Played:
+    def _played(self, course: Course) -> _Played:
         version = self._player.how.policy_version
         shape = self._player.how.routes
         item_bytes = 0 if shape is None else shape.dtype.itemsize
@@ -463,7 +470,7 @@ class _Talk:
                 "routes": one.routes[num_prompt * item_bytes :],
             }
 
-        first, *rest = sequences
+        first, *rest = self._sequences
         branches = tuple(
             Branch(
                 prompt_ids=tuple(one.ids[: _num_prompt(one)]),
@@ -472,12 +479,11 @@ class _Talk:
             )
             for one in rest
         )
-        weights = (each for completion in self._completions for each in completion.drawn_by)
         return _Played(
             prompt_ids=tuple(first.ids[: _num_prompt(first)]),
             prompt_routes=first.routes[: _num_prompt(first) * item_bytes],
-            sample=Sample(text=self._completions[-1].text, branches=branches, course=course, **tokens(first)),
-            drawn_by=tuple(one if one.policy_version is not None else one.of_version(version) for one in weights),
+            sample=Sample(text=self._text, branches=branches, course=course, **tokens(first)),
+            drawn_by=tuple(self._drawn_by),
         )
 
 

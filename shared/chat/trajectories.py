@@ -201,14 +201,19 @@ class DrawnSequence:
         self.routes += turn.routes[len(self.routes) :]  # what was drawn keeps the experts that it was drawn with
 
 
+def add_turn(sequences: list[DrawnSequence], number: int, turn: DrawnTurn) -> None:
+    """Extend the longest sequence that begins the answer's prompt; without one begin another."""
+    begun = [one for one in sequences if one.is_begun_by(turn)]
+    if not begun:
+        sequences.append(DrawnSequence())
+    max(begun or sequences[-1:], key=lambda one: len(one.ids)).extend(number, turn)
+
+
 def sequences_of_turns(turns: Iterable[DrawnTurn]) -> list[DrawnSequence]:
-    """Put answers into as few sequences as there can be: an answer extends the longest one that begins its prompt."""
+    """Put answers into as few sequences as there can be."""
     sequences: list[DrawnSequence] = []
     for number, turn in enumerate(turns):
-        begun = [one for one in sequences if one.is_begun_by(turn)]
-        if not begun:
-            sequences.append(DrawnSequence())
-        max(begun or sequences[-1:], key=lambda one: len(one.ids)).extend(number, turn)
+        add_turn(sequences, number, turn)
     return sequences
 
 

@@ -196,6 +196,7 @@ MUTATIONS: dict[str, tuple[str, str, float | str]] = {
         "ValueError: Out of range float values are not JSON compliant",
     ),
     "a word": ('return {"reward": "high"}', "environment_broke", "it returned what it must not: reward: "),
+    "beyond all": ('return {"reward": 1e300}', "environment_broke", "it returned what it must not: reward: "),
     "another name": ('return {"rewards": 1}', "environment_broke", "it returned what it must not: rewards: "),
     "no dict": ("return 1", "environment_broke", "step returned a int, and not a dict"),
     "no message": (
