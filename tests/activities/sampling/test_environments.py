@@ -304,9 +304,18 @@ CALL = '<tool_call>\n{"name": "count", "arguments": {"of": "%s"}}\n</tool_call>'
 
 
 def scripted(
-    talker: Place, root: Path, said: list[str], source: str, row: dict[str, Any], model: Artifact | None = None
+    talker: Place,
+    root: Path,
+    said: list[str],
+    source: str,
+    row: dict[str, Any],
+    model: Artifact | None = None,
+    newer_from: int | None = None,
 ) -> tuple[Settings, Sampled]:
-    """Play an episode in which the model says what is written, and not what it would draw."""
+    """Play an episode in which the model says what is written, and not what it would draw.
+
+    `newer_from`: the turn from which on the sampler says that version 4 draws, and not the request's 3.
+    """
     tokenizer = open_model(Path(talker.model.uri.removeprefix("file://")))
 
     def script(asked: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
@@ -314,6 +323,8 @@ def scripted(
         ids = tokenizer.tokens_of(said[turn] + "<|im_end|>")
         logprobs = {"tokens": [""] * len(ids), "token_logprobs": [-1.0] * len(ids)}
         own = {"text": said[turn], "token_ids": ids, "finish_reason": "stop", "logprobs": logprobs}
+        if newer_from is not None and turn >= newer_from:
+            own["policy_versions"] = [4] * len(ids)
         return answer | {"choices": [answer["choices"][0] | own]}
 
     (root / "rows").mkdir(parents=True)
@@ -400,6 +411,16 @@ def test_a_template_that_forgets_thoughts_makes_branches_and_each_token_is_train
         == 2 * sum(len(tokenizer.tokens_of(f"{text}<|im_end|>")) for text in said)
     )
     assert result.metrics["reward_mean"] == 6
+
+
+def test_each_id_has_the_version_that_drew_it(talker: Place, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "Count."}]}
+    settings, found = scripted(talker, tmp_path, ["one", "two", "three"], ASKS, row, newer_from=1)
+    _, [group] = grouped(settings, found)
+    ends = len(open_model(Path(talker.model.uri.removeprefix("file://"))).tokens_of("one<|im_end|>"))
+    for one in group.trajectories:
+        assert one.policy_versions is not None and one.policy_version == 3
+        assert one.token_versions == [3] * ends + [4] * (sum(one.sampled) - ends)
 
 
 def test_an_environment_that_does_not_begin_is_refused_before_anything_is_drawn(talker: Place, tmp_path: Path) -> None:
