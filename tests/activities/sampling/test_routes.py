@@ -12,6 +12,7 @@ import pytest
 from activities.host_context import HostContext
 from activities.sampling.completions import (
     ROUTES,
+    Branch,
     RoutesFile,
     RoutesWriter,
     Sample,
@@ -23,6 +24,7 @@ from activities.sampling.completions import (
 from activities.trajectories.group_samples import GROUPS, GroupSamples, GroupSamplesRequest
 from activities.trajectories.pack_trajectories import GroupsRequest, PackedGroups, PackTrajectories
 from longshore.views import StepStatus
+from shared.chat.trajectories import DrawnTurn, sequences_of_turns
 from shared.errors import InvalidInput
 from shared.jobs.packed import RouteShape, Units
 from shared.settings import DownloadSettings, Settings
@@ -296,3 +298,50 @@ def test_a_clients_trajectories_bring_none(settings: Settings, tmp_path: Path) -
     with units_of(settings, plain) as units:
         assert units.header.routes is None and "route" not in units.columns
         assert units.read_bin(np.arange(1)).route_TLK is None
+
+
+# Episodes: what was drawn keeps its experts, and an observation has those of the turn that read it.
+
+
+def test_an_episode_has_the_experts_that_drew_each_answer_and_a_branch_has_its_own(tmp_path: Path) -> None:
+    first, second, branch = routes(4, 1), routes(8, 2), routes(4, 3)  # of all ids of prompt and answer but the last
+    turns = [
+        DrawnTurn((1, 2, 3), (4, 5), (-1.0,) * 2, "stop", (3, 3), first.astype(SHAPE.dtype.base).tobytes()),
+        DrawnTurn(
+            (1, 2, 3, 4, 5, 6, 7), (8, 9), (-1.0,) * 2, "stop", (3, 3), second.astype(SHAPE.dtype.base).tobytes()
+        ),
+        DrawnTurn((1, 9, 9), (4, 5), (-1.0,) * 2, "stop", (3, 3), branch.astype(SHAPE.dtype.base).tobytes()),
+    ]
+    whole, other = sequences_of_turns(turns)
+    item = SHAPE.dtype.itemsize
+    tail = {"finish_reason": "stop", "routes": other.routes[3 * item :]}
+    own = {"prompt_ids": (1, 9, 9), "prompt_routes": other.routes[: 3 * item], "token_ids": (4, 5)}
+    sample = Sample(
+        token_ids=tuple(whole.ids[3:]),
+        logprobs=tuple(whole.logprobs[3:]),
+        text="",
+        finish_reason="stop",
+        routes=whole.routes[3 * item :],
+        branches=(Branch(logprobs=(-1.0, -1.0), **own, **tail),),
+    )
+    group = SampledGroup(
+        group=0,
+        row=0,
+        place="p",
+        prompt_ids=(1, 2, 3),
+        policy_version=3,
+        samples=(sample,),
+        prompt_routes=whole.routes[: 3 * item],
+    )
+    with RoutesWriter(tmp_path) as writer:
+        [written] = writer.without_bytes(group).samples
+    read = RoutesFile([tmp_path], SHAPE)
+    found = read.of_sequence(whole.ids, 3, (0, written.block))
+    # Answers 4 5 and 8 9; the last id of an answer is computed with what comes behind it.
+    expected = np.concatenate([first, second[4:], second[-1:]])
+    assert (found == expected).all()
+    [place] = written.branches
+    found = read.of_sequence([1, 9, 9, 4, 5], 3, (place.prompt_block, place.block))
+    assert (found == np.concatenate([branch, branch[-1:]])).all()
+    with pytest.raises(InvalidInput, match="those of another sequence"):
+        read.of_sequence([1, 9, 9, 4, 6, 7], 3, (place.prompt_block, place.block))
