@@ -160,13 +160,15 @@ class Estimates:
         rollouts = run.rollouts
         if rollouts is None:
             raise InvalidInput("a run that a client sends groups to is as long as the client makes it", "rollouts")
+        if rollouts.steps == 0:
+            raise InvalidInput("nothing is trained in a run without steps", "rollouts.steps")
         per_step = rollouts.prompts_per_step
         cut = Cut(seed=run.seed, epochs=rollouts.epochs, steps=rollouts.steps, batch_size=per_step)
         longest = run.max_tokens - rollouts.max_completion_tokens
         read = {"max_tokens": longest, "max_lost_fraction": rollouts.max_lost_fraction, "are_prompts": True}
         found = await self._counted(tenant, run.model, rollouts.prompts, cut, read)
         samples = found.steps * per_step * rollouts.group_size if found.examples else 0
-        most = found.tokens + samples * rollouts.max_completion_tokens
+        most = found.tokens + samples * run.longest_answer  # of an episode all that fits, with its observations
         return found.model_copy(update={"samples": samples, "tokens": most, "is_exact": False})
 
     async def _counted(self, tenant: str, model: str, dataset: Dataset, cut: Cut, read: dict[str, Any]) -> Estimate:
