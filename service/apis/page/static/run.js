@@ -58,7 +58,7 @@ const Notices = ({ run }) => html`
   ${(run.notices ?? []).map((notice) => html`<p class="notice">${notice}</p>`)}`;
 
 function Summary({ run, place, owners, evaluated }) {
-  const eta = etaSeconds(run), isOver = isRunning(run) && run.step === run.num_steps;
+  const eta = etaSeconds(run), isOver = isRunning(run) && run.num_steps > 0 && run.step === run.num_steps;
   const none = isRunning(run) ? "no step yet" : "no step completed";
   const done = run.num_steps ? `step ${number(run.step)} of ${number(run.num_steps)}`
     : run.step ? `step ${number(run.step)}` : none;
