@@ -1,5 +1,6 @@
 """Episodes of a user's environment on the real system: played without training, trained, and shown."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,14 @@ def test_an_environment_that_never_works_ends_the_run_with_the_line(
     broken.write_text(COUNTS.replace('item["word"]', 'item["work"]'))
     refused = stack.cli("rollout", *options, "--json", check=False).json
     assert "reset: KeyError: 'work' (line 4)" in str(refused)
+
+
+def test_the_environment_of_the_documentation_is_played(stack: Stack, played: list[str], tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    [source] = re.findall(r"```python\n(class Environment:.*?)```", page, re.S)
+    (tmp_path / "capitals.py").write_text(source)
+    rows = jsonl(tmp_path / "rows.jsonl", [{"prompt": f"Which city is {n}?", "capital": "e"} for n in range(4)])
+    mine = {"--prompts": str(rows), "--environment": str(tmp_path / "capitals.py")}
+    options = [mine.get(before, each) for before, each in zip(["", *played], played, strict=False)]
+    metrics = stack.cli("rollout", *options, "-n", "4", "--json").json["metrics"]
+    assert metrics["eval_ungraded"] == 0 and metrics["eval_samples"] == 16 and metrics["eval_reward_mean"] >= 0

@@ -27,6 +27,8 @@ COMMANDS = "longshore|curl|export|pip|make|python|git|helm|cp|torchrun|import|fr
 # By page and the beginning of the snippet's first line.
 NOT_RUN = {
     "docs/agents.md: from longshore": "tests/end_to_end/test_episodes.py trains agents so",
+    "docs/agents.md: class Environment": "tests/end_to_end/test_environments.py plays it",
+    "docs/agents.md: longshore submit rl": "tests/end_to_end/test_environments.py trains so",
     "docs/backup.md: sqlite3": "tests/service/test_backup.py saves and restores both databases as this page says",
     "CONTRIBUTING.md: git clone": "the repository has no public address yet; `make setup` made this environment",
     "CONTRIBUTING.md: make check": "this is run by them",
