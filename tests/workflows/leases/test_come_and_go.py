@@ -251,12 +251,6 @@ async def _has_ended(handle: WorkflowHandle) -> bool:
 BREAKS = [sys.executable, "-c", "raise SystemExit('device-side assert triggered')"]
 
 
-def hosts_of(stack: Stack, run_id: str) -> list[str]:
-    """The hosts that leased a worker to a run, in order."""
-    leases = [stack.store.get_bytes(info.key) for info in stack.store.list(f"{RunKeys(run_id).leases}/")]
-    return [LeaseRecord.model_validate_json(lease).host_queue for lease in leases]
-
-
 async def test_a_run_whose_worker_was_lost_at_its_start_goes_to_another_host(
     temporal_address: str, tmp_path: Path
 ) -> None:
@@ -268,7 +262,7 @@ async def test_a_run_whose_worker_was_lost_at_its_start_goes_to_another_host(
         for handle in handles:
             status = await handle.result()
             assert status.state == "succeeded"
-            assert hosts_of(stack, handle.id) in ([broken, good], [good]), "never twice"
+            assert leases(stack, handle.id) in ([broken, good], [good]), "never twice"
         assert read_fast_bf16(stack.store, stack.settings.shape) is is_bf16_fast(), "as they said when they came"
 
 
@@ -283,9 +277,9 @@ async def test_forty_runs_succeed_beside_two_broken_hosts(temporal_address: str,
             names[await stack.add_gpu_host(command=command, check=check, root=tmp_path / name)] = name
         handles = [await stack.start(steps=5, seed=seed) for seed in range(40)]
         ended = [await handle.result() for handle in handles]
-        leases = Counter(names[queue] for handle in handles for queue in hosts_of(stack, handle.id))
+        counts = Counter(names[queue] for handle in handles for queue in leases(stack, handle.id))
         assert [status.state for status in ended] == ["succeeded"] * 40
-        assert leases["lacks"] <= 1, leases
+        assert counts["lacks"] <= 1, counts
         assert any(state.lacks for state in read_states(stack.store, stack.settings.shape))
 
 
