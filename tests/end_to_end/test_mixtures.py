@@ -66,8 +66,3 @@ def test_a_source_without_a_row_that_can_be_trained_is_named(stack: Stack, tiny_
     assert (
         "empty.jsonl" in ended.problem.message and "none of the 8 rows has a token to train on" in ended.problem.message
     )
-    body = json.dumps({"kind": "sft", **fields, "trainable": {"kind": "lora"}, "dataset": good.as_uri()})
-    twice = body[:-1] + ', "eval_datasets": {"a": "file:///x", "a": "file:///y"}}'
-    with stack.http("/api/v1") as http:
-        answer = http.post("/runs", content=twice.encode(), headers={"content-type": "application/json"})
-    assert answer.status_code == 422 and "two evaluations have one name" in answer.text, answer.text

@@ -173,10 +173,3 @@ def test_labels_of_turns_are_learned_at_the_tokens_that_end_them(stack, tiny_mod
             value_T = model(torch.tensor([ids])).logits[0, :, 0]
         errors += [(float(value_T[end]) - label) ** 2 for end, label in zip(ends[1::2], each["labels"], strict=True)]
     assert after["loss"] == pytest.approx(sum(errors) / len(errors), rel=1e-3)
-
-
-def test_rows_of_another_kind_are_refused_by_name(stack, tiny_model, tmp_path) -> None:
-    for name in ("rows", "rows-held-out"):
-        jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "a", "completion": "b"}])
-    refused = submit(stack, tiny_model, tmp_path, "rows", "--objective", "squared_error", check=False)
-    assert_refused(refused, "no field 'score'")

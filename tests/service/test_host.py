@@ -103,17 +103,6 @@ def serving_host(answers: type[BaseHTTPRequestHandler]) -> Iterator[int]:
             server.shutdown()
 
 
-@pytest.mark.parametrize("role", ["control", "gpu", "sampler"])
-def test_a_host_leaves_when_it_is_told_to(role: str, temporal_address: str, tmp_path: Path) -> None:
-    host = spawn(role, temporal_address, tmp_path)
-    assert host.stderr is not None
-    lines = iter(host.stderr.readline, "")
-    assert any("polls default" in line for line in lines)
-    host.send_signal(signal.SIGTERM)
-    assert host.wait(300) == 0
-    host.stderr.close()
-
-
 def test_a_host_that_lacks_something_ends_with_a_status_and_says_why(temporal_address: str, tmp_path: Path) -> None:
     """Here the disk takes no file of more than a megabyte."""
     command = ["prlimit", f"--fsize={1 << 20}", sys.executable, "-m", "service.host", "--role", "gpu", "--root"]
@@ -299,16 +288,6 @@ async def test_a_control_host_answers_for_every_activity_that_workflows_ask_for(
     assert names >= {"publish", "record_result", "begin", "track"}
     of_the_service = {"deliver", "give_up_delivery"}
     assert names >= policies._POOLS.keys() - of_the_service, "what else has a pool is done there"
-
-
-async def test_a_host_polls_until_it_is_stopped(temporal_address: str, tmp_path: Path) -> None:
-    stopped = asyncio.Event()
-    settings = Settings(root=tmp_path, temporal_address=temporal_address, shape=uuid.uuid4().hex[:6])
-    serving_host = asyncio.create_task(serve_host("gpu", settings, stopped))
-    await asyncio.sleep(0.5)
-    assert not serving_host.done()
-    stopped.set()
-    await asyncio.wait_for(serving_host, 300)
 
 
 async def test_a_host_stays_responsive_while_it_brings_what_a_killed_host_had_leased(

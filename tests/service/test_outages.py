@@ -253,24 +253,6 @@ def test_a_store_that_is_away_is_503(temporal_address: str, tmp_path: Path, monk
         assert api.get("/health").json()["store"] == "away"
 
 
-@pytest.mark.deep
-def test_a_store_in_s3(temporal_address: str, tmp_path: Path, s3_server) -> None:
-    settings = Settings(
-        root=tmp_path,
-        temporal_address=temporal_address,
-        control_queue=f"control-{time.time_ns()}",
-        store_uri=f"{s3_server.uri}/service",
-        s3=s3_server.settings,
-    )
-    with serving(settings) as service, polling(settings), service.http() as api:
-        uri = api.post("/files", params={"name": "train.jsonl"}, content=b'{"text": "a"}\n').json()["uri"]
-        assert uri.startswith(f"{s3_server.uri}/service/tenants/default/uploads/")
-        run_id = api.post("/runs/sft", json=sft(dataset={"uri": uri})).json()["run_id"]
-        wait_until(lambda: api.get(f"/runs/{run_id}").json()["state"] == "succeeded", "the run succeeds")
-        assert [run["run_id"] for run in api.get("/runs").json()["runs"]] == [run_id]
-        assert service.store.head(RunKeys(run_id).result) is not None
-
-
 class LosesAnswers(LocalStore):
     """Writes nothing, or writes and does not say so, of what a run's record is."""
 

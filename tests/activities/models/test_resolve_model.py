@@ -152,13 +152,6 @@ def test_an_s3_prefix_is_referred_to(config, model, s3_server) -> None:
         stage(config, resolved)
 
 
-def test_a_tokenizer_alone_can_be_staged(config, model, s3_server) -> None:
-    config = config.model_copy(update={"store_uri": f"{s3_server.uri}/{uuid.uuid4().hex}", "s3": s3_server.settings})
-    resolved = resolve(config, model)
-    folder = artifacts.stage(resolved.model, config.root_path / "cache", config.s3, only=("token*", "chat_template*"))
-    assert names_of(folder) == {"manifest.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-
-
 def test_a_published_model_is_itself(config, model) -> None:
     artifacts.seal(model)
     store = open_store(config.store, config.s3)
@@ -348,10 +341,6 @@ TENSORS = {"a.weight": np.zeros((3, 4), dtype=np.float32), "b": np.arange(5), "c
 def header_of(data: bytes) -> dict[str, tuple[int, ...]]:
     tensors = read_tensor_entries(lambda start, length: data[start : start + length], len(data), "file")
     return {name: tensor.shape for name, tensor in tensors.items()}
-
-
-def test_a_header_is_read_as_safetensors_wrote_it() -> None:
-    assert header_of(save(TENSORS, metadata={"format": "pt"})) == {n: a.shape for n, a in TENSORS.items()}
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
