@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from activities.tokenizing.tokenize import PROMPTS, preview_of, write_units
+from activities.tokenizing.tokenize import PROMPTS, write_units
 from activities.tokenizing.tokenizer import ModelTokenizer
 from activities.tokenizing.units import PackRequest, write_plan
-from longshore.dataset_runs import DatasetSource
-from longshore.views import PreviewRequest, Report
+from longshore.views import Report
 from shared.errors import InvalidInput
 from shared.jobs.packed import Plan, Units
 from tests.activities.templates import TEMPLATES, open_model, tokenizer_json, write_model
@@ -153,21 +152,3 @@ def test_prompts_to_go_on_from_are_one_a_pair(tmp_path: Path, chatml: ModelToken
     prompts = json.loads((tmp_path / "units" / PROMPTS).read_text())
     assert [(p["prompt"], p["reference"]) for p in prompts] == [(f"q{k}", f"a{k}") for k in range(16)]
     assert chatml.decode(prompts[1]["prompt_ids"]).endswith("q1<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_a_preview_shows_both_answers(tmp_path: Path, chatml: ModelTokenizer) -> None:
-    rows = [{"prompt": f"q{k}", "chosen": f"good {k}", "rejected": f"bad {k}"} for k in range(3)]
-    rows.append({"prompt": "crate " * 99, "chosen": "a", "rejected": "b"})
-    source = DatasetSource(uri="u")
-    request = PreviewRequest(source=source, model_uri="m", max_tokens=40, max_lost_fraction=0.5)
-    preview = preview_of(rows_in(tmp_path, *rows), chatml, request)
-    first, last = preview.rows[0], preview.rows[3]
-    assert [(s.text, s.trained) for s in first.spans] == [
-        ("<|im_start|>user\nq0<|im_end|>\n<|im_start|>assistant\n", False),
-        ("good 0<|im_end|>", True),
-        ("\n", False),
-    ]
-    assert [(s.text, s.trained) for s in first.rejected] == [("bad 0<|im_end|>", True), ("\n", False)]
-    assert (first.fate, last.fate, preview.report.format) == ("kept", "too_long", "preference")
-    assert not any(span.trained for span in (*last.spans, *last.rejected)) and last.num_targets == 0
-    assert preview.problem is None and preview.is_complete

@@ -10,7 +10,6 @@ import pytest
 from tests.depth import one_of
 from tests.end_to_end.runs import jsonl, pair
 from tests.end_to_end.stack import Answer, Stack
-from tests.end_to_end.test_bad_input import assert_refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -130,16 +129,6 @@ def test_every_weight_can_be_trained(stack: Stack, tiny_model: Path, folder: Pat
     assert told[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert told[-1]["preference_accuracy"] >= 0.9
     assert AutoModelForCausalLM.from_pretrained(published(answer)).config.model_type == "qwen3"
-
-
-def test_a_dataset_or_a_reference_that_cannot_be_used_is_named(
-    stack: Stack, tiny_model: Path, folder: Path, tmp_path: Path
-) -> None:
-    """Each rule on rows is tested where rows are read (tests/activities/formats, tests/activities/tokenizing)."""
-    data = jsonl(tmp_path / "data.jsonl", [pair(0), {"messages": pair(1)["input"]["messages"]}])
-    assert_refused(submit(stack, tiny_model, data, check=False), "data.jsonl:2", "dpo learns from pairs")
-    nowhere = f"file://{tmp_path}/nowhere"
-    assert_refused(submit(stack, tiny_model, folder / "train.jsonl", "--reference", nowhere, check=False), "nowhere")
 
 
 # Written again without Longshore: transformers' template and tokenizer, PEFT's adapter, the paper's equation, AdamW.

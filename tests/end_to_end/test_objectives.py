@@ -1,6 +1,5 @@
 """KTO, ORPO and SimPO from a dataset file through every process of the real system; the same in plain PEFT."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ from tests.depth import one_of
 from tests.end_to_end.conftest import DRAWN_FILES
 from tests.end_to_end.runs import jsonl, pair
 from tests.end_to_end.stack import Answer, Stack
-from tests.end_to_end.test_bad_input import assert_refused
-from tests.end_to_end.test_dpo import LORA_ALPHA, LORA_RANK, encode, make_adapter, peft_model, submit
+from tests.end_to_end.test_dpo import encode, make_adapter, peft_model, submit
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"), one_of(DRAWN_FILES, "objectives")]
 
@@ -57,44 +55,6 @@ def test_orpo(stack: Stack, tiny_model: Path, tmp_path: Path) -> None:
 def test_simpo(stack: Stack, tiny_model: Path, tmp_path: Path) -> None:
     told = agrees(stack, tiny_model, tmp_path, "simpo")
     assert {"loss", "nll_chosen", "preference_accuracy"} <= told["evaluations"][-1]["metrics"].keys()
-
-
-@pytest.mark.drawn
-def test_kto_through_openais_door_is_the_same_run(stack: Stack, tiny_model: Path, tmp_path: Path) -> None:
-    """A file of labelled rows, the method dpo, and `longshore.objective`; a setting that it does not read is named."""
-    rows = jsonl(tmp_path / "rows.jsonl", rows_of("kto", range(ROWS)))
-    own = metrics_of(stack, start(stack, tiny_model, rows, "kto"))
-    about = ("--json", "--model", str(tiny_model), "--dataset", str(rows), "--max-tokens", "256", "--objective", "kto")
-    estimated = stack.cli("estimate", "dpo", *about, "--epochs", "2", "--batch-size", str(ROWS)).json
-    assert (estimated["examples"], estimated["steps"]) == (ROWS, 2), estimated
-    with stack.http("/v1") as http:
-        file = http.post("/files", files={"file": rows.open("rb")}, data={"purpose": "fine-tune"}).json()["id"]
-        ours = {"rank": LORA_RANK, "alpha": LORA_ALPHA, "max_tokens": 256, "steps": STEPS, "learning_rate": 0.002}
-        ours |= {"schedule": "constant", "objective": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5}
-        body: dict[str, Any] = {
-            "model": str(tiny_model),
-            "training_file": file,
-            "method": {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": ROWS, "beta": BETA}}},
-            "longshore": ours | {"reference": "base"},
-        }
-        refused = http.post("/fine_tuning/jobs", json=body | {"longshore": ours | {"gamma": 0.7}})
-        assert refused.status_code == 400 and "gamma would be ignored by kto" in refused.text
-        job = http.post("/fine_tuning/jobs", json=body).json()
-        while (job := http.get(f"/fine_tuning/jobs/{job['id']}").json())["status"] not in ("succeeded", "failed"):
-            time.sleep(0.3)
-    assert job["status"] == "succeeded", job
-    theirs = stack.cli("metrics", job["id"], "--json").json
-    assert [s["metrics"]["loss"] for s in theirs["steps"]] == [s["metrics"]["loss"] for s in own["steps"]]
-
-
-def test_rows_that_an_objective_cannot_learn_from_are_refused_before_a_lease(
-    stack: Stack, tiny_model: Path, tmp_path: Path
-) -> None:
-    data = jsonl(tmp_path / "data.jsonl", [labelled(0), {"prompt": "q", "completion": "a"}])
-    options = ("--objective", "kto", "--steps", "1", "--batch-size", "2")
-    answer = submit(stack, tiny_model, data, *options, check=False)
-    assert_refused(answer, "data.jsonl:2", "label")
-    assert "waiting_for_worker" not in stack.cli("get", answer.json["run_id"], "--json").stdout
 
 
 def start(stack: Stack, model: Path, data: Path, objective: str, *more: str) -> Answer:

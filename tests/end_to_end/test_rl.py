@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from longshore.metrics import metric_of
-from tests.activities.groups import group, random_groups
+from tests.activities.groups import random_groups
 from tests.end_to_end.runs import Groups, train, weights
 from tests.end_to_end.stack import Stack
 
@@ -41,37 +41,6 @@ def test_steps_of_a_policy_are_done_again_to_the_bit(stack: Stack, undisturbed: 
     last = undisturbed[-1]
     told = stack.cli("verify", f"{last['name']}:v{last['version']}", "--retrain", "--json").json
     assert told["retrained"]["equal"], told["retrained"]
-
-
-def test_the_same_key_twice_trains_once_and_with_other_groups_is_refused(
-    stack: Stack, rl_options: list[str], groups: Groups, undisturbed: list[dict]
-) -> None:
-    run_id = stack.cli(*rl_options).json["run_id"]
-    first = train(stack, run_id, groups, 1)
-    assert weights(first) == weights(undisturbed[0])
-    assert train(stack, run_id, groups, 1) == first
-    refused = stack.cli("step", run_id, groups(2), "--key", "key-1", check=False)
-    assert refused.code != 0
-    assert "this key was used for" in refused.stderr
-    assert stack.cli("get", run_id, "--json").json["policy_version"] == 1
-    jobs = list((stack.root / "store" / "runs" / run_id / "logs").glob("*/*/job.json"))
-    assert len(jobs) == 1
-    stack.cli("finish", run_id)
-    assert stack.cli("watch", run_id, "--json").json["adapter"] == first["adapter"]
-    late = stack.cli("step", run_id, groups(2), "--key", "late", check=False)
-    assert "has ended" in late.stderr
-
-
-def test_groups_that_cannot_be_trained_are_told_with_place_and_rule(
-    stack: Stack, rl_options: list[str], tmp_path: Path
-) -> None:
-    run_id = stack.cli(*rl_options).json["run_id"]
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(json.dumps(group(0.0, 1.0)) + "\n" + json.dumps(group(0.0, float("nan"))) + "\n")
-    answer = stack.cli("step", run_id, str(bad), "--wait", check=False)
-    assert answer.code == 100
-    assert "bad.jsonl:2: trajectories.1.reward: it is nan" in answer.stdout
-    stack.cli("finish", run_id)
 
 
 ASKED = [{"role": "user", "content": "how many crates are on the quay?"}]

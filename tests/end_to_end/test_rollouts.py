@@ -125,18 +125,6 @@ def _decided_at(event: HistoryEvent) -> int:
     return event.activity_task_scheduled_event_attributes.workflow_task_completed_event_id
 
 
-def test_its_steps_are_told(stack: Stack, undisturbed: dict) -> None:
-    """As JSON, and a line each behind the worker's own lines of the step's job."""
-    run_id = undisturbed["run_id"]
-    assert stack.cli("steps", run_id, "--json").json == steps_of(stack, run_id)
-    lines = stack.cli("watch", run_id).stderr.splitlines()
-    told = [line for line in lines if line.startswith("train step ") or " training succeeded at step " in line]
-    assert told[0].startswith("train step 0: held-out ")
-    assert [line.rpartition(" ")[2] for line in told[1:]] == [
-        w for n in range(1, ROLLOUT_STEPS + 1) for w in (f"{n}", f"v{n}")
-    ]
-
-
 def test_trainer_and_sampler_are_never_on_one_device_together(
     stack: Stack, rollout_options: list[str], undisturbed: dict
 ) -> None:
@@ -227,56 +215,6 @@ def test_the_best_policy_is_the_newest_version_and_the_run_ends_when_it_gets_no_
     assert run["version"] == newest + (best != len(grades))
     [notice] = [each for each in run["notices"] if "are published" in each]
     assert notice == f"the weights after step {best} are published: eval_reward_mean was best there"
-
-
-@pytest.mark.deep
-def test_gsm8k_goes_the_whole_way(stack: Stack, tiny_model: Path, gsm8k: Path, tmp_path: Path) -> None:
-    """Real questions, the answer after #### graded by a python grader. A tiny model has none: a digit earns some."""
-    prompts = tmp_path / "gsm8k.jsonl"
-    lines = (gsm8k / "train.jsonl").read_text().splitlines()[:200]
-    prompts.write_text("".join(line + "\n" for line in lines))
-    grader = {"type": "python", "name": "gsm8k", "source": GSM8K}
-    run = stack.cli(
-        *(
-            "submit",
-            "rl",
-            "--json",
-            "--model",
-            str(tiny_model),
-            "--prompts",
-            str(prompts),
-            "--prompt-field",
-            "question",
-        ),
-        *("--grader", json.dumps(grader), "--steps", "3", "--prompts-per-step", "8", "--group-size", "4"),
-        *("--max-completion-tokens", "16", "--max-tokens", "400", "--bin-tokens", "1600", "--lora-rank", "4"),
-        *("--algorithm", "dr_grpo", "--lr", "0.01", "--wait"),
-    ).json
-    assert run["status"] == "succeeded"
-    steps = steps_of(stack, run["run_id"])
-    assert len(steps) == 3
-    for step in steps:
-        metrics = step["metrics"]
-        assert metrics["samples"] == metrics["trajectories"] == 32
-        assert metrics["ungraded_share"] == 0
-        assert metrics["trained_trajectories"] + metrics["dropped_trajectories"] == 32
-        path = Path(step["groups"].removeprefix("file://"))
-        groups = [json.loads(line) for line in path.read_text().splitlines()]
-        rewards = [one["reward"] for group in groups for one in group["trajectories"]]
-        assert set(rewards) <= {0.0, 0.1, 1.0}
-        assert metrics["reward_mean"] == pytest.approx(sum(rewards) / 32)
-
-
-GSM8K = r"""
-import re
-
-def grade(sample, item):
-    reference = item["answer"].split("####")[1].strip().replace(",", "")
-    given = re.search(r"####\s*(-?[0-9][0-9,]*)", sample["output_text"])
-    if given and given.group(1).replace(",", "") == reference:
-        return 1.0
-    return 0.1 if re.search("[0-9]", sample["output_text"]) else 0.0
-"""
 
 
 def test_the_trainers_weights_reach_the_sampler_without_the_store(

@@ -318,23 +318,6 @@ def test_an_objective_of_preferences_is_chosen_and_reads_its_own_options_alone(s
         assert refused.code == 2 and said in refused.stderr, refused
 
 
-def test_an_algorithm_has_its_papers_loss_and_advantages_but_for_what_is_given(service: Service) -> None:
-    rl = ["submit", "rl", "--model", "org/tiny"]
-
-    def run_of(*options: str) -> dict:
-        return service.cli("get", service.cli(*rl, *options).stdout.strip(), "--json").json["run"]
-
-    assert run_of()["loss"]["kind"] == "ppo" and run_of()["advantages"] == "group_mean"
-    grpo = run_of("--algorithm", "grpo")
-    assert (grpo["advantages"], grpo["loss"]["aggregation"]) == ("group_normalized", "sequence_mean")
-    assert grpo["loss"]["kl"]["coefficient"] == 0.04
-    given = run_of("--algorithm", "grpo", "--loss", '{"kl": null}', "--advantages", "leave_one_out")
-    assert (given["advantages"], given["loss"]["kl"]) == ("leave_one_out", None)
-    assert given["loss"]["aggregation"] == "sequence_mean"
-    refused = service.cli(*rl, "--algorithm", "cispo", "--loss", "gspo")
-    assert refused.code == 2 and "algorithm cispo has the loss cispo" in refused.stderr
-
-
 def test_a_run_of_its_own_rollouts_has_what_its_options_say(service: Service, tmp_path: Path) -> None:
     rows = tmp_path / "prompts.jsonl"
     rows.write_text('{"messages": [{"role": "user", "content": "hm?"}]}\n')

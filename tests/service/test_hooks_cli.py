@@ -140,25 +140,8 @@ def test_what_the_command_line_refuses(cli: Cli) -> None:
     assert cli("schedule", "ls", "--json").json == []
 
 
-def test_a_webhook_is_changed_and_given_a_new_secret_on_the_command_line(cli: Cli, receiver: Receiver) -> None:
-    made = cli("webhook", "create", "http://127.0.0.1:9/", "--json").json
-    path = f"/webhooks/{made['id']}"
-
-    def changed(**change: object) -> Answer:
-        return cli("api", "PATCH", path, "--json", json.dumps(change))
-
-    view = changed(url=receiver.url, events=["run.failed"]).json
-    assert (view["url"], view["events"], view["enabled"]) == (receiver.url, ["run.failed"], True)
-    assert changed(enabled=False).json["enabled"] is False
-    assert "False" in cli("webhook", "ls").stdout
-    refused = cli("webhook", "ping", made["id"])
-    assert refused.code != 0 and "not enabled" in refused.stderr
-    view = changed(enabled=True, events=[]).json
-    assert (view["url"], view["events"], view["enabled"]) == (receiver.url, [], True)
-    for change, word in (({"url": "ftp://x"}, "url"), ({"events": ["run.exploded"]}, "events")):
-        answer = changed(**change)
-        assert answer.code == 100 and word in answer.stderr, answer
-
+def test_a_webhook_is_given_a_new_secret_on_the_command_line(cli: Cli, receiver: Receiver) -> None:
+    made = cli("webhook", "create", receiver.url, "--json").json
     secret = cli("webhook", "rotate", made["id"], "--overlap", "0s").stdout.strip()
     assert secret.startswith("whsec_") and secret != made["secret"]
     assert secret not in cli("webhook", "ls", "--json").stdout
@@ -167,6 +150,10 @@ def test_a_webhook_is_changed_and_given_a_new_secret_on_the_command_line(cli: Cl
     assert Verifier(secret).verify(receiver.received[0].body, receiver.received[0].headers)["type"] == "ping"
     assert len(receiver.received[0].headers["webhook-signature"].split()) == 1
     assert "overlap_s" in cli("webhook", "rotate", made["id"], "--overlap", "8d").stderr
+    off = cli("api", "PATCH", f"/webhooks/{made['id']}", "--json", json.dumps({"enabled": False}))
+    assert off.json["enabled"] is False and "False" in cli("webhook", "ls").stdout
+    refused = cli("webhook", "ping", made["id"])
+    assert refused.code != 0 and "not enabled" in refused.stderr
     cli("webhook", "rm", made["id"])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -26,7 +26,6 @@ from temporalio.service import RPCError
 
 from longshore.dataset_runs import SFTRun
 from longshore.runs import RunRecord, Source
-from longshore.views import RunView
 from service.backend import Backend
 from service.database import engine
 from service.database.engine import RunRow, open_database
@@ -39,8 +38,9 @@ from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, open_store
 from tests.conftest import S3Server, free_port
 from tests.depth import drawn
+from tests.served import ANY_PORT, Quiet, served
 from tests.service.conftest import key_of_acme, polling, serving, sft
-from tests.service.stand_in import MUTE, SUCCEEDS, UNANSWERED_STEP, WAITS
+from tests.service.stand_in import MUTE, SUCCEEDS, UNANSWERED_STEP
 from tests.waiting import wait_until
 
 TEMPORAL = str(Path(sys.executable).parent / "temporal")
@@ -81,19 +81,6 @@ def test_a_run_that_is_accepted_without_temporal_starts_when_it_is_back(tmp_path
                 wait_until(lambda: api.get(f"/runs/{run_id}").json()["state"] == "succeeded", "the run succeeds")
         # Temporal is gone again, with its database: an ended run is still known.
         assert api.get(f"/runs/{run_id}").json()["state"] == "succeeded"
-
-
-@pytest.mark.deep
-def test_a_run_that_an_operator_terminates_is_shown_as_failed(service, settings: Settings, api) -> None:
-    run_id = api.post("/runs/sft", json=sft(seed=WAITS)).json()["run_id"]
-    command = [TEMPORAL, "workflow", "terminate", "--address", settings.temporal_address, "--workflow-id", run_id]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
-    wait_until(lambda: api.get("/runs", params={"state": "failed"}).json()["runs"], "the watch sees it")
-    view = RunView.model_validate_json(api.get(f"/runs/{run_id}").content)
-    assert view.state == "failed"
-    assert view.problem is not None and "terminated" in view.problem.message
-    assert api.post(f"/runs/{run_id}/resume").status_code == 202
-    wait_until(lambda: api.get(f"/runs/{run_id}").json()["state"] == "succeeded", "the resumed run succeeds")
 
 
 @pytest.mark.deep
@@ -152,7 +139,10 @@ def test_a_run_that_cannot_be_queried_holds_up_no_other(temporal_address: str, t
             command = [TEMPORAL, "workflow", "terminate", "--address", temporal_address, "--workflow-id", mute]
             subprocess.run(command, check=True, capture_output=True, timeout=300)
             wait_until(lambda: api.get(f"/runs/{mute}").json()["state"] == "failed", "its end is seen")
-            assert api.get(f"/runs/{mute}").json()["problem"]["kind"] == "ended_outside"
+            problem = api.get(f"/runs/{mute}").json()["problem"]
+            assert problem["kind"] == "ended_outside" and "terminated" in problem["message"]
+            assert api.post(f"/runs/{mute}/resume").status_code == 202
+            wait_until(lambda: api.get(f"/runs/{mute}").json()["state"] == "succeeded", "the resumed run succeeds")
 
 
 async def _overhear(settings: Settings, num_updates: int) -> None:
@@ -253,24 +243,6 @@ def test_a_store_that_is_away_is_503(temporal_address: str, tmp_path: Path, monk
         assert api.get("/health").json()["store"] == "away"
 
 
-@pytest.mark.deep
-def test_a_store_in_s3(temporal_address: str, tmp_path: Path, s3_server) -> None:
-    settings = Settings(
-        root=tmp_path,
-        temporal_address=temporal_address,
-        control_queue=f"control-{time.time_ns()}",
-        store_uri=f"{s3_server.uri}/service",
-        s3=s3_server.settings,
-    )
-    with serving(settings) as service, polling(settings), service.http() as api:
-        uri = api.post("/files", params={"name": "train.jsonl"}, content=b'{"text": "a"}\n').json()["uri"]
-        assert uri.startswith(f"{s3_server.uri}/service/tenants/default/uploads/")
-        run_id = api.post("/runs/sft", json=sft(dataset={"uri": uri})).json()["run_id"]
-        wait_until(lambda: api.get(f"/runs/{run_id}").json()["state"] == "succeeded", "the run succeeds")
-        assert [run["run_id"] for run in api.get("/runs").json()["runs"]] == [run_id]
-        assert service.store.head(RunKeys(run_id).result) is not None
-
-
 class LosesAnswers(LocalStore):
     """Writes nothing, or writes and does not say so, of what a run's record is."""
 
@@ -348,10 +320,8 @@ _PATIENCE_S = 300
 class SlowStore(ThreadingHTTPServer):
     """What is in front of an S3 server and hands requests on, those about one tenant's files when they are let go."""
 
-    daemon_threads = True
-
     def __init__(self, server: S3Server) -> None:
-        super().__init__(("127.0.0.1", 0), _Passing)
+        super().__init__(ANY_PORT, _Passing)
         self.behind = server.endpoint_url
         self.held: SimpleQueue[threading.Event] | None = None
 
@@ -360,12 +330,12 @@ class SlowStore(ThreadingHTTPServer):
         return S3Settings(endpoint_url=f"http://127.0.0.1:{self.server_port}", region="us-east-1")
 
 
-class _Passing(BaseHTTPRequestHandler):
+class _Passing(Quiet):
     server: SlowStore
     protocol_version = "HTTP/1.1"
 
     def _pass(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        body = self.body()
         if self.server.held is not None and f"/{HELD}/" in self.path:
             goes_on = threading.Event()
             self.server.held.put(goes_on)
@@ -384,18 +354,11 @@ class _Passing(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _pass
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture
 def slow_store(s3_server: S3Server) -> Iterator[SlowStore]:
-    with SlowStore(s3_server) as store:
-        thread = threading.Thread(target=store.serve_forever)
-        thread.start()
+    with served(SlowStore(s3_server)) as store:
         yield store
-        store.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize("seconds", drawn([1, 4, 18], 1))

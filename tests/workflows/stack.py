@@ -6,10 +6,10 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import SecretStr
@@ -56,24 +56,24 @@ class Stack:
     store: ObjectStore
     data: StandInData
     exits: AsyncExitStack
-    pools: list[WorkerPool] = field(default_factory=list)
 
-    @asynccontextmanager
-    async def control_host(self, client: Client | None = None) -> AsyncIterator[None]:
-        """Do what needs no accelerator, in this process. `client`: with other keys than the stack's own."""
+    workflows: ClassVar[list[type]] = [SFTWorkflow, TrackWorkflow, GangTurnsWorkflow]
+
+    @property
+    def activities(self) -> list[Callable[..., Any]]:
+        """What a control host does for these workflows."""
         host = HostContext(self.settings)
         record = RunRecords(host)
-        activities = [
-            *self.data.all,
-            FindCheckpoint(host).find_checkpoint,
-            Publish(host).publish,
-            record.record_result,
-            record.begin,
-        ]
-        queue, workflows = self.settings.control_queue, [SFTWorkflow, TrackWorkflow, GangTurnsWorkflow]
+        publish, find_checkpoint = Publish(host).publish, FindCheckpoint(host).find_checkpoint
+        return [*self.data.all, find_checkpoint, publish, record.record_result, record.begin]
+
+    @asynccontextmanager
+    async def control_host(self, client: Client | None = None, **how: Any) -> AsyncIterator[None]:
+        """Do what needs no accelerator, in this process. `client`: with other keys than the stack's own."""
+        asking, queue = client or self.client, self.settings.control_queue
         async with (
-            recording(client or self.client, self.settings),
-            control_workers(client or self.client, queue, activities, workflows),
+            recording(asking, self.settings),
+            control_workers(asking, queue, self.activities, self.workflows, **how),
         ):
             yield
 
@@ -207,7 +207,10 @@ def _seal_key(settings: Settings) -> str:
 
 
 @asynccontextmanager
-async def started(temporal_address: str, root: Path, has_control: bool = True, **changes) -> AsyncIterator[Stack]:
+async def started(
+    temporal_address: str, root: Path, has_control: bool = True, kind: type[Stack] = Stack, **changes
+) -> AsyncIterator[Any]:
+    """A `kind` of stack, on queues of its own."""
     name = uuid.uuid4().hex[:8]
     settings = Settings(
         root=root, temporal_address=temporal_address, shape=name, control_queue=f"control-{name}", **changes
@@ -216,7 +219,7 @@ async def started(temporal_address: str, root: Path, has_control: bool = True, *
     store = open_store(settings.store, settings.s3)
     data = StandInData(store, root / "scratch-data")
     async with AsyncExitStack() as exits:
-        stack = Stack(client, settings, store, data, exits)
+        stack = kind(client, settings, store, data, exits)
         if has_control:
             await exits.enter_async_context(stack.control_host())
         yield stack

@@ -3,9 +3,9 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from temporalio.client import WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
@@ -25,24 +25,22 @@ from longshore.views import StepStatus
 from service.accounts.tenants import Quotas
 from service.database import engine
 from service.database.engine import Database
-from service.host import control_workers
 from service.inference.questions import IdleEviction
 from service.runs.rows import RunRows, run_row
 from service.runs.runs import queued
-from service.temporal import Temporal, connect_temporal
+from service.temporal import Temporal
 from shared.runs.start import RLStart, RunTiming
 from shared.runs.status import StepRequest
-from shared.settings import DownloadSettings, Settings
+from shared.settings import DownloadSettings
 from shared.storage.artifacts import read_record
 from shared.storage.paths import HostPaths, RunKeys
-from shared.storage.store import open_store, open_uri
+from shared.storage.store import open_uri
 from tests.activities.groups import group, random_groups, rl_run, write_groups
 from tests.depth import drawn
 from tests.waiting import eventually
-from tests.workflows.rows import recording
+from tests.workflows import stack as stacks
 from tests.workflows.stack import Stack
 from tests.workflows.stand_in import read_events
-from tests.workflows.stand_in_activities import StandInData
 from tests.workflows.stand_in_worker import SEEDS
 from workflows import rl
 from workflows.rl import RLWorkflow
@@ -51,6 +49,16 @@ from workflows.services import TrackWorkflow
 
 class RLStack(Stack):
     """A control host for RL runs; files of groups in a folder."""
+
+    workflows: ClassVar[list[type]] = [RLWorkflow, TrackWorkflow]
+
+    @property
+    def activities(self) -> list[Callable[..., Any]]:
+        host, data = HostContext(self.settings), self.data
+        pack, find_checkpoint = PackTrajectories(host).pack_trajectories, FindCheckpoint(host).find_checkpoint
+        record = RunRecords(host)
+        records = [record.record_result, record.begin, record.record_step, record.recover_steps]
+        return [data.resolve_model, data.track, pack, find_checkpoint, Publish(host).publish, *records]
 
     async def start_rl(self, run_id: str | None = None, resumed: bool = False, **run: Any) -> WorkflowHandle:
         run_id = run_id or f"run-{uuid.uuid4().hex[:8]}"
@@ -92,41 +100,11 @@ class RLStack(Stack):
         return [event.job_id for event in read_events(self.store, handle.id)[0] if isinstance(event, Started)]
 
 
-def _activities(settings: Settings, data: StandInData) -> list[Callable[..., Any]]:
-    record = steps = RunRecords(HostContext(settings))
-    return [
-        data.resolve_model,
-        data.track,
-        PackTrajectories(HostContext(settings)).pack_trajectories,
-        FindCheckpoint(HostContext(settings)).find_checkpoint,
-        Publish(HostContext(settings)).publish,
-        record.record_result,
-        record.begin,
-        steps.record_step,
-        steps.recover_steps,
-    ]
-
-
 @asynccontextmanager
 async def started(temporal_address: str, root: Path, **changes: Any) -> AsyncIterator[RLStack]:
-    name = uuid.uuid4().hex[:8]
-    settings = Settings(
-        root=root,
-        temporal_address=temporal_address,
-        shape=name,
-        control_queue=f"control-{name}",
-        download=DownloadSettings(file_roots=(root / "data",)),
-        **changes,
-    )
-    client = await connect_temporal(settings)
-    store = open_store(settings.store, settings.s3)
-    data = StandInData(store, root / "scratch-data")
-    async with AsyncExitStack() as exits:
-        activities = _activities(settings, data)
-        control = control_workers(client, settings.control_queue, activities, [RLWorkflow, TrackWorkflow])
-        await exits.enter_async_context(control)
-        await exits.enter_async_context(recording(client, settings))
-        yield RLStack(client, settings, store, data, exits)
+    changes["download"] = DownloadSettings(file_roots=(root / "data",))
+    async with stacks.started(temporal_address, root, kind=RLStack, **changes) as stack:
+        yield stack
 
 
 @pytest.fixture
@@ -346,9 +324,10 @@ async def test_a_long_run_goes_on_in_new_executions(
 ) -> None:
     """A step an execution: everything that the next step needs is handed on, and so is who waits."""
     monkeypatch.setattr(rl, "_STEPS_AN_EXECUTION", 1)
-    async with unsandboxed(stack) as control_queue:
-        settings = stack.settings
-        stack.settings = settings.model_copy(update={"control_queue": control_queue})
+    queue = f"{stack.settings.control_queue}-open"
+    stack.settings = stack.settings.model_copy(update={"control_queue": queue})
+    # Whose workflows see this process's modules, and so the constant.
+    async with stack.control_host(runner=UnsandboxedWorkflowRunner()):
         handle = await stack.start_rl()
         for number in range(1, 5):  # one behind the other: they count as they come
             await stack.train(handle, number, wait=False)
@@ -361,19 +340,6 @@ async def test_a_long_run_goes_on_in_new_executions(
         assert [stack.adapter(step) for step in steps] == undisturbed
         executions = [e async for e in stack.client.list_workflows(f'WorkflowId = "{handle.id}"')]
         assert len(executions) >= 4
-
-
-@asynccontextmanager
-async def unsandboxed(stack: RLStack) -> AsyncIterator[str]:
-    """A control host whose workflows see this process's modules, and so a constant that the test has changed."""
-    settings = stack.settings.model_copy(update={"control_queue": f"{stack.settings.control_queue}-open"})
-    activities, runner = _activities(settings, stack.data), UnsandboxedWorkflowRunner()
-    workflows = [RLWorkflow, TrackWorkflow]
-    async with (
-        recording(stack.client, settings),
-        control_workers(stack.client, settings.control_queue, activities, workflows, runner),
-    ):
-        yield settings.control_queue
 
 
 @pytest.mark.drawn

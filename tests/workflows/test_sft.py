@@ -131,19 +131,6 @@ async def test_a_job_that_a_killed_host_never_took_is_refused_by_the_next_one(st
     assert "no longer serves this run's lease" in str(caught.value.cause)
 
 
-async def test_a_host_that_is_told_to_leave_hands_its_run_on(stack: Stack) -> None:
-    first = stack.spawn_gpu_host(step_s=0.03)
-    handle = await stack.begun(steps=100)
-    first.terminate()
-    await asyncio.to_thread(first.join, 15)
-    assert first.exitcode == 0
-    assert stack.worker_ids() == []
-    await stack.add_gpu_host()
-    status = await handle.result()
-    assert (status.epoch, status.workers_lost) == (2, 0), "a host that leaves in good order loses nothing"
-    assert stack.weights(status) == adapter_bytes(7, 100)
-
-
 @pytest.mark.drawn
 @pytest.mark.parametrize("way", drawn(["cancelled", "paused"], 1))
 async def test_a_run_that_was_stopped_frees_its_worker_and_resumes_to_the_same_bits(stack: Stack, way: str) -> None:

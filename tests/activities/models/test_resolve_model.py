@@ -28,7 +28,7 @@ from longshore.training import Dtype, Layout, Lora
 from longshore.views import Devices
 from megatron_worker.megatron.engine import MegatronEngine
 from shared.errors import CorruptArtifact, InvalidInput
-from shared.families import FAMILIES, read_config
+from shared.families import read_config
 from shared.families.model_slices import shape_of
 from shared.models.end_tokens import read_end_ids
 from shared.models.shape import ModelShape
@@ -39,7 +39,7 @@ from shared.storage.artifacts import open_artifact
 from shared.storage.host_states import write_offer
 from shared.storage.store import open_store
 from tests.activities.models.resolving import edit, names_of, refusal, resolve, stage
-from tests.activities.models.test_resolve_adapter import adapter_refusal, resolve_adapter
+from tests.activities.models.test_resolve_adapter import resolve_adapter
 from tests.megatron_worker.rows import distinct_model, model_with_tower
 
 REPOSITORY = Path(__file__).parents[3]
@@ -152,13 +152,6 @@ def test_an_s3_prefix_is_referred_to(config, model, s3_server) -> None:
         stage(config, resolved)
 
 
-def test_a_tokenizer_alone_can_be_staged(config, model, s3_server) -> None:
-    config = config.model_copy(update={"store_uri": f"{s3_server.uri}/{uuid.uuid4().hex}", "s3": s3_server.settings})
-    resolved = resolve(config, model)
-    folder = artifacts.stage(resolved.model, config.root_path / "cache", config.s3, only=("token*", "chat_template*"))
-    assert names_of(folder) == {"manifest.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-
-
 def test_a_published_model_is_itself(config, model) -> None:
     artifacts.seal(model)
     store = open_store(config.store, config.s3)
@@ -222,7 +215,6 @@ def test_an_unreachable_hub_is_named_soon(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "mamba"}, f"config.json: model_type 'mamba' is not a known family: {', '.join(FAMILIES)}"),
         ({"hidden_size": "64"}, "config.json: hidden_size"),
         ({"hidden_size": 0}, "config.json: hidden_size"),
         ({"num_hidden_layers": None}, "config.json: num_hidden_layers"),
@@ -239,9 +231,6 @@ def test_an_unreachable_hub_is_named_soon(tmp_path) -> None:
         ),
         ({"head_dim": "wide"}, "head_dim"),
         ({"model_type": "qwen3_moe"}, "num_experts"),
-        ({"num_hidden_layers": 3, "layer_types": None}, "lack the tensor model.layers.2.input_layernorm.weight"),
-        ({"tie_word_embeddings": False}, "the weights lack the tensor lm_head.weight"),
-        ({"vocab_size": 600}, "model.embed_tokens.weight is (512, 64), config.json says (600, 64)"),
     ],
 )
 def test_a_config_that_cannot_be_used_is_refused_before_any_lease(config, model, changes, said) -> None:
@@ -350,10 +339,6 @@ def header_of(data: bytes) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def test_a_header_is_read_as_safetensors_wrote_it() -> None:
-    assert header_of(save(TENSORS, metadata={"format": "pt"})) == {n: a.shape for n, a in TENSORS.items()}
-
-
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_spoilt_headers_are_refused_or_whole(data) -> None:
@@ -388,43 +373,23 @@ def test_layers_that_predict_more_tokens_may_stand_behind_the_others(config, tmp
     found = resolve(config, model)
     assert found.shape == shape_of(read_config(model))
     assert (found.shape.routes.has_experts, found.shape.ffn_size > 0) == ((False, True), True)
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.layers.2.enorm.weight"] = np.ones(64, np.float32)
-    save_file(tensors, model / "model.safetensors")
-    assert "the weights lack the tensor model.layers.2.eh_proj.weight" in refusal(config, model)
-    save_file(tensors | {"model.layers.2.eh_proj.weight": np.ones((64, 128), np.float32)}, model / "model.safetensors")
+    behind = {f"model.layers.2.{name}.weight": np.ones((64, 128), np.float32) for name in ("enorm", "eh_proj")}
+    save_file(load_file(model / "model.safetensors") | behind, model / "model.safetensors")
     assert resolve(config, model).shape == found.shape
-    edit(model / "config.json", quantization_config={"quant_method": "fp8"})
     edit(model / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]})
     assert "quantization_config: weights that fp8 has quantized so are not read: FP8 is in" in refusal(config, model)
 
 
-def test_weights_in_fp8_have_their_scales_before_a_run_begins(config, tmp_path) -> None:
+def test_weights_in_fp8_are_read_where_the_configuration_says_so(config, tmp_path) -> None:
     model = distinct_model(tmp_path, "deepseek_v3", tied=False, hidden_size=200)
     shape, tensors = resolve(config, model).shape, torch_file(model / "model.safetensors")
-    names = [name for name in tensors if name.endswith("_proj.weight")]
-    for name in names:
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
         blocks = [-(-size // 128) for size in tensors[name].shape]
         tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(blocks)}
-    one = "model.layers.1.self_attn.o_proj.weight"
-
-    def written(**changes: torch.Tensor | None) -> None:
-        changed = tensors | {f"{one}{end}": tensor for end, tensor in changes.items()}
-        save_torch_file({n: t for n, t in changed.items() if t is not None}, model / "model.safetensors")
-
-    written()
+    save_torch_file(tensors, model / "model.safetensors")
     assert "_proj.weight is F8_E4M3; weights must be one of" in refusal(config, model)
     edit(model / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     assert resolve(config, model).shape == shape
-    for change, words in (
-        ({"_scale_inv": None}, f"{one} is FP8, and its scales, {one}_scale_inv, have to be floats of (2, 1): it"),
-        ({"_scale_inv": torch.ones(1, 1)}, "have to be floats of (2, 1): it is F32 of (1, 1)"),
-        ({"_scale_inv": torch.ones(2, 1).to(torch.uint8)}, "have to be floats of (2, 1): it is U8"),
-        ({"": tensors[one].float()}, f"1 tensors are not of this family, the first is '{one}_scale_inv'"),
-        ({"": tensors[one].to(torch.float8_e5m2)}, f"tensor {one} is F8_E5M2; weights must be"),
-    ):
-        written(**change)
-        assert words in refusal(config, model)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral"])
@@ -543,14 +508,6 @@ def test_an_adapter_beside_every_linear_is_resolved(config, nemotron_h, tmp_path
     folder, shape = tmp_path / "saved" / "weights", resolve(config, nemotron_h).shape
     asked = Lora(rank=4, alpha=8)
     assert set(resolve_adapter(config, folder, shape=shape, lora=asked).lora.targets) < set(asked.targets)
-    fewer = Lora(rank=4, alpha=8, targets=("q_proj",))
-    assert "the adapter's targets is" in adapter_refusal(config, folder, shape=shape, lora=fewer)
-    tensors = load_torch(folder / "adapter_model.safetensors")
-    tensors.pop("base_model.model.model.layers.0.mixer.in_proj.lora_B.weight")
-    save_torch(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    assert f"{len(tensors)} tensors; this model and these targets need {len(tensors) + 1}" in adapter_refusal(
-        config, folder, shape=shape
-    )
 
 
 EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}

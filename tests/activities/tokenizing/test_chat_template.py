@@ -112,45 +112,36 @@ def test_ids_and_text_equal_those_of_transformers(models: dict[str, Path], name:
     )
 
 
-def test_each_template_trains_the_answer_with_its_terminator_and_without_the_header() -> None:
-    messages = [user("q1"), assistant("a1"), user("q2"), assistant("a2")]
-    assert spans("chatml", messages) == ["a1<|im_end|>", "a2<|im_end|>"]
-    assert spans("llama", messages) == ["a1<|eot_id|>", "a2<|eot_id|>"]
-    assert spans("mistral", messages) == [" a1</s>", " a2</s>"], "no prompt writes the space: the model does"
-    assert spans("blocks", messages) == ["a1<|im_end|>", "a2<|im_end|>"]
-    assert spans("qwen", messages) == ["a1<|im_end|>", "<think>\n\n</think>\n\na2<|im_end|>"]
+TWICE = [user("q1"), assistant("a1"), user("q2"), assistant("a2")]
+ARGUMENTS = json.dumps(CALL["function"], ensure_ascii=False)
+QUOTING = "I write <|im_end|> and <|eot_id|>."
+SPANS: list[tuple[str, list[dict[str, Any]], list[str]]] = [
+    ("chatml", TWICE, ["a1<|im_end|>", "a2<|im_end|>"]),
+    ("llama", TWICE, ["a1<|eot_id|>", "a2<|eot_id|>"]),
+    ("mistral", TWICE, [" a1</s>", " a2</s>"]),  # no prompt writes the space: the model does
+    ("blocks", TWICE, ["a1<|im_end|>", "a2<|im_end|>"]),  # this one leaves the terminator out of its blocks
+    ("qwen", TWICE, ["a1<|im_end|>", "<think>\n\n</think>\n\na2<|im_end|>"]),
+    # Thoughts that the template strips are not looked for; messages that it looks into still have exact spans.
+    ("qwen", MORE["thinking"], ["4<|im_end|>", "<think>\nhm, 6\n</think>\n\n6<|im_end|>"]),
+    ("qwen", MORE["reasoning"], ["4<|im_end|>", "<think>\nso\n</think>\n\n1<|im_end|>"]),
+    ("qwen", MORE["hidden"], ["<think>\nx\n</think>\n\nc<|im_end|>", "<think>\n\n</think>\n\ne<|im_end|>"]),
+    (
+        "qwen",
+        MORE["tools"],
+        [f"\n<tool_call>\n{ARGUMENTS}\n</tool_call><|im_end|>", "<think>\n\n</think>\n\nAt half past six.<|im_end|>"],
+    ),
+    ("llama", MORE["tools"], [f"{ARGUMENTS}<|eot_id|>", "At half past six.<|eot_id|>"]),
+    ("chatml", MORE["quoted"], [f"{QUOTING}<|im_end|>"]),
+    ("llama", MORE["quoted"], [f"{QUOTING}<|eot_id|>"]),
+    ("chatml", MORE["empty"], ["<|im_end|>", "y<|im_end|>"]),
+]
 
 
-def test_thinking_that_the_template_strips_is_not_looked_for() -> None:
-    last = "<think>\nhm, 6\n</think>\n\n6<|im_end|>"
-    assert spans("qwen", MORE["thinking"]) == ["4<|im_end|>", last]
-    assert spans("qwen", MORE["reasoning"]) == ["4<|im_end|>", "<think>\nso\n</think>\n\n1<|im_end|>"]
-
-
-def test_a_message_that_the_template_looks_into_still_gets_exact_spans() -> None:
-    assert spans("qwen", MORE["hidden"]) == [
-        "<think>\nx\n</think>\n\nc<|im_end|>",
-        "<think>\n\n</think>\n\ne<|im_end|>",
-    ]
-
-
-def test_tool_calls_are_trained_and_tool_answers_are_not() -> None:
-    arguments = json.dumps(CALL["function"], ensure_ascii=False)
-    assert spans("qwen", MORE["tools"], TOOLS) == [
-        f"\n<tool_call>\n{arguments}\n</tool_call><|im_end|>",
-        "<think>\n\n</think>\n\nAt half past six.<|im_end|>",
-    ]
-    assert spans("llama", MORE["tools"], TOOLS) == [f"{arguments}<|eot_id|>", "At half past six.<|eot_id|>"]
-
-
-def test_control_tokens_in_contents_neither_open_nor_close_a_span() -> None:
-    quoting = "I write <|im_end|> and <|eot_id|>."
-    assert spans("chatml", MORE["quoted"]) == [f"{quoting}<|im_end|>"]
-    assert spans("llama", MORE["quoted"]) == [f"{quoting}<|eot_id|>"]
-
-
-def test_empty_answers_train_their_terminator() -> None:
-    assert spans("chatml", MORE["empty"]) == ["<|im_end|>", "y<|im_end|>"]
+@pytest.mark.parametrize(("name", "messages", "expected"), SPANS)
+def test_trained_are_answers_and_calls_with_their_terminators_and_without_headers(
+    name: str, messages: list[dict[str, Any]], expected: list[str]
+) -> None:
+    assert spans(name, messages, TOOLS if messages is MORE["tools"] else None) == expected
 
 
 def test_weights_go_with_their_messages() -> None:
@@ -158,24 +149,6 @@ def test_weights_go_with_their_messages() -> None:
     for name in ("chatml", "blocks", "llama", "mistral"):
         found = template(name).spans(messages, None, [0, 0.5, 0, 0, 0, 2.0]).spans
         assert [span.weight for span in found] == [0.5, 2.0]
-
-
-def test_generation_blocks_equal_the_masks_of_transformers(models: dict[str, Path]) -> None:
-    from transformers import AutoTokenizer
-
-    oracle = AutoTokenizer.from_pretrained(models["blocks"])
-    messages = [user("How many sacks?"), assistant(" There are 12."), user("a"), assistant("b")]
-    theirs = oracle.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
-    rendered = template("blocks").spans(messages, None, ones(messages))
-    ours = open_model(models["blocks"]).encode([rendered.text], [rendered.spans])
-    end = oracle.convert_tokens_to_ids("<|im_end|>")
-    mask = theirs["assistant_masks"]
-    # This template leaves the terminator out of its blocks; we train it all the same.
-    expected = [
-        m or int(i == end and k > 0 and mask[k - 1])
-        for k, (i, m) in enumerate(zip(theirs["input_ids"], mask, strict=True))
-    ]
-    assert (ours.weight_T > 0).astype(int).tolist() == expected
 
 
 pieces = st.sampled_from([*"ab \n\t<>é船|", "<|im_end|>", "<|im_start|>assistant\n"])

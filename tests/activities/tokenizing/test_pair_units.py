@@ -52,13 +52,6 @@ def test_the_prompt_stands_once_and_each_answer_is_a_branch():
     assert unit.token_id_T[unit.hidden_index_N].tolist() == [7, 10, 7]
 
 
-def test_a_beginning_that_both_answers_share_is_scored_for_both():
-    unit = pair_unit(*answered([5], [10, 11]), *answered([5], [10, 12]))
-    assert len(unit.token_id_T) == 4
-    assert unit.label_N.tolist() == [10, 11, 10, 12]
-    assert unit.advantage_N.tolist() == [1.0, 1.0, -1.0, -1.0]
-
-
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 
 
@@ -108,19 +101,6 @@ def test_pairs_that_are_too_long_or_say_nothing_are_lost_and_told():
         ("rows.jsonl:3", "both answers become the same tokens: nothing to prefer"),
         ("rows.jsonl:4", "the rejected answer has no token to train on"),
     ]
-
-
-def test_the_loss_accepts_what_is_written(tmp_path: Path):
-    writer = UnitsWriter(tmp_path, PAIR_COLUMNS)
-    block = block_of(
-        *(answered([5, 6], [10, 11]), answered([5, 6], [12])), *(answered([5], [3]), answered([5], [4, 3, 2]))
-    )
-    keep_pairs(block, 10).write(writer)
-    writer.close()
-    with Units(tmp_path) as units:
-        check_columns(units, DPO())
-        packed = units.read_bin(np.array([1, 0]))
-        assert packed.sequence_N.tolist() == [0, 1, 1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -479,33 +479,18 @@ def test_columns_that_nobody_reads_are_named(tmp_path: Path) -> None:
     assert dataset.unread.columns == {"id", "label"}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [ASK | {"foo": 1, "seen": 2}, ANSWER | {"bar": [], "foo": "x", "refusal": None}]},
-        {"conversations": [{"from": "human", "value": "When?", "foo": 1}, {"from": "gpt", "value": "Six.", "bar": 0}]},
-        {"prompt": [ASK | {"foo": 1}], "completion": [ANSWER | {"bar": 1}]},
-        {"prompt": [ASK], "chosen": ANSWER | {"foo": 1}, "rejected": ANSWER | {"content": "No.", "bar": 1}},
-        {
-            "input": {"messages": [ASK | {"foo": 1, "bar": 2}], "parallel_tool_calls": True},
-            "preferred_output": [ANSWER],
-            "non_preferred_output": [ANSWER | {"content": "No."}],
-        },
-    ],
-)
-def test_keys_of_messages_that_nobody_reads_are_named_with_the_rows_that_have_them(
-    tmp_path: Path, row: dict[str, Any]
-) -> None:
+def test_keys_of_messages_that_nobody_reads_are_named_with_the_rows_that_have_them(tmp_path: Path) -> None:
     """But for those that the chat template names, and those of every message."""
     whole = ANSWER | {"reasoning_content": "Tides.", "name": "clerk", "tool_call_id": "1", "weight": 1}
-    other = {"messages": [ASK, whole, ASK | {"foo": 1}, ANSWER]}
-    folder = folder_of(tmp_path, row, other if "messages" in row else row)
-    dataset = open_dataset(folder, DatasetSource(uri="file:///rows"))
+    rows = [
+        {"messages": [ASK | {"foo": 1, "seen": 2}, ANSWER | {"bar": [], "foo": "x", "refusal": None}]},
+        {"messages": [ASK, whole, ASK | {"foo": 1}, ANSWER]},
+    ]
+    dataset = open_dataset(folder_of(tmp_path, *rows), DatasetSource(uri="file:///rows"))
     list(dataset)
     tally = Tally("chat", 100, dataset.unread, model_of(TURNS + "{{ messages[0].seen }}").template)
-    rows = "1, 2" if "messages" in row else "2, 2"
     assert [w for w in tally.report().warnings if "keys" in w] == [
-        f"nobody reads the keys 'bar', 'foo' of messages (in rows: {rows})"
+        "nobody reads the keys 'bar', 'foo' of messages (in rows: 1, 2)"
     ]
 
 

@@ -94,28 +94,6 @@ def test_train_steps_stand_beside_the_workers_numbers(settings: Settings, store:
     assert [row[STEP] for row in history] == sorted(row[STEP] for row in history)
 
 
-@pytest.mark.deep
-def test_train_steps_are_followed_while_a_run_goes_on(settings: Settings, store: ObjectStore) -> None:
-    """Each comes behind its own job's events, also when it comes on record after they were read."""
-    put_train_step(store, "rl-2", train_step(1, 2), range(1, 3), with_record=False)
-
-    def go_on() -> None:
-        time.sleep(1.5)
-        put_train_step(store, "rl-2", train_step(1, 2), range(1, 3))
-        put_train_step(store, "rl-2", train_step(2, 4), range(3, 5), with_record=False)
-        time.sleep(2.5)
-        put_train_step(store, "rl-2", train_step(2, 4), range(3, 5))
-        end_run(store, "rl-2")
-
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    track(Track(HostContext(settings)), "rl-2", RL_RUN)
-    thread.join()
-    history = read_offline(settings.root_path / "wandb" / "rl-2")[1]
-    assert [row[STEP] for row in history] == [1, 2, 2, 3, 4, 4]
-    assert [row.get("rollout/reward_mean") for row in history] == [None, None, 0.1, None, None, 0.2]
-
-
 def test_a_train_step_waits_for_the_last_events_of_its_job(store: ObjectStore) -> None:
     """It comes on record after the first event was read; then more events stand there than are read at once."""
     lines = RunLines(store, TrackRequest(run_id="rl-3", run=RL_RUN), None, asyncio.Event())
@@ -161,48 +139,25 @@ def kept(settings: Settings) -> list[str]:
     return sorted(path.name for path in (settings.root_path / "wandb").iterdir())
 
 
-@pytest.mark.deep
-def test_few_processes_write_many_runs(settings: Settings, store: ObjectStore) -> None:
-    run_ids = [f"sft-many{n}" for n in range(12)]
-    for run_id in run_ids:
-        put_log(store, run_id, FIRST, WHOLE_RUN)
-        end_run(store, run_id)
-    most = 0
-
-    def count() -> None:
-        nonlocal most
-        while not done.wait(0.2):
-            # Not those below: what a writer starts shows the writer's command until it has its own.
-            own = _processes(recursive=False)
-            most = max(most, len([p for p in own if "activities.tracking.wandb_writer" in p]))
-
-    done = threading.Event()
-    watching = threading.Thread(target=count)
-    watching.start()
-    try:
-        assert all(found.warning is None for found in track_all(Track(HostContext(settings)), run_ids))
-    finally:
-        done.set()
-        watching.join()
-    assert 1 <= most <= 8
-    assert kept(settings) == sorted(run_ids)
-    for run_id in run_ids:
-        assert set(named(read_offline(settings.root_path / "wandb" / run_id)[1], "train/loss")) == {1, 2, 3, 4, 5}
-
-
 @pytest.mark.parametrize("victim", drawn(["activities.tracking.wandb_writer", "wandb-core"], 1))
 def test_what_a_killed_writer_had_in_hand_is_written_again(victim: str, settings: Settings, store: ObjectStore) -> None:
-    """Each time that runs are open, until a part of them is written: no step is lost, or there twice."""
+    """Each time that runs are open, until a part of them is written: no step is lost, or there twice.
+
+    Few processes write many runs.
+    """
     run_ids = [f"sft-killed{n}" for n in range(12)]
     for run_id in run_ids:
         put_log(store, run_id, FIRST, WHOLE_RUN)
         end_run(store, run_id)
-    kills = 0
+    kills = most = 0
 
     def kill() -> None:
-        nonlocal kills
-        while not done.wait(0.02) and kills < 2:
-            if list((settings.root_path / "wandb").glob(".writer-*/run/wandb/offline-run-*")):
+        nonlocal kills, most
+        while not done.wait(0.02):
+            # Not those below: what a writer starts shows the writer's command until it has its own.
+            own = _processes(recursive=False)
+            most = max(most, len([each for each in own if "activities.tracking.wandb_writer" in each]))
+            if kills < 2 and list((settings.root_path / "wandb").glob(".writer-*/run/wandb/offline-run-*")):
                 for process in psutil.Process(os.getpid()).children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         if victim in " ".join(process.cmdline()):
@@ -219,7 +174,7 @@ def test_what_a_killed_writer_had_in_hand_is_written_again(victim: str, settings
     finally:
         done.set()
         killing.join()
-    assert kills, "nothing was killed"
+    assert kills and 1 <= most <= 8, (kills, most)
     assert all(one.warning is None and one.folder for one in found), found
     for run_id in run_ids:
         history = read_offline(settings.root_path / "wandb" / run_id)[1]

@@ -101,8 +101,10 @@ def test_bodies_come_whole_however_they_are_cut_and_one_behind_the_other(
         "POST / HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n",
         "POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n",
         "POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\nconnection: keep-alive\r\n",
+        *(f"POST / HTTP/1.1\r\ncontent-length: {length}\r\n" for length in ("5\r\ncontent-length: 6", "-1", "1e3")),
+        "POST / HTTP/1.1\r\ntransfer-encoding: xchunked\r\n",
     ],
-    ids=["length, chunks", "chunks, length", "chunks of HTTP/1.0"],
+    ids=["length, chunks", "chunks, length", "chunks of HTTP/1.0", "two lengths", "negative", "a float", "no coding"],
 )
 @pytest.mark.parametrize("port_of", ["the web service", "a host"])
 def test_a_request_of_two_lengths_is_refused_and_ends_its_connection(

@@ -103,9 +103,18 @@ def test_an_output_layer_beside_tied_embeddings_has_to_equal_them() -> None:
 def test_fp8_is_read_with_its_scales_if_the_configuration_says_so() -> None:
     slices, carried, found = found_of(LATENT)
     name = "model.layers.1.self_attn.o_proj.weight"
-    codes = {name: Stored("F8_E4M3", found[name].shape), f"{name}_scale_inv": Stored("F32", (1, 1))}
+    scales = f"{name}_scale_inv"
+    codes = found | {name: Stored("F8_E4M3", found[name].shape), scales: Stored("F32", (1, 1))}
     behind = {f"model.layers.2.{end}": Stored("F8_E4M3", (16, 32)) for end in ("eh_proj.weight", "up_proj.weight")}
-    contents_of(slices, carried, found | codes | behind, "folder")  # what is carried along stays as it is
+    contents_of(slices, carried, codes | behind, "folder")  # what is carried along stays as it is
     with pytest.raises(InvalidInput, match=f"tensor {name} is F8_E4M3; weights must be one of"):
-        contents_of(slices, carried, found | codes, "folder", is_fp8=False)
-    assert f"the first is '{name}_scale_inv'" in refusal(LATENT, found | {f"{name}_scale_inv": Stored("F32", (1, 1))})
+        contents_of(slices, carried, codes, "folder", is_fp8=False)
+    for changed, words in (
+        ({scales: None}, f"{name} is FP8, and its scales, {scales}, have to be floats of (1, 1): it"),
+        ({scales: Stored("F32", (2, 1))}, "have to be floats of (1, 1): it is F32 of (2, 1)"),
+        ({scales: Stored("U8", (1, 1))}, "have to be floats of (1, 1): it is U8"),
+        ({name: found[name]}, f"1 tensors are not of this family, the first is '{scales}'"),
+        ({name: Stored("F8_E5M2", found[name].shape)}, f"tensor {name} is F8_E5M2; weights must be"),
+    ):
+        tensors = {each: stored for each, stored in (codes | changed).items() if stored is not None}
+        assert words in refusal(LATENT, tensors), changed

@@ -143,6 +143,7 @@ def test_ppo_has_a_critic_beside_its_policy() -> None:
         ({"advantages": "none"}, "advantages none leave a loss to kl with placement reward alone"),
         ({"loss": {"kind": "distillation"}}, "a distillation loss reads no advantages"),
         ({"algorithm": "gkd", "trainable": {"kind": "full"}}, "full training changes the base"),
+        ({"trainable": {"kind": "full"}, "initial_adapter": "/adapter"}, "drop initial_adapter"),
         ({"rollouts": {"prompts": {"uri": "p"}, "steps": 1}}, "rollouts.grader is missing"),
         (
             {

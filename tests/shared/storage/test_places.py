@@ -59,6 +59,26 @@ def test_what_is_open_is_read(home: Path, name: str) -> None:
     assert is_open(places(home), home / name)
 
 
+@pytest.mark.parametrize("uri", [
+    "FILE://{root}/store/tenants/bob/x", "file:{root}/store/tenants/bob/x", "file://localhost{root}/store/tenants/bob/x",
+    "file://{root}/store/tenants/eve%2F..%2Fbob/x", "file://{root}/store/tenants/%62ob/x", "{root}/../link/x",
+    "file://{root}/store/tenants/eve-2/x", "{root}/store/tenants/eve", "{root}/store/tenants", "{root}/store", "{root}",
+    "file://{root}/store/runs/sft-1/checkpoints/x", "{root}/service/longshore.db", "file://{root}/cache/x", "file:///",
+])  # fmt: skip
+def test_no_spelling_of_a_place_makes_it_ones_own(home: Path, uri: str) -> None:
+    """Any spelling of a path: tests/service/test_parsers.py. Every field of a body: tests/security."""
+    (home / "link").symlink_to(home / "root/store/tenants/bob")
+    with pytest.raises(InvalidInput):
+        places(home).check_named("eve", uri.format(root=home / "root"), "uri")
+
+
+@pytest.mark.parametrize(
+    "uri", ["{root}/../elsewhere/x", "{root}-2/x", "s3://bucket/tenants/bob/x", "org/name@main", "/"]
+)
+def test_what_is_no_place_of_ours_is_no_concern_of_it(home: Path, uri: str) -> None:
+    places(home).check_named("eve", uri.format(root=home / "root"), "uri")
+
+
 def test_a_folder_of_ours_that_is_a_link_to_another_disk_is_ours(home: Path) -> None:
     (home / "disk").mkdir()
     (home / "root/cache").symlink_to(home / "disk")
@@ -77,8 +97,9 @@ def test_a_store_behind_a_link_is_ours(home: Path) -> None:
     "s3://ours/other/../store/seal", "s3://ours/a/%2e%2e/store/runs/x", "s3://ours/./store/runs/x", "s3://ours/store/..",
     "s3://ours/a//store/runs/x", "s3://ours/a/%252e%252e/store/x", "s3://OURS/store/runs/x", "s3://alias-abc-s3alias/runs",
     "s3://arn:aws:s3:us-east-1:1:accesspoint/p/runs/x", "s3://ours./store/runs/x", "s3://ours%2e/store/runs",
+    "s3://ours/store/tenants/bob/x", "s3://ours/store/%74enants/bob/x", "s3://ours/store", "s3://ours/", "s3://ours",
 ])  # fmt: skip
-def test_other_spellings_of_our_bucket_are_refused(home: Path, uri: str) -> None:
+def test_what_is_ours_in_our_bucket_is_refused_in_any_spelling(home: Path, uri: str) -> None:
     found = places(home, store_uri="s3://ours/store")
     with pytest.raises(InvalidInput):
         found.check_named("eve", uri, "uri")
@@ -88,7 +109,14 @@ def test_other_spellings_of_our_bucket_are_refused(home: Path, uri: str) -> None
 
 
 @pytest.mark.parametrize(
-    "uri", ["s3://ours/store/tenants/eve/x", "s3://ours/else/x", "s3://theirs/a/", "s3://a_b.c/x..y"]
+    "uri",
+    [
+        "s3://ours/store/tenants/eve/x",
+        "s3://ours/else/x",
+        "s3://ours/storehouse/x",
+        "s3://theirs/store/tenants/bob/x",
+        "s3://a_b.c/x..y",
+    ],
 )
 def test_other_objects_are_read(home: Path, uri: str) -> None:
     places(home, store_uri="s3://ours/store").check_named("eve", uri, "uri")

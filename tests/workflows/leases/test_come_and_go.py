@@ -3,7 +3,6 @@
 import asyncio
 import random
 import sys
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -125,46 +124,6 @@ async def test_hosts_come_for_runs_that_wait_and_a_scale_down_in_the_middle_lose
         assert await asyncio.to_thread(is_alone, stack), "hosts take their states off the store"
 
 
-@pytest.mark.deep
-async def test_a_lease_that_comes_as_an_idle_host_leaves_is_not_lost(temporal_address: str, tmp_path: Path) -> None:
-    """Runs are started around the moment at which the host has been idle for long enough (by design rather than chance:
-    tests/service/test_lease_polling.py).
-    """
-    idle_s = 0.6
-    async with started(temporal_address, tmp_path, runs_per_worker=1) as stack:
-        launcher = ForkedHosts(stack, tmp_path / "machines", idle_s)
-        left = 0
-        for offset_s in [place * 0.06 - 0.3 for place in range(16)]:
-            if not launcher.launched():
-                left += 1
-                launcher.launch(uuid.uuid4().hex)
-                await eventually(lambda: _is_up(stack), "a host")
-            first = await stack.start(steps=1, timing=PATIENT)
-            await first.result()
-            await asyncio.sleep(idle_s + offset_s)
-            second = await stack.start(steps=1, timing=PATIENT)
-            if not launcher.launched():
-                launcher.launch(uuid.uuid4().hex)
-            keeping = asyncio.create_task(_keep_one(launcher, second))
-            status = await asyncio.wait_for(second.result(), 300)
-            assert status.workers_lost == 0, "no lease was given to a host that had stopped listening"
-            await keeping
-        assert left > 1, "no host left in all of this: the test tries nothing"
-
-
-async def _keep_one(launcher: ForkedHosts, handle: WorkflowHandle) -> None:
-    run = asyncio.create_task(handle.result())
-    while not run.done():
-        if not launcher.launched():
-            launcher.launch(uuid.uuid4().hex)
-        await asyncio.sleep(0.1)
-
-
-async def _is_up(stack: Stack) -> bool:
-    states = await asyncio.to_thread(read_states, stack.store, stack.settings.shape)
-    return any(not state.lacks for state in states)
-
-
 async def test_a_drain_may_take_longer_than_a_silent_host_is_waited_for(temporal_address: str, tmp_path: Path) -> None:
     """The host's heartbeats go on while its job finishes a long step. Here a file tells it to leave, as of a spot
     notice that another container hears of.
@@ -251,12 +210,6 @@ async def _has_ended(handle: WorkflowHandle) -> bool:
 BREAKS = [sys.executable, "-c", "raise SystemExit('device-side assert triggered')"]
 
 
-def hosts_of(stack: Stack, run_id: str) -> list[str]:
-    """The hosts that leased a worker to a run, in order."""
-    leases = [stack.store.get_bytes(info.key) for info in stack.store.list(f"{RunKeys(run_id).leases}/")]
-    return [LeaseRecord.model_validate_json(lease).host_queue for lease in leases]
-
-
 async def test_a_run_whose_worker_was_lost_at_its_start_goes_to_another_host(
     temporal_address: str, tmp_path: Path
 ) -> None:
@@ -268,34 +221,5 @@ async def test_a_run_whose_worker_was_lost_at_its_start_goes_to_another_host(
         for handle in handles:
             status = await handle.result()
             assert status.state == "succeeded"
-            assert hosts_of(stack, handle.id) in ([broken, good], [good]), "never twice"
+            assert leases(stack, handle.id) in ([broken, good], [good]), "never twice"
         assert read_fast_bf16(stack.store, stack.settings.shape) is is_bf16_fast(), "as they said when they came"
-
-
-@pytest.mark.deep
-async def test_forty_runs_succeed_beside_two_broken_hosts(temporal_address: str, tmp_path: Path) -> None:
-    """One finds after its first loss what it lacks, and takes no more runs; the other rests ever longer."""
-    async with started(temporal_address, tmp_path) as stack:
-        checks = {"lacks": BreaksLater(), "rests": tuple, "good": tuple}
-        names = {}
-        for name, check in checks.items():
-            command = None if name == "good" else lambda folder, key: BREAKS
-            names[await stack.add_gpu_host(command=command, check=check, root=tmp_path / name)] = name
-        handles = [await stack.start(steps=5, seed=seed) for seed in range(40)]
-        ended = [await handle.result() for handle in handles]
-        leases = Counter(names[queue] for handle in handles for queue in hosts_of(stack, handle.id))
-        assert [status.state for status in ended] == ["succeeded"] * 40
-        assert leases["lacks"] <= 1, leases
-        assert any(state.lacks for state in read_states(stack.store, stack.settings.shape))
-
-
-class BreaksLater:
-    """A check that finds something, but not at the host's start."""
-
-    def __init__(self) -> None:
-        self._has_started = False
-
-    def __call__(self) -> tuple[str, ...]:
-        found = ("cuda:0 fails",) if self._has_started else ()
-        self._has_started = True
-        return found
