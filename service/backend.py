@@ -21,8 +21,7 @@ from service.inference.episodes import Episode, Episodes
 from service.inference.published_models import Exports, NamedModels, PublishedModels
 from service.inference.questions import IdleEviction, Inference
 from service.runs.estimates import Checks, Estimates
-from service.runs.files import Histories, RunFiles, RunReader
-from service.runs.overview import InstallationGauges, Overviews
+from service.runs.files import Histories, InstallationGauges, Overviews, RunFiles, RunReader
 from service.runs.rows import Records, RunRows, Uses, serve
 from service.runs.runs import FirstRequest, Runs, RunStates
 from service.runs.sessions import Sessions, TrainSteps

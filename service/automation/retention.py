@@ -571,7 +571,10 @@ class Removals:
     _sweeps: Documents[SweepState]
 
     async def remove(self, tenant: str, run_id: str) -> RunRemoved:
-        """Remove a run. Raises NotFound; Conflict: it is active or paused, or another run uses its checkpoints."""
+        """Remove a run that has ended, with its checkpoints and logs. What it published stays.
+
+        Raises Conflict: it is active or paused, or another run uses its checkpoints.
+        """
         view = await self._runs.view(tenant, run_id)
         if view.state in ("running", "paused"):
             rule = "cancel it first" if view.state == "paused" else "cancel it, and remove it when it has ended"

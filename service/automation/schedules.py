@@ -105,7 +105,7 @@ class Schedules:
         return await self.show(tenant, scheduled.name)
 
     async def of(self, tenant: str) -> tuple[ScheduleView, ...]:
-        """List a tenant's schedules by name, without their actions."""
+        """List schedules by name, without their actions."""
         places = asyncio.Semaphore(_CONCURRENT)
 
         async def view(record: ScheduleRecord) -> ScheduleView:
@@ -116,6 +116,7 @@ class Schedules:
         return tuple(await asyncio.gather(*map(view, found)))
 
     async def show(self, tenant: str, name: str) -> ScheduleView:
+        """Return a schedule with its next times and its last actions: runs started, or the reason why not."""
         record = await self._read(tenant, name)
         async with self._temporal.client() as client:
             known = await _describe(client, record)

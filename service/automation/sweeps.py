@@ -253,7 +253,8 @@ class Sweeps:
         await self._begin(tenant, sweep_id)
         return await self.show(tenant, sweep_id)
 
-    async def of(self, tenant: str, limit: int) -> tuple[SweepView, ...]:
+    async def of(self, tenant: str, limit: int = 20) -> tuple[SweepView, ...]:
+        """List sweeps, newest first."""
         ids = await self._states.keys(tenant)
         return tuple([await self.show(tenant, sweep_id) for sweep_id in ids[: -limit - 1 : -1]])
 

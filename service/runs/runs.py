@@ -378,7 +378,7 @@ class Runs:
         return (await self._row(tenant, run_id)).record
 
     async def view(self, tenant: str, run_id: str) -> RunView:
-        """Return a run's current view: from its workflow while it runs, from its row afterwards."""
+        """Return a run's current status: from its workflow while it runs, from its row afterwards."""
         return with_cost((await self._current(tenant, run_id)).view, self._settings.prices)
 
     async def of(self, tenant: str, run_ids: Sequence[str]) -> tuple[IndexedRun, ...]:
@@ -456,7 +456,7 @@ class Runs:
         self._states.changed(run_id)
 
     async def resume(self, tenant: str, run_id: str) -> RunView:
-        """Go on from the last checkpoint.
+        """Go on from the last checkpoint of a paused, failed or cancelled run.
 
         Raises Conflict when the run is running, or succeeded, or its state is gone; QuotaExceeded; BeingDeleted.
         """

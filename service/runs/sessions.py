@@ -136,18 +136,21 @@ class TrainSteps:
         return await self.show(tenant, run_id, step.step, wait_s)
 
     async def finish(self, tenant: str, run_id: str) -> RunView:
-        """Finish an RL run: no more steps come. Raises Conflict when it has ended."""
+        """Let an RL run end after the steps that wait: no more come. Raises Conflict when it has ended."""
         await update_run(self._runs, self._temporal, await self.record(tenant, run_id), "finish")
         return await self._runs.view(tenant, run_id)
 
-    async def show(self, tenant: str, run_id: str, number: int, wait_s: float = 0) -> StepStatus:
-        """Return a step's current status, or its end if that comes within `wait_s`. Raises NotFound."""
+    async def show(self, tenant: str, run_id: str, step: int, wait_s: float = 0) -> StepStatus:
+        """Return a train step's status, or its end if that comes in time. 0: the policy before the first.
+
+        Raises NotFound.
+        """
         record = await self.record(tenant, run_id)
         end, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
         while True:
-            step = await self._step(record, number)
-            if step.is_final or time.monotonic() > end:
-                return step
+            found = await self._step(record, step)
+            if found.is_final or time.monotonic() > end:
+                return found
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 1.2 * pause_s)
 
