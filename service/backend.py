@@ -15,7 +15,7 @@ from service.automation.webhooks import Webhooks
 from service.database.engine import Database
 from service.decoding import Decoding
 from service.files import Files, Uploads, uploads_folder
-from service.host_http.clients import HostClients, SessionHosts
+from service.host_http.connections import HostClients, SessionHosts
 from service.inference.art_models import ArtModel, ArtModels, UntrainedModels
 from service.inference.episodes import Episode, Episodes
 from service.inference.published_models import Exports, NamedModels, PublishedModels

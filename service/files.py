@@ -25,8 +25,7 @@ from longshore.views import FileEntry, RunStatus
 from service.accounts import audit
 from service.accounts.tenants import PARTS, Documents, Quotas, Reservation, add_stored, forget_stored, lock_tenant
 from service.database.engine import Database, FileRow, KeyedLocks
-from service.errors import Conflict
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound
 from shared.settings import S3Settings
 from shared.storage import artifacts, paths
 from shared.storage.artifacts import Manifest

@@ -22,8 +22,7 @@ from longshore.accounts import Measured, QuotaSettings, Room, TenantUsage, Tenan
 from longshore.fields import Frozen
 from service.accounts import audit
 from service.database.engine import Database, DocumentRow, FileRow, RemovedRow, RunRow, StoredRow, TenantRow
-from service.errors import Conflict, QuotaExceeded
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound, QuotaExceeded
 from shared.limits import ClientSettings, PriceSettings
 from shared.settings import Settings
 from shared.storage import paths

@@ -26,13 +26,12 @@ from service.accounts import audit
 from service.accounts.tenants import Documents, Quotas
 from service.automation.sweeps import SweepState
 from service.database.engine import Database, RemovedRow, RunRow, UseRow
-from service.errors import Conflict
 from service.inference.published_models import PublishedModels
 from service.runs.rows import CLAIM_S, Claim, Uses, forget
 from service.runs.runs import Runs
 from service.temporal import Temporal, cause_of
 from shared.automation import GarbageRequest
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound
 from shared.limits import RetentionSettings
 from shared.settings import Settings
 from shared.storage.artifacts import find_artifact, is_job, stored_checkpoints

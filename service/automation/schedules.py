@@ -35,13 +35,12 @@ from longshore.automation import Action, ActionView, Backfill, Overlap, Schedule
 from longshore.runs import RunRecord, Source
 from service.accounts import audit
 from service.accounts.tenants import Access, Documents, Quotas
-from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
 from service.inference.published_models import NamedModels, PublishedModels
 from service.runs.runs import Runs
 from service.sealing import key_of, seal_keys
 from service.temporal import PATIENCE, Temporal, memo_of, share_of, unless_unknown
 from shared.automation import ACTION_MEMO, AcceptRequest, Decision, LastScheduled, ScheduledAction, ScheduleRecord
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound, QuotaExceeded, TemporalUnavailable
 from shared.runs.acceptance import check_startable
 from shared.settings import Settings
 from shared.storage.paths import RunKeys, content_key

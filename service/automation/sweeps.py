@@ -26,14 +26,13 @@ from service.accounts import audit
 from service.accounts.keys import Principal
 from service.accounts.tenants import Access, Documents, Quotas
 from service.decoding import Decoding, while_connected
-from service.errors import Conflict, QuotaExceeded
 from service.inference.published_models import NamedModels
 from service.runs.files import Histories, RunHistory
 from service.runs.rows import IndexedRun
 from service.runs.runs import Runs, new_run_id
 from service.temporal import Temporal
 from shared import automation
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound, QuotaExceeded
 from shared.runs.acceptance import check_startable
 from shared.settings import SamplingSettings, Settings
 from shared.storage.paths import content_key

@@ -38,12 +38,11 @@ from longshore.automation import (
 from service.accounts import audit
 from service.accounts.tenants import Documents, Quotas
 from service.database.engine import Database, OutboxRow
-from service.errors import Conflict
 from service.runs.rows import serve
 from service.temporal import Temporal
 from shared.addresses import is_plainly_private, private_host
 from shared.automation import DeliverRequest, Notice, Webhook, WebhookRequest, new_notice_id, new_secret
-from shared.errors import InvalidInput, LongshoreError
+from shared.errors import Conflict, InvalidInput, LongshoreError
 from shared.settings import DownloadSettings, Settings
 from workflows.policies import queue_of
 

@@ -22,11 +22,10 @@ from longshore.training import Dtype, Lora, ScalarHead, SessionRun
 from longshore.views import Envelope, Export, ExportView, ModelView, PreviewRequest
 from service.accounts import audit
 from service.accounts.tenants import Quotas
-from service.errors import Conflict
 from service.temporal import PATIENCE, Temporal, cause_of, unless_unknown
 from shared import provenance
 from shared.chat.messages import ServedModel
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound
 from shared.jobs.job import Job
 from shared.runs.acceptance import chosen_scalar
 from shared.runs.start import LABELS, ExportRequest

@@ -25,14 +25,13 @@ from longshore.events import Evaluated, RunEvent, Saved, Step
 from longshore.fields import Artifact, Fence
 from service.accounts.tenants import Quotas, used_gpu_seconds
 from service.database.engine import Database, KeyRow, RunRow
-from service.errors import Conflict
 from service.files import PublishedFiles
 from service.runs.rows import IndexedRun
 from service.runs.runs import SHARED_S
 from service.runs.views import IN_QUEUE
 from service.temporal import Temporal
 from shared.chat.trajectories import ChatTrajectory, EpisodeTrajectory, SentGroup, SentTrajectory, Trajectory
-from shared.errors import InvalidInput, NotFound, StoreUnavailable
+from shared.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
 from shared.jobs.job import Job
 from shared.runs.events import EventCursor, read_run_events
 from shared.settings import S3Settings, Settings

@@ -29,11 +29,10 @@ from service.accounts import audit
 from service.accounts.keys import Principal
 from service.accounts.tenants import Access, Documents, Quotas
 from service.database.engine import KeyedLocks
-from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
 from service.runs.rows import IndexedRun, RunFilter, RunRows, Uses, checkpoints_named
 from service.runs.views import with_cost
 from service.temporal import LIST_PATIENCE, PATIENCE, Temporal, query, unless_unknown
-from shared.errors import InvalidInput, LongshoreError, NotFound
+from shared.errors import Conflict, InvalidInput, LongshoreError, NotFound, QuotaExceeded, TemporalUnavailable
 from shared.runs.acceptance import check_offered, check_startable, precision_of
 from shared.runs.start import (
     RL_WORKFLOW,

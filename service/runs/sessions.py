@@ -21,12 +21,11 @@ from longshore.training import Full, Lora
 from longshore.views import CommandView, RunView, StepStatus
 from service.accounts import audit
 from service.accounts.tenants import Quotas
-from service.errors import Conflict, QueueFull, TemporalUnavailable
-from service.host_http.clients import SessionHosts
+from service.host_http.connections import SessionHosts
 from service.runs.rows import RunRows, Uses
 from service.runs.runs import Runs
 from service.temporal import LOST_UPDATES, Temporal, causes_of, query, unless_unknown
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound, QueueFull, TemporalUnavailable
 from shared.jobs.commands import CommandHead, LoadStored, Skip, stored_form
 from shared.models.peft import check_same
 from shared.runs.events import SessionResults

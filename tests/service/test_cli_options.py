@@ -25,8 +25,7 @@ from longshore.fields import Artifact, Fence
 from longshore.runs import RLRun
 from longshore.training import Lora
 from longshore.views import RunView
-from service.cli.command import Stop, seconds_of, span
-from service.cli.main import app
+from service.cli.command import Stop, app, seconds_of, span
 from service.cli.run_options import NAMES, given, option_at, options_of, request_fields, run_command, run_model, table
 from service.cli.run_output import Bar, Lines, phases, summary, took
 from service.cli.runs import checked_run

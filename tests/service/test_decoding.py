@@ -17,8 +17,8 @@ from service.accounts.keys import Principal
 from service.apis.bodies import judged
 from service.apis.native import runs
 from service.decoding import Decoding, _server
-from service.errors import Busy
 from service.files import Incoming
+from shared.errors import Busy
 from shared.jobs.commands import stored_form
 from shared.limits import TenantLimits
 from shared.settings import Settings

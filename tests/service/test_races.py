@@ -13,9 +13,8 @@ from sqlalchemy import select, update
 from longshore.accounts import FileView, QuotaSettings
 from service.accounts.tenants import Quotas, Tenants
 from service.database.engine import Database, DocumentRow, FileRow
-from service.errors import Conflict
 from service.files import Files, UploadRecord, Uploads
-from shared.errors import NotFound
+from shared.errors import Conflict, NotFound
 from shared.storage import paths
 from shared.storage.files import go_on
 from shared.storage.store import Check, LocalStore, ObjectInfo

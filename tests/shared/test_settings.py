@@ -198,7 +198,6 @@ ANSWERS_ALONE = {
     "megatron_worker/sampler/grammars/trial.py",
     "megatron_worker/training/trial.py",
     "megatron_worker/weight_sync/__main__.py",
-    "service/cli/main.py",
     "service/cli/run_options.py",
 }
 

@@ -44,10 +44,9 @@ from service.apis.bodies import (
 )
 from service.backend import Backed, Backend
 from service.decoding import SMALL_BYTES
-from service.errors import Conflict
 from service.inference.art_models import ArtModel, ArtSettings, ArtWord, finite_metrics, new_model
 from service.runs.views import dropped, last_lines
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound
 from shared.runs.acceptance import precision_of
 from shared.runs.status import StepRequest
 

@@ -22,8 +22,7 @@ from longshore.accounts import FileView
 from service.accounts.keys import Asking, Principal, reads_or_writes
 from service.apis.bodies import JsonBody, JsonRoute
 from service.backend import Backed, Backend
-from service.errors import QuotaExceeded
-from shared.errors import InvalidInput, LongshoreError, NotFound
+from shared.errors import InvalidInput, LongshoreError, NotFound, QuotaExceeded
 
 WANDB = "/wandb"
 URL = "wandb-artifact:///"

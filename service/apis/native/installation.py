@@ -23,12 +23,11 @@ from service.accounts.tenants import Quotas
 from service.apis.bodies import JsonBody, JsonRoute, add_operations, file_answer, tar_answer
 from service.apis.errors import RESPONSES
 from service.backend import Backed, Backend
-from service.errors import Conflict, Forbidden
 from service.files import PublishedFiles
 from service.inference.published_models import Exports, PublishedModels
 from service.sealing import SealKey, public_keys, seal_keys, unseal
 from shared.automation import GarbageRequest
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, Forbidden, InvalidInput, NotFound
 from shared.runs.acceptance import precision_of
 from shared.settings import Settings
 from shared.storage.host_states import HostState, read_states

@@ -34,13 +34,12 @@ from service.automation.schedules import Schedules
 from service.automation.sweeps import Sweeps
 from service.automation.webhooks import Webhooks
 from service.backend import Backed, Backend, IdempotencyKey
-from service.errors import Conflict, TemporalUnavailable
 from service.files import FILE_NAME, Files, PublishedFiles
 from service.runs.files import Overviews, RunFiles, RunReader
 from service.runs.runs import Runs
 from service.runs.sessions import Sessions, TrainSteps
 from service.runs.views import last_lines, log_line
-from shared.errors import StoreUnavailable
+from shared.errors import Conflict, StoreUnavailable, TemporalUnavailable
 from shared.jobs.commands import stored_form
 from shared.runs.acceptance import precision_of
 from shared.runs.status import StepRequest
