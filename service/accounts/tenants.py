@@ -23,8 +23,7 @@ from longshore.fields import Frozen
 from service.accounts import audit
 from service.database.engine import Database, DocumentRow, FileRow, RemovedRow, RunRow, StoredRow, TenantRow
 from shared.errors import Conflict, InvalidInput, NotFound, QuotaExceeded
-from shared.limits import ClientSettings, PriceSettings
-from shared.settings import Settings
+from shared.settings import ClientSettings, PriceSettings, Settings
 from shared.storage import paths
 from shared.storage.places import OpenPlaces, without_queries
 from shared.storage.store import ObjectStore

@@ -32,8 +32,7 @@ from service.runs.runs import Runs
 from service.temporal import Temporal, cause_of
 from shared.automation import GarbageRequest
 from shared.errors import Conflict, InvalidInput, NotFound
-from shared.limits import RetentionSettings
-from shared.settings import Settings
+from shared.settings import RetentionSettings, Settings
 from shared.storage.artifacts import find_artifact, is_job, stored_checkpoints
 from shared.storage.paths import MANIFEST, RunKeys, checkpoint_adapter, content_key, tenant_folder
 from shared.storage.store import ObjectInfo, ObjectStore

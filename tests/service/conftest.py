@@ -37,9 +37,8 @@ from service.host_http.connections import config, listen_at, place_of
 from service.runs.rows import RunRows, Uses
 from service.temporal import connect_temporal
 from shared.errors import NotFound
-from shared.limits import RateLimitSettings
 from shared.runs.status import RunChange, RunStatus
-from shared.settings import DownloadSettings, Settings
+from shared.settings import DownloadSettings, RateLimitSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import RunKeys, published_version, version_claim
 from shared.storage.store import LocalStore, ObjectStore, S3Store, open_store
