@@ -23,8 +23,7 @@ from longshore.automation import GarbageReport
 from service.automation.retention import collect
 from service.database import engine
 from service.database.engine import Database
-from shared.limits import RetentionSettings
-from shared.settings import S3Settings
+from shared.settings import RetentionSettings, S3Settings
 from shared.storage.store import LocalStore, ObjectInfo, ObjectStore, S3Store
 from tests.service.retention.stored_runs import DAY_S, fill
 

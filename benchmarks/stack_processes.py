@@ -90,7 +90,7 @@ def main() -> None:
     given = parser.parse_args()
     environment = os.environ | {"LONGSHORE_SEPARATE_HOSTS": str(given.separate_hosts).lower()}
     with tempfile.TemporaryDirectory() as folder:
-        dev = [sys.executable, "-P", "-m", "longshore.server", "service.cli.main", "dev", "--root", folder]
+        dev = [sys.executable, "-P", "-c", "from longshore.server import main; main()", "dev", "--root", folder]
         begin = time.monotonic()
         subprocess.run([*dev, "--detach"], check=True, env=environment, stderr=subprocess.DEVNULL)
         start_s = time.monotonic() - begin

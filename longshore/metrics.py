@@ -1,6 +1,6 @@
 """Every metric of a run: its name and unit, what it is, and how a train step combines those of its optimizer steps.
 
-`python -m longshore.metrics > docs/metrics.md` writes the page. Tests hold what jobs and steps report to this table.
+`python -m benchmarks.pages` writes the tables of docs/metrics.md. Tests hold what jobs and steps report to them.
 """
 
 from collections.abc import Mapping
@@ -177,102 +177,7 @@ _EVALUATIONS = (
     Metric("best_step", "step", "whose evaluation was best, with `keep: best`"),
     Metric("best_*", "its", "the value of that metric there"),
 )
-_TABLES = {
-    "Optimizer steps": (_STEP, "Measured by the worker, whatever the loss."),
-    "Policy losses and critics": (_POLICY, "Weighted means over the trained tokens of all ranks and bins."),
-    "Preferences and reward models": (_PREFERENCES, "Means over pairs or answers."),
-    "Groups of a train step": (_GROUPS, "Counted before the step is trained (`pack_trajectories`)."),
-    "Rollouts and weight sync": (_ROLLOUTS, "Measured by the run's workflow; a local run has no seconds."),
-    "Evaluations": (_EVALUATIONS, "Held-out rows are evaluated by the worker, held-out prompts by samplers."),
-}
-_SYSTEMS = ("ART", "verl", "TRL")
-_ELSEWHERE = {
-    "loss": ("loss/train", "actor/pg_loss", "loss"),
-    "grad_norm": ("loss/grad_norm", "actor/grad_norm", "grad_norm"),
-    "learning_rate": ("loss/learning_rate", "actor/lr", "learning_rate"),
-    "tokens": ("data/step_non_padding_train_tokens", "", ""),
-    "target_tokens": ("data/step_trainable_assistant_tokens", "", ""),
-    "sequences": ("data/step_num_datums", "", ""),
-    "step_s": ("", "", "step_time"),
-    "tokens_per_s": ("", "perf/throughput (of one device)", ""),
-    "memory_bytes": ("", "perf/max_memory_allocated_gb", ""),
-    "ratio_mean": ("loss/policy_ratio_mean", "", ""),
-    "ratio_max": ("loss/policy_ratio_max", "", ""),
-    "clip_high_fraction": ("", "actor/pg_clipfrac (both bounds)", "clip_ratio/high_mean"),
-    "clip_low_fraction": ("", "", "clip_ratio/low_mean"),
-    "clip_dual_fraction": ("", "actor/pg_clipfrac_lower", ""),
-    "kl_old_new": ("", "actor/ppo_kl (k1)", ""),
-    "kl_sampler_trainer": ("", "rollout_corr/k3_kl", ""),
-    "kl_reference": ("loss/kl_policy_ref", "actor/kl_loss", "kl"),
-    "entropy": ("loss/entropy", "actor/entropy", "entropy"),
-    "importance_mean": ("", "", "sampling/importance_sampling_ratio/mean"),
-    "critic_loss": ("", "critic/vf_loss", ""),
-    "critic_grad_norm": ("", "critic/grad_norm", ""),
-    "critic_learning_rate": ("", "critic/lr", ""),
-    "critic_clipped_fraction": ("", "critic/vf_clipfrac", ""),
-    "value_mean": ("", "critic/values/mean", ""),
-    "return_mean": ("", "critic/returns/mean", ""),
-    "explained_variance": ("", "critic/vf_explained_var", ""),
-    "reward_chosen": ("", "", "rewards/chosen"),
-    "reward_rejected": ("", "", "rewards/rejected"),
-    "reward_margin": ("", "", "rewards/margins"),
-    "preference_accuracy": ("", "", "rewards/accuracies"),
-    "kl": ("", "", "kl"),
-    "reward_mean": ("reward", "critic/score/mean", "reward"),
-    "reward_std": ("", "", "reward_std (of `batch`)"),
-    "reward_spread_mean": ("reward_std_dev", "", "reward_std (of `group`)"),
-    "zero_variance_share": ("", "", "frac_reward_zero_std"),
-    "groups": ("data/step_num_groups_submitted", "", ""),
-    "trained_groups": ("data/step_num_groups_trainable", "", ""),
-    "trajectories": ("data/step_num_trajectories", "", ""),
-    "response_tokens_mean": ("", "response_length/mean", "completions/mean_length"),
-    "response_tokens_max": ("", "response_length/max", "completions/max_length"),
-    "truncation_rate": ("", "response_length/clip_ratio", "completions/clipped_ratio"),
-    "sampling_seconds": ("time/step_collect_batch_s", "timing_s/gen", ""),
-    "grading_seconds": ("", "timing_s/reward", ""),
-    "training_seconds": ("", "timing_s/update_actor", ""),
-    "evaluating_seconds": ("", "timing_s/testing", ""),
-    "eval_loss": ("", "", "eval_loss"),
-    "eval_reward_mean": ("val/reward", "val-core/…/mean@N", "eval_reward"),
-    "eval_response_tokens_mean": ("", "", "eval_completions/mean_length"),
-    "eval_truncation_rate": ("", "", "eval_completions/clipped_ratio"),
-}
-METRICS: Mapping[str, Metric] = {metric.name: metric for metrics, _ in _TABLES.values() for metric in metrics}
-
-
-# --- The page ---
-
-_INTRODUCTION = """# Metrics
-
-Written by `python -m longshore.metrics > docs/metrics.md`. All metrics of a run are in its log and in `longshore
-metrics RUN`. W&B has them as `train/NAME`, `eval/NAME`, of a train step of reinforcement learning `rollout/NAME`, and
-`system/NAME` for seconds, bytes and rates. A train step combines the metrics of its optimizer steps as the last column
-says. [losses.md](losses.md) has the formulas of the losses: p is a token's probability under the trained policy, p_old
-under the policy at the job's start, p_ref under the reference, p_sampler under the sampler that drew it. k3 of p
-against q is r - 1 - log r with r = q / p. A name with `*` stands for several.
-"""
-
-
-def _page() -> str:
-    parts = [_INTRODUCTION]
-    for title, (metrics, said) in _TABLES.items():
-        is_combined = metrics in (_STEP, _POLICY)
-        rows = [["metric", "unit", "is", *(["combined by"] if is_combined else [])]]
-        rows.append(["---"] * len(rows[0]))
-        for metric in metrics:
-            how = [metric.combined.replace("_", " ")] if is_combined else []
-            rows.append([f"`{metric.name}`", metric.unit, metric.means, *how])
-        parts.append(f"## {title}\n\n{said}\n\n{_table(rows)}")
-    others = [["here", *_SYSTEMS], ["---"] * (1 + len(_SYSTEMS))]
-    others += [[f"`{name}`", *names] for name, names in _ELSEWHERE.items()]
-    said = "The same quantity under the names that ART 0.5, verl 0.9 and TRL 1.x log. Empty: we know of none."
-    parts.append(f"## Elsewhere\n\n{said}\n\n{_table(others)}")
-    return "\n".join(parts)
-
-
-def _table(rows: list[list[str]]) -> str:
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
-
-
-if __name__ == "__main__":
-    print(_page(), end="")
+TABLES = (_STEP, _POLICY, _PREFERENCES, _GROUPS, _ROLLOUTS, _EVALUATIONS)
+COMBINED = (_STEP, _POLICY)
+"""Those whose metrics are measured of each optimizer step."""
+METRICS: Mapping[str, Metric] = {metric.name: metric for metrics in TABLES for metric in metrics}

@@ -22,7 +22,7 @@ def main() -> None:
     """Run the command line, `longshore`."""
     _enter()
     try:
-        import_module("service.cli.main").main()
+        import_module("service.cli.command").main()
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in PACKAGES:  # a bug of ours
             raise

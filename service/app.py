@@ -39,7 +39,7 @@ from service.backend import Backend
 from service.database import engine
 from service.database.engine import open_database
 from service.files import uploads_folder
-from service.host_http.server import BoundedListener, config, observed
+from service.host_http.connections import BoundedListener, config, observed
 from service.telemetry import SeenRequests, request_ids, stop_tracing
 from shared.errors import LongshoreError
 from shared.log_lines import escape_output

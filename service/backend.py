@@ -15,14 +15,13 @@ from service.automation.webhooks import Webhooks
 from service.database.engine import Database
 from service.decoding import Decoding
 from service.files import Files, Uploads, uploads_folder
-from service.host_http.clients import HostClients, SessionHosts
+from service.host_http.connections import HostClients, SessionHosts
 from service.inference.art_models import ArtModel, ArtModels, UntrainedModels
 from service.inference.episodes import Episode, Episodes
 from service.inference.published_models import Exports, NamedModels, PublishedModels
 from service.inference.questions import IdleEviction, Inference
 from service.runs.estimates import Checks, Estimates
-from service.runs.files import Histories, RunFiles, RunReader
-from service.runs.overview import InstallationGauges, Overviews
+from service.runs.files import Histories, InstallationGauges, Overviews, RunFiles, RunReader
 from service.runs.rows import Records, RunRows, Uses, serve
 from service.runs.runs import FirstRequest, Runs, RunStates
 from service.runs.sessions import Sessions, TrainSteps

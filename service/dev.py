@@ -32,8 +32,8 @@ import psutil
 from activities.sandbox.kernel import die_with_parent
 from longshore.accounts import hash_key, new_key
 from longshore.server import with_import_path
-from service.errors import DevError
 from shared.child_environment import STACK_MARK, Kind, child_environment
+from shared.errors import DevError
 from shared.log_lines import escape_output
 from shared.settings import FROM_FILE, Settings
 from shared.storage.files import private_folder, write_atomically

@@ -25,8 +25,7 @@ from longshore.views import FileEntry, RunStatus
 from service.accounts import audit
 from service.accounts.tenants import PARTS, Documents, Quotas, Reservation, add_stored, forget_stored, lock_tenant
 from service.database.engine import Database, FileRow, KeyedLocks
-from service.errors import Conflict
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound
 from shared.settings import S3Settings
 from shared.storage import artifacts, paths
 from shared.storage.artifacts import Manifest
@@ -126,10 +125,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class FileRecord(FileView):
-    """A file in the store. The same bytes under the same name have the same URI."""
-
-
 @dataclass(frozen=True)
 class Mismatch:
     """How files and the store differ.
@@ -160,7 +155,7 @@ class Files:
         num_bytes: int = 0,
         purpose: str | Callable[[], str] = "dataset",
         file_id: str | None = None,
-    ) -> FileRecord:
+    ) -> FileView:
         """Stream a body into the store, by way of a temporary file that is hashed as it grows.
 
         Args:
@@ -182,7 +177,7 @@ class Files:
                     raise InvalidInput("the file is empty", name)
                 purpose = purpose if isinstance(purpose, str) else purpose()
                 sha256 = digest.hexdigest()
-                record = FileRecord(
+                record = FileView(
                     file_id=file_id or f"file-{hashlib.sha256(f'{sha256}/{name}/{purpose}'.encode()).hexdigest()[:24]}",
                     tenant=tenant,
                     name=name,
@@ -194,7 +189,7 @@ class Files:
                 )
                 return await self._keep(record, body.path, reserved)
 
-    async def _keep(self, record: FileRecord, file: Path, reserved: Reservation) -> FileRecord:
+    async def _keep(self, record: FileView, file: Path, reserved: Reservation) -> FileView:
         """Put a file's bytes between two transactions: its row claims them before, and is found after."""
         await reserved.hold(record.size)
         audit.touched(record.file_id)
@@ -207,7 +202,7 @@ class Files:
             if kept is not None:  # else somebody has deleted the file meanwhile, perhaps with its bytes
                 return kept
 
-    async def _claim(self, record: FileRecord) -> float:
+    async def _claim(self, record: FileView) -> float:
         """Add a file's row, so that nobody deletes its bytes with another file. Waits for whoever is deleting them.
 
         Returns since when the row is claimed. Raises Conflict: that takes too long.
@@ -219,7 +214,7 @@ class Files:
             await asyncio.sleep(_POLL_S)
         return claimed_at
 
-    async def show(self, tenant: str, file_id: str) -> FileRecord:
+    async def show(self, tenant: str, file_id: str) -> FileView:
         """Return the record of a tenant's file. Raises NotFound."""
         return _record(await self._database.reading(partial(_row, tenant, file_id)))
 
@@ -227,12 +222,12 @@ class Files:
         self,
         tenant: str,
         *,
-        limit: int,
+        limit: int = 100,
         after: str | None = None,
         purpose: str | None = None,
         oldest_first: bool = False,
     ) -> FilePage:
-        """Files, newest first by default: those behind `after`, another page's `next` or a file's id.
+        """List uploaded files, newest first by default: those behind `after`, another page's `next` or a file's id.
 
         Raises NotFound: `after` is neither.
         """
@@ -255,7 +250,7 @@ class Files:
         cursor = f"{files[-1].created_at!r}/{files[-1].file_id}" if has_more else None
         return FilePage(files=files, has_more=has_more, next=cursor)
 
-    async def delete(self, tenant: str, file_id: str) -> FileRecord:
+    async def delete(self, tenant: str, file_id: str) -> FileView:
         """Delete a file, and its bytes with the last file that has them; a run that reads them then fails.
 
         Its row is marked before and removed after. No transaction is open meanwhile: a request to the store may take
@@ -301,18 +296,18 @@ class Files:
             missing=tuple(f"{row.tenant}/{row.file_id}" for row in missing),
         )
 
-    def content(self, record: FileRecord) -> Iterator[bytes]:
+    def content(self, record: FileView) -> Iterator[bytes]:
         """Read a file's bytes, in pieces. Blocking."""
         key = _bytes_of(record)
         for start in range(0, record.size, _CHUNK_BYTES):
             yield self._store.read_range(key, start, min(_CHUNK_BYTES, record.size - start))
 
 
-def _bytes_of(record: FileRecord) -> str:
+def _bytes_of(record: FileView) -> str:
     return paths.upload(record.tenant, record.sha256, record.name)
 
 
-def _claimed(record: FileRecord, session: Session) -> float | None:
+def _claimed(record: FileView, session: Session) -> float | None:
     """Add a file's row unless it is there. Returns its `state_at`; None while its bytes are being deleted."""
     lock_tenant(session, record.tenant)
     same = select(FileRow).where(FileRow.tenant == record.tenant, FileRow.uri == record.uri)
@@ -328,7 +323,7 @@ def _claimed(record: FileRecord, session: Session) -> float | None:
     return row.state_at
 
 
-def _kept(record: FileRecord, claimed_at: float, reserved: Reservation, session: Session) -> FileRecord | None:
+def _kept(record: FileView, claimed_at: float, reserved: Reservation, session: Session) -> FileView | None:
     """Let a file be found whose bytes are there; None if it was deleted since it was claimed."""
     row = session.get(FileRow, (record.file_id, record.tenant), with_for_update=True)
     if row is None or row.state == "deleting" or row.state_at != claimed_at:
@@ -353,8 +348,8 @@ def _place(session: Session, tenant: str, after: str) -> tuple[float, str]:
     return row.created_at, row.file_id
 
 
-def _record(row: FileRow) -> FileRecord:
-    return FileRecord.model_validate(row, from_attributes=True)
+def _record(row: FileRow) -> FileView:
+    return FileView.model_validate(row, from_attributes=True)
 
 
 @dataclass(frozen=True)
@@ -528,7 +523,7 @@ class Uploads:
 
     async def complete(
         self, tenant: str, upload_id: str, part_ids: Sequence[str], md5: str | None = None
-    ) -> tuple[UploadRecord, FileRecord]:
+    ) -> tuple[UploadRecord, FileView]:
         """Make a file of the parts, in this order. A repeated call returns the same file.
 
         Raises:
@@ -548,7 +543,7 @@ class Uploads:
             raise
         return await self._end(record, file)
 
-    async def _join(self, record: UploadRecord, part_ids: Sequence[str], md5: str | None) -> FileRecord:
+    async def _join(self, record: UploadRecord, part_ids: Sequence[str], md5: str | None) -> FileView:
         sizes = await asyncio.to_thread(self._sizes, record.tenant, record.upload_id, part_ids)
         if sum(sizes) != record.size:
             raise InvalidInput(f"the parts have {sum(sizes)} bytes, and {record.size} were announced", "part_ids")
@@ -565,7 +560,7 @@ class Uploads:
             record.tenant, record.name, chunks, num_bytes=record.size, purpose=record.purpose, file_id=file_id
         )
 
-    async def _end(self, record: UploadRecord, file: FileRecord) -> tuple[UploadRecord, FileRecord]:
+    async def _end(self, record: UploadRecord, file: FileView) -> tuple[UploadRecord, FileView]:
         audit.touched(record.upload_id)
         changes = {"state": "completed", "file_id": file.file_id}
         record = await self._records.change(record.tenant, record.upload_id, lambda r: r.model_copy(update=changes))

@@ -72,8 +72,8 @@ from activities.telemetry import HOST_START
 from longshore.fields import Frozen
 from service import temporal
 from service.host_http.answers import announced, answering, session_routes
+from service.host_http.connections import observed, serving
 from service.host_http.gangs import Gangs
-from service.host_http.server import observed, serving
 from service.sealing import SealedRunner, Signer, sync_key
 from service.temporal import connect_temporal
 from shared.errors import LeaseLost

@@ -31,8 +31,7 @@ from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
 from longshore.fields import bounded
 from longshore.views import PAYLOAD_TYPE, Envelope, PublicKey, Signature
-from service.errors import WrongSealKey
-from shared.errors import CorruptArtifact, InvalidInput, NotFound
+from shared.errors import CorruptArtifact, InvalidInput, NotFound, WrongSealKey
 from shared.provenance import Statement, enveloped, statement_in
 from shared.settings import Settings
 from shared.storage.files import private_folder

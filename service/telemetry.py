@@ -5,17 +5,17 @@ import os
 import re
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
@@ -302,59 +302,41 @@ _DRAIN_S = 5.0  # without scrapes; the SDK drops updates if its buffer is full
 _BUCKETS_S = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 3600.0, float("inf"))
 _runtime: Runtime | None = None
 
-Labels = tuple[tuple[str, str], ...]
+
+# By the SDK's kind of metric: ours, and the way in which it takes an update. All others are of seconds.
+_KINDS: dict[Any, tuple[Callable[..., Any], Callable[[Any, float], None]]] = {
+    BUFFERED_METRIC_KIND_COUNTER: (Counter, Counter.inc),
+    BUFFERED_METRIC_KIND_GAUGE: (Gauge, Gauge.set),
+}
+_OF_SECONDS = partial(Histogram, buckets=_BUCKETS_S), Histogram.observe
 
 
 class SdkMetrics(Collector):
-    """Adds up the metric updates of the SDK's runtime, by name and labels."""
+    """Adds up the metric updates of the SDK's runtime, by the names of metrics and of their labels."""
 
     def __init__(self, buffer: MetricBuffer) -> None:
         self._buffer = buffer
         self._lock = threading.Lock()
-        self._told: dict[str, Any] = {}
-        self._numbers: dict[str, dict[Labels, float]] = {}
-        self._seconds: dict[str, dict[Labels, list[float]]] = {}  # counts by bucket, and the sum behind them
+        self._found: dict[tuple[str, ...], Any] = {}
 
     def drain(self) -> None:
         with self._lock:
             for update in self._buffer.retrieve_updates():
-                name, value = update.metric.name, float(update.value)
-                labels = tuple((n, str(v)) for n, v in sorted(update.attributes.items()) if n != "service_name")
-                self._told[name] = update.metric
-                if update.metric.kind == BUFFERED_METRIC_KIND_COUNTER:
-                    counts = self._numbers.setdefault(name, {})
-                    counts[labels] = counts.get(labels, 0.0) + value
-                elif update.metric.kind == BUFFERED_METRIC_KIND_GAUGE:
-                    self._numbers.setdefault(name, {})[labels] = value
-                else:
-                    empty = [0.0] * (len(_BUCKETS_S) + 1)
-                    seen = self._seconds.setdefault(name, {}).setdefault(labels, empty)
-                    seen[bisect_left(_BUCKETS_S, value)] += 1
-                    seen[-1] += value
+                name, about = update.metric.name, update.metric.description
+                labels = {n: str(v) for n, v in sorted(update.attributes.items()) if n != "service_name"}
+                make, take = _KINDS.get(update.metric.kind, _OF_SECONDS)
+                if (found := self._found.get((name, *labels))) is None:
+                    found = self._found[name, *labels] = make(name, about or name, labels, registry=None)
+                take(found.labels(**labels) if labels else found, update.value)
 
     def collect(self) -> Iterable[Metric]:
         self.drain()
+        families: dict[str, Metric] = {}
         with self._lock:
-            return [*map(self._number, self._numbers), *map(self._histogram, self._seconds)]
-
-    def _number(self, name: str) -> Metric:
-        is_counter = self._told[name].kind == BUFFERED_METRIC_KIND_COUNTER
-        found = Metric(name, self._told[name].description or name, "counter" if is_counter else "gauge")
-        for labels, value in self._numbers[name].items():
-            found.add_sample(f"{name}_total" if is_counter else name, dict(labels), value)
-        return found
-
-    def _histogram(self, name: str) -> Metric:
-        found = Metric(name, self._told[name].description or name, "histogram")
-        for labels, (*counts, total) in self._seconds[name].items():
-            num = 0.0
-            for bucket, count in zip(_BUCKETS_S, counts, strict=True):
-                num += count
-                le = "+Inf" if bucket == float("inf") else str(bucket)
-                found.add_sample(f"{name}_bucket", {**dict(labels), "le": le}, num)
-            found.add_sample(f"{name}_count", dict(labels), num)
-            found.add_sample(f"{name}_sum", dict(labels), total)
-        return found
+            for family in (each for found in self._found.values() for each in found.collect()):
+                if (first := families.setdefault(family.name, family)) is not family:
+                    first.samples += family.samples
+        return families.values()
 
 
 def start_sdk_metrics() -> SdkMetrics:

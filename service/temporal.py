@@ -33,10 +33,9 @@ from temporalio.service import RPCError, RPCStatusCode, TLSConfig
 from temporalio.worker import WorkerDeploymentConfig
 
 from longshore.fields import Frozen
-from service.errors import TemporalUnavailable, WrongSealKey
 from service.sealing import UNSEALED, SealKeys, sealed_data_converter
 from service.telemetry import sdk_runtime, tracing_interceptors
-from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable
+from shared.errors import DiskFull, InvalidInput, NotFound, StoreUnavailable, TemporalUnavailable, WrongSealKey
 from shared.settings import Settings
 
 # --- Builds of control hosts, side by side ---

@@ -11,7 +11,7 @@ from sqlalchemy import delete, select
 from longshore.accounts import AuditEntry, AuditPage
 from service.accounts.limits import RateLimit
 from service.database.engine import AuditRow, Database
-from service.errors import DatabaseUnavailable
+from shared.errors import DatabaseUnavailable
 
 logger = logging.getLogger("longshore.service")
 

@@ -19,8 +19,7 @@ from longshore.accounts import ALL_SCOPES, KeyHolder, KeyView, NewKey, Scope, ha
 from longshore.runs import FIRST_TENANT
 from service.accounts import audit
 from service.database.engine import Database, KeyRow, SignInRow
-from service.errors import Conflict, DatabaseUnavailable, Forbidden
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, DatabaseUnavailable, Forbidden, InvalidInput, NotFound
 from shared.settings import Settings
 
 # --- Principals ---

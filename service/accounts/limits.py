@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from service.errors import Busy
-from shared.limits import RateLimitSettings
+from shared.errors import Busy
+from shared.settings import RateLimitSettings
 
 _MOST_BUCKETS = 10_000
 

@@ -22,10 +22,8 @@ from longshore.accounts import Measured, QuotaSettings, Room, TenantUsage, Tenan
 from longshore.fields import Frozen
 from service.accounts import audit
 from service.database.engine import Database, DocumentRow, FileRow, RemovedRow, RunRow, StoredRow, TenantRow
-from service.errors import Conflict, QuotaExceeded
-from shared.errors import InvalidInput, NotFound
-from shared.limits import ClientSettings, PriceSettings
-from shared.settings import Settings
+from shared.errors import Conflict, InvalidInput, NotFound, QuotaExceeded
+from shared.settings import ClientSettings, PriceSettings, Settings
 from shared.storage import paths
 from shared.storage.places import OpenPlaces, without_queries
 from shared.storage.store import ObjectStore
@@ -94,17 +92,13 @@ _MOST_IDLE = 100  # runs of a tenant that wait for their clients without a place
 F = TypeVar("F", bound=Frozen)
 
 
-class TenantRecord(TenantView):
-    """A tenant, as the database keeps it."""
-
-
 class Tenants:
     """Keeps tenants in the database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def create(self, tenant: str, title: str = "", quotas: QuotaSettings | None = None) -> TenantRecord:
+    async def create(self, tenant: str, title: str = "", quotas: QuotaSettings | None = None) -> TenantView:
         """Create a tenant. Raises Conflict when the name is taken."""
         row = TenantRow(tenant=tenant, title=title, quotas=_quotas_json(quotas), created_at=time.time())
 
@@ -117,15 +111,15 @@ class Tenants:
         audit.touched(tenant)
         return _tenant(row)
 
-    async def list(self) -> tuple[TenantRecord, ...]:
+    async def list(self) -> tuple[TenantView, ...]:
         rows = await self._database.reading(lambda s: s.scalars(select(TenantRow).order_by(TenantRow.tenant)).all())
         return tuple(map(_tenant, rows))
 
-    async def show(self, tenant: str) -> TenantRecord:
+    async def show(self, tenant: str) -> TenantView:
         """Return a tenant. Raises NotFound."""
         return _tenant(await self._database.reading(partial(_tenant_row, tenant)))
 
-    async def set_quotas(self, tenant: str, quotas: QuotaSettings) -> TenantRecord:
+    async def set_quotas(self, tenant: str, quotas: QuotaSettings) -> TenantView:
         """Set a tenant's quotas. They replace the ones set before. Raises NotFound."""
 
         def change(session: Session) -> TenantRow:
@@ -145,8 +139,8 @@ def _tenant_row(tenant: str, session: Session) -> TenantRow:
     return row
 
 
-def _tenant(row: TenantRow) -> TenantRecord:
-    return TenantRecord.model_validate(row, from_attributes=True)
+def _tenant(row: TenantRow) -> TenantView:
+    return TenantView.model_validate(row, from_attributes=True)
 
 
 def _quotas_json(quotas: QuotaSettings | None) -> dict[str, Any]:
@@ -172,6 +166,8 @@ class Quotas:
         self._surplus: dict[tuple[str, str, str], int] = {}  # bytes that `put_noted` has counted ahead
 
     async def usage(self, tenant: str) -> TenantUsage:
+        """Return a tenant's usage and quotas."""
+
         def look(session: Session) -> TenantUsage:
             hours = _gpu_hours(session, tenant)
             return TenantUsage(

@@ -2,15 +2,17 @@
 
 import asyncio
 import importlib
+import inspect
 import json
 import math
-from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
+import re
+from collections.abc import Callable, Container, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar, get_args, runtime_checkable
+from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar, cast, get_args, runtime_checkable
 from urllib.parse import quote
 
-from fastapi import Header, HTTPException, Request, Response
+from fastapi import APIRouter, Header, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
@@ -18,7 +20,8 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 from longshore.fields import Frozen
 from longshore.runs import Kind, Run
-from service.accounts.keys import Demand, principal
+from service.accounts.keys import Asking, Demand, principal
+from service.backend import Backed
 from service.decoding import SMALL_BYTES, Decoding
 from service.files import PublishedFiles
 from shared.errors import InvalidInput, LongshoreError
@@ -343,6 +346,67 @@ def _guessed(error: ValidationError) -> list[InitErrorDetails]:
 
 JsonBody = Annotated[T, _AsJson()]
 """`JsonBody[Model]`: the type of an endpoint's body. Its description is the model's."""
+
+
+# --- Operations that a method of the backend does by itself ---
+
+Operation = tuple[str, str, Callable[..., Any], int]
+"""Its name, `METHOD /path`, the method of a part of the backend, and the status of its success."""
+_OF_REQUEST = ("tenant", "asking", "owner")
+
+
+def add_operations(
+    router: APIRouter, sent: Mapping[str, Any], *operations: Operation, dependencies: Sequence[Any] = ()
+) -> None:
+    """Add operations to a router, each of which calls a method of the backend, and is described as that is.
+
+    The method's `tenant`, `asking` and `owner` are those of the request's key. A method with none of them is about a
+    run, which must be the tenant's. Its models are bodies. Any other parameter that `sent` does not have stays at its
+    default.
+
+    Args:
+        sent: types of the parameters in paths and queries, by their names.
+        dependencies: FastAPI's, of all of them.
+    """
+    for name, route, method, status in operations:
+        endpoint = _endpoint(method, sent)
+        endpoint.__name__ = endpoint.__qualname__ = name
+        endpoint.__doc__ = _description(inspect.getdoc(method) or "")
+        verb, path = route.split(" ")
+        router.add_api_route(path, endpoint, methods=[verb], status_code=status, dependencies=dependencies)
+
+
+def _endpoint(method: Callable[..., Any], sent: Mapping[str, Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    wanted = inspect.signature(method, eval_str=True)
+    names = wanted.parameters.keys() - {"self"}
+    is_of_run, kind = names.isdisjoint(_OF_REQUEST), method.__qualname__.partition(".")[0]
+
+    async def call(backend: Backed, asking: Asking, **given: Any) -> Any:
+        if is_of_run:
+            await backend.runs.record(asking.tenant, given["run_id"])
+        known = {"tenant": asking.tenant, "asking": asking, "owner": asking.key_id}
+        given |= {name: known[name] for name in names & known.keys()}
+        part = next(each for each in vars(backend).values() if type(each).__qualname__ == kind)
+        if inspect.iscoroutinefunction(method):
+            return await method(part, **given)
+        return await asyncio.to_thread(method, part, **given)
+
+    parameters = list(inspect.signature(call, eval_str=True).parameters.values())[:-1]
+    for each in wanted.parameters.values():
+        type_ = next(iter(get_args(each.annotation)), each.annotation)  # of one that may be None, too
+        is_body = isinstance(type_, type) and issubclass(type_, BaseModel)
+        if each.name in sent or (is_body and each.name not in _OF_REQUEST):
+            told = cast(Any, JsonBody)[each.annotation] if is_body else sent[each.name]
+            parameters.append(each.replace(annotation=told, kind=inspect.Parameter.KEYWORD_ONLY))
+    call.__signature__ = wanted.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return call
+
+
+def _description(doc: str) -> str:
+    """Return what a method's docstring says to users: its first paragraph. Its Conflict is their 409."""
+    conflict = re.search(r"\bRaises Conflict\b([^.;]*)", doc)
+    told = " ".join(doc.partition("\n\n")[0].split()).partition(" Raises ")[0].partition(" Blocking")[0]
+    return told + (f" 409{conflict[1]}." if conflict else "")
 
 
 # --- Lists in pages, in the shape that clients of OpenAI and of ART read ---

@@ -27,8 +27,8 @@ from service.apis.art.wandb_artifacts import TELEMETRY, WANDB, wandb_key
 from service.apis.native.installation import CODEC
 from service.apis.tinker.wire import BATCH_PATHS, TINKER, TINKER_FILES, tinker_key
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES as MAX_BATCH_BYTES
-from service.errors import DatabaseUnavailable
 from service.inference.episodes import ADDRESS, AGENTS, PATHS, Episodes
+from shared.errors import DatabaseUnavailable
 
 logger = logging.getLogger("longshore.service")
 

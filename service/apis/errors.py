@@ -18,8 +18,21 @@ from longshore.dataset_runs import TrainedRun
 from longshore.fields import Frozen
 from service.apis.bodies import UNREADABLE, ApiProblem, validation_problem
 from service.apis.tinker.wire import error_body, is_tinker
-from service.errors import Busy, Conflict, DatabaseUnavailable, Forbidden, QueueFull, QuotaExceeded, TemporalUnavailable
-from shared.errors import DiskFull, InvalidInput, LongshoreError, NotFound, SamplerUnavailable, StoreUnavailable
+from shared.errors import (
+    Busy,
+    Conflict,
+    DatabaseUnavailable,
+    DiskFull,
+    Forbidden,
+    InvalidInput,
+    LongshoreError,
+    NotFound,
+    QueueFull,
+    QuotaExceeded,
+    SamplerUnavailable,
+    StoreUnavailable,
+    TemporalUnavailable,
+)
 
 
 class ErrorBody(Frozen):

@@ -26,15 +26,13 @@ from service.accounts import audit
 from service.accounts.tenants import Documents, Quotas
 from service.automation.sweeps import SweepState
 from service.database.engine import Database, RemovedRow, RunRow, UseRow
-from service.errors import Conflict
 from service.inference.published_models import PublishedModels
 from service.runs.rows import CLAIM_S, Claim, Uses, forget
 from service.runs.runs import Runs
 from service.temporal import Temporal, cause_of
 from shared.automation import GarbageRequest
-from shared.errors import InvalidInput, NotFound
-from shared.limits import RetentionSettings
-from shared.settings import Settings
+from shared.errors import Conflict, InvalidInput, NotFound
+from shared.settings import RetentionSettings, Settings
 from shared.storage.artifacts import find_artifact, is_job, stored_checkpoints
 from shared.storage.paths import MANIFEST, RunKeys, checkpoint_adapter, content_key, tenant_folder
 from shared.storage.store import ObjectInfo, ObjectStore
@@ -571,7 +569,10 @@ class Removals:
     _sweeps: Documents[SweepState]
 
     async def remove(self, tenant: str, run_id: str) -> RunRemoved:
-        """Remove a run. Raises NotFound; Conflict: it is active or paused, or another run uses its checkpoints."""
+        """Remove a run that has ended, with its checkpoints and logs. What it published stays.
+
+        Raises Conflict: it is active or paused, or another run uses its checkpoints.
+        """
         view = await self._runs.view(tenant, run_id)
         if view.state in ("running", "paused"):
             rule = "cancel it first" if view.state == "paused" else "cancel it, and remove it when it has ended"

@@ -35,13 +35,12 @@ from longshore.automation import Action, ActionView, Backfill, Overlap, Schedule
 from longshore.runs import RunRecord, Source
 from service.accounts import audit
 from service.accounts.tenants import Access, Documents, Quotas
-from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
 from service.inference.published_models import NamedModels, PublishedModels
 from service.runs.runs import Runs
 from service.sealing import key_of, seal_keys
 from service.temporal import PATIENCE, Temporal, memo_of, share_of, unless_unknown
 from shared.automation import ACTION_MEMO, AcceptRequest, Decision, LastScheduled, ScheduledAction, ScheduleRecord
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound, QuotaExceeded, TemporalUnavailable
 from shared.runs.acceptance import check_startable
 from shared.settings import Settings
 from shared.storage.paths import RunKeys, content_key
@@ -105,7 +104,7 @@ class Schedules:
         return await self.show(tenant, scheduled.name)
 
     async def of(self, tenant: str) -> tuple[ScheduleView, ...]:
-        """List a tenant's schedules by name, without their actions."""
+        """List schedules by name, without their actions."""
         places = asyncio.Semaphore(_CONCURRENT)
 
         async def view(record: ScheduleRecord) -> ScheduleView:
@@ -116,6 +115,7 @@ class Schedules:
         return tuple(await asyncio.gather(*map(view, found)))
 
     async def show(self, tenant: str, name: str) -> ScheduleView:
+        """Return a schedule with its next times and its last actions: runs started, or the reason why not."""
         record = await self._read(tenant, name)
         async with self._temporal.client() as client:
             known = await _describe(client, record)

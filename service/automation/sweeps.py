@@ -26,14 +26,13 @@ from service.accounts import audit
 from service.accounts.keys import Principal
 from service.accounts.tenants import Access, Documents, Quotas
 from service.decoding import Decoding, while_connected
-from service.errors import Conflict, QuotaExceeded
 from service.inference.published_models import NamedModels
 from service.runs.files import Histories, RunHistory
 from service.runs.rows import IndexedRun
 from service.runs.runs import Runs, new_run_id
 from service.temporal import Temporal
 from shared import automation
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound, QuotaExceeded
 from shared.runs.acceptance import check_startable
 from shared.settings import SamplingSettings, Settings
 from shared.storage.paths import content_key
@@ -253,7 +252,8 @@ class Sweeps:
         await self._begin(tenant, sweep_id)
         return await self.show(tenant, sweep_id)
 
-    async def of(self, tenant: str, limit: int) -> tuple[SweepView, ...]:
+    async def of(self, tenant: str, limit: int = 20) -> tuple[SweepView, ...]:
+        """List sweeps, newest first."""
         ids = await self._states.keys(tenant)
         return tuple([await self.show(tenant, sweep_id) for sweep_id in ids[: -limit - 1 : -1]])
 

@@ -38,12 +38,11 @@ from longshore.automation import (
 from service.accounts import audit
 from service.accounts.tenants import Documents, Quotas
 from service.database.engine import Database, OutboxRow
-from service.errors import Conflict
 from service.runs.rows import serve
 from service.temporal import Temporal
 from shared.addresses import is_plainly_private, private_host
 from shared.automation import DeliverRequest, Notice, Webhook, WebhookRequest, new_notice_id, new_secret
-from shared.errors import InvalidInput, LongshoreError
+from shared.errors import Conflict, InvalidInput, LongshoreError
 from shared.settings import DownloadSettings, Settings
 from workflows.policies import queue_of
 
@@ -98,6 +97,7 @@ class Webhooks:
         return NewWebhook.of(webhook)
 
     async def of(self, tenant: str) -> tuple[WebhookView, ...]:
+        """List webhooks, oldest first."""
         found = await self._records.all(tenant)
         return tuple(WebhookView.of(webhook) for webhook in sorted(found, key=lambda w: w.created_at))
 
@@ -118,15 +118,15 @@ class Webhooks:
         if not self._settings.webhooks.allow_private_addresses and is_plainly_private(urlsplit(url).hostname or ""):
             raise InvalidInput(private_host("webhooks.allow_private_addresses"), "url")
 
-    async def rotate(self, tenant: str, webhook_id: str, rotation: Rotation) -> NewWebhook:
-        """Give a webhook a new secret. For `overlap_s` seconds messages are signed with the old one, too."""
+    async def rotate(self, tenant: str, webhook_id: str, rotation: Rotation | None = None) -> NewWebhook:
+        """Give a webhook a new secret, which only this answer contains. Messages are signed with both for a while."""
+        overlap_s = (rotation or Rotation()).overlap_s
 
         def change(before: Webhook) -> dict[str, object]:
-            overlaps = rotation.overlap_s > 0
             return {
                 "secret": new_secret(),
-                "previous_secret": before.secret if overlaps else None,
-                "previous_until": time.time() + rotation.overlap_s if overlaps else None,
+                "previous_secret": before.secret if overlap_s else None,
+                "previous_until": time.time() + overlap_s if overlap_s else None,
             }
 
         return NewWebhook.of(await self._update(tenant, webhook_id, change))
@@ -144,13 +144,13 @@ class Webhooks:
         audit.touched(webhook_id)
         return WebhookView.of(webhook)
 
-    async def deliveries(self, tenant: str, webhook_id: str, limit: int) -> tuple[Delivery, ...]:
-        """Deliveries of notices, the newest first. A webhook keeps about 200."""
+    async def deliveries(self, tenant: str, webhook_id: str, limit: int = 20) -> tuple[Delivery, ...]:
+        """List deliveries with the receiver's answers, newest first. A webhook keeps about 200."""
         await self._records.get(tenant, webhook_id)
         return tuple((await self._deliveries.all(tenant, f"{webhook_id}/"))[: -limit - 1 : -1])
 
     async def ping(self, tenant: str, webhook_id: str) -> Pinged:
-        """Send a webhook a `ping`, whatever events it asked for. Raises Conflict when it is not enabled."""
+        """Send a `ping`, whatever events the webhook asked for. Raises Conflict when it is not enabled."""
         webhook = await self._records.get(tenant, webhook_id)
         if not webhook.enabled:
             raise Conflict(f"{webhook_id} is not enabled")

@@ -59,7 +59,7 @@ def dev(
     """Run the whole stack on this machine: Temporal, the web service, hosts."""
     from service import dev as stack
     from service.dev import add_folders
-    from service.errors import DevError
+    from shared.errors import DevError
 
     settings = cli.read_settings()
     if root is not None:
@@ -266,7 +266,7 @@ def _packages(name: str, wanted: tuple[str, ...]) -> Check:
 
 def _temporal_program() -> Check:
     from service.dev import temporal_binary
-    from service.errors import DevError
+    from shared.errors import DevError
 
     try:
         binary = temporal_binary()

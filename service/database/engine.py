@@ -37,8 +37,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from longshore.runs import FIRST_TENANT
-from service.errors import DatabaseUnavailable
-from shared.errors import InvalidInput
+from shared.errors import DatabaseUnavailable, InvalidInput
 from shared.settings import Settings
 
 # --- The tables ---

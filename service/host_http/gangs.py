@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from longshore.fields import Frozen
-from service.host_http.server import BoundedListener, Trust, listen_at, place_of
+from service.host_http.connections import BoundedListener, Trust, listen_at, place_of
 from service.sealing import sync_key
 from shared.jobs.job import GangLeader
 from shared.settings import Settings

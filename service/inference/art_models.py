@@ -26,7 +26,6 @@ from longshore.views import RunStatus, StepStatus
 from service.accounts import audit
 from service.accounts.tenants import Documents, Quotas
 from service.database.engine import KeyedLocks
-from service.errors import Conflict, TemporalUnavailable
 from service.inference.published_models import (
     LORA_FIELDS,
     PublishedModel,
@@ -37,7 +36,7 @@ from service.inference.published_models import (
 )
 from service.temporal import Temporal
 from shared.chat.messages import ServedModel
-from shared.errors import InvalidInput, NotFound, StoreUnavailable
+from shared.errors import Conflict, InvalidInput, NotFound, StoreUnavailable, TemporalUnavailable
 from shared.runs.acceptance import precision_of
 from shared.runs.start import ModelRequest, ResolvedModel
 from shared.settings import Settings

@@ -22,11 +22,10 @@ from longshore.training import Dtype, Lora, ScalarHead, SessionRun
 from longshore.views import Envelope, Export, ExportView, ModelView, PreviewRequest
 from service.accounts import audit
 from service.accounts.tenants import Quotas
-from service.errors import Conflict
 from service.temporal import PATIENCE, Temporal, cause_of, unless_unknown
 from shared import provenance
 from shared.chat.messages import ServedModel
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound
 from shared.jobs.job import Job
 from shared.runs.acceptance import chosen_scalar
 from shared.runs.start import LABELS, ExportRequest
@@ -141,7 +140,7 @@ class PublishedModels:
         return [_served(tenant, view, view.name) for view in self.views(tenant) if not view.rewards]
 
     def views(self, tenant: str) -> list[ModelView]:
-        """Return each name once, with its newest version, in alphabetical order: of those whose run is on record."""
+        """Return published models: each name once, with its newest version, by name; those whose run is on record."""
         versions: dict[tuple[str, Kind], list[int]] = {}
         for kind in _KINDS:
             for found in self._versions(tenant, kind):
@@ -308,7 +307,10 @@ class PublishedModels:
         return self.artifact(tenant, PublishedModel("adapters", name, versions[-1])) if versions else None
 
     def provenance(self, tenant: str, model_id: str) -> Envelope:
-        """Return the signed statement of a version. Raises NotFound: it has none."""
+        """Return the signed statement of a version's origin: in-toto with SLSA provenance, in a DSSE envelope.
+
+        Raises NotFound: it has none.
+        """
         found = self.find(tenant, model_id)
         if found.kind == "checkpoints":
             raise InvalidInput("a checkpoint has no statement: publish it", "model")
@@ -527,7 +529,7 @@ class Exports:
     _quotas: Quotas
 
     async def start(self, tenant: str, model_id: str, export: Export) -> ExportView:
-        """Start an export, unless it is there or under way.
+        """Write a whole model in another program's format. It is stored with the version, and deleted with it.
 
         Raises:
             NotFound: nothing is published under this name.
@@ -555,10 +557,10 @@ class Exports:
             )
         return await self.view(tenant, name, export.label)
 
-    async def view(self, tenant: str, model_id: str, label: str) -> ExportView:
-        """Return an export's status. Raises NotFound if nobody requested it."""
-        name, key = await asyncio.to_thread(self._place, tenant, model_id, label)
-        view = ExportView(model=name, label=label, state="running")
+    async def view(self, tenant: str, model_id: str, export: str) -> ExportView:
+        """Return the status of an export. Raises NotFound if nobody requested it."""
+        name, key = await asyncio.to_thread(self._place, tenant, model_id, export)
+        view = ExportView(model=name, label=export, state="running")
         async with self._temporal.client() as client:
             handle = client.get_workflow_handle(self._workflow(key), result_type=Artifact)
             with unless_unknown():
@@ -570,7 +572,7 @@ class Exports:
                         await handle.result(rpc_timeout=PATIENCE)
                     except WorkflowFailureError as error:
                         return view.model_copy(update={"state": "failed", "error": str(cause_of(error))})
-        artifact = await asyncio.to_thread(self.artifact, tenant, name, label)
+        artifact = await asyncio.to_thread(self.artifact, tenant, name, export)
         manifest = await asyncio.to_thread(read_manifest, self._store, key, artifact.sha256)
         return view.model_copy(update={"state": "succeeded", "num_bytes": manifest.num_bytes})
 
@@ -581,13 +583,13 @@ class Exports:
             raise NotFound(f"there is no export {label} of {name}, or it is not complete")
         return artifact
 
-    async def delete(self, tenant: str, model_id: str, label: str) -> ExportView:
-        """Delete an export's files. Raises NotFound; Conflict while it is being written."""
-        view = await self.view(tenant, model_id, label)
+    async def delete(self, tenant: str, model_id: str, export: str) -> ExportView:
+        """Delete the files of an export, which can be asked for again. Raises Conflict while it is being written."""
+        view = await self.view(tenant, model_id, export)
         if view.state == "running":
             raise Conflict("this export is being written: delete it when it has ended")
         audit.touched(view.model)
-        await asyncio.to_thread(self._published.delete_below, self._place(tenant, view.model, label)[1])
+        await asyncio.to_thread(self._published.delete_below, self._place(tenant, view.model, export)[1])
         await self._quotas.measure(tenant)
         return view
 

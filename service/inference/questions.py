@@ -29,7 +29,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
 from service.accounts.limits import FairShare
-from service.host_http.clients import HostClients, HostUnreachable
+from service.host_http.connections import HostClients, HostUnreachable
 from service.inference.art_models import ArtModels, ArtName, UntrainedModels
 from service.inference.published_models import PublishedModels, Target
 from service.runs.rows import RunRows

@@ -28,7 +28,7 @@ from service.runs.views import devices_of
 from service.temporal import Temporal
 from shared.errors import InvalidInput
 from shared.jobs.bins import length_of_mixture
-from shared.limits import PriceSettings
+from shared.settings import PriceSettings
 
 # --- Checks before a run, done by the control host: a preview of a dataset, a grader tried on one sample ---
 

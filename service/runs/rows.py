@@ -26,10 +26,9 @@ from longshore.runs import RunRecord
 from longshore.views import RunStatus, RunView, State
 from service.accounts.tenants import Quotas, add_stored, forget_stored, waits_for_client
 from service.database.engine import Database, OutboxRow, RemovedRow, RunRow, UnitRow, UseRow
-from service.errors import QuotaExceeded
 from service.temporal import LIST_PATIENCE, Temporal
 from shared.automation import Notice, new_notice_id
-from shared.errors import CorruptArtifact, NotFound, StoreUnavailable
+from shared.errors import CorruptArtifact, NotFound, QuotaExceeded, StoreUnavailable
 from shared.runs.status import RunChange
 from shared.storage.artifacts import read_record
 from shared.storage.paths import RunKeys, checkpoint_adapter_run, tenant_folder

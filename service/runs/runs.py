@@ -29,11 +29,10 @@ from service.accounts import audit
 from service.accounts.keys import Principal
 from service.accounts.tenants import Access, Documents, Quotas
 from service.database.engine import KeyedLocks
-from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
 from service.runs.rows import IndexedRun, RunFilter, RunRows, Uses, checkpoints_named
 from service.runs.views import with_cost
 from service.temporal import LIST_PATIENCE, PATIENCE, Temporal, query, unless_unknown
-from shared.errors import InvalidInput, LongshoreError, NotFound
+from shared.errors import Conflict, InvalidInput, LongshoreError, NotFound, QuotaExceeded, TemporalUnavailable
 from shared.runs.acceptance import check_offered, check_startable, precision_of
 from shared.runs.start import (
     RL_WORKFLOW,
@@ -378,7 +377,7 @@ class Runs:
         return (await self._row(tenant, run_id)).record
 
     async def view(self, tenant: str, run_id: str) -> RunView:
-        """Return a run's current view: from its workflow while it runs, from its row afterwards."""
+        """Return a run's current status: from its workflow while it runs, from its row afterwards."""
         return with_cost((await self._current(tenant, run_id)).view, self._settings.prices)
 
     async def of(self, tenant: str, run_ids: Sequence[str]) -> tuple[IndexedRun, ...]:
@@ -456,7 +455,7 @@ class Runs:
         self._states.changed(run_id)
 
     async def resume(self, tenant: str, run_id: str) -> RunView:
-        """Go on from the last checkpoint.
+        """Go on from the last checkpoint of a paused, failed or cancelled run.
 
         Raises Conflict when the run is running, or succeeded, or its state is gone; QuotaExceeded; BeingDeleted.
         """

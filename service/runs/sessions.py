@@ -21,12 +21,11 @@ from longshore.training import Full, Lora
 from longshore.views import CommandView, RunView, StepStatus
 from service.accounts import audit
 from service.accounts.tenants import Quotas
-from service.errors import Conflict, QueueFull, TemporalUnavailable
-from service.host_http.clients import SessionHosts
+from service.host_http.connections import SessionHosts
 from service.runs.rows import RunRows, Uses
 from service.runs.runs import Runs
 from service.temporal import LOST_UPDATES, Temporal, causes_of, query, unless_unknown
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound, QueueFull, TemporalUnavailable
 from shared.jobs.commands import CommandHead, LoadStored, Skip, stored_form
 from shared.models.peft import check_same
 from shared.runs.events import SessionResults
@@ -136,18 +135,21 @@ class TrainSteps:
         return await self.show(tenant, run_id, step.step, wait_s)
 
     async def finish(self, tenant: str, run_id: str) -> RunView:
-        """Finish an RL run: no more steps come. Raises Conflict when it has ended."""
+        """Let an RL run end after the steps that wait: no more come. Raises Conflict when it has ended."""
         await update_run(self._runs, self._temporal, await self.record(tenant, run_id), "finish")
         return await self._runs.view(tenant, run_id)
 
-    async def show(self, tenant: str, run_id: str, number: int, wait_s: float = 0) -> StepStatus:
-        """Return a step's current status, or its end if that comes within `wait_s`. Raises NotFound."""
+    async def show(self, tenant: str, run_id: str, step: int, wait_s: float = 0) -> StepStatus:
+        """Return a train step's status, or its end if that comes in time. 0: the policy before the first.
+
+        Raises NotFound.
+        """
         record = await self.record(tenant, run_id)
         end, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
         while True:
-            step = await self._step(record, number)
-            if step.is_final or time.monotonic() > end:
-                return step
+            found = await self._step(record, step)
+            if found.is_final or time.monotonic() > end:
+                return found
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 1.2 * pause_s)
 

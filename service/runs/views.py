@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from longshore import events
 from longshore.runs import Run
 from longshore.views import Cost, Phase, RunStatus, RunView
-from shared.limits import PriceSettings
+from shared.settings import PriceSettings
 
 # --- Views of runs: their state, request and cost; and pages of them ---
 

@@ -19,7 +19,7 @@ from temporalio.client import Client, WorkflowHistory
 
 import longshore
 from longshore.accounts import new_key
-from service.cli.main import main
+from service.cli.command import main
 from service.dev import Connection, Ports
 from shared.child_environment import STACK_MARK, child_environment
 from shared.storage.artifacts import sha256_file

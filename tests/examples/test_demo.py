@@ -14,7 +14,7 @@ from examples import arithmetic, demo
 from examples.harbour import write_datasets
 from examples.tiny_model import read_texts, train_tokenizer
 from longshore.grading import SampledItem
-from service.cli.main import app
+from service.cli.command import app
 from shared.settings import Settings
 
 

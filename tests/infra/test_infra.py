@@ -229,7 +229,7 @@ def test_example_environment_holds_no_secret() -> None:
 def test_operations_pages_name_commands_and_paths_that_exist() -> None:
     import typer
 
-    from service.cli.main import app
+    from service.cli.command import app
 
     page = "\n".join(path.read_text() for path in OPERATIONS)
     commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
@@ -433,7 +433,7 @@ def test_hooks_are_the_tools_of_the_environment() -> None:
 def test_issue_templates_are_forms_and_name_commands_that_exist(path: Path) -> None:
     import typer
 
-    from service.cli.main import app
+    from service.cli.command import app
 
     document = yaml.safe_load(path.read_text())
     assert document["name"] and document["description"]

@@ -9,8 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from longshore.views import FileEntry
-from shared.limits import PriceSettings
-from shared.settings import Settings, WebhookSettings
+from shared.settings import PriceSettings, Settings, WebhookSettings
 from shared.storage import artifacts
 from shared.storage.artifacts import Manifest, refer
 from shared.storage.paths import RunKeys

@@ -6,8 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.limits import RateLimitSettings
-from shared.settings import DownloadSettings, Settings
+from shared.settings import DownloadSettings, RateLimitSettings, Settings
 from tests.security.belongings import Belongings, Operation, acquire, new_tenant, operations
 from tests.service.conftest import (
     Service,

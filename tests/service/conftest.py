@@ -30,16 +30,15 @@ from longshore.accounts import QuotaSettings
 from longshore.views import RunView
 from service.accounts.tenants import Quotas
 from service.app import create_app
-from service.cli.main import main
+from service.cli.command import main
 from service.database.engine import Database, RunRow, open_database, upgrade
 from service.host import control_workers
-from service.host_http.server import config, listen_at, place_of
+from service.host_http.connections import config, listen_at, place_of
 from service.runs.rows import RunRows, Uses
 from service.temporal import connect_temporal
 from shared.errors import NotFound
-from shared.limits import RateLimitSettings
 from shared.runs.status import RunChange, RunStatus
-from shared.settings import DownloadSettings, Settings
+from shared.settings import DownloadSettings, RateLimitSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.paths import RunKeys, published_version, version_claim
 from shared.storage.store import LocalStore, ObjectStore, S3Store, open_store

@@ -17,8 +17,7 @@ from pydantic import RootModel, SecretStr
 from activities.sampling.questions import OpenQuestion
 from longshore.fields import Artifact
 from service.host_http.answers import answering
-from service.host_http.clients import HostClients
-from service.host_http.server import Trust, serving
+from service.host_http.connections import HostClients, Trust, serving
 from service.inference.questions import SamplerHostClient, SamplerLost, StreamedAnswer
 from shared.chat.completions import Choice, CompletionRequest, CompletionResponse, Usage
 from shared.errors import InvalidInput, WorkerLost

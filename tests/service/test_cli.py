@@ -236,7 +236,7 @@ def test_help_loads_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "temporalio", "pydantic", "httpx", "fastapi", "rich", "boto3", "psutil")
     program = (
         "import sys; sys.argv = ['longshore', '--help']\n"
-        "from service.cli.main import main\n"
+        "from service.cli.command import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         f"print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)"
     )

@@ -17,7 +17,7 @@ from longshore.fields import Fence
 from longshore.runs import RunRecord
 from longshore.training import SessionRun
 from longshore.views import StepStatus
-from service.cli.main import HEADINGS, app
+from service.cli.command import HEADINGS, app
 from service.database.engine import open_database
 from service.runs.rows import run_row
 from service.runs.runs import queued

@@ -26,7 +26,7 @@ from longshore.runs import RLRun
 from longshore.training import Lora
 from longshore.views import RunView
 from service.cli.command import Stop, seconds_of, span
-from service.cli.run_options import NAMES, given, options_of, request_fields, run_command, run_model, table
+from service.cli.run_options import NAMES, given, options_of, request_fields, run_command, run_model
 from service.cli.run_output import Bar, Lines, phases, summary, took
 from service.cli.runs import checked_run
 from service.runs.views import seconds_left
@@ -99,10 +99,6 @@ def test_options_mix_prompts_and_name_held_out_ones() -> None:
     assert {name: one.uri for name, one in run.held_out.sets.items()} == {"held": "s3://h"}
     with pytest.raises(Stop, match="--prompts: the weights sum to 0"):
         checked_run("rl", options_of(RLRun), A_RUN_OF_PROMPTS | {"prompts": ["s3://a/x:0"]})
-
-
-def test_the_page_of_fields_is_printed_from_the_models() -> None:
-    assert (ROOT / "docs" / "runs.md").read_text() == table(), "python -m service.cli.run_options > docs/runs.md"
 
 
 def test_the_version_is_printed() -> None:

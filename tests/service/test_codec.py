@@ -23,10 +23,9 @@ from temporalio.converter import ActivitySerializationContext, DataConverter, Wo
 from temporalio.exceptions import ApplicationError
 
 from service.cli.stack import _seal_key
-from service.errors import WrongSealKey
 from service.sealing import UNSEALED, SealKeys, key_of, seal_keys, sealed_data_converter, unseal
 from service.temporal import connect_once, connect_temporal
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, WrongSealKey
 from shared.settings import Settings
 from shared.storage.paths import SEAL_KEYS
 

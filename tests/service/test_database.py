@@ -23,10 +23,9 @@ from service.accounts.tenants import Quotas
 from service.backend import Backend
 from service.database import engine
 from service.database.engine import Database, OutboxRow, RunRow, Table, TenantRow
-from service.errors import DatabaseUnavailable, QuotaExceeded
 from service.runs.rows import BeingDeleted, RunRows, Uses, run_row
 from service.runs.runs import queued
-from shared.errors import InvalidInput
+from shared.errors import DatabaseUnavailable, InvalidInput, QuotaExceeded
 from shared.settings import Settings
 from shared.storage.paths import RunKeys, tokenized
 from shared.storage.store import LocalStore

@@ -17,11 +17,10 @@ from service.accounts.keys import Principal
 from service.apis.bodies import judged
 from service.apis.native import runs
 from service.decoding import Decoding, _server
-from service.errors import Busy
 from service.files import Incoming
+from shared.errors import Busy
 from shared.jobs.commands import stored_form
-from shared.limits import TenantLimits
-from shared.settings import Settings
+from shared.settings import Settings, TenantLimits
 from shared.storage.paths import RunKeys
 from tests.activities import confined_work as work
 from tests.service.conftest import Service

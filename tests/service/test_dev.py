@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from service.cli.main import main
+from service.cli.command import main
 from service.dev import Connection, Ports, StackProcess, end_leftovers, listens, supervisor, temporal_binary
 from shared.child_environment import STACK_MARK
 from tests import forks

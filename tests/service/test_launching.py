@@ -26,8 +26,8 @@ from benchmarks.slurm_cluster import cluster, missing
 from longshore.fields import Fence
 from longshore.training import Layout
 from service.host_http import gangs
+from service.host_http.connections import Trust
 from service.host_http.gangs import GangMeeting, Gangs
-from service.host_http.server import Trust
 from service.launching import CommandHosts, Launching, LocalHosts, main, slurm_hosts, waiting
 from service.sealing import seal_keys
 from service.temporal import connect_temporal

@@ -12,7 +12,7 @@ from temporalio.client import Client
 
 from service.accounts import keys
 from service.accounts.limits import SignInLimit
-from shared.limits import RateLimitSettings
+from shared.settings import RateLimitSettings
 from tests.opened import opened
 from tests.service.conftest import KEY, Service, new_key, reaches, serving, sft, started
 from tests.service.stand_in import SUCCEEDS, WAITS

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.limits import RateLimitSettings
-from shared.settings import DownloadSettings, Settings
+from shared.settings import DownloadSettings, RateLimitSettings, Settings
 from tests.service.conftest import KEY, Service, polling, serving
 
 # Parameters that only ask for time.

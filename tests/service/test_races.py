@@ -10,12 +10,11 @@ from threading import Event
 import pytest
 from sqlalchemy import select, update
 
-from longshore.accounts import QuotaSettings
+from longshore.accounts import FileView, QuotaSettings
 from service.accounts.tenants import Quotas, Tenants
 from service.database.engine import Database, DocumentRow, FileRow
-from service.errors import Conflict
-from service.files import FileRecord, Files, UploadRecord, Uploads
-from shared.errors import NotFound
+from service.files import Files, UploadRecord, Uploads
+from shared.errors import Conflict, NotFound
 from shared.storage import paths
 from shared.storage.files import go_on
 from shared.storage.store import Check, LocalStore, ObjectInfo
@@ -114,7 +113,7 @@ async def test_who_uploads_waits_for_the_one_who_deletes_the_same_bytes(
 
         store.once("delete", paths.upload(tenant, first.sha256, first.name), upload)
         await files.delete(tenant, first.file_id)
-        second: FileRecord = await asyncio.wrap_future(uploading[0])
+        second: FileView = await asyncio.wrap_future(uploading[0])
     assert await files.show(tenant, second.file_id) == second
     assert b"".join(files.content(second)) == CONTENT
 
@@ -245,7 +244,7 @@ async def test_an_upload_that_another_process_completed_is_answered(
 ) -> None:
     uploads, others = uploads_of(store, database), uploads_of(store, database)
     upload, part = await pending(uploads, tenant)
-    answers: list[tuple[UploadRecord, FileRecord]] = []
+    answers: list[tuple[UploadRecord, FileView]] = []
 
     def complete() -> None:
         answers.append(asyncio.run(others.complete(tenant, upload.upload_id, [part])))

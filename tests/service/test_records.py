@@ -19,10 +19,9 @@ from service.automation.sweeps import SweepState
 from service.automation.webhooks import WebhookChange, WebhookChoice
 from service.backend import Backend
 from service.database.engine import Database, DocumentRow
-from service.errors import Conflict, QuotaExceeded
 from service.inference.art_models import ArtSettings, new_model
 from shared.automation import ScheduledRun, ScheduleRecord, Sweep, SweepRecord
-from shared.errors import InvalidInput
+from shared.errors import Conflict, InvalidInput, QuotaExceeded
 from shared.settings import Settings
 from shared.storage.store import LocalStore
 from tests.service.apis.native.schedule_stack import stack_run

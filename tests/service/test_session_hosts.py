@@ -11,8 +11,7 @@ import pytest
 
 from activities.hosts.session import ServedSessions
 from service.host_http.answers import session_routes
-from service.host_http.clients import HostClients, HostReply, SessionHosts
-from service.host_http.server import serving
+from service.host_http.connections import HostClients, HostReply, SessionHosts, serving
 from shared.errors import StoreUnavailable
 from shared.runs.start import MOST_TOLD_BYTES
 from shared.settings import Settings

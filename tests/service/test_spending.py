@@ -11,8 +11,7 @@ from longshore.runs import RunRecord
 from longshore.views import RunStatus
 from service.database.engine import open_database
 from service.runs.rows import run_row
-from shared.limits import PriceSettings
-from shared.settings import Settings
+from shared.settings import PriceSettings, Settings
 from tests.service.conftest import Service, key_of_acme, reaches, serving, settings_below, sft, started
 from tests.service.stand_in import WAITS
 

@@ -13,8 +13,7 @@ from service.accounts import tenants
 from service.accounts.tenants import Quotas
 from service.database import engine
 from service.database.engine import Database, StoredRow, TenantRow
-from service.errors import QuotaExceeded
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, QuotaExceeded
 from shared.storage.paths import RunKeys, published_version
 from shared.storage.store import LocalStore
 from shared.storage.stored_bytes import COMMANDS, Measurement, Stored, check_room

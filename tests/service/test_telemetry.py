@@ -32,7 +32,7 @@ from longshore.runs import RunRecord
 from service import telemetry
 from service.database import engine
 from service.database.engine import open_database
-from service.runs.overview import InstallationGauges
+from service.runs.files import InstallationGauges
 from service.runs.rows import run_row
 from service.runs.runs import queued
 from service.telemetry import SeenRequests

@@ -10,7 +10,7 @@ import pytest
 
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES, MESSAGES, PROTOBUF, TINKER
 from shared.jobs.commands import CommandHead
-from shared.limits import RateLimitSettings
+from shared.settings import RateLimitSettings
 from shared.storage.paths import RunKeys
 from tests.depth import drawn
 from tests.service.conftest import KEY, Service, new_key, serving

@@ -40,9 +40,8 @@ from service.apis.tinker.translation import (
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES, SentRequest, error_body, plain_body, tinker_key
 from service.database import engine
 from service.database.engine import Database
-from service.errors import Conflict
 from service.inference.questions import check_length
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound
 from shared.jobs.commands import read_command, stored_form
 from shared.settings import Settings
 from shared.storage.store import LocalStore

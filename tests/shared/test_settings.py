@@ -13,7 +13,8 @@ import pytest
 from pydantic import BaseModel, SecretStr
 
 from activities.hosts.workers import worker_environment
-from longshore.metrics import _ELSEWHERE, METRICS, _page, metric_of
+from benchmarks.pages import pages
+from longshore.metrics import METRICS, metric_of
 from shared.addresses import is_plainly_private, is_public
 from shared.child_environment import SECRET_SETTINGS, Kind, child_environment
 from shared.settings import S3Settings, Settings, user_config_path
@@ -195,8 +196,6 @@ ANSWERS_ALONE = {
     "megatron_worker/sampler/grammars/trial.py",
     "megatron_worker/training/trial.py",
     "megatron_worker/weight_sync/__main__.py",
-    "service/cli/main.py",
-    "service/cli/run_options.py",
 }
 
 
@@ -241,8 +240,11 @@ def test_as_json_a_message_is_one_line_with_its_ids() -> None:
     assert not set(done.stderr) & set("\r\x1b\x9b\u2028\u202e")
 
 
-def test_the_page_is_the_table() -> None:
-    assert (ROOT / "docs" / "metrics.md").read_text() == _page(), "python -m longshore.metrics > docs/metrics.md"
+def test_pages_have_the_tables_of_the_code() -> None:
+    for name, page in pages().items():
+        assert (ROOT / "docs" / name).read_text() == page, "python -m benchmarks.pages"
+    elsewhere = (ROOT / "docs" / "metrics.md").read_text().partition("## Elsewhere")[2]
+    assert (named := re.findall(r"(?m)^\| `(.*?)` \|", elsewhere)) and not set(named) - METRICS.keys()
 
 
 def test_a_name_is_its_own_metric_or_one_of_several() -> None:
@@ -250,4 +252,3 @@ def test_a_name_is_its_own_metric_or_one_of_several() -> None:
         assert metric_of(name) is METRICS[metric]
     assert metric_of("dropped_for_routes") is METRICS["dropped_for_*"] and metric_of("trajectory_length") is not None
     assert metric_of("lost") is None and metric_of("losses") is None
-    assert not _ELSEWHERE.keys() - METRICS.keys()

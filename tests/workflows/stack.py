@@ -26,7 +26,7 @@ from longshore.dataset_runs import DatasetSource, SFTRun
 from longshore.views import RunStatus
 from service.host import _end_idle_workers, control_workers, gpu_workers, polling
 from service.host_http.answers import session_routes
-from service.host_http.server import serving
+from service.host_http.connections import serving
 from service.sealing import seal_keys
 from service.temporal import connect_temporal
 from shared.runs.start import RunStart, RunTiming, result_sha256

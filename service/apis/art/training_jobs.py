@@ -44,10 +44,9 @@ from service.apis.bodies import (
 )
 from service.backend import Backed, Backend
 from service.decoding import SMALL_BYTES
-from service.errors import Conflict
 from service.inference.art_models import ArtModel, ArtSettings, ArtWord, finite_metrics, new_model
 from service.runs.views import dropped, last_lines
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound
 from shared.runs.acceptance import precision_of
 from shared.runs.status import StepRequest
 
@@ -58,7 +57,6 @@ from shared.runs.status import StepRequest
 
 EventType = Literal["training_started", "gradient_step", "training_ended", "training_failed"]
 JobStatus = Literal["queued", "running", "succeeded", "failed"]
-_STARTED, _ENDED = "training_started", "training_ended"
 _ALL_BROKEN = (
     "no trajectory can be trained: each is broken (docs/trajectories.md): an answer that nobody remembers and that has "
     "no logprobs, one that the model's tokenizer and template do not give again, or more than max_tokens"
@@ -156,42 +154,17 @@ def sft_status(view: RunView) -> JobStatus:
             return "failed"
 
 
-async def sft_events(backend: Backend, view: RunView, after: str | None, limit: int) -> ListAnswer[TrainingEvent]:
-    """Return a page of a supervised job's events behind the event `after`.
-
-    Steps that were done again, after a worker was lost, come again.
-
-    Raises InvalidInput: `after` is no id of its events.
-    """
-    place = _place(view.run_id, after)
-    if place == _ENDED or (view.num_steps is None and view.state == "running"):
-        return page_of(list[TrainingEvent](), has_more=False)
-    history = await backend.histories.of(view.run_id)
-    steps = [(item.cursor, item.event) for item in history.events if isinstance(item.event, Step)]
-    if place not in (None, _STARTED):
-        cursors = [cursor for cursor, _ in steps]
-        if place not in cursors:
-            raise InvalidInput("there is no item of this id", "after")
-        steps = steps[cursors.index(place) + 1 :]
+async def sft_events(backend: Backend, view: RunView) -> list[TrainingEvent]:
+    """Return a supervised job's events, oldest first. A step that another worker has repeated comes again."""
     events: list[TrainingEvent] = []
-    if place is None and view.num_steps is not None:
+    if view.num_steps is not None:
         events.append(_event(view.run_id, "training_started", {"num_sequences": view.num_steps}))
-    events += [
-        TrainingEvent(id=f"{view.run_id}:{cursor}", type="gradient_step", data=_numbers(step.metrics))
-        for cursor, step in steps[:limit]
-    ]
-    if len(steps) <= limit and view.state != "running":
-        events.append(_end(view))
-    return page_of(events[:limit], len(steps) > limit or len(events) > limit)
-
-
-def _place(job_id: str, after: str | None) -> str | None:
-    """Return the part of an event's id after the job's id: the event's type, or a cursor."""
-    if after is None:
-        return None
-    if not after.startswith(f"{job_id}:"):
-        raise InvalidInput("there is no item of this id", "after")
-    return after.removeprefix(f"{job_id}:")
+        events += [
+            TrainingEvent(id=f"{view.run_id}:{item.cursor}", type="gradient_step", data=_numbers(item.event.metrics))
+            for item in (await backend.histories.of(view.run_id)).events
+            if isinstance(item.event, Step)
+        ]
+    return events if view.state == "running" else [*events, _end(view)]
 
 
 def _end(view: RunView) -> TrainingEvent:
@@ -311,9 +284,8 @@ async def list_events(
 ) -> ListAnswer[TrainingEvent]:
     """Events of a job of either kind, oldest first."""
     view, number = await _found(backend, asking.tenant, job_id)
-    if number is None:
-        return await sft_events(backend, view, after, limit)
-    return page_after((await read_step(backend, view, number)).events(), after, limit)
+    found = await sft_events(backend, view) if number is None else (await read_step(backend, view, number)).events()
+    return page_after(found, after, limit)
 
 
 def read_job(body: str, lines: str) -> dict[str, JsonValue]:

@@ -18,12 +18,11 @@ from typing import Annotated, Any, Self
 from fastapi import APIRouter, Depends, Header, HTTPException, Request, Response
 from pydantic import BaseModel, ConfigDict, JsonValue
 
+from longshore.accounts import FileView
 from service.accounts.keys import Asking, Principal, reads_or_writes
 from service.apis.bodies import JsonBody, JsonRoute
 from service.backend import Backed, Backend
-from service.errors import QuotaExceeded
-from service.files import FileRecord
-from shared.errors import InvalidInput, LongshoreError, NotFound
+from shared.errors import InvalidInput, LongshoreError, NotFound, QuotaExceeded
 
 WANDB = "/wandb"
 URL = "wandb-artifact:///"
@@ -165,7 +164,7 @@ class _Place:
             "uploadHeaders": [f"Authorization:{key}"],
         }
 
-    async def file(self, name: ArtifactName) -> FileRecord | None:
+    async def file(self, name: ArtifactName) -> FileView | None:
         try:
             return await self.backend.files.show(self.tenant, name.file_id)
         except NotFound:
@@ -216,7 +215,7 @@ def _edges(files: Any, place: _Place) -> list[dict[str, Any]]:
     return edges
 
 
-def _described(name: ArtifactName, record: FileRecord | None) -> dict[str, Any] | None:
+def _described(name: ArtifactName, record: FileView | None) -> dict[str, Any] | None:
     if record is None:
         return None
     return {

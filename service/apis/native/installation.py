@@ -18,16 +18,16 @@ from longshore.automation import GarbageView
 from longshore.fields import Frozen
 from longshore.runs import FIRST_TENANT, Tenant
 from service.accounts import audit
-from service.accounts.keys import BEARER, Asking, Principal, reads_or_writes, require, require_operator
-from service.accounts.tenants import TenantRecord
-from service.apis.bodies import JsonBody, JsonRoute, file_answer, tar_answer
+from service.accounts.keys import BEARER, Asking, Keys, Principal, reads_or_writes, require, require_operator
+from service.accounts.tenants import Quotas
+from service.apis.bodies import JsonBody, JsonRoute, add_operations, file_answer, tar_answer
 from service.apis.errors import RESPONSES
 from service.backend import Backed, Backend
-from service.errors import Conflict, Forbidden
 from service.files import PublishedFiles
+from service.inference.published_models import Exports, PublishedModels
 from service.sealing import SealKey, public_keys, seal_keys, unseal
 from shared.automation import GarbageRequest
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, Forbidden, InvalidInput, NotFound
 from shared.runs.acceptance import precision_of
 from shared.settings import Settings
 from shared.storage.host_states import HostState, read_states
@@ -76,16 +76,16 @@ def _view(host: HostState, by_name: bool) -> views.HostView:
     return views.HostView(id=host.id, name=name, lacking=host.lacks, **shown)
 
 
-@router.get("/models")
-async def list_models(backend: Backed, asking: Asking) -> tuple[views.ModelView, ...]:
-    """The tenant's published models: each name once, with its newest version."""
-    return tuple(await asyncio.to_thread(backend.published.views, asking.tenant))
-
-
-@router.get("/models/{model_id}")
-async def get_model(model_id: ModelId, backend: Backed, asking: Asking) -> views.ModelView:
-    """The published version of a name or id, with its size."""
-    return await asyncio.to_thread(backend.published.view, asking.tenant, model_id)
+add_operations(
+    router,
+    {"model_id": ModelId, "export": str},
+    ("list_models", "GET /models", PublishedModels.views, 200),
+    ("get_model", "GET /models/{model_id}", PublishedModels.view, 200),
+    ("model_provenance", "GET /models/{model_id}/provenance", PublishedModels.provenance, 200),
+    ("start_export", "POST /models/{model_id}/exports", Exports.start, 202),
+    ("get_export", "GET /models/{model_id}/exports/{export}", Exports.view, 200),
+    ("delete_export", "DELETE /models/{model_id}/exports/{export}", Exports.delete, 200),
+)
 
 
 @router.delete("/models/{model_id}")
@@ -113,12 +113,6 @@ async def model_file(
 ) -> StreamingResponse:
     """One file of an adapter, of a model or of an export."""
     return file_answer(await asyncio.to_thread(_files, backend, asking.tenant, model_id, export), path)
-
-
-@router.get("/models/{model_id}/provenance")
-async def model_provenance(model_id: ModelId, backend: Backed, asking: Asking) -> views.Envelope:
-    """The signed statement of a version's origin: in-toto with SLSA provenance, in a DSSE envelope."""
-    return await asyncio.to_thread(backend.published.provenance, asking.tenant, model_id)
 
 
 @router.get("/provenance/keys")
@@ -164,29 +158,6 @@ def _base(backend: Backend, tenant: str, model_id: str) -> PublishedFiles:
     return PublishedFiles.of_artifact(target.model, backend.settings.s3)
 
 
-# Exports: whole models in other programs' formats.
-
-
-@router.post("/models/{model_id}/exports", status_code=202)
-async def start_export(
-    model_id: ModelId, body: JsonBody[views.Export], backend: Backed, asking: Asking
-) -> views.ExportView:
-    """Write a whole model in another program's format. It is stored with the version, and deleted with it."""
-    return await backend.exports.start(asking.tenant, model_id, body)
-
-
-@router.get("/models/{model_id}/exports/{export}")
-async def get_export(model_id: ModelId, export: str, backend: Backed, asking: Asking) -> views.ExportView:
-    """The status of an export."""
-    return await backend.exports.view(asking.tenant, model_id, export)
-
-
-@router.delete("/models/{model_id}/exports/{export}")
-async def delete_export(model_id: ModelId, export: str, backend: Backed, asking: Asking) -> views.ExportView:
-    """Delete the files of an export. It can be asked for again."""
-    return await backend.exports.delete(asking.tenant, model_id, export)
-
-
 # --- Keys, tenants, usage and the audit log ---
 
 logger = logging.getLogger("longshore.service")
@@ -200,10 +171,14 @@ async def whoami(asking: Asking) -> Principal:
     return asking
 
 
-@accounts_router.get("/usage", dependencies=[Depends(require("read"))])
-async def usage(backend: Backed, asking: Asking) -> accounts.TenantUsage:
-    """The tenant's usage and quotas."""
-    return await backend.quotas.usage(asking.tenant)
+add_operations(accounts_router, {}, ("usage", "GET /usage", Quotas.usage, 200), dependencies=[Depends(require("read"))])
+add_operations(
+    accounts_router,
+    {"key_id": str},
+    ("list_keys", "GET /keys", Keys.list, 200),
+    ("revoke_key", "DELETE /keys/{key_id}", Keys.revoke, 200),
+    dependencies=_admin,
+)
 
 
 @accounts_router.post("/keys", status_code=201, dependencies=_admin)
@@ -216,18 +191,6 @@ async def create_key(request: JsonBody[accounts.KeyRequest], backend: Backed, as
         expires_at=request.expires_at,
         created_by=asking.key_id,
     )
-
-
-@accounts_router.get("/keys", dependencies=_admin)
-async def list_keys(backend: Backed, asking: Asking) -> tuple[accounts.KeyView, ...]:
-    """The tenant's keys, newest first, without their secrets."""
-    return await backend.keys.list(asking.tenant)
-
-
-@accounts_router.delete("/keys/{key_id}", dependencies=_admin)
-async def revoke_key(key_id: str, backend: Backed, asking: Asking) -> accounts.KeyView:
-    """End a key for good."""
-    return await backend.keys.revoke(asking.tenant, key_id)
 
 
 _operators = [Depends(require_operator("tenants are an affair of"))]
@@ -262,7 +225,7 @@ def _shared_folders(backend: Backend) -> str | None:
 
 
 @accounts_router.get("/tenants", dependencies=_operators)
-async def list_tenants(backend: Backed) -> tuple[TenantRecord, ...]:
+async def list_tenants(backend: Backed) -> tuple[accounts.TenantView, ...]:
     """All tenants, by name."""
     return await backend.tenants.list()
 
@@ -274,7 +237,7 @@ async def tenant_usage(tenant: Tenant, backend: Backed) -> accounts.TenantUsage:
 
 
 @accounts_router.put("/tenants/{tenant}/quotas", dependencies=_operators)
-async def set_quotas(tenant: Tenant, quotas: JsonBody[accounts.QuotaSettings], backend: Backed) -> TenantRecord:
+async def set_quotas(tenant: Tenant, quotas: JsonBody[accounts.QuotaSettings], backend: Backed) -> accounts.TenantView:
     """Set a tenant's quotas. Fields that are left out return to the installation's values."""
     backend.quotas.check_priced(quotas)
     record = await backend.tenants.set_quotas(tenant, quotas)

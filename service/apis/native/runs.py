@@ -10,22 +10,14 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import Field, RootModel
 
 from longshore import views
-from longshore.accounts import FilePage
+from longshore.accounts import FileView
 from longshore.automation import (
-    Backfill,
-    Delivery,
-    NewWebhook,
-    Pinged,
-    Rotation,
     ScheduledRun,
     ScheduleView,
     Sweep,
     SweepId,
     SweepView,
-    WebhookChange,
-    WebhookChoice,
     WebhookId,
-    WebhookView,
 )
 from longshore.commands import Asked, Forward, ForwardBackward
 from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
@@ -35,13 +27,19 @@ from longshore.runs import Kind, RLRun, Run, RunId, Source
 from longshore.training import SessionRun
 from service.accounts import audit
 from service.accounts.keys import BEARER, Asking, reads_or_writes
-from service.apis.bodies import JsonBody, JsonRoute, file_answer, tar_answer
+from service.apis.bodies import JsonBody, JsonRoute, add_operations, file_answer, tar_answer
 from service.apis.errors import RESPONSES
+from service.automation.retention import Removals
+from service.automation.schedules import Schedules
+from service.automation.sweeps import Sweeps
+from service.automation.webhooks import Webhooks
 from service.backend import Backed, Backend, IdempotencyKey
-from service.errors import Conflict, TemporalUnavailable
-from service.files import FILE_NAME, FileRecord, PublishedFiles
+from service.files import FILE_NAME, Files, PublishedFiles
+from service.runs.files import Overviews, RunFiles, RunReader
+from service.runs.runs import Runs
+from service.runs.sessions import Sessions, TrainSteps
 from service.runs.views import last_lines, log_line
-from shared.errors import StoreUnavailable
+from shared.errors import Conflict, StoreUnavailable, TemporalUnavailable
 from shared.jobs.commands import stored_form
 from shared.runs.acceptance import precision_of
 from shared.runs.status import StepRequest
@@ -132,35 +130,27 @@ async def submit_run(run: JsonBody[RunRequest], submit: Submits) -> views.RunVie
     return await submit(run.root)
 
 
-@router.post("/runs/sft", status_code=201)
-async def submit_sft(run: JsonBody[SFTRun], submit: Submits) -> views.RunView:
-    """Start a supervised fine-tuning run. The same Idempotency-Key gives the same run."""
-    return await submit(run)
+_TOLD: dict[type[Any], str] = {
+    SFTRun: "a supervised fine-tuning run",
+    DPORun: "a run that learns from preferences: pairs, or answers with a label",
+    DistillRun: "a run whose student becomes like its teacher on a dataset",
+    RewardRun: "a run that trains a reward model, of pairs or of scores",
+    RLRun: "a reinforcement-learning run, which waits for train steps",
+}
 
 
-@router.post("/runs/dpo", status_code=201)
-async def submit_dpo(run: JsonBody[DPORun], submit: Submits) -> views.RunView:
-    """Start a run that learns from preferences: pairs, or answers with a label. The same Idempotency-Key gives the same
-    run."""
-    return await submit(run)
+def _add_submission(kind: type[Any]) -> None:
+    async def submit_kind(run: JsonBody[kind], submit: Submits) -> views.RunView:  # type: ignore[valid-type]
+        return await submit(run)
+
+    name = kind.model_fields["kind"].default
+    submit_kind.__name__ = submit_kind.__qualname__ = f"submit_{name}"
+    submit_kind.__doc__ = f"Start {_TOLD[kind]}. The same Idempotency-Key gives the same run."
+    router.post(f"/runs/{name}", status_code=201)(submit_kind)
 
 
-@router.post("/runs/distill", status_code=201)
-async def submit_distill(run: JsonBody[DistillRun], submit: Submits) -> views.RunView:
-    """Start a run whose student becomes like its teacher on a dataset. The same Idempotency-Key gives the same run."""
-    return await submit(run)
-
-
-@router.post("/runs/reward", status_code=201)
-async def submit_reward(run: JsonBody[RewardRun], submit: Submits) -> views.RunView:
-    """Start a run that trains a reward model, of pairs or of scores. The same Idempotency-Key gives the same run."""
-    return await submit(run)
-
-
-@router.post("/runs/rl", status_code=201)
-async def submit_rl(run: JsonBody[RLRun], submit: Submits) -> views.RunView:
-    """Start a reinforcement-learning run, which waits for train steps. The same Idempotency-Key gives the same run."""
-    return await submit(run)
+for _kind in _TOLD:
+    _add_submission(_kind)
 
 
 @router.post("/estimate")
@@ -194,24 +184,6 @@ async def list_steps(
     return await backend.reader.steps(run_id, after, limit)
 
 
-@router.get("/runs/{run_id}/steps/{step}")
-async def get_step(
-    run_id: RunId,
-    step: StepNumber,
-    backend: Backed,
-    asking: Asking,
-    wait_s: Annotated[float, Query(ge=0, le=60, description="how long to wait for the step's end")] = 0,
-) -> views.StepStatus:
-    """A train step's current status. 0: the policy before the first, of a run that evaluates its own rollouts."""
-    return await backend.steps.show(asking.tenant, run_id, step, wait_s)
-
-
-@router.post("/runs/{run_id}/finish", status_code=202)
-async def finish_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
-    """Tell an RL run that no more steps come: it ends after those that wait. 409 when it has ended."""
-    return await backend.steps.finish(asking.tenant, run_id)
-
-
 @router.get("/runs")
 async def list_runs(
     backend: Backed,
@@ -235,40 +207,21 @@ async def list_runs(
     )
 
 
-@router.get("/runs/{run_id}")
-async def get_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
-    """A run's current status."""
-    return await backend.runs.view(asking.tenant, run_id)
-
-
-@router.post("/runs/{run_id}/cancel", status_code=202)
-async def cancel_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
-    """End a run: at its next step boundary with a checkpoint, or at once where it does not train. 409 when it has."""
-    return await backend.runs.cancel(asking.tenant, run_id)
-
-
-@router.post("/runs/{run_id}/resume", status_code=202)
-async def resume_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
-    """Go on from the last checkpoint of a paused, failed or cancelled run. 409 for any other."""
-    return await backend.runs.resume(asking.tenant, run_id)
-
-
-@router.post("/runs/{run_id}/pause", status_code=202)
-async def pause_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
-    """End a run at its next step boundary, with a checkpoint, to be resumed later. 409 when it has ended."""
-    return await backend.runs.pause(asking.tenant, run_id)
-
-
-@router.post("/runs/{run_id}/retry", status_code=201)
-async def retry_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
-    """A failed or cancelled run's request as a new run, from the beginning. 409 for any other."""
-    return await backend.runs.retry(asking, run_id)
-
-
-@router.delete("/runs/{run_id}")
-async def remove_run(run_id: RunId, backend: Backed, asking: Asking) -> views.RunRemoved:
-    """Remove a run that has ended, with its checkpoints and logs. What it published stays. 409 while it is needed."""
-    return await backend.removals.remove(asking.tenant, run_id)
+add_operations(
+    router,
+    {"run_id": RunId},
+    ("get_run", "GET /runs/{run_id}", Runs.view, 200),
+    ("cancel_run", "POST /runs/{run_id}/cancel", Runs.cancel, 202),
+    ("resume_run", "POST /runs/{run_id}/resume", Runs.resume, 202),
+    ("pause_run", "POST /runs/{run_id}/pause", Runs.pause, 202),
+    ("retry_run", "POST /runs/{run_id}/retry", Runs.retry, 201),
+    ("finish_run", "POST /runs/{run_id}/finish", TrainSteps.finish, 202),
+    ("remove_run", "DELETE /runs/{run_id}", Removals.remove, 200),
+    ("run_checkpoints", "GET /runs/{run_id}/checkpoints", RunReader.checkpoints, 200),
+    ("list_jobs", "GET /runs/{run_id}/jobs", RunFiles.jobs, 200),
+    ("list_profiles", "GET /runs/{run_id}/profiles", RunFiles.traces, 200),
+    ("show_overview", "GET /overview", Overviews.show, 200),
+)
 
 
 @router.get("/runs/{run_id}/events", response_model=views.EventPage)
@@ -358,13 +311,6 @@ async def _log_lines(backend: Backend, tenant: str, run_id: str, follow: bool) -
     yield "".join(line + "\n" for line in last_lines(await backend.runs.view(tenant, run_id)))
 
 
-@router.get("/runs/{run_id}/checkpoints")
-async def run_checkpoints(run_id: RunId, backend: Backed, asking: Asking) -> tuple[views.CheckpointRef, ...]:
-    """Checkpoints in the store, oldest first."""
-    await backend.runs.record(asking.tenant, run_id)
-    return await asyncio.to_thread(backend.reader.checkpoints, run_id)
-
-
 @router.get("/runs/{run_id}/files")
 async def run_files(run_id: RunId, backend: Backed, asking: Asking) -> tuple[views.FileEntry, ...]:
     """The files that the run published: paths, sizes, hashes. 409 before that."""
@@ -400,12 +346,6 @@ ProfileId = Annotated[str, Path(pattern=views.PROFILE_ID)]
 FenceLabel = Annotated[str, Path(pattern=r"^e[0-9]{6}-a[0-9]{2}$")]
 
 
-@router.get("/overview")
-async def show_overview(backend: Backed, asking: Asking) -> views.Overview:
-    """Counts of runs by state, positions in the queue for workers, and the titles of keys."""
-    return await backend.overviews.show(asking.tenant)
-
-
 @router.get("/sparklines")
 async def list_sparklines(
     backend: Backed, asking: Asking, run_id: Annotated[list[RunId], Query(max_length=200)]
@@ -421,13 +361,6 @@ async def run_report(run_id: RunId, backend: Backed, asking: Asking) -> views.Ru
     """Reports of tokenizing and packing, as far as they have come."""
     status = await backend.runs.view(asking.tenant, run_id)
     return await asyncio.to_thread(backend.run_files.report, status)
-
-
-@router.get("/runs/{run_id}/jobs")
-async def list_jobs(run_id: RunId, backend: Backed, asking: Asking) -> tuple[views.JobFile, ...]:
-    """Every attempt at every job of a run, in order."""
-    await backend.runs.record(asking.tenant, run_id)
-    return await asyncio.to_thread(backend.run_files.jobs, run_id)
 
 
 @router.get("/runs/{run_id}/jobs/{job_id}/{fence}", response_class=Response)
@@ -455,13 +388,6 @@ async def ask_profile(
         raise Conflict(f"{run_id} does not run: there are no steps to come")
     audit.touched(run_id)
     return await backend.run_files.ask_profile(asking.tenant, run_id, body.steps)
-
-
-@router.get("/runs/{run_id}/profiles")
-async def list_profiles(run_id: RunId, backend: Backed, asking: Asking) -> views.Traces:
-    """The traces of a run's steps, and the one that is waited for."""
-    await backend.runs.record(asking.tenant, run_id)
-    return await asyncio.to_thread(backend.run_files.traces, run_id)
 
 
 @router.get("/runs/{run_id}/jobs/{job_id}/{fence}/profiles/{profile_id}", response_class=Response)
@@ -517,7 +443,7 @@ async def step_samples(
 # --- Sessions: a client trains a slot command by command ---
 
 Number = Annotated[int, Path(ge=1, le=99_999_999, description="commands run in the order of their numbers, from 1")]
-Wait = Annotated[float, Query(ge=0, le=60, description="how long to wait for the result")]
+Wait = Annotated[float, Query(ge=0, le=60, description="how long to wait for its result or end")]
 
 
 class SentCommand(RootModel[Asked]):
@@ -560,18 +486,13 @@ async def send_command(
     return await backend.sessions.send(asking.tenant, run_id, number, command.root, wait_s)
 
 
-@router.get("/sessions/{run_id}/commands/{number}")
-async def get_command(
-    run_id: RunId, number: Number, backend: Backed, asking: Asking, wait_s: Wait = 0
-) -> views.CommandView:
-    """A command's state, or its result."""
-    return await backend.sessions.show(asking.tenant, run_id, number, wait_s)
-
-
-@router.post("/sessions/{run_id}/close", status_code=202)
-async def close_session(run_id: RunId, backend: Backed, asking: Asking) -> views.RunView:
-    """Take no more commands: the session ends after those that wait, and its state stays. 409 when it has ended."""
-    return await backend.sessions.close(asking.tenant, run_id)
+add_operations(
+    router,
+    {"run_id": RunId, "number": Number, "step": StepNumber, "wait_s": Wait},
+    ("get_command", "GET /sessions/{run_id}/commands/{number}", Sessions.show, 200),
+    ("get_step", "GET /runs/{run_id}/steps/{step}", TrainSteps.show, 200),
+    ("close_session", "POST /sessions/{run_id}/close", Sessions.close, 202),
+)
 
 
 # --- Data: uploaded files, checks of a dataset before a run, and graders tried on a sample ---
@@ -584,7 +505,7 @@ _BYTES: dict[str, Any] = {
 }
 
 
-@router.post("/files", status_code=201, openapi_extra=_BYTES, responses={200: {"model": FileRecord}})
+@router.post("/files", status_code=201, openapi_extra=_BYTES, responses={200: {"model": FileView}})
 async def upload_file(
     request: Request,
     response: Response,
@@ -592,7 +513,7 @@ async def upload_file(
     asking: Asking,
     name: Annotated[str, Query(description="a plain file name", json_schema_extra={"pattern": FILE_NAME})],
     content_length: Annotated[int, Header(ge=0, include_in_schema=False)] = 0,
-) -> FileRecord:
+) -> FileView:
     """Put the request's body into the store; its URI is a dataset's. The same file again has the same one, and 200."""
     asked_at = time.time()
     record = await backend.files.receive(asking.tenant, name, request.stream(), num_bytes=content_length)
@@ -601,21 +522,14 @@ async def upload_file(
     return record
 
 
-@router.get("/files")
-async def list_files(
-    backend: Backed,
-    asking: Asking,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: Annotated[str | None, Query(max_length=64, description="the `next` of the previous page")] = None,
-) -> FilePage:
-    """Uploaded files, newest first."""
-    return await backend.files.page(asking.tenant, limit=limit, after=after)
-
-
-@router.get("/files/{file_id}")
-async def get_file(file_id: str, backend: Backed, asking: Asking) -> FileRecord:
-    """The record of an uploaded file."""
-    return await backend.files.show(asking.tenant, file_id)
+_AFTER = Annotated[str | None, Query(max_length=64, description="the `next` of the previous page")]
+add_operations(
+    router,
+    {"file_id": str, "limit": Annotated[int, Query(ge=1, le=1000)], "after": _AFTER},
+    ("list_files", "GET /files", Files.page, 200),
+    ("get_file", "GET /files/{file_id}", Files.show, 200),
+    ("delete_file", "DELETE /files/{file_id}", Files.delete, 200),
+)
 
 
 @router.get("/files/{file_id}/content", response_class=Response)
@@ -624,12 +538,6 @@ async def file_content(file_id: str, backend: Backed, asking: Asking) -> Streami
     record = await backend.files.show(asking.tenant, file_id)
     headers = {"content-length": str(record.size), "etag": f'"{record.sha256}"'}
     return StreamingResponse(backend.files.content(record), media_type="application/octet-stream", headers=headers)
-
-
-@router.delete("/files/{file_id}")
-async def delete_file(file_id: str, backend: Backed, asking: Asking) -> FileRecord:
-    """Delete an uploaded file. A run that has not read it yet fails."""
-    return await backend.files.delete(asking.tenant, file_id)
 
 
 @router.post("/validate")
@@ -655,110 +563,41 @@ async def try_grader(trial: JsonBody[views.GraderTrial], backend: Backed, asking
 
 # --- Webhooks, schedules and sweeps ---
 
-
-@router.post("/webhooks", status_code=201)
-async def create_webhook(choice: JsonBody[WebhookChoice], backend: Backed, asking: Asking) -> NewWebhook:
-    """Send messages on runs to an address. Only this answer shows the secret that messages are signed with."""
-    return await backend.webhooks.create(asking.tenant, asking.key_id, choice)
-
-
-@router.get("/webhooks")
-async def list_webhooks(backend: Backed, asking: Asking) -> tuple[WebhookView, ...]:
-    """All webhooks, oldest first."""
-    return await backend.webhooks.of(asking.tenant)
-
-
-@router.get("/webhooks/{webhook_id}")
-async def get_webhook(webhook_id: WebhookId, backend: Backed, asking: Asking) -> WebhookView:
-    return await backend.webhooks.show(asking.tenant, webhook_id)
-
-
-@router.patch("/webhooks/{webhook_id}")
-async def change_webhook(
-    webhook_id: WebhookId, change: JsonBody[WebhookChange], backend: Backed, asking: Asking
-) -> WebhookView:
-    """Another url, other events, or enabled or not. What is not given stays."""
-    return await backend.webhooks.change(asking.tenant, webhook_id, change)
-
-
-@router.post("/webhooks/{webhook_id}/rotate")
-async def rotate_secret(
-    webhook_id: WebhookId, backend: Backed, asking: Asking, rotation: JsonBody[Rotation | None] = None
-) -> NewWebhook:
-    """A new secret, which this answer alone shows. Messages are signed with both until the old one's time is up."""
-    return await backend.webhooks.rotate(asking.tenant, webhook_id, rotation or Rotation())
-
-
-@router.delete("/webhooks/{webhook_id}")
-async def delete_webhook(webhook_id: WebhookId, backend: Backed, asking: Asking) -> WebhookView:
-    """Delete a webhook and its deliveries."""
-    return await backend.webhooks.delete(asking.tenant, webhook_id)
-
-
-@router.get("/webhooks/{webhook_id}/deliveries")
-async def webhook_deliveries(
-    webhook_id: WebhookId, backend: Backed, asking: Asking, limit: Annotated[int, Query(ge=1, le=200)] = 20
-) -> tuple[Delivery, ...]:
-    """Deliveries of messages, newest first, with the receiver's answers."""
-    return await backend.webhooks.deliveries(asking.tenant, webhook_id, limit)
-
-
-@router.post("/webhooks/{webhook_id}/ping", status_code=202)
-async def ping_webhook(webhook_id: WebhookId, backend: Backed, asking: Asking) -> Pinged:
-    """Send it a `ping`. 409 when it is not enabled."""
-    return await backend.webhooks.ping(asking.tenant, webhook_id)
+add_operations(
+    router,
+    {"webhook_id": WebhookId, "limit": Annotated[int, Query(ge=1, le=200)]},
+    ("create_webhook", "POST /webhooks", Webhooks.create, 201),
+    ("list_webhooks", "GET /webhooks", Webhooks.of, 200),
+    ("get_webhook", "GET /webhooks/{webhook_id}", Webhooks.show, 200),
+    ("change_webhook", "PATCH /webhooks/{webhook_id}", Webhooks.change, 200),
+    ("rotate_secret", "POST /webhooks/{webhook_id}/rotate", Webhooks.rotate, 200),
+    ("delete_webhook", "DELETE /webhooks/{webhook_id}", Webhooks.delete, 200),
+    ("webhook_deliveries", "GET /webhooks/{webhook_id}/deliveries", Webhooks.deliveries, 200),
+    ("ping_webhook", "POST /webhooks/{webhook_id}/ping", Webhooks.ping, 202),
+)
+_NOTE = Annotated[str | None, Query(max_length=256)]
+add_operations(
+    router,
+    {"name": Name, "note": _NOTE, "sweep_id": SweepId, "limit": Annotated[int, Query(ge=1, le=100)]},
+    ("list_schedules", "GET /schedules", Schedules.of, 200),
+    ("get_schedule", "GET /schedules/{name}", Schedules.show, 200),
+    ("delete_schedule", "DELETE /schedules/{name}", Schedules.delete, 200),
+    ("pause_schedule", "POST /schedules/{name}/pause", Schedules.pause, 202),
+    ("resume_schedule", "POST /schedules/{name}/resume", Schedules.resume, 202),
+    ("trigger_schedule", "POST /schedules/{name}/trigger", Schedules.trigger, 202),
+    ("backfill_schedule", "POST /schedules/{name}/backfill", Schedules.backfill, 202),
+    ("list_sweeps", "GET /sweeps", Sweeps.of, 200),
+    ("get_sweep", "GET /sweeps/{sweep_id}", Sweeps.show, 200),
+    ("cancel_sweep", "POST /sweeps/{sweep_id}/cancel", Sweeps.cancel, 202),
+)
 
 
 @router.post("/schedules", status_code=201)
 async def create_schedule(scheduled: JsonBody[ScheduledRun], backend: Backed, asking: Asking) -> ScheduleView:
     """Start runs at times. The same request once more is the same schedule; 409 for another under its name."""
-    await asyncio.to_thread(
-        backend.names.resolved, asking.tenant, scheduled.run, "run."
-    )  # what it means is seen each time
+    # What the names in it mean is looked up each time that it acts.
+    await asyncio.to_thread(backend.names.resolved, asking.tenant, scheduled.run, "run.")
     return await backend.schedules.create(asking.tenant, asking.key_id, scheduled)
-
-
-@router.get("/schedules")
-async def list_schedules(backend: Backed, asking: Asking) -> tuple[ScheduleView, ...]:
-    """All schedules by name, without their actions."""
-    return await backend.schedules.of(asking.tenant)
-
-
-@router.get("/schedules/{name}")
-async def get_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleView:
-    """A schedule with its next times and its last actions: runs started, or the reason why not."""
-    return await backend.schedules.show(asking.tenant, name)
-
-
-@router.delete("/schedules/{name}")
-async def delete_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleView:
-    """Delete a schedule. Its runs stay, and continue."""
-    return await backend.schedules.delete(asking.tenant, name)
-
-
-@router.post("/schedules/{name}/pause", status_code=202)
-async def pause_schedule(
-    name: Name, backend: Backed, asking: Asking, note: Annotated[str | None, Query(max_length=256)] = None
-) -> ScheduleView:
-    """Start nothing until it is resumed."""
-    return await backend.schedules.pause(asking.tenant, name, note)
-
-
-@router.post("/schedules/{name}/resume", status_code=202)
-async def resume_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleView:
-    return await backend.schedules.resume(asking.tenant, name)
-
-
-@router.post("/schedules/{name}/trigger", status_code=202)
-async def trigger_schedule(name: Name, backend: Backed, asking: Asking) -> ScheduleView:
-    """Start a run now, by its own rules of overlap and of unchanged data."""
-    return await backend.schedules.trigger(asking.tenant, name)
-
-
-@router.post("/schedules/{name}/backfill", status_code=202)
-async def backfill_schedule(name: Name, span: JsonBody[Backfill], backend: Backed, asking: Asking) -> ScheduleView:
-    """Start runs for the times of a span in the past."""
-    return await backend.schedules.backfill(asking.tenant, name, span)
 
 
 @router.post("/sweeps", status_code=201)
@@ -767,23 +606,3 @@ async def create_sweep(
 ) -> SweepView:
     """Start runs that differ in a few fields, and publish the best. The same Idempotency-Key gives the same sweep."""
     return await backend.sweeps.create(asking, sweep, idempotency_key, request)
-
-
-@router.get("/sweeps")
-async def list_sweeps(
-    backend: Backed, asking: Asking, limit: Annotated[int, Query(ge=1, le=100)] = 20
-) -> tuple[SweepView, ...]:
-    """Sweeps, newest first."""
-    return await backend.sweeps.of(asking.tenant, limit)
-
-
-@router.get("/sweeps/{sweep_id}")
-async def get_sweep(sweep_id: SweepId, backend: Backed, asking: Asking) -> SweepView:
-    """A sweep: its trials with their values, states and metric, and which is the best."""
-    return await backend.sweeps.show(asking.tenant, sweep_id)
-
-
-@router.post("/sweeps/{sweep_id}/cancel", status_code=202)
-async def cancel_sweep(sweep_id: SweepId, backend: Backed, asking: Asking) -> SweepView:
-    """Start no more trials, and cancel those that are going on. 409 when the sweep has ended."""
-    return await backend.sweeps.cancel(asking.tenant, sweep_id)

@@ -17,12 +17,13 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from longshore.accounts import FileView
 from longshore.fields import Frozen, pattern
 from service.accounts.keys import Asking, reads_or_writes, require
 from service.apis.bodies import JsonBody, JsonRoute, ListAnswer, RecordView, Seconds, page_of
 from service.apis.openai import jobs
 from service.backend import Backed, Backend
-from service.files import MAX_PARTS, FileRecord
+from service.files import MAX_PARTS
 from shared.errors import InvalidInput, NotFound
 
 # --- Reads forms with one file (multipart/form-data) by Starlette's parser, and streams the file ---
@@ -234,7 +235,7 @@ async def file_content(file_id: str, asking: Asking, backend: Backed) -> Streami
     return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 
-async def _shown(backend: Backend, tenant: str, file_id: str) -> FileRecord:
+async def _shown(backend: Backend, tenant: str, file_id: str) -> FileView:
     """Raises NotFound."""
     if not jobs.FILE_ID.fullmatch(file_id):
         raise NotFound(f"there is no file {file_id[:64]}")

@@ -20,7 +20,7 @@ from service.accounts import audit
 from service.accounts.keys import COOKIE, LASTS_S, Asking, Principal, csrf_token, sent_key, shown_prefix
 from service.apis import errors as problems
 from service.backend import Backed, Backend
-from service.errors import Forbidden
+from shared.errors import Forbidden
 
 _HERE = Path(__file__).parent
 SIGN_IN = "/login"

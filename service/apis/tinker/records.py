@@ -19,10 +19,9 @@ from service.accounts.keys import Asking, Principal
 from service.accounts.tenants import Documents, Quotas
 from service.backend import Backed, Backend
 from service.database.engine import Database
-from service.errors import Conflict, QueueFull
 from service.inference.published_models import one_form
 from shared.chat.completions import MAX_TOP_LOGPROBS
-from shared.errors import InvalidInput, LongshoreError, NotFound
+from shared.errors import Conflict, InvalidInput, LongshoreError, NotFound, QueueFull
 from shared.jobs.commands import Skip
 from shared.settings import TinkerSettings
 

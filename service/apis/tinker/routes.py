@@ -58,11 +58,10 @@ from service.apis.tinker.records import (
 from service.apis.tinker.samples import weights_of
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES, PROTOBUF, TINKER, TINKER_FILES
 from service.backend import Backed, Backend
-from service.errors import Conflict, Forbidden
 from service.files import PublishedFiles
 from service.inference.published_models import PublishedModel
 from service.sealing import seal_keys
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, Forbidden, InvalidInput, NotFound
 from shared.field_rules import first_error
 from shared.settings import Settings
 from shared.storage.artifacts import CheckpointName, checkpoint_of_step, read_manifest

@@ -37,11 +37,10 @@ from service.apis.tinker.records import (
 from service.apis.tinker.translation import metrics_of_step
 from service.apis.tinker.wire import LENGTH, MESSAGES, PROTOBUF, STOP, TINKER, Likely, packed, put_top
 from service.backend import Backend
-from service.errors import Busy
 from service.inference.published_models import Target
 from service.inference.questions import check_length
 from shared.chat.completions import TOKEN_ID, CompletionRequest, CompletionResponse, PromptLogprob
-from shared.errors import InvalidInput, LongshoreError, NotFound
+from shared.errors import Busy, InvalidInput, LongshoreError, NotFound
 from shared.storage.paths import RunKeys
 
 # --- Sampling sessions, and pending samples ---

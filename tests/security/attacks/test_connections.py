@@ -23,11 +23,10 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from service.apis import edge
-from service.host_http import server
-from service.host_http.server import Trust, served
+from service.host_http import connections as server
+from service.host_http.connections import Trust, served
 from service.telemetry import REQUESTS
-from shared.limits import RateLimitSettings
-from shared.settings import Settings
+from shared.settings import RateLimitSettings, Settings
 from tests.security.belongings import Belongings, Operation
 from tests.security.conftest import client
 from tests.service.conftest import Service, serving

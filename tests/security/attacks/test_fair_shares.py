@@ -11,7 +11,7 @@ import pytest
 
 from longshore.events import Applied
 from service.accounts.limits import FairShare
-from service.errors import Busy
+from shared.errors import Busy
 from shared.settings import Settings
 from shared.storage.paths import RunKeys
 from tests.activities.web_server import Page, WebServer, serve_pages

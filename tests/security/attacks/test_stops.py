@@ -23,8 +23,7 @@ from service.apis import errors as problems
 from service.apis.bodies import MAX_FIELDS, JsonBody, JsonRoute, judged
 from service.app import create_app
 from service.decoding import SMALL_BYTES
-from service.errors import Forbidden
-from shared.errors import InvalidInput
+from shared.errors import Forbidden, InvalidInput
 from shared.settings import Settings
 from tests.security.attacks.tenants import Tenant
 

@@ -25,8 +25,19 @@ from service.cli.run_options import option_at, options_of
 from service.cli.runs import validated_request
 from service.database import engine
 from service.database.engine import Database
-from service.errors import Conflict, DatabaseUnavailable, Forbidden, QuotaExceeded, TemporalUnavailable
-from shared.errors import CorruptArtifact, DiskFull, InvalidInput, NotFound, StoreUnavailable, WorkerLost
+from shared.errors import (
+    Conflict,
+    CorruptArtifact,
+    DatabaseUnavailable,
+    DiskFull,
+    Forbidden,
+    InvalidInput,
+    NotFound,
+    QuotaExceeded,
+    StoreUnavailable,
+    TemporalUnavailable,
+    WorkerLost,
+)
 from shared.field_rules import location_of
 from shared.settings import Settings
 from shared.storage.store import LocalStore

@@ -23,9 +23,8 @@ from service.database.engine import Database, ResultT, UnitRow, UseRow, open_dat
 from service.host import note_uses
 from service.runs.rows import CLAIM_S, BeingDeleted, Uses, run_row
 from service.temporal import connect_temporal
-from shared.limits import RetentionSettings
 from shared.runs.start import result_sha256
-from shared.settings import Settings
+from shared.settings import RetentionSettings, Settings
 from shared.storage.artifacts import find_artifact, seal, upload_artifact
 from shared.storage.paths import RunKeys, model_import, packed, published_version, tokenized, version_claim
 from shared.storage.store import LocalStore, ObjectStore, S3Store, uri_of

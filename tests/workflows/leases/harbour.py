@@ -17,7 +17,7 @@ from service.accounts.tenants import Documents, Quotas
 from service.database import engine
 from service.database.engine import open_database
 from service.host import serve_host
-from service.host_http.clients import HostClients
+from service.host_http.connections import HostClients
 from service.inference.art_models import ArtModel, ArtModels, UntrainedModels
 from service.inference.published_models import PublishedModels
 from service.inference.questions import Inference

@@ -26,12 +26,11 @@ from service.automation.schedules import Schedules
 from service.backend import Backend
 from service.database import engine
 from service.database.engine import open_database
-from service.errors import Conflict, QuotaExceeded, TemporalUnavailable
 from service.host import control_workers
 from service.sealing import key_of, seal_keys
 from service.temporal import Temporal
 from shared.automation import AcceptRequest, Decision, LastScheduled, ScheduledAction, ScheduleRecord
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound, QuotaExceeded, TemporalUnavailable
 from shared.settings import DownloadSettings, Settings
 from shared.storage.paths import RunKeys, published_version
 from shared.storage.store import LocalStore, ObjectStore

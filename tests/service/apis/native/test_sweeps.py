@@ -11,9 +11,8 @@ from longshore.automation import Report, Sweep, SweepView
 from longshore.runs import RunRecord, Source, SweepTrial
 from longshore.views import RunStatus
 from service.automation.sweeps import Trial, may_start, next_values
-from service.errors import Conflict
 from service.runs.rows import IndexedRun
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound
 from shared.storage.paths import RunKeys
 from tests.service.apis.native.sweep_stack import (
     BEST_RATE,

@@ -19,12 +19,11 @@ from longshore.views import Problem
 from service.automation import webhooks as webhooks_module
 from service.automation.webhooks import NotDelivered, retry_after_s
 from service.database.engine import DocumentRow, OutboxRow
-from service.errors import Conflict
 from service.host import control_workers
 from service.runs.rows import notice_of
 from service.temporal import connect_temporal
 from shared.automation import DeliverRequest, Notice
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Conflict, InvalidInput, NotFound
 from shared.settings import Settings, WebhookSettings
 from tests.opened import opened
 from tests.service.apis.native.webhook_stack import (
