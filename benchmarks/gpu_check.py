@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[1]
 # The kernels' own tests run everywhere; here they run compiled.
 TESTS = (
     "tests/gpu",
+    "tests/megatron_worker/test_head.py",
     "tests/megatron_worker/test_kernels.py",
     "tests/megatron_worker/test_kernel_choice.py",
-    "tests/megatron_worker/head/test_top_k.py",
 )
 BENCHMARKS = ("head_kernel", "qwen3_8b", "trainer_rank_step", "gpu_weight_sync")
 BENCHMARK_S = 1500

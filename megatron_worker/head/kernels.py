@@ -64,12 +64,6 @@ def chunk_targets(num_targets: int, target_bytes: int, blocks: Blocks, workspace
     return min(max(most, blocks.targets), _MOST_TARGETS, num_targets)
 
 
-def scan_target_bytes(num_rows: int, element_bytes: int, num_buffers: int, top_k: int, blocks: Blocks) -> int:
-    """Return the bytes of the workspace that one target of a scan takes."""
-    num_tiles, kept = -(-num_rows // blocks.rows), min(top_k, blocks.rows)
-    return num_buffers * padded(num_rows) * element_bytes + num_tiles * kept * CANDIDATE_BYTES
-
-
 def scan(
     sums: LocalSums,
     hidden_NH: Tensor,
@@ -140,7 +134,7 @@ def _make_space(
     hidden_NH: Tensor, num_rows: int, num_buffers: int, top_k: int, blocks: Blocks, workspace_bytes: int
 ) -> _Space:
     num_tiles, kept = triton.cdiv(num_rows, blocks.rows), min(top_k, blocks.rows)
-    target_bytes = scan_target_bytes(num_rows, hidden_NH.element_size(), num_buffers, top_k, blocks)
+    target_bytes = num_buffers * padded(num_rows) * hidden_NH.element_size() + num_tiles * kept * CANDIDATE_BYTES
     size = chunk_targets(len(hidden_NH), target_bytes, blocks, workspace_bytes)
     exps_CV, below_CV = (_workspace(hidden_NH, size, num_rows) if i < num_buffers else None for i in range(2))
     return _Space(

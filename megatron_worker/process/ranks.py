@@ -410,11 +410,11 @@ class Abandoned(Exception):
 class BackgroundCall(Generic[T]):
     """A call in a separate daemon thread."""
 
-    def __init__(self, call: Callable[[Check], T]) -> None:
+    def __init__(self, call: Callable[[Check], T], name: str = "background") -> None:
         self._is_abandoned = threading.Event()
         self._future: Future[T] = Future()
         self.result = self._future.result
-        threading.Thread(target=self._do, args=(call,), name="background", daemon=True).start()
+        threading.Thread(target=self._do, args=(call,), name=name, daemon=True).start()
 
     def is_done(self, patience_s: float = 0.0) -> bool:
         """Return True if the call has ended, or ends within `patience_s` seconds."""

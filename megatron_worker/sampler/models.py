@@ -355,7 +355,7 @@ class Models:
         receiving.begin(needs_all=True)
         tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
         assembly = Assembly(tensors)
-        digest = _assembled(receiving, assembly)
+        digest = receiving.put_into(assembly)
         told = receiving.announcement
         run_id, version, name = told.run_id, told.version, told.name
         adapter = versioned(adapter_of(name or f"sync-{digest}", digest, lora, self._decoder, tensors), version)
@@ -387,7 +387,7 @@ class Models:
 
         def write() -> tuple[LoadedAdapter, SyncedWeights]:
             receiving.go_on()
-            digest, version = _assembled(receiving, Assembly(targets)), announcement.version
+            digest, version = receiving.put_into(Assembly(targets)), announcement.version
             base = self._whole(announcement.name or f"sync-{digest}", digest, version)
             return base, SyncedWeights(announcement.run_id, version, digest)
 
@@ -412,16 +412,6 @@ def parsed(model: type[R], body: bytes) -> R:
 def _check_shapes(announcement: Announcement, shapes: dict[str, tuple[int, ...]]) -> None:
     if announcement.shapes_sha256 != shapes_sha256(shapes.items()):
         raise InvalidInput("these weights are of another model than the sampler's", "weight_sync")
-
-
-def _assembled(receiving: Receiving, assembly: Assembly) -> Sha256:
-    """Copy all buckets into their tensors. Raises InvalidInput for a wrong or missing tensor, SyncBroken."""
-    for bucket, buffer in receiving.buckets():
-        assembly.put(bucket, buffer)
-    digest = assembly.finish()
-    if digest != receiving.digest:
-        raise InvalidInput("the digest of what came is not the sender's", "weight_sync")
-    return digest
 
 
 # --- Sleep ---

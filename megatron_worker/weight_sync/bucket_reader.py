@@ -1,15 +1,17 @@
-"""A sampler's end of a sync: buckets in their order, each read while the next one travels."""
+"""A sampler's end of a sync: buckets in their order, each read while the one before it is used."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
+from longshore.fields import Sha256
+from megatron_worker.process.ranks import BackgroundCall
 from megatron_worker.weight_sync.buckets import (
     Announcement,
+    Assembly,
     Bucket,
     Commit,
     Connect,
@@ -30,16 +32,13 @@ class Receiving:
     def __init__(self, connection: SyncConnection, announcement: Announcement, device: torch.device) -> None:
         """Raises InvalidInput: the transport does not work on this device."""
         self.announcement = announcement
-        self.digest = ""
         self._connection = connection
         self._device = device
         if (reason := why_not(announcement.transport, device)) is not None:
             raise InvalidInput(f"the sampler does not take it: {reason}", "weight_sync.backend")
         self._inbound = ends_of(announcement.transport).inbound(device, announcement.buffer_bytes)
-        self._read: SimpleQueue[tuple[Bucket, Tensor] | str | SyncBroken] = SimpleQueue()
-        self._has_come = threading.Event()  # set when `_read` gets its first entry
-        self._broken: SyncBroken | None = None
-        self._thread = threading.Thread(target=self._read_all, name="weights-read", daemon=True)
+        self._next: BackgroundCall[tuple[Bucket, Tensor] | Sha256] | None = None
+        self._num_read = 0
         self._goes_on = threading.Event()
 
     def begin(self, needs_all: bool) -> None:
@@ -48,10 +47,7 @@ class Receiving:
         Raises SyncBroken.
         """
         self.reply(SyncReply(needs_all=needs_all))
-        self._thread.start()
-        self._has_come.wait()
-        if self._broken is not None:
-            raise self._broken
+        self._read_on().result()
 
     def reply(self, reply: SyncReply) -> None:
         """Answer a message. Raises SyncBroken."""
@@ -77,63 +73,59 @@ class Receiving:
     def go_on(self) -> None:
         self._goes_on.set()
 
-    def buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield buckets until the commit. A buffer is the trainer's again when the next one is asked for.
+    def put_into(self, assembly: Assembly) -> Sha256:
+        """Put all buckets together. Returns the version's digest.
 
-        Raises SyncBroken: the trainer is gone or silent before the commit, or sends what is no message.
+        Raises:
+            InvalidInput: a tensor is wrong or missing, or this is not what was sent.
+            SyncBroken: the trainer is gone or silent before the commit, or sends what is no message.
         """
-        while True:
-            match self._read.get():
-                case str(digest):
-                    self.digest = digest
-                    return
-                case SyncBroken() as broken:
-                    raise broken
-                case bucket, buffer:
-                    yield bucket, buffer
-                    if self._device.type == "cuda":
-                        torch.cuda.synchronize(self._device)
-                    self.reply(SyncReply())
+        assert self._next is not None, "begin comes first"
+        while not isinstance(came := self._next.result(), str):
+            self._read_on()
+            assembly.put(*came)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.reply(SyncReply())  # its buffer is the trainer's again
+        if (digest := assembly.finish()) != came:
+            raise InvalidInput("the digest of what came is not the sender's", "weight_sync")
+        return digest
 
-    def _read_all(self) -> None:
+    def _read_on(self) -> BackgroundCall[tuple[Bucket, Tensor] | Sha256]:
+        self._next = BackgroundCall(lambda _: self._read(), "weights-read")
+        return self._next
+
+    @torch.inference_mode()
+    def _read(self) -> tuple[Bucket, Tensor] | Sha256:
+        """Read up to the next bucket or the commit's digest. Raises SyncBroken."""
         try:
-            with torch.inference_mode():
-                self._read_messages()
-        except SyncBroken as broken:
-            self._broken = broken
+            while True:
+                match self._connection.read(SyncMessage):
+                    case SyncMessage(connect=Connect() as connect, bucket=None, commit=None):
+                        self._inbound.connect(self._connection, connect)
+                    case SyncMessage(connect=None, bucket=None, commit=Commit(digest=digest)):
+                        return digest
+                    case SyncMessage(connect=None, bucket=Bucket() as bucket, commit=None):
+                        if bucket.num_bytes > self.announcement.buffer_bytes or bucket.number != self._num_read:
+                            what = f"bucket {bucket.number} of {bucket.num_bytes} bytes"
+                            raise SyncBroken(f"{what}, where {self._num_read} is due")
+                        self._num_read += 1
+                        return bucket, self._inbound.receive(bucket)
+                    case _:
+                        raise SyncBroken("an empty message")
         except OSError as error:  # no memory for buffers, or a group that broke
-            self._broken = SyncBroken(str(error))
             with suppress(SyncBroken):
                 self.reply(SyncReply(refused=str(error)))
-        except Exception as error:  # the sampler's other threads must not wait for this one
-            self._broken = SyncBroken(f"{type(error).__name__}: {error}")
-        if self._broken is not None:
-            self._put(self._broken)
-
-    def _put(self, one: tuple[Bucket, Tensor] | str | SyncBroken) -> None:
-        self._read.put(one)
-        self._has_come.set()
-
-    def _read_messages(self) -> None:
-        due = 0
-        while True:
-            match self._connection.read(SyncMessage):
-                case SyncMessage(connect=Connect() as connect, bucket=None, commit=None):
-                    self._inbound.connect(self._connection, connect)
-                case SyncMessage(connect=None, bucket=None, commit=Commit(digest=digest)):
-                    self._put(digest)
-                    return
-                case SyncMessage(connect=None, bucket=Bucket() as bucket, commit=None):
-                    if bucket.num_bytes > self.announcement.buffer_bytes or bucket.number != due:
-                        raise SyncBroken(f"bucket {bucket.number} of {bucket.num_bytes} bytes, where {due} is due")
-                    self._put((bucket, self._inbound.receive(bucket)))
-                    due += 1
-                case _:
-                    raise SyncBroken("an empty message")
+            raise SyncBroken(str(error)) from error
+        except SyncBroken:
+            raise
+        except Exception as error:  # of the transport: to the sampler it is the end of the sync
+            raise SyncBroken(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """End the sync: the trainer notices by the reply, or by the end of the connection."""
         self._connection.shut()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._next is not None:
+            with suppress(SyncBroken):
+                self._next.result()
         self._inbound.finalize()

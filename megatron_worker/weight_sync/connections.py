@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +27,7 @@ from pydantic import Field, ValidationError
 
 from longshore.fields import Frozen, Sha256
 from longshore.training import OVER_TCP
-from megatron_worker.weight_sync.buckets import Announcement, SyncBroken, SyncMessage, SyncReply
+from megatron_worker.weight_sync.buckets import Announcement, SyncBroken
 from shared.errors import InvalidInput
 from shared.field_rules import first_rule
 from shared.jobs.job import SyncPlace, secret_of_run
@@ -134,6 +133,20 @@ class SyncConnection:
 
 
 # A trainer's end.
+
+
+def connect(place: SyncPlace, announcement: Announcement, secret: bytes | None) -> SyncConnection:
+    """Connect to a sampler in the way that the announcement's transport takes. Raises SyncBroken.
+
+    `secret`: the run's, for samplers that are reached over TCP.
+    """
+    if announcement.transport not in OVER_TCP:
+        return connect_locally(place.socket)
+    if place.address is None:
+        raise SyncBroken("the sampler's host has no address for weights (LONGSHORE_SAMPLING__WEIGHTS_ADDRESS)")
+    if secret is None:
+        raise SyncBroken("this host has no key by which samplers of other machines would know it")
+    return connect_sampler(place.address, announcement.run_id, secret)
 
 
 def connect_locally(path: str) -> SyncConnection:
@@ -300,102 +313,3 @@ def fill(own: socket.socket, buffer: memoryview, until: float | None = None) -> 
         if not num_read:
             raise SyncBroken("the other end is gone")
         buffer = buffer[num_read:]
-
-
-# --- A trainer's connections to the samplers of a sync ---
-# A sampler that is lost, or refuses, is left out from then on.
-
-
-@dataclass
-class Receiver:
-    """A connection to one sampler. `num_owed`: messages that it has not answered."""
-
-    place: SyncPlace
-    connection: SyncConnection
-    num_owed: int = 0
-
-    def send(self, message: SyncMessage, buffer: memoryview | None = None) -> None:
-        """Send a message, and bytes after it, without waiting for its reply. Raises SyncBroken."""
-        self.connection.write(message, buffer)
-        self.num_owed += 1
-
-    def take_reply(self) -> SyncReply:
-        """Read one reply or call. Raises SyncBroken, also if it is a refusal."""
-        reply = self.connection.read(SyncReply)
-        if reply.refused is not None:
-            raise SyncBroken(reply.refused)
-        if not reply.waits and reply.call is None:
-            self.num_owed -= 1
-        return reply
-
-
-class Receivers:
-    """The samplers of one sync. `problems`: by socket, why others are no longer among the `living`."""
-
-    def __init__(self) -> None:
-        self.living: list[Receiver] = []
-        self.problems: dict[str, str] = {}
-
-    def announce(self, places: tuple[SyncPlace, ...], announcement: Announcement, secret: bytes | None) -> bool:
-        """Connect to all samplers and announce a version. Returns True if one of them needs all elements.
-
-        `secret`: the run's, for samplers that are reached over TCP.
-        """
-        needs_all = announcement.base_digest is None
-        for place in places:
-            connection: SyncConnection | None = None
-            try:
-                connection = _connected(place, announcement, secret)
-                connection.write(announcement)
-                receiver = Receiver(place, connection, num_owed=1)
-                while receiver.num_owed:
-                    needs_all |= receiver.take_reply().needs_all
-                self.living.append(receiver)
-            except SyncBroken as broken:
-                self.problems[place.socket] = str(broken)
-                if connection is not None:
-                    connection.close()
-        return needs_all
-
-    def each(self, action: Callable[[Receiver], object]) -> None:
-        """Call an action with every sampler; a sampler is lost if the action fails with it."""
-        for receiver in list(self.living):
-            self.do(action, receiver)
-
-    def do(self, action: Callable[[Receiver], object], receiver: Receiver) -> None:
-        try:
-            action(receiver)
-        except SyncBroken as broken:
-            self.lose(receiver, str(broken))
-
-    def send(self, message: SyncMessage) -> None:
-        self.each(lambda receiver: receiver.send(message))
-
-    def settle(self, num_owed: int) -> None:
-        """Read replies until no sampler owes more than `num_owed`. Samplers that are lost do not disturb the others."""
-        while owing := [receiver for receiver in self.living if receiver.num_owed > num_owed]:
-            readable, _, _ = select.select([one.connection.socket for one in owing], [], [], PATIENCE_S)
-            for one in owing:
-                if one.connection.socket in readable:
-                    self.do(Receiver.take_reply, one)
-                elif not readable:
-                    self.lose(one, f"the sampler was silent for {PATIENCE_S:g} s")
-
-    def lose(self, receiver: Receiver, why: str) -> None:
-        self.problems[receiver.place.socket] = why
-        self.living.remove(receiver)
-        receiver.connection.close()
-
-    def close(self) -> None:
-        for receiver in self.living:
-            receiver.connection.close()
-
-
-def _connected(place: SyncPlace, announcement: Announcement, secret: bytes | None) -> SyncConnection:
-    if announcement.transport not in OVER_TCP:
-        return connect_locally(place.socket)
-    if place.address is None:
-        raise SyncBroken("the sampler's host has no address for weights (LONGSHORE_SAMPLING__WEIGHTS_ADDRESS)")
-    if secret is None:
-        raise SyncBroken("this host has no key by which samplers of other machines would know it")
-    return connect_sampler(place.address, announcement.run_id, secret)

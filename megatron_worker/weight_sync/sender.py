@@ -33,7 +33,6 @@ from megatron_worker.weight_sync.buckets import (
     cut_buckets,
     shapes_sha256,
 )
-from megatron_worker.weight_sync.connections import Receivers
 from megatron_worker.weight_sync.transports.protocol import Outbound
 from megatron_worker.weight_sync.transports.table import choose, ends_of, why_not
 from shared.jobs.job import SyncAccess, SyncTarget
@@ -303,77 +302,69 @@ class Sending:
         self._outgoing, self._places, self._sent = outgoing, target.places, sent
         self._secret = bytes.fromhex(host.secret) if host.secret is not None else None
         self._phases = phases or SyncProfile(host.profile)
+        self.outbound = Outbound(outgoing.device)  # until the transport's takes its place
         self._gathering = Gathering(outgoing, sent)
-        self._receivers = Receivers()
         self._digest = Digest()
         self._num_bytes = self._weight_bytes = 0
-        self._duration_s = 0.0
-        self._profile_problem: str | None = None
-        self._began = time.perf_counter()
         self._call = BackgroundCall(lambda _: self._send())
 
     def result(self) -> SyncOutcome:
         """Wait until every sampler has the version, or has failed; the weights may change afterwards."""
         began = time.perf_counter()
-        self._call.result()
+        duration_s, profile_problem = self._call.result()
         return SyncOutcome(
             version=self._announcement.version,
-            digest=self._digest.value if self._receivers.living else None,
+            digest=self._digest.value if self.outbound.living else None,
             num_bytes=self._num_bytes,
             weight_bytes=self._weight_bytes,
             blocked_s=time.perf_counter() - began,
-            duration_s=self._duration_s,
-            problems=self._receivers.problems,
+            duration_s=duration_s,
+            problems=self.outbound.problems,
             transport=self._announcement.transport,
-            profile_problem=self._profile_problem,
+            profile_problem=profile_problem,
         )
 
     @torch.inference_mode()
-    def _send(self) -> None:
+    def _send(self) -> tuple[float, str | None]:
+        """Return the seconds that it took, and why its trace could not be written."""
+        began = time.perf_counter()
         with ExitStack() as at_end:
             at_end.callback(self._gathering.end)
             device, transport = self._outgoing.device, self._announcement.transport
             if (reason := why_not(transport, device)) is not None:
-                self._fail(reason)
-                return
-            outbound = ends_of(transport).outbound(device)
-            at_end.callback(self._finalize, outbound)
+                self.outbound.fail(self._places, reason)
+                return 0.0, None
+            self.outbound = ends_of(transport).outbound(device)
+            at_end.callback(self._finalize)
             try:
                 with self._phases("prepare"):
-                    outbound.prepare(self._announcement.buffer_bytes)
+                    self.outbound.prepare(self._announcement.buffer_bytes)
                 with self._phases("connect"):
-                    is_all = self._receivers.announce(self._places, self._announcement, self._secret)
-                    outbound.connect(self._receivers)
-                self._send_buckets(outbound, is_all)
+                    is_all = self.outbound.announce(self._places, self._announcement, self._secret)
+                    self.outbound.connect()
+                self._send_buckets(is_all)
             except OSError as error:
-                self._fail(str(error))
+                self.outbound.fail(self._places, str(error))
+        return time.perf_counter() - began, self._phases.end(self._announcement)
 
-    def _finalize(self, outbound: Outbound) -> None:
+    def _finalize(self) -> None:
         with self._phases("finalize"):
-            outbound.finalize()
-            self._receivers.close()
-        self._duration_s = time.perf_counter() - self._began
-        self._profile_problem = self._phases.end(self._announcement)
+            self.outbound.finalize()
 
-    def _fail(self, why: str) -> None:
-        for receiver in list(self._receivers.living):
-            self._receivers.lose(receiver, why)
-        for place in self._places:
-            self._receivers.problems.setdefault(place.socket, why)
-
-    def _send_buckets(self, outbound: Outbound, is_all: bool) -> None:
+    def _send_buckets(self, is_all: bool) -> None:
         """Fill buffers, each as soon as all samplers have read what was in it; until nobody is left."""
-        base, digest, buffers = self._sent, None, outbound.buffers
+        base, digest, outbound = self._sent, None, self.outbound
         if base is not None:
             base.digest = None  # until all of its copies are of one version again
         for number, pieces in enumerate(cut_buckets(self._outgoing, self._announcement.buffer_bytes)):
             with self._phases(f"settle {number}"):
-                outbound.settle(len(buffers) - 1)
-            if not self._receivers.living:
+                outbound.settle(len(outbound.buffers) - 1)
+            if not outbound.living:
                 break
             with self._phases(f"fill {number}"):
                 only_changes = base is not None and not is_all
-                bucket = self._gathering.fill(buffers[number % len(buffers)], number, pieces, only_changes)
+                buffer = outbound.buffers[number % len(outbound.buffers)]
+                bucket = self._gathering.fill(buffer, number, pieces, only_changes)
             self._digest.add(bucket)
             self._num_bytes += bucket.num_bytes
             self._weight_bytes += sum(part.num_bytes for part in bucket.parts)
@@ -381,10 +372,10 @@ class Sending:
                 outbound.send(bucket)
         with self._phases("settle"):
             outbound.settle(0)
-        if self._receivers.living:
+        if outbound.living:
             digest = self._digest.value
             with self._phases("commit"):
-                self._receivers.send(SyncMessage(commit=Commit(digest=digest)))
-                self._receivers.settle(0)
+                outbound.tell(SyncMessage(commit=Commit(digest=digest)))
+                outbound.take_replies()
         if base is not None:
             base.digest = digest

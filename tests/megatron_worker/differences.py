@@ -58,6 +58,30 @@ def logprobs(folder: Path) -> torch.Tensor:
     return scores_of(notes(folder, "scores")[0], 0)
 
 
+def from_one_rank(ours: Path, theirs: Path) -> dict[str, float | bool]:
+    """What `parallel_ranks.measure` found: the largest differences over ranks, tokens, steps and tensors."""
+    expected = torch.tensor(notes(theirs, "history")[0], dtype=torch.float64)
+    histories = torch.tensor(notes(ours, "history"), dtype=torch.float64)
+    loss, norm = (histories / expected - 1).abs().amax((0, 1)).tolist()
+    noted = [path.name for path in theirs.iterdir() if path.name.isdigit()]
+    files = [path.relative_to(ours / "end") for path in (ours / "end").rglob("*") if path.is_file()]
+    return {
+        "logprob": max(furthest_score(ours / step, theirs / step, 0) for step in noted),
+        "entropy": max(furthest_score(ours / step, theirs / step, 1) for step in noted),
+        "loss": loss,
+        "norm": norm,
+        "gradient": max(furthest_gradient(ours / step / GRADIENTS, theirs / step / GRADIENTS) for step in noted),
+        "weights": furthest(ours / "end" / "weights", theirs / "end" / "weights"),
+        "moments": furthest(ours / "end" / "optimizer", theirs / "end" / "optimizer"),
+        "resumes": all((ours / "end" / f).read_bytes() == (ours / "again" / f).read_bytes() for f in files),
+    }
+
+
+def furthest_score(ours: Path, theirs: Path, column: int) -> float:
+    expected = scores_of(notes(theirs, "scores")[0], column)
+    return max(float((scores_of(noted, column) - expected).abs().max()) for noted in notes(ours, "scores"))
+
+
 def rounding(layout: Layout, ours: Path, one: Path, exact: Path) -> dict[str, float]:
     """bfloat16's errors, of a layout and of one rank: root mean square in nats, and of the gradient, relative."""
     rms = [float((logprobs(folder) - logprobs(exact)).square().mean().sqrt()) for folder in (ours, one)]

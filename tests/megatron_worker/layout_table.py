@@ -2,35 +2,101 @@
 
     python -m tests.megatron_worker.layout_table [--worlds 2 4] [--models dense experts] [--skip dense/tp2 ...]
 
-`python -m benchmarks.layouts` runs it, and says what its figures mean.
+`python -m benchmarks.layouts` runs it, and says what its figures mean. All ranks have the same bins, from one file.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from activities.tokenizing.units import pair_unit
 from longshore.training import Layout
+from megatron_worker.engine import Batch, Outputs
+from megatron_worker.megatron.engine import MegatronEngine
 from shared.errors import InvalidInput
 from shared.families import read_config
 from shared.families.model_slices import shape_of
+from shared.jobs.prefix_tree import TreeUnit
 from shared.models.shape import ModelShape, check_layout
-from tests.megatron_worker import layout_ranks
-from tests.megatron_worker.differences import GRADIENTS, furthest, furthest_gradient, notes, rounding, scores_of
-from tests.megatron_worker.launch import on_ranks
-from tests.megatron_worker.layout_ranks import OBJECTIVES
-from tests.megatron_worker.parallel_ranks import KINDS, Trial, round_weights
-from tests.megatron_worker.rows import distinct_model
+from tests.megatron_worker.differences import from_one_rank, rounding
+from tests.megatron_worker.launch import in_turn, on_ranks
+from tests.megatron_worker.parallel_ranks import (
+    DATA,
+    FIRST,
+    KINDS,
+    OBJECTIVES,
+    Bins,
+    Trial,
+    begin,
+    do_objectives,
+    do_rounded,
+    rl_bins,
+    round_adapter,
+    round_weights,
+    sft_bins,
+)
+from tests.megatron_worker.rows import VOCAB_SIZE, distinct_model
+from tests.megatron_worker.trees import as_batch
 
 MODELS = {
     "dense": {"num_layers": 4, "num_kv_heads": 4},
     "experts": {"num_layers": 4, "num_kv_heads": 4, "family": "qwen3_moe", "tied": False},
 }
 _AT_ONCE = 6  # layouts of one launch
+NUM_STEPS = 3
+
+
+def dpo_bins(seed: int) -> Bins:
+    """Three bins of two pairs; what both answers begin with stands once."""
+    generator = np.random.default_rng(seed)
+
+    def pair() -> TreeUnit:
+        prompt, *answers = (generator.integers(3, VOCAB_SIZE, generator.integers(4, 30)) for _ in range(3))
+        rows = [np.concatenate([prompt, answer]) for answer in answers]
+        masks = [np.arange(len(row)) >= len(prompt) for row in rows]
+        return pair_unit(rows[0], masks[0], rows[1], masks[1])
+
+    return [as_batch([pair(), pair()]) for _ in range(3)]
+
+
+def make_data(model: Path) -> dict[str, list[Bins]]:
+    """Steps of each objective. The reference is the model itself; the sampler was near it."""
+    engine, generator = MegatronEngine(model, Layout(), "float32"), torch.Generator().manual_seed(0)
+
+    def scored(batch: Batch) -> Batch:
+        with torch.no_grad():
+            logprob_N = engine.forward(batch, Outputs()).logprob_N
+        assert logprob_N is not None
+        old_N = logprob_N + 0.1 * torch.randn(logprob_N.shape, generator=generator)
+        return dataclasses.replace(batch, ref_logprob_N=logprob_N, old_logprob_N=old_N, sampler_logprob_N=old_N)
+
+    makers = {"sft": sft_bins, "rl": rl_bins, "dpo": dpo_bins}
+    return {
+        name: [[scored(batch) for batch in make(10 * number)] for number in range(NUM_STEPS)]
+        for name, make in makers.items()
+    }
+
+
+def make_single(out: Path, name: str) -> Path:
+    """The model, its weights such that bfloat16 can say them, and one rank's results."""
+    model, single = distinct_model(out / "models" / name, **MODELS[name]), out / name / "single"
+    round_weights(model / "model.safetensors")
+    single.mkdir(parents=True)
+    torch.save(make_data(model), single / DATA)
+    for kind in KINDS:
+        begin(model, Layout(), kind, single / kind)
+    round_adapter(single / "lora" / FIRST / "weights", single / "rounded")
+    one = Trial(model=model, layout=Layout())  # whose name is `single`, too
+    do_objectives(one, out)
+    do_rounded(one, single, single / "exact", "float32")
+    return model
 
 
 def layouts(world: int, shape: ModelShape) -> Iterator[Layout]:
@@ -48,40 +114,6 @@ def layouts(world: int, shape: ModelShape) -> Iterator[Layout]:
             yield layout
 
 
-def make_single(out: Path, name: str) -> Path:
-    """The model, its weights such that bfloat16 can say them, and one rank's results."""
-    model, single = distinct_model(out / "models" / name, **MODELS[name]), out / name / "single"
-    round_weights(model / "model.safetensors")
-    layout_ranks.make_beginning(model, single)
-    layout_ranks.measure(model, Layout(), single, single / "float32")
-    layout_ranks.measure_rounded(model, Layout(), single, single / "bfloat16")
-    layout_ranks.measure_rounded(model, Layout(), single, single / "exact", "float32")
-    return model
-
-
-def differences(ours: Path, theirs: Path) -> dict[str, float | bool]:
-    """Of one kind and objective, from one rank in float32: the largest over ranks, tokens, steps and tensors."""
-    expected = torch.tensor(notes(theirs, "history")[0], dtype=torch.float64)
-    histories = torch.tensor(notes(ours, "history"), dtype=torch.float64)
-    loss, norm = (histories / expected - 1).abs().amax((0, 1)).tolist()
-    files = [path.relative_to(ours / "end") for path in (ours / "end").rglob("*") if path.is_file()]
-    return {
-        "logprob": furthest_score(ours, theirs, 0),
-        "entropy": furthest_score(ours, theirs, 1),
-        "loss": loss,
-        "norm": norm,
-        "gradient": furthest_gradient(ours / GRADIENTS, theirs / GRADIENTS),
-        "weights": furthest(ours / "end" / "weights", theirs / "end" / "weights"),
-        "moments": furthest(ours / "end" / "optimizer", theirs / "end" / "optimizer"),
-        "resumes": all((ours / "end" / f).read_bytes() == (ours / "again" / f).read_bytes() for f in files),
-    }
-
-
-def furthest_score(ours: Path, theirs: Path, column: int) -> float:
-    expected = scores_of(notes(theirs, "scores")[0], column)
-    return max(float((scores_of(noted, column) - expected).abs().max()) for noted in notes(ours, "scores"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure every layout against one rank.")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
@@ -97,8 +129,8 @@ def main() -> None:
                 own = list(layouts(world, shape_of(read_config(model))))
                 own = [layout for layout in own if f"{name}/{layout.label}" not in options.skip]
                 for some in (own[i : i + _AT_ONCE] for i in range(0, len(own), _AT_ONCE)):
-                    trials = [Trial(model=model, layout=layout) for layout in some]
-                    on_ranks(world, layout_ranks.do_trials, trials, out, timeout_s=3600)
+                    trials = [(Trial(model=model, layout=layout), out) for layout in some]
+                    on_ranks(world, in_turn, do_objectives, trials, timeout_s=3600)
                     for layout in some:
                         print(json.dumps(row(out, name, layout)), flush=True)
 
@@ -111,7 +143,7 @@ def row(out: Path, name: str, layout: Layout) -> dict[str, object]:
         "model": name,
         "layout": layout.label,
         "ranks": layout.world_size,
-        "float32": {key: differences(ours / "float32" / p, single / "float32" / p) for key, p in of.items()},
+        "float32": {key: from_one_rank(ours / "float32" / p, single / "float32" / p) for key, p in of.items()},
         "bfloat16": {
             key: rounding(layout, ours / "bfloat16" / p, single / "bfloat16" / p, single / "exact" / p)
             for key, p in of.items()

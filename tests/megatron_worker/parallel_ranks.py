@@ -1,9 +1,10 @@
-"""What the ranks of a parallel test do (`do_trials`, under launch.on_ranks).
+"""What the ranks of a layout do, of the tests (`do_trials`, under launch.on_ranks) and of the measured table.
 
-Every layout's results go to `OUT/<model>/<layout>/`; the test compares them with those of one rank, which it makes with
-the same functions in its own process.
+Every layout's results go to `OUT/<model>/<layout>/`, and are compared with those of one rank, which are made with the
+same functions (differences.py). All but a first step begins at the same checkpoint of one rank.
 """
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ import torch
 from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
-from longshore.losses import CrossEntropy
+from longshore.losses import DPO, PPO, CrossEntropy, Kl, Loss, Reinforce
 from longshore.training import LINEARS, Adam, Dtype, Full, Layout, Linear, Lora
 from megatron_worker import lora
 from megatron_worker.engine import Batch, LossFunction, Outputs
@@ -51,6 +52,10 @@ LEARNING_RATES = {"lora": 1e-3, "full": 3e-4}
 Bins = list[Batch]
 
 
+Steps = list[tuple[Bins, LossFunction]]
+FIRST = "first"  # a checkpoint after one step, in which no matrix of an adapter is zero
+
+
 class Trial(BaseModel):
     model: Path
     layout: Layout
@@ -74,7 +79,7 @@ def rl_bins(seed: int) -> Bins:
 
 
 # A step on rows, one on trees, one on rows.
-STEPS: list[tuple[Bins, LossFunction]] = [(sft_bins(0), SFT_LOSS), (rl_bins(1), TREE_LOSS), (sft_bins(2), SFT_LOSS)]
+STEPS: Steps = [(sft_bins(0), SFT_LOSS), (rl_bins(1), TREE_LOSS), (sft_bins(2), SFT_LOSS)]
 
 
 def start(model: Path, layout: Layout, kind: str) -> MegatronEngine:
@@ -106,8 +111,8 @@ def accumulate(engine: MegatronEngine, bins: Bins, loss: LossFunction) -> dict[s
     return engine.reduce(sums)
 
 
-def train(engine: MegatronEngine, kind: str, first: int, end: int) -> list[tuple[float, float]]:
-    return [step(engine, *STEPS[number], LEARNING_RATES[kind]) for number in range(first, end)]
+def train(engine: MegatronEngine, kind: str, steps: Steps) -> list[tuple[float, float]]:
+    return [step(engine, *each, LEARNING_RATES[kind]) for each in steps]
 
 
 def gradients(engine: MegatronEngine, bins: Bins, loss: LossFunction) -> dict[str, torch.Tensor]:
@@ -138,41 +143,31 @@ def note_step(engine: MegatronEngine, bins: Bins, loss: LossFunction, out: Path)
         save_file(found, out / GRADIENTS)
 
 
-def run(model: Path, layout: Layout, out: Path) -> None:
-    """For adapters and for all weights: three steps, with a checkpoint after the first and the last."""
-    for kind in KINDS:
-        engine = start(model, layout, kind)
-        if kind == "full":  # of the base, as it was published
-            note(engine, out / "named.json", [[name, float(t.double().norm())] for name, t in engine.named_weights()])
-        history = train(engine, kind, 0, 1)
-        engine.save(out / kind / "middle")
-        history += train(engine, kind, 1, 3)
-        engine.save(out / kind / "end")
-        note(engine, out / kind / "history.json", history)
-        note(engine, out / kind / "scores.json", [scores(engine, bins[0]) for bins, _ in STEPS[:2]])
-        prompts = [[20 + i, 30, 40 + i][: i + 1] * 3 for i in range(3)]
-        note(engine, out / kind / "greedy.json", engine.greedy(prompts, 6, frozenset({7})))
-
-
-def go_on(model: Path, layout: Layout, checkpoint: Path, kind: str, out: Path) -> None:
-    """Gradients and the last two steps, from a checkpoint of any layout."""
+def begin(model: Path, layout: Layout, kind: str, out: Path) -> None:
+    """The first step of STEPS, with a checkpoint after it."""
     engine = start(model, layout, kind)
-    engine.load(checkpoint)
-    for name, (bins, loss) in {"sft": STEPS[2], "rl": STEPS[1]}.items():
-        found = gradients(engine, bins, loss)
-        if engine.facts.rank == 0:
-            out.mkdir(parents=True, exist_ok=True)
-            save_file(found, out / f"{name}-gradients.safetensors")
-    note(engine, out / "history.json", train(engine, kind, 1, 3))
-    engine.save(out / "end")
+    if kind == "full":  # of the base, as it was published
+        note(engine, out / "named.json", [[name, float(t.double().norm())] for name, t in engine.named_weights()])
+    note(engine, out / "first.json", train(engine, kind, STEPS[:1]))
+    engine.save(out / FIRST)
 
 
-def resume(model: Path, layout: Layout, checkpoint: Path, kind: str, out: Path) -> None:
-    """The last two steps alone."""
+def measure(model: Path, layout: Layout, kind: str, first: Path, steps: Steps, out: Path, num_noted: int = 1) -> None:
+    """From a checkpoint: scores and gradients of some of the steps, the steps, and those behind the first again."""
     engine = start(model, layout, kind)
-    engine.load(checkpoint)
-    train(engine, kind, 1, 3)
+    engine.load(first)
+    for number, (bins, loss) in enumerate(steps[:num_noted]):
+        note_step(engine, bins, loss, out / str(number))
+    history = train(engine, kind, steps[:1])
+    engine.save(out / "middle")
+    history += train(engine, kind, steps[1:])
     engine.save(out / "end")
+    note(engine, out / "history.json", history)
+    prompts = [[20 + i, 30, 40 + i][: i + 1] * 3 for i in range(3)]
+    note(engine, out / "greedy.json", engine.greedy(prompts, 6, frozenset({7})))
+    engine.load(out / "middle")
+    train(engine, kind, steps[1:])
+    engine.save(out / "again")
 
 
 def note(engine: MegatronEngine, path: Path, value: Any) -> None:
@@ -334,25 +329,51 @@ def run_with_fault(name: str, shows_in: str, trial: Trial, out: Path) -> None:
     for kind in kinds_shown(shows_in):
         with fault(name):
             engine = start(trial.model, trial.layout, kind)
-            history = train(engine, kind, 0, 1)
+            history = train(engine, kind, STEPS[:1])
             if "weights" in shows_in:
-                engine.save(out / kind / "middle")
+                engine.save(out / kind / FIRST)
             else:
-                note(engine, out / kind / "history.json", history + train(engine, kind, 1, 2))
+                note(engine, out / kind / "history.json", history + train(engine, kind, STEPS[1:2]))
 
 
 def do_trials(trials: Sequence[Trial], results: Path) -> None:
     for number, trial in enumerate(trials):
         out, single = results / trial.name, results / trial.model.name / "single"
-        run(trial.model, trial.layout, out)
         for kind in KINDS:
-            resume(trial.model, trial.layout, out / kind / "middle", kind, out / kind / "resumed")
-            go_on(trial.model, trial.layout, single / kind / "middle", kind, out / kind / "from-single")
+            begin(trial.model, trial.layout, kind, out / kind)
+            measure(trial.model, trial.layout, kind, single / kind / FIRST, STEPS[1:], out / kind, num_noted=2)
         if trial.rounds:
             run_rounded(trial.model, trial.layout, single / "rounded", out / "bfloat16")
         for name, shows_in in trial.faults.items():
             run_with_fault(name, shows_in, trial, out / "faults" / name)
         if number == 0:
-            refuse(trial.model, trial.layout, out, single / "lora" / "end" / "weights", single / "damaged")
+            refuse(trial.model, trial.layout, out, single / "rounded", single / "damaged")
             fail_to_save(trial.model, trial.layout, out)
             drop(trial.model, trial.layout, out)
+
+
+# Of the measured table (layout_table.py): steps of several objectives, from one file.
+
+OBJECTIVES: dict[str, Loss] = {"sft": CrossEntropy(), "rl": PPO(kl=Kl(coefficient=0.1)), "dpo": DPO(beta=0.1)}
+# Rounding moves ratios across PPO's clip, where its gradient jumps: what rounding does is asked of a smooth loss.
+SMOOTH: dict[str, Loss] = OBJECTIVES | {"rl": Reinforce(kl=Kl(coefficient=0.1))}
+DATA = "data.pt"
+
+
+def do_objectives(trial: Trial, results: Path) -> None:
+    """By kind and objective: what `measure` does, in float32; scores and gradients in bfloat16."""
+    single, out = results / trial.model.name / "single", results / trial.name
+    data: dict[str, list[Bins]] = torch.load(single / DATA, weights_only=False)
+    for kind, (objective, loss) in itertools.product(KINDS, OBJECTIVES.items()):
+        steps = [(bins, loss_function(loss)) for bins in data[objective]]
+        measure(trial.model, trial.layout, kind, single / kind / FIRST, steps, out / "float32" / kind / objective)
+    do_rounded(trial, single, out / "bfloat16", "bfloat16")
+
+
+def do_rounded(trial: Trial, single: Path, out: Path, dtype: Dtype) -> None:
+    """Scores and gradients of weights that bfloat16 can say; in float32, what they are without rounding."""
+    data: dict[str, list[Bins]] = torch.load(single / DATA, weights_only=False)
+    for kind in KINDS:
+        engine = start_rounded(trial.model, trial.layout, kind, single / "rounded", dtype)
+        for objective, loss in SMOOTH.items():
+            note_step(engine, with_routes(engine, data[objective][0]), loss_function(loss), out / kind / objective)

@@ -15,13 +15,13 @@ from megatron_worker.head.kernels import blocks_for
 from megatron_worker.head.logprobs import policy, score_targets, whole_vocabulary
 from shared.errors import InvalidInput
 from tests.megatron_worker.launch import REPOSITORY
-from tests.megatron_worker.test_kernels import inputs
+from tests.megatron_worker.test_head import inputs
 
 LARGEST_SHARED_BYTES = 227 << 10  # of a thread block on compute capability 9.0
 
 
 def test_on_the_cpu_torch_does_the_work_and_nobody_is_warned():
-    hidden_NH, weight_VH, label_N, _ = (x.detach().cpu() for x in inputs(5, 30, 16))
+    hidden_NH, weight_VH, label_N, _ = (x.detach() for x in inputs(torch.float32, 5, 30, 16))
     with warnings.catch_warnings(), policy("auto"):
         warnings.simplefilter("error")
         auto = score_targets(hidden_NH, weight_VH, label_N, Outputs(), whole_vocabulary(30))

@@ -13,9 +13,9 @@ import torch
 from longshore.training import Layout
 from tests.depth import drawn
 from tests.megatron_worker import parallel_ranks
-from tests.megatron_worker.differences import furthest, furthest_gradient, notes, rounding, scores_of
+from tests.megatron_worker.differences import from_one_rank, furthest, notes, rounding, scores_of
 from tests.megatron_worker.launch import on_ranks
-from tests.megatron_worker.parallel_ranks import KINDS, Trial
+from tests.megatron_worker.parallel_ranks import FIRST, KINDS, LEARNING_RATES, STEPS, Trial
 from tests.megatron_worker.rows import EXPERTS_BESIDE, distinct_model
 
 DENSE = {
@@ -93,7 +93,7 @@ ALL_FAULTS = {
     ("experts", "ep2-dp2"): {"forget-copies": "full history", "own-tokens": "history"},
     ("experts", "tp2-sp-etp2"): {"forget-finalize": "full history", "drop-shard": "lora weights"},
 }  # of two ranks: four show the same ones, for three times the work
-FIRST = {2: ("dense", Layout(tp=2)), 4: ("dense", Layout(tp=2, dp=2))}  # where what no layout changes is tried
+OF_WORLD = {2: ("dense", Layout(tp=2)), 4: ("dense", Layout(tp=2, dp=2))}  # where what no layout changes is tried
 ALL_TRIALS = [
     (name, layout)
     for name, worlds in zip(
@@ -122,7 +122,7 @@ ALL_TRIALS = [
     for layout in own
 ]
 EXACT = [("dense", Layout(pp=2)), ("dense", Layout(dp=2))]  # they add no rounding
-TRIALS = drawn(ALL_TRIALS, 2, always=[*FIRST.values(), *EXACT])
+TRIALS = drawn(ALL_TRIALS, 2, always=[*OF_WORLD.values(), *EXACT])
 NAMES, NOT_ROUNDING = ([f"{name}/{layout.label}" for name, layout in trials] for trials in (TRIALS, EXACT))
 FAULTS = drawn(
     [
@@ -144,10 +144,11 @@ def make_single(out: Path, name: str, **model: object) -> Path:
     parallel_ranks.round_weights(folder / "model.safetensors")
     threads, single = torch.get_num_threads(), out / name / "single"
     torch.set_num_threads(1)
-    parallel_ranks.run(folder, Layout(), single)
     for kind in KINDS:
-        parallel_ranks.go_on(folder, Layout(), single / kind / "middle", kind, single / kind / "from-single")
-    if name == FIRST[2][0]:
+        parallel_ranks.begin(folder, Layout(), kind, single / kind)
+        first, out_of_kind = single / kind / FIRST, single / kind
+        parallel_ranks.measure(folder, Layout(), kind, first, STEPS[1:], out_of_kind, num_noted=2)
+    if name == OF_WORLD[2][0]:
         parallel_ranks.drop(folder, Layout(), single)
     parallel_ranks.round_adapter(single / "lora" / "end" / "weights", single / "rounded")
     for folder_name, dtype in (("bfloat16", "bfloat16"), ("exact", "float32")):
@@ -185,48 +186,20 @@ def single_of(results: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-class TestAgainstOneRank:
-    def test_losses_and_norms(self, results, name, kind):
-        expected = notes(single_of(results, name) / kind, "history")[0]
-        everyone = notes(results / name / kind, "history")
-        assert len(everyone) == dict(zip(NAMES, TRIALS, strict=True))[name][1].world_size
-        for history in everyone:
-            for ours, theirs in zip(history, expected, strict=True):
-                assert ours == pytest.approx(theirs, rel=1e-5)
-
-    @pytest.mark.parametrize("data", ["sft", "rl"])
-    def test_every_gradient(self, results, name, kind, data):
-        ours, theirs = results / name / kind, single_of(results, name) / kind
-        path = f"from-single/{data}-gradients.safetensors"
-        assert furthest_gradient(ours / path, theirs / path) <= 1e-5
-
-    def test_weights_and_moments(self, results, name, kind):
-        for step in ("middle", "end"):
-            assert furthest(results / name / kind / step, single_of(results, name) / kind / step) <= 1e-5
-
-    def test_logprobs_entropies_and_greedy_tokens_on_every_rank(self, results, name, kind):
-        single = single_of(results, name) / kind
-        expected = notes(single, "scores")[0]
-        for found in notes(results / name / kind, "scores"):
-            for ours, theirs in zip(found, expected, strict=True):  # of rows, of trees
-                assert (torch.tensor(ours) - torch.tensor(theirs)).abs().max() <= 1e-5
-        for completions in notes(results / name / kind, "greedy"):
-            assert completions == notes(single, "greedy")[0]
-
-    def test_the_same_layout_resumes_to_the_bit(self, results, name, kind):
-        end = results / name / kind / "end"
-        files = [p for p in end.rglob("*") if p.is_file()]
-        assert len(files) >= 3
-        for file in files:
-            again = results / name / kind / "resumed" / "end" / file.relative_to(end)
-            assert file.read_bytes() == again.read_bytes(), file
-
-    def test_one_rank_s_checkpoint_goes_on(self, results, name, kind):
-        ours, theirs = results / name / kind / "from-single", single_of(results, name) / kind / "from-single"
-        assert furthest(ours / "end", theirs / "end") <= 1e-5
-        for history in notes(ours, "history"):
-            for step, expected in zip(history, notes(theirs, "history")[0], strict=True):
-                assert step == pytest.approx(expected, rel=1e-5)
+def test_a_layout_begins_goes_on_and_resumes_as_one_rank_does(results, name, kind):
+    """A first step of fresh weights, and steps of rows and of trees from one rank's checkpoint of it."""
+    ours, theirs = results / name / kind, single_of(results, name) / kind
+    everyone, (expected,) = notes(ours, "first"), notes(theirs, "first")
+    assert len(everyone) == dict(zip(NAMES, TRIALS, strict=True))[name][1].world_size
+    for ((loss, norm),) in everyone:
+        assert (loss, norm) == pytest.approx(tuple(expected[0]), rel=1e-5)
+    for checkpoint in (FIRST, "middle"):
+        assert furthest(ours / checkpoint, theirs / checkpoint) <= 1e-5
+    found = from_one_rank(ours, theirs)
+    print(name, kind, found)
+    assert found.pop("resumes")
+    assert max(found.values()) <= 1e-5
+    assert all(completions == notes(theirs, "greedy")[0] for completions in notes(ours, "greedy"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -251,8 +224,8 @@ def test_stages_and_data_add_no_rounding(results, name, kind):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_named_weights_are_whole_on_every_rank(results, name):
-    expected = notes(single_of(results, name), "named")[0]
-    for found in notes(results / name, "named"):
+    expected = notes(single_of(results, name) / "full", "named")[0]
+    for found in notes(results / name / "full", "named"):
         assert found == expected
 
 
@@ -261,28 +234,31 @@ def test_named_weights_are_whole_on_every_rank(results, name):
 )
 def test_a_checkpoint_of_many_ranks_goes_on_on_one(results, tmp_path, name, kind):
     model, _label = name.split("/")
-    parallel_ranks.resume(results / "models" / model, Layout(), results / name / kind / "middle", kind, tmp_path)
+    engine = parallel_ranks.start(results / "models" / model, Layout(), kind)
+    engine.load(results / name / kind / "middle")
+    parallel_ranks.step(engine, *STEPS[2], LEARNING_RATES[kind])
+    engine.save(tmp_path / "end")
     assert furthest(tmp_path / "end", single_of(results, name) / kind / "end") <= 1e-5
 
 
-@pytest.mark.parametrize("world", FIRST)
+@pytest.mark.parametrize("world", OF_WORLD)
 def test_every_rank_refuses_what_one_cannot_read(results, world):
-    model, layout = FIRST[world]
+    model, layout = OF_WORLD[world]
     everyone = notes(results / model / layout.label, "refused")
     assert len(everyone) == world
     assert all("damaged or truncated" in said for said in everyone)
 
 
 def test_tensor_parallel_ranks_drop_the_same_of_an_input_that_they_share(results):
-    model, layout = FIRST[2]
+    model, layout = OF_WORLD[2]
     (expected,) = notes(single_of(results, model), "dropping")
     for found in notes(results / model / layout.label, "dropping"):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("world", FIRST)
+@pytest.mark.parametrize("world", OF_WORLD)
 def test_every_rank_hears_that_one_cannot_write(results, world):
-    model, layout = FIRST[world]
+    model, layout = OF_WORLD[world]
     for kind in KINDS:
         assert notes(results / model / layout.label, f"{kind}-unsaved") == ["Not a directory"] * world
 
@@ -295,8 +271,9 @@ def test_a_fault_shows(results, name, fault, shows_in):
     folder, single = results / name / "faults" / fault, single_of(results, name)
     for kind in parallel_ranks.kinds_shown(shows_in):
         if "weights" in shows_in:
-            assert furthest(folder / kind / "middle", single / kind / "middle") > 1e-3
+            assert furthest(folder / kind / FIRST, single / kind / FIRST) > 1e-3
             continue
-        expected = [value for step in notes(single / kind, "history")[0][:2] for value in step]
+        steps = [notes(single / kind, name)[0][0] for name in ("first", "history")]
+        expected = [value for step in steps for value in step]
         for history in notes(folder / kind, "history"):
             assert [value for step in history for value in step] != pytest.approx(expected, rel=1e-4)

@@ -250,11 +250,13 @@ def test_a_micro_batch_that_a_device_cannot_hold_is_halved(engine, folders):
     for kind in (MegatronEngine, SmallDevice):
         rank = new_rank(kind(engine._folder, Layout(), "float32"), folders, 100_000_000)
         for micro_batch in rank.forward_micro_batches(items):
-            rank.backward(some_loss([output for item in micro_batch.outputs for output in item]))
+            outputs = [output for item in micro_batch.outputs for output in item]
+            rank.backward(torch.stack([some_loss([output]) for output in outputs]).sum())
             shares.append(micro_batch.indices)
         gradients.append(gradient(rank, "one"))
     assert shares[0] == tuple(range(30)) and [place for share in shares[1:] for place in share] == list(range(30))
     assert len(shares) > 3
+    assert (gradients[1] - gradients[0]).norm() <= 1e-6 * gradients[0].norm() > 0
     with pytest.raises(InvalidInput, match=r"items\[0\]: it alone takes more memory"):
         next(rank.forward_micro_batches([[ForwardInput([5] * 400, target_logprobs=True)]]))
 

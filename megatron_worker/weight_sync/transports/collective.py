@@ -33,8 +33,8 @@ from megatron_worker.weight_sync.buckets import (
     SyncMessage,
     SyncReply,
 )
-from megatron_worker.weight_sync.connections import Receiver, Receivers, SyncConnection
-from megatron_worker.weight_sync.transports.protocol import Inbound, Outbound, make_buffers
+from megatron_worker.weight_sync.connections import SyncConnection
+from megatron_worker.weight_sync.transports.protocol import Inbound, Outbound, Receiver, make_buffers
 
 _JOIN_S = 20.0
 _BROADCAST_S = 60.0  # of one bucket
@@ -163,10 +163,10 @@ class SyncGroup:
 class CollectiveOutbound(Outbound):
     _group: SyncGroup | None = None
 
-    def connect(self, receivers: Receivers) -> None:
+    def connect(self) -> None:
         """Have the samplers join a group, and join it as rank 0."""
-        self.receivers, self._works = receivers, list[dist.Work]()
-        self._members = living = list(receivers.living)
+        self._works = list[dist.Work]()
+        self._members = living = list(self.living)
         if not living:
             return
         name, store, size = secrets.token_hex(32), dist.HashStore(), len(living) + 1
@@ -174,7 +174,7 @@ class CollectiveOutbound(Outbound):
         with ThreadPoolExecutor(len(living)) as threads:
             for rank, one in enumerate(living, 1):
                 place = GroupPlace(rank=rank, size=size, name=name)
-                threads.submit(receivers.do, partial(_invite, place=place, store=store), one)
+                threads.submit(self.do, partial(_invite, place=place, store=store), one)
             self._group = SyncGroup(store, 0, size, self.device, living[0].connection.local_host)
             shown = self._group.prove(b"".join(one.connection.proof("trainer", name) for one in living))
         self._check_members()
@@ -196,7 +196,7 @@ class CollectiveOutbound(Outbound):
         self._check_members()
 
     def _check_members(self) -> None:
-        if len(self.receivers.living) < len(self._members):
+        if len(self.living) < len(self._members):
             raise GroupBroken("another sampler of the group is lost")
 
     def finalize(self) -> None:

@@ -18,8 +18,7 @@ from megatron_worker.weight_sync.buckets import (
     SyncBroken,
     SyncMessage,
 )
-from megatron_worker.weight_sync.connections import Receiver
-from megatron_worker.weight_sync.transports.protocol import Inbound, Outbound
+from megatron_worker.weight_sync.transports.protocol import Inbound, Outbound, Receiver
 
 # --- `shared_memory`: two buffers that trainer and samplers of one machine share ---
 #

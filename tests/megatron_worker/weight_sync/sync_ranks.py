@@ -202,7 +202,7 @@ def break_and_mend(engine: Engine, samplers: list[Listening], run_id: str) -> No
 
 
 def _cut_the_first(begun: list[Sending]) -> None:
-    begun[0]._receivers.living[0].connection.shut()
+    begun[0].outbound.living[0].connection.shut()
 
 
 def _held_unless(

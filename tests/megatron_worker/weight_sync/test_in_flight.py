@@ -285,7 +285,7 @@ def test_a_cut_connection_is_the_loss_of_one_sampler(model, tmp_path, way):
         sending = []
 
         def cut_the_first():
-            sending[0]._receivers.living[0].connection.shut()
+            sending[0].outbound.living[0].connection.shut()
 
         phases = At("fill 2", cut_the_first)
         paths = SyncTarget(
