@@ -160,9 +160,6 @@ async def session(url: str, key: str, base: str, rows: bytes, folder: str, taugh
     sft = await client.sft_training_jobs.create(
         model_id=model.id, training_data_url=uploaded["uri"], config={"batch_size": 8, "learning_rate": [0.02] * 64}
     )
-    told["busy"] = await refused(
-        client.sft_training_jobs.create(model_id=model.id, training_data_url="file:///a.jsonl")
-    )
     told["sft"] = await followed(client, sft.id)
     told["steps"].append(await model.get_step())
 
@@ -178,13 +175,12 @@ async def session(url: str, key: str, base: str, rows: bytes, folder: str, taugh
     told["trained"], told["first"] = await answer(model), await answer(model, 1)
     await backend._delete_checkpoint_files(model, [1, listed[-1].step])
     told["left"] = [one.step async for one in client.models.checkpoints.list(model_id=model.id, order="desc")]
-    told["refusals"] = await refusals(client, model, groups)
+    told["refusals"] = await refusals(client, model)
     told["failed"] = await failed(backend, model)
     told["runs"] = await runs_of(native, model.id)
 
     told["learned"] = await learned(backend, taught, folder)
     await backend.delete(model)
-    told["deleted"] = await refused(anext(aiter(client.models.checkpoints.list(model_id=model.id))))
     return told
 
 
@@ -208,12 +204,10 @@ async def taught_by_examples(model: Any) -> list[int]:
     return [before, await model.get_step()]
 
 
-async def refusals(client: Any, model: Any, groups: list[Any]) -> dict[str, Any]:
-    create, sft = client.training_jobs.create, client.sft_training_jobs.create
-    config: Any = {"kimi_k2_tau": 0.1}
+async def refusals(client: Any, model: Any) -> dict[str, Any]:
+    artifact = "wandb-artifact:///a/b/c:v0"
     return {
-        "config": await refused(create(model_id=model.id, trajectory_groups=groups, experimental_config=config)),
-        "artifact": await refused(sft(model_id=model.id, training_data_url="wandb-artifact:///a/b/c:v0")),
+        "artifact": await refused(client.sft_training_jobs.create(model_id=model.id, training_data_url=artifact)),
         "newest": await refused(client.models.checkpoints.delete(model_id=model.id, steps=[await model.get_step()])),
     }
 

@@ -9,7 +9,6 @@ from tests.depth import one_of
 from tests.end_to_end.conftest import DRAWN_FILES, QUICK
 from tests.end_to_end.runs import jsonl, pair
 from tests.end_to_end.stack import Answer, Stack, started
-from tests.end_to_end.test_bad_input import assert_refused
 from tests.end_to_end.test_dpo import encode, make_adapter, peft_model, published
 from tests.megatron_worker.sampler_process import NAME, running
 
@@ -30,12 +29,11 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def submit(stack: Stack, model: Path, folder: Path, teacher: str, *more: str, check: bool = True) -> Answer:
+def submit(stack: Stack, model: Path, folder: Path, teacher: str, *more: str) -> Answer:
     return stack.cli(
         *("submit", "distill", "--wait", "--json", "--model", str(model), "--dataset", str(folder / "train.jsonl")),
         *("--eval-dataset", str(folder / "held-out.jsonl"), "--teacher", teacher, "--max-tokens", "256"),
         *("--steps", "12", "--batch-size", "16", "--learning-rate", "0.01", *more),
-        check=check,
     )
 
 
@@ -87,16 +85,7 @@ def test_rows_name_their_teachers(stack: Stack, tiny_model: Path, folder: Path) 
         found[rows_of] = told["evaluations"][0]["metrics"]["loss"]
     card = (published(answer) / "README.md").read_text()
     assert "| teacher far | the base model |" in card
-    unknown = submit(
-        stack, tiny_model, folder, "base", *fields, "--teachers", json.dumps({"near": "base"}), check=False
-    )
-    assert_refused(unknown, "teacher must be one of near, or absent, not 'far'")
     assert 0 < found["named"] < 0.8 * found["far"]
-
-
-def test_what_cannot_be_a_teacher_is_named(stack: Stack, tiny_model: Path, folder: Path) -> None:
-    nowhere = submit(stack, tiny_model, folder, f"file://{folder}/nowhere", check=False)
-    assert_refused(nowhere, "nowhere")
 
 
 def test_a_student_is_taught_on_what_it_draws_without_a_grader(
@@ -134,9 +123,5 @@ def test_a_model_that_a_server_tells_of_teaches_as_one_on_the_worker(
             for one, other in zip(ours["evaluations"], theirs["evaluations"], strict=True):
                 assert one["metrics"]["loss"] == pytest.approx(other["metrics"]["loss"], abs=1e-5)
             assert ours["evaluations"][-1]["metrics"]["loss"] < 0.5 * ours["evaluations"][0]["metrics"]["loss"]
-            refused = submit(stack, tiny_model, folder, url, *options, check=False)
-            assert_refused(refused, "teacher_model is what a teacher behind a URL is called")
-            keyed = ("--teacher-model", NAME, "--teacher-key", "x", *options)
-            assert_refused(submit(stack, tiny_model, folder, url, *keyed, check=False), "has no key x for")
         files = [path for path in (tmp_path / "stack").rglob("*") if path.is_file() and not path.is_symlink()]
         assert len(files) > 50 and not [path for path in files if ready.api_key.encode() in path.read_bytes()]

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 from longshore import local
-from longshore.dataset_runs import SFTRun
-from longshore.training import Lora
 from tests.depth import one_of
 from tests.end_to_end.conftest import DRAWN_FILES
 from tests.end_to_end.local_runs import files
@@ -52,17 +50,3 @@ def test_a_mixture_is_trained_in_its_shares_and_each_evaluation_is_told(
     assert "a.jsonl`, `" in card
     alone = local.train(run, tmp_path / "local", threads=1)
     assert files(alone.adapter) == files(answer["adapter"])
-
-
-def test_a_source_without_a_row_that_can_be_trained_is_named(stack: Stack, tiny_model: Path, tmp_path: Path) -> None:
-    good = jsonl(tmp_path / "good.jsonl", rows(range(8)))
-    empty = jsonl(tmp_path / "empty.jsonl", rows(range(8)))
-    filtered = {"uri": empty.as_uri(), "assistant_pattern": "nobody says this"}
-    fields = {"model": str(tiny_model), "trainable": Lora(rank=4), "steps": 1, "batch_size": 2, "max_tokens": 256}
-    run = SFTRun.model_validate({**fields, "dataset": [good.as_uri(), filtered], "max_lost_fraction": 1.0})
-    with stack.client() as client:
-        ended = client.runs.wait(client.runs.submit(run).run_id, 120)
-    assert ended.state == "failed" and ended.problem is not None
-    assert (
-        "empty.jsonl" in ended.problem.message and "none of the 8 rows has a token to train on" in ended.problem.message
-    )

@@ -10,7 +10,6 @@ from tests.depth import one_of
 from tests.end_to_end.conftest import DRAWN_FILES
 from tests.end_to_end.runs import jsonl
 from tests.end_to_end.stack import Answer, Stack
-from tests.end_to_end.test_bad_input import assert_refused
 from tests.end_to_end.test_dpo import published
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"), one_of(DRAWN_FILES, "reward")]
@@ -45,12 +44,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def submit(stack: Stack, model: Path | str, folder: Path, data: str, *more: str, check: bool = True) -> Answer:
+def submit(stack: Stack, model: Path | str, folder: Path, data: str, *more: str) -> Answer:
     return stack.cli(
         *("submit", "reward", "--wait", "--json", "--model", str(model), "--dataset", str(folder / f"{data}.jsonl")),
         *("--eval-dataset", str(folder / f"{data}-held-out.jsonl"), "--max-tokens", "256", "--batch-size", "32"),
         *more,
-        check=check,
     )
 
 
@@ -118,26 +116,16 @@ def test_scores_are_learned_by_names_with_all_weights(stack, tiny_model, folder)
     assert after == pytest.approx(sum(errors) / len(errors), rel=1e-3)
 
 
-def test_a_reward_model_is_no_language_model(stack, trained, tiny_model, folder) -> None:
+def test_a_reward_model_is_no_language_model(stack, trained) -> None:
     with stack.http() as http:
         shown = http.get("/api/v1/models/more-z").json()
         assert shown["rewards"] == ["reward"] and shown["kind"] == "adapter"
         chat = {"model": "more-z", "messages": [{"role": "user", "content": "Say tide 1."}]}
         asked = http.post("/v1/chat/completions", json=chat)
     assert asked.status_code == 400 and "more-z is a reward model (1 scalar a sequence)" in asked.text
-    sft = ("submit", "sft", "--dataset", str(folder / "pairs.jsonl"))
-    policy = stack.cli(*sft, "--model", "more-z", check=False)
-    assert policy.code != 0 and "is a reward model" in policy.stderr
-    initial = stack.cli(*sft, "--model", str(tiny_model), "--initial-adapter", "more-z", check=False)
-    assert initial.code != 0 and "is a reward model" in initial.stderr
-    by_uri = ("--model", str(tiny_model), "--initial-adapter", f"file://{published(trained)}", "--wait", "--json")
-    refused = stack.cli(*sft, *by_uri, check=False)
-    assert_refused(refused, "its head gives scalars (SEQ_CLS)")
 
 
 def test_a_run_goes_on_from_a_reward_model_in_its_shape(stack, trained, tiny_model, folder) -> None:
-    scored = submit(stack, "more-z", folder, "scores", "--objective", "squared_error", "--steps", "1", check=False)
-    assert_refused(scored, "its head is not 1 scalar a sequence")
     again = submit(stack, "more-z", folder, "pairs", "--steps", "1", "--learning-rate", "1e-9")
     told = stack.cli("metrics", again.json["run_id"], "--json").json
     before = trained.json["metrics"]["eval_reward_margin"]

@@ -125,18 +125,6 @@ def _decided_at(event: HistoryEvent) -> int:
     return event.activity_task_scheduled_event_attributes.workflow_task_completed_event_id
 
 
-def test_its_steps_are_told(stack: Stack, undisturbed: dict) -> None:
-    """As JSON, and a line each behind the worker's own lines of the step's job."""
-    run_id = undisturbed["run_id"]
-    assert stack.cli("steps", run_id, "--json").json == steps_of(stack, run_id)
-    lines = stack.cli("watch", run_id).stderr.splitlines()
-    told = [line for line in lines if line.startswith("train step ") or " training succeeded at step " in line]
-    assert told[0].startswith("train step 0: held-out ")
-    assert [line.rpartition(" ")[2] for line in told[1:]] == [
-        w for n in range(1, ROLLOUT_STEPS + 1) for w in (f"{n}", f"v{n}")
-    ]
-
-
 def test_trainer_and_sampler_are_never_on_one_device_together(
     stack: Stack, rollout_options: list[str], undisturbed: dict
 ) -> None:

@@ -6,7 +6,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from moto.server import ThreadedMotoServer
 
 from longshore.client import Pending
 from longshore.commands import Datum
@@ -21,7 +20,7 @@ from shared.storage.artifacts import sha256_file
 from shared.storage.paths import RunKeys, tenant_folder
 from shared.storage.store import ObjectStore, open_store
 from shared.storage.stored_bytes import SHARED
-from tests.conftest import S3Server, free_port
+from tests.conftest import S3Server
 from tests.end_to_end.conftest import QUICK
 from tests.end_to_end.runs import Groups, jsonl, pair, train
 from tests.end_to_end.stack import Answer, Stack, started, wait_until
@@ -34,10 +33,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.deep]
 
 @pytest.fixture(scope="module")
 def s3_settings(s3_server: S3Server) -> dict[str, str]:
-    """Of a server with the same buckets, which is not there yet."""
     return {
         "LONGSHORE_STORE_URI": f"{s3_server.uri}/stack",
-        "LONGSHORE_S3__ENDPOINT_URL": f"http://127.0.0.1:{free_port()}",
+        "LONGSHORE_S3__ENDPOINT_URL": s3_server.endpoint_url,
         "LONGSHORE_S3__REGION": "us-east-1",
         "LONGSHORE_WANDB_MODE": "disabled",
         # Whatever has ended may go, when a test asks for it.
@@ -46,21 +44,10 @@ def s3_settings(s3_server: S3Server) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def early_stack(s3_settings: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A stack that is started before its store."""
+def s3_stack(s3_settings: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with started(tmp_path_factory.mktemp("s3") / "stack", **QUICK, **s3_settings) as stack:
         yield stack
     assert stack.processes() == [], "stopped, it leaves no process"
-
-
-@pytest.fixture(scope="module")
-def s3_stack(early_stack: Stack, s3_settings: dict[str, str]) -> Iterator[Stack]:
-    """The same stack; its store has come."""
-    port = int(s3_settings["LONGSHORE_S3__ENDPOINT_URL"].rpartition(":")[2])
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
-    server.start()
-    yield early_stack
-    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +69,6 @@ def weights_sha256(store: ObjectStore, adapter: str) -> str:
 
 def told_of_s3(watch: Watch) -> set[str]:
     return {kind for kind, seen in watch.seen.items() if "S3" in seen.secrets}
-
-
-def test_a_store_that_is_not_there_is_named(
-    early_stack: Stack, sft_options: list[str], s3_settings: dict[str, str]
-) -> None:
-    answer = early_stack.cli(*sft_options, "--wait", check=False)
-    assert early_stack.processes("service")
-    assert answer.code not in (0, 2)
-    assert s3_settings["LONGSHORE_STORE_URI"] in answer.stderr
-    assert "could not connect" in answer.stderr.lower()
-    assert "Traceback" not in answer.stderr
-    assert "test-secret" not in answer.stderr + answer.stdout
 
 
 def test_a_run_whose_store_is_s3(

@@ -5,7 +5,6 @@ import gzip
 import json
 import re
 import threading
-from base64 import b64decode
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,7 +15,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from temporalio.api.common.v1 import Payload
 from temporalio.client import Client
 
 from benchmarks.spans import Receiver, Span
@@ -27,7 +25,7 @@ from tests.end_to_end.conftest import SECRETS
 from tests.end_to_end.stack import Stack, wait_until
 from tests.files_below import files_below
 from tests.infra.observability import names_of
-from tests.opened import on_the_wire, opened, payloads_of
+from tests.opened import opened
 
 pytestmark = pytest.mark.slow
 
@@ -177,32 +175,6 @@ def test_temporals_database_holds_no_word_of_a_users(
     known = b"".join(asyncio.run(_histories(connection)).values())
     # All of them were there to be found: what a row is comes in a run's error, and schedules have no history of ours.
     assert [what for what in SAID if SAID[what].encode() not in known and what not in ("schedule", "note")] == []
-
-
-def test_the_codec_shows_them_to_the_operator_alone(connection: Connection, secrets: dict[str, str]) -> None:
-    """As Temporal's page asks: all payloads of all histories, the words of failures included."""
-    payloads = [on_the_wire(each) for each in asyncio.run(_payloads(connection.temporal_address))]
-    with _http(connection, connection.api_key) as operator:
-        tenant = _made(operator.post("/tenants", json={"tenant": "curious"}))["key"]["key"]
-        answers = [
-            operator.post("/codec/decode", json={"payloads": payloads[at : at + 50]})
-            for at in range(0, len(payloads), 50)
-        ]
-    shown = b"".join(b64decode(each["data"]) for answer in answers for each in _made(answer)["payloads"])
-    assert [what for what in SAID if SAID[what].encode() not in shown and what not in ("schedule", "note")] == []
-    for key, status in ((tenant, 403), ("ls-nobodys", 401)):
-        with _http(connection, key) as asking:
-            answer = asking.post("/codec/decode", json={"payloads": payloads[:50]})
-            assert (answer.status_code, "canary" in answer.text) == (status, False)
-
-
-async def _payloads(address: str) -> list[Payload]:
-    client, found = await Client.connect(address), []
-    async for execution in client.list_workflows():
-        handle = client.get_workflow_handle(execution.id, run_id=execution.run_id)
-        async for event in handle.fetch_history_events():
-            found += payloads_of(event)
-    return found
 
 
 def test_no_command_line_holds_a_secret(stack: Stack, secrets: dict[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -209,30 +208,6 @@ def test_a_published_state_is_an_adapter_and_the_archive_gives_it_again(
     assert done.returncode == 0, done.stderr
     by_hand = max((tmp_path / "checkpoints").iterdir()) / "weights" / "adapter_model.safetensors"
     assert by_hand.read_bytes() == weights.read_bytes()
-
-
-def test_states_of_another_base_are_refused_and_adapters_unless_the_client_insists(
-    client: Client, tiny_model: Path, tmp_path: Path
-) -> None:
-    """The other base has the same shapes, and other weights: nothing else would tell."""
-    other = Path(shutil.copytree(tiny_model, tmp_path / "another"))
-    path = other / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
-    source = opened(client, tiny_model)
-    source.send(commands_of(11, 1)[0]).result(600)
-    saved = source.save_state(publish=True).result(600)
-    state = f"{source.id}:step-{saved.step}"
-    apart = opened(client, other)
-    with pytest.raises(CommandFailed, match="of another base model"):
-        apart.load_state(state).result(600)
-    assert saved.adapter is not None
-    begun = opened(client, other, initial_adapter=saved.adapter.uri)
-    with pytest.raises(CommandFailed, match=r"ended before.*: .*whose model.safetensors is another, and not on"):
-        begun.send(commands_of(11, 1)[0]).result(600)
-    insisting = opened(client, other, initial_adapter=saved.adapter.uri, allow_other_base=True)
-    insisting.send(commands_of(11, 1)[0]).result(600)
-    for each in (source, apart, insisting):
-        each.close()
 
 
 def test_a_loaded_state_gives_the_same_bits(client: Client, tiny_model: Path) -> None:

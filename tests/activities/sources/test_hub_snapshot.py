@@ -163,7 +163,8 @@ def test_ids_and_revisions(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["a", "a/b/c", "a/b@", "a/b@/x", "a/b@x/", "a/b@x//y", "a/b@../x", "a/b@x/../y", "a/b@.git", "a/b@x/.y", "a/b@x..y",
-     "a/b@x\n", "a/b\n@x", "../b", "a/..", "a--b/c", ".a/b", "-a/b", "a/b@x y", "a/b@é", "a/b@" + "x" * 200],
+     "a/b@x\n", "a/b\n@x", "a/b@-r", "a/b@x/./y",
+     "../b", "a/..", "a--b/c", ".a/b", "-a/b", "a/b@x y", "a/b@é", "a/b@" + "x" * 200],
 )  # fmt: skip
 def test_what_is_none(text: str) -> None:
     assert HubId.parse(text) is None

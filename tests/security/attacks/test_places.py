@@ -67,19 +67,6 @@ def test_a_hub_id_whose_revision_leads_to_an_upload_takes_nobodys_model(
         refused(attacker, rows, f"a/b@{revision}", "give an absolute path")
 
 
-def test_a_hub_id_takes_no_weights_as_initial_adapter_either(
-    attacker: Tenant, rows: str, secret_model: Path, tiny_model: Path
-) -> None:
-    path = attacker.upload("ref", str(secret_model).encode()).removeprefix("file://")
-    run = {"model": str(tiny_model), "dataset": {"uri": rows}, "steps": 1, "batch_size": 1, "max_tokens": 64}
-    assert "give an absolute path" in attacker.refusal("sft", **run, initial_adapter=f"a/b@{path}")
-
-
-@pytest.mark.parametrize("revision", ["/dev/zero", "/proc/self/environ", "..", ".git/config", "a//b", "a/./b", "-r"])
-def test_a_revision_has_a_revisions_letters(attacker: Tenant, rows: str, revision: str) -> None:
-    refused(attacker, rows, f"a/b@{revision}", "give an absolute path")
-
-
 def test_a_snapshot_that_a_reference_of_the_cache_leads_to_must_lie_in_its_repository(
     attacker: Tenant, rows: str, secret_model: Path, hub_home: Path
 ) -> None:
@@ -237,13 +224,6 @@ def test_an_uploaded_manifest_gives_nobodys_model(attacker: Tenant, secret_model
     uri = forged(attacker, secret_model)
     for place in (uri, f"{uri}/", uri.removeprefix("file://")):
         refused(attacker, rows, place, "nothing was completed there")
-
-
-def test_an_uploaded_manifest_gives_nobodys_adapter(attacker: Tenant, secret_model: Path, tiny_model: Path) -> None:
-    rows = attacker.upload("rows.jsonl", ROWS)
-    run = {"model": str(tiny_model), "dataset": {"uri": rows}, "steps": 1, "batch_size": 1, "max_tokens": 64}
-    said = attacker.refusal("sft", **run, initial_adapter=forged(attacker, secret_model))
-    assert "nothing was completed there" in said
 
 
 def test_an_uploaded_manifest_tells_nothing_of_other_files(stack: Stack, attacker: Tenant) -> None:

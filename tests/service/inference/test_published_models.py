@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from activities.publishing.publish import Claim, claim_version
-from longshore.dataset_runs import RewardRun, SFTRun
+from longshore.dataset_runs import DPORun, RewardRun, SFTRun
 from longshore.fields import Artifact
 from longshore.runs import RLRun, RunRecord
 from service.inference.published_models import NamedModels, PublishedModels
@@ -169,6 +169,7 @@ def test_a_name_stands_for_what_was_published(service: Service, api: httpx.Clien
 REWARD_BASE = "file:///models/tiny"
 DATA = {"dataset": {"uri": "file:///d"}, "steps": 1, "batch_size": 1, "model": REWARD_BASE}
 STRING_CHECK = {"type": "string_check", "name": "g", "operation": "eq", "input": "a", "reference": "a"}
+KL = {"kind": "ppo", "kl": {"coefficient": 0.1, "reference": "taste"}}
 SEVERAL = {"objective": "squared_error", "score_fields": ("kind", "short")}
 
 
@@ -237,6 +238,28 @@ def test_a_name_becomes_the_adapter_and_the_model_that_it_is_on(store_of_rewards
 def test_what_is_no_reward_model_of_ones_own_is_refused(store_of_rewards, tenant, grader, words) -> None:
     with pytest.raises(InvalidInput, match=f"run.rollouts.{words}"):
         NamedModels(PublishedModels(store_of_rewards)).resolved(tenant, run_of(**grader), "run.")
+
+
+@pytest.mark.parametrize(
+    ("run", "place"),
+    [
+        (SFTRun(**DATA | {"model": "taste"}), "model"),
+        (SFTRun(**DATA, initial_adapter="taste"), "initial_adapter"),
+        (DPORun(**DATA, reference="taste"), "reference"),
+        (RLRun(model=REWARD_BASE, loss=KL), "loss.ppo.kl.reference"),
+    ],
+)
+def test_a_reward_model_is_no_policy(store_of_rewards, run, place) -> None:
+    with pytest.raises(InvalidInput, match=rf"^{place}: taste:v1 is a reward model \(1 scalar a sequence\)"):
+        NamedModels(PublishedModels(store_of_rewards)).resolved("acme", run)
+
+
+def test_a_run_goes_on_from_a_reward_model_in_its_shape_alone(store_of_rewards) -> None:
+    names = NamedModels(PublishedModels(store_of_rewards))
+    asked = RewardRun(**DATA | {"model": "both"}, **SEVERAL)
+    assert names.resolved("acme", asked).initial_adapter.endswith("/both/v000001")
+    with pytest.raises(InvalidInput, match=r"its head is not 1 scalar a sequence: name the model that it is on"):
+        names.resolved("acme", RewardRun(**DATA | {"model": "both"}))
 
 
 def test_reward_models_are_not_listed_to_be_asked(store_of_rewards) -> None:
