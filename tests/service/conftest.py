@@ -358,9 +358,7 @@ def new_key(api: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def started(api: httpx.Client, **changes: Any) -> str:
-    answer = api.post("/runs/sft", json=sft(**changes))
-    assert answer.status_code == 201, answer.text
-    return answer.json()["run_id"]
+    return submitted(api, **changes).run_id
 
 
 def reaches(api: httpx.Client, run_id: str, state: str) -> dict[str, Any]:

@@ -287,18 +287,6 @@ def test_a_database_that_is_away_says_so_and_tells_no_password() -> None:
         assert "a-secret-value" not in str(refused.value)
 
 
-async def test_runs_are_found_by_whatever_their_metadata_is_called(database: Database, tmp_path) -> None:
-    rows = rows_of(database, tmp_path)
-    names = ["team", 'a "quoted" one', "back\\slash", "dotted.name", "é 日本", "[0]", "$", "it's"]
-    for number, name in enumerate(names):
-        await rows.admit(record(number, metadata={name: f"v{name}", "all": "yes"}), queued(record(number)))
-    for number, name in enumerate(names):
-        found = await rows.page("acme", 10, metadata={name: f"v{name}", "all": "yes"})
-        assert [run.run_id for run in found] == [f"sft-{number:08d}"]
-        assert await rows.page("acme", 10, metadata={name: "another"}) == ()
-    assert len(await rows.page("acme", 10, metadata={"all": "yes"})) == len(names)
-
-
 async def test_scores_of_sessions_that_ended_long_ago_are_deleted(database: Database, tmp_path) -> None:
     """Of others they stay, and so does what the results say beside them."""
     store = LocalStore(tmp_path / "store")

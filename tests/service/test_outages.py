@@ -26,7 +26,6 @@ from temporalio.service import RPCError
 
 from longshore.dataset_runs import SFTRun
 from longshore.runs import RunRecord, Source
-from longshore.views import RunView
 from service.backend import Backend
 from service.database import engine
 from service.database.engine import RunRow, open_database
@@ -40,7 +39,7 @@ from shared.storage.store import LocalStore, open_store
 from tests.conftest import S3Server, free_port
 from tests.depth import drawn
 from tests.service.conftest import key_of_acme, polling, serving, sft
-from tests.service.stand_in import MUTE, SUCCEEDS, UNANSWERED_STEP, WAITS
+from tests.service.stand_in import MUTE, SUCCEEDS, UNANSWERED_STEP
 from tests.waiting import wait_until
 
 TEMPORAL = str(Path(sys.executable).parent / "temporal")
@@ -81,19 +80,6 @@ def test_a_run_that_is_accepted_without_temporal_starts_when_it_is_back(tmp_path
                 wait_until(lambda: api.get(f"/runs/{run_id}").json()["state"] == "succeeded", "the run succeeds")
         # Temporal is gone again, with its database: an ended run is still known.
         assert api.get(f"/runs/{run_id}").json()["state"] == "succeeded"
-
-
-@pytest.mark.deep
-def test_a_run_that_an_operator_terminates_is_shown_as_failed(service, settings: Settings, api) -> None:
-    run_id = api.post("/runs/sft", json=sft(seed=WAITS)).json()["run_id"]
-    command = [TEMPORAL, "workflow", "terminate", "--address", settings.temporal_address, "--workflow-id", run_id]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
-    wait_until(lambda: api.get("/runs", params={"state": "failed"}).json()["runs"], "the watch sees it")
-    view = RunView.model_validate_json(api.get(f"/runs/{run_id}").content)
-    assert view.state == "failed"
-    assert view.problem is not None and "terminated" in view.problem.message
-    assert api.post(f"/runs/{run_id}/resume").status_code == 202
-    wait_until(lambda: api.get(f"/runs/{run_id}").json()["state"] == "succeeded", "the resumed run succeeds")
 
 
 @pytest.mark.deep
@@ -152,7 +138,10 @@ def test_a_run_that_cannot_be_queried_holds_up_no_other(temporal_address: str, t
             command = [TEMPORAL, "workflow", "terminate", "--address", temporal_address, "--workflow-id", mute]
             subprocess.run(command, check=True, capture_output=True, timeout=300)
             wait_until(lambda: api.get(f"/runs/{mute}").json()["state"] == "failed", "its end is seen")
-            assert api.get(f"/runs/{mute}").json()["problem"]["kind"] == "ended_outside"
+            problem = api.get(f"/runs/{mute}").json()["problem"]
+            assert problem["kind"] == "ended_outside" and "terminated" in problem["message"]
+            assert api.post(f"/runs/{mute}/resume").status_code == 202
+            wait_until(lambda: api.get(f"/runs/{mute}").json()["state"] == "succeeded", "the resumed run succeeds")
 
 
 async def _overhear(settings: Settings, num_updates: int) -> None:

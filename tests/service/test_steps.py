@@ -74,14 +74,6 @@ def test_steps_are_listed_in_pages_in_order(api, service: Service, run_id: str) 
     assert page(api, run_id, after=39) == {"steps": [], "has_more": False, "next": 39}
     put(service, run_id, 40)
     assert [step["step"] for step in page(api, run_id, after=39)["steps"]] == [40]
-
-
-def test_only_rl_runs_have_steps_to_list(api, run_id: str) -> None:
-    other = api.post("/runs/sft", json=sft()).json()["run_id"]
-    refused, single = api.get(f"/runs/{other}/steps"), api.get(f"/runs/{other}/steps/1")
-    assert refused.status_code == 409
-    assert refused.json() == single.json()
-    assert api.get("/runs/rl-none/steps").status_code == 404
     for wrong in ({"limit": 0}, {"limit": 1001}, {"after": -1}, {"after": "v1"}):
         assert api.get(f"/runs/{run_id}/steps", params=wrong).status_code == 422, wrong
 

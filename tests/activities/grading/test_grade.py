@@ -37,14 +37,6 @@ CHECK = {
 }
 judge = pytest.fixture(scoring_server)
 needs_sandbox = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
-GSM8K = r"""
-import re
-
-def grade(sample, item):
-    found = re.findall(r"####\s*(-?[\d,.]*\d)", sample["output_text"])
-    wanted = item["answer"].split("####")[1].strip()
-    return float(bool(found) and found[-1].replace(",", "") == wanted.replace(",", ""))
-"""
 
 
 def samples(tmp_path: Path, *rows: Any, files: int = 1) -> Artifact:
@@ -126,18 +118,6 @@ def test_what_is_no_sample_is_refused_with_its_line(tmp_path: Path, rows: list[A
 
 
 @needs_sandbox
-def test_gsm8k_answers_are_graded_by_python(tmp_path: Path, gsm8k: Path) -> None:
-    problems = [json.loads(line) for line in (gsm8k / "test.jsonl").read_text().splitlines()[:100]]
-    rows = []
-    for number, problem in enumerate(problems):
-        text = problem["answer"] if number % 4 else problem["answer"].replace("####", "The answer is")
-        rows.append({"sample": {"output_text": text}, "item": problem})
-    found, grades = graded(tmp_path, {"type": "python", "name": "gsm8k", "source": GSM8K}, *rows)
-    assert [grade.grade for grade in grades] == [float(number % 4 > 0) for number in range(100)]
-    assert found.summary.num_failed == 0 and found.summary.mean == 0.75
-
-
-@needs_sandbox
 def test_a_multi_grader_combines_its_parts(tmp_path: Path) -> None:
     similar = {**CHECK, "type": "text_similarity", "evaluation_metric": "fuzzy_match"}
     del similar["operation"]
@@ -193,7 +173,7 @@ def test_check_grader_refuses_before_anything_is_sampled(tmp_path: Path, grader:
 
 @needs_sandbox
 def test_check_grader_passes_what_can_grade(tmp_path: Path) -> None:
-    grader: Grader = parse_grader({"type": "python", "name": "p", "source": GSM8K})
+    grader: Grader = parse_grader({"type": "python", "name": "p", "source": SLOW})
     ActivityEnvironment().run(Grade(HostContext(settings(tmp_path))).check_grader, grader)
     assert not list(tmp_path.rglob("scratch/*"))
 

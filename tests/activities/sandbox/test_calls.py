@@ -202,20 +202,6 @@ def test_a_call_that_is_given_up_ends_its_child() -> None:
     wait_until(lambda: not any(map(lives, (keeper, child))), "the child has ended")
 
 
-def test_many_calls_at_once() -> None:
-    found: dict[int, str] = {}
-
-    def ask(number: int) -> None:
-        found[number] = confined.call(SMALL, work.echo, str(number))
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == {number: str(number) for number in range(20)}
-
-
 def test_a_host_has_no_more_children_at_once_than_it_may(tmp_path: Path) -> None:
     two = SMALL.model_copy(update={"at_once": 2})
     with ThreadPoolExecutor(8) as threads:

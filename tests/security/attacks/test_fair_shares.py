@@ -76,21 +76,6 @@ def submitted(tenant: Tenant, model: Path, steps: int, **run: object) -> str:
     return str(answer.json()["run_id"])
 
 
-@pytest.mark.deep
-def test_a_run_is_trained_beside_the_endless_ones_of_another_tenant(
-    attacker: Tenant, victim: Tenant, sharing: None, tiny_model: Path
-) -> None:
-    """One GPU host, whose worker the attacker's adapters are trained on."""
-    theirs = [submitted(attacker, tiny_model, 20_000) for _ in range(3)]
-    for run_id in theirs:
-        wait_until(lambda of=run_id: attacker.http.get(f"/api/v1/runs/{of}").json()["step"] > 0, "all of them train")
-    assert victim.ended(submitted(victim, tiny_model, 10))["state"] == "succeeded"
-    for run_id in theirs:
-        assert attacker.http.get(f"/api/v1/runs/{run_id}").json()["state"] == "running"
-        assert attacker.http.post(f"/api/v1/runs/{run_id}/cancel").status_code == 202
-    assert {attacker.ended(run_id)["state"] for run_id in theirs} == {"cancelled"}
-
-
 def heavy_command() -> bytes:
     """A `forward_backward` of one pass of eight bins, which takes many times what a host needs to hand it on."""
     data = [{"tokens": [(number * 7 + place) % 400 + 3 for place in range(BIN_TOKENS)]} for number in range(8)]

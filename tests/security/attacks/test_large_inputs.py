@@ -155,11 +155,6 @@ def test_a_layout_that_no_host_offers_is_refused_where_it_comes_in(
     assert not [run for run in stranger.get("/api/v1/runs").json()["runs"] if run["run"]["layout"]["dp"] > 8]
 
 
-def test_the_command_line_is_told_the_field(service: Service) -> None:
-    said = service.cli("submit", "sft", "--model", "org/tiny", "--dataset", DATA, "--steps", "1", "--dp", "1000")
-    assert said.code != 0 and "1,000 ranks" in said.stderr and "--dp" in said.stderr, said.stderr
-
-
 def test_a_host_starts_no_process_of_a_layout_beyond_its_own(tmp_path: Path) -> None:
     paths, started = HostPaths(tmp_path), tmp_path / "started"
     key = WorkerKey(model=Artifact(uri="file:///any", sha256="0" * 64), layout=Layout(dp=1000), dtype="float32")
@@ -174,15 +169,6 @@ def test_every_process_of_the_stack_is_bounded(stack: Stack) -> None:
     assert len(processes) >= 5, processes  # supervisor, Temporal, web service, host, and what the host starts
     for process in processes:
         assert resource.prlimit(process.pid, resource.RLIMIT_AS)[0] == PROCESS_BYTES, process
-
-
-def test_two_tenants_are_apart(victim: Tenant, attacker: Tenant) -> None:
-    uri = victim.upload("rows.jsonl", b'{"text": "ours"}\n')
-    assert "/tenants/victim/" in uri
-    seen = attacker.http.get("/api/v1/files").json()["files"]
-    assert {file["tenant"] for file in seen} <= {"attacker"}
-    body = {"model": "org/tiny", "dataset": {"uri": uri}, "steps": 1, "batch_size": 1}
-    assert "nothing of yours" in attacker.refusal("sft", **body)
 
 
 ROW = json.dumps({"prompt": "q", "completion": "a" * 400}).encode() + b"\n"
@@ -226,17 +212,6 @@ def test_of_eight_uploads_at_once_with_room_for_one_one_is_taken(stack: Stack, n
     assert stored(narrow) == MB + records(stack, narrow)
     folder = stack.root / "store" / "tenants" / narrow.name
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) == MB
-
-
-def test_of_eight_parts_at_once_with_room_for_one_one_is_taken(stack: Stack, narrow: Tenant) -> None:
-    fields = {"filename": "a.jsonl", "purpose": "fine-tune", "bytes": MB, "mime_type": "text/plain"}
-    uploads = [narrow.http.post("/v1/uploads", json=fields).json()["id"] for _ in range(8)]
-
-    def part(number: int) -> httpx.Response:
-        return narrow.http.post(f"/v1/uploads/{uploads[number]}/parts", files={"data": bytes([number]) * MB})
-
-    assert at_once(8, part) == [200] + [429] * 7
-    assert stored(narrow) == MB + records(stack, narrow)
 
 
 def test_an_upload_that_breaks_off_gives_its_room_back(stack: Stack, narrow: Tenant) -> None:
@@ -285,18 +260,3 @@ def test_what_a_run_has_brought_counts_and_what_a_preview_has_does_not(
     wait_until(lambda: stored(narrow) >= len(data), "its copy counts", timeout_s=300)
     assert "the quota stored_bytes" in narrow.refusal("sft", **run, steps=2)
     narrow.http.post(f"/api/v1/runs/{first.json()['run_id']}/cancel")
-
-
-def test_a_backfill_is_bounded(attacker: Tenant, tiny_model: Path) -> None:
-    """Which spans are: tests/service/test_stored_bytes.py."""
-    data = {"uri": "s3://none/rows.jsonl"}
-    run = {"kind": "sft", "model": str(tiny_model), "dataset": data, "steps": 1, "batch_size": 1}
-    scheduled = {"name": "often", "run": run, "cron": "*/5 0-23 * * *"}
-    assert attacker.http.post("/api/v1/schedules", json=scheduled).status_code == 201
-    attacker.http.post("/api/v1/schedules/often/pause")
-    try:
-        span = {"begin": 1_700_000_000, "end": 1_700_000_000 + 30 * 86_400, "overlap": "allow_all"}
-        answer = attacker.http.post("/api/v1/schedules/often/backfill", json=span)
-        assert answer.status_code == 422 and "one backfill acts at 200 at most" in answer.text
-    finally:
-        attacker.http.delete("/api/v1/schedules/often")

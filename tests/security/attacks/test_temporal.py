@@ -34,13 +34,11 @@ from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.hosts.lease import LeaseRequest
-from longshore.dataset_runs import SFTRun
 from longshore.fields import Artifact
 from longshore.training import Layout
 from longshore.views import RunStatus
 from service.sealing import UNSEALED
 from shared.jobs.job import WorkerKey
-from shared.runs.start import RunStart
 from shared.runs.status import StepRequest
 from tests.end_to_end.stack import Stack, wait_until
 from tests.security.attacks.tenants import Tenant
@@ -122,17 +120,6 @@ async def test_a_strangers_workflow_hides_no_runs(
         await asyncio.to_thread(wait_until, is_listed, "the list shows the run's end")
     finally:
         await handle.terminate()
-
-
-async def test_a_run_in_the_name_of_another_tenant_fails_at_once(
-    stranger: Client, stack: Stack, victim: Tenant, run: dict[str, Any]
-) -> None:
-    run_id = "sft-0196f0000000000000"
-    start = RunStart(run_id=run_id, tenant=victim.name, run=SFTRun.model_validate(run))
-    await stranger.start_workflow("SFTWorkflow", start, id=run_id, task_queue=CONTROL)
-    await refused(stranger, run_id)
-    assert not (stack.root / "store" / "runs" / run_id).exists()
-    assert victim.http.get(f"/api/v1/runs/{run_id}").status_code == 404
 
 
 @pytest.mark.parametrize("kind", WORKFLOWS)

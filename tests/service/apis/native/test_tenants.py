@@ -95,8 +95,10 @@ def test_the_list_follows_without_anybody_asking(theirs) -> None:
         return [run for run in theirs.get("/runs", params=query).json()["runs"] if run["run_id"] == run_id]
 
     wait_until(lambda: [run for run in listed() if run["phase"] == "training"], "the row shows the phase")
+    assert listed(state="running") and not listed(state="cancelled")
     theirs.post(f"/runs/{run_id}/cancel")
     wait_until(lambda: listed(state="cancelled"), "the row shows the end")
+    assert not listed(state="running")
 
 
 def test_two_services_share_a_database_and_a_run_ends_once(service: Service, theirs, acme: str) -> None:
