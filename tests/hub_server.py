@@ -4,8 +4,9 @@ import base64
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import ThreadingHTTPServer
+
+from tests.served import ANY_PORT, Quiet, served
 
 
 class Hub:
@@ -22,11 +23,9 @@ class Hub:
 def serving(token: str) -> Iterator[Hub]:
     hub = Hub(token)
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None: ...
-
+    class Handler(Quiet):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
+            body = self.body()
             if self.headers["authorization"] != f"Bearer {hub.token}":
                 return self._answer(401, {"error": "Invalid username or password."})
             if self.path == "/api/repos/create":
@@ -44,18 +43,8 @@ def serving(token: str) -> Iterator[Hub]:
             return self._answer(200, {**answer, "hookOutput": "", "success": True})
 
         def _answer(self, status: int, content: object) -> None:
-            data = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.answer(status, json.dumps(content).encode(), {"content-type": "application/json"})
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with served(ThreadingHTTPServer(ANY_PORT, Handler)) as server:
+        hub.url = f"http://127.0.0.1:{server.server_port}"
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -1,12 +1,13 @@
 """A web server for tests: ranges, ETags, redirects, and transfers that break where a test wants them to."""
 
 import ssl
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
+
+from tests.served import ANY_PORT, Quiet, served
 
 
 @dataclass
@@ -33,7 +34,7 @@ class WebServer:
     asked: list[tuple[str, str | None]]
 
 
-class _Answer(BaseHTTPRequestHandler):
+class _Answer(Quiet):
     protocol_version = "HTTP/1.1"
     server: "_Server"
 
@@ -85,13 +86,9 @@ class _Answer(BaseHTTPRequestHandler):
             return 0
         return int(wanted.removeprefix("bytes=").rstrip("-"))
 
-    def log_message(self, *_) -> None: ...
-
 
 class _Server(ThreadingHTTPServer):
     """A client that hangs up, or refuses our certificate, is no error here."""
-
-    daemon_threads = True
 
     def handle_error(self, request, client_address) -> None: ...
 
@@ -101,16 +98,10 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def serve_pages(tls: ssl.SSLContext | None = None) -> Iterator[WebServer]:
-    server = _Server(("127.0.0.1", 0), _Answer)
+    server = _Server(ANY_PORT, _Answer)
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
     server.pages, server.asked = {}, []
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with served(server):
         scheme = "https" if tls else "http"
         yield WebServer(f"{scheme}://127.0.0.1:{server.server_port}", server.pages, server.asked)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -5,9 +5,8 @@ Downloads have tests of their own (tests/activities/sources/test_download.py). H
 
 import asyncio
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from shared.automation import DeliverRequest, Notice
 from shared.errors import InvalidInput, SamplerUnavailable
 from shared.serving import ServedSampler
 from shared.settings import GradingSettings, Settings, WebhookSettings
+from tests.served import ANY_PORT, Quiet, served
 from tests.service.apis.native.webhook_stack import webhooks_of
 
 PUBLIC = "93.184.216.34"
@@ -31,38 +31,27 @@ SPELLINGS = ("127.0.0.1", "localhost", "2130706433", "0x7f.1", "127.1", "[::1]",
 class Server(ThreadingHTTPServer):
     """Answers 404 to everything, or redirects it, and counts."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Asked)
+        super().__init__(ANY_PORT, _Asked)
         self.num_asked = 0
         self.location: str | None = None
 
 
-class _Asked(BaseHTTPRequestHandler):
+class _Asked(Quiet):
     server: Server
 
     def do_GET(self) -> None:
         self.server.num_asked += 1
-        self.send_response(307 if self.server.location else 404)
-        if self.server.location:
-            self.send_header("Location", self.server.location)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        location = self.server.location
+        self.answer(307, headers={"Location": location}) if location else self.answer(404)
 
     do_POST = do_GET
-
-    def log_message(self, *_) -> None: ...
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
+    with served(Server()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 class Internet:

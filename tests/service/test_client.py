@@ -4,9 +4,8 @@ import asyncio
 import inspect
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from longshore import (
 from longshore.client import Group, ServiceError
 from service.app import create_app
 from shared.settings import Settings
+from tests.served import ANY_PORT, Quiet, served
 from tests.service.conftest import KEY, Service
 from tests.service.stand_in import WAITS
 
@@ -53,38 +53,27 @@ BODIES["Sweep"]["run"] |= {"eval_dataset": {"uri": "s3://b/held-out.jsonl"}}
 SAME_AS_RUNS = [f"/api/v1/runs/{kind}" for kind in ("sft", "dpo", "distill", "reward", "rl")]
 
 
-class Refusing(BaseHTTPRequestHandler):
+class Refusing(Quiet):
     """Answers as `answers` says, in order, else with 404; and keeps what was asked."""
 
     asked: list[tuple[str, str]]
     answers: list[tuple[int, dict[str, str], Any]]
 
-    def answer(self) -> None:
-        self.rfile.read(int(self.headers.get("content-length") or 0))
+    def refuse(self) -> None:
+        self.body()
         self.asked.append((self.command, self.path.partition("?")[0]))
         error = {"error": {"message": "no such thing", "place": None}}
         status, headers, body = self.answers.pop(0) if self.answers else (404, {}, error)
-        self.send_response(status)
-        data = json.dumps(body).encode()
-        for name, value in {**headers, "content-length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
+        self.answer(status, json.dumps(body).encode(), headers)
 
-    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = answer
-
-    def log_message(self, *_: object) -> None:
-        pass
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = refuse
 
 
 @pytest.fixture
 def refusing() -> Iterator[tuple[str, type[Refusing]]]:
     handler = type("Handler", (Refusing,), {"asked": [], "answers": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", handler
-    server.shutdown()
-    server.server_close()
+    with served(ThreadingHTTPServer(ANY_PORT, handler)) as server:
+        yield f"http://127.0.0.1:{server.server_port}", handler
 
 
 def groups_of(client: Any) -> Iterator[tuple[Any, str]]:

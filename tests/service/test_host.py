@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ from shared.storage.store import LocalStore, open_store
 from tests.conftest import free_port
 from tests.ended import TELLS_WHERE_IT_STANDS, end
 from tests.opened import opened
+from tests.served import ANY_PORT, Quiet, served
 from tests.service.build_workflows import Moving, Run
 from tests.service.conftest import serving, sft
 from tests.waiting import eventually, wait_until
@@ -90,17 +91,6 @@ def spawned(role: str, address: str, root: Path, **given: str) -> Iterator[subpr
     finally:
         end(host)
         drain.join()
-
-
-@contextmanager
-def serving_host(answers: type[BaseHTTPRequestHandler]) -> Iterator[int]:
-    """A web server on loopback; its port."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), answers) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
 
 
 def test_a_host_that_lacks_something_ends_with_a_status_and_says_why(temporal_address: str, tmp_path: Path) -> None:
@@ -153,23 +143,18 @@ async def test_what_a_killed_control_host_had_in_hand_is_done_anew_at_once(
     given = {"LONGSHORE_CONTROL_QUEUE": queue, "LONGSHORE_DOWNLOAD__ALLOW_PRIVATE_ADDRESSES": "1"}
     asked, is_silent, ended = threading.Event(), True, threading.Event()
 
-    class Rows(BaseHTTPRequestHandler):
+    class Rows(Quiet):
         def do_GET(self) -> None:
             asked.set()
             if is_silent:
                 ended.wait(60)
                 return
-            self.send_response(200)
-            self.send_header("content-length", "3")
-            self.end_headers()
-            self.wfile.write(b"{}\n")
-
-        def log_message(self, *_: object) -> None:
-            pass
+            self.answer(200, b"{}\n")
 
     client: Client = await connect_temporal(Settings(root=tmp_path, temporal_address=temporal_address))
-    with serving_host(Rows) as port, spawned("control", temporal_address, tmp_path, **given) as first:
-        source = DatasetSource(uri=f"http://127.0.0.1:{port}/rows.jsonl")
+    rows = ThreadingHTTPServer(ANY_PORT, Rows)
+    with served(rows), spawned("control", temporal_address, tmp_path, **given) as first:
+        source = DatasetSource(uri=f"http://127.0.0.1:{rows.server_port}/rows.jsonl")
         handle = await client.start_activity(
             "download",
             DownloadRequest(run_id="r1", tenant="default", split="train", source=source),

@@ -1,9 +1,8 @@
 """`longshore import openai` from a server that answers as OpenAI documents it, and from some that do not."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -12,6 +11,7 @@ import pytest
 
 from longshore.runs import FIRST_TENANT
 from shared.storage.paths import version_claim
+from tests.served import ANY_PORT, Quiet, served
 from tests.service.conftest import Cli, Service, put_versions
 from tests.service.stand_in import PUBLISHES
 from tests.waiting import wait_until
@@ -108,7 +108,7 @@ def documented(path: str, query: dict[str, list[str]]) -> Any:
     return None
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: "_Server"
 
     def do_GET(self) -> None:
@@ -119,14 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None or status != 200:
             status = 404 if status == 200 else status
             found = {"error": {"message": "No such thing\u001b[31m", "type": "invalid_request_error"}}
-        body = found if isinstance(found, bytes) else json.dumps(found).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.answer(status, found if isinstance(found, bytes) else json.dumps(found).encode())
 
 
 class _Server(ThreadingHTTPServer):
@@ -137,15 +130,11 @@ class _Server(ThreadingHTTPServer):
 @pytest.fixture
 def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Server]:
     """A server that the command reads; `page` says what it answers."""
-    with _Server(("127.0.0.1", 0), _Handler) as server:
+    with served(_Server(ANY_PORT, _Handler)) as server:
         server.page, server.asked = documented, []
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
         monkeypatch.setenv("OPENAI_API_KEY", KEY)
         monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{server.server_port}/v1")
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def imported(cli: Cli, *arguments: str, code: int = 100) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -38,6 +38,7 @@ from shared.storage.paths import RunKeys
 from shared.storage.store import LocalStore, open_store
 from tests.conftest import S3Server, free_port
 from tests.depth import drawn
+from tests.served import ANY_PORT, Quiet, served
 from tests.service.conftest import key_of_acme, polling, serving, sft
 from tests.service.stand_in import MUTE, SUCCEEDS, UNANSWERED_STEP
 from tests.waiting import wait_until
@@ -319,10 +320,8 @@ _PATIENCE_S = 300
 class SlowStore(ThreadingHTTPServer):
     """What is in front of an S3 server and hands requests on, those about one tenant's files when they are let go."""
 
-    daemon_threads = True
-
     def __init__(self, server: S3Server) -> None:
-        super().__init__(("127.0.0.1", 0), _Passing)
+        super().__init__(ANY_PORT, _Passing)
         self.behind = server.endpoint_url
         self.held: SimpleQueue[threading.Event] | None = None
 
@@ -331,12 +330,12 @@ class SlowStore(ThreadingHTTPServer):
         return S3Settings(endpoint_url=f"http://127.0.0.1:{self.server_port}", region="us-east-1")
 
 
-class _Passing(BaseHTTPRequestHandler):
+class _Passing(Quiet):
     server: SlowStore
     protocol_version = "HTTP/1.1"
 
     def _pass(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        body = self.body()
         if self.server.held is not None and f"/{HELD}/" in self.path:
             goes_on = threading.Event()
             self.server.held.put(goes_on)
@@ -355,18 +354,11 @@ class _Passing(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _pass
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture
 def slow_store(s3_server: S3Server) -> Iterator[SlowStore]:
-    with SlowStore(s3_server) as store:
-        thread = threading.Thread(target=store.serve_forever)
-        thread.start()
+    with served(SlowStore(s3_server)) as store:
         yield store
-        store.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize("seconds", drawn([1, 4, 18], 1))

@@ -5,16 +5,16 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from activities.sources.models import HubId, snapshot
+from tests.served import ANY_PORT, Quiet, served
 
 REPOSITORY = Path(__file__).parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -53,7 +53,7 @@ class Hub:
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
-    class Asked(BaseHTTPRequestHandler):
+    class Asked(Quiet):
         def do_HEAD(self) -> None:
             self._file(with_content=False)
 
@@ -69,12 +69,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 self._file(with_content=True)
 
         def _json(self, value: object) -> None:
-            data = json.dumps(value).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
         def _file(self, with_content: bool) -> None:
             name = self.path.rpartition("/")[2]
@@ -93,13 +88,9 @@ def serving(hub: Hub) -> Iterator[Hub]:
                         self.wfile.write(hub.files[name][start : start + (1 << 16)])
                         hub.sent[name] = start + (1 << 16)
 
-        def log_message(self, *_) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Asked) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    with served(ThreadingHTTPServer(ANY_PORT, Asked)) as server:
+        hub.url = f"http://127.0.0.1:{server.server_port}"
         yield hub
-        server.shutdown()
 
 
 def _oid(name: str) -> str:

@@ -1,11 +1,10 @@
 """Receivers of webhooks, and a stack that tells them."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from sqlalchemy import func, select
@@ -24,6 +23,7 @@ from service.temporal import Temporal, connect_temporal
 from shared.automation import Notice
 from shared.settings import Settings, WebhookSettings
 from shared.storage.store import open_store
+from tests.served import ANY_PORT, Quiet, served
 from tests.waiting import eventually, meanwhile
 from workflows.services import WebhookWorkflow
 
@@ -50,42 +50,29 @@ class Receiver:
     received: list[Received] = field(default_factory=list)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: "_Server"
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
         receiver = self.server.receiver
-        receiver.received.append(Received(self.path, dict(self.headers), body))
+        receiver.received.append(Received(self.path, dict(self.headers), self.body()))
         status = receiver.answers.pop(0) if receiver.answers else 200
-        self.send_response(status)
-        if status == 302:
-            self.send_header("location", "/elsewhere")
+        headers = {"location": "/elsewhere"} if status == 302 else {}
         if status >= 400 and receiver.retry_after is not None:
-            self.send_header("retry-after", receiver.retry_after)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *_) -> None: ...
+            headers["retry-after"] = receiver.retry_after
+        self.answer(status, headers=headers)
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
     receiver: Receiver
 
 
 @contextmanager
 def receiving() -> Iterator[Receiver]:
-    server = _Server(("127.0.0.1", 0), _Handler)
+    server = _Server(ANY_PORT, _Handler)
     server.receiver = Receiver(f"http://127.0.0.1:{server.server_port}/{TOKEN}?v=1")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with served(server):
         yield server.receiver
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def webhooks_of(settings: Settings, database: Database | None = None) -> Webhooks:
