@@ -173,9 +173,9 @@ LINES_OF_ROOMS = {
     "megatron_worker/head": 1_510,
     "megatron_worker/losses": 860,
     "megatron_worker/megatron": 1_930,
-    "megatron_worker/mixers": 930,
+    "megatron_worker/mixers": 945,
     "megatron_worker/process": 900,
-    "megatron_worker/sampler": 3_390,
+    "megatron_worker/sampler": 3_600,  # with what is kept of prompts
     "megatron_worker/tensors": 1_430,
     "megatron_worker/trainer_rank": 890,
     "megatron_worker/training": 900,
@@ -190,7 +190,7 @@ LINES_OF_ROOMS = {
     "service/inference": 1_960,
     "service/runs": 2_420,
     "shared": 1_620,
-    "shared/chat": 1_910,
+    "shared/chat": 1_925,
     "shared/families": 2_660,  # two families and a kind of layer more than 2,450
     "shared/jobs": 2_010,
     "shared/models": 1_080,
