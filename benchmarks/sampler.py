@@ -1,11 +1,15 @@
 """Throughput of the sampler over HTTP, as runs use it, against transformers' `generate` on the same model.
 
     python -m benchmarks.sampler [--family qwen3_moe] [--hidden 64 256] [--slots 32 64] [--groups 8] [--out FILE.json]
+    python -m benchmarks.sampler --families [gemma3 qwen3_5 …] [--hidden 256] [--rounds 3] [--out FILE.json]
 
 A 4-layer model (2 layers at hidden 64, the tests' size) with random weights in float32 on one thread. `--groups`
 prompts of 64 tokens, requested at once, `--group-size` samples of 128 tokens each, temperature 1, no end token.
 transformers draws all of them as one batch. Rounds are interleaved; the best counts. `cpu` figures are sampled tokens
 per CPU second of the sampling process, which a busy machine disturbs less.
+
+With `--families` it compares families in one process instead: by each, 16 sequences in 32 slots of a model of 4 layers,
+in tokens a CPU second and as a share of the first family's.
 
 With `--sleep` it measures instead the memory that each level of sleep releases, by part and of the process, and the
 seconds of sleep and wake, and checks that the samples after it equal those before it.
@@ -13,11 +17,10 @@ seconds of sleep and wake, and checks that the samples after it equal those befo
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,11 +28,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from tokenizers import Tokenizer
 
-from activities.sampling.client import Sampler
+from activities.sampling.client import Completion, Sampler
+from benchmarks.machine import provenance, tell
 from benchmarks.stack_processes import end
 from examples.tiny_model import make_tiny_model
-from shared.chat.completions import SamplerReady, Sampling
+from shared.chat.completions import SamplerMemory, SamplerReady, Sampling
 from shared.families import FAMILIES
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
@@ -97,6 +102,12 @@ class Ours:
             "equal_samples": drawn() == before,
         }
 
+    def sample(self, prompt: tuple[int, ...], sampling: Sampling, seed: int) -> tuple[Completion, ...]:
+        return self._sampler.sample("model", prompt, sampling, 1, seed)
+
+    def memory(self) -> SamplerMemory:
+        return self._sampler.wake()  # it is awake
+
     def draw(self, groups: list[tuple[int, ...]], size: int) -> None:
         sampling = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
         with ThreadPoolExecutor(len(groups)) as pool:
@@ -141,9 +152,33 @@ def measure(contestants: dict[str, Ours | Theirs], num_groups: int, size: int, r
     return best
 
 
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "none"
+def compare_families(folder: Path, families: list[str], hidden: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return each family's tokens a CPU second of steps, in the best of rounds that go over all families in turn."""
+    import torch
+
+    from megatron_worker.sampler.adapters import LoadedAdapter
+    from megatron_worker.sampler.decoder import Decoder
+    from megatron_worker.sampler.generation import Ending, Generator, RequestGroup, Sequence
+
+    torch.set_num_threads(1)
+    sampling, best = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True), dict.fromkeys(families, 0.0)
+    decoders = {f: Decoder(make_model(folder / f, f, hidden), torch.float32, torch.device("cpu")) for f in families}
+    tokenizer = Tokenizer.from_file(str(folder / families[0] / "tokenizer.json"))
+    for turn in range(rounds + 1):
+        for family, decoder in decoders.items():
+            generator, adapter = Generator(decoder, 32), LoadedAdapter("base", "", {})
+            asked = [Sequence(p, sampling, 0, Ending(sampling, frozenset(), tokenizer)) for p in prompts(16)]
+            loop = threading.Thread(target=generator.run)
+            began = time.process_time()
+            loop.start()
+            generator.submit(group := RequestGroup(adapter, asked))
+            group.done.wait()
+            spent = time.process_time() - began
+            generator.stop()
+            loop.join()
+            if turn:  # the first round warms up
+                best[family] = max(best[family], len(asked) * NEW_TOKENS / spent)
+    return {f: {"cpu": round(one), "share": round(one / best[families[0]], 3)} for f, one in best.items()}
 
 
 def main() -> None:
@@ -154,9 +189,16 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--families", choices=FAMILIES, nargs="*", help="compare these; without names, all")
     parser.add_argument("--sleep", action="store_true", help="measure sleep and wake instead")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.families is not None:
+        families = list(dict.fromkeys([arguments.family, *(arguments.families or FAMILIES)]))
+        with tempfile.TemporaryDirectory() as folder:
+            shares = compare_families(Path(folder), families, arguments.hidden[-1], arguments.rounds)
+        tell({"benchmark": "sampler families", "hidden": arguments.hidden[-1], **shares, **provenance()}, arguments.out)
+        return
     figures = []
     for hidden in arguments.hidden:
         with ExitStack() as stack:
@@ -171,11 +213,8 @@ def main() -> None:
             speed = measure(contestants, arguments.groups, arguments.group_size, arguments.rounds)
         figures.append({"hidden": hidden, "tokens_per_s": speed})
         print(json.dumps(figures[-1]), flush=True)
-    hardware = {"machine": platform.machine(), "cpus": os.cpu_count()}
-    result: dict[str, Any] = {"benchmark": "sampler", "family": arguments.family, "commit": commit()}
-    result |= {"hardware": hardware, "groups": arguments.groups, "group_size": arguments.group_size, "figures": figures}
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    result: dict[str, Any] = {"benchmark": "sampler", "family": arguments.family, "figures": figures, **provenance()}
+    tell(result | {"groups": arguments.groups, "group_size": arguments.group_size}, arguments.out)
 
 
 if __name__ == "__main__":

@@ -179,6 +179,11 @@ class SamplingSettings(BaseModel):
         description="for a sampler host and runs with `sampler: vllm`: vLLM's executable and further "
         "options of `vllm serve`, such as /opt/vllm/bin/vllm --gpu-memory-utilization 0.8",
     )
+    kept_bytes: int = Field(
+        default=1 << 30,
+        ge=0,
+        description="for a sampler host: what its own sampler keeps of prompts, for those that go on",
+    )
     weights_address: OwnAddress | None = Field(
         default=None,
         description="for a sampler host: this machine's IP address, to which trainers on other "

@@ -450,7 +450,8 @@ class SamplerCommand:
             routes = ["--tell-routes"] if key.tells_routes else []
             return [*program, *common, *routes, "--max-lora-rank", str(key.max_lora_rank), "--", *vllm]
         sockets = ["--socket", str(paths.sampler_socket), "--weights-socket", str(paths.weights_socket)]
-        own = [*sockets, "--logprobs-mode", "processed_logprobs"]
+        kept = ["--kept-bytes", str(self.host.settings.sampling.kept_bytes)]
+        own = [*sockets, *kept, "--logprobs-mode", "processed_logprobs"]
         return [*program, *common, *own, *self._for_other_machines(paths)]
 
     def _for_other_machines(self, paths: WorkerPaths) -> list[str]:

@@ -279,11 +279,18 @@ def decays_in_chunks(log_decay_XGC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gated_delta_rule(
-    query_THK: Tensor, key_THK: Tensor, value_TGV: Tensor, log_decay_TG: Tensor, step_TG: Tensor, plan: RecurrentPlan
+    query_THK: Tensor,
+    key_THK: Tensor,
+    value_TGV: Tensor,
+    log_decay_TG: Tensor,
+    step_TG: Tensor,
+    plan: RecurrentPlan,
+    entering: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens' outputs, [T, G, V] in the values' dtype, and the last level's states, [chunks, G, K, V].
 
-    Queries and keys are divided by their lengths, queries by the root of their size too.
+    Queries and keys are divided by their lengths, queries by the root of their size too. `entering`: the states before
+    the first level's chunks; None: zeros, or what other ranks pass.
     """
     query, key, value, log_decay, step = (
         in_chunks(x.to(torch.promote_types(torch.float32, x.dtype)), plan)
@@ -310,7 +317,6 @@ def gated_delta_rule(
         factor, added = function.split([key.shape[-2], value.shape[-1]], dim=-1)
         return added if state is None else added + factor @ state
 
-    entering = None
     if plan.crossing is not None:
         identity = F.pad(torch.eye(key.shape[-2], dtype=key.dtype, device=key.device), (0, value.shape[-1]))
         entering = entering_states(plan.crossing, identity.expand(key.shape[1], -1, -1), advance, apply)
@@ -339,7 +345,7 @@ def delta_step(
     query, key = _of_value_heads(query, key, value)
     state_BGKV *= log_decay_BG.exp()[..., None, None]
     change_BG1V = (value[:, :, None] - key[:, :, None] @ state_BGKV) * step_BG.to(state_BGKV.dtype)[..., None, None]
-    state_BGKV += key[..., None] * change_BG1V
+    state_BGKV.addcmul_(key[..., None], change_BG1V)
     return (query[:, :, None] @ state_BGKV)[:, :, 0].to(value_BGV.dtype)
 
 
@@ -395,9 +401,18 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def scan(
-    value_THP: Tensor, key_TGN: Tensor, query_TGN: Tensor, step_TH: Tensor, log_decay_TH: Tensor, plan: RecurrentPlan
+    value_THP: Tensor,
+    key_TGN: Tensor,
+    query_TGN: Tensor,
+    step_TH: Tensor,
+    log_decay_TH: Tensor,
+    plan: RecurrentPlan,
+    entering: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens' outputs, [T, H, P], and the last level's states, [chunks, G, R, P, N], in float32 at least."""
+    """Return the tokens' outputs, [T, H, P], and the last level's states, [chunks, G, R, P, N], in float32 at least.
+
+    `entering`: as of `gated_delta_rule`.
+    """
     wide = torch.promote_types(torch.float32, value_THP.dtype)
     written_THP = value_THP.to(wide) * step_TH.to(wide)[..., None]
     written, key, query, log_decay = (
@@ -419,7 +434,6 @@ def scan(
         added, factor = function[..., :-1, :], function[..., -1:, :]
         return added if state is None else added + factor * state
 
-    entering = None
     if plan.crossing is not None:
         identity = F.pad(torch.zeros_like(added_XGRPN[0]), (0, 0, 0, 1), value=1.0)
         entering = entering_states(plan.crossing, identity, advance, apply)
@@ -448,7 +462,7 @@ def scan_step(
     value, key, query = (x.to(state_BGRPN.dtype) for x in (value_BHP, key_BGN, query_BGN))
     heads = key.shape[1], -1  # by group
     state_BGRPN *= log_decay_BH.exp().unflatten(1, heads)[..., None, None]
-    state_BGRPN += (value * step_BH[..., None]).unflatten(1, heads)[..., None] * key[:, :, None, None]
+    state_BGRPN.addcmul_((value * step_BH[..., None]).unflatten(1, heads)[..., None], key[:, :, None, None])
     return (state_BGRPN @ query[:, :, None, :, None])[..., 0].flatten(1, 2)
 
 

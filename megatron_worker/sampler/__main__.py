@@ -58,7 +58,7 @@ def serve(options: argparse.Namespace) -> None:
     if not tokenizer_file.exists():
         raise InvalidInput("the model has no tokenizer.json", str(options.model))
     decoder = Decoder(options.model, getattr(torch, options.dtype), device)
-    generator = Generator(decoder, options.slots)
+    generator = Generator(decoder, options.slots, options.kept_bytes)
     made_for = json.loads((options.model / "config.json").read_bytes()).get("max_position_embeddings")
     longest = min(decoder.architecture.max_positions or sys.maxsize, int(made_for or sys.maxsize))
     limits = AnswerLimits(min(options.max_model_len, longest), options.logprobs_mode, longest)
@@ -112,6 +112,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="cuda where there is one, unless given")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; part of what makes a result bit-identical")
     parser.add_argument("--slots", type=int, default=32, help="sequences a step; part of that too")
+    parser.add_argument("--kept-bytes", type=int, default=1 << 30, help="for the states of prompts that may go on")
     parser.add_argument("--max-model-len", type=int, default=4096, help="prompt and completion together, in tokens")
     parser.add_argument(
         "--end-ids", type=int, nargs="*", default=[], help="tokens that end a sample, beside the model's own"

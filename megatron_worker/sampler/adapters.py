@@ -24,7 +24,7 @@ from shared.models import peft as peft_format
 class LoadedAdapter:
     """An adapter in memory; its folder is not needed any more. Without `lora_weights`: the model alone.
 
-    `head`: of a reward model, which scores and writes nothing.
+    `head`: of a reward model, which scores and writes nothing. `weights`: another object after each change of weights.
     `drawn_by`: which weights these are. Only the thread that generates changes them, between two tokens (`become`).
     """
 
@@ -33,11 +33,12 @@ class LoadedAdapter:
     lora_weights: Factors
     drawn_by: DrawnBy = field(default_factory=DrawnBy)
     head: HeadWeights | None = None
+    weights: object = field(default_factory=object)
 
     def become(self, other: "LoadedAdapter") -> None:
         """Take another one's weights, under the same name."""
         self.folder, self.lora_weights, self.drawn_by = other.folder, other.lora_weights, other.drawn_by
-        self.head = other.head
+        self.head, self.weights = other.head, other.weights
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         named = [(f"{n}.{matrix}", x) for n, lora in self.lora_weights.items() for matrix, x in lora.tensors.items()]

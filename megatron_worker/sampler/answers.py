@@ -31,6 +31,7 @@ from shared.chat.completions import (
     ErrorDetail,
     ErrorResponse,
     LogprobsMode,
+    PromptDetails,
     PromptLogprob,
     RoutedRequest,
     SamplerRequest,
@@ -372,7 +373,13 @@ def _new_id() -> str:
 def _usage(request: CompletionRequest, ticket: RequestGroup) -> Usage:
     num_prompt = sum(len(sequence.prompt) for sequence in ticket.sequences) // request.n
     num_drawn = sum(len(sequence.token_ids) for sequence in ticket.sequences)
-    return Usage(prompt_tokens=num_prompt, completion_tokens=num_drawn, total_tokens=num_prompt + num_drawn)
+    num_reused = sum(sequence.num_reused for sequence in ticket.sequences[:: request.n])
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_drawn,
+        total_tokens=num_prompt + num_drawn,
+        prompt_tokens_details=PromptDetails(cached_tokens=num_reused) if num_reused else None,
+    )
 
 
 def _several(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:

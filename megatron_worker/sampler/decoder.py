@@ -152,14 +152,18 @@ class Decoder:
     def new_cache(self, num_slots: int) -> Cache:
         return Cache(self._model.architecture, num_slots, self.dtype, self.device)
 
+    def new_pass(self, num_tokens: int, lora_weights: Factors) -> PromptPass:
+        return PromptPass(self._model.architecture, num_tokens, lora_weights)
+
     @torch.inference_mode()
-    def prefill(self, token_ids: Sequence[int], lora_weights: Factors) -> Prefilled:
-        """Read one prompt."""
+    def prefill(self, token_ids: Sequence[int], lora_weights: Factors, run: PromptPass | None = None) -> Prefilled:
+        """Read one prompt. `run`: a pass that may have blocks of it already, but not its last token."""
+        run = run or self.new_pass(len(token_ids), lora_weights)
         token_T = torch.tensor(token_ids, device=self.device)
-        run = PromptPass(self._model.architecture, token_T, self.dtype, lora_weights)
-        stream_TH = self._model.stream(token_T, torch.arange(len(token_T), device=self.device), run)
+        stream_TH = torch.cat([self._model.stream(*block, run) for block in run.blocks(token_T)])
         hidden_H = self._model.final_norm(stream_TH[-1:])[0]
-        return Prefilled(lora_weights, hidden_H, stream_TH, run.states, run.chosen)
+        experts = [torch.cat(blocks) for blocks in zip(*run.experts, strict=True)]
+        return Prefilled(lora_weights, hidden_H, stream_TH, run.states, experts, len(token_ids))
 
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...], prompt: Prefilled, num_top: int = 0) -> PromptScores:

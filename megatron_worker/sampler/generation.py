@@ -28,6 +28,7 @@ from megatron_worker.sampler.adapters import LoadedAdapter
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.drawing import NO_PENALTIES, Cuts, Drawn, Penalties, PromptScores, draw, likeliest, uniform
 from megatron_worker.sampler.layers import Factors, Prefilled
+from megatron_worker.sampler.prefixes import KeptPrefixes
 from shared.chat.completions import DrawnBy, Sampling
 from shared.errors import InvalidInput
 
@@ -97,6 +98,7 @@ class Sequence:
     `routes` gets the experts of the prompt's tokens, then of each token that was computed, [tokens, layers, experts of
     a token]; a token's experts are those that drew the next one.
     `grammar`: constrains the sequence; `following`: its position in the grammar, once it has a slot.
+    `num_reused`: tokens of the prompt that were not computed again for it (prefixes.py).
     `ticket`: the sequences that were submitted together with it.
     """
 
@@ -121,6 +123,7 @@ class Sequence:
     drawn_by: list[DrawnBy] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     routes: list[NDArray[np.int16]] = field(default_factory=list)
+    num_reused: int = 0
     end: End | None = None
     ticket: "RequestGroup" = field(init=False)
 
@@ -202,11 +205,13 @@ class Pause:
 class Generator:
     """The generation loop. `run` ends after `stop`; an error in it is a bug, and ends the process.
 
-    `num_changes` counts the changes of weights that have begun, except changes with `continues`.
+    `num_changes` counts the changes of weights that have begun, except changes with `continues`. `prefixes`: what is
+    kept of prompts, of all adapters, at most `kept_bytes`.
     """
 
-    def __init__(self, decoder: Decoder, num_slots: int) -> None:
+    def __init__(self, decoder: Decoder, num_slots: int, kept_bytes: int = 0) -> None:
         self._decoder = decoder
+        self.prefixes = KeptPrefixes(decoder, kept_bytes)
         self._num_slots = num_slots
         self._arrivals: queue.SimpleQueue[RequestGroup | Pause | None] = queue.SimpleQueue()
         self._pause: Pause | None = None
@@ -274,22 +279,22 @@ class Generator:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values of the running sequences, and of their prompts."""
-        return sum(lane.cache_bytes for lane in list(self._lanes.values()))
+        """Bytes of keys and values of the running sequences, of their prompts, and of what is kept of earlier ones."""
+        return self.prefixes.num_bytes + sum(lane.cache_bytes for lane in list(self._lanes.values()))
 
     def _lane(self, adapter: LoadedAdapter) -> "_AdapterBatch":
         if adapter not in self._lanes:
             if (shapes := shapes_of(adapter.lora_weights)) not in self._widths:
                 self._widths[shapes] = reliable_width(self._decoder, shapes, self._num_slots)
-            self._lanes[adapter] = _AdapterBatch(self._decoder, adapter, self._widths[shapes])
+            self._lanes[adapter] = _AdapterBatch(self._decoder, adapter, self._widths[shapes], self.prefixes)
         return self._lanes[adapter]
 
 
 class _AdapterBatch:
     """The slots that draw from one adapter."""
 
-    def __init__(self, decoder: Decoder, adapter: LoadedAdapter, num_slots: int) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, adapter: LoadedAdapter, num_slots: int, prefixes: KeptPrefixes) -> None:
+        self._decoder, self._prefixes = decoder, prefixes
         self._adapter = adapter
         self._drawn_by = adapter.drawn_by
         self._cache = decoder.new_cache(num_slots)
@@ -323,7 +328,7 @@ class _AdapterBatch:
         self._prompts.clear()
         for slot, sequence in enumerate(self._slots):
             if sequence is not None:
-                read = self._decoder.prefill((*sequence.prompt, *sequence.token_ids), self._lora)
+                read = self._read((*sequence.prompt, *sequence.token_ids))
                 self._cache.fill(slot, read)
                 self._hidden_BH[slot] = read.hidden_H
 
@@ -344,7 +349,7 @@ class _AdapterBatch:
     def _fill(self) -> None:
         for slot, sequence in enumerate(self._slots):
             if sequence is None and (arrival := self._next_waiting()) is not None:
-                prompt = self._prefilled(arrival.prompt)
+                prompt = self._prefilled(arrival)
                 self._cache.fill(slot, prompt)
                 self._hidden_BH[slot] = prompt.hidden_H
                 if arrival.tells_routes:
@@ -360,10 +365,10 @@ class _AdapterBatch:
             if sequence.ticket.cancelled:
                 continue
             if sequence.num_prompt_top is not None:
-                prompt = self._prefilled(sequence.prompt)
+                prompt = self._prefilled(sequence)
                 sequence.prompt_scores = self._decoder.score(sequence.prompt, prompt, sequence.num_prompt_top)
             if self._adapter.head is not None:
-                hidden_1H = self._prefilled(sequence.prompt).hidden_H[None]
+                hidden_1H = self._prefilled(sequence).hidden_H[None]
                 sequence.scalars = self._adapter.head.values(hidden_1H)[0].tolist()
             if not sequence.draws_nothing:
                 return sequence
@@ -371,12 +376,19 @@ class _AdapterBatch:
             sequence.ticket.one_ended()
         return None
 
-    def _prefilled(self, prompt: tuple[int, ...]) -> Prefilled:
-        if prompt not in self._prompts:
-            self._prompts[prompt] = self._decoder.prefill(prompt, self._lora)
+    def _prefilled(self, sequence: Sequence) -> Prefilled:
+        """Return a sequence's prompt as it was read; if it is to be scored, with the residual stream of all tokens."""
+        prompt, is_scored = sequence.prompt, sequence.num_prompt_top is not None
+        read = self._prompts.get(prompt)
+        if read is None or (is_scored and read.num_reused):
+            self._prompts[prompt] = read = self._read(prompt, is_scored)
             if len(self._prompts) > _KEPT_PROMPTS:
                 self._prompts.popitem(last=False)
-        return self._prompts[prompt]
+        sequence.num_reused = read.num_reused
+        return read
+
+    def _read(self, token_ids: tuple[int, ...], is_whole: bool = False) -> Prefilled:
+        return self._prefixes.prefill(self._adapter.weights, token_ids, self._lora, is_whole=is_whole)
 
     def _draw(self) -> None:
         if not any(self._slots):

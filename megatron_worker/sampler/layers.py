@@ -5,8 +5,9 @@ query heads, G key/value heads, P query heads for each of those, D size of a hea
 of a convolution, W its width; E experts, K experts of a token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +23,7 @@ from megatron_worker.mixers.linear_attention import (
     plan_recurrence,
     scan,
     scan_step,
-    with_ancestors,
 )
-from megatron_worker.mixers.tree_attention import attend_forest, plan_forest
 from shared.families.architecture import (
     Architecture,
     Attention,
@@ -137,7 +136,8 @@ class ModelTensors(LayerTensors):
 
 # --- What is before each token: of a prompt that is read, or of the slots of a cache ---
 
-BLOCK = 128
+BLOCK = 128  # positions of keys and values, in a step's attention
+PROMPT_BLOCK = 256  # tokens of a prompt that are read at once, and kept together: fewer have slower products
 
 States = tuple[Tensor, ...]
 """Of a layer with attention its keys and values, [G, T, D]; of a recurrent one the last inputs of its convolution, the
@@ -147,18 +147,26 @@ oldest first, [W - 1, J], and its state, if it has one. Empty if the layer has n
 @dataclass(frozen=True)
 class Prefilled:
     """The result of reading a prompt: the adapter, the last token's final hidden state, the states of each layer, the
-    experts that each layer with experts chose, [T, K], and the residual stream after the last layer (it gives the final
-    hidden states of all tokens)."""
+    experts that each layer with experts chose, [T, K], and the residual stream after the last layer of the tokens that
+    were computed (it gives their final hidden states).
+
+    `num_tokens`: of the prompt; `num_reused`: its first tokens, which were not computed again.
+    """
 
     lora_weights: Factors
     hidden_H: Tensor
     stream_TH: Tensor
-    states: list[States]
+    states: list[list[Tensor]]
     experts: list[Tensor]
+    num_tokens: int
+
+    @property
+    def num_reused(self) -> int:
+        return self.num_tokens - len(self.stream_TH)
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.stream_TH, *self.experts, *sum(self.states, ())))
+        return sum(tensor.nbytes for tensor in (self.stream_TH, *self.experts, *chain(*self.states)))
 
 
 class Cache:
@@ -186,7 +194,7 @@ class Cache:
                     tensors[number] = torch.cat([old, old.new_zeros(missing, *old.shape[1:])])
 
     def fill(self, slot: int, prompt: Prefilled) -> None:
-        self.reserve(len(prompt.stream_TH))
+        self.reserve(prompt.num_tokens)
         for mixer, tensors, sources in zip(self._mixers, self.states, prompt.states, strict=True):
             for target, source in zip(tensors, sources, strict=True):
                 if not isinstance(mixer, Attention):
@@ -214,53 +222,115 @@ def _shapes(mixer: Mixer | None, num_slots: int) -> tuple[tuple[int, ...], ...]:
 
 
 class PromptPass(LayerPass):
-    """All tokens of one prompt.
+    """One prompt, a block of tokens at a time, each behind the states that the blocks before it have left.
+
+    A block is computed by itself. So its bits depend on the tokens up to its end, and on no later ones.
 
     Attributes:
-        chosen: the experts that layers with experts chose, [T, K] each.
-        states: what a cache needs of each layer.
+        states: of the tokens so far. Keys and values have room for the whole prompt.
+        chosen: the experts that layers with experts chose for the block's tokens, [T, K] each.
+        experts: those of each block so far.
+        recurrent_at: the recurrent states behind so many tokens, for the numbers that are its keys.
     """
 
-    def __init__(self, a: Architecture, token_T: Tensor, dtype: torch.dtype, lora_weights: Factors) -> None:
-        self.lora_weights = lora_weights
-        self.chosen: list[Tensor] = []
-        self.states: list[States] = [()] * a.num_layers
-        parent_T = torch.arange(len(token_T), device=token_T.device) - 1
-        self._recurrence = None if a.conv_width is None else plan_recurrence(parent_T, a.conv_width)
-        self._forests = {
-            window: plan_forest(parent_T, dtype, window=window)
-            for window in a.windows
-            if a.has_sinks or (window is not None and len(token_T) > window)
-        }
+    def __init__(self, a: Architecture, num_tokens: int, lora_weights: Factors) -> None:
+        self.lora_weights, self.is_recurrent = lora_weights, a.conv_width is not None
+        self.states = [list[Tensor]() for _ in a.mixers]
+        self.experts: list[list[Tensor]] = []
+        self.recurrent_at: dict[int, list[States]] = {}
+        self._mixers, self._conv_width, self._num_tokens, self._first = a.mixers, a.conv_width, num_tokens, 0
+
+    def blocks(self, token_T: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the tokens and positions of each block behind those that the pass has, to be computed at once."""
+        all_T = torch.arange(len(token_T), device=token_T.device)
+        for position_T in all_T[len(self.experts) * PROMPT_BLOCK :].split(PROMPT_BLOCK):
+            self._first, self._position_T = len(self.experts) * PROMPT_BLOCK, position_T
+            self.chosen = list[Tensor]()
+            self._masks = dict[int | None, Tensor]()
+            if self._conv_width is not None:
+                self._recurrence = plan_recurrence(position_T - self._first - 1, self._conv_width)
+            yield token_T[position_T], position_T
+            self.experts.append(self.chosen)
+            if (end := self._first + PROMPT_BLOCK) in self.recurrent_at:
+                self.recurrent_at[end] = [() if isinstance(m, Attention) else tuple(x) for m, x in self._by_layer()]
+
+    def block(self, number: int) -> list[States]:
+        """Return a copy of the keys and values of one block."""
+        here = slice(number * PROMPT_BLOCK, (number + 1) * PROMPT_BLOCK)
+        return [
+            tuple(x_GTD[:, here].clone() for x_GTD in states if isinstance(mixer, Attention))
+            for mixer, states in self._by_layer()
+        ]
+
+    def take_block(self, states: Sequence[States], experts: list[Tensor]) -> None:
+        """Take the next block's keys, values and experts, as they were computed before."""
+        self._first = len(self.experts) * PROMPT_BLOCK
+        for layer, made in enumerate(states):
+            self._write(layer, made)
+        self.experts.append(experts)
+
+    def take_recurrent(self, states: Sequence[States]) -> None:
+        """Take the recurrent states behind the blocks that were taken."""
+        self.states = [list(own or before) for own, before in zip(states, self.states, strict=True)]
+
+    def _by_layer(self) -> Iterator[tuple[Mixer | None, list[Tensor]]]:
+        return zip(self._mixers, self.states, strict=True)
+
+    def _write(self, layer: int, made: States) -> None:
+        """Write the block's keys and values behind those of the blocks before it."""
+        if not self.states[layer]:
+            self.states[layer] = [x.new_empty(len(x), self._num_tokens, x.shape[2]) for x in made]
+        for whole_GTD, x_GTD in zip(self.states[layer], made, strict=True):
+            whole_GTD[:, self._first : self._first + x_GTD.shape[1]] = x_GTD
 
     def attend(
         self, layer: int, query_TQD: Tensor, made: tuple[Tensor, Tensor] | None, a: Attention, sink_Q: Tensor | None
     ) -> Tensor:
         if made is not None:
-            self.states[layer] = tuple(x.transpose(0, 1).contiguous() for x in made)
-        key_TGD, value_TGD = (x_GTD.transpose(0, 1) for x_GTD in self.states[_source_of(layer, a)])
+            self._write(layer, tuple(x.transpose(0, 1) for x in made))
+        end = self._first + len(query_TQD)
+        seen = slice(0 if a.window is None else max(0, self._first - a.window + 1), end)
+        key_TGD, value_TGD = (x_GTD[:, seen].transpose(0, 1) for x_GTD in self.states[_source_of(layer, a)])
         query, key, value = attention_operands(query_TQD, key_TGD, value_TGD, a.scale)
-        if (forest := self._forests.get(a.window)) is not None:
-            return attend_forest(query, key, value, forest, sink_Q)
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        attended_1QTD = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        is_causal = self._first == 0 and sink_Q is None and not (a.window is not None and a.window < end)
+        mask_TX = None if is_causal else self._mask(seen, a.window, query.dtype)
+        if sink_Q is not None and mask_TX is not None:  # the score of one more key, whose value is zero
+            key, value = (F.pad(x, (0, 0, 1, 0)) for x in (key, value))
+            sink_QT1 = sink_Q[:, None, None].expand(-1, len(query_TQD), 1)
+            mask_TX = torch.cat([sink_QT1, mask_TX.expand(len(sink_Q), -1, -1)], dim=2)[None]
+        attended_1QTD = F.scaled_dot_product_attention(query, key, value, mask_TX, is_causal=is_causal, enable_gqa=True)
         return attended_1QTD[0].transpose(0, 1)[..., : value_TGD.shape[-1]]
 
+    def _mask(self, seen: slice, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return what is added to the scores of the block's tokens beside the tokens that are seen: 0 or -inf."""
+        if window not in self._masks:
+            position_T1 = self._position_T[:, None]
+            index_X = torch.arange(seen.start, seen.stop, device=position_T1.device)
+            is_hidden_TX = index_X > position_T1
+            if window is not None:
+                is_hidden_TX |= index_X <= position_T1 - window
+            self._masks[window] = torch.zeros_like(is_hidden_TX, dtype=dtype).masked_fill_(is_hidden_TX, -torch.inf)
+        return self._masks[window]
+
     def convolve(self, layer: int, input_TJ: Tensor, weight_JW: Tensor, bias_J: Tensor | None = None) -> Tensor:
-        assert self._recurrence is not None
-        before = weight_JW.shape[1] - 1
-        self.states[layer] = (F.pad(input_TJ, (0, 0, before, 0))[len(input_TJ) :].clone(),)
-        return convolve(with_ancestors(input_TJ, self._recurrence), weight_JW, bias_J)
+        num_before, num_tokens = weight_JW.shape[1] - 1, len(input_TJ)
+        held_WJ, *state = self.states[layer] or [input_TJ.new_zeros(num_before, input_TJ.shape[1])]
+        whole = torch.cat([held_WJ, input_TJ])
+        self.states[layer] = [whole[num_tokens:].clone(), *state]
+        shifted = (whole[first : first + num_tokens] for first in range(num_before, -1, -1))
+        return convolve(shifted, weight_JW, bias_J)
 
     def recur(self, layer: int, a: DeltaNet | Mamba2, rows: Rows) -> Tensor:
-        assert self._recurrence is not None
-        output, states = (gated_delta_rule if isinstance(a, DeltaNet) else scan)(*rows, self._recurrence)
-        self.states[layer] += (states[0],)
+        held_WJ, *state = self.states[layer]
+        entering = state[0][None] if state else None
+        output, states = (gated_delta_rule if isinstance(a, DeltaNet) else scan)(*rows, self._recurrence, entering)
+        self.states[layer] = [held_WJ, states[0]]
         return output
 
     def sum_of_experts(self, x_TH: Tensor, weight_TK: Tensor, expert_TK: Tensor, experts: Experts) -> Tensor:
         """A prompt is read alone: each expert computes only the tokens that chose it."""
-        self.chosen.append(expert_TK)
+        self.chosen.append(expert_TK.short())
         return families.sum_of_experts(x_TH, weight_TK, expert_TK, lambda n, x_MH: experts.output(n, x_MH, self))
 
 

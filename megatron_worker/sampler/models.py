@@ -320,6 +320,7 @@ class Models:
                 self._adapters.clear()
                 self._synced_adapters.clear()
                 self._renewed = goes_on
+            self._generator.prefixes.forget()
             try:
                 base, synced = write()
                 if goes_on is not None:
@@ -458,12 +459,15 @@ class Sleep:
             weights=PartMemory(device=self._weights.device_bytes, host=self._weights.host_bytes),
             adapters=PartMemory(device=adapters, host=sum(copy.host_bytes for copy in self._adapters)),
             caches=PartMemory(device=self._generator.cache_bytes),
+            prompt_tokens_computed=self._generator.prefixes.num_computed,
+            prompt_tokens_reused=self._generator.prefixes.num_reused,
         )
 
     def _fall_asleep(self, level: Literal[1, 2]) -> None:
         if level <= self._level:
             return
         self._models.is_asleep = True
+        self._generator.prefixes.forget()
         if level == 1 and self._decoder.device.type != "cpu":
             tensors = [[x for _, x in adapter.named_tensors()] for adapter in self._models.adapters()]
             self._adapters = [HostCopy(of_one) for of_one in tensors if of_one]

@@ -326,10 +326,17 @@ class DrawnBy(SamplerAnswer):
         return self.model_copy(update={"policy_version": policy_version})
 
 
+class PromptDetails(SamplerAnswer):
+    """`cached_tokens`: of the prompt, those whose keys, values and states were kept from an earlier one."""
+
+    cached_tokens: int | None = None
+
+
 class Usage(SamplerAnswer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails | None = Field(default=None, exclude_if=lambda details: details is None)
 
 
 class CompletionResponse(SamplerAnswer):
@@ -479,13 +486,17 @@ class PartMemory(SamplerAnswer):
 class SamplerMemory(SamplerAnswer):
     """`GET /v1/memory` of our own sampler: its sleep level (0: awake), and the bytes of its parts.
 
-    `caches`: keys and values of the sequences in progress.
+    `caches`: keys, values and recurrent states of the sequences in progress, and those that are kept of prompts.
+    `prompt_tokens_computed`, `prompt_tokens_reused`: tokens of all prompts that it read, and that it did not compute
+    again as they were kept.
     """
 
     asleep: Literal[0, 1, 2]
     weights: PartMemory
     adapters: PartMemory
     caches: PartMemory
+    prompt_tokens_computed: int = 0
+    prompt_tokens_reused: int = 0
 
     @property
     def device_bytes(self) -> int:
