@@ -1,4 +1,4 @@
-"""A conversation whose turns go on from what the sampler keeps: tokens computed again a turn, and the time.
+"""A conversation of many turns with a sampler that keeps prompts: tokens computed again a turn, and the time.
 
     python -m benchmarks.warm_conversation [--families qwen3 qwen3_5 gpt_oss] [--turns 20] [--out FILE.json]
 

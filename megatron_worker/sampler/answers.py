@@ -223,6 +223,7 @@ class Answers:
                 grammar=grammar,
                 num_prompt_top=num_prompt_top,
                 draws_nothing=not request.max_tokens,
+                asking=request.user or "",
                 tells_routes=request.return_routed_experts,
             )
             for prompt in prompts

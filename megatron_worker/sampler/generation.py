@@ -98,7 +98,8 @@ class Sequence:
     `routes` gets the experts of the prompt's tokens, then of each token that was computed, [tokens, layers, experts of
     a token]; a token's experts are those that drew the next one.
     `grammar`: constrains the sequence; `following`: its position in the grammar, once it has a slot.
-    `num_reused`: tokens of the prompt that were not computed again for it (prefixes.py).
+    `asking`: names who asks; nothing that was kept of another's prompts is used, as the answer tells it. `num_reused`:
+    tokens of the prompt that were not computed again for it (prefixes.py).
     `ticket`: the sequences that were submitted together with it.
     """
 
@@ -106,6 +107,7 @@ class Sequence:
     sampling: Sampling
     seed: int
     ending: Ending
+    asking: str = ""
     num_top: int = 0
     top_k: int = sys.maxsize
     min_p: float = 0.0
@@ -279,7 +281,7 @@ class Generator:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values of the running sequences, of their prompts, and of what is kept of earlier ones."""
+        """Bytes of keys and values of the running sequences, of their prompts, and of earlier ones that are kept."""
         return self.prefixes.num_bytes + sum(lane.cache_bytes for lane in list(self._lanes.values()))
 
     def _lane(self, adapter: LoadedAdapter) -> "_AdapterBatch":
@@ -303,7 +305,7 @@ class _AdapterBatch:
         )
         self._slots: list[Sequence | None] = [None] * num_slots
         self._waiting: deque[Sequence] = deque()
-        self._prompts: OrderedDict[tuple[int, ...], Prefilled] = OrderedDict()
+        self._prompts: OrderedDict[tuple[str, tuple[int, ...]], Prefilled] = OrderedDict()
 
     @property
     def is_idle(self) -> bool:
@@ -328,7 +330,7 @@ class _AdapterBatch:
         self._prompts.clear()
         for slot, sequence in enumerate(self._slots):
             if sequence is not None:
-                read = self._read((*sequence.prompt, *sequence.token_ids))
+                read = self._read(sequence.asking, (*sequence.prompt, *sequence.token_ids))
                 self._cache.fill(slot, read)
                 self._hidden_BH[slot] = read.hidden_H
 
@@ -378,17 +380,18 @@ class _AdapterBatch:
 
     def _prefilled(self, sequence: Sequence) -> Prefilled:
         """Return a sequence's prompt as it was read; if it is to be scored, with the residual stream of all tokens."""
-        prompt, is_scored = sequence.prompt, sequence.num_prompt_top is not None
+        prompt, is_scored = (sequence.asking, sequence.prompt), sequence.num_prompt_top is not None
         read = self._prompts.get(prompt)
         if read is None or (is_scored and read.num_reused):
-            self._prompts[prompt] = read = self._read(prompt, is_scored)
+            self._prompts[prompt] = read = self._read(*prompt, is_whole=is_scored)
             if len(self._prompts) > _KEPT_PROMPTS:
                 self._prompts.popitem(last=False)
         sequence.num_reused = read.num_reused
         return read
 
-    def _read(self, token_ids: tuple[int, ...], is_whole: bool = False) -> Prefilled:
-        return self._prefixes.prefill(self._adapter.weights, token_ids, self._lora, is_whole=is_whole)
+    def _read(self, asking: str, token_ids: tuple[int, ...], is_whole: bool = False) -> Prefilled:
+        owner = self._adapter.weights, asking
+        return self._prefixes.prefill(owner, token_ids, self._lora, is_whole=is_whole)
 
     def _draw(self) -> None:
         if not any(self._slots):

@@ -230,7 +230,7 @@ class PromptPass(LayerPass):
         states: of the tokens so far. Keys and values have room for the whole prompt.
         chosen: the experts that layers with experts chose for the block's tokens, [T, K] each.
         experts: those of each block so far.
-        recurrent_at: the recurrent states behind so many tokens, for the numbers that are its keys.
+        recurrent_at: the recurrent states behind a number of tokens, which is the key.
     """
 
     def __init__(self, a: Architecture, num_tokens: int, lora_weights: Factors) -> None:

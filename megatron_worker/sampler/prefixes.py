@@ -1,11 +1,11 @@
-"""What was computed of earlier prompts, kept for those that begin with the same tokens, as a conversation's next turn.
+"""States of earlier prompts, kept for those that begin with the same tokens, as a conversation's next turn does.
 
 A block's bits depend on the tokens up to its end alone (`PromptPass`). So a kept block has the bits that it would have
 if it were computed again, and no result tells whether it was kept.
 
 Keys and values of every block are kept, as a tree: a block is found by the one before it and its tokens. A recurrent
-state is as large as many blocks, so it is kept only where prompts go on: behind the last whole block of a prompt, and
-where two prompts part.
+state is as large as many blocks, so it is kept only in two places: behind the last whole block of a prompt, and behind
+the last block that two prompts share.
 """
 
 from collections import OrderedDict
@@ -32,7 +32,7 @@ class Kept:
 
 
 Key = tuple[object, tuple[int, ...]]
-"""Of a block: the block before it, or the weights, and its tokens. Of recurrent states: the block before, no tokens."""
+"""Of a block: the block before it, or the owner, and its tokens. Of recurrent states: the block before, no tokens."""
 
 
 class KeptPrefixes:
@@ -53,28 +53,28 @@ class KeptPrefixes:
         self.num_bytes = 0
 
     def prefill(
-        self, weights: object, token_ids: Sequence[int], lora_weights: Factors, *, is_whole: bool = False
+        self, owner: object, token_ids: Sequence[int], lora_weights: Factors, *, is_whole: bool = False
     ) -> Prefilled:
         """Read a prompt, from where a kept prefix of it ends. Its last token is always computed.
 
         Args:
-            weights: stands for the adapter's weights: what was kept by another object is not used.
+            owner: the adapter's weights, and who asks: nothing that was kept for another owner is used.
             is_whole: compute all tokens, so that `stream_TH` has all of them.
         """
         run = self._decoder.new_pass(len(token_ids), lora_weights)
         ends = range(PROMPT_BLOCK, len(token_ids) + 1, PROMPT_BLOCK) if self._max_bytes else ()
         blocks = [tuple(token_ids[end - PROMPT_BLOCK : end]) for end in ends]
         most = 0 if is_whole else (len(token_ids) - 1) // PROMPT_BLOCK
-        self._enter(run, self._path(weights, blocks), most, len(blocks))
+        self._enter(run, self._path(owner, blocks), most, len(blocks))
         read = self._decoder.prefill(token_ids, lora_weights, run)
         self.num_computed += len(read.stream_TH)
         self.num_reused += read.num_reused
-        self._keep(run, weights, blocks)
+        self._keep(run, owner, blocks)
         return read
 
-    def _path(self, weights: object, blocks: list[tuple[int, ...]]) -> list[Kept]:
+    def _path(self, owner: object, blocks: list[tuple[int, ...]]) -> list[Kept]:
         """Return the first blocks of a prompt, as far as they are kept."""
-        path, before = list[Kept](), weights
+        path, before = list[Kept](), owner
         for block in blocks:
             if (found := self._kept.get((before, block))) is None:
                 break
@@ -82,7 +82,7 @@ class KeptPrefixes:
         return path
 
     def _enter(self, run: PromptPass, path: list[Kept], most: int, num_blocks: int) -> None:
-        """Give a pass at most so many blocks, and have it remember the recurrent states that will be kept."""
+        """Give a pass at most `most` blocks, and have it remember the recurrent states that will be kept."""
         num_taken = min(len(path), most)
         if run.is_recurrent:
             run.recurrent_at = {num * PROMPT_BLOCK: [] for num in (num_taken, num_blocks)}
@@ -95,9 +95,9 @@ class KeptPrefixes:
             run.take_recurrent(self._kept[key].states)
             self._kept.move_to_end(key)
 
-    def _keep(self, run: PromptPass, weights: object, blocks: list[tuple[int, ...]]) -> None:
+    def _keep(self, run: PromptPass, owner: object, blocks: list[tuple[int, ...]]) -> None:
         """Keep a prompt's blocks, and let go what was used the longest ago: of a prompt the last blocks first."""
-        before, keys = weights, list[Key]()
+        before, keys = owner, list[Key]()
         for number, block in enumerate(blocks):
             keys.append((before, block))
             if keys[-1] not in self._kept:

@@ -24,7 +24,9 @@ FIRST = 300
 AMPLE = 1 << 30
 
 
-def talk(folder: Path, generator: Generator, adapter: LoadedAdapter, num_turns: int = 5) -> list[Sequence]:
+def talk(
+    folder: Path, generator: Generator, adapter: LoadedAdapter, num_turns: int = 5, asking: str = ""
+) -> list[Sequence]:
     """Draw two samples a turn; the first one's tokens and some new ones go on in the next turn."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompt, turns = tuple(ids_of(FIRST)), list[Sequence]()
@@ -32,7 +34,7 @@ def talk(folder: Path, generator: Generator, adapter: LoadedAdapter, num_turns: 
         two = [Sequence(prompt, SAMPLING, 2 * turn + j, Ending(SAMPLING, frozenset(), tokenizer)) for j in range(2)]
         for sequence in two:
             sequence.tells_routes = generator.prefixes._decoder.architecture.num_experts > 0
-            sequence.num_top = 2
+            sequence.num_top, sequence.asking = 2, asking
         generator.submit(group := RequestGroup(adapter, two))
         assert group.done.wait(300)
         turns += two
@@ -111,6 +113,15 @@ def test_other_weights_use_nothing_of_what_was_kept(tmp_path: Path) -> None:
         assert found[0].num_reused == 0
     with Loop(decoder, 0) as cold:
         assert list(map(told, found)) == list(map(told, talk(folder, cold, later)))
+
+
+def test_nobody_finds_out_what_others_asked(tmp_path: Path) -> None:
+    folder = distinct_model(tmp_path, "qwen3", tied=False)
+    with Loop(Decoder(folder, torch.float32, CPU), AMPLE) as warm:
+        base = LoadedAdapter("base", "", {})
+        first, other, again = (talk(folder, warm, base, 1, asking)[0] for asking in ("one", "other", "one"))
+    assert (first.num_reused, other.num_reused) == (0, 0) and again.num_reused == PROMPT_BLOCK
+    assert told(first) == told(other) == told(again)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])

@@ -595,7 +595,7 @@ add_operations(
 @router.post("/schedules", status_code=201)
 async def create_schedule(scheduled: JsonBody[ScheduledRun], backend: Backed, asking: Asking) -> ScheduleView:
     """Start runs at times. The same request once more is the same schedule; 409 for another under its name."""
-    # What the names in it mean is looked up each time that it acts.
+    # The names in it are looked up each time that it acts.
     await asyncio.to_thread(backend.names.resolved, asking.tenant, scheduled.run, "run.")
     return await backend.schedules.create(asking.tenant, asking.key_id, scheduled)
 
