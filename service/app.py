@@ -27,7 +27,7 @@ from service.apis import page as pages
 from service.apis.art import training_jobs as art_jobs
 from service.apis.art import wandb_artifacts
 from service.apis.edge import LOOPBACK_NAMES, Edge, HeadRequests
-from service.apis.native import episodes, installation
+from service.apis.native import installation
 from service.apis.native import runs as runs_api
 from service.apis.openai import chat as openai_chat
 from service.apis.openai import files as openai_files
@@ -62,7 +62,7 @@ _THREADS = 64
 ROUTERS = (
     runs_api.open_router,
     runs_api.router,
-    episodes.router,
+    installation.episodes_router,
     installation.router,
     installation.accounts_router,
     installation.codec_router,

@@ -455,6 +455,11 @@ def checked(model: "type[M]", fields: dict[str, Any]) -> "M":
         raise Stop(first_rule(error), USAGE, "--help lists the options") from None
 
 
+def said(message: dict[str, Any]) -> str:
+    calls = (f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ())
+    return "\n".join(filter(None, (str(message.get("content") or ""), *calls)))
+
+
 # --- The headings of `longshore --help`, and the module that defines each command ---
 #
 # A module is imported when one of its commands is asked for: `longshore ls` loads nothing of `submit`.
@@ -468,15 +473,13 @@ HEADINGS = {
     },
     "Look at runs": {
         **dict.fromkeys(("ls", "get", "watch", "logs", "events", "steps", "metrics", "compare"), "runs"),
-        **dict.fromkeys(("checkpoints", "profile"), "runs"),
-        "episodes": "episodes",
+        **dict.fromkeys(("checkpoints", "profile", "episodes"), "runs"),
         "session": "runs",
         "webhook": "schedules",
     },
     "Change runs": dict.fromkeys(("pause", "cancel", "resume", "retry", "rm"), "runs"),
     "Use what they published": {
-        **dict.fromkeys(("models", "chat", "download", "export", "verify"), "models"),
-        "episode": "episodes",
+        **dict.fromkeys(("models", "chat", "download", "export", "verify", "episode"), "models"),
     },
     "Services, keys, tenants": {
         **{"login": "account", "logout": "account"},

@@ -1,11 +1,13 @@
-"""`models`, `chat`, `download`, `export` and `verify`: list, ask, fetch and check published models."""
+"""`models`, `chat`, `download`, `export`, `verify` and `episode`: list, ask, fetch and check published models."""
 
+import os
 import re
+import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from service.cli import command as cli
 if TYPE_CHECKING:
     from activities.model_look import ModelLook
     from longshore import Client, Export
-    from longshore.views import ExportView, FileEntry, PublicKey
+    from longshore.views import EpisodeTurnView, EpisodeView, ExportView, FileEntry, PublicKey
     from service.inference.retraining import Retrained
     from shared.models.shape import LayoutBytes
     from shared.provenance import Statement
@@ -478,3 +480,127 @@ def _told() -> Iterator[None]:
         raise cli.Stop(f"--push: {problem}") from None
     except (HTTPError, ValueError) as error:
         raise cli.Stop(f"--push: {type(error).__name__} from the hub's library") from None
+
+
+# --- `longshore episode`: addresses at which agents ask a model, and what was said there ---
+
+_AGENT_EXAMPLES = """\b
+Examples:
+  longshore episode run harbour -- claude -p "How many crates are on quay 3?"
+  longshore episode run harbour --temperature 0.7 -- python my_agent.py
+  longshore episode show ep-…
+"""
+# Variables that tell agents where the service is. Their keys mean nothing: the address has the episode's secret.
+_URLS = {"OPENAI_BASE_URL": "/v1", "OPENAI_API_BASE": "/v1", "ANTHROPIC_BASE_URL": ""}
+_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
+_MODEL_VARIABLES = (
+    *("OPENAI_MODEL", "ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
+    *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("SONNET", "OPUS", "HAIKU")),
+)
+_SETTINGS = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+
+episode = cli.group(help="Let agents ask a model at addresses of their own, to be trained on.", epilog=_AGENT_EXAMPLES)
+app.add_typer(episode, name="episode")
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A published model, or a base model, by name.")]
+EpisodeId = Annotated[str, typer.Argument(metavar="EPISODE", help="The episode's id.")]
+Temperature = Annotated[float, typer.Option(help="Of every answer, whatever the agent asks for.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Of an answer; the agent may ask for fewer.")]
+Lasts = Annotated[str, typer.Option(metavar="TIME", help="Until it ends by itself, such as 90m.")]
+Seed = Annotated[int | None, typer.Option(help="Of its answers; by default a random one.")]
+_EPISODE_COLUMNS: dict[str, Any] = {
+    **{"episode": "episode_id", "model": "model", "state": "state"},
+    "turns": lambda one: _num_turns(one),
+}
+
+
+@cli.command(episode)
+def begin(
+    client: "Client",
+    model: Model,
+    temperature: Temperature = 1.0,
+    max_tokens: MaxTokens = None,
+    lasts: Lasts = "1h",
+    seed: Seed = None,
+) -> cli.CommandAnswer:
+    """Make an episode. Its address is shown only once: an agent's base URL, for OpenAI's clients with /v1 behind it."""
+    made = _begun(client, model, temperature, max_tokens, lasts, seed)
+    return cli.CommandAnswer(made, lambda: print(made.episode_id, made.url, sep="\n"))
+
+
+@cli.command(episode, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    client: "Client",
+    context: typer.Context,
+    model: Model,
+    temperature: Temperature = 1.0,
+    max_tokens: MaxTokens = None,
+    lasts: Lasts = "1h",
+    seed: Seed = None,
+) -> cli.CommandAnswer:
+    """Run a program as an agent, and end its episode when it ends: longshore episode run MODEL -- PROGRAM …
+
+    The program finds the address and the model in OPENAI_BASE_URL, ANTHROPIC_BASE_URL, OPENAI_MODEL, ANTHROPIC_MODEL
+    and the variables of Claude Code. Its output goes to stderr. The exit code is the program's.
+    """
+    if not context.args:
+        raise cli.Stop("name the program behind --: longshore episode run MODEL -- python my_agent.py", cli.USAGE)
+    made = _begun(client, model, temperature, max_tokens, lasts, seed)
+    names = dict.fromkeys(_MODEL_VARIABLES, model) | dict.fromkeys(_KEYS, "episode") | _SETTINGS
+    found = {name: f"{made.url}{path}" for name, path in _URLS.items()}
+    try:
+        code = subprocess.run(context.args, env={**os.environ, **names, **found}, stdout=2, check=False).returncode
+    except OSError as error:
+        raise cli.Stop(f"{context.args[0]}: {error.strerror}") from error
+    finally:
+        ended = client.episodes.end(made.episode_id)
+    return cli.CommandAnswer(ended, lambda: cli.say(f"{ended.episode_id}: {_num_turns(ended)}"), code=code)
+
+
+@cli.command(episode, name="ls")
+def list_episodes(
+    client: "Client", limit: Annotated[int, typer.Option(help="At most so many.")] = 20
+) -> cli.CommandAnswer:
+    """List episodes, newest first."""
+    found = client.episodes.list(limit)
+    return cli.CommandAnswer(found, partial(cli.print_items, found, _EPISODE_COLUMNS))
+
+
+@cli.command(episode, name="show")
+def show_episode(client: "Client", episode_id: EpisodeId) -> cli.CommandAnswer:
+    """Show what was said in an episode: of each turn what was new in the question, and the answer."""
+    turns = client.episodes.turns(episode_id)
+    return cli.CommandAnswer(turns, partial(_print_turns, turns))
+
+
+cli.by_id(
+    *(episode, "end", EpisodeId, lambda client, id: client.episodes.end(id)),
+    lambda id, ended: cli.say(f"{id}: {_num_turns(ended)}"),
+    "End an episode, so that it can be trained.",
+)
+
+
+def _begun(
+    client: "Client", model: str, temperature: float, max_tokens: int | None, lasts: str, seed: int | None
+) -> "EpisodeView":
+    sampling = {"temperature": temperature, "max_tokens": max_tokens}
+    asked = {"model": model, "sampling": sampling, "lasts_s": cli.seconds_of(lasts, "--lasts"), "seed": seed}
+    return client.episodes.begin(cli.checked(longshore.EpisodeRequest, asked))
+
+
+def _num_turns(one: "EpisodeView") -> str:
+    if one.end is None:
+        return ""
+    side = f", and {one.end.num_side_turns} that are not trained" if one.end.num_side_turns else ""
+    return f"{one.end.num_turns} turns{side}"
+
+
+def _print_turns(turns: "Sequence[EpisodeTurnView]") -> None:
+    numbers = {turn.answer_id: number for number, turn in enumerate(turns, 1)}
+    for number, turn in enumerate(turns, 1):
+        after = f", after turn {numbers.get(turn.after, '?')}" if turn.after else ""
+        kept = " by its ids" if turn.continues else ""
+        side = ", not trained" if turn.is_side else ""
+        print(f"--- turn {number}{after}{kept}{side}: {turn.num_tokens} tokens, {turn.finish_reason}")
+        for message in (*turn.messages, turn.answer):
+            print(f"{message.get('role', '?')}: {cli.said(message)}")

@@ -1,5 +1,6 @@
 """Commands that list, show, follow and change runs."""
 
+import json
 import os
 import secrets
 import time
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from longshore import Client
     from longshore.accounts import FileView
     from longshore.runs import Run
-    from longshore.views import Metrics, RunView, StepStatus
+    from longshore.views import DrawnSample, Metrics, RunView, StepStatus
 
 # --- Start a run: its options are the fields of the run models (service/cli/run_options.py) ---
 
@@ -670,3 +671,51 @@ def close(client: "Client", run_id: RunId) -> cli.CommandAnswer:
     """Close a session: it ends after the commands that were sent, and its state stays."""
     words = f"{run_id} ends when its commands are done"
     return cli.CommandAnswer(outcome(client.sessions.close(run_id)), partial(cli.say, words))
+
+
+# --- `longshore episodes`: those that a run has played in its environment, and its other samples ---
+
+_PLAYED: dict[str, Any] = {
+    **{"number": "number", "group": "group", "tokens": "num_tokens"},
+    "turns": lambda one: str(one.episode.num_turns if one.episode else 1),
+    "reward": lambda one: "" if one.episode is None or one.episode.reward is None else f"{one.episode.reward:g}",
+    "end": lambda one: one.finish_reason if one.episode is None else one.episode.end,
+    "error": lambda one: shorten((one.episode and one.episode.error) or "", 80),
+}
+
+
+@cli.command(app)
+def episodes(
+    client: "Client",
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run's id.")],
+    step: Annotated[int | None, typer.Option(help="Of this train step; by default the newest.")] = None,
+    of: Annotated[str, typer.Option(help="train, or of evaluations eval or eval_NAME.")] = "train",
+    failed: Annotated[bool, typer.Option("--failed", help="Only those without a reward.")] = False,
+    number: Annotated[int | None, typer.Option(help="Show what was said in this one.", min=0)] = None,
+    limit: Annotated[int, typer.Option(help="At most so many.", min=1, max=256)] = 32,
+) -> cli.CommandAnswer:
+    """List the episodes, or other samples, of a step of a run that draws its own; with --number show one."""
+    if step is None:
+        with_samples = [one.step for one in client.runs.steps(run_id).steps if of in one.samples]
+        if not with_samples:
+            raise cli.Stop(f"no step of {run_id} has samples of {of}", cli.FAILED, "give --of eval, or wait for a step")
+        step = with_samples[-1]
+    only = {"first": number, "limit": 1} if number is not None else {"limit": limit}
+    found = client.runs.samples(run_id, step, of, failed=failed, **only)
+    if number is None:
+        return cli.CommandAnswer(found, partial(cli.print_items, found, _PLAYED))
+    return cli.CommandAnswer(found, partial(_print_samples, found))
+
+
+def _print_samples(found: "Sequence[DrawnSample]") -> None:
+    for one in found:
+        print(f"--- item: {json.dumps(one.item, ensure_ascii=False)}")
+        if one.episode is None:
+            print(one.text)
+            continue
+        earned = iter(one.episode.turn_rewards)
+        for message in one.episode.messages:
+            worth = f" ({next(earned, 0.0):g})" if message.get("role") == "assistant" else ""
+            print(f"{message.get('role', '?')}{worth}: {cli.said(message)}")
+        told = f"no reward: {one.episode.error}" if one.episode.reward is None else f"reward {one.episode.reward:g}"
+        print(f"--- {one.episode.end}, {told}")

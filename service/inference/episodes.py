@@ -14,6 +14,7 @@ import time
 from longshore.accounts import hash_key
 from longshore.fields import Frozen
 from longshore.views import EndedEpisode, EpisodeRequest, EpisodeSampling, EpisodeTurnView, EpisodeView
+from service.accounts import audit
 from service.accounts.keys import Principal
 from service.accounts.tenants import Documents
 from service.database.engine import KeyedLocks
@@ -68,7 +69,10 @@ class Episodes:
         self._locks = KeyedLocks()
 
     async def begin(self, tenant: str, request: EpisodeRequest) -> EpisodeView:
-        """Make an episode. Its view has its address, which nothing shows again. Raises QuotaExceeded, InvalidInput."""
+        """Make an episode. `url` of the answer is its address; nothing shows it again.
+
+        Raises QuotaExceeded, InvalidInput.
+        """
         if request.lasts_s > self._kept_s:
             raise InvalidInput(f"answers are kept for {self._kept_s:g} s here, and an episode no longer", "lasts_s")
         now, secret = time.time(), secrets.token_urlsafe(32)
@@ -83,28 +87,32 @@ class Episodes:
             expires_at=now + request.lasts_s,
         )
         await self._documents.add(tenant, episode.episode_id, episode)
+        audit.touched(episode.episode_id)
         url = f"{self._api_url}{AGENTS}{episode.episode_id}/{tenant}~{secret}"
         return _view(episode).model_copy(update={"url": url})
 
     async def show(self, tenant: str, episode_id: str) -> EpisodeView:
-        """Raises NotFound."""
+        """Show an episode. Raises NotFound."""
         return _view(await self._documents.get(tenant, episode_id))
 
-    async def list(self, tenant: str, limit: int, before: str | None = None) -> tuple[EpisodeView, ...]:
-        """List episodes, newest first; with `before` those that began before that one."""
+    async def list(self, tenant: str, limit: int = 50, before: str | None = None) -> tuple[EpisodeView, ...]:
+        """List episodes, newest first. `before`: the id of the last one of the previous page."""
         return tuple(map(_view, await self._documents.newest(tenant, limit, before)))
 
-    async def turns(self, tenant: str, episode_id: str, first: int, limit: int) -> tuple[EpisodeTurnView, ...]:
-        """Show turns in order, from number `first` (0) on. Raises NotFound."""
+    async def turns(
+        self, tenant: str, episode_id: str, first: int = 0, limit: int = 100
+    ) -> tuple[EpisodeTurnView, ...]:
+        """Show an episode's turns in order, from number `first` on. Raises NotFound."""
         await self._documents.get(tenant, episode_id)
         found = await asyncio.to_thread(episodes.turns_of, self._store, tenant, episode_id)
         return tuple(map(_shown_turn, found[first : first + limit]))
 
     async def end(self, tenant: str, episode_id: str) -> EpisodeView:
-        """End an episode: nothing more is answered, and what counts of it is fixed. Ending it again changes nothing.
+        """End an episode: its address answers nothing more, and it can be trained. Ending it again changes nothing.
 
         Raises NotFound, StoreUnavailable.
         """
+        audit.touched(episode_id)
         now = time.time()
         await self._documents.change(
             tenant, episode_id, lambda e: e if e.ended_at else e.model_copy(update={"ended_at": now}), always=True

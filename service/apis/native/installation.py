@@ -24,6 +24,7 @@ from service.apis.bodies import JsonBody, JsonRoute, add_operations, file_answer
 from service.apis.errors import RESPONSES
 from service.backend import Backed, Backend
 from service.files import PublishedFiles
+from service.inference.episodes import Episodes
 from service.inference.published_models import Exports, PublishedModels
 from service.sealing import SealKey, public_keys, seal_keys, unseal
 from shared.automation import GarbageRequest
@@ -36,6 +37,9 @@ from shared.storage.host_states import HostState, read_states
 
 router = APIRouter(
     route_class=JsonRoute, prefix="/api/v1", dependencies=[*BEARER, Depends(reads_or_writes)], responses=RESPONSES
+)
+episodes_router = APIRouter(
+    route_class=JsonRoute, prefix="/api/v1", dependencies=[*BEARER, Depends(require("inference"))], responses=RESPONSES
 )
 ModelId = Annotated[str, Path(max_length=128, description="`name`, its newest version; `name:v3`; `run:step-30`")]
 
@@ -85,6 +89,22 @@ add_operations(
     ("start_export", "POST /models/{model_id}/exports", Exports.start, 202),
     ("get_export", "GET /models/{model_id}/exports/{export}", Exports.view, 200),
     ("delete_export", "DELETE /models/{model_id}/exports/{export}", Exports.delete, 200),
+)
+
+
+add_operations(
+    episodes_router,
+    {
+        "episode_id": str,
+        "limit": Annotated[int, Query(ge=1, le=100)],
+        "before": str | None,
+        "first": Annotated[int, Query(ge=0, le=1024)],
+    },
+    ("begin_episode", "POST /episodes", Episodes.begin, 201),
+    ("list_episodes", "GET /episodes", Episodes.list, 200),
+    ("get_episode", "GET /episodes/{episode_id}", Episodes.show, 200),
+    ("get_turns", "GET /episodes/{episode_id}/turns", Episodes.turns, 200),
+    ("end_episode", "POST /episodes/{episode_id}/end", Episodes.end, 200),
 )
 
 
