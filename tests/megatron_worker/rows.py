@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from examples.tiny_model import make_tiny_model
 from megatron_worker.engine import Batch
 from shared.jobs.packed import RouteShape
-from tests.conftest import CORPUS
 
 EXPERTS_BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 """Settings of Gemma 4 with experts beside its MLPs."""
@@ -55,6 +54,8 @@ def distinct_model(
 
 def talking_model(folder: Path) -> Path:
     """The tiny model, but its answers end after a few tokens, as the end token's row is that large."""
+    from tests.conftest import CORPUS  # not on ranks, whose variables it drops
+
     model = make_tiny_model(folder, CORPUS, tied=False)
     weights = load_file(model / "model.safetensors")
     weights["lm_head.weight"][json.loads((model / "config.json").read_text())["eos_token_id"]] *= 60
