@@ -308,7 +308,7 @@ def test_a_name_that_a_body_has_twice_is_refused() -> None:
     body = json.dumps({"model": "org/m", "rollouts": {"prompts": A, "grader": GRADER, "steps": 1}})
     twice = body[:-2] + ', "held_out": {"sets": {"a": "file:///a", "a": "file:///b"}}}}'
     with pytest.raises(InvalidInput, match=r"^sets: two evaluations have one name$"):
-        judged(f"{runs.__name__}:{runs.submit_rl.__name__}", twice)
+        judged(f"{runs.__name__}:submit_rl", twice)
 
 
 def test_held_out_sets_decide_by_their_own_mean_or_that_of_all() -> None:
