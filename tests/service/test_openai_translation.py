@@ -393,6 +393,7 @@ WITHOUT_DEFAULT: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 5, "loss": {"kind": "ppo", "old": "trainer"}},
     "loss": {"algorithm": "grpo", "loss": {"clip_high": 0.3}},
     "critic": {"critic": {}},
+    "environment": {"environment": {"source": "class Environment: pass"}},
     "credit": {"credit": "turn", "advantages": "leave_one_out"},
     "sampler_url": {"sampler_url": "http://host/v1"},
     "probe_bound": {"probe_bound": 0.1},
