@@ -66,6 +66,26 @@ class Drawing(Frozen):
     policy_version: int = Field(ge=0)
     routes: RouteShape | None = None
 
+    @property
+    def route_bytes(self) -> int:
+        """The most bytes of a token's experts in an answer; 0 if none are wanted."""
+        return sent_bytes(self.routes) if self.routes is not None else 0
+
+    def routes_of(self, completion: Completion, num_prompt: int, place: str) -> bytes:
+        """Return the experts of prompt and completion, without the last token's; empty if none are wanted.
+
+        Raises InvalidInput as `read_answer`.
+        """
+        if self.routes is None:
+            return b""
+        num_tokens = num_prompt + len(completion.token_ids) - 1
+        return read_answer(completion.routed_experts, num_tokens, self.routes, place)
+
+    def weights_of(self, completion: Completion) -> list[DrawnBy]:
+        """Return the weights that drew a completion: the policy's version, unless the sampler says another."""
+        version = self.policy_version
+        return [one if one.policy_version is not None else one.of_version(version) for one in completion.drawn_by]
+
 
 class SampledTokens(Frozen):
     """Ids behind a prompt: an answer, or the answers of an episode with what the environment said between them.

@@ -30,13 +30,11 @@ from activities.sampling.completions import (
     Drawing,
     Sample,
     SampledGroup,
-    read_answer,
     sample_of,
     sample_seed,
-    sent_bytes,
 )
 from activities.sampling.questions import ChatPrompts, Prompt, told_calls
-from activities.sampling.samplers import refusal
+from activities.sampling.samplers import refusing
 from activities.sandbox.calls import CodeProcess, Limits
 from activities.tokenizing.render_prompts import PromptRow, PromptsFile, sources_of
 from longshore.dataset_runs import Dataset, DatasetSource, named_sources
@@ -299,13 +297,9 @@ class Player:
             if before == asked:
                 return completion
             _log.warning("%s: the environment says something else than before; the turn is drawn again", place)
-        routes, sampling = self.how.routes, self.how.sampling
-        sampling = sampling.model_copy(update={"max_tokens": max_tokens})
-        try:
-            route_bytes = sent_bytes(routes) if routes is not None else 0
-            [completion] = self.sampler.sample(self.name, prompt_ids, sampling, 1, seed, route_bytes)
-        except InvalidInput as error:
-            raise refusal(self.sampler, self.name, error, place) from error
+        sampling = self.how.sampling.model_copy(update={"max_tokens": max_tokens})
+        with refusing(self.sampler, self.name, place):
+            [completion] = self.sampler.sample(self.name, prompt_ids, sampling, 1, seed, self.how.route_bytes)
         self.turns.keep(number, _TURN.dump_json((asked, completion)))
         return completion
 
@@ -395,18 +389,14 @@ class _Talk:
 
     def _answered(self, prompt: Prompt, completion: Completion) -> tuple[ToolCall, ...]:
         """Put an answer behind the conversation. Returns its calls."""
-        player, routes, version = self._player, b"", self._player.how.policy_version
-        if (shape := player.how.routes) is not None:
-            num_tokens = len(prompt.ids) + len(completion.token_ids) - 1
-            routes = read_answer(completion.routed_experts, num_tokens, shape, self._place)
+        how, version = self._player.how, self._player.how.policy_version
+        routes = how.routes_of(completion, len(prompt.ids), self._place)
         sample, logprobs = sample_of(completion, self._place, version), completion.logprobs
         versions = sample.policy_versions or (version,) * len(completion.token_ids)
         turn = DrawnTurn(prompt.ids, completion.token_ids, logprobs, sample.finish_reason, versions, routes)
         add_turn(self._sequences, len(self._rewards), turn)
         self._text = completion.text
-        self._drawn_by |= dict.fromkeys(
-            one if one.policy_version is not None else one.of_version(version) for one in completion.drawn_by
-        )
+        self._drawn_by |= dict.fromkeys(how.weights_of(completion))
         self._rewards.append(None)
         self._num_kept += prompt.continues
         text, calls = told_calls(completion.text, str(len(self._rewards))) if self._tools else (completion.text, ())
@@ -418,7 +408,8 @@ class _Talk:
             logprobs=logprobs,
             finish_reason=sample.finish_reason,
         )
-        record = AnswerRecord(answer_id="", model_sha256=player.model.sha256, prompt_ids=prompt.ids, choices=(choice,))
+        model_sha256 = self._player.model.sha256
+        record = AnswerRecord(answer_id="", model_sha256=model_sha256, prompt_ids=prompt.ids, choices=(choice,))
         self._last = prompt.conversation(answer), record
         told = answer.model_dump(mode="json", exclude_none=True)
         self._messages.append(message_of(Row(self._place, {}), "answer", {"content": "", **told}))

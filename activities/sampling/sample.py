@@ -17,7 +17,7 @@ from activities.formats.rows import Chat, PromptCompletion, Question, Row
 from activities.grading.grade import REWARDS, sampled_items
 from activities.heartbeats import in_parallel, on_thread, stop_if_cancelled
 from activities.host_context import HostContext, Parts
-from activities.sampling.client import Completion, Sampler
+from activities.sampling.client import Sampler
 from activities.sampling.completions import (
     COMPLETIONS,
     Drawing,
@@ -26,14 +26,12 @@ from activities.sampling.completions import (
     SampledGroup,
     items_of,
     numbers_of,
-    read_answer,
     sample_of,
     sample_seed,
-    sent_bytes,
 )
 from activities.sampling.episodes import EpisodeCounts, EpisodePlan, Player
 from activities.sampling.questions import ChatPrompts
-from activities.sampling.samplers import PolicyWeights, Samplers, Served, adapter_name, refusal
+from activities.sampling.samplers import PolicyWeights, Samplers, Served, adapter_name, refusing
 from activities.sandbox import calls as confined
 from activities.telemetry import proof_counted
 from activities.tokenizing.encoding import encoded
@@ -46,8 +44,7 @@ from longshore.grading import SampleRewards
 from longshore.runs import RunId
 from longshore.training import Dtype
 from shared.chat.completions import SamplerMemory
-from shared.errors import InvalidInput, SamplerMismatch
-from shared.jobs.packed import RouteShape
+from shared.errors import SamplerMismatch
 from shared.runs.status import RewardModel
 from shared.serving import LeasedSampler, SamplerPlace, ServedSampler
 from shared.storage.artifacts import find_artifact, read_record
@@ -306,10 +303,8 @@ def _proved(sampler: Sampler, served: Served, request: ProveRequest) -> Proved:
 
     def difference() -> float | None:
         """Return None if the trainer has sent a later version, which will be proved separately."""
-        try:
+        with refusing(sampler, served.name, "probe"):
             told, by = sampler.scored_by(served.name, request.probe)
-        except InvalidInput as error:
-            raise refusal(sampler, served.name, error, "probe") from error
         if request.in_place is not None and (by.policy_version or 0) > request.policy_version:
             return None
         return compare(told, request.logprobs, request.probe, request.bound)
@@ -342,16 +337,11 @@ def draw_group(sampler: Sampler, model: str, how: Drawing, group: int, row: int,
         SamplerUnavailable: it does not answer, gave up a sample, or no longer serves the adapter.
     """
     seed = sample_seed(how.seed, group)
-    token_bytes, sent = (how.routes.dtype.itemsize, sent_bytes(how.routes)) if how.routes is not None else (0, 0)
-    try:
-        drawn = sampler.sample(model, prompt.token_ids, how.sampling, how.group_size, seed, sent)
-    except InvalidInput as error:
-        raise refusal(sampler, model, error, prompt.place) from error
-    routes = [_routes(completion, number, prompt, how.routes) for number, completion in enumerate(drawn)]
-    prompt_bytes = len(prompt.token_ids) * token_bytes
-    # If the sampler reports no versions, the weights are those of the requested one.
-    weights = (each for completion in drawn for each in completion.drawn_by)
-    drawn_by = (one if one.policy_version is not None else one.of_version(how.policy_version) for one in weights)
+    with refusing(sampler, model, prompt.place):
+        drawn = sampler.sample(model, prompt.token_ids, how.sampling, how.group_size, seed, how.route_bytes)
+    num_prompt = len(prompt.token_ids)
+    routes = [how.routes_of(each, num_prompt, f"{prompt.place}: sample {number}") for number, each in enumerate(drawn)]
+    prompt_bytes = num_prompt * (how.routes.dtype.itemsize if how.routes is not None else 0)
     return SampledGroup(
         group=group,
         row=row,
@@ -363,16 +353,9 @@ def draw_group(sampler: Sampler, model: str, how: Drawing, group: int, row: int,
             sample_of(completion, prompt.place, how.policy_version, own[prompt_bytes:])
             for completion, own in zip(drawn, routes, strict=True)
         ),
-        drawn_by=tuple(dict.fromkeys(drawn_by)),
+        drawn_by=tuple(dict.fromkeys(one for completion in drawn for one in how.weights_of(completion))),
         prompt_routes=routes[0][:prompt_bytes],
     )
-
-
-def _routes(completion: Completion, number: int, prompt: PromptRow, shape: RouteShape | None) -> bytes:
-    if shape is None:
-        return b""
-    num_tokens = len(prompt.token_ids) + len(completion.token_ids) - 1
-    return read_answer(completion.routed_experts, num_tokens, shape, f"{prompt.place}: sample {number}")
 
 
 def write_samples(
@@ -509,10 +492,8 @@ class ScoreSamples:
 
 def _scored(client: Sampler, name: str, rows: list[Conversation], reward: RewardModel) -> Iterator[SampleRewards]:
     asked = [row.token_ids for row in rows if row.refusal is None]
-    try:
+    with refusing(client, name, reward.scorer):
         found = iter(client.rewards(name, asked) if asked else [])
-    except InvalidInput as error:
-        raise refusal(client, name, error, reward.scorer) from error
     for row in rows:
         if row.refusal is None and (values := next(found)) is not None:
             yield SampleRewards(values=dict(zip(reward.head.names, values, strict=True)))

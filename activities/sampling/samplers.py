@@ -350,6 +350,15 @@ def refusal(sampler: Sampler, model: str, error: InvalidInput, place: str) -> In
     return SamplerUnavailable(f"the sampler serves {model} no longer: {error.message}")
 
 
+@contextmanager
+def refusing(sampler: Sampler, model: str, place: str) -> Iterator[None]:
+    """Raise what the sampler refuses within the block as `refusal` says it."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise refusal(sampler, model, error, place) from error
+
+
 class ServingAdapters:
     """Loads adapters that answer users into samplers when they are needed. Safe to use from several threads.
 
