@@ -29,7 +29,6 @@ from activities.trajectories.read_groups import (
     RememberedAnswers,
     Rules,
     Scored,
-    answers_of,
     parse_groups,
     read_groups,
     routes_of,
@@ -319,15 +318,14 @@ def sequence_rows(groups: Sequence[Group], run: RLRun, routes: RoutesFile | None
 
 def _rows(one: Scored, advantages: Rewards, run: RLRun, routes: RoutesFile | None) -> Iterator[SequenceRow]:
     """Yield a trajectory's sequences. `advantages`: of its answers, in the order of the sequences."""
-    is_cut, earned, first = _is_cut(one), one.earned, 0
-    for each in one.sequences:
-        ends = answers_of(each)
+    is_cut, first = _is_cut(one), 0
+    for each, ends in zip(one.sequences, one.answers, strict=True):
         own, first = advantages[first : first + len(ends)], first + len(ends)
         by_token = np.repeat(own, np.diff([-1, *ends[:-1], len(each.token_ids) - 1]))
         row = sequence_of(each, by_token, routes, is_trained=run.truncated != "mask" or not is_cut)
         if run.critic is not None:
-            # What came after a sequence was earned in its last state.
-            rewards = [*earned[first - len(ends) : first - 1], math.fsum(earned[first - 1 :])]
+            *before, last = one.earned[first - len(ends) : first]
+            rewards = [*before, math.fsum((last, *one.earned[first:]))]  # its last state also earned what came later
             row = _for_critic(row, dict(zip(ends, rewards, strict=True)), each, run.truncated == "bootstrap" and is_cut)
         yield row
 

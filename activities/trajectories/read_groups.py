@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -521,11 +522,15 @@ class Scored:
     sequences: tuple[Trajectory, ...]
     turn_rewards: tuple[float, ...] | None = None
 
+    @cached_property
+    def answers(self) -> list[list[int]]:
+        """The places of the last id of each answer, by sequence."""
+        return [answers_of(one) for one in self.sequences]
+
     @property
     def earned(self) -> tuple[float, ...]:
         """The reward of each answer. The last one has the rest."""
-        answers = [0.0] * max(1, sum(len(answers_of(one)) for one in self.sequences))
-        given = list(self.turn_rewards or answers)
+        given = list(self.turn_rewards or [0.0] * max(1, sum(map(len, self.answers))))
         given[-1] += self.reward - math.fsum(given)
         return tuple(given)
 
