@@ -312,9 +312,8 @@ def _begun(
     Raises InvalidInput: the environment does not begin.
     """
     question = question_of(source)(Row(prompt.place, prompt.item))
-    messages = question.messages or [{"role": "user", "content": question.text}]
     try:
-        return messages, _observed(process.reset(), ()), question.tools or []
+        return question.messages, _observed(process.reset(), ()), question.tools or []
     except (BrokenEnvironment, StepLimit) as error:
         raise InvalidInput(f"reset: {error} ({prompt.place})", f"{_PLACE}.source") from error
 

@@ -198,7 +198,7 @@ class SamplerActivities:
         parts = Parts(store, partial(sampled_part, request.key))
         self._host.use(completions(request.key))
         if done := _result(store, request.key):
-            for left in (parts, _turns(store, request)):  # by an attempt that was killed while it deleted them
+            for left in (parts, *_turns(store, request)):  # by an attempt that was killed while it deleted them
                 left.forget(left.known())
             return done
         with self._host.scratch("sample") as scratch:
@@ -211,8 +211,8 @@ class SamplerActivities:
             for folder, key in zip(folders, (completions(request.key), samples(request.key)), strict=True):
                 self._host.keep(key, folder)
         parts.forget(numbers)
-        turns = _turns(store, request)
-        turns.forget(turns.known())
+        for turns in _turns(store, request):
+            turns.forget(turns.known())
         result = _result(store, request.key)
         assert result is not None
         return result
@@ -283,7 +283,7 @@ class SamplerActivities:
             play: Callable[[int, int, PromptRow], SampledGroup] = partial(draw_group, opened.client, served.name, how)
             if (plan := request.episodes) is not None:
                 sources = sources_of(self._host.stage(request.prompts), plan.source)
-                turns = _turns(self._host.store, request)
+                [turns] = _turns(self._host.store, request)
                 who = opened.client, served.name, request.model
                 writers = [stack.enter_context(closing(ChatPrompts(self._host))) for _ in range(_WRITERS)]
                 play = Player(self._host, writers, *who, how, plan, sources, turns, turns.known()).group
@@ -323,9 +323,9 @@ def _proved(sampler: Sampler, served: Served, request: ProveRequest) -> Proved:
             raise SamplerMismatch(f"{again}, after it was loaded anew from the store") from again
 
 
-def _turns(store: ObjectStore, request: PolicySampleRequest) -> Parts:
-    """Return the answers of episodes that have not ended, of all samples of a request."""
-    return Parts(store, partial(sampled_turn, request.key))
+def _turns(store: ObjectStore, request: PolicySampleRequest) -> list[Parts]:
+    """Return the answers of a request's episodes that have not ended; nothing if its samples are no episodes."""
+    return [Parts(store, partial(sampled_turn, request.key))] if request.episodes is not None else []
 
 
 def draw_group(sampler: Sampler, model: str, how: Drawing, group: int, row: int, prompt: PromptRow) -> SampledGroup:
@@ -537,13 +537,13 @@ def conversations(
 
 def answered(question: Question, sample: Mapping[str, JsonValue]) -> Chat | PromptCompletion:
     """Return a prompt with a sample, or its episode, as an example of the same kind as training would read."""
+    text = str(sample["output_text"])
     match sample.get("episode"):
         case {"messages": list(after)}:
-            messages = [*(question.messages or [{"role": "user", "content": question.text}]), *after]
-            last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
-            return Chat(question.place, messages, question.tools, [float(n == last) for n in range(len(messages))])
-    text = str(sample["output_text"])
-    if question.text is not None:
-        return PromptCompletion(question.place, question.text, text)
-    messages = [*question.messages, {"role": "assistant", "content": text}]
-    return Chat(question.place, messages, question.tools, [0.0] * len(question.messages) + [1.0])
+            messages = [*question.messages, *after]
+        case _ if question.text is not None:
+            return PromptCompletion(question.place, question.text, text)
+        case _:
+            messages = [*question.messages, {"role": "assistant", "content": text}]
+    last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+    return Chat(question.place, messages, question.tools, [float(n == last) for n in range(len(messages))])
