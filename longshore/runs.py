@@ -170,10 +170,9 @@ class Rollouts(Frozen):
 
     @model_validator(mode="after")
     def _has_an_environment(self) -> Self:
-        kinds = {place: isinstance(part, EnvironmentGrader) for place, part in parts_of(self.grader).items()}
-        if self.environment is None and any(kinds.values()):
-            place = next(place for place, is_environments in kinds.items() if is_environments)
-            raise ValueError(f"{place}: an environment's reward needs one: give environment")
+        for place, part in parts_of(self.grader).items():
+            if self.environment is None and isinstance(part, EnvironmentGrader):
+                raise ValueError(f"{place}: an environment's reward needs one: give environment")
         return self
 
     @model_validator(mode="after")

@@ -30,9 +30,7 @@ def run_grader(source: str, given: Any) -> dict[str, Any]:
     """
     _forget_packages()
     try:
-        names: dict[str, Any] = {"__name__": "grader"}
-        exec(compile(source, _SOURCE, "exec", dont_inherit=True), names)
-        grade = names.get("grade")
+        grade = _loaded(source, "grader").get("grade")
         if not callable(grade):
             return {"failed": "the source does not define grade(sample, item)"}
         return {"checked": True} if given is None else _checked(grade(given["sample"], given["item"]))
@@ -62,9 +60,7 @@ def run_environment(source: str, item: Any, seed: int, step_cpu_s: float) -> Ite
 
     def begin() -> Any:
         nonlocal environment
-        names: dict[str, Any] = {"__name__": "environment"}
-        exec(compile(source, _SOURCE, "exec", dont_inherit=True), names)
-        environment = names["Environment"]()
+        environment = _loaded(source, "environment")["Environment"]()
         return environment.reset(item, seed)
 
     yield (said := _said(begin, step_cpu_s))
@@ -96,6 +92,13 @@ def _said(call: Callable[[], Any], cpu_s: float) -> dict[str, Any]:
         return {"failed": f"it took more than {cpu_s:g} s of processor time", "is_limit": True}
     except BaseException as error:
         return {"failed": _described(error)}
+
+
+def _loaded(source: str, name: str) -> dict[str, Any]:
+    """Run a source as a module of this name. Returns what it defines."""
+    names: dict[str, Any] = {"__name__": name}
+    exec(compile(source, _SOURCE, "exec", dont_inherit=True), names)
+    return names
 
 
 def _forget_packages() -> None:

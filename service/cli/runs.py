@@ -70,8 +70,7 @@ def _submit(
     values, options = run_options.given(context), run_options.options_of(run_options.run_model(kind))
     if kind == "rl" and wait and "prompts" not in values:
         raise cli.Stop("--wait goes with --prompts: a run without them waits for you", cli.USAGE)
-    checked_run(kind, options, values)  # every option, before a file is sent anywhere
-    run = checked_run(kind, options, values, lambda uri, flag: dataset_uri(client, uri, flag))
+    run = _uploaded_run(client, kind, options, values)
     taker: cli.Globals = context.obj
     if taker.take_run is not None:
         if wait or idempotency_key:
@@ -105,8 +104,7 @@ def _rollout(
         raise cli.Stop("nothing is trained here: give --prompts once, and no --steps", cli.USAGE)
     values |= {"steps": 0, "eval_prompts": values["prompts"][0], "eval_samples": number}
     values = {"eval_temperature": values.get("temperature", 1.0)} | values
-    checked_run("rl", options, values)
-    run = checked_run("rl", options, values, lambda uri, flag: dataset_uri(client, uri, flag))
+    run = _uploaded_run(client, "rl", options, values)
     with naming_options(run.model, options):
         view = client.runs.submit(run)
     cli.say(f"run {view.run_id}")
@@ -119,6 +117,14 @@ def _rollout(
                 print(f"{name.removeprefix('eval_')}: {value:.6g}")
 
     return cli.CommandAnswer(outcome(view), told, code)
+
+
+def _uploaded_run(
+    client: "Client", kind: str, options: tuple[run_options.RunOption, ...], values: Mapping[str, Any]
+) -> "Run":
+    """Return the run that the options ask for, and upload its files. Raises Stop as `checked_run`."""
+    checked_run(kind, options, values)  # every option, before a file is sent anywhere
+    return checked_run(kind, options, values, lambda uri, flag: dataset_uri(client, uri, flag))
 
 
 def checked_run(
