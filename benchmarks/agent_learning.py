@@ -36,14 +36,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        stack = Stack(Path(folder) / "stack")
-        stack.cli("dev", "--detach", "--open", "/", "--root", str(stack.root))
-        try:
-            runs = _measure(stack, Path(folder), options.seeds, options.steps)
-            turns = _turns(stack)
-        finally:
-            stack.cli("dev", "--stop", "--root", str(stack.root))
+    with tempfile.TemporaryDirectory() as folder, Stack.started(Path(folder) / "stack") as stack:
+        runs = _measure(stack, Path(folder), options.seeds, options.steps)
+        turns = _turns(stack)
     what = f"mean reward of the first and last {_MEAN_OF} of {options.steps} steps"
     tell({"what": what, "runs": runs, **turns, **provenance()}, options.out)
 

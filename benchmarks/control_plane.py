@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from benchmarks.machine import provenance
@@ -32,15 +33,19 @@ ROWS = 64
 
 @contextmanager
 def stack(root: Path, **settings: str) -> Iterator[Connection]:
-    """Start `longshore dev` in a folder, with settings from the environment, and stop it when the block ends."""
+    """Start `longshore dev` in a folder, with settings from the environment, and stop it when the block ends.
+
+    What it says goes to standard error: a benchmark's standard output is its JSON.
+    """
     environment = {**os.environ, "LONGSHORE_ROOT": str(root), **settings}
-    subprocess.run([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)], env=environment, check=True)
+    dev = partial(subprocess.run, env=environment, check=True, stdout=sys.stderr)
+    dev([LONGSHORE, "dev", "--detach", "--open", "/", "--root", str(root)])
     try:
         connection = Connection.read(root)
         assert connection is not None
         yield connection
     finally:
-        subprocess.run([LONGSHORE, "dev", "--stop", "--root", str(root)], env=environment, check=True)
+        dev([LONGSHORE, "dev", "--stop", "--root", str(root)])
 
 
 def main() -> None:

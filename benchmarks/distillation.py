@@ -46,13 +46,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the JSON there")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        stack = Stack(Path(folder) / "stack")
-        stack.cli("dev", "--detach", "--open", "/", "--root", str(stack.root))
-        try:
-            found = _measure(stack, Path(folder), options.ways, options.steps, str(options.seed))
-        finally:
-            stack.cli("dev", "--stop", "--root", str(stack.root))
+    with tempfile.TemporaryDirectory() as folder, Stack.started(Path(folder) / "stack") as stack:
+        found = _measure(stack, Path(folder), options.ways, options.steps, str(options.seed))
     result = {"what": "share of exact answers to held-out sums", **found, **provenance()}
     tell(result, options.out)
 

@@ -16,11 +16,12 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from benchmarks.control_plane import LONGSHORE
+from benchmarks.control_plane import LONGSHORE, stack
 from benchmarks.machine import provenance
 from examples import arithmetic
 from examples.tiny_model import make_tiny_model
@@ -42,14 +43,9 @@ def main() -> None:
     parser.add_argument("--sampler", choices=["own", "vllm"], default="own", help="the program that samples")
     parser.add_argument("--algorithm", help="instead of the run's own loss and advantages")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        stack = Stack(Path(folder) / "stack")
-        stack.cli("dev", "--detach", "--open", "/", "--root", str(stack.root))
-        try:
-            own = ["--sampler", options.sampler, *_OWN.get(options.algorithm, ("--algorithm", options.algorithm))]
-            runs = _measure(stack, Path(folder), options.seeds, options.full, own)
-        finally:
-            stack.cli("dev", "--stop", "--root", str(stack.root))
+    with tempfile.TemporaryDirectory() as folder, Stack.started(Path(folder) / "stack") as stack:
+        own = ["--sampler", options.sampler, *_OWN.get(options.algorithm, ("--algorithm", options.algorithm))]
+        runs = _measure(stack, Path(folder), options.seeds, options.full, own)
     what = "share of exact answers to held-out sums"
     trained = "full" if options.full else "lora"
     of_what = {"trained": trained, "sampler": options.sampler, "algorithm": options.algorithm}
@@ -90,6 +86,13 @@ class Stack:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    @classmethod
+    @contextmanager
+    def started(cls, root: Path) -> Iterator[Self]:
+        """Start the stack, and stop it when the block ends."""
+        with stack(root):
+            yield cls(root)
 
     def cli(self, *arguments: str) -> str:
         environment = {**os.environ, "LONGSHORE_ROOT": str(self.root)}

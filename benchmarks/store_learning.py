@@ -31,20 +31,13 @@ def main() -> None:
     parser.add_argument("--credit", choices=sorted(_CREDIT), default="turn")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        stack = Stack(Path(folder) / "stack")
-        stack.cli("dev", "--detach", "--open", "/", "--root", str(stack.root))
-        try:
-            clerk = _clerk(stack, Path(folder))
-            runs = [
-                _learn(
-                    stack, *clerk, *_CREDIT[options.credit], "--steps", str(options.steps), seed=seed, shuffled=shuffled
-                )
-                for seed in options.seeds
-                for shuffled in (False, True)
-            ]
-        finally:
-            stack.cli("dev", "--stop", "--root", str(stack.root))
+    with tempfile.TemporaryDirectory() as folder, Stack.started(Path(folder) / "stack") as stack:
+        clerk = _clerk(stack, Path(folder))
+        runs = [
+            _learn(stack, *clerk, *_CREDIT[options.credit], "--steps", str(options.steps), seed=seed, shuffled=shuffled)
+            for seed in options.seeds
+            for shuffled in (False, True)
+        ]
     what = f"mean reward of 64 episodes of up to {2 * store.TASKS} turns, by step"
     tell({"what": what, "credit": options.credit, "runs": runs, **provenance()}, options.out)
 
