@@ -21,7 +21,6 @@ from starlette.middleware import Middleware
 from service import decoding
 from service.accounts.keys import BEARER
 from service.accounts.limits import RateLimit
-from service.apis import anthropic
 from service.apis import errors as problems
 from service.apis import page as pages
 from service.apis.art import training_jobs as art_jobs
@@ -157,7 +156,7 @@ def create_app(settings: Settings | None = None, allowed_hosts: Sequence[str] | 
         app.include_router(router)
     for router in (*OPENAI_ROUTERS, *ART_ROUTERS):
         app.include_router(router, dependencies=BEARER, responses=problems.FOREIGN_RESPONSES)
-    app.include_router(anthropic.router, dependencies=BEARER, responses=problems.MESSAGE_RESPONSES)
+    app.include_router(openai_chat.messages_router, dependencies=BEARER, responses=problems.MESSAGE_RESPONSES)
     app.include_router(pages.router)
     app.mount(pages.STATIC, pages.static_files)
     for path in ("/health", "/readyz"):

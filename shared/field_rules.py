@@ -1,12 +1,14 @@
 """Readable rules of fields, instead of pydantic's messages for patterns, missing and unknown fields."""
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
 
 from longshore.fields import PATTERN_WORDS
+from shared.errors import InvalidInput
 
 
 def first_error(error: ValidationError, tags: Container[object] = ()) -> tuple[str, str]:
@@ -24,6 +26,19 @@ def first_rule(error: ValidationError, tags: Container[object] = ()) -> str:
     The arguments are those of `first_error`.
     """
     return ": ".join(part for part in first_error(error, tags) if part)
+
+
+@contextmanager
+def refused_in_words(place: str = "", tags: Container[object] = ()) -> Iterator[None]:
+    """Raise a ValidationError of the block as an InvalidInput: its first rule, at its field below `place`.
+
+    `tags`: as `first_error` has them.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        field, rule = first_error(error, tags)
+        raise InvalidInput(rule, f"{place}.{field}".strip(".")) from None
 
 
 def refused_value(error: ValidationError) -> str:

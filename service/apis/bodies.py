@@ -6,8 +6,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Container, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar, cast, get_args, runtime_checkable
 from urllib.parse import quote
@@ -25,7 +24,7 @@ from service.backend import Backed
 from service.decoding import SMALL_BYTES, Decoding
 from service.files import PublishedFiles
 from shared.errors import InvalidInput, LongshoreError
-from shared.field_rules import first_error, location_of, rule_in_words
+from shared.field_rules import location_of, rule_in_words
 
 # --- What is wrong with a request, in words ---
 
@@ -59,19 +58,6 @@ def validation_problem(errors: Sequence[Any]) -> ApiProblem:
     if len(errors) > _MOST_RULES:
         rest += f"; and {len(errors) - _MOST_RULES:,} more"
     return ApiProblem(type="invalid_input", message=rule + rest, place=first)
-
-
-@contextmanager
-def refused_in_words(place: str = "", tags: Container[object] = ()) -> Iterator[None]:
-    """Raise a ValidationError of the block as an InvalidInput: its first rule, at its field below `place`.
-
-    `tags`: as `first_error` has them.
-    """
-    try:
-        yield
-    except ValidationError as error:
-        field, rule = first_error(error, tags)
-        raise InvalidInput(rule, f"{place}.{field}".strip(".")) from None
 
 
 def _without_kind(loc: Sequence[int | str]) -> tuple[int | str, ...]:

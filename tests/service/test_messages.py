@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from service.apis.anthropic import MessagesRequest
-from service.apis.openai.chat import ResponseRequest
 from shared.chat.completions import Usage
+from shared.chat.dialects import MessagesRequest, ResponseRequest
 from shared.chat.messages import CalledFunction, ChatAnswer, ChatChoice, ChatCompletion, ChatRequest, ToolCall
 from shared.chat.streams import EventStream, MessageObject, ResponseObject, StreamStart
 from shared.errors import InvalidInput
@@ -168,7 +167,7 @@ def answer(content: str | None, *calls: tuple[str, str], end: str = "stop", stop
 
 
 def starts() -> list[StreamStart]:
-    response = responding(tools=[PATCH]).asked("resp_1", 1)
+    response = responding(tools=[PATCH]).begun("chatcmpl-1", 1)
     message = MessageObject(id="msg_1", model="m")
     return [
         StreamStart(answer_id="chatcmpl-1", created=1, response=response),

@@ -11,12 +11,12 @@ from pydantic_core import PydanticCustomError
 from longshore.dataset_runs import SFTRun
 from longshore.fields import Frozen
 from longshore.runs import RLRun, Source
-from service.apis.bodies import refused_in_words
 from service.apis.errors import made
 from service.inference.art_models import RL_SETTINGS, ArtModel, ArtName, ModelId
 from service.inference.published_models import LORA_FIELDS, one_form
 from shared.chat.trajectories import FORMS, SentGroup
 from shared.errors import InvalidInput
+from shared.field_rules import refused_in_words
 
 # --- The settings that ART's clients send with a job ---
 # A key is accepted or refused by its value, never by its presence.

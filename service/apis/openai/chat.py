@@ -1,43 +1,31 @@
-"""OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/responses`.
+"""OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/responses`, and Anthropic's `/v1/messages`.
 
-Some settings have no effect here and change nothing about the answer's form: of thinking, or a tool of somebody's
-server. The answer's header `longshore-unused` names them. All others are used or refused.
+The header `longshore-unused` of an answer names the settings of its request that have no effect.
 """
 
 import asyncio
-import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    JsonValue,
-    Tag,
-)
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
-from longshore.fields import Frozen, only
+from longshore.fields import Frozen
 from service.accounts import audit
 from service.accounts.keys import Asking, Principal, require
-from service.apis.bodies import JsonBody, JsonRoute, refused_in_words
+from service.apis.bodies import JsonBody, JsonRoute
 from service.backend import Backed, Backend
 from service.inference.episodes import overridden
 from service.inference.questions import Reply, StreamedAnswer
 from shared.chat.completions import CompletionRequest, CompletionResponse
-from shared.chat.completions import SamplerRequest as ClientRequest
-from shared.chat.messages import MAX_TOOLS, ChatCompletion, ChatRequest, ServedModel
-from shared.chat.streams import CUSTOM_INPUT, KEEP_ALIVE, MessageObject, ResponseObject, completed, response_id
-from shared.errors import InvalidInput, LongshoreError, NotFound
+from shared.chat.dialects import CountRequest, MessagesRequest, ResponseRequest, named
+from shared.chat.messages import ChatCompletion, ChatRequest, ServedModel
+from shared.chat.streams import KEEP_ALIVE, MessageObject, ResponseObject
+from shared.errors import LongshoreError, NotFound
 
 # --- Answers over HTTP: whole, or as a stream of server-sent events during sampling ---
 
@@ -46,35 +34,20 @@ _LISTEN_S = 0.5
 _KEEP_ALIVE_S = 15.0
 _MOST_NAMED = 32
 
-FormT = TypeVar("FormT", ResponseObject, MessageObject)
 
-
-async def answer_in_form(
-    request: Request,
-    asked: tuple[Principal, ChatRequest, Backend],
-    begun: Callable[[str, int], FormT],
-    whole: Callable[[FormT, ChatCompletion], FormT],
-    names: Mapping[str, str],
-    unused: Sequence[str],
+async def _answer_in_form(
+    body: ResponseRequest | MessagesRequest, request: Request, asking: Principal, backend: Backend
 ) -> Response:
-    """Answer a request that another API's form was translated from, whole or streamed.
-
-    Args:
-        asked: who asks, the chat, and what answers it.
-        begun: makes the form's object without its answer, from the completion's id and time.
-        whole: puts the answer into that object.
-        names: the form's names of a chat's fields, if they differ.
-        unused: the parts of the request that have no effect.
-    """
-    question: ChatRequest = asked[1]
-    draft = StreamedAnswer(question, begun) if question.stream else None
+    """Answer a request of another API's form, whole or streamed: as a chat, and the answer in the form."""
+    question = body.chat()
+    draft = StreamedAnswer(question, body.begun) if question.stream else None
 
     async def ask() -> Reply[ChatCompletion]:
-        with named(names):
-            return await _asked(request, asked[0], asked[2], question, draft)
+        with named(body.NAMES):
+            return await _asked(request, asking, backend, question, draft)
 
-    response = await _answered(request, ask(), draft, lambda told: whole(begun(told.id, told.created), told))
-    return _naming(response, [*unused, *_overridden(request, question)])
+    response = await _answered(request, ask(), draft, body.whole)
+    return _naming(response, [*body.unused, *_overridden(request, question)])
 
 
 async def _asked(
@@ -214,292 +187,38 @@ async def complete(body: JsonBody[CompletionRequest], request: Request, asking: 
     return await _answered(request, backend.inference.complete(asking.tenant, body, draft), draft)
 
 
-# --- `/v1/responses`: OpenAI's newer form of chats. A request is translated to a chat, and its answer back ---
-#
-# Nothing is stored: a client sends the whole conversation each time.
-
-_MAX_ITEMS = 4096
-# A chat's fields by the names that they have here.
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
-_STATELESS = "nothing is stored here: send the whole conversation as input"
-
-
-class FunctionTool(ClientRequest):
-    type: Literal["function"]
-    name: str = Field(min_length=1, max_length=64)
-    description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None
-
-    @property
-    def of_chat(self) -> dict[str, JsonValue]:
-        function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
-        return {"type": "function", "function": function}
-
-
-class CustomTool(ClientRequest):
-    """A tool that takes a text. The model sees a function with that text as its only argument.
-
-    `format`: a grammar of the text, which is described to the model and not enforced.
-    """
-
-    type: Literal["custom"]
-    name: str = Field(min_length=1, max_length=64)
-    description: str | None = None
-    format: dict[str, JsonValue] | None = None
-
-    @property
-    def of_chat(self) -> dict[str, Any]:
-        description = self.description or ""
-        match self.format:
-            case {"type": "grammar", "syntax": str(syntax), "definition": str(definition)}:
-                description += f"\n\nThe input follows this {syntax} grammar:\n{definition}"
-        text = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
-        return {"type": "function", "function": {"name": self.name, "description": description, "parameters": text}}
-
-
-class ForeignTool(ClientRequest):
-    """A tool of somebody's server, such as `web_search`: the model is not offered it."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-
-
-def _kind_of_tool(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return f"{kind}_tool" if kind in ("function", "custom") else "foreign_tool"
-
-
-_Tool = Annotated[
-    Annotated[FunctionTool, Tag("function_tool")]
-    | Annotated[CustomTool, Tag("custom_tool")]
-    | Annotated[ForeignTool, Tag("foreign_tool")],
-    Discriminator(_kind_of_tool),
-]
-
-
-class ToolByName(ClientRequest):
-    type: Literal["function", "custom"]
-    name: str
-
-
-class TextFormat(ClientRequest):
-    """The form of the answer. A schema is always followed, `strict` or not."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, JsonValue] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-    @property
-    def of_chat(self) -> dict[str, Any]:
-        named = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
-        return {"type": self.type, **({"json_schema": named} if named else {})}
-
-
-class TextSettings(ClientRequest):
-    format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-
-class Reasoning(ClientRequest):
-    """Settings of thinking, which templates of open models do not have: they have no effect."""
-
-    effort: str | None = Field(default=None, max_length=16)
-    summary: str | None = Field(default=None, max_length=16)
-    generate_summary: str | None = Field(default=None, max_length=16)
-
-
-class EventOptions(ClientRequest):
-    include_obfuscation: bool | None = None
-
-
-def _not_stored(given: object) -> object:
-    if given is True:
-        raise ValueError(f"{_STATELESS}, and store: false")
-    return given
-
-
-def _whole(given: str | list[dict[str, JsonValue]]) -> str | list[dict[str, JsonValue]]:
-    if not given:
-        raise ValueError("there is nothing to answer")
-    return given
-
-
-class ResponseRequest(ClientRequest):
-    """`POST /v1/responses`: text, function and custom tools, and the form of the answer."""
-
-    model: str = Field(min_length=1, max_length=256)
-    input: Annotated[str | Annotated[list[dict[str, JsonValue]], Field(max_length=_MAX_ITEMS)], AfterValidator(_whole)]
-    instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    stream: bool | None = None
-    stream_options: EventOptions | None = None
-    tools: list[_Tool] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | ToolByName | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextSettings | None = None
-
-    # Labels of the client's own: they change no answer.
-    metadata: dict[str, str] | None = None
-    client_metadata: dict[str, str] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    service_tier: str | None = None
-
-    # Known to clients; only at the values that change nothing.
-    store: Annotated[Literal[False] | None, BeforeValidator(_not_stored)] = None
-    previous_response_id: Annotated[None, only(words=_STATELESS)] = None
-    conversation: Annotated[None, only(words=_STATELESS)] = None
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = Field(default=None, max_length=8)
-    top_logprobs: Literal[0] | None = None
-
-    # Accepted without effect: the answer's header names it.
-    reasoning: Reasoning | None = None
-
-    @property
-    def unused(self) -> list[str]:
-        """The parts that have no effect."""
-        found = [f"tools.{n}" for n, tool in enumerate(self.tools or ()) if isinstance(tool, ForeignTool)]
-        if isinstance(self.input, list):
-            found += [f"input.{n}" for n, item in enumerate(self.input) if item.get("type") == "reasoning"]
-        if self.reasoning is not None and self.reasoning.effort != "none":
-            found += [f"reasoning.{name}" for name in self.reasoning.model_dump(exclude_none=True)]
-        if self.text is not None and self.text.verbosity not in (None, "medium"):
-            found.append("text.verbosity")
-        return found
-
-    def chat(self) -> ChatRequest:
-        """Return the chat that this asks for. Raises InvalidInput that names the field and the rule."""
-        match self.input:
-            case str(text):
-                given: list[dict[str, JsonValue]] = [{"role": "user", "content": text}]
-            case items:
-                given = items
-        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        choice: Any = self.tool_choice
-        if isinstance(choice, ToolByName):
-            choice = {"type": "function", "function": {"name": choice.name}}
-        fields = {
-            "model": self.model,
-            "messages": [*messages, *messages_of_items(given)],
-            "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "stream": self.stream,
-            "tools": [tool.of_chat for tool in self.tools or () if not isinstance(tool, ForeignTool)] or None,
-            "tool_choice": choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": self.text.format.of_chat if self.text and self.text.format else None,
-        }
-        return chat_of(fields, _NAMES)
-
-    def asked(self, id: str, created: int) -> ResponseObject:
-        """Return the response as it begins: its settings."""
-        form = self.text.format if self.text and self.text.format else TextFormat(type="text")
-        choice = self.tool_choice or "auto"
-        return ResponseObject(
-            id=id,
-            created_at=created,
-            status="in_progress",
-            instructions=self.instructions,
-            max_output_tokens=self.max_output_tokens,
-            metadata=self.metadata or {},
-            model=self.model,
-            parallel_tool_calls=self.parallel_tool_calls is not False,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            text={"format": form.model_dump(exclude_none=True, by_alias=True)},
-            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-            tools=[tool.model_dump() for tool in self.tools or ()],
-            top_p=1.0 if self.top_p is None else self.top_p,
-        )
-
-
-@contextmanager
-def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Let an InvalidInput of the block name its field as the form does: `names` has the names that differ."""
-    try:
-        yield
-    except InvalidInput as error:
-        field, dot, rest = (error.place or "").partition(".")
-        raise InvalidInput(error.message, error.place and names.get(field, field) + dot + rest) from error
-
-
-def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
-    """Return the chat that has these fields. Raises InvalidInput, by the name that the request's form has for one."""
-    with named(names), refused_in_words():
-        return ChatRequest.model_validate(fields)
-
-
-def called(messages: list[dict[str, Any]], id: str, name: str, arguments: str) -> None:
-    """Add a call to the assistant's message at the end, or to a new one."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    messages[-1].setdefault("tool_calls", []).append(call)
-
-
-def messages_of_items(items: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
-    """Return the items of a conversation as messages. Calls that follow each other, or a text, are one message's.
-
-    Raises InvalidInput: names the item.
-    """
-    messages: list[dict[str, Any]] = []
-    for number, item in enumerate(items):
-        place = f"input.{number}"
-        match item:
-            case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
-                called(messages, id, name, arguments)
-            case {"type": "custom_tool_call", "call_id": str(id), "name": str(name), "input": str(text)}:
-                called(messages, id, name, json.dumps({CUSTOM_INPUT: text}, ensure_ascii=False))
-            case {"type": "function_call_output" | "custom_tool_call_output", "call_id": str(id), "output": output}:
-                messages.append({"role": "tool", "tool_call_id": id, "content": _text_of(output, f"{place}.output")})
-            case {"type": "reasoning"}:
-                pass  # of another model, as none is sent here; the answer's header names it
-            case {"role": "user" | "assistant" | "system" | "developer" as role, "content": content} if (
-                item.get("type", "message") == "message"
-            ):
-                role = "system" if role == "developer" else role
-                messages.append({"role": role, "content": _text_of(content, f"{place}.content")})
-            case _:
-                rule = "a message with role and content, a call of a function or custom tool, or the output of one"
-                raise InvalidInput(rule, place)
-    return messages
-
-
-def _text_of(content: JsonValue, place: str) -> str:
-    rule = "a text, or parts of the types input_text and output_text"
-    return text_of(content, place, ("input_text", "output_text"), rule)
-
-
-def text_of(content: JsonValue, place: str, kinds: Sequence[str], rule: str) -> str:
-    """Return the text of a content: a text, or parts of these types. Raises InvalidInput with the rule for others."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for number, part in enumerate(content if isinstance(content, list) else [content]):
-        match part:
-            case {"type": str(kind), "text": str(text)} if kind in kinds:
-                texts.append(text)
-            case _:
-                raise InvalidInput(rule, f"{place}.{number}")
-    return "".join(texts)
-
-
 @router.post("/responses", response_model=ResponseObject)
 async def respond(body: JsonBody[ResponseRequest], request: Request, asking: Asking, backend: Backed) -> Response:
     """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
-    asked = asking, body.chat(), backend
+    return await _answer_in_form(body, request, asking, backend)
 
-    def begun(answer_id: str, created: int) -> ResponseObject:
-        return body.asked(response_id(answer_id), created)
 
-    return await answer_in_form(request, asked, begun, completed, _NAMES, body.unused)
+messages_router = APIRouter(
+    route_class=JsonRoute, prefix="/v1", tags=["inference"], dependencies=[Depends(require("inference"))]
+)
+
+
+class MessageTokensCount(BaseModel):
+    """The tokens of a conversation as the model's template renders it, up to where the answer begins."""
+
+    input_tokens: int
+
+
+@messages_router.post("/messages", response_model=MessageObject)
+async def create_message(
+    body: JsonBody[MessagesRequest], request: Request, asking: Asking, backend: Backed
+) -> Response:
+    """Ask a published adapter or model, or a base model. `stream` sends events as the text is drawn."""
+    return await _answer_in_form(body, request, asking, backend)
+
+
+@messages_router.post("/messages/count_tokens")
+async def count_tokens(
+    body: JsonBody[CountRequest], request: Request, asking: Asking, backend: Backed
+) -> MessageTokensCount:
+    """Count a conversation's tokens."""
+    chat = body.chat()
+    with named(body.NAMES):
+        if request.state.is_agent:
+            return MessageTokensCount(input_tokens=await backend.episodes.count(asking, chat))
+        return MessageTokensCount(input_tokens=await backend.inference.count(asking.tenant, chat))

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from longshore.commands import CommandResult
 from service.accounts.keys import require
 from service.accounts.tenants import Documents
-from service.apis.bodies import JsonBody, JsonRoute, refused_in_words
+from service.apis.bodies import JsonBody, JsonRoute
 from service.apis.tinker import translation
 from service.apis.tinker.records import (
     AskedLoss,
@@ -41,6 +41,7 @@ from service.inference.published_models import Target
 from service.inference.questions import check_length
 from shared.chat.completions import TOKEN_ID, CompletionRequest, CompletionResponse, PromptLogprob
 from shared.errors import Busy, InvalidInput, LongshoreError, NotFound
+from shared.field_rules import refused_in_words
 from shared.storage.paths import RunKeys
 
 # --- Sampling sessions, and pending samples ---
