@@ -1,11 +1,11 @@
-"""Environments: a policy plays episodes of several turns in them. What users write, and how an episode ends."""
+"""Environments and agents: a policy plays episodes of several turns. What users write, and how an episode ends."""
 
 import re
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args
 
 from pydantic import Field, JsonValue, field_validator
 
-from longshore.fields import Frozen
+from longshore.fields import Frozen, added
 from longshore.grading import sane_source
 
 Observation = str | list[dict[str, Any]] | None
@@ -64,18 +64,69 @@ class PythonEnvironment(Frozen):
         return source
 
 
-EndReason = Literal[
-    "completed", "turn_limit", "token_limit", "context_limit", "step_limit", "environment_broke"
-]  # fmt: skip
-"""Why an episode ended. The policy can cause all of them except the last, and earns what it had earned until then:
+class Agent(Frozen):
+    """A program that asks the policy by itself, as OpenAI's or Anthropic's API, in a box for each sample.
 
-- completed: the environment said `done`.
+    A row of the prompts may have `files`, which are put into `folder` before, and `tests`, which are put into /tests
+    when the agent has ended: texts, or `{"base64": ...}`, by their paths. The reward is what the verifier leaves in
+    /logs/verifier/reward.txt or reward.json, as in Harbor's tasks.
+    """
+
+    command: str = Field(description='a shell\'s command line, such as codex exec "$PROMPT" (docs/agents.md)')
+    verifier: str | None = Field(
+        default=None, description="a command line that writes the reward; if absent, bash /tests/test.sh of the row"
+    )
+    folder: str = Field(
+        default="/work", pattern=r"^/[\w./-]{1,200}$", description="where both run, unless a row says it"
+    )
+    max_turns: int = Field(default=64, ge=1, le=1024, description="most answers that it gets")
+    time_s: float = Field(default=1800.0, gt=0, le=86_400, description="seconds of an episode")
+    verifier_time_s: float = Field(default=600.0, gt=0, le=86_400, description="seconds of its verifier")
+
+    @field_validator("command", "verifier")
+    @classmethod
+    def _can_be_sent(cls, command: str | None) -> str | None:
+        if command is not None and ("\0" in sane_source(command) or not command.strip()):
+            raise ValueError("a command line is a text without null characters, and is not empty")
+        return command
+
+
+_URLS = {"OPENAI_BASE_URL": "/v1", "OPENAI_API_BASE": "/v1", "ANTHROPIC_BASE_URL": ""}
+_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
+_MODELS = (
+    *("OPENAI_MODEL", "ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
+    *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("SONNET", "OPUS", "HAIKU")),
+)
+
+
+def agent_variables(url: str, model: str) -> dict[str, str]:
+    """Return the variables that tell the clients of OpenAI and Anthropic, and Claude Code, whom to ask.
+
+    Their keys mean nothing: an episode's address is its own.
+    """
+    urls = {name: url + path for name, path in _URLS.items()}
+    names = dict.fromkeys(_MODELS, model) | dict.fromkeys(_KEYS, "episode")
+    return urls | names | {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+
+
+EndReason = Literal[
+    "completed", "turn_limit", "token_limit", "context_limit", "step_limit", "time_limit", "agent_failed",
+    "environment_broke", "verifier_broke",
+]  # fmt: skip
+"""Why an episode ended. The policy can cause all of them except the last two, and earns what it had earned until then:
+
+- completed: the environment said `done`, or the agent has ended by itself.
 - turn_limit: it had `max_turns` answers.
 - token_limit: an answer reached `max_completion_tokens`. The environment does not see it.
 - context_limit: the conversation leaves no room for an answer within `max_tokens`, or cut one off.
 - step_limit: a step took more time or memory, or returned more, than it may. The state before it is scored.
+- time_limit: the agent took more than `time_s`.
+- agent_failed: the agent ended with an error, or took too much memory.
 - environment_broke: the environment raised an error, or returned what it must not. Its whole group is not trained.
+- verifier_broke: the verifier left no reward. Its whole group is not trained.
 """
+BROKEN: tuple[EndReason, ...] = ("environment_broke", "verifier_broke")
+"""The reasons that the policy cannot have caused."""
 END_REASONS: tuple[EndReason, ...] = get_args(EndReason)
 
 
@@ -84,7 +135,7 @@ class Course(Frozen):
 
     `reward`: the sum of the environment's rewards; None if there are none, for the reason `error`. `turn_rewards`: the
     part of each answer; what `score` adds is the last one's. `num_kept`: later turns whose prompts begin with the ids
-    that were drawn before.
+    that were drawn before. `output`: the end of what an agent's program and its verifier have printed.
     """
 
     end: EndReason
@@ -94,6 +145,7 @@ class Course(Frozen):
     error: str | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     num_kept: int = 0
+    output: str = added("")
 
     @property
     def num_turns(self) -> int:

@@ -17,7 +17,7 @@ from longshore.dataset_runs import (
     SFTRun,
     TrainedRun,
 )
-from longshore.environments import PythonEnvironment
+from longshore.environments import Agent, PythonEnvironment
 from longshore.fields import NO_NUL, Frozen, Name, added, pattern
 from longshore.grading import UNGRADED, EnvironmentGrader, Grader, parts_of
 from longshore.training import Dtype, Full, SamplerKind, SessionRun, Watched, WeightSync, fields_fit_engine
@@ -103,6 +103,9 @@ class Rollouts(Frozen):
     environment: PythonEnvironment | None = added(
         None, description="plays an episode of several turns with the policy, for each sample (docs/agents.md)"
     )
+    agent: Agent | None = added(
+        None, description="a program that asks the policy by itself, in a sandbox, for each sample (docs/agents.md)"
+    )
     prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups per step")
     group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")
     redraws: int = Field(
@@ -161,17 +164,25 @@ class Rollouts(Frozen):
     )
     held_out: HeldOut | None = None
 
+    @property
+    def has_episodes(self) -> bool:
+        """True if a sample is an episode, which may have several answers."""
+        return self.environment is not None or self.agent is not None
+
     @model_validator(mode="before")
     @classmethod
     def _environments_grade(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("environment") is not None and given.get("grader") is None:
-            return given | {"grader": EnvironmentGrader()}
-        return given
+        if not isinstance(given, dict) or given.get("grader") is not None:
+            return given
+        has_episodes = given.get("environment") is not None or given.get("agent") is not None
+        return given | {"grader": EnvironmentGrader()} if has_episodes else given
 
     @model_validator(mode="after")
     def _has_an_environment(self) -> Self:
+        if self.environment is not None and self.agent is not None:
+            raise ValueError("agent: an episode has an environment or an agent, not both: drop one")
         for place, part in parts_of(self.grader).items():
-            if self.environment is None and isinstance(part, EnvironmentGrader):
+            if not self.has_episodes and isinstance(part, EnvironmentGrader):
                 raise ValueError(f"{place}: an environment's reward needs one: give environment")
         return self
 
@@ -326,7 +337,7 @@ class RLRun(TrainedRun):
     @property
     def longest_answer(self) -> int:
         """The most tokens that a policy samples for a trajectory: of an episode less than the whole of it."""
-        if self.rollouts is None or self.rollouts.environment is not None:
+        if self.rollouts is None or self.rollouts.has_episodes:
             return self.max_tokens
         return self.rollouts.max_completion_tokens
 

@@ -396,7 +396,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     from activities.publishing.export import Exports
     from activities.publishing.publish import Publish
     from activities.records import CommandRecords, FindCheckpoint, RunRecords
-    from activities.sampling.episodes import CheckEnvironment
+    from activities.sampling.agents import CheckEnvironment
     from activities.sources.download import Download
     from activities.tokenizing.render_prompts import RenderPrompts
     from activities.tokenizing.tokenize import MixSources, PreviewDataset, Tokenize

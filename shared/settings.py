@@ -147,6 +147,18 @@ class GradingSettings(BaseModel):
     score_model_concurrency: int = Field(default=8, ge=1, le=64)
 
 
+class AgentSettings(BaseModel):
+    """Limits of the boxes that agents of runs work in (activities/sandbox/box.py)."""
+
+    programs: tuple[Path, ...] = Field(
+        default=(), description="folders that agents see, read-only; the `bin` of each is on their PATH"
+    )
+    memory_bytes: int = Field(default=2 << 30, ge=64 << 20, description="of the processes of one agent")
+    disk_bytes: int = Field(default=512 << 20, ge=16 << 20, description="of its files, which are in memory")
+    processes: int = Field(default=256, ge=8, description="that it has at once, threads included")
+    at_once: int = Field(default=8, ge=1, description="agents at once on a host")
+
+
 class ConfinedSettings(BaseModel):
     """Limits of the processes that work on users' data (activities/sandbox/calls.py)."""
 
@@ -280,6 +292,7 @@ class Settings(BaseSettings):
     s3: S3Settings = S3Settings()
     download: DownloadSettings = DownloadSettings()
     grading: GradingSettings = GradingSettings()
+    agents: AgentSettings = AgentSettings()
     confined: ConfinedSettings = ConfinedSettings()
     sampling: SamplingSettings = SamplingSettings()
     serving: ServingSettings = ServingSettings()

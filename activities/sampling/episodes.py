@@ -15,15 +15,16 @@ import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from activities.formats.dataset import question_of
 from activities.formats.rows import Row, is_deep, message_of, messages_of
-from activities.heartbeats import in_parallel, on_thread
-from activities.host_context import HostContext, OnHost, Parts
+from activities.heartbeats import in_parallel
+from activities.host_context import HostContext, Parts
 from activities.sampling.client import Completion, Sampler
 from activities.sampling.completions import (
     Branch,
@@ -36,10 +37,10 @@ from activities.sampling.completions import (
 from activities.sampling.questions import ChatPrompts, Prompt, told_calls
 from activities.sampling.samplers import refusing
 from activities.sandbox.calls import CodeProcess, Limits
-from activities.tokenizing.render_prompts import PromptRow, PromptsFile, sources_of
+from activities.tokenizing.render_prompts import PromptRow
 from longshore.dataset_runs import Dataset, DatasetSource, named_sources
-from longshore.environments import END_REASONS, Course, EndReason, PythonEnvironment
-from longshore.fields import Artifact, Frozen
+from longshore.environments import END_REASONS, Agent, Course, EndReason, PythonEnvironment
+from longshore.fields import Artifact, Frozen, added
 from shared.chat.completions import DrawnBy
 from shared.chat.messages import ChatAnswer, ToolCall
 from shared.chat.trajectories import AnswerRecord, DrawnChoice, DrawnSequence, DrawnTurn, add_turn
@@ -60,12 +61,13 @@ _log = logging.getLogger(__name__)
 
 
 class EpisodePlan(Frozen):
-    """How the episode of a sample is played.
+    """How the episode of a sample is played: with an environment, or by an agent.
 
     `source`: how the prompts' rows are read. `max_tokens`: the longest conversation.
     """
 
-    environment: PythonEnvironment
+    environment: PythonEnvironment | None = None
+    agent: Agent | None = added(None)
     source: Dataset
     max_tokens: int = Field(ge=2)
 
@@ -74,7 +76,9 @@ class EpisodePlan(Frozen):
         """All that an episode depends on, beside the files."""
         sources = named_sources(self.source).values()
         fields = "".join(source.model_dump_json(include={"format", "prompt_field"}) for source in sources)
-        return f"{self.environment.model_dump_json()} {fields} {self.max_tokens}"
+        whose = self.environment or self.agent
+        assert whose is not None
+        return f"{whose.model_dump_json()} {fields} {self.max_tokens}"
 
 
 class EpisodeCounts(Frozen):
@@ -219,13 +223,115 @@ def _checked(read: Callable[[], Said]) -> Said:
 
 
 @dataclass(frozen=True)
-class _Played:
+class Played:
     """An episode that has ended. `prompt_ids`: of its first turn; `prompt_routes`: their experts."""
 
     prompt_ids: tuple[int, ...]
     prompt_routes: bytes
     sample: Sample
     drawn_by: tuple[DrawnBy, ...]
+
+    def with_prompt_of(self, num: int, how: Drawing) -> "Played":
+        """Return the episode with the first `num` ids as its prompt, and the others of the prompt in the sample."""
+        rest, item_bytes = self.prompt_ids[num:], 0 if how.routes is None else how.routes.dtype.itemsize
+        if not rest:
+            return self
+        sample, versions = self.sample, self.sample.policy_versions
+        told = {
+            "token_ids": rest + sample.token_ids,
+            "logprobs": (None,) * len(rest) + sample.logprobs,
+            "policy_versions": (None,) * len(rest) + versions if versions else (),
+            "routes": self.prompt_routes[num * item_bytes :] + sample.routes,
+        }
+        prompt_routes = self.prompt_routes[: num * item_bytes]
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids[:num],
+            prompt_routes=prompt_routes,
+            sample=sample.model_copy(update=told),
+        )
+
+
+class Transcript:
+    """The answers of an episode as they are trained: in as few sequences of ids as there can be."""
+
+    def __init__(self, how: Drawing, place: str) -> None:
+        self._how, self._place = how, place
+        self._sequences: list[DrawnSequence] = []
+        self._text, self._drawn_by = "", dict[DrawnBy, None]()
+        self._num_turns = self.num_kept = 0
+
+    @property
+    def order(self) -> list[int]:
+        """The numbers of the answers in the order of the sequences."""
+        return [number for one in self._sequences for number in one.turns]
+
+    def take(self, prompt: Prompt, completion: Completion) -> None:
+        """Take the next answer. Raises InvalidInput: the sampler sent what cannot be trained."""
+        how, version = self._how, self._how.policy_version
+        routes = how.routes_of(completion, len(prompt.ids), self._place)
+        sample, logprobs = sample_of(completion, self._place, version), completion.logprobs
+        versions = sample.policy_versions or (version,) * len(completion.token_ids)
+        turn = DrawnTurn(prompt.ids, completion.token_ids, logprobs, sample.finish_reason, versions, routes)
+        add_turn(self._sequences, self._num_turns, turn)
+        self._text = completion.text
+        self._drawn_by |= dict.fromkeys(how.weights_of(completion))
+        self._num_turns += 1
+        self.num_kept += prompt.continues
+
+    def played(self, course: Course) -> Played:
+        """Put the answers together."""
+        version, shape = self._how.policy_version, self._how.routes
+        item_bytes = 0 if shape is None else shape.dtype.itemsize
+
+        def tokens(one: DrawnSequence) -> dict[str, Any]:
+            num_prompt = _num_prompt(one)
+            own = tuple(one.versions[num_prompt:])
+            return {
+                "token_ids": tuple(one.ids[num_prompt:]),
+                "logprobs": tuple(one.logprobs[num_prompt:]),
+                "finish_reason": one.finish_reason,
+                "policy_versions": own if set(own) - {None, version} else (),
+                "routes": one.routes[num_prompt * item_bytes :],
+            }
+
+        first, *rest = self._sequences
+        branches = tuple(
+            Branch(
+                prompt_ids=tuple(one.ids[: _num_prompt(one)]),
+                prompt_routes=one.routes[: _num_prompt(one) * item_bytes],
+                **tokens(one),
+            )
+            for one in rest
+        )
+        return Played(
+            prompt_ids=tuple(first.ids[: _num_prompt(first)]),
+            prompt_routes=first.routes[: _num_prompt(first) * item_bytes],
+            sample=Sample(text=self._text, branches=branches, course=course, **tokens(first)),
+            drawn_by=tuple(self._drawn_by),
+        )
+
+
+def answer_of(
+    prompt: Prompt, completion: Completion, answer_id: str, model: Artifact
+) -> tuple[ChatAnswer, AnswerRecord]:
+    """Return an answer as a message, and its record, whose ids a later turn keeps.
+
+    `answer_id`: as `told_calls` has it.
+    """
+    has_tools = bool(prompt.question.tools) and not completion.was_cut_off
+    text, calls = told_calls(completion.text, answer_id) if has_tools else (completion.text, ())
+    answer = ChatAnswer(content=None if calls and not text else text, tool_calls=calls or None)
+    choice = DrawnChoice(
+        content=answer.content,
+        tool_calls=calls,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        finish_reason="length" if completion.was_cut_off else "stop",
+    )
+    return answer, AnswerRecord(
+        answer_id=answer_id, model_sha256=model.sha256, prompt_ids=prompt.ids, choices=(choice,)
+    )
 
 
 @dataclass(frozen=True)
@@ -251,60 +357,95 @@ class Player:
     turns: Parts
     known: frozenset[int]
 
-    def group(self, group: int, row: int, prompt: PromptRow) -> SampledGroup:
+    def group(
+        self, episode: Callable[[int, int, PromptRow], Played], group: int, row: int, prompt: PromptRow
+    ) -> SampledGroup:
         """Play the episodes of a prompt, all at once.
+
+        Args:
+            episode: plays one, by the numbers of group and sample.
 
         Raises:
             InvalidInput: the sampler refuses a prompt; the environment cannot begin, or begins in different ways.
             SamplerUnavailable: it does not answer, or no longer serves the policy.
         """
         members = range(self.how.group_size)
-        ended = dict(in_parallel(lambda member: (member, self._episode(group, member, prompt)), members, len(members)))
+        ended = dict(in_parallel(lambda member: (member, episode(group, member, prompt)), members, len(members)))
         played = [ended[member] for member in members]
-        first = played[0]
-        if any(one.prompt_ids != first.prompt_ids for one in played):
+        first, *rest = (one.prompt_ids for one in played)
+        if self.plan.environment is not None and any(ids != first for ids in rest):
             raise InvalidInput(f"reset returns different things for one row and seed ({prompt.place})", _PLACE)
+        columns = zip(first, *rest, strict=False)
+        shared = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, columns))  # agents may tell the time
+        whole = [one.with_prompt_of(shared, self.how) for one in played]
         return SampledGroup(
             group=group,
             row=row,
             place=prompt.place,
             source=prompt.source,
-            prompt_ids=first.prompt_ids,
+            prompt_ids=whole[0].prompt_ids,
             policy_version=self.how.policy_version,
-            samples=tuple(one.sample for one in played),
-            drawn_by=tuple(dict.fromkeys(by for one in played for by in one.drawn_by)),
-            prompt_routes=first.prompt_routes,
+            samples=tuple(one.sample for one in whole),
+            drawn_by=tuple(dict.fromkeys(by for one in whole for by in one.drawn_by)),
+            prompt_routes=whole[0].prompt_routes,
         )
 
-    def _episode(self, group: int, member: int, prompt: PromptRow) -> _Played:
+    def in_environment(self, group: int, member: int, prompt: PromptRow) -> Played:
+        """Play one episode with the run's environment."""
         environment = self.plan.environment
+        assert environment is not None
         seed = sample_seed(self.how.seed, group)
         process = EnvironmentProcess(environment, prompt.item, seed, self.host.settings.grading)
         number = (group * self.how.group_size + member) * environment.max_turns
         with closing(process):
-            talk = _Talk(self, self.writers[(group + member) % len(self.writers)], process, prompt)
+            talk = _Talk(self, self.writer(group, member), process, prompt)
             for turn in range(environment.max_turns):
                 draws = seed + member if not turn else sample_seed(self.how.seed, group, member, turn)
                 if (end := talk.turn(number + turn, draws)) is not None:
                     break
             return talk.ended(end or "turn_limit")
 
+    def writer(self, group: int, member: int) -> ChatPrompts:
+        """Return the one that writes an episode's prompts."""
+        return self.writers[(group + member) % len(self.writers)]
+
     def drawn(self, number: int, prompt_ids: tuple[int, ...], max_tokens: int, seed: int, place: str) -> Completion:
         """Return the answer of a turn: the one that is in the store, or a new one, which is put there first."""
-        asked = hashlib.sha256(array("Q", prompt_ids)).hexdigest()
+        asked = digest_of_ids(prompt_ids)
         if number in self.known:
-            before, completion = _TURN.validate_json(self.turns.get(number))
+            before, completion = self.recorded(number)
             if before == asked:
                 return completion
             _log.warning("%s: the environment says something else than before; the turn is drawn again", place)
+        completion = self.draw(prompt_ids, max_tokens, seed, place)
+        self.record(number, asked, completion)
+        return completion
+
+    def draw(self, prompt_ids: tuple[int, ...], max_tokens: int, seed: int, place: str) -> Completion:
+        """Have the sampler draw an answer. Raises as `group` does."""
         sampling = self.how.sampling.model_copy(update={"max_tokens": max_tokens})
         with refusing(self.sampler, self.name, place):
             [completion] = self.sampler.sample(self.name, prompt_ids, sampling, 1, seed, self.how.route_bytes)
-        self.turns.keep(number, _TURN.dump_json((asked, completion)))
         return completion
 
+    def recorded(self, number: int) -> tuple[str, Completion]:
+        """Return the digest of a question that was answered, and the answer."""
+        return _TURN.validate_json(self.turns.get(number))
 
-def _begun(
+    def record(self, number: int, asked: str, completion: Completion) -> None:
+        """Put an answer into the store. `asked`: the digest of its question."""
+        self.turns.keep(number, _TURN.dump_json((asked, completion)))
+
+
+def digest_of_ids(prompt_ids: tuple[int, ...], *others: object) -> str:
+    """Return the digest of a question: its ids, and what else its answer depends on."""
+    digest = hashlib.sha256(array("Q", prompt_ids))
+    if others:
+        digest.update(repr(others).encode())
+    return digest.hexdigest()
+
+
+def begun(
     source: DatasetSource, process: EnvironmentProcess, prompt: PromptRow
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
     """Begin an episode. Returns the row's messages, those of the environment, and the row's tools.
@@ -343,14 +484,12 @@ class _Talk:
     def __init__(self, player: Player, writer: ChatPrompts, process: EnvironmentProcess, prompt: PromptRow) -> None:
         """Begin. Raises InvalidInput: the environment does not begin."""
         self._player, self._writer, self._process, self._place = player, writer, process, prompt.place
-        asked, observed, self._tools = _begun(player.sources[prompt.source], process, prompt)
+        asked, observed, self._tools = begun(player.sources[prompt.source], process, prompt)
         self._messages, self._num_asked = [*asked, *observed], len(asked)
-        self._sequences: list[DrawnSequence] = []
+        self._transcript = Transcript(player.how, prompt.place)
         self._last: tuple[str, AnswerRecord] | None = None  # the last answer, by the conversation that it ends
-        self._text, self._drawn_by = "", dict[DrawnBy, None]()
         self._rewards: list[float | None] = []
         self._metrics: dict[str, float] = {}
-        self._num_kept = 0
         self._error: str | None = None
 
     def turn(self, number: int, seed: int) -> EndReason | None:
@@ -388,37 +527,19 @@ class _Talk:
 
     def _answered(self, prompt: Prompt, completion: Completion) -> tuple[ToolCall, ...]:
         """Put an answer behind the conversation. Returns its calls."""
-        how, version = self._player.how, self._player.how.policy_version
-        routes = how.routes_of(completion, len(prompt.ids), self._place)
-        sample, logprobs = sample_of(completion, self._place, version), completion.logprobs
-        versions = sample.policy_versions or (version,) * len(completion.token_ids)
-        turn = DrawnTurn(prompt.ids, completion.token_ids, logprobs, sample.finish_reason, versions, routes)
-        add_turn(self._sequences, len(self._rewards), turn)
-        self._text = completion.text
-        self._drawn_by |= dict.fromkeys(how.weights_of(completion))
+        self._transcript.take(prompt, completion)
         self._rewards.append(None)
-        self._num_kept += prompt.continues
-        text, calls = told_calls(completion.text, str(len(self._rewards))) if self._tools else (completion.text, ())
-        answer = ChatAnswer(content=None if calls and not text else text, tool_calls=calls or None)
-        choice = DrawnChoice(
-            content=answer.content,
-            tool_calls=calls,
-            token_ids=completion.token_ids,
-            logprobs=logprobs,
-            finish_reason=sample.finish_reason,
-        )
-        model_sha256 = self._player.model.sha256
-        record = AnswerRecord(answer_id="", model_sha256=model_sha256, prompt_ids=prompt.ids, choices=(choice,))
+        answer, record = answer_of(prompt, completion, str(len(self._rewards)), self._player.model)
         self._last = prompt.conversation(answer), record
         told = answer.model_dump(mode="json", exclude_none=True)
         self._messages.append(message_of(Row(self._place, {}), "answer", {"content": "", **told}))
-        return calls
+        return answer.tool_calls or ()
 
     def _broke(self, reason: str) -> EndReason:
         self._error = reason
         return "environment_broke"
 
-    def ended(self, end: EndReason) -> _Played:
+    def ended(self, end: EndReason) -> Played:
         """Score the state that the episode has reached, and put its answers together."""
         score: float | None = None
         if end != "environment_broke":
@@ -432,7 +553,7 @@ class _Talk:
             error = "the environment ended the episode without any reward: give one in step, or define score"
         turn_rewards = [value or 0.0 for value in self._rewards]
         turn_rewards[-1] += score or 0.0
-        order = [number for one in self._sequences for number in one.turns]
+        order = self._transcript.order
         course = Course(
             end=end,
             messages=tuple(self._messages[self._num_asked :]),
@@ -440,41 +561,9 @@ class _Talk:
             reward=math.fsum(given) if error is None else None,
             error=error,
             metrics=self._metrics,
-            num_kept=self._num_kept,
+            num_kept=self._transcript.num_kept,
         )
-        return self._played(course)
-
-    def _played(self, course: Course) -> _Played:
-        version = self._player.how.policy_version
-        shape = self._player.how.routes
-        item_bytes = 0 if shape is None else shape.dtype.itemsize
-
-        def tokens(one: DrawnSequence) -> dict[str, Any]:
-            num_prompt = _num_prompt(one)
-            own = tuple(one.versions[num_prompt:])
-            return {
-                "token_ids": tuple(one.ids[num_prompt:]),
-                "logprobs": tuple(one.logprobs[num_prompt:]),
-                "finish_reason": one.finish_reason,
-                "policy_versions": own if set(own) - {None, version} else (),
-                "routes": one.routes[num_prompt * item_bytes :],
-            }
-
-        first, *rest = self._sequences
-        branches = tuple(
-            Branch(
-                prompt_ids=tuple(one.ids[: _num_prompt(one)]),
-                prompt_routes=one.routes[: _num_prompt(one) * item_bytes],
-                **tokens(one),
-            )
-            for one in rest
-        )
-        return _Played(
-            prompt_ids=tuple(first.ids[: _num_prompt(first)]),
-            prompt_routes=first.routes[: _num_prompt(first) * item_bytes],
-            sample=Sample(text=self._text, branches=branches, course=course, **tokens(first)),
-            drawn_by=tuple(self._drawn_by),
-        )
+        return self._transcript.played(course)
 
 
 def _num_prompt(one: DrawnSequence) -> int:
@@ -483,29 +572,3 @@ def _num_prompt(one: DrawnSequence) -> int:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "name": call.function.name, "arguments": json.loads(call.function.arguments)}
-
-
-# --- The check before any accelerator is asked for ---
-
-
-class CheckEnvironmentRequest(Frozen):
-    """An environment, the prompts of its episodes, and the policy's model."""
-
-    plan: EpisodePlan
-    prompts: Artifact
-    model: Artifact
-
-
-class CheckEnvironment(OnHost):
-    """The activity `check_environment`."""
-
-    @on_thread("check_environment")
-    def check_environment(self, request: CheckEnvironmentRequest) -> None:
-        """Begin an episode of the first prompt. Raises InvalidInput: it does not begin, or cannot be written."""
-        folder, limits, plan = self._host.stage(request.prompts), self._host.settings.grading, request.plan
-        with PromptsFile(folder) as prompts, closing(ChatPrompts(self._host)) as rendering:
-            prompt = prompts[0]
-            process = EnvironmentProcess(plan.environment, prompt.item, 0, limits)
-            with closing(process):
-                messages, observed, tools = _begun(sources_of(folder, plan.source)[prompt.source], process, prompt)
-                rendering.prompt(request.model, [*messages, *observed], tools)

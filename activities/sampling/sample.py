@@ -17,6 +17,7 @@ from activities.formats.rows import Chat, PromptCompletion, Question, Row
 from activities.grading.grade import REWARDS, sampled_items
 from activities.heartbeats import in_parallel, on_thread, stop_if_cancelled
 from activities.host_context import HostContext, Parts
+from activities.sampling import agents
 from activities.sampling.client import Sampler
 from activities.sampling.completions import (
     COMPLETIONS,
@@ -286,7 +287,10 @@ class SamplerActivities:
                 [turns] = _turns(self._host.store, request)
                 who = opened.client, served.name, request.model
                 writers = [stack.enter_context(closing(ChatPrompts(self._host))) for _ in range(_WRITERS)]
-                play = Player(self._host, writers, *who, how, plan, sources, turns, turns.known()).group
+                player = Player(self._host, writers, *who, how, plan, sources, turns, turns.known())
+                play = partial(
+                    player.group, player.in_environment if plan.agent is None else partial(agents.play, player)
+                )
 
             def draw(asked: tuple[int, int, PromptRow]) -> None:
                 group = play(*asked)

@@ -202,11 +202,11 @@ def enter_root(reads: Sequence[str], writes: Sequence[str], is_code: bool) -> No
     zones = [_ZONES] if Path(_ZONES).is_dir() else []
     shown = [(path, False) for path in (*base, *zones, *reads)] + [(path, True) for path in writes]
     for path, writable in sorted(shown, key=lambda each: (len(Path(each[0]).parts), each[1])):
-        _bind(os.path.realpath(path), root + path, writable)
+        bind(os.path.realpath(path), root + path, writable)
     for folder in hidden:
         mount("none", root + folder, "tmpfs", MS_RDONLY, "size=4k,nr_inodes=1,mode=755")
     for device in ("/dev/null", "/dev/urandom"):
-        _bind(device, root + device, writable=False, is_device=True)
+        bind(device, root + device, writable=False, is_device=True)
     os.chdir(root)
     libc_result(libc.pivot_root(b".", b"."), "pivot_root")
     libc_result(libc.umount2(b".", MNT_DETACH), "umount of the host's root")
@@ -216,7 +216,8 @@ def enter_root(reads: Sequence[str], writes: Sequence[str], is_code: bool) -> No
     libc.sethostname(b"sandbox", 7)
 
 
-def _bind(source: str, target: str, writable: bool, is_device: bool = False) -> None:
+def bind(source: str, target: str, writable: bool, is_device: bool = False) -> None:
+    """Show a file or folder of the host at a place of the new root."""
     if not Path(target).exists():
         if Path(source).is_dir():
             Path(target).mkdir(parents=True)
@@ -258,16 +259,20 @@ def give_up_rights(memory_bytes: int, file_bytes: int, is_code: bool, is_alone: 
         return
     if is_code:
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-    kept = 0 if is_code else 1 << CAP_DAC_OVERRIDE  # root reads the files of others that its call names
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    kept &= _capabilities(header)
-    libc_result(libc.capset(header, (ctypes.c_uint32 * 6)(kept, kept)), "capset")
-    libc_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    drop_capabilities(0 if is_code else 1 << CAP_DAC_OVERRIDE)  # root reads the files of others that its call names
     if is_code:
         filter_calls(DENIED if is_alone else DENIED | FILES, threads=False)
     else:
         allowed = _SIGNALS if is_alone else ()  # `abort` sends itself one
         filter_calls({name: number for name, number in DENIED.items() if name not in allowed}, threads=True)
+
+
+def drop_capabilities(kept: int = 0) -> None:
+    """Take all capabilities but those of the mask from this process, and from all that it becomes."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    kept &= _capabilities(header)
+    libc_result(libc.capset(header, (ctypes.c_uint32 * 6)(kept, kept)), "capset")
+    libc_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
 
 def _capabilities(header: Any) -> int:
@@ -286,6 +291,11 @@ _X86_64, _AARCH64 = 0xC000003E, 0xC00000B7
 _Numbers = dict[str, tuple[int | None, int | None]]  # on x86_64 and on aarch64
 _SIGNALS = ("kill", "tkill", "tgkill")
 _CLONE_THREAD = 0x10000
+_NEW_NAMESPACES = (
+    CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
+)
+_FAMILIES = (1, 2, 10, 16)
+"""Of sockets: Unix, IPv4, IPv6 and netlink, which are of one's own namespace. Others, such as vsock, lead out of it."""
 
 
 def _numbers(table: str) -> _Numbers:
@@ -314,10 +324,12 @@ _RET_ALLOW, _RET_ERRNO, _RET_KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 
-def filter_program(denied: _Numbers, threads: bool) -> bytes:
+def filter_program(denied: _Numbers, threads: bool, programs: bool = False) -> bytes:
     """Classic BPF over struct seccomp_data: nr at byte 0, arch at byte 4, the first argument at byte 16.
 
-    `threads`: allow `clone` of threads, and say that there is no `clone3`, whose flags a filter cannot read.
+    Args:
+        threads: allow `clone` of threads, and say that there is no `clone3`, whose flags a filter cannot read.
+        programs: allow `clone` of processes too, except into new namespaces, and sockets of `_FAMILIES` alone.
 
     Raises IsolationRefused on other machines.
     """
@@ -327,11 +339,15 @@ def filter_program(denied: _Numbers, threads: bool) -> bytes:
     refuse = (_RETURN, 0, 0, _RET_ERRNO | errno.EPERM)
     program = [(_LOAD, 0, 0, 4), (_JUMP_EQUAL, 1, 0, (_X86_64, _AARCH64)[column]), (_RETURN, 0, 0, _RET_KILL)]
     program += [(_LOAD, 0, 0, 0), (_JUMP_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _RET_KILL)]  # x32's numbers
-    if threads:
+    if threads or programs:
         clone, clone3 = (DENIED[name][column] or 0 for name in ("clone", "clone3"))
+        allowed = (_JUMP_SET, 1, 0, _NEW_NAMESPACES) if programs else (_JUMP_SET, 0, 1, _CLONE_THREAD)
         program += [(_JUMP_EQUAL, 0, 1, clone3), (_RETURN, 0, 0, _RET_ERRNO | errno.ENOSYS)]
-        program += [(_JUMP_EQUAL, 0, 4, clone), (_LOAD, 0, 0, 16), (_JUMP_SET, 0, 1, _CLONE_THREAD)]
-        program += [(_RETURN, 0, 0, _RET_ALLOW), refuse]
+        program += [(_JUMP_EQUAL, 0, 4, clone), (_LOAD, 0, 0, 16), allowed, (_RETURN, 0, 0, _RET_ALLOW), refuse]
+    if programs:
+        known = [(_JUMP_EQUAL, len(_FAMILIES) - place, 0, family) for place, family in enumerate(_FAMILIES)]
+        program += [(_JUMP_EQUAL, 0, len(known) + 3, DENIED["socket"][column] or 0), (_LOAD, 0, 0, 16), *known]
+        program += [refuse, (_RETURN, 0, 0, _RET_ALLOW)]
     for entry in denied.values():
         if (number := entry[column]) is not None:
             program += [(_JUMP_EQUAL, 0, 1, number), refuse]
@@ -343,8 +359,8 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def filter_calls(denied: _Numbers, threads: bool) -> None:
-    instructions = filter_program(denied, threads)
+def filter_calls(denied: _Numbers, threads: bool, programs: bool = False) -> None:
+    instructions = filter_program(denied, threads, programs)
     program = _Program(len(instructions) // 8, instructions)
     libc_result(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "seccomp")
 

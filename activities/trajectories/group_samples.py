@@ -18,6 +18,7 @@ from activities.sampling.completions import (
     read_sampled_groups,
     routes_starts,
 )
+from longshore.environments import BROKEN
 from longshore.fields import Artifact, Frozen, added
 from longshore.grading import SampleGrade
 from shared.chat.trajectories import TokenSequence, Trajectory, TrajectoryGroup
@@ -76,7 +77,7 @@ class SourceCounts(Frozen):
 
 class GroupsMade(Frozen):
     """Counts of the results. `num_groups`: groups with a graded sample. `num_failed`: those with an episode whose
-    environment broke. `completions`: with their routes.
+    environment or verifier broke. `completions`: with their routes.
 
     `equal_groups`: the numbers of groups whose grades are all the same. `sources`: of a mixture, by their names.
     """
@@ -156,7 +157,7 @@ def write_groups(rounds: Sequence[tuple[Path, Path]], request: GroupSamplesReque
     with (folder / GROUPS).open("wb") as file:
         for each in first:
             drawn, graded, start = latest.get(each[0].group, (*each, 0))
-            if any(sample.course is not None and sample.course.end == "environment_broke" for sample in drawn.samples):
+            if any(sample.course is not None and sample.course.end in BROKEN for sample in drawn.samples):
                 num_failed, graded = num_failed + 1, []  # without it the others' baseline would be a biased one
             num_ungraded += len(drawn.samples) - len(graded)
             if drawn.source:

@@ -490,15 +490,6 @@ Examples:
   longshore episode run harbour --temperature 0.7 -- python my_agent.py
   longshore episode show ep-…
 """
-# Variables that tell agents where the service is. Their keys mean nothing: the address has the episode's secret.
-_URLS = {"OPENAI_BASE_URL": "/v1", "OPENAI_API_BASE": "/v1", "ANTHROPIC_BASE_URL": ""}
-_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
-_MODEL_VARIABLES = (
-    *("OPENAI_MODEL", "ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
-    *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("SONNET", "OPUS", "HAIKU")),
-)
-_SETTINGS = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
-
 episode = cli.group(help="Let agents ask a model at addresses of their own, to be trained on.", epilog=_AGENT_EXAMPLES)
 app.add_typer(episode, name="episode")
 
@@ -546,10 +537,12 @@ def run(
     if not context.args:
         raise cli.Stop("name the program behind --: longshore episode run MODEL -- python my_agent.py", cli.USAGE)
     made = _begun(client, model, temperature, max_tokens, lasts, seed)
-    names = dict.fromkeys(_MODEL_VARIABLES, model) | dict.fromkeys(_KEYS, "episode") | _SETTINGS
-    found = {name: f"{made.url}{path}" for name, path in _URLS.items()}
+    from longshore.environments import agent_variables
+
+    assert made.url is not None
+    variables = {**os.environ, **agent_variables(made.url, model)}
     try:
-        code = subprocess.run(context.args, env={**os.environ, **names, **found}, stdout=2, check=False).returncode
+        code = subprocess.run(context.args, env=variables, stdout=2, check=False).returncode
     except OSError as error:
         raise cli.Stop(f"{context.args[0]}: {error.strerror}") from error
     finally:

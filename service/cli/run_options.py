@@ -31,6 +31,7 @@ NAMES = {
     "idle_s": "idle",
     "rollouts.epochs": "prompt-epochs",
     "rollouts.environment.source": "environment",
+    "rollouts.agent.command": "agent",
     "rollouts.held_out.every_steps": "eval-every",
     "rollouts.held_out.samples_per_prompt": "eval-samples",
     "rollouts.held_out.target": "target",
@@ -41,7 +42,7 @@ NAMES = {
     "rollouts.held_out.sets": "eval",
     "rollouts.held_out.early_stop.metric": "stop-by",
 }
-_PREFIXES = {"held_out": "eval-", "weight_sync": "sync-", "critic": "critic-"}
+_PREFIXES = {"held_out": "eval-", "weight_sync": "sync-", "critic": "critic-", "agent": "agent-"}
 _WHOLE = ("critic.trainable",)  # objects that one option gives
 _FILES = ("rollouts.environment.source",)  # texts that are read from files
 _SHORT = {"model": "-m", "dataset": "-d", "learning_rate": "--lr"}
@@ -59,6 +60,7 @@ _FIRST = (
         "rollouts.held_out.sets",
         "rollouts.grader",
         "rollouts.environment.source",
+        "rollouts.agent.command",
         "teacher",
         "algorithm",
         "objective",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -257,7 +258,7 @@ def uploaded(client: "Client", dataset: str, option: str) -> "tuple[FileView, bo
         return None
     path = Path(dataset).expanduser()
     if path.is_dir():
-        raise cli.Stop(f"{option}: {dataset} is a folder; give a file, or an s3:// prefix", cli.USAGE)
+        return _uploaded_tasks(client, path, option)
     if not path.is_file():
         raise cli.Stop(f"{option}: there is no file {dataset}", cli.USAGE)
     if not path.stat().st_size:
@@ -267,6 +268,22 @@ def uploaded(client: "Client", dataset: str, option: str) -> "tuple[FileView, bo
     if (duration_s := time.monotonic() - start) > 1:
         cli.say(f"uploaded {path.name} in {duration_s:.1f} s")
     return record
+
+
+def _uploaded_tasks(client: "Client", folder: Path, option: str) -> "tuple[FileView, bool]":
+    """Upload a folder of Harbor's tasks as rows. Raises Stop: there are none, or one cannot be read."""
+    from longshore import harbor
+
+    if not harbor.is_task_folder(folder):
+        rule = "is a folder without Harbor's tasks; give a file, or an s3:// prefix"
+        raise cli.Stop(f"{option}: {folder} {rule}", cli.USAGE)
+    with TemporaryDirectory() as here:
+        rows = Path(here) / f"{folder.resolve().name}.jsonl"
+        try:
+            harbor.write_rows(folder, rows, cli.say)
+        except ValueError as error:
+            raise cli.Stop(f"{option}: {error}", cli.USAGE) from error
+        return client.files.put(rows)
 
 
 # --- `longshore import openai`: start the fine-tuning jobs of an account at OpenAI here ---

@@ -239,7 +239,7 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except InvalidInput as error:
         field, dot, rest = (error.place or "").partition(".")
-        raise InvalidInput(error.message, error.place and names.get(field, field) + dot + rest) from error
+        raise type(error)(error.message, error.place and names.get(field, field) + dot + rest) from error
 
 
 def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:

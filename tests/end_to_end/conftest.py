@@ -5,6 +5,7 @@ of other folders, and starts again if the process comes back.
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ QUICK = {
     "LONGSHORE_CANCEL_GRACE_S": "30",
     "LONGSHORE_CPU_THREADS": "1",
     "LONGSHORE_SAMPLING__WEIGHTS_ADDRESS": "127.0.0.1",
+    "LONGSHORE_AGENTS__PROGRAMS": json.dumps([sys.prefix]),
 }
 
 # What a stack is trusted with, and test_secrets.py looks for in everything that it leaves behind.

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from longshore import local
+from tests.end_to_end.conftest import QUICK
 from tests.end_to_end.runs import jsonl
 from tests.end_to_end.stack import Stack
+from tests.end_to_end.test_episodes import CLIENTS
 from tests.megatron_worker.rows import talking_model
 
 pytestmark = pytest.mark.slow
@@ -114,3 +116,27 @@ def test_the_environment_of_the_documentation_is_played(stack: Stack, played: li
     options = [mine.get(before, each) for before, each in zip(["", *played], played, strict=False)]
     metrics = stack.cli("rollout", *options, "-n", "4", "--json").json["metrics"]
     assert metrics["eval_ungraded"] == 0 and metrics["eval_samples"] == 16 and metrics["eval_reward_mean"] >= 0
+
+
+def test_a_program_with_published_clients_is_trained(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = (Path(__file__).parent / "agent_session.py").read_text()
+    tests = {"test.sh": "test -s /logs/agent/output.txt && echo 0.5 > /logs/verifier/reward.txt"}
+    rows = [{"prompt": f"Ask, {n}.", "files": {"agent.py": agent}, "tests": tests} for n in range(4)]
+    path = ":".join(map(str, CLIENTS))
+    options = [
+        *("--model", str(talking_model(tmp_path / "model")), "--prompts", str(jsonl(tmp_path / "rows.jsonl", rows))),
+        *("--agent", f"PYTHONPATH={path} python agent.py http://127.0.0.1:8321 policy", "--agent-max-turns", "40"),
+        *("--max-completion-tokens", "12", "--max-tokens", "600", "--steps", "1", "--prompts-per-step", "2"),
+        *("--group-size", "2", "--algorithm", "rloo", "--lora-rank", "4"),
+    ]
+    ended = stack.cli("submit", "rl", *options, "--wait", "--json", check=False).json
+    assert ended["status"] == "succeeded", ended["problem"]
+    step = stack.cli("steps", ended["run_id"], "--json").json[-1]
+    assert step["metrics"]["reward_mean"] == 0.5 and step["metrics"]["episode_end_completed"] == 1, step
+    assert step["metrics"]["episode_turns_mean"] == 3, "token counts and titles do not count"
+    with stack.client() as client:
+        run = client.runs.get(ended["run_id"]).run
+    monkeypatch.setenv("LONGSHORE_AGENTS__PROGRAMS", QUICK["LONGSHORE_AGENTS__PROGRAMS"])
+    assert local.train(run, tmp_path / "local").adapter_sha256 == ended["adapter_sha256"]

@@ -192,6 +192,7 @@ raise ValueError(text)
 ANSWERS_ALONE = {
     "activities/grading/open_grader.py",
     "activities/hosts/health.py",
+    "activities/sandbox/box.py",
     "activities/sandbox/child.py",
     "megatron_worker/sampler/grammars/trial.py",
     "megatron_worker/training/trial.py",

@@ -157,10 +157,12 @@ def step_samples(
 
 
 def episode_plan(run: RLRun, source: Dataset) -> EpisodePlan | None:
-    """Return how samples of these prompts are played, if the run has an environment."""
-    if (environment := rollouts_of(run).environment) is None:
+    """Return how samples of these prompts are played, if they are episodes."""
+    rollouts = rollouts_of(run)
+    if not rollouts.has_episodes:
         return None
-    return EpisodePlan(environment=environment, source=source, max_tokens=run.max_tokens)
+    whose = {"environment": rollouts.environment, "agent": rollouts.agent}
+    return EpisodePlan(source=source, max_tokens=run.max_tokens, **whose)
 
 
 def held_out_samples(

@@ -11,7 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade, Graded, GradeRequest, GradeSummary
     from activities.models.resolve import Resolve
     from activities.records import RunRecords, StepRecordRequest, policy_of
-    from activities.sampling.episodes import CheckEnvironment, CheckEnvironmentRequest
+    from activities.sampling.agents import CheckEnvironment, CheckEnvironmentRequest
     from activities.sampling.sample import (
         PolicySampleRequest,
         Proved,

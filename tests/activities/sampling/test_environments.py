@@ -14,7 +14,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.grading.grade import Grade, Graded, GradeRequest
 from activities.host_context import HostContext
-from activities.sampling.episodes import CheckEnvironment, CheckEnvironmentRequest
+from activities.sampling.agents import CheckEnvironment, CheckEnvironmentRequest
 from activities.sampling.sample import Sampled
 from activities.trajectories.group_samples import GROUPS, Grouped, GroupSamples, GroupSamplesRequest
 from activities.trajectories.pack_trajectories import GroupsRequest, PackTrajectories

@@ -1,0 +1,667 @@
+"""Plays episodes whose agent is a user's program. It asks the policy by itself, from a box.
+
+The host answers on the loopback of the box, as OpenAI's and Anthropic's APIs do (`Asked`). The ids that were drawn are
+trained. Each answer is in the store before the program sees it. After a kill the program is started afresh, and gets
+the recorded answers to the questions that it asks again; from its first other question on it is another episode.
+The same question has one answer, which its digest and the run's seed determine.
+"""
+
+import base64
+import binascii
+import json
+import logging
+import math
+import os
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
+from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from activities.formats.dataset import question_of
+from activities.formats.rows import Row, is_deep
+from activities.heartbeats import on_thread, pause, stop_if_cancelled
+from activities.host_context import OnHost
+from activities.sampling.client import Completion
+from activities.sampling.completions import sample_seed
+from activities.sampling.episodes import (
+    EnvironmentProcess,
+    EpisodePlan,
+    Played,
+    Player,
+    Transcript,
+    answer_of,
+    begun,
+    digest_of_ids,
+)
+from activities.sampling.questions import ChatPrompts, Prompt, chat_completion, sampler_request
+from activities.sandbox.box import PORT, Box, BoxLimits, BoxLost, Ran
+from activities.sandbox.kernel import IsolationRefused
+from activities.tokenizing.render_prompts import PromptRow, PromptsFile, sources_of
+from activities.tokenizing.tokenizer import ModelTokenizer
+from longshore.dataset_runs import DatasetSource
+from longshore.environments import Agent, Course, EndReason, agent_variables
+from longshore.fields import Artifact, Frozen
+from shared.chat.completions import Usage
+from shared.chat.dialects import CountRequest, MessagesRequest, ResponseRequest, named
+from shared.chat.messages import ChatChoice, ChatCompletion, ChatRequest
+from shared.chat.streams import EventStream, StreamStart
+from shared.chat.trajectories import AnswerRecord
+from shared.errors import InvalidInput, LongshoreError, SamplerUnavailable
+from shared.field_rules import refused_in_words
+from shared.settings import AgentSettings
+
+MODEL = "policy"
+"""The policy's name in a box. Questions for other models are answered, and not trained."""
+_PLACE = "rollouts.agent"
+_MOST_BODY_BYTES = 8 << 20
+_SIDE_TURNS = 4  # side questions for each counted one that an episode may have
+_TRIES = 3  # of a box that is lost, or of a program that asks nothing
+_FILES, _FILES_BYTES = 1024, 32 << 20  # most files of a row, and their bytes
+_OUTPUT_BYTES = 4096  # of a program's output that are shown
+_REWARD_BYTES = 64 << 10
+_OUTPUT, _CHECKED = "/logs/agent/output.txt", "/logs/verifier/output.txt"
+_SET_UP, _SETUP_S = "/logs/setup.txt", 600.0
+_REWARD = "/logs/verifier/reward"
+_WITHOUT_EFFECT = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("stop", "seed", "logprobs", "top_logprobs", "ignore_eos", "stop_token_ids"),
+)
+_JSON = "application/json"
+_log = logging.getLogger(__name__)
+_slots: dict[int, threading.BoundedSemaphore] = {}
+_slots_lock = threading.Lock()
+
+
+# --- A task: the row's files, and the verifier ---
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a row of the prompts says of an episode.
+
+    Attributes:
+        instruction: the text of the row's last message.
+        variables: of the environment of all commands. `setup`: one that is run before the agent.
+        files, tests: contents by absolute paths in the box; `tests` come when the agent has ended.
+    """
+
+    instruction: str
+    folder: str
+    place: str
+    variables: Mapping[str, str]
+    setup: str | None
+    verifier: str | None
+    time_s: float
+    verifier_time_s: float
+    files: Mapping[str, bytes]
+    tests: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, prompt: PromptRow, source: DatasetSource, agent: Agent) -> "Task":
+        """Read a row. Raises InvalidInput: names the field."""
+        messages = question_of(source)(Row(prompt.place, prompt.item)).messages
+        folder = prompt.item.get("folder") or agent.folder
+        if not isinstance(folder, str) or not folder.startswith("/") or "\0" in folder:
+            raise InvalidInput("folder: a path that begins with /", prompt.place)
+        setup = prompt.item.get("setup")
+        if setup is not None and (not isinstance(setup, str) or "\0" in setup):
+            raise InvalidInput("setup: a command line", prompt.place)
+        variables = prompt.item.get("variables") or {}
+        if not isinstance(variables, dict) or not all(
+            isinstance(value, str) and "\0" not in name + value and "=" not in name for name, value in variables.items()
+        ):
+            raise InvalidInput("variables: texts by name", prompt.place)
+        tests = _contents(prompt, "tests", "/tests")
+        has_script = "/tests/test.sh" in tests
+        return cls(
+            instruction=str(messages[-1]["content"] or ""),
+            folder=folder,
+            place=prompt.place,
+            variables=variables,
+            setup=setup,
+            time_s=_time_s(prompt, "time_s", agent.time_s),
+            verifier_time_s=_time_s(prompt, "verifier_time_s", agent.verifier_time_s),
+            verifier=agent.verifier or ("bash /tests/test.sh" if has_script else None),
+            files=_contents(prompt, "files", folder),
+            tests=tests | {"/tests/row.json": json.dumps(prompt.item, ensure_ascii=False).encode()},
+        )
+
+
+def _time_s(prompt: PromptRow, name: str, most: float) -> float:
+    """Return the seconds that a row allows, at most the run's."""
+    given = prompt.item.get(name)
+    if given is None:
+        return most
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
+        raise InvalidInput(f"{name}: seconds above 0", prompt.place)
+    return min(given, most)
+
+
+def _contents(prompt: PromptRow, name: str, folder: str) -> dict[str, bytes]:
+    """Return a row's files by their absolute paths. Raises InvalidInput: they are none."""
+    given = prompt.item.get(name) or {}
+    rule = f'{name}: contents by path, each a text or {{"base64": ...}}'
+    if not isinstance(given, dict) or len(given) > _FILES:
+        raise InvalidInput(f"{rule}, at most {_FILES:,}", prompt.place)
+    found: dict[str, bytes] = {}
+    for path, content in given.items():
+        try:
+            match content:
+                case str(text):
+                    data = text.encode()
+                case {"base64": str(text)}:
+                    data = base64.b64decode(text, validate=True)
+                case _:
+                    raise InvalidInput(f"{rule} ({path})", prompt.place)
+        except (binascii.Error, UnicodeEncodeError) as error:
+            raise InvalidInput(f"{rule} ({path}: {error})", prompt.place) from error
+        if not path or "\0" in path:
+            raise InvalidInput(f"{rule}: {path!r} is no path", prompt.place)
+        found[os.path.normpath(f"{folder}/{path}" if not path.startswith("/") else path)] = data
+    if sum(map(len, found.values())) > _FILES_BYTES:
+        raise InvalidInput(f"{name}: at most {_FILES_BYTES:,} bytes", prompt.place)
+    return found
+
+
+def _limits_of(settings: AgentSettings) -> BoxLimits:
+    own = settings.model_dump(include={"memory_bytes", "disk_bytes", "processes"})
+    return BoxLimits(shown=tuple(map(str, settings.programs)), **own)
+
+
+@contextmanager
+def _opened(settings: AgentSettings, task: Task, check: Callable[[], None]) -> Iterator[Box]:
+    """Open a box with a task's files. Raises BoxLost; InvalidInput: a file cannot be there, or this host has none."""
+    try:
+        box = Box(_limits_of(settings), check)
+    except IsolationRefused as refused:
+        raise InvalidInput(f"this host can isolate no agents: {refused}", _PLACE) from refused
+    with closing(box):
+        _put(box, {**task.files, "/task/instruction.md": task.instruction.encode()})
+        if task.setup is not None and (ran := box.run(task.setup, task.variables, task.folder, _SET_UP, _SETUP_S)).code:
+            said = _tail(box, _SET_UP) or "nothing"
+            raise InvalidInput(f"setup ended with {ran.code}, and printed: {said} ({task.place})", _PLACE)
+        yield box
+
+
+def _put(box: Box, files: Mapping[str, bytes]) -> None:
+    for path, content in files.items():
+        try:
+            box.put(path, content, is_program=path.endswith(".sh") or content.startswith(b"#!"))
+        except OSError as error:
+            raise InvalidInput(f"a file cannot be put into the box: {error}", _PLACE) from error
+
+
+def check_agent(settings: AgentSettings, agent: Agent, prompt: PromptRow, source: DatasetSource) -> None:
+    """Open a box for the first row, and look for the program. Raises InvalidInput: there is none, or no box."""
+    task = Task.of(prompt, source, agent)
+    with _opened(settings, task, stop_if_cancelled) as box:
+        try:
+            words = shlex.split(agent.command)
+        except ValueError:  # more than a program and its arguments
+            words = []
+        if words and all(character.isalnum() or character in "_-./" for character in words[0]):
+            ran = box.run(f"command -v {words[0]}", {}, task.folder, _OUTPUT, 60.0)
+            if ran.code:
+                rule = "agents see the system's programs, and those in the folders of LONGSHORE_AGENTS__PROGRAMS"
+                raise InvalidInput(f"there is no program {words[0]} for agents: {rule}", f"{_PLACE}.command")
+
+
+# --- The questions of a program, over HTTP on the loopback of its box ---
+
+
+class _Gateway(ThreadingHTTPServer):
+    """Answers the connections of one box. `ask` and `count` are the episode's."""
+
+    daemon_threads = True
+
+    def __init__(self, box: Box, episode: "_Episode") -> None:
+        super().__init__(("127.0.0.1", PORT), _Asking, bind_and_activate=False)
+        self.socket.close()
+        self.socket = box.listening
+        self.episode = episode
+        self._context = copy_context()
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        self._context.copy().run(super().process_request_thread, request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("a box's connection failed", exc_info=True)
+
+
+@contextmanager
+def _answering(box: Box, episode: "_Episode") -> Iterator[None]:
+    gateway = _Gateway(box, episode)
+    thread = threading.Thread(target=gateway.serve_forever, args=(0.1,), name="gateway", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        gateway.shutdown()
+        thread.join()
+
+
+class _Asking(BaseHTTPRequestHandler):
+    server: _Gateway
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        if self._path() == "/models":
+            card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "longshore"}
+            self._send(HTTPStatus.OK, json.dumps({"object": "list", "data": [card]}).encode())
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, f"there is nothing at {self.path[:200]}")
+
+    def do_POST(self) -> None:
+        path = self._path()
+        kind = _FORMS.get(path)
+        if kind is None:
+            self._refuse(HTTPStatus.NOT_FOUND, f"there is nothing at {self.path[:200]}")
+            return
+        try:
+            with refused_in_words():
+                asked = kind.model_validate(self._body())
+            if isinstance(asked, CountRequest) and not isinstance(asked, MessagesRequest):
+                with named(asked.NAMES):
+                    num_tokens = self.server.episode.count(asked.chat())
+                self._send(HTTPStatus.OK, json.dumps({"input_tokens": num_tokens}).encode())
+                return
+            self._answer(asked)
+        except InvalidInput as error:
+            code = "context_length_exceeded" if isinstance(error, _TooLong) else "invalid_input"
+            self._refuse(HTTPStatus.BAD_REQUEST, error.message, error.place, code)
+        except LongshoreError as error:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+
+    def _answer(self, asked: "ChatRequest | ResponseRequest | MessagesRequest") -> None:
+        chat = asked if isinstance(asked, ChatRequest) else asked.chat()
+        unused = [name for name in _WITHOUT_EFFECT if getattr(chat, name) is not None]
+        with named({} if isinstance(asked, ChatRequest) else asked.NAMES):
+            answer = self.server.episode.ask(chat)
+        if not isinstance(asked, ChatRequest):
+            unused += asked.unused
+        headers = {"longshore-unused": ", ".join(unused[:32])} if unused else {}
+        if not chat.stream:
+            whole = answer if isinstance(asked, ChatRequest) else asked.whole(answer)
+            self._send(HTTPStatus.OK, whole.model_dump_json().encode(), headers)
+            return
+        form: dict[str, Any] = {}
+        if not isinstance(asked, ChatRequest):
+            name = "message" if isinstance(asked, MessagesRequest) else "response"
+            form = {name: asked.begun(answer.id, answer.created)}
+        start = StreamStart(answer_id=answer.id, created=answer.created, **form)
+        self._send(HTTPStatus.OK, EventStream(start, chat).rest(answer), headers, "text/event-stream")
+
+    def _path(self) -> str:
+        return self.path.partition("?")[0].removeprefix("/v1")
+
+    def _body(self) -> Any:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > _MOST_BODY_BYTES:
+            self.close_connection = True
+            raise InvalidInput(f"a body needs a Content-Length, of at most {_MOST_BODY_BYTES:,} bytes")
+        try:
+            found = json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput("the body is no JSON that can be read here") from error
+        if is_deep(found if isinstance(found, dict | list) else []):
+            raise InvalidInput("the body is nested too deep")
+        return found
+
+    def _refuse(self, status: HTTPStatus, message: str, place: str | None = None, code: str = "invalid_input") -> None:
+        if self._path().startswith("/messages"):
+            kind = "invalid_request_error" if status < 500 else "api_error"
+            told: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+        else:
+            kind = "invalid_request_error" if status < 500 else "server_error"
+            told = {"error": {"message": message, "type": kind, "param": place, "code": code}}
+        self._send(status, json.dumps(told).encode())
+
+    def _send(
+        self, status: HTTPStatus, content: bytes, others: Mapping[str, str] | None = None, kind: str = _JSON
+    ) -> None:
+        with suppress(OSError):  # the program has left
+            self.send_response(status)
+            for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **(others or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+_FORMS: dict[str, type[ChatRequest | ResponseRequest | CountRequest]] = {
+    "/chat/completions": ChatRequest,
+    "/responses": ResponseRequest,
+    "/messages": MessagesRequest,
+    "/messages/count_tokens": CountRequest,
+}
+
+
+class _TooLong(InvalidInput):
+    """A conversation leaves no room for an answer."""
+
+
+# --- The episode ---
+
+
+@dataclass
+class _Turn:
+    """A question that counts, and its answer."""
+
+    number: int
+    prompt: Prompt
+    completion: Completion
+
+
+@dataclass
+class _Episode:
+    """The questions of one program, and their answers. Its threads ask at once.
+
+    Attributes:
+        places: numbers of the group and of the sample.
+        numbers: those of its turns in the store.
+        refused: why a question was refused last, if that was for a limit.
+        failure: what made an answer impossible, which is not the program's doing.
+    """
+
+    player: Player
+    writer: ChatPrompts
+    agent: Agent
+    place: str
+    places: tuple[int, int]
+    numbers: range
+    refused: EndReason | None = None
+    failure: BaseException | None = None
+    turns: list[_Turn] = field(default_factory=list)
+    _answers: dict[str, Future[ChatCompletion]] = field(default_factory=dict)
+    _before: dict[str, AnswerRecord] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _num_asked: int = 0
+    _num_side: int = 0
+
+    def __post_init__(self) -> None:
+        known = [number for number in self.numbers if number in self.player.known]
+        self.recorded = dict(map(self.player.recorded, known))
+        self._free = [number for number in self.numbers if number not in self.player.known]
+
+    def check(self) -> None:
+        """Raise the error that ends the episode, if there is one."""
+        stop_if_cancelled()
+        if self.failure is not None:
+            raise self.failure
+
+    def count(self, asked: ChatRequest) -> int:
+        return len(self._prompt(asked).ids)
+
+    def ask(self, asked: ChatRequest) -> ChatCompletion:
+        """Answer a question, or give the answer that it had. Raises InvalidInput: it cannot be answered."""
+        if asked.n not in (None, 1):
+            raise InvalidInput("an episode continues from one answer: leave n out", "n")
+        # The policy alone does not draw an answer whose form is forced.
+        is_formed = asked.response_format is not None and asked.response_format.type != "text"
+        is_side = asked.model != MODEL or bool(asked.forced_tools) or is_formed
+        prompt = self._prompt(asked)
+        room = self.player.plan.max_tokens - len(prompt.ids)
+        if room < 1:
+            self.refused = "context_limit"
+            raise _TooLong(f"{len(prompt.ids):,} tokens leave no room for an answer within max_tokens", "messages")
+        max_tokens = min(room, self.player.how.sampling.max_tokens, asked.most_tokens or room)
+        form = asked.model_dump_json(include={"model", "response_format", "tool_choice", "tools"}) if is_side else ""
+        digest = digest_of_ids(prompt.ids, max_tokens, form)
+        with self._lock:
+            if (known := self._answers.get(digest)) is None:
+                number = self._counted(is_side)
+                mine = self._answers[digest] = Future()
+        if known is not None:
+            return known.result()
+        try:
+            answer = (
+                self._side(asked, prompt, max_tokens) if is_side else self._drawn(prompt, max_tokens, digest, number)
+            )
+        except BaseException as error:
+            self.failure = error
+            mine.set_exception(SamplerUnavailable("the policy cannot answer now"))
+            raise SamplerUnavailable("the policy cannot answer now") from error
+        mine.set_result(answer)
+        return answer
+
+    def _counted(self, is_side: bool) -> int:
+        if is_side:
+            self._num_side += 1
+            if self._num_side > _SIDE_TURNS * self.agent.max_turns:
+                raise InvalidInput("this episode has had its side questions", "model")
+            return 0
+        if self._num_asked >= self.agent.max_turns:
+            self.refused = "turn_limit"
+            raise InvalidInput(f"this episode has had its {self.agent.max_turns:,} turns", "messages")
+        self._num_asked += 1
+        return self._num_asked
+
+    def _prompt(self, asked: ChatRequest) -> Prompt:
+        return self.writer.prompt(self.player.model, asked.messages, asked.offered_tools, self._before.get)
+
+    def _drawn(self, prompt: Prompt, max_tokens: int, digest: str, number: int) -> ChatCompletion:
+        completion = self.recorded.pop(digest, None)
+        if completion is None:
+            seed = sample_seed(self.player.how.seed, *self.places, int(digest[:12], 16))
+            completion = self.player.draw(prompt.ids, max_tokens, seed, self.place)
+            if not completion.token_ids:
+                raise InvalidInput("the sampler sent no tokens", self.place)
+            with self._lock:
+                # Those of an earlier attempt that went another way make room, if there is no other.
+                stored = self._free.pop(0) if self._free else self.numbers[number % len(self.numbers)]
+            self.player.record(stored, digest, completion)
+        answer, record = answer_of(prompt, completion, digest[:24], self.player.model)
+        with self._lock:
+            self.turns.append(_Turn(number, prompt, completion))
+            self._before[prompt.conversation(answer)] = record
+        finish = "length" if completion.was_cut_off else "tool_calls" if answer.tool_calls else "stop"
+        choice = {"index": 0, "message": answer, "finish_reason": finish, "stop_reason": completion.stop_reason}
+        num_prompt, num_drawn = len(prompt.ids), len(completion.token_ids)
+        usage = Usage(prompt_tokens=num_prompt, completion_tokens=num_drawn, total_tokens=num_prompt + num_drawn)
+        return ChatCompletion(
+            id=f"chatcmpl-{digest[:24]}",
+            created=int(time.time()),
+            model=MODEL,
+            choices=[ChatChoice.model_validate(choice)],
+            usage=usage,
+        )
+
+    def _side(self, asked: ChatRequest, prompt: Prompt, max_tokens: int) -> ChatCompletion:
+        """Answer a question that is not trained, as it was asked."""
+        player = self.player
+        shorter = asked.model_copy(update={"max_tokens": max_tokens, "max_completion_tokens": None, "n": 1})
+        wanted = sampler_request(shorter, player.name, prompt.ids, player.plan.max_tokens, takes_fewer=True)
+        drawn = player.sampler.complete(wanted)
+        tokenizer: ModelTokenizer = self.writer.tokenizer(player.model)
+        return chat_completion(shorter, drawn, tokenizer.bytes_of, drawn.id, prompt.ids)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What is left of an episode: how the program ended, the reward, and what is wrong with it."""
+
+    ran: Ran
+    output: str
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+def play(player: Player, group: int, member: int, prompt: PromptRow) -> Played:
+    """Play one episode with the run's agent.
+
+    Raises:
+        InvalidInput: the program asks nothing, the row is malformed, or the sampler refuses the policy.
+        SamplerUnavailable: it does not answer, or no longer serves the policy.
+    """
+    agent, settings = player.plan.agent, player.host.settings.agents
+    assert agent is not None
+    task = Task.of(prompt, player.sources[prompt.source], agent)
+    num_turns = 2 * agent.max_turns  # the records of an attempt that was killed, and of another that goes another way
+    first = (group * player.how.group_size + member) * num_turns
+    numbers = range(first, first + num_turns)
+    writer = player.writer(group, member)
+    with _slot(settings.at_once):
+        for tries_left in reversed(range(_TRIES)):
+            episode = _Episode(player, writer, agent, prompt.place, (group, member), numbers)
+            try:
+                outcome = _run(settings, agent, task, episode)
+            except BoxLost as error:
+                if not tries_left:
+                    raise InvalidInput(f"the box of an agent was lost {_TRIES} times: {error}", _PLACE) from error
+                _log.warning("%s: an agent's box was lost, and is opened anew: %s", prompt.place, error)
+                player = replace(player, known=player.turns.known())
+                continue
+            if episode.turns:
+                return _ended(player, episode, outcome)
+        how = f"ended with {outcome.ran.code}, and printed: {outcome.output or 'nothing'}"
+        raise InvalidInput(f"the program asked the policy nothing, {how} ({prompt.place})", f"{_PLACE}.command")
+
+
+@contextmanager
+def _slot(at_once: int) -> Iterator[None]:
+    """Wait until fewer than `at_once` agents run in this process."""
+    with _slots_lock:
+        slots = _slots.setdefault(at_once, threading.BoundedSemaphore(at_once))
+    while not slots.acquire(timeout=0.2):
+        stop_if_cancelled()
+    try:
+        yield
+    finally:
+        slots.release()
+
+
+def _run(settings: AgentSettings, agent: Agent, task: Task, episode: _Episode) -> _Outcome:
+    """Run the program in a box, and then its verifier. Raises BoxLost, and what `_Episode.check` does."""
+    variables = agent_variables(f"http://127.0.0.1:{PORT}", MODEL) | {"MODEL": MODEL, "PROMPT": task.instruction}
+    with _opened(settings, task, episode.check) as box:
+        with _answering(box, episode):
+            ran = box.run(agent.command, {**task.variables, **variables}, task.folder, _OUTPUT, task.time_s)
+            episode.check()
+        output = _tail(box, _OUTPUT)
+        if not episode.turns:
+            return _Outcome(ran, output)
+        if task.verifier is None:
+            return _rewarded(box, ran, output)
+        _put(box, task.tests)
+        for tries_left in (1, 0):
+            cleared = f"rm -rf {_REWARD}.txt {_REWARD}.json; mkdir -p /logs/verifier; {task.verifier}"
+            checked = box.run(cleared, task.variables, task.folder, _CHECKED, task.verifier_time_s)
+            outcome = _rewarded(box, ran, f"{output}\n{_tail(box, _CHECKED)}".strip())
+            if outcome.error is None and outcome.reward is not None:
+                return outcome
+            if tries_left:
+                pause(0.2)
+        left = outcome.error or f"the verifier left no {_REWARD}.txt or .json, and ended with {checked.code}"
+        return _Outcome(ran, outcome.output, error=left)
+
+
+def _tail(box: Box, path: str) -> str:
+    return (box.get(path, _OUTPUT_BYTES, from_end=True) or b"").decode(errors="replace").strip()
+
+
+def _rewarded(box: Box, ran: Ran, output: str) -> _Outcome:
+    """Read the reward: the number of reward.txt; or of reward.json the one named `reward`, or its only one."""
+    outcome = partial(_Outcome, ran, output)
+    if (text := box.get(f"{_REWARD}.json", _REWARD_BYTES)) is not None:
+        try:
+            told = json.loads(text)
+            values = {str(name): _finite(value) for name, value in told.items()}
+            [reward] = [values["reward"]] if "reward" in values else values.values()
+        except (ValueError, AttributeError, RecursionError):
+            return outcome(error="reward.json: numbers by name, one of them `reward`, or only one")
+        names = {name: value for name, value in values.items() if name != "reward" and name.isidentifier()}
+        return outcome(reward=reward, metrics=dict(list(names.items())[:32]))
+    if (text := box.get(f"{_REWARD}.txt", _REWARD_BYTES)) is not None:
+        try:
+            return outcome(reward=_finite(float(text)))
+        except ValueError:
+            return outcome(error=f"reward.txt: a finite number, and not {text[:80]!r}")
+    return outcome()
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > 1e9:
+        raise ValueError("not a finite number")
+    return float(value)
+
+
+def _ended(player: Player, episode: _Episode, outcome: _Outcome) -> Played:
+    """Put an episode's answers together, in the order of their questions."""
+    turns = sorted(episode.turns, key=lambda turn: turn.number)
+    transcript = Transcript(player.how, episode.place)
+    for turn in turns:
+        transcript.take(turn.prompt, turn.completion)
+    ran, error = outcome.ran, outcome.error
+    end: EndReason = "completed"
+    if error is not None:
+        end = "verifier_broke"
+    elif ran.limit == "time":
+        end = "time_limit"
+    elif episode.refused is not None:
+        end = episode.refused
+    elif ran.code:
+        end = "agent_failed"
+    if outcome.reward is None and error is None:
+        error = "the agent has no verifier, and left no reward: give agent.verifier, tests in the rows, or a grader"
+    last = turns[-1]
+    answer, _ = answer_of(last.prompt, last.completion, "last", player.model)
+    said = answer.model_dump(mode="json", exclude_none=True)
+    earned = [0.0] * len(turns)
+    earned[-1] = outcome.reward or 0.0
+    metrics = dict(outcome.metrics)
+    if episode.recorded:  # answers of an attempt that was killed, which this one did not ask for
+        metrics["replaced"] = 1.0
+    course = Course(
+        end=end,
+        messages=(*last.prompt.question.messages, {"content": "", **said}),
+        turn_rewards=tuple(earned[number] for number in transcript.order),
+        reward=outcome.reward,
+        error=error,
+        metrics=metrics,
+        num_kept=transcript.num_kept,
+        output=outcome.output,
+    )
+    return transcript.played(course)
+
+
+# --- The check before any accelerator is asked for ---
+
+
+class CheckEnvironmentRequest(Frozen):
+    """An environment, the prompts of its episodes, and the policy's model."""
+
+    plan: EpisodePlan
+    prompts: Artifact
+    model: Artifact
+
+
+class CheckEnvironment(OnHost):
+    """The activity `check_environment`."""
+
+    @on_thread("check_environment")
+    def check_environment(self, request: CheckEnvironmentRequest) -> None:
+        """Begin an episode of the first prompt. Raises InvalidInput: it does not begin, or cannot be written."""
+        folder, settings, plan = self._host.stage(request.prompts), self._host.settings, request.plan
+        with PromptsFile(folder) as prompts, closing(ChatPrompts(self._host)) as rendering:
+            prompt = prompts[0]
+            source = sources_of(folder, plan.source)[prompt.source]
+            if plan.agent is not None:
+                check_agent(settings.agents, plan.agent, prompt, source)
+                return
+            assert plan.environment is not None
+            process = EnvironmentProcess(plan.environment, prompt.item, 0, settings.grading)
+            with closing(process):
+                messages, observed, tools = begun(source, process, prompt)
+                rendering.prompt(request.model, [*messages, *observed], tools)
