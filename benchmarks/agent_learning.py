@@ -1,12 +1,13 @@
 """Whether an agent of several turns learns: what it earns by step, for several seeds, beside shuffled rewards.
 
-    python -m benchmarks.agent_learning [--seeds 0 1] [--steps 12]
+    python -m benchmarks.agent_learning [--seeds 0 1] [--steps 12] [--program]
 
 Starts `longshore dev` in a temporary folder, trains the demonstration's model and adapter for sums
 (examples/arithmetic.py), and then runs examples/agent.py from that adapter. Its agent asks for a sum, says whether it
 is right, and asks up to twice more. A question that is answered rightly at once earns 1, later 2/3 and 1/3. Each seed
 also runs with rewards that are shuffled within their groups, which must not learn. Counts the turns that kept the ids
-of the turns before them. Prints JSON.
+of the turns before them. With `--program` a run starts examples/program.py, the same agent, for each sample, in a box.
+Prints JSON.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,39 +36,76 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--program", action="store_true")
+    parser.add_argument("--tasks-per-step", type=int, default=32)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Stack.started(Path(folder) / "stack") as stack:
-        runs = _measure(stack, Path(folder), options.seeds, options.steps)
-        turns = _turns(stack)
+        given = _prepared(stack, Path(folder))
+        learn = _in_a_run if options.program else _at_addresses
+        sizes = options.steps, options.tasks_per_step
+        whats = [(seed, shuffled) for seed in options.seeds for shuffled in (False, True)]
+        runs = [_told(learn(stack, given, *sizes, *what), *what) for what in whats]
+        turns = {} if options.program else _turns(stack)
     what = f"mean reward of the first and last {_MEAN_OF} of {options.steps} steps"
     tell({"what": what, "runs": runs, **turns, **provenance()}, options.out)
 
 
-def _measure(stack: Stack, folder: Path, seeds: list[int], steps: int) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class _Given:
+    """A model for sums, an adapter to begin with, and the questions: `messages` and `answer` a line."""
+
+    model: str
+    adapter: str
+    questions: Path
+
+
+def _prepared(stack: Stack, folder: Path) -> _Given:
     data = folder / "data"
     arithmetic.write_datasets(data)
     model = make_tiny_model(folder / "model", arithmetic.tokenizer_texts(data), **arithmetic.MODEL)
     sft = ["submit", "sft", "--wait", "--json", "--model"]
     sums = stack.run(*sft, model.as_uri(), *arithmetic.dataset_options(data, "sums"), *arithmetic.SUMS_RUN)
     tally = stack.run(*sft, sums["adapter"], *arithmetic.dataset_options(data, "tally"), *arithmetic.TALLY_RUN)
-    start = ["--model", sums["adapter"], "--initial-adapter", tally["adapter"], "--policy", "tally"]
-    start += ["--questions", str(data / "prompts_train.jsonl"), "--steps", str(steps), "--tasks-per-step", "32"]
-    start += ["--mini-batches", "8", "--max-tokens", "96", "--max-completion-tokens", "8"]
-    return [_learn(stack, *start, seed=seed, shuffled=shuffled) for seed in seeds for shuffled in (False, True)]
+    return _Given(sums["adapter"], tally["adapter"], data / "prompts_train.jsonl")
 
 
-def _learn(stack: Stack, *options: str, seed: int, shuffled: bool) -> dict[str, Any]:
-    control = ["--shuffle-rewards"] if shuffled else []
+def _at_addresses(
+    stack: Stack, given: _Given, steps: int, tasks_per_step: int, seed: int, shuffled: bool
+) -> list[float]:
+    """Return the rewards of each step of examples/agent.py, which drives a run."""
     name = f"agent-{seed}{'-shuffled' if shuffled else ''}"
+    options = ["--model", given.model, "--initial-adapter", given.adapter, "--policy", "tally", "--name", name]
+    options += ["--questions", str(given.questions), "--steps", str(steps), "--tasks-per-step", str(tasks_per_step)]
+    options += ["--mini-batches", "8", "--max-tokens", "96", "--max-completion-tokens", "8", "--seed", str(seed)]
     done = subprocess.run(
-        [sys.executable, str(_AGENT), *options, *control, "--seed", str(seed), "--name", name],
+        [sys.executable, str(_AGENT), *options, *(["--shuffle-rewards"] if shuffled else [])],
         env={**os.environ, "LONGSHORE_ROOT": str(stack.root)},
         check=True,
         stdout=subprocess.PIPE,
         text=True,
     )
-    rewards = [json.loads(line)["reward"] for line in done.stdout.splitlines()]
+    return [json.loads(line)["reward"] for line in done.stdout.splitlines()]
+
+
+def _in_a_run(stack: Stack, given: _Given, steps: int, tasks_per_step: int, seed: int, shuffled: bool) -> list[float]:
+    """Return the rewards of each step of a run that starts examples/program.py for each sample."""
+    program = (_AGENT.parent / "program.py").read_text()
+    rows = given.questions.with_name("rows.jsonl")
+    with rows.open("w") as file:
+        for row in map(json.loads, given.questions.read_text().splitlines()):
+            own = {"variables": {"ANSWER": row["answer"]}, "files": {"program.py": program}}
+            file.write(json.dumps({"prompt": row["messages"][-1]["content"], **own}) + "\n")
+    options = ["--model", given.model, "--initial-adapter", given.adapter, "--prompts", str(rows), "--seed", str(seed)]
+    options += ["--agent", "python3 program.py", "--steps", str(steps), "--prompts-per-step", str(tasks_per_step)]
+    options += ["--group-size", "8", "--mini-batches", "8", "--max-tokens", "96", "--max-completion-tokens", "8"]
+    options += ["--algorithm", "dr_grpo", "--lr", "1e-4", "--lora-rank", "16", "--lora-alpha", "32"]
+    ended = stack.run("submit", "rl", *options, *(["--shuffle-rewards"] if shuffled else []), "--wait", "--json")
+    steps_of: Any = stack.run("steps", ended["run_id"], "--json")
+    return [step["metrics"]["reward_mean"] for step in steps_of]
+
+
+def _told(rewards: list[float], seed: int, shuffled: bool) -> dict[str, Any]:
     first, last = (round(sum(part) / len(part), 3) for part in (rewards[:_MEAN_OF], rewards[-_MEAN_OF:]))
     return {"seed": seed, "shuffled": shuffled, "first": first, "last": last, "rewards": rewards}
 

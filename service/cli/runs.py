@@ -742,3 +742,5 @@ def _print_samples(found: "Sequence[DrawnSample]") -> None:
             print(f"{message.get('role', '?')}{worth}: {cli.said(message)}")
         told = f"no reward: {one.episode.error}" if one.episode.reward is None else f"reward {one.episode.reward:g}"
         print(f"--- {one.episode.end}, {told}")
+        if one.episode.output:
+            print(one.episode.output)
