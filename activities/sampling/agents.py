@@ -62,6 +62,7 @@ MODEL = "policy"
 """The policy's name in a box. Questions for other models are answered, and not trained."""
 _PLACE = "rollouts.agent"
 _MOST_BODY_BYTES = 8 << 20
+_CONNECTIONS = 32  # of one program at once; each has a thread
 _SIDE_TURNS = 4  # side questions for each counted one that an episode may have
 _TRIES = 3  # of a box that is lost, or of a program that asks nothing
 _FILES, _FILES_BYTES = 1024, 32 << 20  # most files of a row, and their bytes
@@ -227,10 +228,18 @@ class _Gateway(ThreadingHTTPServer):
         self.socket.close()
         self.socket = box.listening
         self.episode = episode
+        self.reads = threading.Lock()
+        self._free = threading.BoundedSemaphore(_CONNECTIONS)
         self._context = copy_context()
 
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self._free.acquire(blocking=False)  # others are closed
+
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        self._context.copy().run(super().process_request_thread, request, client_address)
+        try:
+            self._context.copy().run(super().process_request_thread, request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _log.debug("a box's connection failed", exc_info=True)
@@ -309,7 +318,8 @@ class _Asking(BaseHTTPRequestHandler):
             self.close_connection = True
             raise InvalidInput(f"a body needs a Content-Length, of at most {_MOST_BODY_BYTES:,} bytes")
         try:
-            found = json.loads(self.rfile.read(int(length)))
+            with self.server.reads:  # a program has one body at a time in this process' memory
+                found = json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError) as error:
             raise InvalidInput("the body is no JSON that can be read here") from error
         if is_deep(found if isinstance(found, dict | list) else []):
@@ -554,10 +564,12 @@ def _run(settings: AgentSettings, agent: Agent, task: Task, episode: _Episode) -
             return _Outcome(ran, output)
         if task.verifier is None:
             return _rewarded(box, ran, output)
+        box.run("find /tests /logs/verifier -mindepth 1 -delete", {}, "/", _OUTPUT, _SETUP_S)
         _put(box, task.tests)
+        own = {**task.variables, "HOME": "/logs/verifier", "PYTHONNOUSERSITE": "1"}  # and what Python would load
         for tries_left in (1, 0):
-            cleared = f"rm -rf {_REWARD}.txt {_REWARD}.json; mkdir -p /logs/verifier; {task.verifier}"
-            checked = box.run(cleared, task.variables, task.folder, _CHECKED, task.verifier_time_s)
+            cleared = f"rm -rf {_REWARD}.txt {_REWARD}.json; {task.verifier}"
+            checked = box.run(cleared, own, task.folder, _CHECKED, task.verifier_time_s)
             outcome = _rewarded(box, ran, f"{output}\n{_tail(box, _CHECKED)}".strip())
             if outcome.error is None and outcome.reward is not None:
                 return outcome

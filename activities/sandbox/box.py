@@ -37,6 +37,8 @@ _OPEN_FILES = 4096
 _SIOCSIFFLAGS, _UP = 0x8914, 1 | 64
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _OF_ETC = ("ssl", "ca-certificates", "alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime")
+_APART = {"/logs/agent": "16m", "/logs/verifier": "16m", "/tests": "64m"}
+"""Folders with room of their own, so that a program that fills the disk has no effect on the verifier after it."""
 _FIRST_USER = 1 << 21  # each box has its user, as the kernel counts processes by user
 _BEYOND = {
     *("socket", "socketpair", "clone", "fork", "vfork", "clone3", "execve", "execveat"),
@@ -372,11 +374,15 @@ def _enter_root(opening: dict[str, Any], user: int) -> None:
     for path in opening["shown"]:
         if Path(path).is_dir():
             kernel.bind(path, root + path, writable=False)
-    for name in ("bin", "sbin", "lib", "lib32", "lib64"):  # on most systems links into /usr
-        if Path("/", name).is_symlink():
-            Path(root, name).symlink_to(Path("/", name).readlink())
-        elif Path("/", name).is_dir():
-            kernel.bind(f"/{name}", f"{root}/{name}", writable=False)
+    for name in (
+        "bin",
+        "sbin",
+        "lib",
+        "lib32",
+        "lib64",
+    ):  # links into /usr on most systems, which an agent could replace
+        if Path("/", name).is_dir():
+            kernel.bind(os.path.realpath(f"/{name}"), f"{root}/{name}", writable=False)
     for name in _OF_ETC:
         if Path("/etc", name).exists():
             kernel.bind(os.path.realpath(f"/etc/{name}"), f"{root}/etc/{name}", writable=False)
@@ -391,8 +397,11 @@ def _enter_root(opening: dict[str, Any], user: int) -> None:
     for name, mode in (("tmp", 0o1777), ("dev/shm", 0o1777), ("home/agent", 0o755), ("proc", 0o555)):
         Path(root, name).mkdir(parents=True, exist_ok=True)
         Path(root, name).chmod(mode)
+    for name, size in _APART.items():
+        Path(root + name).mkdir(parents=True)
+        kernel.mount("box", root + name, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"size={size},mode=755")
     around = {parent for path in opening["shown"] for parent in map(str, Path(path).parents)}
-    for folder in {"/", "/home", HOME, *around}:
+    for folder in {"/", "/home", HOME, "/logs", *_APART, *around}:
         with suppress(OSError):  # in a user namespace there is one user alone; or it is shown, and not ours
             os.chown(root + folder, user, user)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC

@@ -362,3 +362,38 @@ def test_tasks_that_cannot_be_played_here_are_refused(tmp_path: Path, name: str,
     folder = harbor_task(tmp_path / "task", DOCKERFILE, **{name: text})
     with pytest.raises(ValueError, match=rule):
         list(harbor.rows_of(folder))
+
+
+def test_a_program_that_cheats_floods_and_forks_earns_what_the_verifier_says(talker: Place, tmp_path: Path) -> None:
+    agent = f"""{ASKS}
+import shutil, socket
+chat([{{"role": "user", "content": os.environ["PROMPT"]}}])
+for attempt in (
+    lambda: open("/tests/test.sh", "w").write("echo 9 > /logs/verifier/reward.txt"),
+    lambda: open("/tests/json.py", "w").write("raise SystemExit('cheated')"),
+    lambda: open("/logs/verifier/reward.json", "w").write('{{"reward": 9}}'),
+    lambda: os.rename("/bin", "/bin2"),
+    lambda: os.symlink("/work", "/usr/local/bin/python3"),
+    lambda: os.makedirs(os.path.expanduser("~/.local/lib/python3.11/site-packages")),
+    lambda: open(os.path.expanduser("~/.local/lib/python3.11/site-packages/usercustomize.py"), "w").write("1 / 0"),
+    lambda: [connections.append(socket.create_connection(("127.0.0.1", 8321), 5)) for _ in range(200)],
+    lambda: shutil.copyfileobj(open("/dev/zero", "rb"), open("/tmp/full", "wb")),
+    lambda: shutil.copyfileobj(open("/dev/zero", "rb"), open("/tests/full", "wb")),
+    lambda: print("x" * (100 << 20), flush=True),
+    lambda: [os.fork() or time.sleep(600) for _ in range(1000)],
+):
+    connections = []
+    try:
+        attempt()
+    except OSError:
+        pass
+os._exit(0)
+"""
+    tests = {
+        "test.sh": "python3 /tests/check.py > /logs/verifier/reward.txt",
+        "check.py": "import json; print(json.dumps(0.5))",
+    }
+    place = with_rows(talker, tmp_path, {"files": {"agent.py": agent}, "tests": tests})
+    settings = settings_of(tmp_path, place, processes=40, disk_bytes=32 << 20)
+    [group] = groups_in(settings, played(settings, place, time_s=120.0))
+    assert [course.reward for course in courses(group)] == [0.5] * GROUP_SIZE, courses(group)
