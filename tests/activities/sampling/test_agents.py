@@ -165,7 +165,7 @@ print(json.dumps({{
     "long": told["long"]["error"]["code"],
     "last": told["last"]["error"]["message"],
 }}))
-os.makedirs("/logs/verifier")
+os.makedirs("/logs/verifier", exist_ok=True)
 json.dump({{"reward": 1, "kinds": len(told)}}, open("/logs/verifier/reward.json", "w"))
 sys.exit(3)
 """
