@@ -32,6 +32,7 @@ from megatron_worker.dispatch import Dispatcher
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.offload import Residency
 from megatron_worker.process.ranks import Staging, WorkerRanks
+from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.training.batches import Role
 from megatron_worker.warm_engine import build_engine
 from megatron_worker.worker import Worker
@@ -87,7 +88,7 @@ class Watch:
 def watched(watch: Watch, roles: dict[str | None, str]) -> Iterator[None]:
     """Count the dispatcher's work for a slot under the slot's role."""
     placed = Residency._at
-    scored, trained, stepped = Dispatcher.score, Dispatcher.forward_backward, Dispatcher.optim_step
+    scored, held = Dispatcher.score, Dispatcher.resident
 
     @contextmanager
     def looked(self: Residency, wanted: Any) -> Iterator[None]:
@@ -100,19 +101,15 @@ def watched(watch: Watch, roles: dict[str | None, str]) -> Iterator[None]:
             with watch.of(f"{roles[role.slot]}: scores"):
                 yield from scored(self, [role])
 
-    def updates(self: Dispatcher, slot: str | None, *arguments: Any) -> Any:
-        with watch.of(f"{roles[slot]}: updates"):
-            return (yield from trained(self, slot, *arguments))
-
-    def step(self: Dispatcher, slot: str | None, *arguments: Any) -> Any:
-        with watch.of(f"{roles[slot]}: updates"):
-            return stepped(self, slot, *arguments)
+    @contextmanager
+    def resident(self: Dispatcher, slot: str | None) -> Iterator[Engine]:
+        with watch.of(f"{roles[slot]}: updates"), held(self, slot) as engine:
+            yield engine
 
     with (
         patch.object(Residency, "_at", looked),
         patch.object(Dispatcher, "score", scores),
-        patch.object(Dispatcher, "forward_backward", updates),
-        patch.object(Dispatcher, "optim_step", step),
+        patch.object(Dispatcher, "resident", resident),
     ):
         yield
 

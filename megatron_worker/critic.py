@@ -185,8 +185,8 @@ class CriticSlot:
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state into a checkpoint's folder; rank 0 writes."""
-        with self._in_place_of_the_policy():
-            self.dispatcher.save_state(self.slot, folder / "critic")
+        with self._in_place_of_the_policy(), self.dispatcher.resident(self.slot) as engine:
+            engine.save(folder / "critic")
         if self.dispatcher.facts.rank == 0:
             (folder / "critic" / _SCALE).write_text(self.scale.model_dump_json())
 
@@ -299,10 +299,11 @@ class CriticSlot:
             sums = yield from self.dispatcher.forward_backward(self.slot, self._data, done, value_loss(self.plan.clip))
             if not math.isfinite(sums["loss"]):
                 raise NotFinite("the critic's loss", sums["loss"])
-            if not sums["weight"]:
-                self.dispatcher.zero_grad(self.slot)
-                return {}
-            norms = self.dispatcher.optim_step(self.slot, optimizer, learning_rate, sums["weight"])
+            with self.dispatcher.resident(self.slot) as engine:
+                if not sums["weight"]:
+                    engine.zero_grad()
+                    return {}
+                norms = engine.optim_step(optimizer, learning_rate, sums["weight"])
             if not math.isfinite(norms.grad_norm):
                 raise NotFinite("the norm of the critic's gradient", norms.grad_norm)
             device_bytes = self.dispatcher.engine.memory().device_bytes

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import torch
 
-from longshore.training import Full, Lora, Optimizer, Recompute
-from megatron_worker.engine import Batch, EngineInfo, LossFunction, Norms, Outputs
+from longshore.training import Full, Lora, Recompute
+from megatron_worker.engine import Batch, EngineInfo, LossFunction, Outputs
 from megatron_worker.memory import Planner
 from megatron_worker.process.ranks import BackgroundCall
 from megatron_worker.tensors.slot_engine import Engine
@@ -103,19 +103,14 @@ class Dispatcher:
         return weights, parts["gradients"], parts["optimizer"]
 
     def load_state(self, slot: SlotName, folder: Path, optimizer: bool = True) -> None:
-        """Resume from what `save_state` wrote, under any layout. Raises InvalidInput if it does not fit.
+        """Resume from what `Engine.save` wrote, under any layout. Raises InvalidInput if it does not fit.
 
         `optimizer`: False to begin with moments and a step count of zero.
         """
-        with self.resident(slot):
-            self.engine.load(folder)
+        with self.resident(slot) as engine:
+            engine.load(folder)
             if not optimizer:
-                self.engine.reset_moments()
-
-    def save_state(self, slot: SlotName, folder: Path) -> None:
-        """Write `weights/` and `optimizer/`; rank 0 writes."""
-        with self.resident(slot):
-            self.engine.save(folder)
+                engine.reset_moments()
 
     def send_weights(
         self, slot: SlotName, run_id: str, target: SyncTarget, access: SyncAccess | None = None
@@ -128,12 +123,12 @@ class Dispatcher:
         return send(self.engine.outgoing(slot), target, run_id, sent, access)
 
     @contextmanager
-    def resident(self, slot: SlotName) -> Iterator[None]:
-        """Have a slot and all that trains it on the device over several commands."""
+    def resident(self, slot: SlotName) -> Iterator[Engine]:
+        """Return the engine with a slot active, and all that trains it on the device, for the length of the block."""
         self.engine.set_adapter(slot)
         self.engine.recompute = slot in self.recomputing
         with self.engine.training():
-            yield
+            yield self.engine
 
     def set_recompute(self, slot: SlotName, recompute: bool) -> None:
         """Let the slot's passes compute their layers again in the backward, or not."""
@@ -209,15 +204,6 @@ class Dispatcher:
                 ):
                     sums.add(found, batch)
         return self.engine.reduce(sums.totals)
-
-    def optim_step(self, slot: SlotName, adam: Optimizer, learning_rate: float, denominator: float) -> Norms:
-        """Divide the accumulated gradients, clip, step, zero. A norm that is not finite changes no weight."""
-        with self.resident(slot):
-            return self.engine.optim_step(adam, learning_rate, denominator)
-
-    def zero_grad(self, slot: SlotName) -> None:
-        with self.resident(slot):
-            self.engine.zero_grad()
 
     def evaluate(
         self, slot: SlotName, data: PackedBatches, loss: LossFunction, cancelled: Callable[[], bool], step: int = 0

@@ -243,7 +243,8 @@ class TrainedSlot:
             NotFinite: as the gradient's norm is.
         """
         began, weight = time.perf_counter(), self.sums["weight"]
-        norms = self.dispatcher.optim_step(self.slot, adam, learning_rate, denominator)
+        with self.dispatcher.resident(self.slot) as engine:
+            norms = engine.optim_step(adam, learning_rate, denominator)
         if not math.isfinite(norms.grad_norm):
             raise NotFinite("the gradient's norm", norms.grad_norm)
         self._sums_s += time.perf_counter() - began
@@ -254,7 +255,7 @@ class TrainedSlot:
     def skip_step(self, number: int, beside: Mapping[str, float] = {}) -> dict[str, float]:
         """Drop the gradients of a step that trains no token, if it made any, and report it as step `number`."""
         if self.sums:
-            self.dispatcher.zero_grad(self.slot)
+            self._zero_grad()
         return self._stepped(number, {"skipped": 1.0, **beside})
 
     @property
@@ -277,8 +278,12 @@ class TrainedSlot:
         return metrics
 
     def drop_gradients(self) -> None:
-        self.dispatcher.zero_grad(self.slot)
+        self._zero_grad()
         self._forget_gradients()
+
+    def _zero_grad(self) -> None:
+        with self.dispatcher.resident(self.slot) as engine:
+            engine.zero_grad()
 
     def _forget_gradients(self) -> None:
         """Begin to add up anew: the slot has no gradients any more."""
@@ -291,7 +296,8 @@ class TrainedSlot:
         self.dispatcher.load_state(self.slot, folder)
 
     def _write(self, folder: Path) -> None:
-        self.dispatcher.save_state(self.slot, folder)
+        with self.dispatcher.resident(self.slot) as engine:
+            engine.save(folder)
         if self.critic is not None:
             self.critic.save(folder)
 

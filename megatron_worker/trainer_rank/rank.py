@@ -615,7 +615,7 @@ class TrainerRank:
                 raise InvalidInput("it alone takes more memory than the device has", place)
             shares = plan(most=num_items // 2)
 
-    def _resident(self, name: str | None) -> AbstractContextManager[None]:
+    def _resident(self, name: str | None) -> AbstractContextManager[Engine]:
         """Have an adapter on the device, for passes that recompute layers if `recomputes` is set."""
         self.dispatcher.set_recompute(slot := self.slot(name), self.recomputes)
         return self.dispatcher.resident(slot)
@@ -694,7 +694,8 @@ class TrainerRank:
         """Set the accumulated gradients of these adapters (None: of the base) to zero; by default of all trained."""
         trained = [name for name, slot in self._slots.items() if slot.trainable]
         for name in trained if adapters is None else adapters:
-            self.dispatcher.zero_grad(self.slot(name))
+            with self.dispatcher.resident(self.slot(name)) as engine:
+                engine.zero_grad()
 
     def reduce(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Scalars of all data-parallel ranks added up; those whose names end in `:max` by their maximum."""
@@ -736,7 +737,8 @@ class TrainerRank:
         """Write `weights/` and `optimizer/` of a trained slot, as in a job's checkpoint; rank 0 writes."""
         with agreement():
             self._trainable(name)
-        self.dispatcher.save_state(self.slot(name), folder)
+        with self.dispatcher.resident(self.slot(name)) as engine:
+            engine.save(folder)
 
     def load(self, name: str | None, folder: Path) -> None:
         """Resume a trained slot from what `save` or a job wrote, under any layout: weights, moments, step count.

@@ -14,7 +14,6 @@ from longshore.training import Layout, Lora
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, Snapshot, TopK, TrainerRank
 from tests.megatron_worker.rows import VOCAB_SIZE
-from tests.megatron_worker.session_rank import AnyRank
 
 LORAS = {
     "one": Lora(rank=4, alpha=8),
@@ -36,7 +35,7 @@ def write_adapters(model: Path, folder: Path) -> dict[str, Path]:
     return folders
 
 
-def load_adapters(rank: AnyRank, folders: dict[str, Path]) -> None:
+def load_adapters(rank: TrainerRank, folders: dict[str, Path]) -> None:
     for name, folder in folders.items():
         rank.load_adapter(name, folder, trainable=name != "frozen")
 
@@ -95,6 +94,6 @@ def some_loss(outputs: Sequence[ForwardOutput]) -> Tensor:
     return total
 
 
-def gradient(rank: AnyRank, name: str | None) -> Tensor:
+def gradient(rank: TrainerRank, name: str | None) -> Tensor:
     """What an adapter (None: the base) has accumulated on this rank."""
     return rank.engine.trainings[rank.slot(name)].optimizer.grad.buffer.clone()

@@ -1,6 +1,7 @@
 """Every family, by property: it scores, trains, samples and is saved as transformers and PEFT have it, or is refused.
 
-A new family is a line of MODELS and of the tables of settings; what is one family's own stands at the end.
+Models of families that are not ours are among them: the engine fsdp and the sampler compute those by transformers. A
+new family is a line of MODELS and of the tables of settings; what is one family's own stands at the end.
 """
 
 import dataclasses
@@ -23,7 +24,6 @@ from longshore.training import DELTA_NET, LATENT, LATENT_EXPERTS, LINEARS, MAMBA
 from megatron_worker import families
 from megatron_worker.families import read_slice, write_slice
 from megatron_worker.megatron import attention
-from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.mixers.linear_attention import RecurrentPlan, plan_recurrence
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
@@ -35,6 +35,7 @@ from megatron_worker.tensors.safetensors_files import (
     shards_of,
     write_model,
 )
+from megatron_worker.tensors.slot_engine import Engine
 from shared.errors import InvalidInput
 from shared.families import FAMILIES, read_architecture, read_config
 from shared.families.model_slices import shape_of
@@ -58,6 +59,7 @@ from tests.megatron_worker.rows import (
 from tests.megatron_worker.sampler_process import NAME, running
 from tests.megatron_worker.scores import logprobs, logprobs_by_steps, logprobs_in_transformers, transformers_model
 from tests.megatron_worker.trees import as_chains, as_one_sequence, as_tree, random_sequences, trees_beside_chains
+from tests.megatron_worker.unknown_models import COMPUTED, unknown_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,6 +74,8 @@ MODELS: dict[str, dict[str, Any]] = {family: {"family": family} for family in NA
         "config": {"layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]},
     },
 }
+GENERIC = {f"{family} by transformers": family for family in COMPUTED}
+ALL = [*MODELS, *GENERIC]
 RECURRENT = ["qwen3_5", "qwen3_5_moe", "nemotron_h", NO_EXPERTS, GRANITE, DENSE_GRANITE]
 LFM2_AS_350M = {"block_auto_adjust_ff_dim": True, "intermediate_size": 104, "block_multiple_of": 32}
 NEVER_TIED = {"nemotron_h", NO_EXPERTS}
@@ -91,6 +95,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     @functools.cache
     def model(name: str, tied: bool = False, num_layers: int = 4) -> Path:
+        if name in GENERIC:
+            return unknown_model(tmp_path_factory.mktemp("model"), GENERIC[name])
         settings = {"tied": tied, "num_layers": num_layers} | MODELS[name]
         return distinct_model(tmp_path_factory.mktemp("model"), **settings)
 
@@ -112,8 +118,9 @@ def with_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, T
     return tensors
 
 
-def engine_of(folder: Path) -> MegatronEngine:
-    return MegatronEngine(folder, Layout(), "float32")
+def engine_of(folder: Path, kind: str = "base") -> Engine:
+    """The engine that computes a model's family."""
+    return start("fsdp" if read_architecture(folder).is_generic else "megatron", folder, kind)
 
 
 def furthest_from_transformers(folder: Path, lengths: tuple[int, ...] = LENGTHS) -> float:
@@ -130,19 +137,19 @@ def apart(*logprob_N: Tensor) -> float:
 # Scores.
 
 
-@pytest.mark.parametrize(("name", "tied"), FAMILIES)
+@pytest.mark.parametrize(("name", "tied"), [*FAMILIES, *((name, False) for name in drawn([*GENERIC], 2))])
 def test_rows_of_a_bin_score_as_in_transformers(made, name, tied):
     assert furthest_from_transformers(made(name, tied, 2 if tied else 4)) <= 1e-5
 
 
-@pytest.mark.parametrize("name", drawn([*MODELS], 4))
+@pytest.mark.parametrize("name", drawn(ALL, 4))
 def test_trees_score_and_learn_as_their_sequences_alone(made, tmp_path, name):
-    of_logprobs, of_gradients = trees_beside_chains(start("megatron", made(name), "full"), tmp_path)
+    of_logprobs, of_gradients = trees_beside_chains(engine_of(made(name), "full"), tmp_path)
     assert of_logprobs <= 1e-5
     assert of_gradients <= 1e-5
 
 
-@pytest.mark.parametrize("name", drawn([*MODELS], 4))
+@pytest.mark.parametrize("name", drawn(ALL, 4))
 def test_a_row_s_scores_do_not_depend_on_the_rows_beside_it(made, name):
     driven, rows = engine_of(made(name)), random_rows([70, 3, 150, 64, 1, 65])
     alone = {id(row): logprobs(driven, bin_of([row])) for row in rows if len(row.ids) > 1}
@@ -200,7 +207,7 @@ def peft_linears(name: str, model: Path) -> tuple[str, ...]:
     return (*ATTENTION, *DELTA_NET, *LATENT, *MAMBA, *LATENT_EXPERTS) if in_stacks else LINEARS
 
 
-@pytest.mark.parametrize("name", drawn([*MODELS], 3))
+@pytest.mark.parametrize("name", drawn(ALL, 3))
 def test_twenty_lora_steps_equal_those_of_peft(made, tmp_path, name):
     """Losses and norms; the adapter is loaded by PEFT and merged into the model with the same scores."""
     from peft import PeftModel
@@ -231,10 +238,10 @@ def test_twenty_lora_steps_equal_those_of_peft(made, tmp_path, name):
     assert apart(logprobs_in_transformers(transformers_model(merged), ROW), reloaded_N) <= 1e-5
 
 
-@pytest.mark.parametrize("name", drawn([*MODELS], 3))
+@pytest.mark.parametrize("name", drawn(ALL, 3))
 def test_twenty_full_steps_equal_those_of_torch(made, tmp_path, name):
     """Losses; what is saved is read to the bit, by transformers too; all of it has changed but what is no weight."""
-    model, driven = made(name), start("megatron", made(name), "full")
+    model, driven = made(name), engine_of(made(name), "full")
     expected = reference_steps(transformers_model(model), STEPS, 3e-4, ADAM.weight_decay, ADAM.clip_norm)
     history = train(driven, [[rows[:2], rows[2:]] for rows in STEPS], learning_rate=3e-4)
     assert expected[-1][0] < expected[0][0]
@@ -294,9 +301,9 @@ def test_what_the_page_of_families_measures(tmp_path, name):
 # The sampler.
 
 
-@pytest.mark.parametrize("name", drawn([*MODELS], 3))
+@pytest.mark.parametrize("name", drawn(ALL, 3))
 def test_the_sampler_s_steps_are_the_trainer_s_scores(made, tmp_path, name):
-    model, driven = made(name), start("megatron", made(name), "lora")
+    model, driven = made(name), engine_of(made(name), "lora")
     train(driven, [[STEPS[0]], [STEPS[1]]])
     driven.save(tmp_path)
     decoder = Decoder(model, torch.float32, CPU)

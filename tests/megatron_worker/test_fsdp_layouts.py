@@ -22,7 +22,6 @@ from megatron_worker.fsdp.engine import FsdpEngine
 from megatron_worker.fsdp.model import probe
 from megatron_worker.fsdp.optimizer import Ranks
 from megatron_worker.mixers.tree_attention import plan_forest
-from megatron_worker.sampler.decoder import Decoder
 from shared.errors import InvalidInput
 from shared.families.tensor_slices import TensorSlice
 from tests.depth import drawn
@@ -30,11 +29,11 @@ from tests.megatron_worker.differences import furthest, tensors
 from tests.megatron_worker.driving import ADAM, train
 from tests.megatron_worker.engines import LORA, checkpoint_bytes, gradient, start
 from tests.megatron_worker.launch import on_ranks
-from tests.megatron_worker.rows import bin_of, distinct_model, empty_bin, model_with_tower, random_rows, reference_steps
-from tests.megatron_worker.scores import logprobs, logprobs_by_steps, logprobs_in_transformers, transformers_model
+from tests.megatron_worker.rows import bin_of, distinct_model, empty_bin, model_with_tower, random_rows
+from tests.megatron_worker.scores import logprobs
 from tests.megatron_worker.test_engine_state import storages_alive
 from tests.megatron_worker.trees import LOSS as TREE_LOSS
-from tests.megatron_worker.trees import as_chains, as_one_sequence, as_tree, random_sequences, trees_beside_chains
+from tests.megatron_worker.trees import as_chains, as_one_sequence, as_tree, random_sequences
 from tests.megatron_worker.unknown_models import COMPUTED, unknown_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -356,61 +355,9 @@ def test_experts_of_swapped_halves_show(mixture, monkeypatch):
     assert (logprobs(start("fsdp", mixture), bin_of(STEPS[0][1])) - expected).abs().max() > 1e-3
 
 
-GENERIC_STEPS = [random_rows([40, 17, 90, 25, 60, 8], seed=step) for step in range(5)]
-
-
 @pytest.fixture(scope="module", params=drawn([*COMPUTED], 2))
 def unknown(request, tmp_path_factory):
     return unknown_model(tmp_path_factory.mktemp(request.param), request.param)
-
-
-def test_rows_of_a_bin_and_trees_score_as_alone(unknown, tmp_path):
-    driven, rows = start("fsdp", unknown, "lora"), random_rows((90, 2, 300, 33))
-    found = logprobs(driven, bin_of(rows))
-    assert (found - logprobs_in_transformers(transformers_model(unknown), rows)).abs().max() <= 1e-5
-    logprob, relative = trees_beside_chains(driven, tmp_path)
-    assert logprob <= 1e-5 and relative <= 1e-5
-
-
-def test_steps_equal_those_of_peft(unknown, tmp_path):
-    from peft import PeftModel
-
-    driven = start("fsdp", unknown, "lora")
-    driven.save(tmp_path / "begin")
-    reference = PeftModel.from_pretrained(
-        transformers_model(unknown), tmp_path / "begin" / "weights", is_trainable=True
-    ).eval()
-    expected = reference_steps(reference, GENERIC_STEPS, RATES["lora"], ADAM.weight_decay, ADAM.clip_norm)
-    history = train(driven, [[rows[:2], rows[2:]] for rows in GENERIC_STEPS], learning_rate=RATES["lora"])
-    for (loss, norm), (their_loss, their_norm) in zip(history, expected, strict=True):
-        assert (loss, norm) == pytest.approx((their_loss, their_norm), rel=1e-5)
-    driven.save(tmp_path / "end")
-    reloaded = PeftModel.from_pretrained(transformers_model(unknown), tmp_path / "end" / "weights")
-    row = [GENERIC_STEPS[0][2]]
-    assert (logprobs(driven, bin_of(row)) - logprobs_in_transformers(reloaded, row)).abs().max() <= 1e-5
-
-
-def test_full_steps_equal_those_of_torch_and_are_saved_as_transformers_has_them(unknown, tmp_path):
-    reference = transformers_model(unknown)
-    expected = reference_steps(reference, GENERIC_STEPS, RATES["full"], ADAM.weight_decay, ADAM.clip_norm)
-    driven = start("fsdp", unknown, "full")
-    history = train(driven, [[rows[:2], rows[2:]] for rows in GENERIC_STEPS], learning_rate=RATES["full"])
-    for (loss, norm), (their_loss, their_norm) in zip(history, expected, strict=True):
-        assert (loss, norm) == pytest.approx((their_loss, their_norm), rel=1e-5)
-    driven.save(tmp_path)
-    row = [GENERIC_STEPS[0][2]]
-    reloaded = transformers_model(tmp_path / "weights")
-    assert (logprobs(driven, bin_of(row)) - logprobs_in_transformers(reloaded, row)).abs().max() <= 1e-5
-    again = start("fsdp", unknown, "full")
-    again.load(tmp_path)
-    assert torch.equal(logprobs(again, bin_of(row)), logprobs(driven, bin_of(row)))
-
-
-def test_the_sampler_draws_by_the_same_scores(unknown):
-    row = random_rows([120])[0]
-    scored = logprobs(start("fsdp", unknown), bin_of([row.__class__(row.ids, [0.0] + [1.0] * 119)]))
-    decoder = Decoder(unknown, torch.float32, torch.device("cpu"))
-    assert (logprobs_by_steps(decoder, row.ids, range(50, 80), {}) - scored[49:79]).abs().max() <= 1e-5
 
 
 def test_a_bfloat16_model_passes_well_within_its_bound(unknown):

@@ -198,7 +198,7 @@ def folder_of_plan(units, folder):
 
 
 def gradient_of(dispatcher, data, loss):
-    dispatcher.zero_grad("one")
+    dispatcher.engine.zero_grad()
     for _ in dispatcher.forward_backward("one", data, 0, loss):
         pass
     return dispatcher.engine.trainings["one"].optimizer.grad.buffer.clone()

@@ -1,22 +1,24 @@
 """The head's kernels by themselves, against float64: on CUDA if there is some, else interpreted."""
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+import torch.nn.functional as F
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_worker.engine import Outputs
-from megatron_worker.head import torch_tiles
+from megatron_worker.head import kernels
 from megatron_worker.head.kernels import Blocks, add_weight_gradient, scan
-from megatron_worker.head.logprobs import policy, score_targets, whole_vocabulary
+from megatron_worker.head.logprobs import VocabShard, policy, score_targets, whole_vocabulary
 from megatron_worker.head.torch_tiles import LocalSums
 from tests.depth import drawn
-from tests.megatron_worker.test_head import DEVICE, close, inputs
+from tests.megatron_worker.test_head import DEVICE, close, inputs, scored
 
 # The interpreter computes both sides of every choice, and numpy warns of the one that is not taken.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -24,88 +26,48 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 SMALL = Blocks(targets=16, rows=32, hidden=16, num_warps=4, num_stages=2)  # so that small sizes make many tiles
 FOUR_ROUNDINGS = 4 * 2**-8  # to bfloat16, relative: two factors, their product, the sum
 
+CHUNK_TARGETS = kernels.chunk_targets
+
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 100), st.integers(1, 50))
 temperatures = st.sampled_from([1.0, 0.5, 1.7])
-dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+dtypes, seeds = st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 99)
 
 
-@settings(max_examples=25, deadline=None)
-@given(size=sizes, dtype=dtypes, temperature=temperatures, chunks=st.booleans(), seed=st.integers(0, 99))
-def test_a_scan_is_what_float64_finds(size, dtype, temperature, chunks, seed):
-    """Of any size, with as many chunks as the targets make, or with one."""
-    check_scan(size, dtype, temperature, SMALL, 1 if chunks else 1 << 20, seed)
-
-
-def test_many_tiles_are_merged_a_block_at_a_time():
-    blocks = Blocks(targets=16, rows=16, hidden=16, num_warps=4, num_stages=2)
-    check_scan((5, 2100, 20), torch.float32, 0.3, blocks, workspace_bytes=1, seed=0)
-
-
-def check_scan(size, dtype, temperature, blocks, workspace_bytes, seed):
-    """Every number and every row."""
-    vocab_size = size[1]
-    hidden_NH, weight_VH, label_N, _ = inputs(dtype, *size, seed, DEVICE)
-    k = min(5, vocab_size)
-    outputs = Outputs(entropy=True, entropy_gradient=True, temperature=temperature, top_k=k)
-    found = LocalSums.none(hidden_NH, outputs, keep_rows=True)
-    known_N = torch.where(label_N % 3 == 0, -1, label_N)
-    scan(found, hidden_NH, weight_VH, known_N, outputs, 0, blocks=blocks, workspace_bytes=workspace_bytes)
-    rows_NH, logit_rows_NH = found.weighted_rows_NH, found.logit_rows_NH
-    logit_NV = (hidden_NH.double() @ weight_VH.double().t() / temperature).detach()
-    max_N = logit_NV.amax(1)
-    exp_NV = (logit_NV - max_N[:, None]).exp()
-    exact, rounded = 1e-5, 1e-5 if dtype == torch.float32 else FOUR_ROUNDINGS
-    close(found.max_N, max_N, exact)
-    close(found.sum_exp_N, exp_NV.sum(1), exact)
-    target_N = logit_NV.gather(1, label_N[:, None])[:, 0]
-    close(found.target_N, target_N.where(label_N % 3 != 0, 0.0), exact)
-    close(found.weighted_logit_N, (exp_NV * logit_NV).sum(1), exact)
-    weight = weight_VH.detach().double()
-    close(rows_NH, exp_NV @ weight, rounded, exp_NV @ weight.abs())
-    below_NV = exp_NV * (logit_NV - max_N[:, None])
-    close(logit_rows_NH, below_NV @ weight, rounded, below_NV.abs() @ weight.abs())
-    value_NK, id_NK = torch_tiles.unpack_keys(found.top_NK)
-    close(value_NK, logit_NV.topk(k).values, exact)
-    assert (logit_NV.gather(1, id_NK) - value_NK).abs().max() < 1e-4
-    assert all(len(set(row)) == k for row in id_NK.tolist())
-
-
-@settings(max_examples=15, deadline=None)
-@given(size=sizes, dtype=dtypes, temperature=temperatures, by_entropy=st.booleans(), chunks=st.booleans())
-def test_the_weights_gradient_is_that_of_float64(size, dtype, temperature, by_entropy, chunks):
-    hidden_NH, weight_VH, label_N, grad_N = inputs(dtype, *size, device=DEVICE)
+@settings(max_examples=40, deadline=None)
+@given(size=sizes, dtype=dtypes, temperature=temperatures, by_entropy=st.booleans(), chunks=st.booleans(), seed=seeds)
+@example((5, 4000, 20), torch.float32, 0.3, True, True, 0)  # many tiles, which are merged a block at a time
+def test_every_number_and_gradient_is_what_float64_finds(size, dtype, temperature, by_entropy, chunks, seed):
+    """Of any size, with as many chunks as the targets make, or with one; some labels are of another shard."""
+    vocab_size, k = size[1], min(5, size[1])
+    given = hidden_NH, weight_VH, label_N, grad_N = inputs(dtype, *size, seed, DEVICE)
+    shard = VocabShard(first=vocab_size // 3, size=vocab_size, vocab_size=2 * vocab_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "blocks_for", lambda dtype: SMALL)
+        patch.setattr(kernels, "chunk_targets", partial(_chunks, 1 if chunks else 1 << 20))
+        found = scored("strict", given, shard, temperature=temperature, by_entropy=0.7 * by_entropy, top_k=k)
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden_NH, weight_VH))
     logit_NV = hidden @ weight.t() / temperature
+    row_N = label_N - shard.first
+    label_NV = F.one_hot(row_N.clamp(min=0), vocab_size) * (row_N >= 0)[:, None]
     lse_N, p_NV = logit_NV.logsumexp(1), logit_NV.softmax(1)
-    mean_N = (p_NV * logit_NV).sum(1)
-    scored_N = logit_NV.gather(1, label_N[:, None])[:, 0] - lse_N + by_entropy * 0.7 * (lse_N - mean_N)
-    (scored_N * grad_N).sum().backward()
-    grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32).detach()
-    divided_N = grad_N.float() / temperature
-    add_weight_gradient(
-        grad_VH,
-        hidden_NH.detach(),
-        weight_VH.detach(),
-        label_N,
-        lse_N.detach().float(),
-        divided_N,
-        (mean_N.detach().float(), 0.7 * divided_N) if by_entropy else None,
-        temperature,
-        0,
-        blocks=SMALL,
-        workspace_bytes=1 if chunks else 1 << 20,
-    )
-    parts_NV = p_NV * (1 + (logit_NV - mean_N[:, None]).abs()) + torch.nn.functional.one_hot(label_N, size[1])
-    scale = (parts_NV * divided_N[:, None].abs()).t() @ hidden.abs()
-    close(grad_VH, weight.grad, 1e-5 if dtype == torch.float32 else FOUR_ROUNDINGS, scale)
-    last_VR = torch.zeros_like(grad_VH[:, :1])
-    add_weight_gradient(
-        *(last_VR, hidden_NH.detach(), weight_VH.detach(), label_N, lse_N.detach().float(), divided_N),
-        *((mean_N.detach().float(), 0.7 * divided_N) if by_entropy else None, temperature, 0),
-        blocks=SMALL,
-        workspace_bytes=1 if chunks else 1 << 20,
-    )
-    torch.testing.assert_close(last_VR, grad_VH[:, -1:], rtol=1e-4, atol=1e-5)
+    logprob_N, entropy_N = (label_NV * logit_NV).sum(1) - lse_N, lse_N - (p_NV * logit_NV).sum(1)
+    ((logprob_N + 0.7 * by_entropy * entropy_N) * grad_N).sum().backward()
+    # What is added up in a gradient, without signs: a sum may cancel.
+    parts_NV = label_NV + p_NV * (1 + (logit_NV - (lse_N - entropy_N)[:, None]).abs())
+    parts_NV = (parts_NV * (grad_N.double() / temperature).abs()[:, None]).detach()
+    rounded = 1e-5 if dtype == torch.float32 else FOUR_ROUNDINGS
+    close(found.logprob_N, logprob_N, 1e-5)  # of bfloat16 too: logits are not rounded, as torch's are
+    close(found.entropy_N, entropy_N, 1e-5, lse_N)
+    close(found.by_hidden, hidden.grad, rounded, parts_NV @ weight.detach().abs())
+    close(found.by_weight, weight.grad, rounded, parts_NV.t() @ hidden.detach().abs())
+    close(found.top_logprob_NK, logit_NV.topk(k).values - lse_N[:, None], 1e-5)
+    exact_NK = (logit_NV - lse_N[:, None]).gather(1, found.top_id_NK - shard.first)
+    assert (exact_NK - found.top_logprob_NK).abs().max() < 1e-4
+    assert all(len(set(row)) == k for row in found.top_id_NK.tolist())
+
+
+def _chunks(workspace_bytes, num_targets, target_bytes, blocks, _):
+    return CHUNK_TARGETS(num_targets, target_bytes, blocks, workspace_bytes)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Host copies, and what the Megatron engine makes of them. What every engine's must do is in test_engine_state.py."""
+"""Host copies. What engines make of them is in test_engine_state.py."""
 
 import mmap
 import re
@@ -9,16 +9,11 @@ import torch
 
 from benchmarks import offload as benchmark
 from benchmarks.random_model import TINY
-from longshore.training import Layout
-from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.offload import HostCopy
 
 
 def make_tensors(*lengths, dtype=torch.float32):
     return [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in lengths]
-
-
-# One copy.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,21 +103,3 @@ def test_the_benchmark_measures_an_engine_that_lets_go_of_everything(engine, sta
     assert figures["host_bytes"] == pytest.approx(1e9 * figures["state_gb"])
     assert figures["state_gb"] == pytest.approx(4e-3, rel=0.2)
     assert figures["ratio"]["wall"] > 0
-
-
-# The engine.
-
-
-def test_the_base_is_copied_to_the_host_once_and_comes_back_to_the_bit(model):
-    engine = MegatronEngine(model, Layout(), "float32")
-    before = engine._model.flat.buffer.clone()
-    engine.place("host")
-    chunks = [chunk.data_ptr() for chunk in engine.residency._published.copies[0]._host]
-    engine.place("host")
-    engine.place("device")
-    assert torch.equal(engine._model.flat.buffer, before)
-    engine._model.flat.buffer.zero_()  # a second offload must not copy: frozen weights do not change
-    engine.place("host")
-    engine.place("device")
-    assert [chunk.data_ptr() for chunk in engine.residency._published.copies[0]._host] == chunks
-    assert torch.equal(engine._model.flat.buffer, before)

@@ -1,6 +1,6 @@
 """TrainerRank on one rank: what it answers, and its training of the base, as transformers and torch's own heads do.
 
-Tests that take a `rank` run on sessions too, each with a `direct` TrainerRank beside it to compare with.
+What a session's commands answer and learn is compared with it.
 """
 
 from dataclasses import replace
@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks import trainer_rank_step
 from benchmarks.random_model import TINY
 from examples.tiny_model import make_tiny_model
-from longshore.commands import MAX_TOP_K
+from longshore.commands import Datum, Forward, ForwardBackward, OptimStep
 from longshore.training import Adam, Layout
 from megatron_worker.head.logprobs import policy
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, ForwardOutput, TrainerRank, start
+from megatron_worker.warm_engine import build_engine
 from shared.errors import InvalidInput
 from tests.megatron_worker.engines import ENGINES, moments
 from tests.megatron_worker.live_bytes import LiveBytes
@@ -35,33 +36,19 @@ from tests.megatron_worker.ranks import (
     tensors_of,
 )
 from tests.megatron_worker.rows import VOCAB_SIZE, distinct_model
-from tests.megatron_worker.session_rank import SessionRank, sayable
+from tests.megatron_worker.session_jobs import do_all, result
+from tests.megatron_worker.tiny_jobs import new_worker
+from tests.megatron_worker.workshop import Workshop, sealed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def shared_direct(model, folders):
+def shared_rank(model, folders):
     """For tests that leave weights and gradients as they were."""
     rank = TrainerRank(MegatronEngine(model, Layout(), "float32"), least_saved_tokens=4)
     load_adapters(rank, folders)
     return rank
-
-
-@pytest.fixture(scope="module", params=["direct", "session"])
-def shared_rank(request, shared_direct, model, folders, tmp_path_factory):
-    if request.param == "direct":
-        return shared_direct
-    rank = SessionRank(model, tmp_path_factory.mktemp("sessions"))
-    load_adapters(rank, folders)
-    return rank
-
-
-@pytest.fixture
-def direct(shared_direct):
-    yield shared_direct
-    shared_direct.zero_grad()
-    shared_direct.set_adapter(None)
 
 
 @pytest.fixture
@@ -87,7 +74,7 @@ class TestAnswers:
         with torch.no_grad():
             plain = rank.forward(
                 [
-                    sayable(rank, ForwardInput(ids, positions, True, True, labels, 6, True, True, adapter=name)),
+                    ForwardInput(ids, positions, True, True, labels, 6, True, True, adapter=name),
                     ForwardInput(ids, positions, True, True, labels, 6, adapter=name, temperature=0.5),
                 ]
             )
@@ -100,21 +87,20 @@ class TestAnswers:
             best = logprob_PV.topk(6)
             assert (output.top_k.logprob_PK - best.values).abs().max() <= 2e-5
             assert torch.equal(output.top_k.id_PK, best.indices)
-        if isinstance(rank, TrainerRank):
-            assert (plain[0].logit_PV - expected).abs().max() <= 2e-5
-            again = plain[0].hidden_PH @ embedding(rank).t()
-            assert (again - expected).abs().max() <= 2e-5
+        assert (plain[0].logit_PV - expected).abs().max() <= 2e-5
+        again = plain[0].hidden_PH @ embedding(rank).t()
+        assert (again - expected).abs().max() <= 2e-5
 
-    def test_outputs_stand_as_their_inputs_do(self, direct):
+    def test_outputs_stand_as_their_inputs_do(self, rank):
         pair = {"chosen": ForwardInput([1, 2, 3], top_k=2), "rejected": [ForwardInput([1, 2, 4], target_logprobs=True)]}
-        chosen, other = direct.forward([pair["chosen"], *pair["rejected"]])
-        [found] = direct.forward([pair])
+        chosen, other = rank.forward([pair["chosen"], *pair["rejected"]])
+        [found] = rank.forward([pair])
         assert torch.equal(found["chosen"].top_k.id_PK, chosen.top_k.id_PK)
         assert torch.equal(found["rejected"][0].target_logprob_P, other.target_logprob_P)
         with pytest.raises(InvalidInput, match=r"entropy_P.*entropy=True"):
             _ = chosen.entropy_P
         with pytest.raises(InvalidInput, match=r"inputs\[0\]\.chosen"):
-            direct.forward([{"chosen": [1, 2, 3]}])
+            rank.forward([{"chosen": [1, 2, 3]}])
 
     def test_nothing_requested_nothing_executed(self, model, folders):
         class Counting(MegatronEngine):
@@ -151,22 +137,20 @@ class TestAnswers:
             (ForwardInput([1, 2], logits=True, adapter="absent"), "inputs[1].adapter", "no adapter 'absent'"),
         ],
     )
-    def test_a_wrong_input_is_named_with_its_rule(self, direct, asked, place, rule):
+    def test_a_wrong_input_is_named_with_its_rule(self, rank, asked, place, rule):
         with pytest.raises(InvalidInput, match=rule) as refused:
-            direct.forward([ForwardInput([1, 2, 3], logits=True), asked])
+            rank.forward([ForwardInput([1, 2, 3], logits=True), asked])
         assert refused.value.place == place
 
 
-def test_200_random_jobs_with_mixed_slots_equal_one_by_one(rank, direct):
-    """Outputs, and the gradients of both trainable slots, of a batch of several slots and of its inputs alone: of a
-    session 25, each against TrainerRank's.
-    """
+def test_200_random_jobs_with_mixed_slots_equal_one_by_one(rank):
+    """Outputs, and the gradients of both trainable slots, of a batch of several slots and of its inputs alone."""
     generator = np.random.default_rng(7)
     furthest = {"output": 0.0, "gradient": 0.0}
-    for _ in range(200 if rank is direct else 25):
+    for _ in range(200):
         prefix = random_ids(generator, int(generator.integers(0, 20)))
         inputs = [
-            sayable(rank, random_input(generator, prefix if generator.random() < 0.5 else (), longest=20))
+            random_input(generator, prefix if generator.random() < 0.5 else (), longest=20)
             for _ in range(generator.integers(1, 6))
         ]
         gradients = []
@@ -174,10 +158,10 @@ def test_200_random_jobs_with_mixed_slots_equal_one_by_one(rank, direct):
         together = rank.forward(inputs)
         rank.backward(some_loss(together))
         gradients.append({name: gradient(rank, name) for name in ("one", "two")})
-        direct.zero_grad()
-        alone = [direct.forward([asked])[0] for asked in inputs]
-        direct.backward(some_loss(alone))
-        gradients.append({name: gradient(direct, name) for name in ("one", "two")})
+        rank.zero_grad()
+        alone = [rank.forward([asked])[0] for asked in inputs]
+        rank.backward(some_loss(alone))
+        gradients.append({name: gradient(rank, name) for name in ("one", "two")})
         for ours, theirs in zip(together, alone, strict=True):
             ours, theirs = tensors_of(ours), tensors_of(theirs)
             assert set(ours) == set(theirs)
@@ -192,6 +176,38 @@ def test_200_random_jobs_with_mixed_slots_equal_one_by_one(rank, direct):
     print(furthest)
     assert furthest["output"] <= 1e-5
     assert furthest["gradient"] <= 1e-5
+
+
+def test_a_session_s_commands_answer_and_learn_what_it_does(rank, model, folders, tmp_path):
+    """Scores of several labels, entropies and likeliest ids, with the adapter and without; and a step by weights."""
+    generator = np.random.default_rng(3)
+    ids, labels = random_ids(generator, 12), generator.integers(0, VOCAB_SIZE, (11, 3))
+    asked = [
+        ForwardInput(ids, range(11), True, True, labels, 5, temperature=0.7, adapter=each) for each in ("one", None)
+    ]
+    plain, several = Datum(tokens=ids), Datum.model_validate({"tokens": ids, "labels": labels.tolist()})
+    weights = generator.normal(size=labels.shape)
+    weighed = several.model_copy(update={"label_weights": tuple(map(tuple, weights.tolist()))})
+    commands = [
+        *(Forward(data=(plain,), entropy=True, top_k=5, temperature=0.7, adapter=each) for each in (True, False)),
+        *(Forward(data=(several,), temperature=0.7, adapter=each) for each in (True, False)),
+        ForwardBackward(data=(weighed,), temperature=0.7),
+        OptimStep(learning_rate=0.05, denominator=1),
+    ]
+    workshop = Workshop(tmp_path, sealed(model), data=None, held_out=None, num_steps=0)
+    worker = new_worker(tmp_path, build_engine)
+    lora = {"trainable": LORAS["one"], "initial_adapter": sealed(folders["one"])}
+    job = do_all(workshop, tmp_path / "session", commands, worker, **lora)
+    for number, output in enumerate(rank.forward(asked), start=1):
+        (scores,), (of_labels,) = (result(job, n).data for n in (number, number + 2))
+        found = [*(getattr(scores, name) for name in ("logprobs", "entropies", "top_logprobs")), of_labels.logprobs]
+        expected = output.target_logprob_P, output.entropy_P, output.top_k.logprob_PK, output.label_logprob_PK.flatten()
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (torch.tensor(ours) - theirs).abs().max() <= 1e-5
+        assert scores.top_ids == tuple(map(tuple, output.top_k.id_PK.tolist()))
+    (output,) = rank.forward(asked[:1])
+    rank.backward(-(output.label_logprob_PK * torch.from_numpy(weights)).sum().float())
+    assert result(job, 6).metrics["grad_norm"] == pytest.approx(float(gradient(rank, "one").norm()), rel=1e-5)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -215,9 +231,9 @@ def test_an_input_without_a_graph_goes_beside_one_with_it(model, folders, engine
         assert torch.equal(found.target_logprob_P, one.target_logprob_P)
 
 
-def test_memory_figures(direct, model):
+def test_memory_figures(rank, model):
     weights = sum(tensor.numel() * 4 for tensor in load_file(model / "model.safetensors").values())
-    figures = direct.memory()
+    figures = rank.memory()
     assert weights <= figures.allocated <= figures.reserved <= figures.process_peak
 
 
@@ -242,14 +258,10 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("is_session", [False, True], ids=["direct", "session"])
-def test_no_tensor_of_tokens_by_vocabulary_unless_logits_are_asked_for(tmp_path, is_session):
+def test_no_tensor_of_tokens_by_vocabulary_unless_logits_are_asked_for(tmp_path):
     """Neither forward nor backward, of a pack of several chunks, of a vocabulary wider than the model's own tensors."""
     folder = make_tiny_model(tmp_path / "model", ["hello there"], vocab_size=3000)
-    if is_session:
-        rank = SessionRank(folder, tmp_path, max_tokens=2048)
-    else:
-        rank = TrainerRank(MegatronEngine(folder, Layout(), "float32"))
+    rank = TrainerRank(MegatronEngine(folder, Layout(), "float32"))
     rank.create_adapter("one", LORAS["one"], seed=0)
     generator = np.random.default_rng(4)
     ids, labels = random_ids(generator, 1200), generator.integers(0, VOCAB_SIZE, (1199, 3))
@@ -260,9 +272,8 @@ def test_no_tensor_of_tokens_by_vocabulary_unless_logits_are_asked_for(tmp_path,
         return seen.num_elements
 
     everything = ForwardInput(ids, range(1199), True, True, labels, 5, False, True, temperature=0.7)
-    assert largest(sayable(rank, everything)) < 1199 * 3000 / 3
-    if not is_session:
-        assert largest(ForwardInput(ids, logits=True)) >= 1199 * 3000
+    assert largest(everything) < 1199 * 3000 / 3
+    assert largest(ForwardInput(ids, logits=True)) >= 1199 * 3000
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -274,7 +285,7 @@ def test_heads_take_kernels_where_there_are_some(rank):
     asked = [
         ForwardInput(ids, range(24), True, True, labels, 4, adapter="one", temperature=0.7),
         ForwardInput(ids[:9], labels=labels[:9, :1], adapter="two"),
-        ForwardInput(ids[:9], top_k=VOCAB_SIZE if isinstance(rank, TrainerRank) else MAX_TOP_K - 1, adapter="two"),
+        ForwardInput(ids[:9], top_k=VOCAB_SIZE, adapter="two"),
     ]
 
     def answers(kernels):
@@ -296,23 +307,19 @@ def test_heads_take_kernels_where_there_are_some(rank):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
-@pytest.mark.parametrize("is_session", [False, True], ids=["direct", "session"])
-def test_bfloat16_answers_in_float32_and_learns(direct, model, folders, tmp_path, is_session):
+def test_bfloat16_answers_in_float32_and_learns(rank, model, folders):
     """Near what float32 says; the gradient points the same way."""
-    if is_session:
-        rounded = SessionRank(model, tmp_path, dtype="bfloat16")
-    else:
-        rounded = TrainerRank(MegatronEngine(model, Layout(), "bfloat16"))
+    rounded = TrainerRank(MegatronEngine(model, Layout(), "bfloat16"))
     load_adapters(rounded, folders)
     ids = random_ids(np.random.default_rng(2), 40)
-    asked = [sayable(rounded, ForwardInput(ids, None, True, True, np.full((39, 2), 7), 3, True, adapter="one"))]
-    exact, near = direct.forward(asked)[0], rounded.forward(asked)[0]
+    asked = [ForwardInput(ids, None, True, True, np.full((39, 2), 7), 3, True, adapter="one")]
+    exact, near = rank.forward(asked)[0], rounded.forward(asked)[0]
     for name, tensor in tensors_of(near).items():
         assert tensor.dtype == torch.float32
         assert (tensor - tensors_of(exact)[name]).abs().mean() <= 0.1, name
-    direct.backward(some_loss([exact]))
+    rank.backward(some_loss([exact]))
     rounded.backward(some_loss([near]))
-    ours, theirs = gradient(rounded, "one"), gradient(direct, "one")
+    ours, theirs = gradient(rounded, "one"), gradient(rank, "one")
     assert torch.nn.functional.cosine_similarity(ours, theirs, dim=0) >= 0.95
 
 
@@ -329,11 +336,10 @@ def benchmark_rank():
     return trainer_rank_step.start(TINY, "float32")
 
 
-@pytest.mark.parametrize("is_session", [False, True], ids=["direct", "session"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_it_starts_around_either_engine(model, folders, engine, tmp_path, is_session):
+def test_it_starts_around_either_engine(model, folders, engine):
     """Both say the same, of slots side by side; fsdp refuses what it cannot split."""
-    rank = SessionRank(model, tmp_path, engine=engine) if is_session else start(model, engine=engine)
+    rank = start(model, engine=engine)
     load_adapters(rank, folders)
     labels = [list(range(100, 200))] * 4
     outputs = rank.forward([ForwardInput([5, 6, 7, 8], labels=labels, adapter=name) for name in ("one", "two")])
@@ -345,7 +351,7 @@ def test_it_starts_around_either_engine(model, folders, engine, tmp_path, is_ses
     assert all(norm.grad_norm > 0 for norm in norms.values())
     rank.drop_adapter("one")
     assert rank.adapters == {"two": True, "frozen": False}
-    if engine == "fsdp" and not is_session:
+    if engine == "fsdp":
         with pytest.raises(InvalidInput, match="no cp2"):
             start(model, Layout(cp=2), engine=engine)
 

@@ -1,7 +1,4 @@
-"""TrainerRank's adapters on one rank: which one answers, what steps change and keep; and what `start` takes.
-
-Tests that take an `own_rank` run on sessions too; a `direct_rank` is a TrainerRank.
-"""
+"""TrainerRank's adapters on one rank: which one answers, what steps change and keep; and what `start` takes."""
 
 import re
 import shutil
@@ -32,7 +29,6 @@ from tests.megatron_worker.ranks import (
     write_adapters,
 )
 from tests.megatron_worker.rows import distinct_model
-from tests.megatron_worker.session_rank import SessionRank
 from tests.megatron_worker.trees import as_tree, random_sequences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,19 +37,9 @@ LABELS = [list(range(100, 200))] * 4
 
 
 @pytest.fixture
-def direct_rank(model, folders):
+def own_rank(model, folders):
     """For tests that step, load or drop."""
     rank = TrainerRank(MegatronEngine(model, Layout(), "float32"))
-    load_adapters(rank, folders)
-    rank.set_adapter("one")
-    return rank
-
-
-@pytest.fixture(params=["direct", "session"])
-def own_rank(request, model, folders, tmp_path):
-    if request.param == "direct":
-        return request.getfixturevalue("direct_rank")
-    rank = SessionRank(model, tmp_path / "sessions")
     load_adapters(rank, folders)
     rank.set_adapter("one")
     return rank
@@ -70,21 +56,21 @@ def not_finite(adapter: Path, folder: Path, number: float) -> tuple[Path, str]:
 
 
 class TestAdapters:
-    def test_the_with_block_switches_for_its_length_alone(self, direct_rank):
+    def test_the_with_block_switches_for_its_length_alone(self, own_rank):
         asked = [ForwardInput([5, 6, 7], logits=True)]
         with torch.no_grad():
             expected = {
-                name: direct_rank.forward([ForwardInput([5, 6, 7], logits=True, adapter=name)])[0].logit_PV
+                name: own_rank.forward([ForwardInput([5, 6, 7], logits=True, adapter=name)])[0].logit_PV
                 for name in ("one", "two", None)
             }
-            with direct_rank.adapter("two"):
-                with direct_rank.adapter(None):
-                    assert torch.equal(direct_rank.forward(asked)[0].logit_PV, expected[None])
-                assert torch.equal(direct_rank.forward(asked)[0].logit_PV, expected["two"])
-            assert torch.equal(direct_rank.forward(asked)[0].logit_PV, expected["one"])
-            with pytest.raises(RuntimeError, match="on purpose"), direct_rank.adapter("two"):
+            with own_rank.adapter("two"):
+                with own_rank.adapter(None):
+                    assert torch.equal(own_rank.forward(asked)[0].logit_PV, expected[None])
+                assert torch.equal(own_rank.forward(asked)[0].logit_PV, expected["two"])
+            assert torch.equal(own_rank.forward(asked)[0].logit_PV, expected["one"])
+            with pytest.raises(RuntimeError, match="on purpose"), own_rank.adapter("two"):
                 raise RuntimeError("on purpose")
-        assert direct_rank.active_adapter == "one"
+        assert own_rank.active_adapter == "one"
 
     def test_a_missing_or_mismatched_adapter_changes_nothing(self, own_rank, folders, tmp_path):
         before = own_rank.snapshot("one").tensors
@@ -104,8 +90,6 @@ class TestAdapters:
         assert own_rank.active_adapter == "one"
         after = own_rank.snapshot("one").tensors
         assert all(torch.equal(before[name], after[name]) for name in before)
-        if isinstance(own_rank, SessionRank):
-            return
         for call in (own_rank.set_adapter, own_rank.drop_adapter, own_rank.snapshot):
             with pytest.raises(InvalidInput, match="no adapter 'absent'; loaded: frozen, one, two"):
                 call("absent")
@@ -119,36 +103,36 @@ class TestAdapters:
         assert step(own_rank, ["one"]) == first
         assert all(torch.equal(fresh[name], t) for name, t in own_rank.snapshot("one").tensors.items())
 
-    def test_a_slot_whose_graph_is_alive_is_neither_stepped_nor_loaded(self, direct_rank, folders):
+    def test_a_slot_whose_graph_is_alive_is_neither_stepped_nor_loaded(self, own_rank, folders):
         refused = pytest.raises(InvalidInput, match="graph of it is alive")
-        outputs = direct_rank.forward([ForwardInput([5, 6, 7], target_logprobs=True)])
+        outputs = own_rank.forward([ForwardInput([5, 6, 7], target_logprobs=True)])
         for call in (
-            lambda: direct_rank.optim_step(Adam(), 1e-3),
-            lambda: direct_rank.load_adapter("one", folders["one"], trainable=True),
-            lambda: direct_rank.create_adapter("one", LORAS["one"], 0),
-            lambda: direct_rank.drop_adapter("one"),
+            lambda: own_rank.optim_step(Adam(), 1e-3),
+            lambda: own_rank.load_adapter("one", folders["one"], trainable=True),
+            lambda: own_rank.create_adapter("one", LORAS["one"], 0),
+            lambda: own_rank.drop_adapter("one"),
         ):
             with refused:
                 call()
-        step(direct_rank, ["two"])  # another slot's graph is another matter
+        step(own_rank, ["two"])  # another slot's graph is another matter
         outputs[0].target_logprob_P.sum().backward(retain_graph=True)
         with refused:
-            direct_rank.optim_step(Adam(), 1e-3)
-        direct_rank.backward(outputs[0].target_logprob_P.sum())
-        direct_rank.optim_step(Adam(), 1e-3)  # its backward is done, though its outputs are held
-        outputs = direct_rank.forward([ForwardInput([5, 6, 7], target_logprobs=True)])
+            own_rank.optim_step(Adam(), 1e-3)
+        own_rank.backward(outputs[0].target_logprob_P.sum())
+        own_rank.optim_step(Adam(), 1e-3)  # its backward is done, though its outputs are held
+        outputs = own_rank.forward([ForwardInput([5, 6, 7], target_logprobs=True)])
         kept = outputs[0].target_logprob_P.detach()
         del outputs
-        direct_rank.load_adapter("one", folders["one"], trainable=True)  # nobody holds what came of it
+        own_rank.load_adapter("one", folders["one"], trainable=True)  # nobody holds what came of it
         assert kept.isfinite().all()
 
-    def test_frozen_slots_and_the_base_are_not_trained(self, direct_rank):
-        outputs = direct_rank.forward([ForwardInput([5, 6], logits=True, adapter=name) for name in ("frozen", None)])
+    def test_frozen_slots_and_the_base_are_not_trained(self, own_rank):
+        outputs = own_rank.forward([ForwardInput([5, 6], logits=True, adapter=name) for name in ("frozen", None)])
         assert not any(output.logit_PV.requires_grad for output in outputs)
         with pytest.raises(InvalidInput, match="not trainable"):
-            direct_rank.optim_step(Adam(), 1e-3, adapters=["frozen"])
-        with pytest.raises(InvalidInput, match="no adapter is active"), direct_rank.adapter(None):
-            direct_rank.optim_step(Adam(), 1e-3)
+            own_rank.optim_step(Adam(), 1e-3, adapters=["frozen"])
+        with pytest.raises(InvalidInput, match="no adapter is active"), own_rank.adapter(None):
+            own_rank.optim_step(Adam(), 1e-3)
 
 
 def step(rank, names, scale=1.0, adam=None):
@@ -178,27 +162,27 @@ class TestSteps:
             ours, theirs = own_rank.snapshot(name).tensors, rank.snapshot(name).tensors
             assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
-    def test_a_gradient_that_is_not_finite_changes_no_weight_of_any(self, direct_rank):
-        before = {name: direct_rank.snapshot(name).tensors for name in ("one", "two")}
-        outputs = direct_rank.forward(
+    def test_a_gradient_that_is_not_finite_changes_no_weight_of_any(self, own_rank):
+        before = {name: own_rank.snapshot(name).tensors for name in ("one", "two")}
+        outputs = own_rank.forward(
             [ForwardInput([5, 6, 7], target_logprobs=True, adapter=name) for name in ("one", "two")]
         )
-        direct_rank.backward(outputs[0].target_logprob_P.sum() + float("inf") * outputs[1].target_logprob_P.sum())
+        own_rank.backward(outputs[0].target_logprob_P.sum() + float("inf") * outputs[1].target_logprob_P.sum())
         with pytest.raises(InvalidInput, match="no weight has changed") as refused:
-            direct_rank.optim_step(Adam(), 1e-3, adapters=["one", "two"])
+            own_rank.optim_step(Adam(), 1e-3, adapters=["one", "two"])
         assert refused.value.place == "adapter 'two'"
         for name, tensors in before.items():
-            after = direct_rank.snapshot(name).tensors
+            after = own_rank.snapshot(name).tensors
             assert all(torch.equal(tensors[key], after[key]) for key in tensors)
-            assert not gradient(direct_rank, name).any()
-        assert step(direct_rank, ["one", "two"])["one"].grad_norm > 0
+            assert not gradient(own_rank, name).any()
+        assert step(own_rank, ["one", "two"])["one"].grad_norm > 0
 
-    def test_a_detached_loss_is_refused_where_there_was_a_graph(self, direct_rank):
-        outputs = direct_rank.forward([ForwardInput([5, 6, 7], target_logprobs=True)])
+    def test_a_detached_loss_is_refused_where_there_was_a_graph(self, own_rank):
+        outputs = own_rank.forward([ForwardInput([5, 6, 7], target_logprobs=True)])
         with pytest.raises(InvalidInput, match="detached"):
-            direct_rank.backward(outputs[0].target_logprob_P.detach().sum())
-        direct_rank.backward(outputs[0].target_logprob_P.sum())
-        direct_rank.backward(torch.zeros(()))  # nothing to learn from, and nothing forgotten
+            own_rank.backward(outputs[0].target_logprob_P.detach().sum())
+        own_rank.backward(outputs[0].target_logprob_P.sum())
+        own_rank.backward(torch.zeros(()))  # nothing to learn from, and nothing forgotten
 
     @pytest.mark.parametrize("denominator", [0.0, -1.0, float("nan")])
     def test_a_denominator_must_be_positive(self, own_rank, denominator):
@@ -236,8 +220,7 @@ class TestState:
         assert all(torch.equal(tensors[name], again[name]) for name in tensors)
 
 
-@pytest.mark.parametrize("is_session", [False, True], ids=["direct", "session"])
-def test_the_gradient_of_a_bin_of_trees_is_the_runners_to_the_bit(model, folders, tmp_path, is_session):
+def test_the_gradient_of_a_bin_of_trees_is_the_runners_to_the_bit(model, folders):
     """PPO over groups that share prefixes: `engine.forward_backward` as the runner calls it, and TrainerRank."""
     loss = loss_function(PPO(), temperature=0.8)
     rows = random_sequences(3, num_groups=1)[1:]
@@ -246,10 +229,7 @@ def test_the_gradient_of_a_bin_of_trees_is_the_runners_to_the_bit(model, folders
     engine.load_adapter("one", folders["one"], None, trainable=True)
     sums = engine.forward_backward(batch, loss)
     expected = engine.trained.optimizer.grad.buffer
-    if is_session:
-        rank = SessionRank(model, tmp_path)
-    else:
-        rank = TrainerRank(MegatronEngine(model, Layout(), "float32"), least_saved_tokens=1)
+    rank = TrainerRank(MegatronEngine(model, Layout(), "float32"), least_saved_tokens=1)
     load_adapters(rank, folders)
     outputs = rank.forward(
         [

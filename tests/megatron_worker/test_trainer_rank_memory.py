@@ -1,7 +1,6 @@
 """TrainerRank's micro-batches within a memory budget, and its answers on two and four ranks.
 
-Live bytes are counted here, backward included, by a mode of the test's own. What ranks do that can be said in commands
-is done by a session of the same layout as well.
+Live bytes are counted here, backward included, by a mode of the test's own.
 
     LONGSHORE_TEST_PLANNER_WORKLOADS=1000 python -m pytest -s tests/megatron_worker/test_trainer_rank_memory.py
 
@@ -415,9 +414,8 @@ def furthest(ours, theirs):
 @pytest.mark.timeout(600)  # two launches of several ranks
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 class TestAgainstOneRank:
-    @pytest.mark.parametrize("way", ["name", "session"], ids=["direct", "session"])
-    def test_outputs_of_own_inputs(self, results, trial, way):
-        name = getattr(trial, way)
+    def test_outputs_of_own_inputs(self, results, trial):
+        name = trial.name
         expected, seen, relative = notes(results, single(name), "own")[0], set(), []
         for own in notes(results, name, "own"):
             for place, outputs in own.items():
@@ -445,9 +443,8 @@ class TestAgainstOneRank:
                 for ours, theirs in zip(item, expected[place], strict=True):
                     assert furthest(ours, theirs) <= 2e-5
 
-    @pytest.mark.parametrize("way", ["name", "session"], ids=["direct", "session"])
-    def test_norms_and_stepped_weights(self, results, trial, way):
-        result = getattr(trial, way)
+    def test_norms_and_stepped_weights(self, results, trial):
+        result = trial.name
         expected = notes(results, single(result), "norms")[0]
         for norms in notes(results, result, "norms"):
             for (ours, clipped), (theirs, theirs_clipped) in zip(norms, expected, strict=True):

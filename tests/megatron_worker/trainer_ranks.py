@@ -11,17 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longshore.fields import Frozen
 from longshore.training import Adam, EngineName, Layout, Recompute
-from megatron_worker.process.ranks import WorkerRanks, everyone
+from megatron_worker.process.ranks import everyone
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank
 from shared.errors import InvalidInput
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.ranks import LORAS, load_adapters, random_ids, random_input, some_loss, tensors_of
-from tests.megatron_worker.session_rank import AnyRank, SessionRank
 
 _WITHOUT_LIMIT = 1 << 40  # bytes
 _BUDGET = 2.2  # times what the largest item needs alone: two ranks need several micro-batches
@@ -38,11 +36,6 @@ class Trial(Frozen):
     def name(self) -> str:
         return f"{self.model}/{self.engine}-{self.layout.label}"
 
-    @property
-    def session(self) -> str:
-        """Where the results of its session go."""
-        return f"{self.name}/session"
-
 
 def items_of_all_kinds() -> list[list[ForwardInput]]:
     """Groups that share a prefix, of every slot and kind."""
@@ -55,7 +48,6 @@ def items_of_all_kinds() -> list[list[ForwardInput]]:
 
 
 def run(trial: Trial, out: Path) -> None:
-    step_as_a_session_can(start_session(trial, out), out / trial.session)
     rank = start(trial, out)
     out = out / trial.name
     note(rank, out, "own", own_share(rank, inputs_of_all_kinds()))
@@ -84,7 +76,7 @@ def step_base(rank: TrainerRank, out: Path) -> None:
     rank.export(None, out / "base")
 
 
-def make_step(rank: AnyRank, out: Path) -> None:
+def make_step(rank: TrainerRank, out: Path) -> None:
     """Step both adapters, and note norms and weights."""
     adapters = ["one", "two"]
     # Where a gradient is as small as Adam's usual eps, a step magnifies its rounding by learning rate / eps.
@@ -92,28 +84,6 @@ def make_step(rank: AnyRank, out: Path) -> None:
     note(rank, out, "norms", [[norms[name].grad_norm, norms[name].clipped] for name in adapters])
     for name in adapters:
         rank.export(name, out / name)
-
-
-def step_as_a_session_can(rank: AnyRank, out: Path) -> None:
-    """Outputs, norms and weights of a step with all inputs in one call, without what no command asks for."""
-    inputs = [replace(asked, logits=False, hidden=False, no_grad=False) for asked in inputs_of_all_kinds()]
-    note(rank, out, "own", own_share(rank, inputs))
-    rank.backward(some_loss(rank.forward(inputs)))
-    make_step(rank, out)
-
-
-def start_session(trial: Trial, out: Path) -> AnyRank:
-    """The session of a trial on several ranks; on one the TrainerRank that it must be like."""
-    if trial.layout.world_size == 1:
-        return start(trial, out)
-    store = dist.PrefixStore(trial.session, dist.distributed_c10d._get_default_store())
-    ranks = WorkerRanks(store, dist.get_rank(), dist.get_rank(), trial.layout.world_size)
-    folder = out / trial.model
-    rank = SessionRank(
-        folder / "model", out / trial.session, ranks, max_tokens=96, engine=trial.engine, layout=trial.layout
-    )
-    load_adapters(rank, {name: folder / "adapters" / name for name in LORAS})
-    return rank
 
 
 def start(trial: Trial, out: Path) -> TrainerRank:
@@ -140,7 +110,7 @@ def inputs_of_all_kinds() -> list[ForwardInput]:
     return [asked for item in items_of_all_kinds() for asked in item]
 
 
-def own_share(rank: AnyRank, inputs: Sequence[ForwardInput]) -> dict[str, dict[str, list]]:
+def own_share(rank: TrainerRank, inputs: Sequence[ForwardInput]) -> dict[str, dict[str, list]]:
     """Outputs of a forward of this data-parallel rank's own inputs, by their places among all."""
     places = range(rank.facts.dp_rank, len(inputs), rank.facts.dp_size)
     with torch.no_grad():
@@ -238,6 +208,6 @@ def as_lists(tensors: dict[str, Tensor]) -> dict[str, list]:
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def note(rank: AnyRank, out: Path, name: str, value: object) -> None:
+def note(rank: TrainerRank, out: Path, name: str, value: object) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}-{rank.facts.rank}.json").write_text(json.dumps(value))

@@ -242,7 +242,7 @@ def save_meanwhile(engine: Engine, samplers: list[Listening], run_id: str, folde
     begin, target = partial(dispatcher.send_weights, "run", run_id), target_of(samplers, 20, "shared_memory", BUCKET)
     job = Job.model_construct(log_path=str(log))
     with dispatcher.resident("run"), sent_meanwhile(begin, job, 3, report, ranks, target):
-        dispatcher.save_state("run", folder / run_id / "saved")
+        dispatcher.engine.save(folder / run_id / "saved")
     for line in log.read_text().splitlines() if samplers else ():
         outcome = Synced.model_validate_json(line).outcome
         assert outcome.problems == {}
