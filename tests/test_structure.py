@@ -179,7 +179,7 @@ LINES_OF_ROOMS = {
     "megatron_worker/tensors": 1_420,
     "megatron_worker/trainer_rank": 880,
     "megatron_worker/training": 900,
-    "megatron_worker/weight_sync": 2_080,
+    "megatron_worker/weight_sync": 2_095,  # with a trace of each rank
     "service": 4_180,
     "service/accounts": 1_260,
     "service/apis": 8_350,  # with Anthropic's messages
