@@ -128,6 +128,25 @@ def test_a_slow_prompt_holds_no_step_until_it_is_the_last(held: Held, options: l
     assert [len(step["carried"]["left"].get("1", ())) for step in steps] == [1] * (NUM_STEPS - 1) + [0]
 
 
+def test_mixtures_and_evaluations_are_as_ever(held: Held, options: list[str], tmp_path: Path) -> None:
+    held.begin(seed=4, step=1, num_slow=1)
+    held.released.set()
+    rows = [{"messages": [{"role": "user", "content": f"Name ship {n}."}]} for n in range(12)]
+    files = {name: jsonl(tmp_path / f"{name}.jsonl", some) for name, some in (("odd", rows[1::2]), ("even", rows[::2]))}
+    at = options.index("--prompts")
+    mixed = [
+        *options[:at],
+        *(each for path in files.values() for each in ("--prompts", f"{path}:1")),
+        *options[at + 2 :],
+    ]
+    evaluated = ("--eval-prompts", str(files["odd"]), "--eval-every", "1", "--steps", "3", "--seed", "4")
+    run_id = held.stack.cli(*mixed, *evaluated).json["run_id"]
+    assert held.stack.cli("watch", run_id, "--json").json["status"] == "succeeded"
+    metrics = [step["metrics"] for step in steps_of(held.stack, run_id)]
+    assert all("eval_reward_mean" in each for each in metrics) and len(metrics) == 4
+    assert [sum(each[f"prompts_{number}"] for each in metrics[1:]) for number in (1, 2)] == [6, 6]
+
+
 def test_what_a_step_takes_is_decided_once_whoever_is_killed(held: Held, options: list[str]) -> None:
     held.begin(seed=2, step=1, num_slow=2)
     run_id = held.stack.cli(*options, "--seed", "2").json["run_id"]

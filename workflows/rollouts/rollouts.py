@@ -170,11 +170,11 @@ class RolloutSource:
     The prompts of each step are sampled from the policy of `policy_of_step`, which a step's number determines. A step
     trains its own prompts. With `carry_over` it trains as many, but the oldest that are complete of all that have been
     begun: the prompts of each step have an activity of their own, and another one decides which of them a step takes
-    (activities/sampling/admit.py). So only that decision depends on time; samples are the same as without it. It is
-    made once: in history, in the store, and with what is left (`carried`) in the step's record. Nothing is dropped, and
-    a step's prompts are begun when a step has been trained: `off_policy_steps` + 1 steps' prompts at most are begun and
-    not trained. Those of `MOST_DRAWN` steps at most are drawn at a time, so that the slowest one is waited for in the
-    end, and a token is never more than that many versions older than its step's prompts.
+    (activities/sampling/admit.py). Only that decision depends on time, and it is made once: it is in the store, in
+    history, and what is left (`carried`) in the step's record. Nothing is dropped. One more step's prompts begin when a
+    step has been trained, so that at most `off_policy_steps` + 1 steps' prompts are begun and not trained. Those of
+    `MOST_DRAWN` steps at most are drawn at a time: further ones wait for the slowest, which is trained less than
+    `MOST_DRAWN` + `off_policy_steps` steps after its policy was made.
 
     `policies` are the last ones, which later steps may be sampled from; `end_step` adds one. `_proof` is the last
     policy to prove, with the trainer's log-probabilities of the probe. `_proved` holds the lease epochs of the samplers
@@ -363,7 +363,8 @@ class RolloutSource:
 
     @property
     def _has_failed(self) -> bool:
-        return any(task.done() and task.exception() is not None for task in self._drawing.values())
+        ended = [task for task in self._drawing.values() if task.done()]
+        return any(task.cancelled() or task.exception() is not None for task in ended)
 
     async def _admit(self, request: AdmitRequest) -> Admitted:
         return await control.do(AdmitGroups.admit_groups, request.model_copy(update={"routes": self.routes}))
