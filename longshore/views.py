@@ -150,7 +150,7 @@ class CarriedOver(Frozen):
         return self.left.get(step, ()) if step < self.next else tuple(range(num_prompts))
 
     def without(self, taken: Mapping[int, Sequence[int]], num_prompts: int) -> "CarriedOver":
-        """Return what is left after these prompts of these steps were taken."""
+        """Return the prompts that remain when these of these steps are taken."""
         after = max([self.next, *(step + 1 for step in taken)])
         are_taken = {step: frozenset(numbers) for step, numbers in taken.items()}
         left = {

@@ -2,7 +2,7 @@
 
 With `rollouts.carry_over` the prompts of several steps are sampled at the same time, and a step trains the first ones
 to be complete. Which these are depends on time, so it is decided once. The decision is in the store before anything
-depends on it, then in the workflow's history, and the step's record says what is left for later steps (`CarriedOver`).
+depends on it, then in the workflow's history, and the step's record names the prompts that remain (`CarriedOver`).
 An attempt after a kill, and a run that is resumed, find it there.
 """
 

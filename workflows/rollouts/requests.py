@@ -168,7 +168,7 @@ def admit_request(
     """Ask for the prompts that a step trains: the first ones to be complete, oldest first.
 
     Args:
-        keys: of the requests for the samples of steps' prompts, by the steps. `carried`: what is left of these.
+        keys: of the requests for the samples of steps' prompts, by the steps. `carried`: those that remain.
     """
     size = rollouts_of(start.run).prompts_per_step
     left = ((number, key, carried.of_step(number, size)) for number, key in sorted(keys.items()))

@@ -171,10 +171,10 @@ class RolloutSource:
     trains its own prompts. With `carry_over` it trains as many, but the oldest that are complete of all that have been
     begun: the prompts of each step have an activity of their own, and another one decides which of them a step takes
     (activities/sampling/admit.py). Only that decision depends on time, and it is made once: it is in the store, in
-    history, and what is left (`carried`) in the step's record. Nothing is dropped. One more step's prompts begin when a
-    step has been trained, so that at most `off_policy_steps` + 1 steps' prompts are begun and not trained. Those of
-    `MOST_DRAWN` steps at most are drawn at a time: further ones wait for the slowest, which is trained less than
-    `MOST_DRAWN` + `off_policy_steps` steps after its policy was made.
+    history, and the remaining prompts (`carried`) are in the step's record. Nothing is dropped. One more step's prompts
+    begin when a step has been trained, so that at most `off_policy_steps` + 1 steps' prompts are begun and not trained.
+    Those of `MOST_DRAWN` steps at most are drawn at a time: further ones wait for the slowest, which is trained less
+    than `MOST_DRAWN` + `off_policy_steps` steps after its policy was made.
 
     `policies` are the last ones, which later steps may be sampled from; `end_step` adds one. `_proof` is the last
     policy to prove, with the trainer's log-probabilities of the probe. `_proved` holds the lease epochs of the samplers
