@@ -10,10 +10,10 @@ from pydantic import Field
 from activities.heartbeats import on_thread
 from activities.host_context import HostContext, OnHost
 from longshore.commands import CommandProblem, CommandResult
-from longshore.fields import Artifact, Fence, Frozen
+from longshore.fields import Artifact, Fence, Frozen, added
 from longshore.runs import RunId
 from longshore.training import Watched
-from longshore.views import CheckpointRef, RunStatus, StepStatus
+from longshore.views import CarriedOver, CheckpointRef, RunStatus, StepStatus
 from shared.errors import CorruptArtifact, InvalidInput, NotFound
 from shared.jobs.commands import Gap
 from shared.jobs.job import WorkerPlan
@@ -232,13 +232,15 @@ class RecoverRequest(Frozen):
 class Recovered(Frozen):
     """`last_step`: the number of the last recorded step. `trained`: the last one that changed the policy.
 
-    `policies`: those after the last steps, oldest first. Version 0 is the policy that the run began with.
+    `policies`: those after the last steps, oldest first. Version 0 is the policy that the run began with. `carried`:
+    the prompts that the last step left.
     """
 
     last_step: int = 0
     trained: StepStatus | None = None
     policies: tuple[Policy, ...] = ()
     evaluated: Evaluated = Evaluated()
+    carried: CarriedOver = added(CarriedOver())
 
 
 class RunRecords(OnHost):
@@ -297,10 +299,13 @@ class RunRecords(OnHost):
         store = self._host.store
         found = sorted((info.key for info in store.list(f"{RunKeys(request.run_id).steps}/")), reverse=True)
         steps: list[StepStatus] = []  # newest first, back to one that made a policy
+        num_policies = request.num_policies
         for key in found:
-            if len(steps) >= request.num_policies and _made_a_policy(steps[-1]):
+            if len(steps) >= num_policies and _made_a_policy(steps[-1]):
                 break
             steps.append(artifacts.read_record(store, key, StepStatus))
+            if (carried := steps[0].carried) is not None:  # which may be sampled from older policies than new prompts
+                num_policies = request.num_policies + max(0, steps[0].step + 1 - carried.oldest)
         evaluated = Evaluated()
         for key in reversed(found if request.watched is not None else []):
             evaluated = evaluated.after(artifacts.read_record(store, key, StepStatus), request.watched)
@@ -313,8 +318,9 @@ class RunRecords(OnHost):
         return Recovered(
             last_step=steps[0].step if steps else 0,
             trained=trained,
-            policies=_policies(steps)[-request.num_policies :],
+            policies=_policies(steps)[-num_policies:],
             evaluated=evaluated,
+            carried=(steps[0].carried if steps else None) or CarriedOver(),
         )
 
 

@@ -152,6 +152,7 @@ def _check(run: DatasetRun | RLRun, settings: Settings) -> None:
             ("rollouts.colocate", rollouts.colocate, "a local run's sampler does not sleep"),
             ("rollouts.weight_sync.backend", sync.backend not in ("auto", "store"), f"{by_store}: auto or store"),
             ("rollouts.weight_sync.in_flight", sync.in_flight == "continue", "a local run samples, and then trains"),
+            ("rollouts.carry_over", rollouts.carry_over, "a local run samples, and then trains: no prompt is late"),
             ("rollouts.weight_sync.profile_path", sync.profile_path is not None, f"{by_store}: nothing is sent"),
         ]
         rule = "a local run starts no sampler for a reward model"

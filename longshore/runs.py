@@ -25,7 +25,7 @@ from longshore.training import Dtype, Full, SamplerKind, SessionRun, Watched, We
 # --- Settings of an RL run's own rollouts: prompts, grader, samplers, and held-out prompts ---
 
 HELD_OUT_METRICS = ("eval_reward_mean", "eval_reward_std", "eval_response_tokens_mean", "eval_truncation_rate")
-_MOST_REDRAWN = 4096  # groups; their numbers are sent through Temporal
+_MOST_REDRAWN = _MOST_BEGUN = 4096  # groups; their numbers are sent through Temporal
 
 
 class HeldOut(Watched):
@@ -90,9 +90,10 @@ class HeldOut(Watched):
 class Rollouts(Frozen):
     """Settings of a run's own rollouts: the prompts of a step are sampled, graded, and trained on.
 
-    Steps take the prompts in an order shuffled by (seed, epoch). Counted from 0, step t is always sampled from the
-    policy before step max(0, t - off_policy_steps), whatever was ready first. With `weight_sync.in_flight: continue`
-    that policy is the oldest that may sample a token of the step.
+    Steps take the prompts in an order shuffled by (seed, epoch). Counted from 0, the prompts of step t are always
+    sampled from the policy before step max(0, t - off_policy_steps), whatever was ready first. With
+    `weight_sync.in_flight: continue` that policy is the oldest that may sample a token of them. They are what step t
+    trains, or with `carry_over` what it begins: then it trains the oldest prompts that are complete.
     """
 
     prompts: PromptsDataset = Field(description="rows whose last message, or prompt_field, the model answers")
@@ -124,6 +125,11 @@ class Rollouts(Frozen):
     )
     top_k: int | None = Field(default=None, ge=1, description="sample from this many of the likeliest tokens")
     off_policy_steps: int = Field(default=0, ge=0, le=64, description="steps sampled ahead; 0: on-policy")
+    carry_over: bool = added(
+        False,
+        description="a step waits for no slow prompt: it trains the oldest that are complete of those sampled ahead, "
+        "and later steps the others; which, depends on time",
+    )
     sampler: SamplerKind = Field(default="own", description="the sampler that a host starts: Longshore's own, or vLLM")
     sampler_url: str | None = Field(
         default=None,
@@ -198,6 +204,19 @@ class Rollouts(Frozen):
     def _few_are_drawn_again(self) -> Self:
         if self.redraws and self.prompts_per_step > _MOST_REDRAWN:
             raise ValueError(f"redraws: at most {_MOST_REDRAWN} prompts_per_step can be drawn again")
+        return self
+
+    @model_validator(mode="after")
+    def _others_are_complete(self) -> Self:
+        if not self.carry_over:
+            return self
+        if not self.off_policy_steps:
+            raise ValueError("carry_over: no other prompts are sampled in the meantime: set off_policy_steps")
+        if self.prompts_per_step * (self.off_policy_steps + 1) > _MOST_BEGUN:
+            raise ValueError(
+                f"carry_over: at most {_MOST_BEGUN} prompts are begun and not trained: lower prompts_per_step, or "
+                "off_policy_steps"
+            )
         return self
 
     @model_validator(mode="after")
@@ -413,6 +432,13 @@ class RLRun(TrainedRun):
             )
         if self.max_staleness is not None and rollouts.off_policy_steps > self.max_staleness:
             raise ValueError("rollouts.off_policy_steps goes beyond max_staleness: every later step would be refused")
+        if self.max_staleness is not None and rollouts.carry_over:
+            raise ValueError("rollouts.carry_over: slow prompts would be dropped for their age: drop max_staleness")
+        if rollouts.carry_over and self.trainable.kind == "full" and rollouts.weight_sync.in_flight == "finish":
+            raise ValueError(
+                "rollouts.carry_over: a sampler takes whole weights when its samples have ended, also the slowest: set "
+                "rollouts.weight_sync.in_flight to continue, or train a lora"
+            )
         is_cut = rollouts.top_p < 1 or rollouts.top_k is not None
         if is_cut and not isinstance(self.loss, losses.Distillation) and self.loss.old == "sampler":
             raise ValueError(

@@ -695,7 +695,8 @@ class WeightSync(Frozen):
         PROFILE_PATH,
         "a relative path of letters, digits and ._-, of at most four parts, none of which begins with a dot or a dash",
         default=None,
-        description="a trace of each sync's phases, in `profiles/<run>/` below the root of the trainer's host",
+        description="a trace of each sync's phases, in `profiles/<run>/` below the root of the trainer's host; other "
+        "ranks than 0 write files of their own beside it",
     )
 
 

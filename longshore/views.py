@@ -1,7 +1,7 @@
 """What the API shows of runs, models and hosts, and the small requests about them."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -130,6 +130,36 @@ class RunStatus(Frozen):
 StepKey = Annotated[str, Field(min_length=1, max_length=256)]
 
 
+class CarriedOver(Frozen):
+    """The prompts that are begun or due after a train step, if steps carry prompts over (`rollouts.carry_over`).
+
+    `next`: the first step of whose prompts none has been trained; nor has one of a later step. `left`: of the prompts
+    of each step before, the numbers of those that are left, in the step's order.
+    """
+
+    next: int = Field(default=1, ge=1)
+    left: dict[int, tuple[int, ...]] = Field(default_factory=dict)
+
+    @property
+    def oldest(self) -> int:
+        """The first step that has a prompt left."""
+        return min(self.left, default=self.next)
+
+    def of_step(self, step: int, num_prompts: int) -> tuple[int, ...]:
+        """Return the numbers of a step's prompts that are left; each step has `num_prompts`."""
+        return self.left.get(step, ()) if step < self.next else tuple(range(num_prompts))
+
+    def without(self, taken: Mapping[int, Sequence[int]], num_prompts: int) -> "CarriedOver":
+        """Return the prompts that remain when these of these steps are taken."""
+        after = max([self.next, *(step + 1 for step in taken)])
+        are_taken = {step: frozenset(numbers) for step, numbers in taken.items()}
+        left = {
+            step: tuple(n for n in self.of_step(step, num_prompts) if n not in are_taken.get(step, ()))
+            for step in range(self.oldest, after)
+        }
+        return CarriedOver(next=after, left={step: numbers for step, numbers in left.items() if numbers})
+
+
 class StepStatus(Frozen):
     """The status of a train step. `done`: its checkpoint is durable, and a later step trains on from it.
 
@@ -158,6 +188,7 @@ class StepStatus(Frozen):
     samples: dict[str, str] = added(
         {}, description="URIs of samples that a run drew itself: `train`, and of evaluations `eval` or `eval_NAME`"
     )
+    carried: CarriedOver | None = added(None, description="prompts that later steps train, with rollouts.carry_over")
 
     @property
     def is_final(self) -> bool:

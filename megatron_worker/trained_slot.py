@@ -131,6 +131,9 @@ def sent_meanwhile(
     if target is None:  # the host may write it while ranks look: what rank 0 has read counts
         data = ranks.broadcast(access.target.model_dump_json().encode() if access.target is not None else b"")
         target = SyncTarget.model_validate_json(data).model_copy(update={"version": step}) if data else None
+    if target is not None and target.profile_path is not None:
+        where = ranks.broadcast((access.profile or "").encode()).decode()
+        access = access.model_copy(update={"profile": where or None})  # each rank writes its own file beside it
     sending = send(target, access) if target else None
     try:
         yield

@@ -86,7 +86,7 @@ from shared.storage.host_states import BEAT_S, HostAddress, told_file
 from shared.storage.paths import HostPaths
 from shared.storage.store import open_store
 from shared.storage.stored_bytes import USE_WORKFLOW, UseRequest
-from workflows.policies import Pool, activity_name, pool_of, pool_queue
+from workflows.policies import MOST_DRAWN, Pool, activity_name, pool_of, pool_queue
 
 if TYPE_CHECKING:
     from activities.tracking.track import Track
@@ -343,11 +343,11 @@ _AT_ONCE: dict[Pool | None, int] = {
     "models": 16,
     "steps": 32,
     "looks": 16,
-    "sampling": 32,
+    "sampling": 64,
     "tracking": 10_000,  # they hold no thread
 }
 # A step's samples, those sampled ahead, held-out ones and an adapter's proof share one sampler.
-SAMPLING_THREADS = 4
+SAMPLING_THREADS = 4 + MOST_DRAWN
 _POLLS = 2  # requests that wait at Temporal for each queue; a new one is made when an activity has begun
 # Workflows kept in memory (0.1 MB each), so that their histories are not replayed when they continue.
 _CACHED_WORKFLOWS = 400
@@ -396,6 +396,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
     from activities.publishing.export import Exports
     from activities.publishing.publish import Publish
     from activities.records import CommandRecords, FindCheckpoint, RunRecords
+    from activities.sampling.admit import AdmitGroups
     from activities.sampling.agents import CheckEnvironment
     from activities.sources.download import Download
     from activities.tokenizing.render_prompts import RenderPrompts
@@ -422,6 +423,7 @@ def control_activities(host: HostContext, track: "Track") -> list[Callable[..., 
         *(grade.check_grader, grade.grade, grade.grade_one),
         CheckEnvironment(host).check_environment,
         PackTrajectories(host).pack_trajectories,
+        AdmitGroups(host).admit_groups,
         GroupSamples(host).group_samples,
         PreviewDataset(host).preview,
         *sampling_activities(host, Samplers(host.settings)),

@@ -161,13 +161,13 @@ LINES_OF_ROOMS = {
     "activities/hosts": 2_950,
     "activities/models": 1_020,
     "activities/publishing": 920,
-    "activities/sampling": 3_950,  # with agents of runs: their questions, boxes, and what they earned
-    "activities/sandbox": 1_830,  # with the boxes of agents
+    "activities/sampling": 4_130,  # with agents of runs, and prompts that are carried over
+    "activities/sandbox": 1_840,  # with the boxes of agents
     "activities/sources": 1_240,
     "activities/tokenizing": 3_040,
     "activities/tracking": 580,
     "activities/trajectories": 1_530,
-    "longshore": 7_720,  # local.py has an order of steps, as a workflow has; harbor.py reads its tasks
+    "longshore": 7_790,  # local.py has an order of steps, as a workflow has; harbor.py reads its tasks
     "megatron_worker": 5_990,  # layers.py is the Megatron engine's and the sampler's
     "megatron_worker/fsdp": 1_060,
     "megatron_worker/head": 1_500,
@@ -179,7 +179,7 @@ LINES_OF_ROOMS = {
     "megatron_worker/tensors": 1_420,
     "megatron_worker/trainer_rank": 880,
     "megatron_worker/training": 900,
-    "megatron_worker/weight_sync": 2_080,
+    "megatron_worker/weight_sync": 2_095,  # with a trace of each rank
     "service": 4_180,
     "service/accounts": 1_260,
     "service/apis": 7_900,
@@ -197,7 +197,7 @@ LINES_OF_ROOMS = {
     "shared/runs": 740,
     "shared/storage": 1_980,
     "workflows": 2_070,
-    "workflows/rollouts": 1_110,
+    "workflows/rollouts": 1_260,
     "workflows/training": 1_180,  # requests and steps as pure functions, which local runs share
 }
 

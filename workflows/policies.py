@@ -69,6 +69,8 @@ PREVIEW_TIMEOUT = timedelta(minutes=5)
 WEBHOOK_PATIENCE = timedelta(hours=28)
 WEBHOOK_TIMEOUT = timedelta(minutes=2)
 
+MOST_DRAWN = 16
+"""With `rollouts.carry_over`, the most steps whose prompts are sampled at a time, each by an activity of its own."""
 _LONGEST_PAUSE_S = 60
 
 
@@ -98,7 +100,7 @@ _MEMBERS: dict[Pool, str] = {
     "models": "resolve_model resolve_adapter",
     "steps": "pack_trajectories group_samples grade",
     "looks": "preview grade_one",
-    "sampling": "sample draw_share prove_adapter score_samples sleep_sampler wake_sampler",
+    "sampling": "sample draw_share prove_adapter score_samples sleep_sampler wake_sampler admit_groups",
     "webhooks": "deliver give_up_delivery",
     "tracking": "track",
 }

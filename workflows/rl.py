@@ -11,7 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from longshore.fields import Artifact
     from longshore.losses import reference_uri
     from longshore.training import Lora, Watched
-    from longshore.views import Problem, RunStatus, StepStatus
+    from longshore.views import CarriedOver, Problem, RunStatus, StepStatus
     from shared.automation import BestRequest
     from shared.jobs.job import LeaseGrant
     from shared.runs.start import RLStart
@@ -73,6 +73,7 @@ async def prepared_state(run: ShownRun, start: RLStart, recovered: Recovered) ->
         status=run.status,
         rollouts=data,
         evaluated=recovered.evaluated,
+        carried=recovered.carried,
         policies=(
             Policy(after_step=0, version=0, adapter=adapter),
             *(policy.model_copy(update={"adapter": policy.adapter or adapter}) for policy in recovered.policies),
@@ -205,6 +206,7 @@ class RLWorkflow(ClientDrivenHandlers):
             policies=list(state.policies),
             sampling=self._sampling,
             routes=replayed_routes(self._start.run, state.shape),
+            carried=state.carried,
         )
         if self._steps.next == 1 and (beginning := await source.beginning(self._run, state)) is not None:
             self._steps.keep(beginning)
@@ -266,6 +268,7 @@ class RLWorkflow(ClientDrivenHandlers):
                 "steps": self._steps.all(),
                 "finishing": self._steps.is_finishing,
                 "policies": tuple(self._source.policies) if self._source else (),
+                "carried": self._source.carried if self._source else CarriedOver(),
             }
 
         await self._run.move_on(self._state, own)

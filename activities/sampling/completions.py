@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.lib import format as npy
@@ -356,6 +356,32 @@ class RoutesFile:
         drawn_TLK = self._block(token_ids[:-1], len(token_ids) - 1 - num_prompt, blocks[1])
         computed_TLK = np.concatenate([prompt_TLK, drawn_TLK])
         return np.concatenate([computed_TLK, computed_TLK[-1:]])
+
+    def with_bytes(self, group: SampledGroup) -> SampledGroup:
+        """Return a group with its routes' bytes instead of their places: as `RoutesWriter.without_bytes` took it."""
+        if group.prompt_block is None:
+            return group
+        samples = tuple(
+            sample.model_copy(
+                update=self._bytes_of(group.prompt_ids, sample)
+                | {"branches": tuple(map(self._branch_with_bytes, sample.branches))}
+            )
+            for sample in group.samples
+        )
+        return group.model_copy(update=self._prompt_bytes(group.prompt_ids, group.prompt_block) | {"samples": samples})
+
+    def _branch_with_bytes(self, branch: Branch) -> Branch:
+        prompt = self._prompt_bytes(branch.prompt_ids, branch.prompt_block)
+        return branch.model_copy(update=prompt | self._bytes_of(branch.prompt_ids, branch))
+
+    def _prompt_bytes(self, ids: Sequence[int], block: int | None) -> dict[str, Any]:
+        assert block is not None
+        return {"prompt_block": None, "prompt_routes": self._block(ids, len(ids), block).tobytes()}
+
+    def _bytes_of(self, prompt_ids: Sequence[int], one: SampledTokens) -> dict[str, Any]:
+        assert one.block is not None
+        computed = (*prompt_ids, *one.token_ids[:-1])
+        return {"block": None, "routes": self._block(computed, len(one.token_ids) - 1, one.block).tobytes()}
 
     def _block(self, ids: Sequence[int], num_tokens: int, place: int) -> NDArray[np.integer]:
         number = bisect_right(self._starts, place) - 1

@@ -198,7 +198,7 @@ class SamplerActivities:
         store = self._host.store
         parts = Parts(store, partial(sampled_part, request.key))
         self._host.use(completions(request.key))
-        if done := _result(store, request.key):
+        if done := find_sampled(store, request.key):
             for left in (parts, *_turns(store, request)):  # by an attempt that was killed while it deleted them
                 left.forget(left.known())
             return done
@@ -214,7 +214,7 @@ class SamplerActivities:
         parts.forget(numbers)
         for turns in _turns(store, request):
             turns.forget(turns.known())
-        result = _result(store, request.key)
+        result = find_sampled(store, request.key)
         assert result is not None
         return result
 
@@ -223,7 +223,7 @@ class SamplerActivities:
         """Draw the samples of some of a request's prompts, for `sample` to put together. Raises as `sample` does."""
         store = self._host.store
         self._host.use(completions(request.key))
-        if _result(store, request.key):
+        if find_sampled(store, request.key):
             return
         with PromptsFile(self._host.stage(request.prompts)) as prompts:
             numbers = request.rows_of_groups(len(prompts)).items()
@@ -397,8 +397,8 @@ def write_samples(
     return summary
 
 
-def _result(store: ObjectStore, key: str) -> Sampled | None:
-    """Read the result from the store; None unless all of it is there."""
+def find_sampled(store: ObjectStore, key: str) -> Sampled | None:
+    """Read the samples of a key from the store; None unless all of them are there."""
     drawn, shown = find_artifact(store, completions(key)), find_artifact(store, samples(key))
     if drawn is None or shown is None:
         return None

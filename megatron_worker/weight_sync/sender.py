@@ -2,18 +2,20 @@
 
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longshore.fields import Sha256
-from longshore.training import SyncOutcome
+from longshore.training import SyncOutcome, Transport
 from megatron_worker.engine import Outgoing, TensorBlock
 from megatron_worker.process.ranks import BackgroundCall, SideRanks
 from megatron_worker.weight_sync import buckets
@@ -38,7 +40,7 @@ from megatron_worker.weight_sync.transports.table import choose, ends_of, why_no
 from shared.jobs.job import SyncAccess, SyncTarget
 
 # --- Profile ---
-# The phases of a sync as the trainer sees them, and their trace in a file that chrome://tracing and Perfetto read.
+# The phases of a sync as each rank sees them, and their traces in files that chrome://tracing and Perfetto read.
 
 _MAX_BYTES = 64 << 20
 
@@ -46,16 +48,22 @@ _MAX_BYTES = 64 << 20
 class SyncProfile:
     """Appends the phases of one sync to a file: a JSON array with an event a line, never closed, as the format allows.
 
-    Without a path nothing is kept or written.
+    Without a path nothing is kept or written. The file of another rank than 0 has the rank in its name, before the
+    suffix, and is on its own machine.
     """
 
-    def __init__(self, path: str | None) -> None:
-        self._path = path
+    def __init__(self, path: str | None, rank: int = 0) -> None:
+        file = Path(path) if path is not None else None
+        self._path = file.with_name(f"{file.stem}.rank{rank}{file.suffix}") if file is not None and rank else file
+        self._rank = rank
         self._events: list[dict[str, Any]] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Enter a phase: prepare, connect; for each bucket settle, fill and send; settle, commit, finalize."""
+        """Enter a phase. Rank 0: prepare, connect; for each bucket settle, fill and send; settle, commit, finalize.
+
+        Another rank, for each bucket: wait (for rank 0's order) and give.
+        """
         began = time.time()
         try:
             yield
@@ -65,11 +73,11 @@ class SyncProfile:
             arguments = {"bucket": int(bucket)} if bucket else {}
             self._events.append({"name": name, "ph": "X", "pid": os.getpid(), "tid": 0, **times, "args": arguments})
 
-    def end(self, announcement: Announcement) -> str | None:
+    def end(self, run_id: str, version: int, transport: Transport) -> str | None:
         """End a sync. Returns why its trace could not be written."""
         if self._path is None:
             return None
-        whose = {"run": announcement.run_id, "version": announcement.version, "transport": announcement.transport}
+        whose = {"run": run_id, "version": version, "transport": transport, "rank": self._rank}
         lines = "".join(json.dumps(event | {"args": whose | event["args"]}) + ",\n" for event in self._events)
         try:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -201,17 +209,18 @@ class Gathering:
 
 
 @torch.inference_mode()
-def _give_all(outgoing: Outgoing, bucket_bytes: int, sent: DeltaBase | None) -> None:
+def _give_all(outgoing: Outgoing, bucket_bytes: int, sent: DeltaBase | None, phases: SyncProfile) -> None:
     """Do another member's part: give rank 0 what it needs. The weights must not change before."""
     own, order = OwnBlocks(outgoing, sent), torch.zeros(1, dtype=torch.int64)
-    for pieces in chain(
-        cut_buckets(outgoing, bucket_bytes), [[]]
-    ):  # after the last bucket, too, comes an order to stop
-        outgoing.ranks.receive(order, 0)
+    # After the last bucket, too, comes an order to stop.
+    for number, pieces in enumerate(chain(cut_buckets(outgoing, bucket_bytes), [[]])):
+        with phases(f"wait {number}"):
+            outgoing.ranks.receive(order, 0)
         if order == _STOP:
             return
-        for piece in pieces:
-            _give(own, piece, outgoing.ranks, bool(order == _CHANGES))
+        with phases(f"give {number}"):
+            for piece in pieces:
+                _give(own, piece, outgoing.ranks, bool(order == _CHANGES))
 
 
 def _give(own: OwnBlocks, piece: Piece, ranks: SideRanks, only_changes: bool) -> None:
@@ -267,8 +276,15 @@ def send(
         return None
     bucket_bytes = min(target.bucket_bytes, all_bytes(outgoing))
     sent = sent if target.backend == "delta" and outgoing.lora is None else None
-    if outgoing.ranks.rank != 0:
-        return BackgroundCall(lambda _: _give_all(outgoing, bucket_bytes, sent))
+    if (rank := outgoing.ranks.rank) != 0:
+        traced = SyncProfile(host.profile if host is not None else None, rank)
+
+        def give() -> None:
+            _give_all(outgoing, bucket_bytes, sent, traced)
+            if (problem := traced.end(run_id, target.version, choose(target))) is not None:
+                print(f"rank {rank}: {problem}", file=sys.stderr, flush=True)
+
+        return BackgroundCall(lambda _: give())
     return Sending(outgoing, target, run_id, bucket_bytes, sent, host or SyncAccess(), phases)
 
 
@@ -345,7 +361,8 @@ class Sending:
                 self._send_buckets(is_all)
             except OSError as error:
                 self.outbound.fail(self._places, str(error))
-        return time.perf_counter() - began, self._phases.end(self._announcement)
+        told = self._announcement
+        return time.perf_counter() - began, self._phases.end(told.run_id, told.version, told.transport)
 
     def _finalize(self) -> None:
         with self._phases("finalize"):

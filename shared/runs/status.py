@@ -4,7 +4,7 @@ from pydantic import Field
 
 from longshore.fields import Artifact, Frozen, Sha256, added
 from longshore.training import Evaluations, ScalarHead, Watched
-from longshore.views import CheckpointRef, RunStatus, SourceShare, StepKey, StepStatus
+from longshore.views import CarriedOver, CheckpointRef, RunStatus, SourceShare, StepKey, StepStatus
 from shared.models.shape import ModelShape
 
 
@@ -114,3 +114,4 @@ class RLState(Frozen):
         default=(), description="the adapters that later rollouts sample from, oldest first"
     )
     evaluated: Evaluated = Evaluated()
+    carried: CarriedOver = added(CarriedOver(), description="the prompts that the last step left, with carry_over")

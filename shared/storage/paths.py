@@ -84,6 +84,10 @@ class RunKeys:
         """The record of a train step by the client's key, which may hold any characters."""
         return f"{self.prefix}/step_keys/{hashlib.sha256(key.encode()).hexdigest()}.json"
 
+    def admitted(self, step: int) -> str:
+        """Which prompts a train step of an RL run takes, if steps carry prompts over."""
+        return f"{self.prefix}/admitted/{step:08d}.json"
+
     def lease(self, epoch: int) -> str:
         return f"{self.leases}/{Fence(epoch=epoch).label}.json"
 

@@ -1,5 +1,6 @@
 """Episodes of a user's environment on the real system: played without training, trained, and shown."""
 
+import json
 import re
 from pathlib import Path
 
@@ -82,6 +83,32 @@ def test_a_step_shows_its_episodes_as_they_were_trained(stack: Stack, played: li
         drawn = [part for part in one.parts if part.is_drawn]
         assert not one.parts or len(drawn) == len(one.turn_rewards or ())
         assert not drawn or drawn[0].text.endswith("<|im_end|>")
+
+
+def test_slow_episodes_are_carried_over(stack: Stack, played: list[str], tmp_path: Path) -> None:
+    """The tool of two prompts sleeps in each of its turns. Whichever steps take them, each prompt is trained once."""
+    slow = tmp_path / "slow.py"
+    source = COUNTS.replace(
+        "        self.num += 1\n", "        self.num += 1\n        time.sleep(4 * (self.word == 'slow'))\n"
+    )
+    slow.write_text("import time\n" + source.replace('"storm"', '"never"'))
+    rows = [{"prompt": f"Here, {n}.", "word": "slow" if n in (3, 4) else "rope"} for n in range(12)]
+    mine = {"--prompts": str(jsonl(tmp_path / "prompts.jsonl", rows)), "--environment": str(slow)}
+    options = [mine.get(before, each) for before, each in zip(["", *played], played, strict=False)]
+    own = ("--steps", "6", "--prompts-per-step", "2", "--group-size", "4", "--off-policy-steps", "2", "--carry-over")
+    loss = ("--loss", "ppo", "--lora-rank", "4", "--learning-rate", "0.001", "--seed", "3")
+    ended = stack.cli("submit", "rl", *options, *own, *loss, "--wait", "--json").json
+    assert ended["status"] == "succeeded", ended
+    steps = stack.cli("steps", ended["run_id"], "--json").json
+    assert sum(step["metrics"]["groups"] for step in steps) == 12
+    trained = [
+        json.loads(line)["metadata"]["row"]
+        for step in steps
+        for line in Path(step["groups"].removeprefix("file://")).read_text().splitlines()
+    ]
+    assert sorted(trained) == list(range(12))
+    assert all(step["metrics"]["group_lag_max"] < step["step"] for step in steps)
+    assert steps[-1]["carried"]["left"] == {} and steps[-1]["metrics"]["carried_groups"] == 0
 
 
 def test_a_local_run_plays_the_same_episodes(stack: Stack, played: list[str], tmp_path: Path) -> None:

@@ -367,13 +367,56 @@ def rollouts_whose_samples_go_on(at: Place) -> object:
     steps = steps_of(at.stack, run_id)
     assert all(step["metrics"]["staleness_max"] <= 1 for step in steps)
     hashes_of_versions(at.stack, run_id)
-    mine = ("--loss", "ppo", "--max-tokens", "80", "--seed", "7", "--publish-every", str(num_steps))
-    again = at.submit("rl", *full, *mine)
-    for step in steps:
-        at.stack.cli("step", again, step["groups"].removeprefix("file://"), "--key", step["key"], "--wait")
-    at.stack.cli("finish", again)
+    again = _by_a_client(at, run_id, *full, "--publish-every", str(num_steps))
     assert _model(answer) == _model(at.ended(again))
     return None
+
+
+def _by_a_client(at: Place, run_id: str, *options: str) -> str:
+    """A run of the groups of another one's steps, which a client sends."""
+    again = at.submit("rl", *options, "--loss", "ppo", "--max-tokens", "80", "--seed", "7")
+    for step in steps_of(at.stack, run_id):
+        at.stack.cli("step", again, step["groups"].removeprefix("file://"), "--key", step["key"], "--wait")
+    at.stack.cli("finish", again)
+    return again
+
+
+def carried_over(name: str, *options: str) -> Callable[[Place], object]:
+    """Which prompts a step takes depends on time, but it is decided once: each prompt is trained in one step, whoever
+    is killed, and a client's run of the same groups ends in the same bits.
+    """
+
+    def work(at: Place) -> object:
+        num_steps, seen = 6, dict[str, str]()
+        run_id = _rl(at, *options, "--steps", str(num_steps), "--carry-over", "--redraws", "1")
+        decided = at.run(run_id) / "admitted"
+        for number, phase in enumerate(("a step is decided", "another one", "a third one"), 1):
+            is_there = lambda n=number: len(_found(decided, "*.json")) > n  # noqa: E731
+            at.kills.at(phase, is_there, every_s=0.005)
+            seen |= {path.name: path.read_text() for path in _found(decided, "*.json")}
+        answer = at.ended(run_id)
+        assert {name: (decided / name).read_text() for name in seen} == seen
+        assert len(_found(decided, "*.json")) == num_steps
+        groups = (Path(step["groups"].removeprefix("file://")) for step in steps_of(at.stack, run_id))
+        rows = [json.loads(line)["metadata"]["row"] for file in groups for line in file.read_text().splitlines()]
+        assert len(rows) == len(set(rows)) == 8 * num_steps
+        trained = [option for option in options if option not in ("--sync-in-flight", "continue")]
+        again = at.ended(_by_a_client(at, run_id, *trained))
+        [file] = {path.name for path in Path(answer.json["adapter"].removeprefix("file://")).glob("*model.safetensors")}
+        first, second = (Path(one.json["adapter"].removeprefix("file://"), file) for one in (answer, again))
+        assert sha256_file(first) == sha256_file(second)
+        return None
+
+    work.__name__ = name
+    return work
+
+
+CARRIED_OVER = (
+    carried_over("rollouts_carried_over", *_LORA),
+    carried_over(
+        "rollouts_carried_over_that_go_on", *("--full", "--learning-rate", "0.0003", "--sync-in-flight", "continue")
+    ),
+)
 
 
 def _model(answer: Answer) -> str:
@@ -746,6 +789,11 @@ MATRIX: dict[Kind, list[Cell]] = {
     rollouts_whose_samples_go_on: [
         *(("training", sampler), ("sampling", sampler), ("publishing", control_host), ("training", gpu_host))
     ],
+    CARRIED_OVER[0]: [
+        *(("a step is decided", control_host), ("another one", sampler), ("a third one", temporal_server)),
+        *(("a step is decided", sampler_host), ("another one", gpu_host)),
+    ],
+    CARRIED_OVER[1]: [("a step is decided", gpu_host), ("another one", sampler), ("a third one", control_host)],
     weight_syncs: [*((phase, link) for phase in SYNC_PHASES[2:5]), *each(SYNC_PHASES, SYNCING)],
     scored_rollouts: each(["scoring"], (sampler, control_host, sampler_host)),
     episodes: [
@@ -765,7 +813,7 @@ MATRIX: dict[Kind, list[Cell]] = {
     exports("merged", "--merged"): EXPORTING,
     exports("gguf-f16", "--gguf", "--type", "f16"): EXPORTING,
 }
-CHECKS_ITSELF: tuple[Kind, ...] = (rollouts_whose_samples_go_on,)
+CHECKS_ITSELF: tuple[Kind, ...] = (rollouts_whose_samples_go_on, *CARRIED_OVER)
 """No two runs of it are alike: it is held against what its own stored samples make."""
 
 

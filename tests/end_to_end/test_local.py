@@ -82,6 +82,7 @@ def test_threads_are_those_of_a_service_on_this_machine(tmp_path: Path) -> None:
         (RLRun, {"colocate": True}, "rollouts.colocate: "),
         (RLRun, {"weight_sync": {"backend": "tcp"}}, "rollouts.weight_sync.backend: .*: auto or store"),
         (RLRun, {"weight_sync": {"in_flight": "continue"}, "off_policy_steps": 1}, "rollouts.weight_sync.in_flight: "),
+        (RLRun, {"carry_over": True, "off_policy_steps": 1}, "rollouts.carry_over: a local run samples, and then"),
         (RLRun, {"weight_sync": {"profile_path": "syncs"}}, "rollouts.weight_sync.profile_path: "),
         (RLRun, {"grader": {"type": "reward_model", "name": "g", "model": "r"}}, "rollouts.grader: .* reward model"),
     ],

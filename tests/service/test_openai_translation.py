@@ -396,6 +396,7 @@ WITHOUT_DEFAULT: dict[str, dict[str, Any]] = {
     "environment": {"environment": {"source": "class Environment: pass"}},
     "credit": {"credit": "turn", "advantages": "leave_one_out"},
     "sampler_url": {"sampler_url": "http://host/v1"},
+    "carry_over": {"carry_over": True, "off_policy_steps": 1},
     "probe_bound": {"probe_bound": 0.1},
     "target": {"target": 0.5},
     "full": {"full": True},

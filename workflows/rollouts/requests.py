@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from activities.grading.grade import GradeSummary
+from activities.sampling.admit import AdmitRequest, BegunPrompts
 from activities.sampling.completions import Rows
 from activities.sampling.episodes import EpisodePlan
 from activities.sampling.sample import PolicySampleRequest, ProveRequest, Sampled
@@ -16,7 +17,7 @@ from longshore.fields import Artifact
 from longshore.losses import COMPARE_GROUPS
 from longshore.runs import RLRun, Rollouts, dtype_of
 from longshore.training import Dtype, Full, Lora
-from longshore.views import SourceShare, StepStatus, shares
+from longshore.views import CarriedOver, SourceShare, StepStatus, shares
 from shared.chat.completions import Sampling
 from shared.jobs.bins import shares_of
 from shared.jobs.job import LeaseGrant, SamplerKey, SyncTarget, newest_name
@@ -114,12 +115,17 @@ def sampler_key(start: RLStart, model: Artifact, is_policys: bool = True) -> Sam
 
 
 def policy_of_step(run: RLRun, policies: Sequence[Policy], step: int) -> Policy:
-    """Return the policy that a step is sampled from: the one after step max(0, step - 1 - off_policy_steps).
+    """Return the policy that a step's prompts are sampled from, the one after `policy_before(step)`."""
+    after = policy_before(run, step)
+    return next(policy for policy in policies if policy.after_step == after)
+
+
+def policy_before(run: RLRun, step: int) -> int:
+    """Return the step whose policy samples a step's prompts: max(0, step - 1 - off_policy_steps).
 
     Steps are counted from 1; the policy after step 0 is the initial one.
     """
-    after = max(0, step - 1 - rollouts_of(run).off_policy_steps)
-    return next(policy for policy in policies if policy.after_step == after)
+    return max(0, step - 1 - rollouts_of(run).off_policy_steps)
 
 
 def step_samples(
@@ -133,7 +139,7 @@ def step_samples(
     drawn: Sequence[Drawn] = (),
     groups: tuple[int, ...] | None = None,
 ) -> PolicySampleRequest:
-    """Ask for the samples of a train step, counted from 1. `policies`: all that are still sampled from.
+    """Ask for the samples of a step's prompts. Steps are counted from 1. `policies`: all that are still sampled from.
 
     Args:
         routes: the expert routes that the trainer replays.
@@ -154,6 +160,28 @@ def step_samples(
     own = {"prompts": data.prompts, "rows": rows, "group_size": size, "sampling": sampling, "episodes": episodes}
     seed = _seed(run.seed, f"samples {len(drawn)}" if drawn else "samples", step)
     return _samples(start, model, policies, policy, place, seed=seed, routes=routes, groups=groups, **own)
+
+
+def admit_request(
+    start: RLStart, data: RolloutData, step: int, keys: Mapping[int, str], carried: CarriedOver
+) -> AdmitRequest:
+    """Ask for the prompts that a step trains: the first ones to be complete, oldest first.
+
+    Args:
+        keys: of the requests for the samples of steps' prompts, by the steps. `carried`: those that remain.
+    """
+    size = rollouts_of(start.run).prompts_per_step
+    left = ((number, key, carried.of_step(number, size)) for number, key in sorted(keys.items()))
+    begun = tuple(BegunPrompts(step=number, key=key, groups=groups) for number, key, groups in left if groups)
+    return AdmitRequest(run_id=start.run_id, step=step, prompts=data.prompts, begun=begun, num_groups=size)
+
+
+def admitted_metrics(run: RLRun, step: int, taken: Sequence[BegunPrompts], carried: CarriedOver) -> dict[str, float]:
+    """Return the metrics of the prompts that a step takes. `carried`: what it leaves."""
+    lags = [step - 1 - policy_before(run, one.step) for one in taken for _ in one.groups]
+    num_late = sum(len(groups) for number, groups in carried.left.items() if number <= step)
+    mean = sum(lags) / len(lags)
+    return {"group_lag_mean": mean, "group_lag_max": float(max(lags)), "carried_groups": float(num_late)}
 
 
 def episode_plan(run: RLRun, source: Dataset) -> EpisodePlan | None:
@@ -189,9 +217,11 @@ def _samples(
 ) -> PolicySampleRequest:
     """Ask for samples of a policy. `own`: the fields that differ between train steps and evaluations."""
     run = start.run
-    # The versions that a sampler may have sampled from before it failed their proof.
-    continues = rollouts_of(run).weight_sync.in_flight != "finish"
-    refuted = {one.version: one.num_refuted for one in policies if continues}
+    # The versions that a sampler may have sampled from before it failed their proof. With `carry_over` others join
+    # and leave `policies` while prompts are sampled: those that count for the key are then newer ones alone.
+    continues, carries = rollouts_of(run).weight_sync.in_flight != "finish", rollouts_of(run).carry_over
+    counted = [one for one in policies if continues and (not carries or one.version > policy.version)]
+    refuted = {one.version: one.num_refuted for one in counted}
     return PolicySampleRequest(
         run_id=start.run_id,
         model=model,

@@ -11,6 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.grading.grade import Grade, Graded, GradeRequest, GradeSummary
     from activities.models.resolve import Resolve
     from activities.records import RunRecords, StepRecordRequest, policy_of
+    from activities.sampling.admit import AdmitGroups, AdmitRequest, Admitted, BegunPrompts
     from activities.sampling.agents import CheckEnvironment, CheckEnvironmentRequest
     from activities.sampling.sample import (
         PolicySampleRequest,
@@ -30,7 +31,7 @@ with workflow.unsafe.imports_passed_through():
     from longshore.fields import Artifact
     from longshore.grading import reward_graders
     from longshore.runs import RLRun, dtype_of
-    from longshore.views import Phase, Problem, StepStatus
+    from longshore.views import CarriedOver, Phase, Problem, StepStatus
     from shared.errors import InvalidInput
     from shared.jobs.job import LeaseGrant, SyncTarget
     from shared.jobs.packed import RouteShape
@@ -40,6 +41,7 @@ with workflow.unsafe.imports_passed_through():
     from shared.runs.status import Policy, RewardModel, RLState, RolloutData
     from shared.serving import LeasedSampler, SamplerPlace
     from workflows import control
+    from workflows import policies as limits
     from workflows.outcomes import RunFailed
     from workflows.rollouts import requests as rollout_requests
     from workflows.rollouts.requests import rollouts_of
@@ -110,16 +112,20 @@ async def scored(
 
 @dataclass(frozen=True)
 class Rolled:
-    """The URIs of a step's trajectory groups and of its samples, and metrics such as the seconds that these took."""
+    """The URIs of a step's trajectory groups and of its samples, and metrics such as the seconds that these took.
+
+    `carried`: the prompts that it leaves for later steps, with `carry_over`.
+    """
 
     groups_uri: str
     samples_uri: str
     metrics: dict[str, float]
+    carried: CarriedOver | None = None
 
     @property
     def told(self) -> dict[str, Any]:
         """Fields of the step's status."""
-        return {"metrics": self.metrics, "samples": {"train": self.samples_uri}}
+        return {"metrics": self.metrics, "samples": {"train": self.samples_uri}, "carried": self.carried}
 
 
 def check_buckets(run: RLRun, shape: ModelShape) -> None:
@@ -161,11 +167,19 @@ async def _render(
 class RolloutSource:
     """Makes the trajectory groups of train steps, up to `off_policy_steps` ahead of the step that is trained.
 
-    Each step is sampled from the policy of `policy_of_step`. `policies` are the last ones, which later steps may be
-    sampled from; `end_step` adds one. `_proof` is the last policy to prove, with the trainer's log-probabilities of
-    the probe. `_proved` holds the lease epochs of the samplers that were asked to prove it; a sampler that fails is
-    given up. `_proving` holds those that started late and have not answered yet. `routes`: the expert routes that the
-    trainer replays.
+    The prompts of each step are sampled from the policy of `policy_of_step`, which a step's number determines. A step
+    trains its own prompts. With `carry_over` it trains as many, but the oldest that are complete of all that have been
+    begun: the prompts of each step have an activity of their own, and another one decides which of them a step takes
+    (activities/sampling/admit.py). Only that decision depends on time, and it is made once: it is in the store, in
+    history, and the remaining prompts (`carried`) are in the step's record. Nothing is dropped. One more step's prompts
+    begin when a step has been trained, so that at most `off_policy_steps` + 1 steps' prompts are begun and not trained.
+    Those of `MOST_DRAWN` steps at most are drawn at a time: further ones wait for the slowest, which is trained less
+    than `MOST_DRAWN` + `off_policy_steps` steps after its policy was made.
+
+    `policies` are the last ones, which later steps may be sampled from; `end_step` adds one. `_proof` is the last
+    policy to prove, with the trainer's log-probabilities of the probe. `_proved` holds the lease epochs of the samplers
+    that were asked to prove it; a sampler that fails is given up. `_proving` holds those that started late and have not
+    answered yet. `routes`: the expert routes that the trainer replays.
     """
 
     start: RLStart
@@ -174,7 +188,10 @@ class RolloutSource:
     policies: list[Policy]
     sampling: LeasedSamplers
     routes: RouteShape | None
+    carried: CarriedOver
     _tasks: dict[int, asyncio.Task[Rolled]] = field(default_factory=dict)
+    _drawing: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # with carry_over: steps' prompts
+    _taken: dict[int, tuple[BegunPrompts, ...]] = field(default_factory=dict)  # by steps whose groups are being made
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _grading: set[int] = field(default_factory=set)
     _proof: tuple[Policy, tuple[float, ...]] | None = None
@@ -185,17 +202,42 @@ class RolloutSource:
     async def groups(self, step: int) -> Rolled:
         """Return the groups of a step, counted from 1, and start making those of the steps ahead."""
         self._begin(step)
+        self._begin_roll(step)
         try:
-            return await self._tasks[step]
+            rolled = await self._tasks[step]
         finally:
             self._tasks.pop(step, None)
+            self._taken.pop(step, None)
+        if rolled.carried is not None:
+            self.carried = rolled.carried
+            over = [number for number, task in self._drawing.items() if number < self.carried.oldest and task.done()]
+            for number in over:
+                del self._drawing[number]
+            if step < self.data.num_steps:
+                self._begin_roll(step + 1)  # so that it is graded while this step trains
+            else:
+                await workflow.wait_condition(lambda: all(task.done() for task in self._drawing.values()))
+        return rolled
+
+    @property
+    def _carries_over(self) -> bool:
+        return rollouts_of(self.start.run).carry_over
 
     def _begin(self, step: int) -> None:
         """Begin to make the groups of a step and of the steps sampled ahead of it."""
-        ahead = rollouts_of(self.start.run).off_policy_steps
-        for number in range(step, min(step + ahead, self.data.num_steps) + 1):
-            if number not in self._tasks:
-                self._tasks[number] = asyncio.create_task(self._roll(number))
+        last = min(step + rollouts_of(self.start.run).off_policy_steps, self.data.num_steps)
+        if not self._carries_over:
+            for number in range(step, last + 1):
+                self._begin_roll(number)
+            return
+        num_prompts = rollouts_of(self.start.run).prompts_per_step
+        for number in range(self.carried.oldest, last + 1):
+            if number not in self._drawing and self.carried.of_step(number, num_prompts):
+                self._drawing[number] = asyncio.create_task(self._draw_prompts(number))
+
+    def _begin_roll(self, step: int) -> None:
+        if step not in self._tasks:
+            self._tasks[step] = asyncio.create_task(self._roll(step))
 
     def phase(self, step: int) -> Phase:
         """Return the phase of a step whose groups are being made."""
@@ -216,8 +258,9 @@ class RolloutSource:
 
     async def _drop(self) -> None:
         """Cancel rollouts in progress, and drop those that have ended and were not trained on."""
-        tasks = list(self._tasks.values())
-        self._tasks.clear()
+        tasks = [*self._tasks.values(), *self._drawing.values()]
+        for each in (self._tasks, self._drawing, self._taken):
+            each.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -239,7 +282,13 @@ class RolloutSource:
             num_redrawn += len(groups)
         if rollouts_of(self.start.run).redraws:
             metrics["redrawn_groups"] = float(num_redrawn)
-        return Rolled(grouped.groups_uri, sampled.samples.uri, grouped.metrics | metrics | seconds)
+        carried = None
+        if self._carries_over:
+            taken = self._taken[step]
+            num_prompts = rollouts_of(self.start.run).prompts_per_step
+            carried = self.carried.without({one.step: one.groups for one in taken}, num_prompts)
+            metrics |= rollout_requests.admitted_metrics(self.start.run, step, taken, carried)
+        return Rolled(grouped.groups_uri, sampled.samples.uri, grouped.metrics | metrics | seconds, carried)
 
     async def _draw(
         self, step: int, before: Sequence[Drawn], groups: tuple[int, ...] | None
@@ -253,11 +302,12 @@ class RolloutSource:
         """
         async with self._lock:
             began = workflow.time()
-            sampled, metrics = await self._sample(
-                lambda place: rollout_requests.step_samples(
-                    self.start, self.model, self.data, self.policies, step, place, self.routes, before, groups
-                )
-            )
+            if not self._carries_over:
+                sampled, metrics = await self._sample(self._request(step, before, groups))
+            elif groups is None:
+                sampled, metrics = await self._admitted(step)
+            else:
+                sampled, metrics = await self._drawn_again(step, before, groups), {}
             sampling_s = workflow.time() - began
         self._grading.add(step)
         began = workflow.time()
@@ -268,6 +318,69 @@ class RolloutSource:
         seconds = {"sampling_seconds": sampling_s, "grading_seconds": workflow.time() - began}
         drawn = Drawn(completions=sampled.completions, grades=graded.grades)
         return sampled, drawn, metrics | sampled.metrics, seconds
+
+    def _request(
+        self, step: int, before: Sequence[Drawn] = (), groups: tuple[int, ...] | None = None
+    ) -> Callable[[SamplerPlace], PolicySampleRequest]:
+        """Return what makes the request for the samples of a step's prompts. `before`, `groups`: as of `_draw`."""
+        return lambda place: rollout_requests.step_samples(
+            self.start, self.model, self.data, self.policies, step, place, self.routes, before, groups
+        )
+
+    # --- Prompts that are carried over ---
+
+    async def _draw_prompts(self, step: int) -> None:
+        """Sample the prompts of a step, for this and later steps to take."""
+        if (before := self._drawing.get(step - limits.MOST_DRAWN)) is not None:
+            await workflow.wait_condition(before.done)
+        await self._sample(self._request(step))
+
+    async def _admitted(self, step: int) -> tuple[Sampled, dict[str, float]]:
+        """Have it decided which prompts a step takes, of those that are left. Raises what sampling one of them raises.
+
+        It is asked again if more of them begin in the meantime.
+        """
+        admitted = None
+        while admitted is None:
+            admitted = await self._admitted_of(step, tuple(self._drawing))
+        self._taken[step] = admitted.taken
+        many = {"samplers": float(len(self.sampling.grants))} if self.sampling.uses_many_samplers else {}
+        return admitted, many
+
+    async def _admitted_of(self, step: int, known: tuple[int, ...]) -> Admitted | None:
+        left = (number for number in known if number >= self.carried.oldest)
+        keys = {number: self._request(number)(self.sampling.any_place).key for number in left}
+        request = rollout_requests.admit_request(self.start, self.data, step, keys, self.carried)
+        asked = asyncio.create_task(self._admit(request))
+        try:
+            await workflow.wait_condition(lambda: asked.done() or known != tuple(self._drawing) or self._has_failed)
+            for task in self._drawing.values():
+                if task.done():
+                    task.result()
+            return asked.result() if asked.done() else None
+        finally:
+            asked.cancel()
+
+    @property
+    def _has_failed(self) -> bool:
+        ended = [task for task in self._drawing.values() if task.done()]
+        return any(task.cancelled() or task.exception() is not None for task in ended)
+
+    async def _admit(self, request: AdmitRequest) -> Admitted:
+        return await control.do(AdmitGroups.admit_groups, request.model_copy(update={"routes": self.routes}))
+
+    async def _drawn_again(self, step: int, before: Sequence[Drawn], groups: tuple[int, ...]) -> Sampled:
+        """Sample some of the prompts that a step has taken once more, each from the policy of the first time."""
+        taken = [(one.step, number) for one in self._taken[step] for number in one.groups]
+        begun = []
+        for of_step in sorted({taken[group][0] for group in groups}):
+            numbers = tuple(number for place, number in (taken[group] for group in groups) if place == of_step)
+            request = self._request(of_step, before, numbers)
+            await self._sample(request)
+            begun.append(BegunPrompts(step=of_step, key=request(self.sampling.any_place).key, groups=numbers))
+        all_of = {"begun": tuple(begun), "num_groups": len(groups), "numbers": groups}
+        request_of = AdmitRequest(run_id=self.start.run_id, step=step, prompts=self.data.prompts, **all_of)
+        return await self._admit(request_of)
 
     async def evaluate(self, policy: Policy) -> dict[str, Any]:
         """Sample and grade the held-out prompts under a policy. Returns fields of a step's status, if there are any."""
@@ -313,7 +426,11 @@ class RolloutSource:
         return with_evaluation(step, told, evaluating_seconds=workflow.time() - began)
 
     def _add(self, policy: Policy) -> None:
-        self.policies = [*self.policies, policy][-self.num_policies(self.start) :]
+        kept = self.num_policies(self.start)
+        if self._carries_over:
+            oldest = min([self.carried.oldest, *(n for n, task in self._drawing.items() if not task.done())])
+            kept = 1 + policy.after_step - rollout_requests.policy_before(self.start.run, oldest)
+        self.policies = [*self.policies, policy][-kept:]
 
     async def prove_and_sample_next(self, step: StepStatus, logprobs: Sequence[float]) -> dict[str, float]:
         """Let samplers prove the policy that a step made, and begin to sample from it before it is published.

@@ -13,7 +13,7 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.sampling.sample import Proved, SamplerActivities
-    from longshore.fields import Artifact
+    from longshore.fields import Artifact, Fence
     from longshore.views import Problem
     from shared.jobs.job import LeaseGrant
     from shared.runs.start import RLStart
@@ -108,6 +108,14 @@ class LeasedSamplers:
     @property
     def is_up(self) -> bool:
         return self.is_served or any(leasing.grant is not None for leasing in self.leasings)
+
+    @property
+    def any_place(self) -> SamplerPlace:
+        """A place of the samplers' kind, for the keys of requests."""
+        rollouts = rollouts_of(self.start.run)
+        if self.is_served:
+            return ServedSampler(url=rollouts.sampler_url)
+        return LeasedSampler(run_id=self.start.run_id, fence=Fence(epoch=1), worker_id="any", sampler=rollouts.sampler)
 
     @property
     def is_awaited(self) -> bool:

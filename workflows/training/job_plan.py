@@ -140,6 +140,8 @@ def rl_job(
     run = start.run
     # Later steps may be sampled from an older policy, and a sampler that has lost it reads it from its checkpoint.
     num_ahead = run.rollouts.off_policy_steps if run.rollouts else 0
+    if step.carried is not None:
+        num_ahead += max(0, step.step + 1 - step.carried.oldest)
     return JobPlan(
         **worker_plan(start, state.model),
         job_id=f"{step.step:06d}",

@@ -11,7 +11,7 @@ from activities.records import RecoverRequest, RunRecords, StepRecordRequest, fi
 from longshore.fields import Fence
 from longshore.runs import HeldOut
 from longshore.training import Lora
-from longshore.views import CheckpointRef, StepStatus
+from longshore.views import CarriedOver, CheckpointRef, StepStatus
 from shared.jobs.job import JobPlan, PackedData, Schedule
 from shared.runs.status import Evaluated
 from shared.settings import Settings
@@ -77,6 +77,10 @@ def test_a_run_knows_the_policies_of_its_last_steps(settings: Settings, store: O
     assert policies(1) == [(4, 2, second)]
     assert policies(2) == [(3, 1, first), (4, 2, second)]
     assert policies(9) == [(0, 0, None), (1, 0, None), (2, 1, first), (3, 1, first), (4, 2, second)]
+    # With prompts that the last step left, also those that they were begun with: here one step ahead, after step 1.
+    record(settings, 5, state="skipped", policy_version=2, carried=(left := CarriedOver(next=7, left={3: (0,)})))
+    recovered = RunRecords(HostContext(settings)).recover_steps(RecoverRequest(run_id=RUN, num_policies=2))
+    assert recovered.carried == left and [p.after_step for p in recovered.policies] == [1, 2, 3, 4, 5]
 
 
 def test_a_run_knows_its_best_step_and_for_how_long_it_has_waited(settings: Settings) -> None:

@@ -28,9 +28,9 @@ from megatron_worker.process.ranks import WorkerRanks, start_group
 from megatron_worker.sampler.adapters import adapter_of
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.trained_slot import sent_meanwhile
-from megatron_worker.weight_sync.buckets import Announcement
+from megatron_worker.weight_sync.buckets import all_bytes
 from megatron_worker.weight_sync.sender import DeltaBase, Sending, send
-from shared.jobs.job import Job
+from shared.jobs.job import Job, SyncAccess
 from shared.models.peft import WEIGHTS
 from tests.depth import drawn
 from tests.megatron_worker.driving import accumulate, train
@@ -56,8 +56,8 @@ class Taken:
             self.mapped = _mapped_bytes()
         yield
 
-    def end(self, announcement: Announcement) -> None:
-        self.buffer = announcement.buffer_bytes
+    def end(self, *_: object) -> None:
+        pass
 
 
 class SyncMemory:
@@ -132,6 +132,7 @@ def sync_all(
             # The first begins only when all ranks have made their passes: `send` has waited for nothing of it.
             phases = taken if version else At("prepare", lambda: _must_be_set(passed))
             sending = send(outgoing, target, run_id, sent, access_of(run_id), phases)
+            taken.buffer = min(BUCKET, all_bytes(outgoing))
             accumulate(engine, BINS)
             passed.set()
             done = sending.result() if sending is not None else None
@@ -236,11 +237,17 @@ def check(
 
 
 def save_meanwhile(engine: Engine, samplers: list[Listening], run_id: str, folder: Path, ranks: WorkerRanks) -> None:
-    """As a job's last step: the checkpoint, for which ranks gather what travels, is written while the adapter does."""
+    """As a job's last step: the checkpoint, for which ranks gather what travels, is written while the adapter does.
+    Each rank that sends has a trace of its own.
+    """
     dispatcher, log = Dispatcher(engine), folder / run_id / "events.jsonl"
     report = EventLog(log if ranks.rank == 0 else None)
     begin, target = partial(dispatcher.send_weights, "run", run_id), target_of(samplers, 20, "shared_memory", BUCKET)
-    job = Job.model_construct(log_path=str(log))
+    target = target.model_copy(update={"profile_path": "trace.json"})
+    job, trace = Job.model_construct(log_path=str(log)), folder / run_id / "trace.json"
+    if ranks.rank == 0:
+        trace.parent.mkdir(exist_ok=True)
+        SyncAccess.path(str(log)).write_text(SyncAccess(profile=str(trace)).model_dump_json())
     with dispatcher.resident("run"), sent_meanwhile(begin, job, 3, report, ranks, target):
         dispatcher.engine.save(folder / run_id / "saved")
     for line in log.read_text().splitlines() if samplers else ():
@@ -250,6 +257,13 @@ def save_meanwhile(engine: Engine, samplers: list[Listening], run_id: str, folde
         for one in samplers:
             check(one, engine.outgoing("run"), saved, f"{run_id}-saved", outcome.digest)
         (folder / f"{run_id}-saved").touch()
+    mine = trace.with_name(f"trace.rank{ranks.rank}.json") if ranks.rank else trace
+    assert mine.exists() == (ranks.rank in engine.outgoing("run").members)
+    if mine.exists():
+        events = json.loads(mine.read_text().rstrip(",\n") + "]")
+        own = {"wait", "give"} if ranks.rank else {"connect", "settle", "fill", "send", "commit"}
+        assert own <= {event["name"] for event in events}
+        assert {(event["args"]["version"], event["args"]["rank"]) for event in events} == {(20, ranks.rank)}
 
 
 def main() -> None:

@@ -229,7 +229,7 @@ class At:
             self.action()
         yield
 
-    def end(self, announcement):
+    def end(self, *_: object) -> None:
         return None
 
 

@@ -118,6 +118,26 @@ def test_what_needs_the_device_at_all_times_does_not_share_it(rollouts, run, rul
         RLRun.model_validate(colocated | {"rollouts": ROLLOUTS | {"colocate": True} | rollouts} | run)
 
 
+@pytest.mark.parametrize(
+    ("rollouts", "run", "rule"),
+    [
+        ({"off_policy_steps": 0}, {}, "carry_over: no other prompts are sampled in the meantime: set off_policy_steps"),
+        ({"prompts_per_step": 2049}, {}, "carry_over: at most 4096 prompts are begun and not trained"),
+        ({}, {"max_staleness": 64}, "rollouts.carry_over: slow prompts would be dropped for their age"),
+        ({}, {"trainable": {"kind": "full"}}, "set rollouts.weight_sync.in_flight to continue, or train a lora"),
+        ({"colocate": True}, {}, "drop off_policy_steps"),
+    ],
+)
+def test_prompts_that_cannot_be_carried_over_are_refused(rollouts, run, rule):
+    carried = {"kind": "rl", "model": "/model", "trainable": {"kind": "lora"}}
+    own = ROLLOUTS | {"carry_over": True, "off_policy_steps": 1}
+    RLRun.model_validate(carried | {"rollouts": own | {"prompts_per_step": 2048, "redraws": 2}})
+    goes_on = {"weight_sync": {"in_flight": "continue"}}
+    RLRun.model_validate(carried | {"trainable": {"kind": "full"}, "rollouts": own | goes_on})
+    with pytest.raises(ValidationError, match=rule):
+        RLRun.model_validate(carried | {"rollouts": own | rollouts} | run)
+
+
 POSSIBLE = "possible are auto, store, delta, shared_memory, tcp, collective, cuda_ipc, external"
 OUTSIDE = ("/etc/passwd", "../x", "a/../b", ".hidden", "a//b", "x" * 65, "a/b/c/d/e")
 

@@ -7,11 +7,13 @@ from pydantic import ValidationError
 from temporalio.api.enums.v1 import EventType
 
 from activities.grading.grade import GradeSummary
+from activities.sampling.admit import BegunPrompts
 from activities.sampling.sample import Sampled
 from activities.tokenizing.render_prompts import Prompts
 from longshore.dataset_runs import DatasetSource
 from longshore.fields import Artifact, Fence
 from longshore.runs import RLRun
+from longshore.views import CarriedOver
 from shared.models.shape import ModelShape
 from shared.runs.start import RLStart
 from shared.runs.status import Policy, RolloutData
@@ -19,6 +21,7 @@ from shared.serving import LeasedSampler
 from tests.waiting import eventually
 from tests.workflows.stack import started
 from workflows.rollouts.requests import (
+    admitted_metrics,
     held_out_metrics,
     held_out_samples,
     held_out_sources,
@@ -68,6 +71,39 @@ def test_samples_are_asked_for_again_only_where_they_may_have_been_drawn_before_
 
     assert key(1) == key(1)
     assert len({key(0), key(1), key(2)}) == (1 if in_flight == "finish" else 3)
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+def test_prompts_that_may_be_carried_over_are_the_same_samples(in_flight: str) -> None:
+    """While they are drawn policies come and go, and their key stays, unless one that came failed its proof."""
+    rollouts = {"prompts": {"uri": "/data"}, "grader": GRADER, "steps": 9, "off_policy_steps": 1}
+    rollouts |= {"weight_sync": {"in_flight": in_flight}}
+    stored = [Artifact(uri=f"file:///{n}", sha256=str(n) * 64) for n in range(6)]
+    data = RolloutData(prompts=stored[0], num_steps=9, probe=(1, 2))
+
+    def key(carries: bool, known: range, refuted: int | None = None) -> str:
+        run = {"kind": "rl", "model": "/m", "rollouts": rollouts | {"carry_over": carries}}
+        start = RLStart.model_validate({"run_id": "rl-1", "run": run, "shape": "cpu"})
+        policies = [Policy(after_step=n, version=n, adapter=stored[n], num_refuted=int(n == refuted)) for n in known]
+        place = LeasedSampler(run_id="rl-1", fence=Fence(epoch=1, attempt=1), worker_id="w")
+        return step_samples(start, stored[0], data, policies, 4, place).key
+
+    assert key(True, range(2, 4)) == key(False, range(2, 4)) == key(True, range(2, 6)) == key(True, range(1, 5))
+    assert key(True, range(1, 5), refuted=1) == key(True, range(2, 5)), "it was drawn again before these began"
+    assert (key(True, range(2, 5), refuted=4) == key(True, range(2, 5))) == (in_flight == "finish")
+
+
+def test_a_step_says_how_far_behind_its_prompts_were_and_what_it_left() -> None:
+    rollouts = {"prompts": {"uri": "/data"}, "grader": GRADER, "steps": 9, "off_policy_steps": 1, "carry_over": True}
+    run = RLRun.model_validate({"kind": "rl", "model": "/m", "rollouts": rollouts | {"prompts_per_step": 4}})
+    # Of step 2's prompts, which began with the first policy, one; of step 6's, with the policy after step 4, three.
+    taken = [BegunPrompts(step=2, key="", groups=(3,)), BegunPrompts(step=6, key="", groups=(0, 1, 3))]
+    left = CarriedOver(next=8, left={3: (1,), 6: (2,), 7: (0, 1, 2, 3)})
+    assert admitted_metrics(run, 6, taken, left) == {
+        "group_lag_mean": (5 + 3 * 1) / 4,
+        "group_lag_max": 5,
+        "carried_groups": 2,
+    }
 
 
 def test_steps_are_drawn_from_the_tokens_that_a_run_leaves_and_held_out_prompts_from_all() -> None:
