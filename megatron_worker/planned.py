@@ -232,7 +232,7 @@ class PlannedSteps(Program):
         if not (sources := self.data.units.header.sources):
             return {}
         units = np.concatenate(self.data.bins(self._done()))
-        source_U = np.searchsorted(np.cumsum([source.num_units for source in sources]), units, side="right")
+        source_U = self.data.sources_of(units)
         examples = np.bincount(source_U, minlength=len(sources)).tolist()
         tokens = np.bincount(source_U, self.data.units.num_tokens(units), minlength=len(sources)).tolist()
         found: dict[str, float] = {}
