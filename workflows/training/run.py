@@ -444,22 +444,29 @@ class ActiveRun:
         """
         both = [asyncio.create_task(t.do(p)) for t, p in zip(self.trainings, job_plan.beside(plan), strict=True)]
 
-        def give_way() -> None:
-            for task, own, other in zip(both, self.trainings, reversed(self.trainings), strict=True):
-                if task.done() and not other.leasing.is_warm:
-                    own.release()
+        def unused() -> list[Training]:
+            pairs = zip(both, self.trainings, reversed(self.trainings), strict=True)
+            return [own for task, own, other in pairs if task.done() and own.is_idle and not other.leasing.is_warm]
 
+        async def give_way() -> None:
+            while True:
+                await workflow.wait_condition(lambda: bool(unused()))
+                for training in unused():
+                    training.release()
+
+        giving_way = asyncio.create_task(give_way())
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            give_way()
             policy, critic = await asyncio.gather(*both)
-            give_way()
         except (Exception, asyncio.CancelledError):
             for task in both:
                 task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
             self._critic.release()
             raise
+        finally:
+            giving_way.cancel()
+        for training in unused():  # so that the next step's jobs can be done one after the other, too
+            training.release()
         return policy, critic
 
     async def move_on(self, state: RLState | SessionState | None, own: Callable[[], dict[str, object]]) -> NoReturn:
