@@ -5,6 +5,7 @@ Tests that take an `own_rank` run on sessions too; a `direct_rank` is a TrainerR
 
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron_worker.engine import Scores
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
 from megatron_worker.trainer_rank import ForwardInput, TrainerRank, prefetch, start, train_head
+from megatron_worker.trainer_rank.rank import _WRITING
 from shared.errors import InvalidInput
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.live_bytes import LiveBytes
@@ -255,8 +257,11 @@ def test_a_state_is_copied_and_written_beside_later_steps(model, folders, tmp_pa
     train_head(rank, "two", head)
     step(rank, ["one", "two"])
     rank.save("two", tmp_path / "at-once")
+    has_stepped = threading.Event()
+    _WRITING.submit(has_stepped.wait)  # one thread writes: nothing is written before
     copied = rank.save_in_background("two", tmp_path / "background")
     expected = step(rank, ["two"])
+    has_stepped.set()
     assert copied.result() is None
     names = [path.relative_to(tmp_path / "at-once") for path in (tmp_path / "at-once").rglob("*") if path.is_file()]
     assert len(names) == 3
