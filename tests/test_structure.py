@@ -198,7 +198,7 @@ LINES_OF_ROOMS = {
     "shared/storage": 1_980,
     "workflows": 2_070,
     "workflows/rollouts": 1_110,
-    "workflows/training": 1_240,  # requests and steps as pure functions, which local runs share
+    "workflows/training": 1_250,  # requests and steps as pure functions, which local runs share; a critic beside
 }
 
 
