@@ -11,7 +11,7 @@ from activities.heartbeats import on_thread
 from activities.host_context import HostContext, OnHost
 from longshore.commands import CommandProblem, CommandResult
 from longshore.fields import Artifact, Fence, Frozen, added
-from longshore.runs import RunId
+from longshore.runs import JobsOf, RunId
 from longshore.training import Watched
 from longshore.views import CarriedOver, CheckpointRef, RunStatus, StepStatus
 from shared.errors import CorruptArtifact, InvalidInput, NotFound
@@ -76,7 +76,12 @@ def damage(store: ObjectStore, run_id: str, checkpoint: CheckpointRef) -> str | 
 
 
 def saved_by_job(plan: WorkerPlan, checkpoint: CheckpointRef | None) -> CheckpointRef | None:
-    """Return a run's newest checkpoint if this job saved it; None if it is the one that the job before ended with."""
+    """Return a run's newest checkpoint if this job saved it; None if it is the one that the job before ended with.
+
+    A job that trains a critic beside its policy has none: the newest may be of a step that failed, on other data.
+    """
+    if plan.step_critic is not None and plan.step_critic.part == "critic":
+        return None
     if plan.initial_checkpoint is None or (checkpoint is not None and checkpoint.step > plan.first_step):
         return checkpoint
     return None
@@ -149,7 +154,7 @@ def _what_is_wrong(store: ObjectStore, key: str) -> str | None:
 class FindCheckpointRequest(Frozen):
     """A run. `passed_over`: URIs of its checkpoints that a worker found damaged."""
 
-    run_id: RunId
+    run_id: JobsOf
     passed_over: tuple[str, ...] = ()
 
 

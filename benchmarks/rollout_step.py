@@ -17,16 +17,23 @@ figures are of whole cycles of the trainer, from one job's end to the next one's
 and the workflow's own: `sampling_s`, `training_s` and `publishing_s`, until the step is published and its weights are
 verified. Seconds are medians. `num_published`, `store_mb`: versions, and the size of all of them in the store.
 
+With `own worker` the critic is updated on a second worker, of a second GPU host on this machine, and `training_s` is
+until both have ended. `adapter_sha256`: of the trained weights' file.
+
 Colocated, trainer and sampler take turns on one device: `device_peak_mb` is the peak of both together,
 `larger_alone_mb` the larger peak of the two alone.
 """
 
 import argparse
 import json
+import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +51,8 @@ from longshore.runs import RLRun, Rollouts
 from longshore.training import Full, Lora, Trainable, WeightSync
 from longshore.views import StepStatus
 from service.dev import Connection
+from shared.child_environment import STACK_MARK, child_environment
+from shared.storage.artifacts import sha256_file
 
 WARMING, HIDDEN = 2, 256
 LETTERS = "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n"
@@ -64,6 +73,7 @@ class Case:
     publish_every: int = 1
     is_colocated: bool = False
     has_critic: bool = False
+    own_worker: bool = False
 
 
 CASES = {
@@ -79,6 +89,7 @@ CASES = {
     "adapter, store, one step ahead": Case(ADAPTER, STORE, 1),
     "adapter, sync, one step ahead": Case(ADAPTER, SYNC, 1),
     "adapter and critic, sync": Case(ADAPTER, SYNC, has_critic=True),
+    "adapter and critic, sync, own worker": Case(ADAPTER, SYNC, has_critic=True, own_worker=True),
     "adapter and critic, sync, one step ahead": Case(ADAPTER, SYNC, 1, has_critic=True),
 }
 
@@ -93,14 +104,30 @@ def main() -> None:
     started = provenance()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "stack"
-        with stack(root, LONGSHORE_CPU_THREADS="1"):
+        with stack(root, LONGSHORE_CPU_THREADS="1") as connection, _second_host(root, connection):
             figures = _measure(root, Path(folder), options.steps, options.megabytes, options.only)
     sizes = {"steps": options.steps, "megabytes": options.megabytes}
     result = {"benchmark": "rollout_step", **started, **sizes, "figures": figures}
     tell(result, options.out)
 
 
-def _measure(root: Path, folder: Path, num_steps: int, megabytes: int, only: str) -> dict[str, dict[str, float]]:
+@contextmanager
+def _second_host(root: Path, connection: Connection) -> Iterator[None]:
+    """Have another GPU host of the stack, for the block."""
+    own = {"LONGSHORE_TEMPORAL_ADDRESS": connection.temporal_address, STACK_MARK: str(root)}
+    own |= {"LONGSHORE_ROOT": str(root), "LONGSHORE_CPU_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", "service.host", "--role", "gpu"]
+    with (root / "logs" / "second.log").open("ab") as log:
+        environment = child_environment("gpu", {**os.environ, **own})
+        host = subprocess.Popen(command, env=environment, cwd=root, stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        host.terminate()
+        host.wait()
+
+
+def _measure(root: Path, folder: Path, num_steps: int, megabytes: int, only: str) -> dict[str, dict[str, float | str]]:
     words = [f"how many crates are on quay {n}? {n * 7 % 50} crates." for n in range(64)]
     layers = max(1, round(megabytes * 1e6 / 4 / (12 * HIDDEN * HIDDEN)))
     model = make_tiny_model(folder / "model", words, hidden_size=HIDDEN, num_layers=layers, head_dim=64)
@@ -108,7 +135,7 @@ def _measure(root: Path, folder: Path, num_steps: int, megabytes: int, only: str
     prompts.write_text("".join(json.dumps({"prompt": f"how many crates are on quay {n}?"}) + "\n" for n in range(64)))
     connection = Connection.read(root)
     assert connection is not None
-    found = {}
+    found: dict[str, dict[str, float | str]] = {}
     with Client(connection.api_url, connection.api_key) as client:
         for name, case in ((name, case) for name, case in CASES.items() if name.startswith(only)):
             run_id = client.runs.submit(_run(model, prompts, num_steps, case), name).run_id
@@ -116,7 +143,10 @@ def _measure(root: Path, folder: Path, num_steps: int, megabytes: int, only: str
                 events = [item.event for item in client.runs.follow(run_id)]
             steps = list(client.runs.follow_steps(run_id, until_end=False))
             assert [step.state for step in steps] == ["done"] * num_steps, steps
-            found[name] = _figures(events, steps) | _published(root, run_id)
+            found[name] = {**_figures(events, steps), **_published(root, run_id)}
+            if case.has_critic:
+                adapter = str(client.runs.get(run_id).adapter).removeprefix("file://")
+                found[name]["adapter_sha256"] = sha256_file(Path(adapter) / "adapter_model.safetensors")
             if case.is_colocated:
                 found[name] |= device.figures(events)
             print(name, found[name], file=sys.stderr, flush=True)
@@ -129,7 +159,7 @@ def _run(model: Path, prompts: Path, num_steps: int, case: Case) -> RLRun:
         model=model.as_uri(),
         trainable=case.trainable,
         loss=PPO(kl=Kl(coefficient=0.01) if case.has_critic else None),
-        **({"critic": Critic()} if case.has_critic else {"equal_rewards": "keep"}),
+        **({"critic": Critic(own_worker=case.own_worker)} if case.has_critic else {"equal_rewards": "keep"}),
         learning_rate=1e-5 if isinstance(case.trainable, Full) else 1e-3,
         epochs=3,
         max_tokens=128,

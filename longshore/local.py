@@ -9,9 +9,9 @@ is what a service runs: the requests of `workflows`, the activities' functions, 
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -320,7 +320,15 @@ class _LocalRL:
         key = rollout_requests.sampler_key(start, self._state.model)
         pool, sampler = local.process(SamplerCommand(self._host), key)
         self._place = LeasedSampler(**mark, worker_id=sampler.worker_id)
+        self._seconds: dict[str, float] = {}
         self._sampling = SamplerActivities(self._host, Samplers(self._host.settings, pool))
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds of a `with` block to those of the step's phase."""
+        began = time.monotonic()
+        yield
+        self._seconds[f"{phase}_seconds"] = self._seconds.get(f"{phase}_seconds", 0.0) + time.monotonic() - began
 
     def train(self) -> None:
         run, data, store = self._start.run, self._data, self._host.store
@@ -355,13 +363,17 @@ class _LocalRL:
     def _train(self, number: int) -> StepStatus:
         """Sample, grade, train and publish a step; then evaluate held-out prompts, if that is due."""
         run, data = self._start.run, self._data
+        self._seconds = {}
         step = self._trained(self._grouped(number))
+        step = step.model_copy(update={"metrics": step.metrics | self._seconds})
         before = self._policies[-1]
         made = policy_of(step) if step.state == "done" else before.model_copy(update={"after_step": number})
         self._policies = [*self._policies, made][-self._num_policies :]
         if not rollout_requests.is_evaluated(run, number, is_last=number == data.num_steps):
             return step
-        return train_step.with_evaluation(step, self._evaluate())
+        began = time.monotonic()
+        told = self._evaluate()
+        return train_step.with_evaluation(step, told, evaluating_seconds=time.monotonic() - began)
 
     def _grouped(self, number: int) -> StepStatus:
         """Sample and grade a step's groups. Those of equal grades are sampled again, as often as the run allows."""
@@ -384,8 +396,11 @@ class _LocalRL:
         return StepStatus(step=number, key=f"rollouts-{number}", groups=grouped.groups_uri, **told)
 
     def _graded(self, samples: PolicySampleRequest) -> tuple[Sampled, Artifact, GradeSummary]:
-        sampled, grader = self._sampling.sample(samples), rollout_requests.rollouts_of(self._start.run).grader
-        graded = Grade(self._host).grade(GradeRequest(samples=sampled.samples, grader=grader))
+        grader = rollout_requests.rollouts_of(self._start.run).grader
+        with self._timed("sampling"):
+            sampled = self._sampling.sample(samples)
+        with self._timed("grading"):
+            graded = Grade(self._host).grade(GradeRequest(samples=sampled.samples, grader=grader))
         return sampled, graded.grades, graded.summary
 
     def _evaluate(self) -> dict[str, Any]:
@@ -407,12 +422,14 @@ class _LocalRL:
         if packed.data is None or packed.report_uri is None:
             return train_step.unchanged(state, step.model_copy(update={"state": "skipped", "metrics": metrics}))
         self._local.show(dataset_report=packed.report_uri)
-        result = self._local.do(job_plan.rl_job(start, state, step, packed.data, packed.num_steps))
+        with self._timed("training"):
+            result = self._local.do(job_plan.rl_job(start, state, step, packed.data, packed.num_steps))
         done = train_step.trained_step(state, step, result, metrics)
-        if train_step.is_due(start, state, done):
-            about = start, state, done, packed.report_uri, packed.metrics | result.metrics
-            done = _now(train_step.publish_policy(*about))
-        asked = start, self._data, self._policies, policy_of(done), result.probe, self._place
-        proved = self._sampling.prove_adapter(rollout_requests.proof(*asked))
+        with self._timed("publishing"):
+            if train_step.is_due(start, state, done):
+                about = start, state, done, packed.report_uri, packed.metrics | result.metrics
+                done = _now(train_step.publish_policy(*about))
+            asked = start, self._data, self._policies, policy_of(done), result.probe, self._place
+            proved = self._sampling.prove_adapter(rollout_requests.proof(*asked))
         proof = {"probe_difference_max": proved.max_difference}
         return done.model_copy(update={"metrics": done.metrics | proof | result.metrics})

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeGuard, cast, g
 
 from pydantic import Field, model_validator
 
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Frozen, added
 from longshore.training import LINEARS, MAX_SCALARS, Full, Lora, ScalarHead
 
 
@@ -473,6 +473,9 @@ class Critic(Frozen):
         default="none", description="running: the head gives values in units of the returns' running mean and spread"
     )
     warmup_steps: int = Field(default=0, ge=0, description="train steps that only update the critic")
+    own_worker: bool = added(
+        False, description="update the critic on another worker, while the policy is updated on the first"
+    )
 
     @model_validator(mode="after")
     def _has_a_head_of_its_own(self) -> Self:

@@ -251,6 +251,9 @@ class Rollouts(Frozen):
 _PLAIN = "lower-case letters, digits and dashes, a letter or digit first"
 RUN_ID = r"^[a-z0-9][a-z0-9-]{0,62}$"
 RunId = Annotated[str, pattern(RUN_ID, f"an id has at most 63 {_PLAIN}")]
+CRITIC = ".critic"
+JobsOf = Annotated[str, pattern(RUN_ID.replace("$", rf"(\{CRITIC})?$"), f"a run's id, perhaps with {CRITIC}")]
+"""A run whose jobs these are, or the jobs of its critic on its own worker: the store has them below the run."""
 Tenant = Annotated[str, pattern(r"^[a-z0-9][a-z0-9-]{0,47}$", f"a tenant's name has at most 48 {_PLAIN}")]
 FIRST_TENANT = "default"
 
@@ -409,6 +412,8 @@ class RLRun(TrainedRun):
             return
         if isinstance(self.trainable, Full):
             raise ValueError("critic: it has the base beside the policy, which full training changes: train a lora")
+        if self.critic.own_worker and self.layout.nodes > 1:
+            raise ValueError("critic.own_worker: both workers have the layout, which is of one machine then; drop it")
         try:
             fields_fit_engine(self.model_copy(update={"trainable": self.critic.trained_beside(self.trainable)}))
         except ValueError as error:

@@ -183,6 +183,7 @@ class StepStatus(Frozen):
     version: int | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     checkpoint: CheckpointRef | None = None
+    critic_checkpoint: CheckpointRef | None = added(None, description="the critic's, if it has its own worker")
     problem: Problem | None = None
     same_as: int | None = Field(default=None, description="the earlier step that trained this key")
     samples: dict[str, str] = added(

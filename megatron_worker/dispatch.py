@@ -190,7 +190,7 @@ class Dispatcher:
             the loss's sums over all of them, and `tokens`, `target_tokens` and `num_bins` (engine.py), on every rank.
         """
         facts = self.facts
-        loss = (yield from self._with_baseline(slot, data, loss, lambda: False, step)) or loss
+        loss = data.by_source((yield from self._with_baseline(slot, data, loss, lambda: False, step)) or loss)
         sums = Sums(loss, facts.device)
         batches = data.batches(step, facts.dp_rank, facts.dp_size, facts.device)
         if scores is not None:

@@ -139,6 +139,7 @@ class Batch:
     `sampler_logprob_N` is the column `old_logprob`. The loss compares with `old_logprob_N` and `ref_logprob_N`: the
     columns of those names, or values that were computed at the start of the job. `teacher`: a teacher's outputs.
     `route_TLK`, one or two bytes an expert: the experts that every forward of the bin takes; None: the router's choice.
+    `source_N`: the number of the source that a target is from, int64, if the data is a mixture.
     """
 
     token_id_T: Tensor
@@ -154,6 +155,7 @@ class Batch:
     sequence_N: Tensor
     route_TLK: Tensor | None = None
     teacher: TeacherStates | LikeliestIds | None = None
+    source_N: Tensor | None = None
 
     @property
     def is_empty(self) -> bool:

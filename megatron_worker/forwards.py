@@ -1,7 +1,7 @@
 """What TrainerRank asks and answers about sequences: inputs, packs, heads, answers."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar, Union
@@ -88,11 +88,12 @@ class Pass(NamedTuple):
     adapter: str | None
     no_grad: bool = False
     has_routes: bool = False
+    part: int = 0
 
     @property
-    def place(self) -> tuple[bool, str, bool, bool]:
+    def place(self) -> tuple[bool, str, bool, bool, int]:
         """The order of passes, which is the same on every rank: the base first, then adapters by name."""
-        return self.adapter is not None, self.adapter or "", self.no_grad, self.has_routes
+        return self.adapter is not None, self.adapter or "", self.no_grad, self.has_routes, self.part
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +156,10 @@ class HeadRequest:
 
 @dataclass(frozen=True, eq=False)
 class CheckedInput:
-    """A checked input, as arrays, with defaults filled in: without labels K is 0."""
+    """A checked input, as arrays, with defaults filled in: without labels K is 0.
+
+    `part`: of an item whose inputs go through in several passes.
+    """
 
     token_L: Ints
     position_P: Ints
@@ -163,6 +167,7 @@ class CheckedInput:
     asked: ForwardInput
     adapter: str | None
     route_LEK: NDArray[np.integer] | None = None
+    part: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -170,7 +175,7 @@ class CheckedInput:
 
     @property
     def goes_in(self) -> Pass:
-        return Pass(self.adapter, self.asked.no_grad, self.route_LEK is not None)
+        return Pass(self.adapter, self.asked.no_grad, self.route_LEK is not None, self.part)
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -276,6 +281,13 @@ def check(
     adapter = active if isinstance(asked.adapter, AdapterChoice) else asked.adapter
     route_LEK = None if asked.routes is None else _routes(asked.routes, f"{place}.routes", len(token_L), routes)
     return CheckedInput(token_L, position_P, label_PK, asked, adapter, route_LEK)
+
+
+def in_parts(item: Sequence[CheckedInput], num_parts: int) -> list[CheckedInput]:
+    """Divide an item's inputs, in their order, into parts of about as many tokens. Each part goes through in a pass."""
+    ends = np.cumsum([len(request.token_L) for request in item])
+    middles = ends - np.diff(ends, prepend=0) / 2
+    return [replace(r, part=int(middle * num_parts / ends[-1])) for r, middle in zip(item, middles, strict=True)]
 
 
 def _routes(values: object, place: str, num_tokens: int, routes: RouteShape | None) -> NDArray[np.integer]:

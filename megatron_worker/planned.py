@@ -88,11 +88,19 @@ class PlannedSteps(Program):
     def _roles_at_the_beginning(self) -> Iterator[Role]:
         """Yield the old policy, then the critic, whose rewards may have a penalty by all old log-probabilities."""
         plan, critic = self.plan, self.slot.critic
-        if scores_old(plan.loss):
+        if scores_old(plan.loss) and self._scores_policy:
             steps = range(0 if critic is not None else max(self._done(), 1), plan.num_steps)
             yield logprobs_role(self.slot.slot, self.data, steps, plan.temperature, column="old_logprob_N")
         if critic is not None and is_policy_loss(plan.loss):
             yield critic.role(self.data, plan.loss, plan.num_steps)
+
+    @property
+    def _scores_policy(self) -> bool:
+        """False if nobody asks for the policy's and the reference's scores: a critic is trained alone, on rewards."""
+        loss, critic = self.plan.loss, self.plan.critic
+        if critic is None or not critic.alone or not is_policy_loss(loss):
+            return True
+        return loss.kl is not None and loss.kl.placement == "reward"
 
     @property
     def _reference(self) -> Artifact | None:
@@ -138,6 +146,8 @@ class PlannedSteps(Program):
     def _reference_roles(self) -> Iterator[Role]:
         """Yield the loss's reference, or its teachers, for the data of the steps and for that held out."""
         plan, slot = self.plan, self._reference_slot
+        if not self._scores_policy:
+            return
         match plan.loss:
             case Distillation() if plan.data.likeliest is not None:
                 return
@@ -232,7 +242,7 @@ class PlannedSteps(Program):
         if not (sources := self.data.units.header.sources):
             return {}
         units = np.concatenate(self.data.bins(self._done()))
-        source_U = np.searchsorted(np.cumsum([source.num_units for source in sources]), units, side="right")
+        source_U = self.data.sources_of(units)
         examples = np.bincount(source_U, minlength=len(sources)).tolist()
         tokens = np.bincount(source_U, self.data.units.num_tokens(units), minlength=len(sources)).tolist()
         found: dict[str, float] = {}
@@ -244,6 +254,8 @@ class PlannedSteps(Program):
         """Update the critic, if there is one. Returns its metrics. Raises NotFinite."""
         if self.slot.critic is None:
             return {}
+        if self.slot.critic.plan.part == "policy":
+            return dict(self.slot.critic.facts)
         schedule = self.plan.schedule.model_copy(update={"learning_rate": self.slot.critic.plan.learning_rate})
         rate = learning_rate(schedule, self.slot.at, self.plan.last_step)
         return (yield from self.slot.critic.step(self._done(), self.plan.optimizer, rate))

@@ -294,14 +294,20 @@ class TrainedSlot:
 
     def load(self, folder: Path) -> None:
         """Go on from what a checkpoint's folder has. Raises InvalidInput as `Dispatcher.load_state` does."""
-        if self.critic is not None:
+        if self.critic is not None and self.critic.plan.part != "policy":
+            self.critic.load(folder)
+        self.dispatcher.load_state(self.slot, folder)
+
+    def load_initial(self, folder: Path) -> None:
+        """Begin with what the checkpoint of the run's last job has, as `load` does."""
+        if self.critic is not None and self.critic.plan.checkpoint is None:
             self.critic.load(folder)
         self.dispatcher.load_state(self.slot, folder)
 
     def _write(self, folder: Path) -> None:
         with self.dispatcher.resident(self.slot) as engine:
             engine.save(folder)
-        if self.critic is not None:
+        if self.critic is not None and self.critic.plan.part != "policy":
             self.critic.save(folder)
 
     def save(self) -> None:

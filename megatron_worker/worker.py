@@ -163,7 +163,9 @@ def _begin(
         ranks.agree(lambda: go_on_from(kept.checkpoint, plan, slot.model_sha256))
     elif job.needs_its_beginning and plan.initial_checkpoint is not None:
         beginning = folders[plan.initial_checkpoint]
-        ranks.agree(lambda: load_initial_checkpoint(slot.load, plan, slot.model_sha256, beginning))
+        ranks.agree(lambda: load_initial_checkpoint(slot.load_initial, plan, slot.model_sha256, beginning))
+    if (critic := slot.critic) is not None and (apart := critic.plan.checkpoint) is not None:
+        ranks.agree(lambda: critic.load(folders[apart]))
     yield from program.at_the_beginning()
     if job.start is not None:
         recorded = folders[job.start]

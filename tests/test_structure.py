@@ -167,8 +167,8 @@ LINES_OF_ROOMS = {
     "activities/tokenizing": 3_040,
     "activities/tracking": 580,
     "activities/trajectories": 1_530,
-    "longshore": 7_790,  # local.py has an order of steps, as a workflow has; harbor.py reads its tasks
-    "megatron_worker": 5_990,  # layers.py is the Megatron engine's and the sampler's
+    "longshore": 7_880,  # local.py has an order of steps, as a workflow has; harbor.py reads its tasks
+    "megatron_worker": 6_030,  # layers.py is the Megatron engine's and the sampler's
     "megatron_worker/fsdp": 1_060,
     "megatron_worker/head": 1_500,
     "megatron_worker/losses": 860,
@@ -176,9 +176,9 @@ LINES_OF_ROOMS = {
     "megatron_worker/mixers": 940,
     "megatron_worker/process": 900,
     "megatron_worker/sampler": 3_600,
-    "megatron_worker/tensors": 1_420,
-    "megatron_worker/trainer_rank": 880,
-    "megatron_worker/training": 900,
+    "megatron_worker/tensors": 1_450,
+    "megatron_worker/trainer_rank": 940,
+    "megatron_worker/training": 930,
     "megatron_worker/weight_sync": 2_095,  # with a trace of each rank
     "service": 4_180,
     "service/accounts": 1_260,
@@ -192,13 +192,13 @@ LINES_OF_ROOMS = {
     "shared": 1_700,
     "shared/chat": 2_530,  # with the requests of Responses and Messages
     "shared/families": 2_660,  # two families and a kind of layer more than 2,450
-    "shared/jobs": 2_000,
+    "shared/jobs": 2_010,
     "shared/models": 1_070,
     "shared/runs": 740,
     "shared/storage": 1_980,
     "workflows": 2_070,
     "workflows/rollouts": 1_260,
-    "workflows/training": 1_180,  # requests and steps as pure functions, which local runs share
+    "workflows/training": 1_260,  # requests and steps as pure functions, which local runs share; a critic beside
 }
 
 

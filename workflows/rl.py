@@ -139,7 +139,8 @@ class RLWorkflow(ClientDrivenHandlers):
         self._eta = StepEta()  # of whole train steps: sampling, grading and training
         self._num_done = 0
         self._run = ActiveRun(start, self._current, before, holds=True)
-        self._run.training.must_yield = lambda: self._sampling.is_awaited
+        for training in self._run.trainings:
+            training.must_yield = lambda: self._sampling.is_awaited
         self._run.training.device = self._sampling.lent
         self._run.training.shares = not self._sampling.is_colocated
 
@@ -252,8 +253,8 @@ class RLWorkflow(ClientDrivenHandlers):
         return self._num_done >= max_steps or workflow.info().is_continue_as_new_suggested()
 
     async def _leave(self) -> None:
-        """Give back the worker and the sampler, and cancel rollouts in progress."""
-        self._run.training.release()
+        """Give back the workers and the sampler, and cancel rollouts in progress."""
+        self._run.release()
         if self._source is not None:
             await self._source.stop()
 
@@ -315,8 +316,9 @@ class RLWorkflow(ClientDrivenHandlers):
     def _yield_worker(self) -> None:
         # Runs lease a sampler before a worker. A run that lost its sampler and waits for another one gives up its idle
         # worker: otherwise it would deadlock with a run that holds that sampler and waits for the worker.
-        if self._run.training.is_idle:
-            self._run.training.release()
+        for training in self._run.trainings:
+            if training.is_idle:
+                training.release()
 
     def _current(self) -> RunStatus:
         status, training, known = self._run.with_jobs(), self._run.training, self._run.status

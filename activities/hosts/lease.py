@@ -28,7 +28,7 @@ from activities.hosts.health import HostHealth
 from activities.hosts.workers import Meeting, WorkerPool, WorkerProcess, last_words, log_tail
 from activities.telemetry import LEASES, phase
 from longshore.fields import Artifact, Fence, Frozen
-from longshore.runs import RunId
+from longshore.runs import JobsOf
 from longshore.training import SyncBackend
 from shared.child_environment import child_environment
 from shared.errors import (
@@ -277,7 +277,7 @@ class LeaseRequest(Frozen):
     machines. `leader`: where the parts meet, for all except the first.
     """
 
-    run_id: RunId
+    run_id: JobsOf
     epoch: int
     key: WorkerKey
     ready_timeout_s: float
@@ -290,7 +290,7 @@ class LeaseRequest(Frozen):
 class LeaseRecord(Frozen):
     """The store's record of a lease. It is never deleted, so that later leases of the run get a higher epoch."""
 
-    run_id: RunId
+    run_id: JobsOf
     fence: Fence
     host: str
     host_queue: str
@@ -530,7 +530,7 @@ class Lease:
         return self.store.put_if_absent(key, record.model_dump_json().encode())
 
 
-def mark_of(run_id: RunId, epoch: int) -> LeaseMark:
+def mark_of(run_id: JobsOf, epoch: int) -> LeaseMark:
     """Return the mark of the lease that the current activity holds."""
     return LeaseMark(run_id=run_id, fence=Fence(epoch=epoch, attempt=activity.info().attempt))
 

@@ -41,6 +41,7 @@ from megatron_worker.tensors.state_files import (
     StateRanks,
     block_reader,
     blocks_of,
+    copied_state,
     local_only,
     read_adapter,
     read_model,
@@ -291,6 +292,13 @@ class Engine(ABC, Generic[AdapterT, OptimizerT]):
                 write_adapter(weights, lora, training.slices, exact, ranks)
         with agreement():
             write_optimizer(optimizer, training, ranks)
+
+    def copied_state(self) -> Callable[[Path], None] | None:
+        """Copy what `save` writes of the active slot, an adapter. Rank 0 gets the function that writes the copy."""
+        training, ranks = self.trained, self._state_ranks
+        assert training.slot is not None, "an adapter's state is copied, not the base's"
+        with agreement():
+            return copied_state(self.adapters[training.slot].lora, training, ranks)
 
     def write_base(self, folder: Path) -> None:
         """Write the base as Hugging Face's folder; rank 0 writes. Collective."""

@@ -357,6 +357,26 @@ def write_adapter(
         write_safetensors(folder and folder / peft_format.WEIGHTS, entries, tensors, peft_format.metadata_of(lora))
 
 
+def copied_state(lora: Lora, training: SlotTraining[OptimizerT], ranks: StateRanks) -> Callable[[Path], None] | None:
+    """Copy an adapter's state to the host. Returns, on rank 0, what writes `weights/` and `optimizer/` of the copy."""
+    exact, slices = training.optimizer.gathered("master"), training.slices
+    entries, moments = optimizer_tensors(training, ranks)
+    copies: list[list[Tensor]] = [[], []]
+    for copied, tensors in zip(copies, (_whole(slices, exact, ranks, torch.float32), moments), strict=True):
+        for tensor in tensors:  # every rank draws all
+            if ranks.rank == 0:
+                copied.append(tensor.detach().to("cpu", copy=True))
+
+    def write(folder: Path) -> None:
+        weights, of_weights = folder / "weights", [WrittenTensor(s.name, torch.float32, s.shape) for s in slices]
+        peft_format.write_config(weights, lora, (s.name for s in slices))
+        metadata = peft_format.metadata_of(lora)
+        write_safetensors(weights / peft_format.WEIGHTS, of_weights, iter(copies[0]), metadata)
+        write_safetensors(folder / "optimizer" / OPTIMIZER, entries, iter(copies[1]))
+
+    return write if ranks.rank == 0 else None
+
+
 def read_optimizer(folder: Path, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
     """Read moments and step count. Raises InvalidInput when the file is missing, damaged, or of another model."""
     path = folder / OPTIMIZER
@@ -377,6 +397,15 @@ def read_optimizer(folder: Path, training: SlotTraining[OptimizerT], ranks: Stat
 
 def write_optimizer(folder: Path | None, training: SlotTraining[OptimizerT], ranks: StateRanks) -> None:
     """Write both moments and the step count; the float32 masters too if `weights/` are not those."""
+    entries, tensors = optimizer_tensors(training, ranks)
+    with all_drawn(tensors):
+        write_safetensors(folder and folder / OPTIMIZER, entries, tensors)
+
+
+def optimizer_tensors(
+    training: SlotTraining[OptimizerT], ranks: StateRanks
+) -> tuple[list[WrittenTensor], Iterator[Tensor]]:
+    """Return what `optimizer/` has of a slot. Every rank draws all tensors, which are gathered one at a time."""
     entries = [
         WrittenTensor(f"{state}.{s.name}", torch.float32, s.shape) for state, _, own in training.saved for s in own
     ]
@@ -384,9 +413,8 @@ def write_optimizer(folder: Path | None, training: SlotTraining[OptimizerT], ran
     entries += [WrittenTensor(_BUFFER + name, b.dtype, tuple(b.shape)) for name, b in training.buffers.items()]
     found = (_whole(slices, each.gathered(state), ranks, torch.float32) for state, each, slices in training.saved)
     step_count = torch.tensor(training.optimizer.step_count)
-    tensors = chain(chain.from_iterable(found), [step_count], (b.detach().cpu() for b in training.buffers.values()))
-    with all_drawn(tensors):
-        write_safetensors(folder and folder / OPTIMIZER, entries, tensors)
+    buffers = (b.detach().cpu() for b in training.buffers.values())
+    return entries, chain(chain.from_iterable(found), [step_count], buffers)
 
 
 def _whole(

@@ -8,6 +8,7 @@ from megatron_worker.trainer_rank.rank import (
     Planning,
     Snapshot,
     TrainerRank,
+    prefetch,
     start,
     train_head,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "Snapshot",
     "TopK",
     "TrainerRank",
+    "prefetch",
     "start",
     "train_head",
 ]

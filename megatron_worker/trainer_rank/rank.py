@@ -10,14 +10,16 @@ are collective as well; each rank has different inputs and another loss, or none
 import math
 import os
 import resource
+import shutil
 import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, product, takewhile
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload
 
@@ -55,6 +57,7 @@ from megatron_worker.forwards import (
     answers,
     check,
     empty_output,
+    in_parts,
     leaves,
     nested_alike,
     pack,
@@ -69,6 +72,7 @@ from shared.models import peft as peft_format
 from shared.models.peft import OUTPUT, AdaptedModules
 
 T = TypeVar("T")
+_POWERS_OF_TWO = [1 << exponent for exponent in range(31)]
 
 
 # --- Graphs ---
@@ -503,6 +507,9 @@ class TrainerRank:
         """
         with nullcontext() if self._lockstep is None else agreement():
             requests = self.checked(inputs, "inputs")
+        return nested_alike(inputs, iter(self._forward(requests)))
+
+    def _forward(self, requests: Sequence[CheckedInput]) -> list[ForwardOutput]:
         passes = {request.goes_in for request in requests if not request.is_empty}
         if self._lockstep is not None:
             passes = self._lockstep.passes(passes)
@@ -514,7 +521,7 @@ class TrainerRank:
                 answers = forward_slot(self.engine, own, self.least_saved_tokens, watched)
             for place, answer in zip(places, answers, strict=True):
                 outputs[place] = answer
-        return nested_alike(inputs, iter(outputs))
+        return outputs
 
     def _watched(self, hidden_NH: Tensor, weight_VH: Tensor, name: str | None) -> tuple[Tensor, Tensor]:
         if self._lockstep is not None:
@@ -525,7 +532,8 @@ class TrainerRank:
         """Divide items over data-parallel ranks and micro-batches that fit the memory. Yields each one's outputs.
 
         Every rank gives the same items, and gets equally many micro-batches: its share of each may be empty. An item
-        is never split. Do the backward of a micro-batch before the next is asked for.
+        is never divided over micro-batches; if one does not fit otherwise, the inputs of each item go through in
+        several passes. Do the backward of a micro-batch before the next is asked for.
 
         Raises InvalidInput: on every rank: items differ between ranks, or one would not fit the budget on its own.
         """
@@ -534,8 +542,11 @@ class TrainerRank:
         measures = budget_bytes is not None or device.type == "cuda"
         in_all = min(everyone(default_budget(device) if budget_bytes is None else budget_bytes))
         planner, in_step = self.dispatcher.planner, self.engine.needs_lockstep
-        for recomputes in WAYS[self.recompute]:
+        whole, most = requests, max([1, *map(len, requests)])
+        parts = takewhile(lambda num: num < 2 * most, _POWERS_OF_TWO)
+        for recomputes, num_parts in product(WAYS[self.recompute], parts):
             self.recomputes = recomputes
+            requests = [in_parts(item, num_parts) for item in whole]
             slots = self.measured_slots(requests, in_all)
             with suppress(InvalidInput):  # it says which item is too large
                 for item in range(len(items)):
@@ -549,7 +560,7 @@ class TrainerRank:
             while first < len(items):
                 held = max(everyone(meter.mark() if measures else 0))
                 plan = partial(planner.next_shares, requests, first, slots, in_step, in_all - held, held)
-                shares, answered = self._as_many_as_fit(items, plan)
+                shares, answered = self._as_many_as_fit(items, requests, plan)
                 first += sum(len(share.items) for share in shares)
                 own = shares[self.facts.dp_rank]
                 sizes = own.num_tokens, own.num_logical_tokens, int(own.planned_bytes)
@@ -559,9 +570,9 @@ class TrainerRank:
                 if measures:
                     peak = meter.peak() - held
                     times = peak / own.planned_bytes if peak > in_all - held and own.items else 1.0
-                    for kind, most in everyone((sorted(own.kind), times)):
-                        if most > 1:
-                            planner.exceeded(frozenset(kind), most)
+                    for kind, over in everyone((sorted(own.kind), times)):
+                        if over > 1:
+                            planner.exceeded(frozenset(kind), over)
                 number += 1
         finally:
             self.recomputes = self.recompute == "on"
@@ -594,7 +605,7 @@ class TrainerRank:
         return found
 
     def _as_many_as_fit(
-        self, items: Sequence[Inputs], plan: Callable[..., list[RankShare]]
+        self, items: Sequence[Inputs], requests: list[list[CheckedInput]], plan: Callable[..., list[RankShare]]
     ) -> tuple[list[RankShare], list[list[Any]]]:
         """Plan and do the forward; if a device runs out of memory, plan again with half of the items.
 
@@ -605,7 +616,8 @@ class TrainerRank:
         while True:
             own, answered = shares[self.facts.dp_rank], []
             with suppress(torch.OutOfMemoryError):
-                answered.append(self.forward([items[place] for place in own.items]))
+                outputs = self._forward([request for place in own.items for request in requests[place]])
+                answered.append(nested_alike([items[place] for place in own.items], iter(outputs)))
             if all(everyone(len(answered) > 0)):
                 return shares, answered
             answered.clear()
@@ -740,6 +752,20 @@ class TrainerRank:
         with self.dispatcher.resident(self.slot(name)) as engine:
             engine.save(folder)
 
+    def save_in_background(self, name: str, folder: Path) -> "Future[None]":
+        """Copy what `save` writes of an adapter to the host's memory, and write it on rank 0 beside later steps.
+
+        Only the copy waits for other ranks. The folder is there once it is whole; `result()` of what is returned waits
+        for that, and raises what prevented it.
+        """
+        if name is None:
+            raise InvalidInput("a copy of all weights and moments may not fit the host's memory: save it", "the base")
+        with agreement():
+            self._trainable(name)
+        with self.dispatcher.resident(self.slot(name)):
+            write = self.engine.copied_state()
+        return _WRITING.submit(_write_whole, write, folder) if write is not None else _WRITING.submit(lambda: None)
+
     def load(self, name: str | None, folder: Path) -> None:
         """Resume a trained slot from what `save` or a job wrote, under any layout: weights, moments, step count.
 
@@ -780,6 +806,36 @@ class TrainerRank:
         if self._graphs.any_alive if name is None else self._graphs.is_alive(name):
             message = f"it cannot be {what} while a graph of it is alive: do its backward, or let its outputs go"
             raise InvalidInput(message, _place(name))
+
+
+_WRITING = ThreadPoolExecutor(1, thread_name_prefix="state")
+_READING = ThreadPoolExecutor(2, thread_name_prefix="prefetch")
+_PIECE_BYTES = 1 << 24
+
+
+def _write_whole(write: Callable[[Path], None], folder: Path) -> None:
+    temporary = folder.with_name(f".{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    write(temporary)
+    temporary.rename(folder)
+
+
+def prefetch(folder: Path) -> "Future[int]":
+    """Read an adapter's files in a thread, so that `load_adapter` finds them in the machine's memory. Not collective.
+
+    Slots stay where they are, and nothing is checked yet. The result is the number of bytes. One rank of a machine does
+    it for all; on others it is 0.
+    """
+    return _READING.submit(_read_ahead, folder) if os.environ.get("LOCAL_RANK", "0") == "0" else _READING.submit(int)
+
+
+def _read_ahead(folder: Path) -> int:
+    num_bytes = 0
+    for path in sorted(folder.iterdir()):
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(_PIECE_BYTES):
+                num_bytes += len(piece)
+    return num_bytes
 
 
 def _place(name: str | None) -> str:

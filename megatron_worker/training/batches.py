@@ -119,10 +119,44 @@ class PackedBatches:
             raise CorruptArtifact(f"the plan names unit {int(units.max())}, the units end before it", "plan")
         batch = to_batch(self.units.read_bin(units), device)
         index_N = self.units.target_indices(units) if self._scored or self._likeliest else None
-        scored: dict[str, Any] = {n: torch.from_numpy(values[index_N]).to(device) for n, values in self._scored.items()}
+        more: dict[str, Any] = {n: torch.from_numpy(values[index_N]).to(device) for n, values in self._scored.items()}
         if index_N is not None and self._likeliest is not None:
-            scored["teacher"] = LikeliestIds(*(torch.from_numpy(v[index_N]).to(device) for v in self._likeliest))
-        return dataclasses.replace(batch, **scored) if scored else batch
+            more["teacher"] = LikeliestIds(*(torch.from_numpy(v[index_N]).to(device) for v in self._likeliest))
+        if self.units.header.sources:
+            num_targets = np.diff(self.units.target_offsets)[units]
+            more["source_N"] = torch.from_numpy(np.repeat(self.sources_of(units), num_targets)).to(device)
+        return dataclasses.replace(batch, **more) if more else batch
+
+    def sources_of(self, units: Ints) -> Ints:
+        """Return the number of the source that each unit of a mixture is from, int64."""
+        ends = np.cumsum([source.num_units for source in self.units.header.sources])
+        return np.searchsorted(ends, units, side="right")
+
+    def by_source(self, loss: LossFunction) -> LossFunction:
+        """Return a loss that also reports `loss_NAME` of each source of a mixture. What it trains is the same.
+
+        A source's is the same loss of the same scores, with a weight of 0 for all targets that are not its own.
+        """
+        if not (sources := self.units.header.sources):
+            return loss
+
+        def sums(scores: Scores, batch: Batch) -> LossSums:
+            whole = loss.sums(scores, batch)
+            metrics, means = dict(whole.metrics), dict(whole.means)
+            source_N = batch.label_N if batch.source_N is None else batch.source_N  # None: nothing is in the batch
+            here = set(source_N.unique().tolist())
+            with torch.no_grad():
+                for number, source in enumerate(sources):
+                    found, weight_N = (torch.zeros_like(whole.loss),) * 2, batch.weight_N[:0]
+                    if number in here:
+                        weight_N = batch.weight_N.where(source_N == number, 0.0)
+                        own = loss.sums(scores, dataclasses.replace(batch, weight_N=weight_N))
+                        found = own.loss, own.weight
+                    means[f"loss_{source.name}"] = found
+                    metrics[f"target_tokens_{source.name}"] = torch.count_nonzero(weight_N)
+            return dataclasses.replace(whole, metrics=metrics, means=means)
+
+        return LossFunction(loss.outputs, sums)
 
     def again(self) -> Self:
         """Return the same bins of the same units, whose columns can be replaced apart from these. Close one of both."""

@@ -154,11 +154,18 @@ class PackedData(Frozen):
 
 
 class JobCritic(losses.Critic):
-    """The critic of a job, its trained parameters and learning rate. `alone`: the policy is not trained."""
+    """The critic of a job, its trained parameters and learning rate. `alone`: the policy is not trained.
+
+    `part`: what this job does of its step, while a job on another worker does the other part. Both compute the
+    critic's values, so that neither waits for the other. `checkpoint`: the critic that the job begins with, if it is
+    not that of the job's initial checkpoint.
+    """
 
     trainable: training.Lora
     learning_rate: float = Field(gt=0)
     alone: bool = False
+    part: Literal["both", "policy", "critic"] = added("both")
+    checkpoint: Artifact | None = added(None)
 
 
 class Evaluation(training.Watched):
@@ -446,7 +453,8 @@ def artifacts_of(job: Job) -> list[Artifact]:
     before = plan.initial_checkpoint if job.needs_its_beginning else None
     files = [artifact for data in plan.packed for artifact in (data.units, data.plan, data.likeliest)]
     own = [*files, *losses.adapters_of(job.plan.step_loss)]
-    return [plan.model, *(a for a in (*own, plan.initial_adapter, before, job.start) if a is not None)]
+    critic = None if plan.step_critic is None else plan.step_critic.checkpoint
+    return [plan.model, *(a for a in (*own, plan.initial_adapter, before, job.start, critic) if a is not None)]
 
 
 # --- Files between a host and its worker or sampler other than jobs: the process's identity, and its leases ---

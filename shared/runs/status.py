@@ -98,6 +98,7 @@ class RLState(Frozen):
     policy_version: int = 0
     optimizer_step: int = 0
     checkpoint: CheckpointRef | None = None
+    critic_checkpoint: CheckpointRef | None = added(None, description="the critic's, if it has its own worker")
     model: Artifact
     shape: ModelShape
     adapter: Artifact | None = None

@@ -35,7 +35,7 @@ class RunKeys:
     """Keys of one run in the store."""
 
     def __init__(self, run_id: str) -> None:
-        self.prefix = f"runs/{run_id}"
+        self.prefix = f"runs/{run_id.replace('.', '/')}"  # RUN.critic: of its critic's own jobs, below the run
         self.record = f"{self.prefix}/run.json"
         self.result = f"{self.prefix}/result.json"
         self.previous_result = f"{self.prefix}/previous_result.json"

@@ -56,6 +56,7 @@ DRAWN_FILES = (
     "sweeps",
     "local_rl",
     "mixtures",
+    "two_workers",
 )  # a run of the suite tries one of them
 
 _HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import httpx
 import psutil
@@ -126,12 +126,12 @@ class Stack:
         return longshore.Client(self.connection.api_url, self.connection.api_key, **settings)
 
     @contextmanager
-    def another_sampler_host(self) -> Iterator[None]:
-        """A second sampler host of this stack, on this machine."""
+    def another_host(self, role: Literal["sampler", "gpu"]) -> Iterator[None]:
+        """A second sampler or GPU host of this stack, on this machine."""
         address = {"LONGSHORE_TEMPORAL_ADDRESS": self.connection.temporal_address}
-        environment = child_environment("sampler", self._environment | address | {STACK_MARK: str(self.root)})
-        command = [sys.executable, "-P", "-m", "service.host", "--role", "sampler"]
-        with (self.root / "logs" / "sampler2.log").open("ab") as log:
+        environment = child_environment(role, self._environment | address | {STACK_MARK: str(self.root)})
+        command = [sys.executable, "-P", "-m", "service.host", "--role", role]
+        with (self.root / "logs" / f"{role}2.log").open("ab") as log:
             host = subprocess.Popen(command, env=environment, cwd=self.root, stdout=log, stderr=log)
         try:
             yield

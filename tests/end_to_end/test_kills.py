@@ -504,7 +504,7 @@ def scored_rollouts(at: Place) -> object:
         return json.dumps({"type": "reward_model", "name": "e", "model": "likes-e", "base": str(base)})
 
     grader = at.once("graded", make)
-    with at.stack.another_sampler_host():
+    with at.stack.another_host("sampler"):
         run_id = _rl(at, "--grader", grader, "--off-policy-steps", "0", "--steps", "4", *_LORA)
 
         def is_scoring() -> bool:

@@ -105,7 +105,7 @@ def test_samplers_come_late_and_are_lost_and_change_nothing(
     held = control_host(fresh_stack)  # nothing goes on without it
     signal_all(held, signal.SIGSTOP)
     try:
-        with fresh_stack.another_sampler_host():
+        with fresh_stack.another_host("sampler"):
             wait_until(lambda: _num_grants(fresh_stack, run_id) == 2, "the second sampler is up")
             num_before = _count(fresh_stack, f"runs/{run_id}/steps/*.json")
             signal_all(held, signal.SIGCONT)
@@ -142,7 +142,7 @@ def test_a_sampler_that_has_not_the_trainers_weights_is_mended_or_replaced(
         shutil.rmtree(fresh_stack.root / "store" / folder)
     wrong = str(write_adapter(tmp_path / "adapter", tiny_model, 1, ("q_proj", "v_proj", "down_proj")))
     other = str(write_weights(tmp_path / "weights", tiny_model, 1))
-    with fresh_stack.another_sampler_host():
+    with fresh_stack.another_host("sampler"):
         run_id = fresh_stack.cli(*options, "--samplers", "2").json["run_id"]
         with _before_a_proof(fresh_stack, run_id, num_grants=2) as (samplers, name):
             for sampler, _ in samplers:

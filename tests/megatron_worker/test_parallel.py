@@ -42,7 +42,12 @@ HYBRID = {
 }
 HYBRID_EXPERTS = {
     2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2), Layout(cp=2, ep=2)],
-    4: [Layout(cp=4, ep=4), Layout(tp=2, sp=True, cp=2, ep=2)],
+    4: [
+        Layout(cp=4, ep=4),
+        Layout(tp=2, sp=True, cp=2, ep=2),
+        Layout(cp=2, ep=2, dp=2),
+        Layout(pp=2, cp=2, ep=2),
+    ],
 }
 WINDOWS = {2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, ep=2), Layout(pp=2), Layout(cp=2)]}
 LATENT = {
@@ -52,7 +57,12 @@ LATENT = {
 MAMBA = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(dp=2), Layout(cp=2)], 4: [Layout(cp=4)]}
 MAMBA_EXPERTS = {
     2: [Layout(ep=2, dp=2), Layout(tp=2, sp=True, etp=2), Layout(pp=2), Layout(cp=2, ep=2)],
-    4: [Layout(pp=2, ep=2, dp=2), Layout(tp=2, sp=True, cp=2, ep=2)],
+    4: [
+        Layout(pp=2, ep=2, dp=2),
+        Layout(tp=2, sp=True, cp=2, ep=2),
+        Layout(cp=2, ep=2, dp=2),
+        Layout(pp=2, cp=2, ep=2),
+    ],
 }
 GEMMA3 = {2: [Layout(pp=2), Layout(cp=2)]}
 GEMMA4 = {2: [Layout(tp=2), Layout(tp=2, sp=True), Layout(cp=2)], 4: [Layout(tp=2, dp=2)]}

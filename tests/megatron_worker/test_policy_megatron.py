@@ -18,6 +18,7 @@ from activities.trajectories.read_groups import Group, GroupsRead, GroupsReport,
 from longshore.events import Failed, Probed, Saved, Step, Succeeded
 from longshore.fields import Artifact
 from longshore.losses import CISPO, DPO, DRO, GSPO, PPO, CrossEntropy, Kl, Loss, Reinforce
+from longshore.metrics import is_of_the_machine
 from longshore.runs import RLRun
 from longshore.training import Adam, Full, Layout, Lora, ScalarHead
 from longshore.views import StepStatus
@@ -41,6 +42,7 @@ from tests.megatron_worker.test_policy_jobs import ROLLOUT, TRAINER, write_rollo
 from tests.megatron_worker.training.test_gae import reference, rows, units_of
 from tests.megatron_worker.trees import as_batch
 from tests.megatron_worker.workshop import Workshop, read_log, sealed, write_plan
+from workflows.training.job_plan import beside
 
 LORA = Lora(rank=4, alpha=8)
 ROWS = random_rows([40, 17, 90, 25, 60, 8, 33, 12])
@@ -438,7 +440,7 @@ def test_groups_share_only_while_no_other_mini_batch_has_them() -> None:
 
 
 HEADED = Lora(rank=2, alpha=8, targets=("q_proj", "down_proj"), head=ScalarHead())
-RATE, CRITIC_RATE = 2e-2, 1e-2
+RATE, CRITIC_RATE, EVERY = 2e-2, 1e-2, Checkpointing(every_steps=1)
 PENALISED = PPO(old="trainer", kl=Kl(coefficient=0.1, estimator="k1", placement="reward"))
 CRITICS = {
     "token": JobCritic(trainable=HEADED, learning_rate=CRITIC_RATE, gamma=0.98, gae_lambda=0.9, clip=0.05),
@@ -463,7 +465,7 @@ def critic_job(critic_workshop: Workshop, name: str, start: Artifact | None = No
         "loss": PENALISED,
         "critic": CRITICS["token"],
         "schedule": Schedule(kind="constant", learning_rate=RATE),
-        "checkpointing": Checkpointing(every_steps=1),
+        "checkpointing": EVERY,
     }
     return critic_workshop.job(name, critic_workshop.plan(**(fields | changes)), start)
 
@@ -555,28 +557,22 @@ def test_a_job_does_what_its_formulas_say(critic_workshop: Workshop, name: str) 
     assert ("critic_clipped_fraction" in last) == (name == "token")
 
 
+def half(critic_workshop: Workshop, number: int) -> dict[str, object]:
+    """The data of the first two steps of the job, or of the last two, as a job's own."""
+    folder = critic_workshop.root / f"plan-{number}"
+    if not folder.exists():
+        parts = [[[n] for n in range(p, Units(critic_workshop.root / "units").header.num_units, 2)] for p in (0, 1)]
+        write_plan(folder, critic_workshop.root / "units", parts[:: 1 - 2 * number])
+    data = PackedData(units=critic_workshop.data.units, plan=sealed(folder))
+    return {"data": data, "num_steps": 2, "job_id": f"00000{number + 1}", "first_step": 2 * number}
+
+
 def in_two(critic_workshop: Workshop, names: tuple[str, str], workers, **changes: object) -> Job:
     """The job's steps as two jobs, of which the second goes on from what the first left."""
-    plans = []
-    for number in (0, 1):
-        folder = critic_workshop.root / f"plan-{number}"
-        if not folder.exists():
-            parts = [[[n] for n in range(p, Units(critic_workshop.root / "units").header.num_units, 2)] for p in (0, 1)]
-            write_plan(folder, critic_workshop.root / "units", parts[:: 1 - 2 * number])
-            sealed(folder)
-        plans.append(sealed(folder))
-    first = critic_job(
-        critic_workshop,
-        names[0],
-        data=PackedData(units=critic_workshop.data.units, plan=plans[0]),
-        num_steps=2,
-        **changes,
-    )
+    first = critic_job(critic_workshop, names[0], **half(critic_workshop, 0), **changes)
     workers[0].do_one(first)
-    second = critic_job(
-        critic_workshop, names[1], data=PackedData(units=critic_workshop.data.units, plan=plans[1]), num_steps=2,
-        job_id="000002", first_step=2, initial_checkpoint=checkpoint(first, 2), **changes,
-    )  # fmt: skip
+    begins = {"initial_checkpoint": checkpoint(first, 2)}
+    second = critic_job(critic_workshop, names[1], **half(critic_workshop, 1), **begins, **changes)
     workers[1].do_one(second)
     return second
 
@@ -597,6 +593,45 @@ def test_the_next_job_begins_with_what_is_kept_or_read(critic_workshop: Workshop
     scale = Scale.model_validate_json(ends[0]["critic/scale.json"])
     assert scale.weight == pytest.approx(0.19) and scale.mean != 0
     assert steps(kept)[0]["explained_variance"] == steps(read)[0]["explained_variance"]
+
+
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_two_workers_make_the_bits_of_one(critic_workshop: Workshop, placement: str) -> None:
+    """The policy on one worker, its critic on another; the second time each on a new one, as after a kill, and the
+    policy's from the middle of its job."""
+    loss = PPO(old="trainer", kl=Kl(coefficient=0.1, placement=placement))
+    critic = CRITICS["token"].model_copy(update={"value_scale": "running"})
+    one = new_worker(critic_workshop.root)
+    whole = in_two(critic_workshop, (f"one-{placement}-1", f"one-{placement}-2"), (one, one), critic=critic, loss=loss)
+    jobs: list[Job] = []
+    begins: dict[str, object] = {}
+    workers = [new_worker(critic_workshop.root), new_worker(critic_workshop.root)]
+    for number in (0, 1):
+        fields = {"critic": critic, "loss": loss, **half(critic_workshop, number), **begins}
+        plans = beside(critic_job(critic_workshop, "whole", **fields).plan)
+        jobs = [
+            critic_workshop.job(f"{part}-{placement}-{number}", plan)
+            for part, plan in zip(("policy", "critic"), plans, strict=True)
+        ]
+        for worker, job in zip(workers, jobs, strict=True):
+            assert worker.do_one(job).state == "succeeded", read_log(job.log_path)[-1]
+        policy, its_critic = (checkpoint(job, 2 * number + 2) for job in jobs)
+        assert not (Path(policy.uri.removeprefix("file://")) / "critic").exists()
+        begins = {"initial_checkpoint": policy}
+        critic = critic.model_copy(update={"checkpoint": its_critic})
+    ends = [checkpoint_bytes(Path(job.checkpoint_dir) / "step-00000004") for job in (whole, *jobs)]
+    for name, data in ends[0].items():
+        if name != "manifest.json":
+            assert data == ends[2 if name.startswith("critic/") else 1][name], name
+    told = [{**theirs, **ours} for ours, theirs in zip(*map(steps, jobs), strict=True)]
+    for ours, theirs in zip(told, steps(whole), strict=True):
+        assert all(ours[name] == theirs[name] for name in theirs if not is_of_the_machine(name))
+    middle = critic_workshop.job(f"middle-{placement}", jobs[0].plan, checkpoint(jobs[0], 3))
+    assert new_worker(critic_workshop.root).do_one(middle).state == "succeeded"
+    again = critic_workshop.job(f"again-{placement}", jobs[1].plan)
+    assert new_worker(critic_workshop.root).do_one(again).state == "succeeded"
+    for job, same in zip(jobs, (middle, again), strict=True):
+        assert checkpoint(job, 4).sha256 == checkpoint(same, 4).sha256
 
 
 @pytest.mark.parametrize("step", drawn([1, 2, 3], 1))

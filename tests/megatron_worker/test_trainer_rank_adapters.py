@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from longshore.training import Adam, Layout, Lora
 from megatron_worker.engine import Scores
 from megatron_worker.losses import loss_function
 from megatron_worker.megatron.engine import MegatronEngine
-from megatron_worker.trainer_rank import ForwardInput, TrainerRank, start
+from megatron_worker.trainer_rank import ForwardInput, TrainerRank, prefetch, start, train_head
+from megatron_worker.trainer_rank.rank import _WRITING
 from shared.errors import InvalidInput
 from tests.megatron_worker.engines import ENGINES
 from tests.megatron_worker.live_bytes import LiveBytes
@@ -43,6 +45,15 @@ def own_rank(model, folders):
     load_adapters(rank, folders)
     rank.set_adapter("one")
     return rank
+
+
+class Value(torch.nn.Module):
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(hidden_size, 1)
+
+    def scores(self, hidden_NH: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"value": self.out(hidden_NH)[:, 0]}
 
 
 def not_finite(adapter: Path, folder: Path, number: float) -> tuple[Path, str]:
@@ -218,6 +229,47 @@ class TestState:
         assert step(own_rank, ["two"]) == expected
         again = own_rank.snapshot("two").tensors
         assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_a_state_is_copied_and_written_beside_later_steps(model, folders, tmp_path, engine):
+    """What is written is what `save` wrote then, with a head of the caller's, and steps continue from it to the bit."""
+    torch.manual_seed(3)
+    rank = TrainerRank(ENGINES[engine](model, Layout(), "float32"))
+    load_adapters(rank, folders)
+    head = Value(rank.facts.hidden_size)
+    train_head(rank, "two", head)
+    step(rank, ["one", "two"])
+    rank.save("two", tmp_path / "at-once")
+    has_stepped = threading.Event()
+    _WRITING.submit(has_stepped.wait)  # one thread writes: nothing is written before
+    copied = rank.save_in_background("two", tmp_path / "background")
+    expected = step(rank, ["two"])
+    has_stepped.set()
+    assert copied.result() is None
+    names = [path.relative_to(tmp_path / "at-once") for path in (tmp_path / "at-once").rglob("*") if path.is_file()]
+    assert len(names) == 3
+    for name in names:
+        assert (tmp_path / "at-once" / name).read_bytes() == (tmp_path / "background" / name).read_bytes(), name
+    step(rank, ["two"])
+    rank.load("two", tmp_path / "background")
+    assert step(rank, ["two"]) == expected
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        rank.save_in_background("two", tmp_path / "file" / "below").result()
+    with pytest.raises(InvalidInput, match="the base: a copy of all weights"):
+        rank.save_in_background(None, tmp_path / "base")
+
+
+def test_the_next_adapter_is_read_ahead(own_rank, folders):
+    read = prefetch(folders["two"])
+    assert read.result() == sum(path.stat().st_size for path in folders["two"].iterdir()) > 0
+    own_rank.load_adapter("next", folders["two"], trainable=False)
+    asked = [ForwardInput([9, 8, 7, 6], target_logprobs=True, adapter=name) for name in ("two", "next")]
+    two, again = own_rank.forward(asked)
+    assert torch.equal(two.target_logprob_P, again.target_logprob_P)
+    with pytest.raises(FileNotFoundError):
+        prefetch(folders["two"] / "absent").result()
 
 
 def test_the_gradient_of_a_bin_of_trees_is_the_runners_to_the_bit(model, folders):

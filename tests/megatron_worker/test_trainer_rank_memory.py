@@ -301,6 +301,44 @@ def test_an_item_that_cannot_fit_is_refused_before_anything_is_packed(engine, fo
     assert rank.forward([*small])[0].target_logprob_P is not None  # the rank is as good as before
 
 
+@pytest.mark.parametrize("no_grad", [False, True])
+def test_the_inputs_of_an_item_go_through_in_several_passes_if_they_fit_so_alone(engine, folders, no_grad):
+    """With equal outputs and gradients, within what was planned; in one pass the item is refused."""
+    generator = np.random.default_rng(5)
+    asked = {"target_logprobs": True, "adapter": "one", "no_grad": no_grad}
+    scored = [ForwardInput(random_ids(generator, 50), **asked) for _ in range(24)]
+    trained = ForwardInput(random_ids(generator, 50), target_logprobs=True, adapter="two")
+    items = [[trained, *scored], [trained]]
+    large = new_rank(engine, folders, 1 << 30)
+    (micro_batch,) = large.forward_micro_batches(items)
+    needed = micro_batch.planning.estimated_bytes
+    expected = [output.target_logprob_P for item in micro_batch.outputs for output in item]
+    large.backward(some_loss([output for item in micro_batch.outputs for output in item]))
+    gradients = {name: gradient(large, name) for name in ("one", "two")}
+    budget = int(needed * (0.3 if no_grad else 0.95))
+    rank, passes, found = new_rank(engine, folders, budget), [], []
+    rank.recompute = "off"
+    hidden_states = rank.engine.hidden_states
+    rank.engine.hidden_states = lambda batch: (passes.append(len(batch.token_id_T)), hidden_states(batch))[1]
+    try:
+        with LiveBytes() as live:
+            for micro_batch in rank.forward_micro_batches(items):
+                outputs = [output for item in micro_batch.outputs for output in item]
+                found += [output.target_logprob_P.detach().clone() for output in outputs]
+                rank.backward(some_loss(outputs))
+                assert micro_batch.planning.estimated_bytes <= budget
+                del micro_batch, outputs
+    finally:
+        del rank.engine.hidden_states
+    assert live.peak <= budget and len(passes) > 3
+    assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in zip(found, expected, strict=True))
+    for name, whole in gradients.items():
+        assert (gradient(rank, name) - whole).norm() <= 1e-5 * whole.norm()
+    rank.memory_budget_bytes = budget // 40
+    with pytest.raises(InvalidInput, match=r"items\[0\]: it alone needs about"):
+        next(rank.forward_micro_batches(items))
+
+
 def test_without_gradients_more_fits(engine, folders):
     rank = new_rank(engine, folders, 2_000_000)
     items = [[ForwardInput([5 + i] * 60, target_logprobs=True, adapter="one")] for i in range(60)]
@@ -429,14 +467,15 @@ class TestAgainstOneRank:
         print(name, "mean relative difference of target logprobs", mean_relative)
         assert mean_relative <= 2e-6
 
-    def test_micro_batches_deal_out_each_item_once_and_alike(self, results, trial):
-        expected = notes(results, single(trial.name), "micro_batches")[0]["outputs"]
-        everyone = notes(results, trial.name, "micro_batches")
+    @pytest.mark.parametrize("dealt", ["micro_batches", "in_parts"])
+    def test_micro_batches_deal_out_each_item_once_and_alike(self, results, trial, dealt):
+        expected = notes(results, single(trial.name), dealt)[0]["outputs"]
+        everyone = notes(results, trial.name, dealt)
         num_replicas = trial.layout.tp * trial.layout.cp
         places = [place for ranks in everyone for place in ranks["outputs"]]
         assert sorted(places) == sorted(list(expected) * num_replicas)
         assert len({len(rank["indices"]) for rank in everyone}) == 1
-        assert len(everyone[0]["indices"]) > 1 or trial.layout.world_size > 2
+        assert len(everyone[0]["indices"]) > 1 or trial.layout.world_size > 2 or dealt == "in_parts"
         assert len({tuple(rank["budgets"]) for rank in everyone}) == 1
         for rank in everyone:
             for place, item in rank["outputs"].items():

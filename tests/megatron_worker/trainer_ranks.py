@@ -51,8 +51,11 @@ def run(trial: Trial, out: Path) -> None:
     rank = start(trial, out)
     out = out / trial.name
     note(rank, out, "own", own_share(rank, inputs_of_all_kinds()))
-    rank.memory_budget_bytes = budget_of(rank)
-    note(rank, out, "micro_batches", dealt_out(rank))
+    large, items = one_large_item(), items_of_all_kinds()
+    rank.memory_budget_bytes = budget_of(rank, large, times=0.8)
+    note(rank, out, "in_parts", dealt_out(rank, large))
+    rank.memory_budget_bytes = budget_of(rank, items)
+    note(rank, out, "micro_batches", dealt_out(rank, items))
     make_step(rank, out)
     note(rank, out, "refusals", refusals(rank))
     is_alone = trial.layout.world_size == 1
@@ -94,16 +97,21 @@ def start(trial: Trial, out: Path) -> TrainerRank:
     return rank
 
 
-def budget_of(rank: TrainerRank) -> int:
+def budget_of(rank: TrainerRank, items: list[list[ForwardInput]], times: float = _BUDGET) -> int:
     """What fits a few items, by this rank's own estimates, which are the same on all ranks.
 
     How many bytes an item takes is measured: other libraries, and collectives that end later, hold more of them.
     """
-    requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items_of_all_kinds())]
+    requests = [rank.checked(item, f"items[{number}]") for number, item in enumerate(items)]
     slots, in_step = rank.measured_slots(requests, _WITHOUT_LIMIT), rank.engine.needs_lockstep
     alone = (rank.dispatcher.planner.next_shares([item], 0, slots, in_step, _WITHOUT_LIMIT) for item in requests)
     needed = max(share.planned_bytes for shares in alone for share in shares)
-    return int(_BUDGET * max(everyone(needed)))
+    return int(times * max(everyone(needed)))
+
+
+def one_large_item() -> list[list[ForwardInput]]:
+    """All inputs without a graph, as an item that needs several passes."""
+    return [[replace(asked, no_grad=True) for asked in inputs_of_all_kinds()]]
 
 
 def inputs_of_all_kinds() -> list[ForwardInput]:
@@ -118,10 +126,11 @@ def own_share(rank: TrainerRank, inputs: Sequence[ForwardInput]) -> dict[str, di
     return {str(place): as_lists(tensors_of(output)) for place, output in zip(places, outputs, strict=True)}
 
 
-def dealt_out(rank: TrainerRank) -> dict[str, object]:
+def dealt_out(rank: TrainerRank, items: list[list[ForwardInput]]) -> dict[str, object]:
     """A loop with backwards over all items: which came when, and what they were."""
     found, indices, plans = {}, [], []
-    for micro_batch in rank.forward_micro_batches(items_of_all_kinds()):
+    item = output = None  # a rank may have none
+    for micro_batch in rank.forward_micro_batches(items):
         for place, item in zip(micro_batch.indices, micro_batch.outputs, strict=True):
             found[str(place)] = [as_lists(tensors_of(output)) for output in item]
         total = torch.zeros(())
@@ -131,7 +140,8 @@ def dealt_out(rank: TrainerRank) -> dict[str, object]:
         rank.backward(total)
         indices.append(list(micro_batch.indices))
         plans.append(micro_batch.planning.budget_bytes)
-        del micro_batch, item, output, total  # what is held takes of the next one's budget
+        del micro_batch, total
+        item = output = None  # what is held takes of the next one's budget
     return {"outputs": found, "indices": indices, "budgets": plans}
 
 

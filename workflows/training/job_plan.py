@@ -21,7 +21,7 @@ with workflow.unsafe.imports_passed_through():
         SquaredError,
         with_reference,
     )
-    from longshore.runs import RLRun, dtype_of
+    from longshore.runs import CRITIC, RLRun, dtype_of
     from longshore.training import Lora, Watched
     from longshore.views import CheckpointRef, StepStatus
     from shared.jobs.job import (
@@ -54,6 +54,20 @@ def worker_plan(start: AnyStart, model: Artifact) -> dict[str, Any]:
     return own | {name: getattr(run, name) for name in same}
 
 
+def _updates(run: DatasetRun | RLRun, **schedule: Any) -> dict[str, Any]:
+    """Return how the jobs of a run update weights: the optimizer, its rates, and micro-batches.
+
+    `schedule`: what only this kind of run says of its rates. A critic has the same, except the learning rate.
+    """
+    rates = {"kind": run.schedule, "learning_rate": run.learning_rate, "warmup_steps": run.warmup_steps}
+    return {
+        "optimizer": run.settings_of_optimizer,
+        "schedule": Schedule.model_validate(rates | schedule),
+        "memory_budget_bytes": run.memory_budget_bytes,
+        "max_micro_batch_tokens": run.bin_tokens if run.memory_budget_bytes else None,
+    }
+
+
 def dataset_job(
     start: RunStart,
     *,
@@ -75,13 +89,7 @@ def dataset_job(
         num_steps=num_steps,
         loss=_loss_of(run, reference, more_teachers),
         temperature=run.temperature if isinstance(run, DistillRun) else 1.0,
-        optimizer=run.settings_of_optimizer,
-        schedule=Schedule(
-            kind=run.schedule,
-            learning_rate=run.learning_rate,
-            warmup_steps=run.warmup_steps,
-            rates=run.learning_rates or () if isinstance(run, SFTRun) else (),
-        ),
+        **_updates(run, rates=run.learning_rates or () if isinstance(run, SFTRun) else ()),
         evaluation=Evaluation(
             data=eval_data.get(""),
             sets={name: data for name, data in eval_data.items() if name},
@@ -90,8 +98,6 @@ def dataset_job(
             sample_tokens=run.sample_tokens,
             **run.model_dump(include=set(Watched.model_fields)),
         ),
-        memory_budget_bytes=run.memory_budget_bytes,
-        max_micro_batch_tokens=run.bin_tokens if run.memory_budget_bytes else None,
         checkpointing=Checkpointing(
             every_steps=run.checkpoint_every or max(1, math.ceil(num_steps / 10)), keep=run.keep_checkpoints
         ),
@@ -118,14 +124,15 @@ def replayed_routes(run: RLRun, shape: ModelShape) -> RouteShape | None:
     return shape.routes if run.rollouts is not None and run.rollouts.routing_replay == "on" else None
 
 
-def _critic_of(run: RLRun, policy_version: int) -> JobCritic | None:
-    """Return the critic of a step that begins from a version of the policy."""
+def _critic_of(run: RLRun, state: RLState) -> JobCritic | None:
+    """Return the critic of the step after this state."""
     if run.critic is None or not isinstance(run.trainable, Lora):
         return None
     settled = {
         "trainable": run.critic.trained_beside(run.trainable),
         "learning_rate": run.critic.learning_rate or run.learning_rate,
-        "alone": policy_version < run.critic.warmup_steps,
+        "alone": state.policy_version < run.critic.warmup_steps,
+        "checkpoint": state.critic_checkpoint.artifact if state.critic_checkpoint else None,
     }
     return JobCritic.model_validate(run.critic.model_dump() | settled)
 
@@ -151,22 +158,23 @@ def rl_job(
         data=data,
         num_steps=num_steps,
         loss=with_reference(run.loss, state.reference),
-        critic=_critic_of(run, state.policy_version),
+        critic=_critic_of(run, state),
         temperature=run.temperature,
-        optimizer=run.settings_of_optimizer,
-        memory_budget_bytes=run.memory_budget_bytes,
-        max_micro_batch_tokens=run.bin_tokens if run.memory_budget_bytes else None,
-        schedule=Schedule(
-            kind=run.schedule,
-            learning_rate=run.learning_rate,
-            warmup_steps=run.warmup_steps,
-            num_steps=run.planned_steps if run.schedule != "constant" else None,
-        ),
+        **_updates(run, num_steps=run.planned_steps if run.schedule != "constant" else None),
         checkpointing=Checkpointing(keep=_KEPT_BETWEEN_JOBS + 2 * num_ahead),
         after=run.between_steps,
         probe=state.rollouts.probe if state.rollouts else (),
         sync=sync,
     )
+
+
+def beside(plan: JobPlan) -> tuple[JobPlan, JobPlan]:
+    """Divide a step's job in two that need nothing of each other: the policy's, and its critic's on another worker."""
+    assert plan.critic is not None
+    of_policy = plan.critic.model_copy(update={"part": "policy"})
+    of_critic = plan.critic.model_copy(update={"part": "critic", "alone": True})
+    its_own = {"run_id": plan.run_id + CRITIC, "critic": of_critic, "sync": None, "probe": ()}
+    return plan.model_copy(update={"critic": of_policy}), plan.model_copy(update=its_own)
 
 
 # --- The model and adapters that a run begins with, and what it publishes ---

@@ -16,16 +16,18 @@ with workflow.unsafe.imports_passed_through():
     from activities.publishing.publish import Published
     from activities.records import FindCheckpoint, FindCheckpointRequest, RunRecords, saved_by_job
     from longshore.accounts import Room
+    from longshore.runs import CRITIC
     from longshore.training import Lora
     from longshore.views import CheckpointRef, PhaseSpan, Problem, RunStatus
     from shared.errors import HostLeft, WorkerLost
-    from shared.jobs.job import AnyPlan, GangLeader, LeaseGrant, WorkerKey
+    from shared.jobs.job import AnyPlan, GangLeader, JobPlan, LeaseGrant, WorkerKey
     from shared.runs.start import AnyStart, SessionState
     from shared.runs.status import STEP_COUNTS, RLState
     from workflows import control, policies
     from workflows.leases import Leasing, Lost, Turn, Turns, lost, on_leased_host
     from workflows.outcomes import RunCancelled, RunFailed, ended_early, result_or_raise
     from workflows.services import track
+    from workflows.training import job_plan
 
 
 # --- A run's jobs on leased workers ---
@@ -98,6 +100,7 @@ class Training:
         notices: messages for the run's user.
         eta: of the steps within a job.
         is_tracked: the workflow that writes the run to W&B was started, which happens with the run's first worker.
+        first_epoch: epochs are above it. A run's two trainings get the same signals, and know theirs by that.
         leasing: its `epoch` counts the leases of all executions of the run.
     """
 
@@ -115,6 +118,7 @@ class Training:
     notices: tuple[str, ...] = ()
     eta: StepEta = field(default_factory=StepEta)
     is_tracked: bool = False
+    first_epoch: int = 0
     leasing: Leasing = field(init=False)
     _found: CheckpointRef | None = None
     _last_epoch: int = 0
@@ -227,7 +231,7 @@ class Training:
         self._add_notices(point.damaged)
         step_before = self._found.step if self._found else plan.first_step
         self._found = self.checkpoint = saved_by_job(plan, point.checkpoint)
-        self._last_epoch = max(self.leasing.epoch, point.last_epoch)
+        self._last_epoch = max(self.first_epoch, self.leasing.epoch, point.last_epoch)
         self.step = self._begun_step = self._found.step if self._found else plan.first_step
         return self.step > step_before
 
@@ -305,6 +309,7 @@ def _accepted(result: JobResult) -> JobResult:
 Result = TypeVar("Result")
 
 _MOST_SPANS = 64
+_OF_CRITICS = 500_000  # a run has fewer leases
 _RECORDED_TOGETHER = timedelta(seconds=1)
 # Fields of the status that a resumed run keeps from before until it has newer values.
 _KEPT_WHEN_RESUMED = (
@@ -368,6 +373,10 @@ class ActiveRun:
         self.training = Training(start, lambda: self.is_ending, self._note, holds=holds)
         self.training.leasing.epoch = state.epoch if state else 0
         self.training.is_tracked = self.training.leasing.epoch > 0
+        of_critic = start.model_copy(update={"run_id": start.run_id + CRITIC})
+        self._critic = Training(
+            of_critic, lambda: self.is_ending, self._note, holds, shares=False, is_tracked=True, first_epoch=_OF_CRITICS
+        )
         self.is_pausing = False
         self._task: asyncio.Task[Any] | None = None
         self._has_begun = False
@@ -414,6 +423,51 @@ class ActiveRun:
         await control.record_run(self.current())
         await workflow.wait_condition(workflow.all_handlers_finished)
         return result_or_raise(self.current())
+
+    @property
+    def trainings(self) -> tuple[Training, Training]:
+        """The run's jobs, and those of its critic if that has its own worker."""
+        return self.training, self._critic
+
+    def release(self) -> None:
+        """Give back the run's workers."""
+        for training in self.trainings:
+            training.release()
+
+    async def train_beside(self, plan: JobPlan) -> tuple[JobResult, JobResult]:
+        """Do a step's job as two at once, the policy's and the critic's, each on its own worker.
+
+        Neither needs the other. Whichever has ended gives its worker back if the other one waits for any: then both
+        can be done on one device, and no two runs wait for each other's.
+
+        Raises as `Training.do`, once neither is in progress. The critic's part of a failed step counts for nothing.
+        """
+        both = [asyncio.create_task(t.do(p)) for t, p in zip(self.trainings, job_plan.beside(plan), strict=True)]
+
+        def unused() -> list[Training]:
+            pairs = zip(both, self.trainings, reversed(self.trainings), strict=True)
+            return [own for task, own, other in pairs if task.done() and own.is_idle and not other.leasing.is_warm]
+
+        async def give_way() -> None:
+            while True:
+                await workflow.wait_condition(lambda: bool(unused()))
+                for training in unused():
+                    training.release()
+
+        giving_way = asyncio.create_task(give_way())
+        try:
+            policy, critic = await asyncio.gather(*both)
+        except (Exception, asyncio.CancelledError):
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+            self._critic.release()
+            raise
+        finally:
+            giving_way.cancel()
+        for training in unused():  # so that the next step's jobs can be done one after the other, too
+            training.release()
+        return policy, critic
 
     async def move_on(self, state: RLState | SessionState | None, own: Callable[[], dict[str, object]]) -> NoReturn:
         """Continue as a new execution with an empty history, when the handlers of this one have finished.
@@ -463,14 +517,15 @@ class ActiveRun:
         """Return the status, updated with phase, notices, losses, timeline and GPU seconds of the jobs and leases."""
         status, training = self.status, self.training
         is_training = status.phase == "waiting_for_worker" and training.leasing.grant is not None
+        held_s = sum(each.leasing.held_s for each in self.trainings)
         return status.model_copy(
             update={
                 "phase": "training" if is_training else status.phase,
                 "epoch": training.leasing.epoch,
-                "notices": (*status.notices, *training.notices),
-                "workers_lost": self._workers_lost_before + training.num_lost,
+                "notices": (*status.notices, *training.notices, *self._critic.notices),
+                "workers_lost": self._workers_lost_before + sum(each.num_lost for each in self.trainings),
                 "timeline": self._timeline,
-                "gpu_seconds": self._gpu_seconds_before + training.leasing.held_s * self.start.run.layout.world_size,
+                "gpu_seconds": self._gpu_seconds_before + held_s * self.start.run.layout.world_size,
             }
         )
 
@@ -534,7 +589,8 @@ class RunHandlers:
     @workflow.signal
     def leased(self, grant: LeaseGrant) -> None:
         """Take a host's signal that a worker is up for this run."""
-        self._run.training.leased(grant)
+        for training in self._run.trainings:
+            training.leased(grant)
 
     @workflow.signal
     def gathers(self, leader: GangLeader) -> None:
@@ -560,7 +616,8 @@ class RunHandlers:
     @workflow.signal
     def progress(self, report: ProgressReport) -> None:
         """Take a host's report on the job: steps, metrics, a checkpoint."""
-        self._run.training.progress(report)
+        for training in self._run.trainings:
+            training.progress(report)
 
 
 class ClientDrivenHandlers(RunHandlers):

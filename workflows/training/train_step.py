@@ -15,7 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from longshore.runs import RLRun
     from longshore.training import SyncOutcome
     from longshore.views import Problem, RunStatus, StepStatus
-    from shared.jobs.job import SyncTarget
+    from shared.jobs.job import JobPlan, SyncTarget
     from shared.runs.start import RLStart
     from shared.runs.status import RLState, StepRequest
     from workflows import control
@@ -134,7 +134,7 @@ class StepQueue:
             if not has_come():
                 await workflow.wait_condition(has_come, timeout=timedelta(seconds=min(_GRACE_S, idle_s)))
         except TimeoutError:
-            run.training.release()
+            run.release()
             await workflow.wait_condition(has_come)
 
     def _of_key(self, key: str) -> StepStatus | None:
@@ -190,9 +190,14 @@ async def train_and_publish(
     run.show(phase="waiting_for_worker", dataset_report=packed.report_uri)
     began = workflow.time()
     target = source.sync_target(state.policy_version + 1) if source is not None else None
-    result = await run.training.do(rl_job(start, state, step, packed.data, packed.num_steps, target))
+    plan = rl_job(start, state, step, packed.data, packed.num_steps, target)
+    result, critic = await run.train_beside(plan) if is_divided(start, plan) else (await run.training.do(plan), None)
     trained = workflow.time()
     done = trained_step(state, step, result, metrics)
+    if critic is not None:
+        named = {name: value for name, value in critic.metrics.items() if name.startswith("critic_")}
+        own = {"critic_checkpoint": critic.checkpoint, "metrics": done.metrics | named}
+        done = done.model_copy(update=own)
     run.show(phase="publishing")
     about = packed.metrics | result.metrics
     publishing = (
@@ -206,6 +211,12 @@ async def train_and_publish(
         done = await publish_while_sampling(publishing, source.prove_and_sample_next(done, result.probe))
     seconds = {"training_seconds": trained - began, "publishing_seconds": workflow.time() - trained}
     return done.model_copy(update={"metrics": done.metrics | result.metrics | seconds})
+
+
+def is_divided(start: RLStart, plan: JobPlan) -> bool:
+    """Return True if a step's critic is updated on its own worker. In a warm-up nothing is beside it."""
+    settings = start.run.critic
+    return settings is not None and settings.own_worker and plan.critic is not None and not plan.critic.alone
 
 
 def trained_step(state: RLState, step: StepStatus, result: JobResult, metrics: dict[str, float]) -> StepStatus:
@@ -313,6 +324,7 @@ def state_after(state: RLState, done: StepStatus) -> RLState:
             "policy_version": done.policy_version,
             "optimizer_step": done.optimizer_step,
             "checkpoint": done.checkpoint,
+            "critic_checkpoint": done.critic_checkpoint,
             "unpublished": done if done.adapter is None else None,
         }
     )

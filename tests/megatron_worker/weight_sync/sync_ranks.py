@@ -236,7 +236,9 @@ def check(
     return sizes
 
 
-def save_meanwhile(engine: Engine, samplers: list[Listening], run_id: str, folder: Path, ranks: WorkerRanks) -> None:
+def save_in_background(
+    engine: Engine, samplers: list[Listening], run_id: str, folder: Path, ranks: WorkerRanks
+) -> None:
     """As a job's last step: the checkpoint, for which ranks gather what travels, is written while the adapter does.
     Each rank that sends has a trace of its own.
     """
@@ -291,7 +293,7 @@ def main() -> None:
                         break_and_mend(driven, samplers, label)
                         gc.collect()  # what errors still refer to would count as mapped
                     else:
-                        save_meanwhile(driven, samplers, label, folder, ranks)
+                        save_in_background(driven, samplers, label, folder, ranks)
                     if rank == 0:
                         (folder / f"{label}-{kind}").touch()
 

@@ -156,6 +156,7 @@ def test_ppo_has_a_critic_beside_its_policy() -> None:
         ({"algorithm": "grpo", "critic": {}}, "gae advantages are a critic's"),
         ({"critic": {}, "trainable": {"kind": "full"}}, "critic: it has the base beside the policy"),
         ({"critic": {}, "equal_rewards": "keep"}, "equal_rewards has no meaning with gae"),
+        ({"critic": {"own_worker": True}, "layout": {"dp": 2, "nodes": 2}}, "critic.own_worker: both workers"),
         ({"critic": {}, "rollouts": GRADED | {"redraws": 1}}, "redraws: gae does not compare"),
         ({"critic": {"warmup_steps": 3}, "rollouts": GRADED}, "critic.warmup_steps: fewer than rollouts.steps, 3"),
         (

@@ -3,17 +3,20 @@
 import pytest
 from pydantic import ValidationError
 
+from activities.hosts.lease import LeaseRequest
+from activities.records import saved_by_job
 from longshore.dataset_runs import DatasetSource, DPORun, SFTRun
-from longshore.fields import Artifact
+from longshore.fields import Artifact, Fence
 from longshore.losses import DPO, CrossEntropy, reference_of, reference_uri
 from longshore.runs import RLRun
 from longshore.training import EarlyStop, Full, Layout
-from longshore.views import RunStatus, StepStatus
-from shared.jobs.job import JobPlan, PackedData
+from longshore.views import CheckpointRef, RunStatus, StepStatus
+from shared.jobs.job import JobPlan, PackedData, WorkerKey
 from shared.models.shape import ModelShape
 from shared.runs.start import RLStart, RunStart
 from shared.runs.status import RLState
-from workflows.training.job_plan import dataset_job, rl_job
+from shared.storage.paths import RunKeys
+from workflows.training.job_plan import beside, dataset_job, rl_job
 
 ANY = Artifact(uri="file:///any", sha256="0" * 64)
 DATA = PackedData(units=ANY, plan=ANY)
@@ -121,3 +124,41 @@ def test_base_is_a_reference_that_nobody_looks_up() -> None:
     assert reference_uri(RLRun.model_validate({"model": "m", "loss": {"kind": "ppo", "kl": kl}}).loss) is None
     assert reference_of(rl_plan(None, kl=kl).loss) == "base"
     assert reference_of(rl_plan(None).loss) is None
+
+
+def test_a_divided_step_is_the_policy_s_job_and_its_critic_s() -> None:
+    """Each begins with its own checkpoint of the step before; jobs of a critic have names below the run's."""
+    saved, of_critic = (
+        CheckpointRef(step=3, fence=Fence(epoch=1), artifact=ANY.model_copy(update={"uri": uri}))
+        for uri in ("file:///p", "file:///c")
+    )
+    run = RLRun(model="m", algorithm="ppo", critic={"own_worker": True})
+    shape = ModelShape.model_construct()
+    state = RLState(
+        model=ANY,
+        shape=shape,
+        policy_version=1,
+        optimizer_step=3,
+        checkpoint=saved,
+        critic_checkpoint=of_critic,
+        status=RunStatus(run_id="r1", kind="rl", name="r1"),
+    )
+    step = StepStatus(step=2, key="a", groups="file:///g.jsonl")
+    whole = rl_job(RLStart(run_id="r1", run=run, threads_per_rank=1), state, step, DATA, 2)
+    policy, critic = beside(whole)
+    assert whole.critic is not None and policy.critic is not None and critic.critic is not None
+    assert (whole.critic.part, policy.critic.part, critic.critic.part) == ("both", "policy", "critic")
+    assert (policy.run_id, critic.run_id, critic.critic.alone, policy.critic.alone) == ("r1", "r1.critic", True, False)
+    for plan in (policy, critic):
+        assert plan.critic is not None and plan.critic.checkpoint == of_critic.artifact
+        assert (plan.initial_checkpoint, plan.optimizer, plan.schedule) == (
+            saved.artifact,
+            whole.optimizer,
+            whole.schedule,
+        )
+    assert RunKeys(critic.run_id).checkpoints == f"{RunKeys('r1').prefix}/critic/checkpoints"
+    assert saved_by_job(critic, saved.model_copy(update={"step": 9})) is None
+    asked = {"epoch": 1, "key": WorkerKey.of(critic), "ready_timeout_s": 1}
+    assert LeaseRequest(run_id=critic.run_id, **asked).run_id == "r1.critic"
+    with pytest.raises(ValidationError, match="run_id"):
+        LeaseRequest(run_id="r1.other", **asked)
