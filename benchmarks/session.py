@@ -169,7 +169,7 @@ def _tinker(connection: Connection, model: Path, num_commands: int) -> dict[str,
     root = Path(__file__).parents[1]
     told = subprocess.run(
         [
-            *(sys.executable, "-m", "benchmarks.tinker_client", connection.api_url, connection.api_key),
+            *(sys.executable, "-m", "benchmarks.tinker_client", f"{connection.api_url}/tinker", connection.api_key),
             *(str(model), str(TOKENS), str(num_commands)),
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / _SDK), str(root)])},

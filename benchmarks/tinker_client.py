@@ -1,4 +1,4 @@
-"""Round trips of Tinker's own client, run as a separate process by `benchmarks.session --tinker`. Prints JSON.
+"""Round trips of Tinker's own client, run as a separate process by other benchmarks. Prints JSON.
 
 python -m benchmarks.tinker_client URL KEY MODEL TOKENS HOW_OFTEN
 """
@@ -17,8 +17,9 @@ _WARM_UP = 10
 
 def main() -> None:
     url, key, model, tokens, how_often = sys.argv[1:6]
-    service = tinker.ServiceClient(base_url=f"{url}/tinker", api_key=f"tml-{key}")
-    client = service.create_lora_training_client(model, rank=8).result()
+    service = tinker.ServiceClient(base_url=url, api_key=f"tml-{key}")
+    made = service.create_lora_training_client(model, rank=8)
+    client = made.result() if hasattr(made, "result") else made  # 0.25 waits for it by itself
     ids = list(range(3, 3 + int(tokens)))
     inputs = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
     data = [types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)]
@@ -32,7 +33,8 @@ def main() -> None:
         return client.optim_step(adam)
 
     found = {"forward_backward": _times(int(how_often), passes), "and_step": _times(int(how_often), step)}
-    service.close("success").result()
+    if hasattr(service, "close"):  # which 0.25 does not have
+        service.close("success").result()
     print(json.dumps(found))
 
 

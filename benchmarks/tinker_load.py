@@ -101,6 +101,7 @@ class _Load:
                     beats = asyncio.create_task(self._beats(session))
                     each = await self._together({"forward_backward": passes, "samples": samples})
                     each["heartbeats"] = self._told(await beats)
+                print({"heartbeats": each["heartbeats"]}, file=sys.stderr, flush=True)
                 slower = each["heartbeats"]["ms"]["p95"] / found["heartbeats_idle_ms"]["p95"]
                 waves.append(each | {"heartbeats_p95_over_idle": round(slower, 2)})
             found["waves"] = waves

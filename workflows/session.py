@@ -272,15 +272,14 @@ class SessionWorkflow(ClientDrivenHandlers):
 
     @workflow.update
     async def command(self, sent: CommandArrived) -> None:
-        """Note that a command has been put into the store. Repeating this has no effect."""
+        """Note that commands have been put into the store. Repeating this has no effect."""
         await workflow.wait_condition(lambda: self._state is not None or self._has_ended())
         self._check_command(sent)
-        if sent.number >= self._next:
-            self._waiting.add(sent.number)
+        self._waiting.update(number for number in (sent.number, *sent.also) if number >= self._next)
 
     @command.validator
     def _check_command(self, sent: CommandArrived) -> None:
-        if sent.number in self._waiting or sent.number < self._next:
+        if all(number in self._waiting or number < self._next for number in (sent.number, *sent.also)):
             return
         # Also refused while the run is being paused, since its end would drop the command.
         is_over = self._is_closing or self._has_ended() or self._run.is_pausing

@@ -300,6 +300,8 @@ class Database:
         """
         self.engine = _engine(url)
         self._writer = self.engine.execution_options(writes=True)
+        # SQLite has one writer at a time, whom others would wait for in threads that readers need.
+        self._writers = ThreadPoolExecutor(1 if self.is_sqlite else _THREADS, "database-writer")
         self._threads = ThreadPoolExecutor(_THREADS, "database")
 
     @property
@@ -315,7 +317,7 @@ class Database:
 
         If another writer has meanwhile inserted a row that `work` inserts, `work` is done a second time.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._do, work, self._writer)
+        return await asyncio.get_running_loop().run_in_executor(self._writers, self._do, work, self._writer)
 
     def read(self, work: Callable[[Session], ResultT]) -> ResultT:
         """Like `reading`, but blocking."""
@@ -333,6 +335,7 @@ class Database:
 
     def close(self) -> None:
         self._threads.shutdown()
+        self._writers.shutdown()
         self.engine.dispose()
 
     def _do(self, work: Callable[[Session], ResultT], engine: Engine) -> ResultT:

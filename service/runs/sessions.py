@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -186,6 +187,27 @@ _COUNTED_BYTES = 64 << 10  # of a session's commands, counted ahead: else each i
 
 
 @dataclass(eq=False)
+class _Notice:
+    """An update of a session's workflow on commands that have arrived. All their senders wait for it."""
+
+    numbers: set[int] = field(default_factory=set)
+    is_sent: bool = False
+    is_refused: bool = False
+    lost: TemporalUnavailable | None = None
+
+
+@dataclass(eq=False)
+class _Notices:
+    """A session's notices, sent one after another: Temporal has at most ten updates of a workflow in progress.
+
+    Hundreds of commands may arrive at once, and each that comes during an update is in the next one.
+    """
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    next: _Notice = field(default_factory=_Notice)
+
+
+@dataclass(eq=False)
 class Sessions:
     """Hands commands to sessions, and reads their results."""
 
@@ -199,6 +221,7 @@ class Sessions:
     _results_days: float
     _pruned_until: float = 0.0
     _told: dict[tuple[str, int], float] = field(default_factory=dict)  # when a workflow heard of a command
+    _notices: weakref.WeakValueDictionary[str, _Notices] = field(default_factory=weakref.WeakValueDictionary)
 
     async def send(self, tenant: str, run_id: str, number: int, asked: Asked | bytes, wait_s: float) -> CommandView:
         """Accept a command, to be done after those of lower numbers. Sending it again has no further effect.
@@ -257,9 +280,8 @@ class Sessions:
         told, now = (record.run_id, number), time.monotonic()
         if now - self._told.get(told, -math.inf) < _TELL_AGAIN_S:
             return
-        sent = CommandArrived(number=number)
         try:
-            await update_run(self._runs, self._temporal, record, "command", sent, place="number", sure=number > 1)
+            await self._notify(record, number)
         except Conflict:
             keys = RunKeys(record.run_id)
             if await asyncio.to_thread(self._store.head, keys.command_result(number)) is None:
@@ -269,6 +291,35 @@ class Sessions:
         if len(self._told) >= _MOST_TOLD:
             self._told.clear()
         self._told[told] = now
+
+    async def _notify(self, record: RunRecord, number: int) -> None:
+        """Update the workflow, with all commands of the session that wait for that. Raises as `update_run` does."""
+        notices = self._notices.setdefault(record.run_id, _Notices())
+        notice = notices.next
+        notice.numbers.add(number)
+        async with notices.turn:
+            if notices.next is notice:
+                notices.next = _Notice()
+            if notice.lost is not None:
+                raise notice.lost
+            while not notice.is_sent:
+                # One that the workflow refuses may not stop the others.
+                numbers = {number} if notice.is_refused else notice.numbers
+                sent = CommandArrived(number=number, also=tuple(sorted(numbers - {number})))
+                sure = 1 not in numbers
+                try:
+                    await update_run(self._runs, self._temporal, record, "command", sent, place="number", sure=sure)
+                except Conflict:
+                    if notice.is_refused or len(numbers) == 1:
+                        raise
+                    notice.is_refused = True
+                    continue
+                except TemporalUnavailable as error:
+                    notice.lost = error
+                    raise
+                if notice.is_refused:
+                    return
+                notice.is_sent = True
 
     async def _record(self, tenant: str, run_id: str) -> RunRecord:
         record = await self._runs.record(tenant, run_id)
@@ -353,6 +404,9 @@ class Sessions:
                     await self._tell(record, number, command)
                 except Conflict:
                     if command is not None:
+                        raise
+                except TemporalUnavailable:
+                    if not reply.is_served:
                         raise
             if not reply.is_served and time.monotonic() >= look_at:
                 look_at = time.monotonic() + _ASK_EACH_S

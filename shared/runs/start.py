@@ -30,9 +30,10 @@ MOST_TOLD_BYTES = 64 << 10
 
 
 class CommandArrived(Frozen):
-    """Tells a session's workflow that the command of this number has been stored."""
+    """Tells a session's workflow that the command of this number has been stored, and those of the others, too."""
 
     number: int = Field(ge=1, le=MAX_NUMBER)
+    also: tuple[int, ...] = ()
 
 
 class SessionState(Frozen):

@@ -220,6 +220,17 @@ async def test_a_change_that_was_overtaken_is_dropped_and_told_of_once(database:
     assert told == ["run.created", "run.succeeded"]
 
 
+async def test_reads_do_not_wait_behind_writes(database: Database) -> None:
+    may_end = Event()
+    writes = [asyncio.create_task(database.writing(lambda _: may_end.wait(60))) for _ in range(20)]
+    await asyncio.sleep(0)  # they begin
+    async with asyncio.timeout(30):
+        assert await database.reading(lambda session: session.scalar(text("SELECT 1"))) == 1
+    assert not any(write.done() for write in writes)
+    may_end.set()
+    assert all(await asyncio.gather(*writes))
+
+
 async def test_pages_go_on_behind_a_run_and_keep_to_their_tenant(database: Database, tmp_path) -> None:
     rows = rows_of(database, tmp_path)
     mine = [record(n, created_at=float(n // 3), api="openai", metadata={"team": str(n % 2)}) for n in range(9)]

@@ -39,7 +39,7 @@ from shared.storage.store import LocalStore, open_store
 from tests.conftest import S3Server, free_port
 from tests.depth import drawn
 from tests.served import ANY_PORT, Quiet, served
-from tests.service.conftest import key_of_acme, polling, serving, sft
+from tests.service.conftest import key_of_acme, polling, serving, settings_below, sft
 from tests.service.stand_in import MUTE, SUCCEEDS, UNANSWERED_STEP
 from tests.waiting import wait_until
 
@@ -434,3 +434,24 @@ def audited(api: httpx.Client) -> list[tuple[str, str]]:
     """The requests about files in the tenant's audit log, oldest first."""
     entries = api.get("/audit").json()["entries"]
     return [(each["request_id"], each["method"]) for each in entries[::-1] if each["path"].startswith("/api/v1/files")]
+
+
+async def test_commands_that_arrive_at_once_are_told_together(
+    temporal_address: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Temporal has at most ten updates of a workflow in progress, and refuses others."""
+    settings, many = settings_below(tmp_path, temporal_address), 60
+    with serving(settings) as service, service.http() as api, ThreadPoolExecutor(many) as senders:
+        run_id = api.post("/sessions", json={"model": str(tiny_model)}).json()["run_id"]
+
+        def send(number: int) -> int:
+            return api.put(f"/sessions/{run_id}/commands/{number}", json={"kind": "save_state"}).status_code
+
+        sent = [senders.submit(send, number) for number in range(1, many + 1)]
+        store, keys = open_store(settings.store, settings.s3), RunKeys(run_id)
+        wait_until(lambda: all(store.head(keys.command(n)) for n in range(1, many + 1)), "all are stored")
+        with polling(settings):  # until now no host took the first update
+            assert {each.result() for each in sent} == {202}
+        history = await (await Client.connect(temporal_address)).get_workflow_handle(run_id).fetch_history()
+    accepted = [e for e in history.events if e.HasField("workflow_execution_update_accepted_event_attributes")]
+    assert 2 <= len(accepted) <= 6
