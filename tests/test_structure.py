@@ -180,15 +180,15 @@ LINES_OF_ROOMS = {
     "megatron_worker/trainer_rank": 880,
     "megatron_worker/training": 900,
     "megatron_worker/weight_sync": 2_080,
-    "service": 4_180,
+    "service": 4_120,
     "service/accounts": 1_260,
-    "service/apis": 8_350,  # with Anthropic's messages
-    "service/automation": 1_800,
-    "service/cli": 4_990,
+    "service/apis": 8_230,  # with Anthropic's messages
+    "service/automation": 1_780,
+    "service/cli": 4_920,
     "service/database": 490,
-    "service/host_http": 960,
+    "service/host_http": 950,
     "service/inference": 1_960,
-    "service/runs": 2_470,
+    "service/runs": 2_440,
     "shared": 1_660,
     "shared/chat": 1_990,
     "shared/families": 2_660,  # two families and a kind of layer more than 2,450
