@@ -180,7 +180,7 @@ LINES_OF_ROOMS = {
     "megatron_worker/trainer_rank": 880,
     "megatron_worker/training": 900,
     "megatron_worker/weight_sync": 2_080,
-    "service": 4_120,
+    "service": 4_130,
     "service/accounts": 1_260,
     "service/apis": 8_230,  # with Anthropic's messages
     "service/automation": 1_780,
