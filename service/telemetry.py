@@ -3,33 +3,23 @@
 import hashlib
 import os
 import re
-import threading
+import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from prometheus_client import Counter, Gauge, Histogram
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client import Counter, Histogram
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from temporalio import activity, workflow
 from temporalio.client import Interceptor
-from temporalio.runtime import (
-    BUFFERED_METRIC_KIND_COUNTER,
-    BUFFERED_METRIC_KIND_GAUGE,
-    MetricBuffer,
-    MetricBufferDurationFormat,
-    Runtime,
-    TelemetryConfig,
-)
+from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
 
 if TYPE_CHECKING:
     from temporalio.contrib.opentelemetry import TracingInterceptor
@@ -293,66 +283,26 @@ def request_ids() -> dict[str, str]:
 
 
 # --- Temporal's own metrics of this process, at the same port as ours ---
-#
-# The SDK's runtime buffers its updates. They are added up here, since the SDK itself could only show them at
-# a separate port.
 
-_BUFFER = 100_000
-_DRAIN_S = 5.0  # without scrapes; the SDK drops updates if its buffer is full
-_BUCKETS_S = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 3600.0, float("inf"))
+# The SDK's own buckets begin at 50 ms, and end at a minute: too coarse for a request, too short for a step.
+_BUCKETS_S = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 3600.0)
+_BUCKETS = dict.fromkeys(("request_latency", "activity_execution_latency"), _BUCKETS_S)
 _runtime: Runtime | None = None
 
 
-# By the SDK's kind of metric: ours, and the way in which it takes an update. All others are of seconds.
-_KINDS: dict[Any, tuple[Callable[..., Any], Callable[[Any, float], None]]] = {
-    BUFFERED_METRIC_KIND_COUNTER: (Counter, Counter.inc),
-    BUFFERED_METRIC_KIND_GAUGE: (Gauge, Gauge.set),
-}
-_OF_SECONDS = partial(Histogram, buckets=_BUCKETS_S), Histogram.observe
+def start_sdk_metrics() -> str:
+    """Count the metrics of Temporal clients that connect from now on. Called once, at a process's start.
 
-
-class SdkMetrics(Collector):
-    """Adds up the metric updates of the SDK's runtime, by the names of metrics and of their labels."""
-
-    def __init__(self, buffer: MetricBuffer) -> None:
-        self._buffer = buffer
-        self._lock = threading.Lock()
-        self._found: dict[tuple[str, ...], Any] = {}
-
-    def drain(self) -> None:
-        with self._lock:
-            for update in self._buffer.retrieve_updates():
-                name, about = update.metric.name, update.metric.description
-                labels = {n: str(v) for n, v in sorted(update.attributes.items()) if n != "service_name"}
-                make, take = _KINDS.get(update.metric.kind, _OF_SECONDS)
-                if (found := self._found.get((name, *labels))) is None:
-                    found = self._found[name, *labels] = make(name, about or name, labels, registry=None)
-                take(found.labels(**labels) if labels else found, update.value)
-
-    def collect(self) -> Iterable[Metric]:
-        self.drain()
-        families: dict[str, Metric] = {}
-        with self._lock:
-            for family in (each for found in self._found.values() for each in found.collect()):
-                if (first := families.setdefault(family.name, family)) is not family:
-                    first.samples += family.samples
-        return families.values()
-
-
-def start_sdk_metrics() -> SdkMetrics:
-    """Count the metrics of Temporal clients that connect from now on. Called once, at a process's start."""
+    Returns the address at which the SDK shows them, of this machine alone: ours hands them on.
+    """
     global _runtime
-    buffer = MetricBuffer(_BUFFER, MetricBufferDurationFormat.SECONDS)
-    _runtime = Runtime(telemetry=TelemetryConfig(metrics=buffer))
-    metrics = SdkMetrics(buffer)
-
-    def drain() -> None:
-        while True:
-            metrics.drain()
-            time.sleep(_DRAIN_S)
-
-    threading.Thread(target=drain, name="temporal metrics", daemon=True).start()
-    return metrics
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    shown = PrometheusConfig(
+        address, counters_total_suffix=True, durations_as_seconds=True, histogram_bucket_overrides=_BUCKETS
+    )
+    _runtime = Runtime(telemetry=TelemetryConfig(metrics=shown, attach_service_name=False))
+    return f"http://{address}/metrics"
 
 
 def sdk_runtime() -> Runtime | None:

@@ -20,13 +20,12 @@ export LONGSHORE_TEST_SHARE="${LONGSHORE_TEST_SHARE:-1}"
 cache="${LONGSHORE_TEST_CACHE:-$PWD/.pytest_cache}"
 last_failed="$cache/v/cache/lastfailed"
 failed() { .venv/bin/python -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' "$last_failed"; }
-costs() { .venv/bin/python -m tests.costs tell "$cache"; }
 
 rm -f "$last_failed"
-# What the run costs counts by its first round alone (tests/costs.py).
+# What files take is noted of the first round alone (tests/costs.py).
 .venv/bin/python -m pytest -p tests.costs -n "${LONGSHORE_TEST_PROCESSES:-2}" --dist loadfile --durations 30 -o cache_dir="$cache" "$@"
 status=$?
-[ $status != 0 ] || { costs; exit; }
+[ $status != 0 ] || exit 0
 # 1: they ran to their end, and some failed.
 [ $status = 1 ] && [ -s "$last_failed" ] || exit $status
 first_round=$(failed)
@@ -39,7 +38,4 @@ printf '== failed beside other tests, now alone:\n%s\n' "$first_round"
     printf '!! failed beside other tests:\n%s\n!! and alone:\n%s\n' "$first_round" "$(failed)" >&2
     exit 1
 }
-costs
-status=$?
 printf '!! failed beside other tests and passed alone:\n%s\n' "$first_round"
-exit $status

@@ -86,6 +86,7 @@ _OF_NAMES = ("eval_datasets", "sets")  # objects of a user's own names, none of 
 
 
 MAX_DEPTH = 100
+"""Of objects and lists. Beyond about 200, a workflow cannot read what the service has read."""
 MAX_FIELDS = 1_000
 """Fields of one object."""
 MAX_VALUES = 200_000

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -346,7 +346,7 @@ def collect(
     num_withdrawn = 0
     if is_dry:
         heaps = [(each, *of) for each in found for of in zip(each.whats, each.heaps, strict=True)]
-        freed = [_freed(each, what, heap.num_objects, heap.num_bytes) for each, what, heap in heaps]
+        freed = _freed((each, what, heap.num_objects, heap.num_bytes) for each, what, heap in heaps)
     else:
         uses, done = Uses(database), list[Deleted | None]()
         for some in (found[first : first + at_once] for first in range(0, len(found), at_once)):
@@ -358,7 +358,7 @@ def collect(
                 done += threads.map(deleting, some, claims)
         num_withdrawn = done.count(None)
         gone = [(each, what, infos) for each, of in zip(found, done, strict=True) for what, infos in (of or {}).items()]
-        freed = [_freed(each, what, len(infos), sum(i.size for i in infos)) for each, what, infos in gone]
+        freed = _freed((each, what, len(infos), sum(i.size for i in infos)) for each, what, infos in gone)
         census.discount(info for _, _, infos in gone for info in infos)
         _forget_unused(store, uses, census)
     measured = census.stored()
@@ -371,26 +371,20 @@ def collect(
         took_s=time.time() - began,
         num_runs=sum(run.state is not None for run in census.runs.values()),
         num_going_on=sum(run.goes_on for run in census.runs.values()),
-        freed=_summed_report(freed),
+        freed=freed,
         num_withdrawn=num_withdrawn,
         measured={tenant: dict(sorted(of.items())) for tenant, of in by_tenant.items()},
     )
     return report, Measurement(began=began, stored=measured)
 
 
-def _freed(each: Due, what: What, num_objects: int, num_bytes: int) -> Freed:
-    tenant = each.tenants[0] if len(each.tenants) == 1 else None
-    return Freed(what=what, tenant=tenant, num_units=1, num_objects=num_objects, num_bytes=num_bytes)
-
-
-def _summed_report(rows: Iterable[Freed]) -> tuple[Freed, ...]:
-    found: dict[tuple[str, str], Freed] = {}
-    for row in rows:
-        place = row.tenant or "", row.what
-        before = found.get(place, row.model_copy(update={"num_units": 0, "num_objects": 0, "num_bytes": 0}))
-        sums = {n: getattr(before, n) + getattr(row, n) for n in ("num_units", "num_objects", "num_bytes")}
-        found[place] = row.model_copy(update=sums)
-    return tuple(row for _, row in sorted(found.items()))
+def _freed(gone: Iterable[tuple[Due, What, int, int]]) -> tuple[Freed, ...]:
+    """Sum up what went, or would go: of each unit a category, objects and bytes."""
+    found: dict[tuple[str, What], Counter[str]] = defaultdict(Counter)
+    for each, what, num_objects, num_bytes in gone:
+        tenant = each.tenants[0] if len(each.tenants) == 1 else ""
+        found[tenant, what].update(num_units=1, num_objects=num_objects, num_bytes=num_bytes)
+    return tuple(Freed(tenant=tenant or None, what=what, **sums) for (tenant, what), sums in sorted(found.items()))
 
 
 def _delete_or_tell(

@@ -59,13 +59,6 @@ _MOST_BACKFILLED = 200
 _SHOWN_ACTIONS = 20
 _CONCURRENT = 16
 _LOOKS, _LOOK_EVERY_S = 4, 0.2
-_OVERLAPS: dict[Overlap, ScheduleOverlapPolicy] = {
-    "skip": ScheduleOverlapPolicy.SKIP,
-    "buffer_one": ScheduleOverlapPolicy.BUFFER_ONE,
-    "buffer_all": ScheduleOverlapPolicy.BUFFER_ALL,
-    "allow_all": ScheduleOverlapPolicy.ALLOW_ALL,
-    "cancel_other": ScheduleOverlapPolicy.CANCEL_OTHER,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +141,7 @@ class Schedules:
             if (num_times := len(found.start_time)) > _MOST_BACKFILLED:  # Temporal lists some more, but not all
                 rule = f"up to {num_times:,} times, or more; one backfill acts at {_MOST_BACKFILLED} at most"
                 raise InvalidInput(rule, "end")
-            times = ScheduleBackfill(start_at=begin, end_at=end, overlap=_OVERLAPS[span.overlap])
+            times = ScheduleBackfill(start_at=begin, end_at=end, overlap=_policy(span.overlap))
             await handle.backfill(times, rpc_timeout=PATIENCE)
 
         return await self._each(tenant, name, ask)
@@ -216,7 +209,7 @@ class Schedules:
                 time_zone_name=scheduled.timezone,
             ),
             policy=SchedulePolicy(
-                overlap=_OVERLAPS[scheduled.overlap], catchup_window=timedelta(seconds=scheduled.catch_up_s)
+                overlap=_policy(scheduled.overlap), catchup_window=timedelta(seconds=scheduled.catch_up_s)
             ),
             state=ScheduleState(paused=record.paused, note=_OURS),
         )
@@ -256,6 +249,10 @@ class Schedules:
         if record is None or record.is_deleted:
             raise NotFound(f"there is no schedule {name}")
         return record
+
+
+def _policy(overlap: Overlap) -> ScheduleOverlapPolicy:
+    return ScheduleOverlapPolicy[overlap.upper()]
 
 
 async def _describe(client: Client, record: ScheduleRecord) -> ScheduleDescription | None:

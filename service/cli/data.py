@@ -1,7 +1,6 @@
 """What one does before a run: `longshore validate`, `preview`, `estimate`, `grader` and `files`."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -109,7 +108,7 @@ def run(
     client: "Client",
     grader: GraderFile,
     samples: Annotated[
-        str | None,
+        typer.FileText | None,
         typer.Argument(metavar="SAMPLES", help='JSONL of {"sample": {"output_text": ...}, "item": {...}}; - is stdin.'),
     ] = None,
     text: Annotated[str | None, typer.Option(help="The model's output to grade, instead of SAMPLES.")] = None,
@@ -142,56 +141,38 @@ def _checked(given: str) -> "Grader":
         raise cli.Stop(str(error), cli.USAGE, "docs/graders.md has the fields of each kind") from None
 
 
-def _rows(samples: str | None, text: str | None, item: str | None, limit: int) -> "Iterator[tuple[str, SampledItem]]":
+def _rows(
+    samples: typer.FileText | None, text: str | None, item: str | None, limit: int
+) -> "Iterator[tuple[str, SampledItem]]":
     if (samples is None) == (text is None):
         raise cli.Stop("give either SAMPLES or --text", cli.USAGE, "longshore grader run --help has examples")
-    if text is not None:
-        row = {"sample": {"output_text": text}, "item": _object(item or "{}", "--item")}
-        yield "--text", _sample(row, "--text")
+    if samples is None:
+        row = {"sample": {"output_text": text}, "item": json_of(item or "{}", "--item")}
+        yield "--text", _sample(json.dumps(row), "--text")
         return
     if item is not None:
         raise cli.Stop("--item goes with --text: SAMPLES have items of their own", cli.USAGE)
-    name = "stdin" if samples == "-" else str(samples)
-    with sys.stdin if samples == "-" else _opened(name) as lines:
-        filled = ((f"{name}:{at}", line) for at, line in enumerate(lines, 1) if line.strip())
-        found = list(islice(filled, limit + 1))
+    filled = ((f"{samples.name}:{at}", line) for at, line in enumerate(samples, 1) if line.strip())
+    found = list(islice(filled, limit + 1))
     if not found:
-        raise cli.Stop(f"{name} has no samples", cli.USAGE)
+        raise cli.Stop(f"{samples.name} has no samples", cli.USAGE)
     if len(found) > limit:
         cli.say(f"only the first {limit} samples are graded: --limit takes up to {_MOST}")
     for place, line in found[:limit]:
-        yield place, _sample(_object(line, place), place)
+        yield place, _sample(line, place)
 
 
-def _opened(name: str) -> Any:
-    path = Path(name)
-    if not path.is_file():
-        raise cli.Stop(f"SAMPLES: there is no file {name}", cli.USAGE)
-    return path.open()
-
-
-def _object(text: str, place: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise cli.Stop(f"{place}: no JSON: {error}", cli.USAGE) from None
-    if not isinstance(found, dict):
-        raise cli.Stop(f"{place}: expected a JSON object", cli.USAGE)
-    return found
-
-
-def _sample(row: dict[str, Any], place: str) -> "SampledItem":
+def _sample(row: str, place: str) -> "SampledItem":
     from pydantic import ValidationError
 
     from longshore.grading import SampledItem
 
     try:
-        return SampledItem.model_validate(row)
+        return SampledItem.model_validate_json(row)
     except ValidationError as error:
         rule = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise cli.Stop(
-            f"{place}: {rule}", cli.USAGE, 'a sample is {"sample": {"output_text": ...}, "item": {...}}'
-        ) from None
+        advice = 'a sample is {"sample": {"output_text": ...}, "item": {...}}'
+        raise cli.Stop(f"{place}: {rule}", cli.USAGE, advice) from None
 
 
 def _print(grades: list[dict[str, Any]]) -> None:

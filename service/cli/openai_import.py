@@ -1,11 +1,8 @@
-"""Import of an account's fine-tuning jobs at OpenAI: they are read by its API, and started here.
-
-The server is not trusted: bytes, pages, and the form of every id are limited here.
-"""
+"""Import of an account's fine-tuning jobs at OpenAI: they are read by its API, and started here."""
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, BinaryIO, Literal, Self, TypeVar
 
@@ -13,13 +10,11 @@ import httpx
 from pydantic import BaseModel, Field, JsonValue, ValidationError
 
 from longshore.client import Client, ServiceError
-from service.cli.command import NOT_FOUND, USAGE, Stop, stop_of
+from service.cli.command import FAILED, NOT_FOUND, USAGE, Stop, stop_of
 from shared.field_rules import first_rule
 
 # --- The account: jobs, names of checkpoints, files ---
 
-_MAX_JOBS, _MAX_CHECKPOINTS = 10_000, 1000
-_MAX_ANSWER_BYTES = 16 << 20
 _TIMEOUT_S = 60.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
@@ -51,25 +46,19 @@ class TheirJob(BaseModel):
         return self.user_provided_suffix or (parts[3] if len(parts) == 5 and parts[3] else None)
 
 
-class TheirCheckpoint(BaseModel):
-    id: Id
-    fine_tuned_model_checkpoint: _Name
-
-
 class TheirFile(BaseModel):
     """`bytes`: the file's size according to the server."""
 
-    id: Id
-    filename: Annotated[str, Field(max_length=1024)]
-    bytes: int = Field(ge=0)
+    filename: str
+    bytes: int
 
 
 class _Page(BaseModel):
-    data: list[JsonValue] = Field(max_length=1000)
+    data: list[dict[str, JsonValue]]
     has_more: bool = False
 
 
-T = TypeVar("T", TheirJob, TheirCheckpoint, TheirFile)
+M = TypeVar("M", bound=BaseModel)
 
 
 class Account:
@@ -82,7 +71,7 @@ class Account:
             raise Stop(f"{base_url}: {error}", USAGE) from None
         if url.scheme != "https" and not (url.scheme == "http" and url.host in _LOOPBACK):
             raise Stop(f"{base_url}: a key is sent by https alone", USAGE)
-        headers = {"authorization": f"Bearer {key}", "accept-encoding": "identity"}
+        headers = {"authorization": f"Bearer {key}"}
         self._http = httpx.Client(base_url=base_url.rstrip("/"), headers=headers, timeout=_TIMEOUT_S)
         self._max_file_bytes = max_file_bytes
 
@@ -94,80 +83,60 @@ class Account:
 
     def jobs(self) -> list[TheirJob]:
         """Return all fine-tuning jobs, the oldest first."""
-        return list(self._listed("/fine_tuning/jobs", TheirJob, _MAX_JOBS))[::-1]
+        path = "/fine_tuning/jobs"
+        return [_parsed(path, TheirJob.model_validate, row) for row in self._listed(path)][::-1]
 
     def checkpoints(self, job_id: str) -> list[str]:
         """Return the names under which a job's checkpoints are asked."""
-        found = self._listed(f"/fine_tuning/jobs/{job_id}/checkpoints", TheirCheckpoint, _MAX_CHECKPOINTS)
-        return [each.fine_tuned_model_checkpoint for each in found]
+        found = self._listed(f"/fine_tuning/jobs/{job_id}/checkpoints")
+        return [str(each.get("fine_tuned_model_checkpoint")) for each in found]
 
-    def file(self, file_id: str) -> TheirFile:
-        """Return a file's record. Raises Stop if it is longer than is taken."""
-        path = f"/files/{file_id}"
-        found = _parsed(TheirFile, b"".join(self._body(path, {}, _MAX_ANSWER_BYTES)), path)
+    def name_of(self, file_id: str) -> str:
+        """Return a file's name. Raises Stop if the file is longer than is taken."""
+        found = self._read(f"/files/{file_id}", {}, TheirFile)
         if found.bytes > self._max_file_bytes:
             raise Stop(f"{file_id} has {found.bytes:,} bytes, and {self._max_file_bytes:,} are read: --max-file-bytes")
-        return found
+        return found.filename
 
     def read(self, file_id: str, target: BinaryIO) -> None:
         """Write a file's bytes. Raises Stop if they exceed the limit, whatever size its record has."""
-        for chunk in self._body(f"/files/{file_id}/content", {}, self._max_file_bytes):
+        for chunk in self._body(f"/files/{file_id}/content", {}):
             target.write(chunk)
+            if target.tell() > self._max_file_bytes:
+                raise Stop(f"{file_id} has more than {self._max_file_bytes:,} bytes: --max-file-bytes")
 
-    def _listed(self, path: str, kind: type[T], most: int) -> Iterator[T]:
-        seen: set[str] = set()
-        after: dict[str, Any] = {}
-        while True:
-            page = _parsed(_Page, b"".join(self._body(path, {"limit": 100, **after}, _MAX_ANSWER_BYTES)), path)
-            for row in page.data:
-                item = _parsed(kind, row, path)
-                if item.id in seen:
-                    raise Stop(f"{path}: {item.id} is listed twice: the pages run in a circle")
-                seen.add(item.id)
-                if len(seen) > most:
-                    raise Stop(f"{path}: more than {most:,} are listed")
-                yield item
-                after = {"after": item.id}
-            if not page.has_more or not page.data:
-                return
+    def _listed(self, path: str) -> Iterator[dict[str, JsonValue]]:
+        page, after = _Page(data=[], has_more=True), dict[str, JsonValue]()
+        while page.has_more:
+            page = self._read(path, {"limit": 100, **after}, _Page)
+            yield from page.data
+            after = {"after": page.data[-1].get("id")} if page.data else {}
 
-    def _body(self, path: str, params: dict[str, Any], most: int) -> Iterator[bytes]:
+    def _read(self, path: str, params: dict[str, JsonValue], kind: type[M]) -> M:
+        return _parsed(path, kind.model_validate_json, b"".join(self._body(path, params)))
+
+    def _body(self, path: str, params: dict[str, Any]) -> Iterator[bytes]:
         try:
             with self._http.stream("GET", path, params=params) as answer:
-                if answer.status_code != httpx.codes.OK:
-                    code = NOT_FOUND if answer.status_code == httpx.codes.NOT_FOUND else 100
-                    raise Stop(f"{path}: {answer.status_code}: {_told(answer)}", code)
-                if answer.headers.get("content-encoding", "identity") != "identity":
-                    raise Stop(f"{path}: the answer is compressed, which was not asked for")
-                num_bytes = 0
-                for chunk in answer.iter_raw():
-                    num_bytes += len(chunk)
-                    if num_bytes > most:
-                        raise Stop(f"{path}: the answer has more than {most:,} bytes")
-                    yield chunk
+                if answer.is_error:
+                    code = NOT_FOUND if answer.status_code == httpx.codes.NOT_FOUND else FAILED
+                    told = printable(answer.read().decode(errors="replace"))
+                    raise Stop(f"{path}: {answer.status_code}: {told}", code)
+                yield from answer.iter_bytes()
         except httpx.HTTPError as error:
             raise Stop(f"{self._http.base_url}: {error or type(error).__name__}") from None
+
+
+def _parsed(path: str, parse: Callable[[Any], M], given: Any) -> M:
+    try:
+        return parse(given)
+    except ValidationError as error:
+        raise Stop(f"{path}: this is no answer of OpenAI's API: {printable(first_rule(error))}") from None
 
 
 def printable(text: str) -> str:
     """Return a text of a stranger's that may be written to a terminal."""
     return _UNPRINTABLE.sub("?", text)[:300]
-
-
-def _told(answer: httpx.Response) -> str:
-    for chunk in answer.iter_raw(1024):
-        return printable(chunk.decode(errors="replace"))
-    return ""
-
-
-M = TypeVar("M", bound=BaseModel)
-
-
-def _parsed(kind: type[M], given: Any, path: str) -> M:
-    try:
-        return kind.model_validate_json(given) if isinstance(given, bytes) else kind.model_validate(given)
-    except ValidationError as error:
-        raise Stop(f"{path}: this is no answer of OpenAI's API: {printable(first_rule(error))}") from None
 
 
 # --- Jobs here for those there ---
@@ -291,9 +260,10 @@ class AccountImport:
 
     def _file(self, file_id: str) -> str:
         """Return the id here of a file at OpenAI. It is copied once: its name contains the original's id."""
-        name = f"{file_id}-{_plain(self._account.file(file_id).filename)}"
+        name = f"{file_id}-{_plain(self._account.name_of(file_id))}"
         if self._uploaded is None:
-            self._uploaded = self._files()
+            page = self._client.call("GET", "/v1/files", params={"purpose": "fine-tune"})
+            self._uploaded = {each["filename"]: each["id"] for each in page["data"]}
         if name not in self._uploaded:
             with tempfile.TemporaryFile() as copy:
                 self._account.read(file_id, copy)
@@ -301,17 +271,6 @@ class AccountImport:
                 form: dict[str, Any] = {"data": {"purpose": "fine-tune"}, "files": {"file": (name, copy)}}
                 self._uploaded[name] = self._client.call("POST", "/v1/files", **form, timeout_s=_UPLOAD_S)["id"]
         return self._uploaded[name]
-
-    def _files(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        after: dict[str, str] = {}
-        while True:
-            params = {"purpose": "fine-tune", "limit": 1000, **after}
-            page = self._client.call("GET", "/v1/files", params=params)
-            found |= {each["filename"]: each["id"] for each in page["data"]}
-            if not page["has_more"]:
-                return found
-            after = {"after": page["data"][-1]["id"]}
 
 
 def translated(job: TheirJob, model: str) -> tuple[dict[str, Any], list[str]]:

@@ -285,8 +285,7 @@ def number(value: float | None) -> str:
 
 _LONG_POLL_S = 1.0
 _AWAY_FOR_S = 120.0
-_GAP = 2
-_LEAST_BAR, _GOOD_BAR, _LONGEST_BAR = 6, 20, 40
+_GAP, _BAR = 2, 14
 
 
 @contextmanager
@@ -395,44 +394,27 @@ class Bar:
         self.console.print(escape(text))
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
         from rich.text import Text
 
-        label, done, others = self._parts(options.max_width)
-        full, empty = ("#", "-") if options.ascii_only else ("━", "━")
-        if console.no_color or console.color_system is None:
-            empty = " " if not options.ascii_only else empty
-        width = self._bar_width(options.max_width, [label, *others])
-        num_full = round(done * width)
-        bar = Text.assemble((full * num_full, "bar.complete"), (empty * (width - num_full), "bar.back"))
-        cells = [Text(label), bar, *map(Text, others)]
-        # One line of text, and not rich's own Progress: on a narrow terminal a table cuts every cell, a text its end.
-        yield Text(" " * _GAP, no_wrap=True, overflow="ellipsis").join(cell for cell in cells if cell)
-
-    def _parts(self, width: int) -> tuple[str, float, list[str]]:
-        """Return the parts of the line at this width: label, fraction of steps done, and the others in order."""
         from service.runs.views import main_metrics, seconds_left
 
         view, now = self._view, time.time()
+        left_s = seconds_left(view, now)
         label = self._evaluating or view.phase.replace("_", " ") if view.state == "running" else view.state
         steps = f"{self._step}/{view.num_steps}" if view.num_steps else f"step {self._step}" if self._step else ""
         took = cli.span((view.ended_at or now) - view.started_at) if view.started_at is not None else ""
-        left_s = seconds_left(view, now)
         left = f"{cli.span(left_s)} left" if left_s else ""
-        metrics = main_metrics(self._metrics)
-        others = [steps, took, left, *metrics[:1]]
-        if self._bar_width(width, [label, *others]) < _LEAST_BAR:
-            others.remove(took)
-        for metric in metrics[1:]:
-            if self._bar_width(width, [label, *others, metric]) < _GOOD_BAR:
-                break
-            others.append(metric)
-        return label, self._step / view.num_steps if view.num_steps else 0.0, [part for part in others if part]
-
-    @staticmethod
-    def _bar_width(width: int, parts: Sequence[str]) -> int:
-        """Return the width left for the bar; 0 if it would be too short."""
-        left = width - sum(len(part) + _GAP for part in parts if part)
-        return min(_LONGEST_BAR, left) if left >= _LEAST_BAR else 0
+        metrics, bar = main_metrics(self._metrics), "━" * _BAR
+        parts = [part for part in (label, bar, steps, took, left, *metrics) if part]
+        for least in (*metrics[:0:-1], took, bar, *metrics[:1]):  # left out, in this order, until the line has room
+            if sum(len(part) + _GAP for part in parts) - _GAP > options.max_width and least in parts:
+                parts.remove(least)
+        line = Table.grid(*parts, padding=(0, _GAP, 0, 0))
+        done = ProgressBar(view.num_steps or 1, self._step if view.num_steps else 0, width=_BAR)
+        line.add_row(*(done if part == bar else Text(part, no_wrap=True, overflow="ellipsis") for part in parts))
+        yield line
 
 
 def follow(client: "Client", view: "RunView", timeout_s: float | None) -> "tuple[RunView, int]":

@@ -24,7 +24,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, disable_created_metrics, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics, generate_latest
 from pydantic import IPvAnyAddress, IPvAnyNetwork, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -465,14 +465,12 @@ def _metrics_served(settings: Settings) -> Iterator[None]:
     except OSError as error:
         raise SystemExit(f"LONGSHORE_METRICS__PORT: cannot listen at port {port} of {address}: {error}") from None
     disable_created_metrics()  # a series more for each
-    REGISTRY.register(sdk := start_sdk_metrics())
-    try:
-        with served(Starlette(routes=[Route("/metrics", _metrics)]), listener):
-            _log.info("metrics at port %d of %s", port, address)
-            yield
-    finally:
-        REGISTRY.unregister(sdk)
+    sdk = start_sdk_metrics()
 
+    def metrics(request: Request) -> Response:
+        of_temporal = httpx.get(sdk, trust_env=False).content
+        return Response(generate_latest() + of_temporal, headers={"content-type": CONTENT_TYPE_LATEST})
 
-def _metrics(request: Request) -> Response:
-    return Response(generate_latest(), headers={"content-type": CONTENT_TYPE_LATEST})
+    with served(Starlette(routes=[Route("/metrics", metrics)]), listener):
+        _log.info("metrics at port %d of %s", port, address)
+        yield

@@ -12,8 +12,6 @@ from datetime import timedelta
 from statistics import mean, median
 from typing import Any, Protocol
 
-from pydantic import JsonValue
-
 from longshore.dataset_runs import Dataset, DatasetRun, DatasetSource, RewardRun, named_sources
 from longshore.grading import GradeOneRequest, Grader, OneGrade, SampledItem
 from longshore.runs import RLRun, Run
@@ -34,8 +32,6 @@ from shared.settings import PriceSettings
 
 PREVIEW_WORKFLOW, GRADER_WORKFLOW = "PreviewWorkflow", "GraderWorkflow"
 _PATIENCE = timedelta(minutes=5)
-_DEEPEST = 64
-"""Levels of JSON within a sample. Beyond about 200, a workflow cannot read what the service has read."""
 _PLACED = re.compile(r"(?P<place>grader[\w.]*): (?P<message>.*)", re.DOTALL)
 
 
@@ -65,10 +61,8 @@ class Checks:
     async def grade(self, tenant: str, grader: Grader, sample: SampledItem | None) -> OneGrade:
         """Grade a sample; without one, only load the grader.
 
-        Raises InvalidInput: the grader cannot be used here, with the reason; or the sample is nested too deep.
+        Raises InvalidInput: the grader cannot be used here, with the reason.
         """
-        if sample is not None and any(_depth(part) > _DEEPEST for part in (sample.sample, sample.item)):
-            raise InvalidInput(f"the sample is nested more than {_DEEPEST} levels deep", "sample")
         request = GradeOneRequest(grader=grader, sample=sample)
         async with self._places.place(tenant):
             workflow_id = f"grader-{secrets.token_hex(8)}"
@@ -79,17 +73,6 @@ class Checks:
             except InvalidInput as error:  # Temporal carries its place and its message in one text
                 found = _PLACED.fullmatch(str(error))
                 raise InvalidInput(found["message"], found["place"]) if found else error from None
-
-
-def _depth(value: JsonValue) -> int:
-    """The number of objects and lists that are nested in each other."""
-    match value:
-        case dict():
-            return 1 + max(map(_depth, value.values()), default=0)
-        case list():
-            return 1 + max(map(_depth, value), default=0)
-        case _:
-            return 0
 
 
 _MEASURED_RUNS = 3

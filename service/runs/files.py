@@ -30,7 +30,6 @@ from service.accounts.tenants import Quotas, used_gpu_seconds
 from service.database.engine import Database, KeyRow, RunRow
 from service.files import PublishedFiles
 from service.runs.rows import IndexedRun
-from service.runs.runs import SHARED_S
 from service.runs.views import IN_QUEUE
 from service.temporal import Temporal
 from shared.chat.trajectories import ChatTrajectory, EpisodeTrajectory, SentGroup, SentTrajectory, Trajectory
@@ -434,19 +433,10 @@ class Overviews:
         self._store = store
         self._histories = histories
         self._kept: OrderedDict[str, tuple[object, float, views.Sparkline]] = OrderedDict()
-        self._shown: dict[str, tuple[float, views.Overview]] = {}
         self._places = asyncio.Semaphore(_SPARKLINES_AT_ONCE)
 
     async def show(self, tenant: str) -> views.Overview:
-        """Return counts of runs by state, places in the queue for workers, and titles of keys; half a second old."""
-        since, overview = self._shown.get(tenant, (0.0, None))
-        if overview is None or time.monotonic() - since > SHARED_S:
-            asked = time.monotonic()
-            overview = await self._look(tenant)
-            self._shown[tenant] = asked, overview
-        return overview
-
-    async def _look(self, tenant: str) -> views.Overview:
+        """Return counts of runs by state, places in the queue for workers, and titles of keys."""
         counts = select(RunRow.state, func.count()).where(RunRow.tenant == tenant).group_by(RunRow.state)
         waiting = (
             select(RunRow.run_id, RunRow.tenant)

@@ -55,7 +55,7 @@ from shared.storage.store import ObjectStore
 # replaces a newer one.
 
 logger = logging.getLogger("longshore.service")
-SHARED_S = 0.5
+_SHARED_S = 0.5
 """Seconds for which a workflow's answer is used again."""
 _START_DUE_S = 30.0
 _CONCURRENT = 8
@@ -77,10 +77,10 @@ class RunStates:
     async def current(self, run: IndexedRun) -> IndexedRun:
         """Ask for a run's current status. Callers within half a second share one query."""
         since, task = self._asked.get(run.run_id, (0.0, None))
-        if task is None or time.monotonic() - since > SHARED_S:
+        if task is None or time.monotonic() - since > _SHARED_S:
             task = asyncio.create_task(self.refresh(run))
             now = time.monotonic()
-            self._asked = {run_id: each for run_id, each in self._asked.items() if now - each[0] <= SHARED_S}
+            self._asked = {run_id: each for run_id, each in self._asked.items() if now - each[0] <= _SHARED_S}
             self._asked[run.run_id] = now, task
         return await asyncio.shield(task)
 

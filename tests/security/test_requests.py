@@ -144,7 +144,7 @@ def nested(depth: int) -> bytes:
     return b'{"sample":{"output_text":"a","x":' + b'{"x":' * depth + b"1" + b"}" * (depth + 2)
 
 
-@pytest.mark.parametrize("depth", [60, 250, 900, 3000, 100_000])
+@pytest.mark.parametrize("depth", [90, 250, 900, 3000, 100_000])
 def test_depth_is_an_answer_and_not_a_fall(depth: int, owner: httpx.Client, walk: tuple[Operation, ...]) -> None:
     """JSON within JSON, where any JSON may stand, and where none may."""
     grader = json.dumps(STRING_CHECK).encode()
@@ -159,7 +159,7 @@ def test_depth_is_an_answer_and_not_a_fall(depth: int, owner: httpx.Client, walk
         asked.append(("/v1/preview/training-jobs", b'{"trajectory_groups":[' + nested(depth) + b"]}"))
     for path, data in asked:
         answer = owner.post(path, content=data, headers={"content-type": "application/json"})
-        expected = (200, 400, 413, 422) if path == "/api/v1/graders/run" else (400, 404, 413, 422)
+        expected = (200,) if path == "/api/v1/graders/run" and depth < 100 else (400, 404, 413, 422)
         assert answer.status_code in expected, (path, answer.text[:300])
 
 

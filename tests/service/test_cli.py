@@ -68,7 +68,7 @@ def test_a_terminal_shows_a_line_with_a_bar(service: Service, options) -> None:
     os.close(terminal)
     service.cli("cancel", run_id)
     assert done.returncode == 101
-    left = re.search(r"training  ━+ *  1/4(?:  (?P<left>[\ddhms ]+) left)?", shown)
+    left = re.search(r"training  ━+╸? *  1/4(?:  (?P<left>[\ddhms ]+) left)?", shown)
     assert left, shown
     if abs(left_s - 3600) < 60:
         assert re.fullmatch(r"59m( \d+s)?|1h", left["left"] or ""), shown

@@ -42,7 +42,12 @@ def nobody(service: Service, cli: Cli, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def on_stdin(monkeypatch: pytest.MonkeyPatch) -> Typed:
-    return lambda text: monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    def typed(text: str) -> None:
+        stdin = io.StringIO(text)
+        stdin.name = "<stdin>"
+        monkeypatch.setattr("sys.stdin", stdin)
+
+    return typed
 
 
 @pytest.fixture

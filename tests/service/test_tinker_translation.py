@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.internal.encoder import _VarintBytes
 from pydantic import ValidationError
 
 from longshore.accounts import QuotaSettings
@@ -33,11 +34,12 @@ from service.apis.tinker.records import (
 from service.apis.tinker.translation import (
     command_of,
     head_of,
+    make_command,
     policy_loss,
     scores_and_metrics,
     write_scores,
 )
-from service.apis.tinker.wire import MAX_MESSAGE_BYTES, SentRequest, error_body, plain_body, tinker_key
+from service.apis.tinker.wire import MAX_MESSAGE_BYTES, batch_of, error_body, plain_body, tinker_key
 from service.database import engine
 from service.database.engine import Database
 from service.inference.questions import check_length
@@ -62,7 +64,7 @@ from tests.service.tinker_bodies import (
 
 
 def translated(message: Any) -> bytes:
-    return command_of(SentRequest(message.SerializeToString()).batch())
+    return command_of(batch_of(message.SerializeToString()))
 
 
 def stored(*data: Datum, **options: Any) -> bytes:
@@ -207,7 +209,7 @@ def test_an_answer_is_of_the_loss_that_was_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SPOILT)
 def test_what_is_wrong_is_said(name: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        command_of(SentRequest(spoilt(name, "m", 1)).batch())
+        command_of(batch_of(spoilt(name, "m", 1)))
     assert caught.value.place and len(str(caught.value)) < 400
 
 
@@ -226,35 +228,31 @@ def test_bodies_are_bounded_and_whole() -> None:
         with pytest.raises(InvalidInput, match=rule):
             plain_body(given, encoding)
     with pytest.raises(InvalidInput, match="no ForwardBackwardRequest"):
-        SentRequest(body[:-2]).batch()
+        batch_of(body[:-2])
 
 
 def test_a_small_body_makes_no_large_work(tmp_path: Path) -> None:
-    """Three hundred bytes held the service for half a minute: groups hid what was counted."""
-    chunks, head = b"\x0a\x02\x0a\x00" * 300_000, b"\x0a\x01m\x10\x07"
+    """Three hundred bytes held the service for half a minute."""
+    chunks, head, path = b"\x0a\x02\x0a\x00" * 300_000, b"\x0a\x01m\x10\x07", tmp_path / "body"
     for datum, rule in (
-        (chunks, "more than 200,000 fields"),
-        (b"\x7b\x7c" + chunks, "groups"),
-        (b"\x7b\x7c" * 300_000, "groups"),
-        (b"\x12\x00" * 200_001, "more than 200,000 fields"),
+        (chunks, "at most 65,536 chunks"),
+        (b"\x7b\x7c" + chunks, "at most 65,536 chunks"),
+        (b"\x7b\x7c" * 300_000, "not served"),  # groups, which no client sends: skipped
+        (b"\x12\x00" * 200_001, "at most 32 inputs"),
+        (b"\x22\x00" * 200_001, "at most 65,536 chunks of an input, and spans"),
     ):
-        body = head + b"\x1a" + _length(len(datum)) + datum
+        path.write_bytes(compressed(head + b"\x1a" + _VarintBytes(len(datum)) + datum, 19))
         with pytest.raises(InvalidInput, match=rule):
-            plain_body(compressed(body, 19), "zstd")
-        (tmp_path / "body").write_bytes(compressed(body, 19))
-        sent = head_of(str(tmp_path / "body"), "zstd")
-        assert (sent.model_id, sent.seq_id) == ("m", 7), "the model's next request has the next number"
+            make_command(str(path), "zstd", str(tmp_path / "made"))
+        assert head_of(str(path), "zstd").seq_id == 7, "the model's next request has the next number"
+    with pytest.raises(InvalidInput, match="from 1 to 65,536"):
+        batch_of(head + b"\x1a\x00" * 65_537)
     shape = batch()
     tensor(shape).shape.extend([1] * 200_001)
-    with pytest.raises(InvalidInput, match="more than 200,000 fields"):
-        plain_body(shape.SerializeToString(), "")
+    with pytest.raises(InvalidInput, match="one or two dimensions"):
+        batch_of(shape.SerializeToString())
     with pytest.raises(InvalidInput, match="1,000 times as large"):
         plain_body(compressed(b"\0" * (5 << 20), 19), "zstd")
-
-
-def _length(number: int) -> bytes:
-    low, rest = number & 0x7F, number >> 7
-    return bytes([low | 0x80]) + _length(rest) if rest else bytes([low])
 
 
 def test_ids_of_requests_say_what_they_are_of() -> None:

@@ -1,8 +1,7 @@
 """Parses ART's requests for training jobs, and makes runs of them. Settings that have no equivalent are refused."""
 
 import json
-import re
-from collections.abc import Iterator
+from collections import Counter
 from typing import Annotated, Any, BinaryIO, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
@@ -331,33 +330,34 @@ def as_conversations(trajectory: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 GROUPS = "trajectory_groups"
-_SPACE = re.compile(r"[ \t\n\r]*")
-_DECODER = json.JSONDecoder()
 
 
 def split(document: bytes, lines: BinaryIO) -> dict[str, Any]:
     """Write every group of a document as a line of JSON. Returns the other fields.
 
-    Raises InvalidInput: the document, or a group in it, is no JSON object; names the place.
+    Raises InvalidInput: the document, or a group in it, is no JSON object, or says something twice; names the place.
     """
-    fields, num_groups = dict[str, Any](), 0
     try:
-        reader = _Reader(document.decode())
-        for name in reader.names():
-            if name in fields or (name == GROUPS and num_groups):
-                raise InvalidInput("it occurs twice in the document", name)
-            if name != GROUPS:
-                fields[name] = reader.value()
-                continue
-            for group in reader.items():
-                lines.write(_line(group, f"{GROUPS}.{num_groups}"))
-                num_groups += 1
+        fields = json.loads(document, object_pairs_hook=_each_once)
     except RecursionError:
         raise InvalidInput("it is nested too deeply", "body") from None
     except ValueError as error:
         raise InvalidInput(f"this is no JSON object: {error}", "body") from None
-    if not num_groups:
+    if not isinstance(fields, dict):
+        raise InvalidInput("this is no JSON object", "body")
+    groups = fields.pop(GROUPS, None)
+    if not isinstance(groups, list) or not groups:
         raise InvalidInput("there is no trajectory group", GROUPS)
+    for number, group in enumerate(groups):
+        lines.write(_line(group, f"{GROUPS}.{number}"))
+    return fields
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise InvalidInput("it occurs twice in an object", twice)
     return fields
 
 
@@ -376,57 +376,3 @@ def _line(group: Any, place: str) -> bytes:
     with refused_in_words(place, FORMS):
         SentGroup.model_validate(group)
     return json.dumps(group, separators=(",", ":")).encode() + b"\n"
-
-
-class _Reader:
-    """Reads a JSON object name by name, and a list in it item by item. Raises ValueError for malformed JSON."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-
-    def names(self) -> Iterator[str]:
-        """Yield every name of the object. The caller must read its value before it takes the next name."""
-        for _ in self._members("{", "}"):
-            name = self.value()
-            if not isinstance(name, str):
-                raise ValueError(f"a name is missing before character {self._at}")
-            self._take(":")
-            yield name
-        self._skip()
-        if self._at != len(self._text):
-            raise ValueError(f"there is more behind it, from character {self._at} on")
-
-    def items(self) -> Iterator[Any]:
-        """Yield every item of the list that is the next value."""
-        for _ in self._members("[", "]"):
-            yield self.value()
-
-    def _members(self, opening: str, closing: str) -> Iterator[None]:
-        self._take(opening)
-        more = not self._takes(closing)
-        while more:
-            yield
-            if more := not self._takes(closing):
-                self._take(",")
-
-    def value(self) -> Any:
-        self._skip()
-        found, self._at = _DECODER.raw_decode(self._text, self._at)
-        return found
-
-    def _skip(self) -> None:
-        match = _SPACE.match(self._text, self._at)
-        assert match is not None
-        self._at = match.end()
-
-    def _takes(self, sign: str) -> bool:
-        self._skip()
-        if not self._text.startswith(sign, self._at):
-            return False
-        self._at += 1
-        return True
-
-    def _take(self, sign: str) -> None:
-        if not self._takes(sign):
-            raise ValueError(f"{sign} is missing at character {self._at}")

@@ -6,7 +6,6 @@ N places of a datum, K targets in each.
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.commands import MAX_ANSWER, MAX_DATA, MAX_TOP_K, CommandResult, ForwardBackwardOptions, ForwardOptions
+from longshore.commands import MAX_ANSWER, MAX_TOP_K, CommandResult, ForwardBackwardOptions, ForwardOptions
 from longshore.fields import Frozen
 from longshore.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Reinforce, TruncatedReinforce
 from service.apis.tinker import wire
@@ -130,8 +129,6 @@ def _number(config: Config, name: str, default: float) -> float:
 
 def command_of(batch: wire.SentBatch) -> bytes:
     """Translate a batch into a command's file. Raises InvalidInput that names the datum and the input at fault."""
-    if not 0 < len(batch.data) <= MAX_DATA:
-        raise InvalidInput(f"{len(batch.data):,} data; from 1 to {MAX_DATA:,} are taken at once", "data")
     if batch.loss_fn == "cross_entropy":
         known: tuple[str, ...] = ()
         loss: CrossEntropy | PolicyLoss = CrossEntropy()
@@ -360,7 +357,6 @@ def _loss(units: Units, places: slice, logprobs_N: Floats, loss_fn: str, config:
 MAX_COMMAND_BYTES = 32 << 20
 """Of a command as it is stored, where a sparse matrix has its empty cells, too."""
 _SMALL_PLAIN_BYTES = 4 * SMALL_BYTES
-_HEAD = (1, 2)  # fields of a ForwardBackwardRequest: the model, and the request's number
 
 
 class Head(Frozen):
@@ -380,18 +376,13 @@ def head_of(body: str, encoding: str) -> Head:
 
     Raises InvalidInput as `plain_body` does for a body that cannot be decompressed.
     """
-    found, plain = [], wire.decompressed(Path(body).read_bytes(), encoding)
-    with suppress(InvalidInput):
-        for number, field, _ in wire.fields_of(plain):
-            if number in _HEAD:
-                found.append(field)
-    sent = wire.SentRequest(b"".join(found))
-    return Head(model_id=sent.model_id, seq_id=sent.seq_id)
+    model_id, seq_id = wire.head_of(wire.decompressed(Path(body).read_bytes(), encoding))
+    return Head(model_id=model_id, seq_id=seq_id)
 
 
 def make_command(body: str, encoding: str, made: str) -> AskedLoss:
     """Write a request's command into a file. Returns its loss. Raises InvalidInput."""
-    batch = wire.SentRequest(wire.plain_body(Path(body).read_bytes(), encoding)).batch()
+    batch = wire.batch_of(wire.plain_body(Path(body).read_bytes(), encoding))
     data = command_of(batch)
     if len(data) > MAX_COMMAND_BYTES:
         rule = f"as a command it has {len(data):,} bytes, and {MAX_COMMAND_BYTES:,} are taken: send less at once"

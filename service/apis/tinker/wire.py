@@ -4,7 +4,7 @@ Input is checked against limits before it is parsed, and leaves this module as p
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from longshore.commands import MAX_DATA
 from shared.errors import InvalidInput
 
 # --- Common parts of all requests below /tinker: the address, the header of the key, the format of errors ---
@@ -50,11 +51,11 @@ PROTOBUF = "application/x-protobuf"
 MAX_MESSAGE_BYTES = 16 << 20
 """Of a forward_backward, as sent and decompressed. The SDK is told to send chunks of a fraction of it."""
 _MAX_WINDOW_BYTES = 32 << 20
-MAX_FIELDS = 200_000
-"""Of a body, inner ones and numbers of shapes too: 3,000 sequences with three inputs of their loss have some 60,000."""
 _MAX_RATIO, _FREE_BYTES = 1_000, 4 << 20  # a chunk of the SDK's may be of equal sequences
 _MAX_CONFIG = 32
 _MAX_INPUTS = 32
+_MAX_PARTS = 65_536
+"""Chunks of a datum's input, and spans of its targets."""
 _PACKAGE = "longshore.tinker"
 # Each field as `name=number type`; `*` behind a type: repeated. Maps are repeated entries on the wire. (A .proto, its
 # generated code and a test that they agree are more lines than this and `_messages`, and protoc brings grpcio.)
@@ -71,6 +72,7 @@ _SCHEMA = {
     "NumberEntry": "key=1 string, value=2 double",
     "ConfigValue": "number=1 double, text=2 string",
     "ConfigEntry": "key=1 string, value=2 ConfigValue",
+    "Head": "model_id=1 string, seq_id=2 int32",  # what a request begins with; the rest is skipped
     "ForwardBackwardRequest": "model_id=1 string, seq_id=2 int32, data=3 Datum*, loss_fn=4 string, "
     "loss_fn_config=5 NumberEntry*, forward_only=6 bool, loss_fn_config_v2=7 ConfigEntry*",
     "BatchedTensor": "data=1 bytes, offsets=2 bytes, dtype=3 int32, trailing_shape=4 int64*",
@@ -152,7 +154,6 @@ def _messages() -> dict[str, Any]:
 
 
 MESSAGES = _messages()
-_FIELDS = {name: dict(made.DESCRIPTOR.fields_by_number.items()) for name, made in MESSAGES.items()}
 
 
 def plain_body(body: bytes, encoding: str) -> bytes:
@@ -160,7 +161,6 @@ def plain_body(body: bytes, encoding: str) -> bytes:
     plain = decompressed(body, encoding)
     if len(plain) > max(_FREE_BYTES, _MAX_RATIO * len(body)):
         raise InvalidInput(f"decompressed, it is more than {_MAX_RATIO:,} times as large as it was sent", "body")
-    _check_fields(plain)
     return plain
 
 
@@ -194,93 +194,36 @@ def decompressed(body: bytes, encoding: str) -> bytes:
         raise InvalidInput(f"this is no body under zstd: {error}", "body") from None
 
 
-def _check_fields(body: bytes) -> None:
-    """Check the number of fields of a ForwardBackwardRequest, inner ones too, before any is made an object of.
+def head_of(body: bytes) -> tuple[str, int]:
+    """Return a request's model and number, which are known though other parts may be broken; 0 of no model if none is.
 
-    An empty message takes two bytes on the wire and hundreds in memory: 1,500 bytes under zstd would be gigabytes.
+    What is behind them is skipped, so that no object is made of it.
     """
-    left = [(body, "ForwardBackwardRequest")]
-    num_fields = 0
-    while left:
-        text, name = left.pop()
-        for number, _, value in fields_of(text):
-            field = _FIELDS[name].get(number)
-            num_fields += 1 + (len(value) if field is not None and field.is_packed else 0)
-            if num_fields > MAX_FIELDS:
-                raise InvalidInput(f"more than {MAX_FIELDS:,} fields: send less at once", "body")
-            if field is not None and field.message_type is not None:
-                left.append((value, field.message_type.name))
+    head = MESSAGES["Head"]()
+    try:
+        head.ParseFromString(body)
+    except DecodeError:
+        return "", 0
+    return head.model_id, head.seq_id
 
 
-def fields_of(text: bytes) -> Iterator[tuple[int, bytes, bytes]]:
-    """Yield a message's fields: number, all of its bytes, those of its value if it has a length.
-
-    What is cut off the parser refuses.
-
-    Raises InvalidInput for groups, which no client sends: the parser skips them, but their content would count here.
-    """
-    at = 0
-    while (begin := at) < len(text):
-        tag, at = _varint(text, at)
-        size = 0
-        match tag & 7:
-            case 0:
-                _, at = _varint(text, at)
-            case 1:
-                at += 8
-            case 5:
-                at += 4
-            case 2:
-                size, at = _varint(text, at)
-            case 3 | 4:
-                raise InvalidInput("it has groups, which are not read", "body")
-            case _:
-                return
-        at, value = at + size, text[at : at + size]
-        yield tag >> 3, text[begin:at], value
-
-
-def _varint(text: bytes, at: int) -> tuple[int, int]:
-    """Return the number of variable length at a place, and the place behind it. What is cut off the parser refuses."""
-    value = shift = 0
-    while at < len(text) and shift < 70:
-        byte = text[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            break
-    return value, at
-
-
-class SentRequest:
-    """A ForwardBackwardRequest, whose model and number are known though other parts may be broken.
-
-    A body that is none has the number 0 of no model.
-    """
-
-    def __init__(self, body: bytes) -> None:
-        message = MESSAGES["ForwardBackwardRequest"]()
-        try:
-            message.ParseFromString(body)
-        except DecodeError:
-            message = None
-        self._message = message
-        self.model_id: str = message.model_id if message is not None else ""
-        self.seq_id: int = message.seq_id if message is not None else 0
-
-    def batch(self) -> SentBatch:
-        """Read all of it. Raises InvalidInput that names the part which cannot be read."""
-        message = self._message
-        if message is None:
-            raise InvalidInput("this is no ForwardBackwardRequest of protocol buffers", "body")
-        return SentBatch(
-            model_id=message.model_id,
-            seq_id=message.seq_id,
-            data=tuple(_datum(datum, f"data[{number}]") for number, datum in enumerate(message.data)),
-            loss_fn=message.loss_fn,
-            config=_config(message),
-            forward_only=message.forward_only,
-        )
+def batch_of(body: bytes) -> SentBatch:
+    """Read a ForwardBackwardRequest. Raises InvalidInput that names the part which cannot be read."""
+    message = MESSAGES["ForwardBackwardRequest"]()
+    try:
+        message.ParseFromString(body)
+    except DecodeError:
+        raise InvalidInput("this is no ForwardBackwardRequest of protocol buffers", "body") from None
+    if not 0 < len(message.data) <= MAX_DATA:  # an empty one takes two bytes here, and hundreds as an object
+        raise InvalidInput(f"{len(message.data):,} data; from 1 to {MAX_DATA:,} are taken at once", "data")
+    return SentBatch(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        data=tuple(_datum(datum, f"data[{number}]") for number, datum in enumerate(message.data)),
+        loss_fn=message.loss_fn,
+        config=_config(message),
+        forward_only=message.forward_only,
+    )
 
 
 def _config(message: Any) -> dict[str, float | str]:
@@ -294,6 +237,8 @@ def _config(message: Any) -> dict[str, float | str]:
 
 def _datum(message: Any, place: str) -> SentDatum:
     pieces = []
+    if max(len(message.model_input), len(message.loss_fn_input_spans)) > _MAX_PARTS:
+        raise InvalidInput(f"at most {_MAX_PARTS:,} chunks of an input, and spans of its targets", place)
     for chunk in message.model_input:
         if not chunk.HasField("encoded_text"):
             raise InvalidInput("a model's input is of token ids here: no images, no audio", f"{place}.model_input")

@@ -14,23 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeGuard
-
-from re import _constants as constants  # type: ignore[attr-defined]  # isort: skip
-from re import _parser as parser  # type: ignore[attr-defined]  # isort: skip
+from typing import TypeGuard
 
 NUM_CHARS = 60_000
 CPU_S = 0.5
 """A linear pattern takes a hundredth of this, a quadratic one many times as much, on a fast processor too."""
 _CALLS = ("match", "search", "fullmatch", "findall", "finditer", "sub", "split")
-_OF_CLASS = {
-    constants.CATEGORY_DIGIT: "1",
-    constants.CATEGORY_WORD: "a",
-    constants.CATEGORY_SPACE: " ",
-    constants.CATEGORY_NOT_DIGIT: "a",
-    constants.CATEGORY_NOT_WORD: " ",
-    constants.CATEGORY_NOT_SPACE: "a",
-}
 _MOST_UNITS = 8
 
 
@@ -109,58 +98,11 @@ def _is_flag(node: ast.expr) -> TypeGuard[ast.Attribute]:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "re"
 
 
-def units(pattern: str, flags: int) -> list[str]:
-    """Literals of a pattern, one sign of each of its classes, and one that fits nothing."""
-    found: list[str] = []
-    _collect(parser.parse(pattern, flags), found)
-    return [*dict.fromkeys(found)][:_MOST_UNITS]
-
-
-def _collect(items: Any, found: list[str]) -> None:
-    literal = ""
-    for kind, value in items:
-        if kind is constants.LITERAL:
-            literal += chr(value)
-            continue
-        if literal:
-            found += [literal, literal[0]]
-            literal = ""
-        _collect_one(kind, value, found)
-    if literal:
-        found += [literal, literal[0]]
-
-
-def _collect_one(kind: Any, value: Any, found: list[str]) -> None:
-    match kind:
-        case constants.IN:
-            found += [sign for item in value if (sign := _sign(*item))]
-        case constants.ANY | constants.NOT_LITERAL:
-            found += ["a", "\n"]
-        case constants.BRANCH:
-            for branch in value[1]:
-                _collect(branch, found)
-        case constants.MAX_REPEAT | constants.MIN_REPEAT | constants.POSSESSIVE_REPEAT:
-            _collect(value[2], found)
-        case constants.SUBPATTERN:
-            _collect(value[3], found)
-        case constants.ATOMIC_GROUP:
-            _collect(value, found)
-        case constants.ASSERT | constants.ASSERT_NOT:
-            _collect(value[1], found)
-
-
-def _sign(kind: Any, value: Any) -> str:
-    match kind:
-        case constants.LITERAL:
-            return chr(value)
-        case constants.RANGE:
-            return chr(value[0])
-        case constants.CATEGORY:
-            return _OF_CLASS.get(value, "a")
-        case constants.NEGATE:
-            return "~"
-        case _:
-            return ""
+def units(pattern: str) -> list[str]:
+    """The words of a pattern's text, and signs that its classes may have."""
+    literal = re.sub(r"\\[A-Za-z]|\(\?(P<\w+>|[:!=<>]+)", " ", pattern)
+    words = [*re.findall(r"[\w<>/`]+", literal), *re.findall(r"\\(\W)", pattern)]
+    return [*dict.fromkeys((*"a1 ", *words, *(word[0] for word in words), "\n"))][:_MOST_UNITS]
 
 
 def hostile(units: list[str]) -> Iterator[str]:
@@ -198,7 +140,7 @@ def main() -> None:
     found = uses(root, packages)
     for use in found:
         compiled = re.compile(use.pattern, use.flags)
-        for text in hostile(units(use.pattern, use.flags)):
+        for text in hostile(units(use.pattern)):
             if not within_cpu_time(partial(_ask, compiled, use.call, text)):
                 print(json.dumps({"place": use.place, "pattern": use.pattern, "call": use.call, "text": text[:60]}))
                 break
