@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ def reference(model: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.o
     return peft_model, torch.optim.AdamW([p for p in peft_model.parameters() if p.requires_grad], lr=1e-4)
 
 
-def reference_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
+def reference_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:
     loss = model(**batch).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
@@ -97,11 +98,14 @@ def padded_batch(rows: list[list[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def packed_batch(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Restarting positions are transformers' own sign of packing; the first label of a row is no target."""
+def packed_batch(rows: list[list[int]]) -> dict[str, Any]:
+    """Restarting positions are transformers' own sign of packing, which it reads only if it keeps no cache; with one,
+    rows attend to those before them. The first label of a row is no target.
+    """
     ids = torch.tensor([[t for row in rows for t in row]])
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "position_ids": positions, "labels": labels, "use_cache": False}
 
 
 def our_batch(rows: list[list[int]]) -> Batch:
