@@ -8,7 +8,7 @@ from pydantic import Field
 
 from longshore.accounts import QuotaSettings, Room
 from longshore.dataset_runs import DatasetRun, DistillRun, DPORun, RewardRun, SFTRun
-from longshore.fields import Artifact, Frozen
+from longshore.fields import Artifact, Frozen, added
 from longshore.runs import FIRST_TENANT, RLRun, Run, RunId, RunRecord, Tenant
 from longshore.training import Dtype, EngineName, Layout, SessionRun, Trainable
 from longshore.views import _TYPES, Export, RunStatus
@@ -33,7 +33,7 @@ class CommandArrived(Frozen):
     """Tells a session's workflow that the command of this number has been stored, and those of the others, too."""
 
     number: int = Field(ge=1, le=MAX_NUMBER)
-    also: tuple[int, ...] = ()
+    also: tuple[int, ...] = added(())
 
 
 class SessionState(Frozen):

@@ -394,6 +394,7 @@ WITHOUT_DEFAULT: dict[str, dict[str, Any]] = {
     "loss": {"algorithm": "grpo", "loss": {"clip_high": 0.3}},
     "critic": {"critic": {}},
     "environment": {"environment": {"source": "class Environment: pass"}},
+    "agent": {"agent": {"command": "codex"}},
     "credit": {"credit": "turn", "advantages": "leave_one_out"},
     "sampler_url": {"sampler_url": "http://host/v1"},
     "carry_over": {"carry_over": True, "off_policy_steps": 1},
