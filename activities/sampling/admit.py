@@ -36,7 +36,7 @@ class BegunPrompts(Frozen):
     groups: tuple[int, ...]
 
 
-class Decision(Frozen):
+class Admission(Frozen):
     """The prompts that a step takes."""
 
     taken: tuple[BegunPrompts, ...]
@@ -57,13 +57,13 @@ class AdmitRequest(Frozen):
     numbers: tuple[int, ...] | None = None
     routes: RouteShape | None = None
 
-    def allows(self, decision: Decision) -> bool:
+    def allows(self, decision: Admission) -> bool:
         """Return False if a decision is of other samples than these: a sampler had failed its proof since."""
         begun = {(one.step, one.key): set(one.groups) for one in self.begun}
         return all(begun.get((one.step, one.key), set()).issuperset(one.groups) for one in decision.taken)
 
 
-class Admitted(Sampled, Decision):
+class Admitted(Sampled, Admission):
     """The samples of the prompts in `taken`, in order."""
 
 
@@ -97,11 +97,11 @@ class AdmitGroups(OnHost):
         """Return the prompts that the step takes. The first attempt to see enough of them complete has decided that."""
         store, key = self._host.store, RunKeys(request.run_id).admitted(request.step)
         if store.head(key) is None:
-            decision = Decision(taken=self._when_complete(request))
+            decision = Admission(taken=self._when_complete(request))
             store.put_if_absent(key, decision.model_dump_json().encode())
-        decision = read_record(store, key, Decision)
+        decision = read_record(store, key, Admission)
         if not request.allows(decision):
-            decision = Decision(taken=self._when_complete(request))
+            decision = Admission(taken=self._when_complete(request))
             store.put_bytes(key, decision.model_dump_json().encode())
         return decision.taken
 
