@@ -397,7 +397,7 @@ def test_the_sampler_takes_a_model_with_a_tower_and_a_config_that_contradicts_it
     assert torch.equal(*(Decoder(one, torch.float32, CPU).prefill(tokens, {}).hidden_H for one in (alone, folder)))
     for name, value in (("text_config", None), ("tie_word_embeddings", True)):
         with pytest.raises(InvalidInput, match=name):
-            engine_of(changed(folder, tmp_path / name, {name: value}))
+            start("megatron", changed(folder, tmp_path / name, {name: value}))
 
 
 # Settings.
@@ -820,7 +820,7 @@ OF_TWO_LAYERS = ("qwen3", "qwen3_moe", "gpt_oss")  # in this table, and tied
 def test_settings_that_we_would_compute_wrongly_are_refused(made, tmp_path, name, change, words):
     model = made(name, True, 2) if name in OF_TWO_LAYERS else made(name)
     with pytest.raises(InvalidInput, match=words):
-        engine_of(changed(model, tmp_path / "changed", change))
+        start("megatron", changed(model, tmp_path / "changed", change))
 
 
 CORRECTION = "model.layers.2.mlp.gate.e_score_correction_bias"
@@ -841,7 +841,7 @@ def test_a_tensor_that_is_missing_is_named(made, tmp_path, name, missing):
     whole = next(each for each in load_file(folder / "model.safetensors") if each.endswith(missing))
     with_tensors(folder, lambda tensors: {n: t for n, t in tensors.items() if n != whole})
     with pytest.raises(InvalidInput, match=f"lack the tensor {re.escape(whole)}"):
-        engine_of(folder)
+        start("megatron", folder)
 
 
 @pytest.mark.parametrize(
@@ -899,7 +899,7 @@ def test_damaged_folders_are_refused_by_name(tmp_path):
         ("no-weights", "only safetensors"),
     ):
         with pytest.raises(InvalidInput, match=words) as caught:
-            engine_of(tmp_path / name)
+            start("megatron", tmp_path / name)
         assert name in str(caught.value)
 
 
@@ -1109,4 +1109,4 @@ def test_scales_of_another_shape_and_numbers_that_are_not_finite_are_refused(tmp
         changed = tensors | {f"{name}_scales": scales.contiguous()}
         save_file(changed, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(InvalidInput, match=f"{name}.*{words}"):
-            engine_of(folder)
+            start("megatron", folder)
