@@ -18,17 +18,8 @@ _INSTALLS = re.compile(
     r"|\b(curl|wget)\b|\bgit\s+clone\b"
 )
 _NO_EFFECT = (
-    "FROM",
-    "EXPOSE",
-    "LABEL",
-    "CMD",
-    "ENTRYPOINT",
-    "USER",
-    "SHELL",
-    "ARG",
-    "HEALTHCHECK",
-    "MAINTAINER",
-    "VOLUME",
+    *("FROM", "EXPOSE", "LABEL", "CMD", "ENTRYPOINT", "USER"),
+    *("SHELL", "ARG", "HEALTHCHECK", "MAINTAINER", "VOLUME"),
 )
 
 
@@ -48,7 +39,7 @@ def rows_of(path: Path, notice: Callable[[str], object] = lambda _: None) -> Ite
     for folder in _tasks(path):
         try:
             yield _row(folder, lambda text, folder=folder: notice(f"{folder.name}: {text}"))  # type: ignore[misc]
-        except (OSError, ValueError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"{folder}: {error}") from error
 
 

@@ -1,8 +1,8 @@
 """Plays episodes whose agent is a user's program. It asks the policy by itself, from a box.
 
-The host answers on the loopback of the box, as OpenAI's and Anthropic's APIs do (`Asked`). The ids that were drawn are
-trained. Each answer is in the store before the program sees it. After a kill the program is started afresh, and gets
-the recorded answers to the questions that it asks again; from its first other question on it is another episode.
+The host answers on the loopback of the box, as OpenAI's and Anthropic's APIs do (`_Gateway`). The ids that were drawn
+are trained. Each answer is in the store before the program sees it. After a kill the program is started afresh, and
+gets the recorded answers to the questions that it asks again; from its first other question on it is another episode.
 The same question has one answer, which its digest and the run's seed determine.
 """
 
@@ -32,6 +32,7 @@ from activities.host_context import OnHost
 from activities.sampling.client import Completion
 from activities.sampling.completions import sample_seed
 from activities.sampling.episodes import (
+    MOST_REWARD,
     EnvironmentProcess,
     EpisodePlan,
     Played,
@@ -50,7 +51,8 @@ from longshore.dataset_runs import DatasetSource
 from longshore.environments import Agent, Course, EndReason, agent_variables
 from longshore.fields import Artifact, Frozen
 from shared.chat.completions import Usage
-from shared.chat.dialects import CountRequest, MessagesRequest, ResponseRequest, named
+from shared.chat.dialects import UNUSED, CountRequest, MessagesRequest, ResponseRequest, named, unused_names
+from shared.chat.episodes import overridden
 from shared.chat.messages import ChatChoice, ChatCompletion, ChatRequest
 from shared.chat.streams import EventStream, StreamStart
 from shared.chat.trajectories import AnswerRecord
@@ -71,10 +73,6 @@ _REWARD_BYTES = 64 << 10
 _OUTPUT, _CHECKED = "/logs/agent/output.txt", "/logs/verifier/output.txt"
 _SET_UP, _SETUP_S = "/logs/setup.txt", 600.0
 _REWARD = "/logs/verifier/reward"
-_WITHOUT_EFFECT = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("stop", "seed", "logprobs", "top_logprobs", "ignore_eos", "stop_token_ids"),
-)
 _JSON = "application/json"
 _log = logging.getLogger(__name__)
 _slots: dict[int, threading.BoundedSemaphore] = {}
@@ -283,31 +281,30 @@ class _Asking(BaseHTTPRequestHandler):
                     num_tokens = self.server.episode.count(asked.chat())
                 self._send(HTTPStatus.OK, json.dumps({"input_tokens": num_tokens}).encode())
                 return
-            self._answer(asked)
+            if isinstance(asked, ChatRequest):
+                self._answer(asked, None)
+            else:
+                self._answer(asked.chat(), asked)
         except InvalidInput as error:
             code = "context_length_exceeded" if isinstance(error, _TooLong) else "invalid_input"
             self._refuse(HTTPStatus.BAD_REQUEST, error.message, error.place, code)
         except LongshoreError as error:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
-    def _answer(self, asked: "ChatRequest | ResponseRequest | MessagesRequest") -> None:
-        chat = asked if isinstance(asked, ChatRequest) else asked.chat()
-        unused = [name for name in _WITHOUT_EFFECT if getattr(chat, name) is not None]
-        with named({} if isinstance(asked, ChatRequest) else asked.NAMES):
+    def _answer(self, chat: ChatRequest, form: ResponseRequest | MessagesRequest | None) -> None:
+        """Answer a chat. `form`: the request of another API that it was made of."""
+        with named(form.NAMES if form is not None else {}):
             answer = self.server.episode.ask(chat)
-        if not isinstance(asked, ChatRequest):
-            unused += asked.unused
-        headers = {"longshore-unused": ", ".join(unused[:32])} if unused else {}
-        if not chat.stream:
-            whole = answer if isinstance(asked, ChatRequest) else asked.whole(answer)
+        unused = overridden(chat) + [name for name in ("logprobs", "top_logprobs") if getattr(chat, name) is not None]
+        unused += form.unused if form is not None else []
+        headers = {UNUSED: unused_names(unused)} if unused else {}
+        if chat.stream:
+            begun = form.begun(answer.id, answer.created) if form is not None else None
+            stream = EventStream(StreamStart.of(answer.id, answer.created, begun), chat)
+            self._send(HTTPStatus.OK, stream.rest(answer), headers, "text/event-stream")
+        else:
+            whole = form.whole(answer) if form is not None else answer
             self._send(HTTPStatus.OK, whole.model_dump_json().encode(), headers)
-            return
-        form: dict[str, Any] = {}
-        if not isinstance(asked, ChatRequest):
-            name = "message" if isinstance(asked, MessagesRequest) else "response"
-            form = {name: asked.begun(answer.id, answer.created)}
-        start = StreamStart(answer_id=answer.id, created=answer.created, **form)
-        self._send(HTTPStatus.OK, EventStream(start, chat).rest(answer), headers, "text/event-stream")
 
     def _path(self) -> str:
         return self.path.partition("?")[0].removeprefix("/v1")
@@ -417,9 +414,7 @@ class _Episode:
         """Answer a question, or give the answer that it had. Raises InvalidInput: it cannot be answered."""
         if asked.n not in (None, 1):
             raise InvalidInput("an episode continues from one answer: leave n out", "n")
-        # The policy alone does not draw an answer whose form is forced.
-        is_formed = asked.response_format is not None and asked.response_format.type != "text"
-        is_side = asked.model != MODEL or bool(asked.forced_tools) or is_formed
+        is_side = asked.model != MODEL or asked.has_forced_form
         prompt = self._prompt(asked)
         room = self.player.plan.max_tokens - len(prompt.ids)
         if room < 1:
@@ -604,7 +599,12 @@ def _rewarded(box: Box, ran: Ran, output: str) -> _Outcome:
 
 
 def _finite(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > 1e9:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or abs(value) > MOST_REWARD
+    ):
         raise ValueError("not a finite number")
     return float(value)
 

@@ -56,7 +56,7 @@ _stepping = threading.BoundedSemaphore(max(2, os.cpu_count() or 1))
 _NOT_OURS = "its process answers what ours do not"
 _TRIES = 3  # of an environment whose process is killed from outside
 _TURN: TypeAdapter[tuple[str, Completion]] = TypeAdapter(tuple[str, Completion])
-_MOST = 1e9  # so that no sum overflows
+MOST_REWARD = 1e9  # so that no sum overflows
 _log = logging.getLogger(__name__)
 
 
@@ -123,7 +123,7 @@ class Said(Frozen):
     """What a step returned."""
 
     observation: str | tuple[dict[str, Any], ...] | None = None
-    reward: float | None = Field(default=None, ge=-_MOST, le=_MOST)
+    reward: float | None = Field(default=None, ge=-MOST_REWARD, le=MOST_REWARD)
     done: bool = False
     metrics: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,63}$")], float] = Field(
         default_factory=dict, max_length=32

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -86,8 +86,6 @@ class Box:
         listening: the socket of the box's loopback, at port `PORT`. Closed with the box.
     """
 
-    listening: socket.socket
-
     def __init__(self, limits: BoxLimits, check: Callable[[], None] = lambda: None) -> None:
         """Open a box.
 
@@ -98,15 +96,17 @@ class Box:
             IsolationRefused: this system refuses to isolate it. BoxLost: it does not start.
         """
         self._check = check
-        shown = _shown(limits.shown)
-        opening = {**limits.__dict__, "shown": shown, "path": _path_of(limits.shown)}
-        refusal = ""
+        opening = {**asdict(limits), "shown": _shown(limits.shown), "path": _path_of(limits.shown)}
         for launcher in [*kernel.launchers(), []]:
             self._start([*launcher, sys.executable, "-m", "activities.sandbox.box", "bwrap" if launcher else "own"])
-            self._send(opening)
-            if not (refusal := self._opened()):
-                return
-            self.close()
+            try:
+                if (refusal := self._ask(opening)["refused"]) is None:
+                    self.listening = self._sent_socket()
+                    return
+            except BaseException:
+                self._end()
+                raise
+            self._end()
         raise kernel.IsolationRefused(refusal)
 
     def put(self, path: str, content: bytes, *, is_program: bool = False) -> None:
@@ -134,9 +134,11 @@ class Box:
         return Ran(**self._ask(asked, time_s + _UP_S))
 
     def close(self) -> None:
+        self.listening.close()
+        self._end()
+
+    def _end(self) -> None:
         self._control.close()
-        if hasattr(self, "listening"):
-            self.listening.close()
         self._process.kill()
         self._process.wait()
 
@@ -154,18 +156,13 @@ class Box:
                 env={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"},
             )
 
-    def _opened(self) -> str:
-        """Take the listening socket. Returns why the system refuses the box; nothing if it does not."""
-        told = self._told(_UP_S)
-        if told["refused"]:
-            return str(told["refused"])
-        if not select.select([self._control], [], [], _UP_S)[0]:
-            raise BoxLost("it sends no socket")
-        _, given, _, _ = socket.recv_fds(self._control, 1, 1)
+    def _sent_socket(self) -> socket.socket:
+        given: list[int] = []
+        if select.select([self._control], [], [], _UP_S)[0]:
+            _, given, _, _ = socket.recv_fds(self._control, 1, 1)
         if not given:
             raise BoxLost("it sends no socket")
-        self.listening = socket.socket(fileno=given[0])
-        return ""
+        return socket.socket(fileno=given[0])
 
     def _ask(self, question: dict[str, Any], time_s: float = _UP_S) -> dict[str, Any]:
         self._send(question)
@@ -227,7 +224,7 @@ class _Box:
     def _in_child(self, asked: dict[str, Any]) -> bytes:
         """Put or get a file as the box's user, since a path may be a link that a program has made."""
         read_end, write_end = os.pipe()
-        if not (pid := os.fork()):
+        if not os.fork():
             with suppress(BaseException):
                 os.close(read_end)
                 self._give_up_rights()
@@ -239,8 +236,6 @@ class _Box:
         with os.fdopen(read_end, "rb") as file:
             told_bytes = file.read()
         self._end_all()
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
         return told_bytes
 
     def _run(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -366,21 +361,12 @@ def _own_bytes(process: Path) -> int:
 
 def _enter_root(opening: dict[str, Any], user: int) -> None:
     """Replace this process's root by one in memory, which belongs to the box's user. Raises IsolationRefused."""
-    kernel.libc_result(kernel.libc.unshare(kernel.CLONE_NEWNS), "unshare of mounts")
-    kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     os.umask(0o022)
-    root, options = "/proc", f"size={opening['disk_bytes']},nr_inodes=256k,mode=755"
-    kernel.mount("box", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    root = kernel.empty_root("box", f"size={opening['disk_bytes']},nr_inodes=256k,mode=755")
     for path in opening["shown"]:
         if Path(path).is_dir():
             kernel.bind(path, root + path, writable=False)
-    for name in (
-        "bin",
-        "sbin",
-        "lib",
-        "lib32",
-        "lib64",
-    ):  # links into /usr on most systems, which an agent could replace
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):  # most are links into /usr, which an agent could replace
         if Path("/", name).is_dir():
             kernel.bind(os.path.realpath(f"/{name}"), f"{root}/{name}", writable=False)
     for name in _OF_ETC:
@@ -406,9 +392,7 @@ def _enter_root(opening: dict[str, Any], user: int) -> None:
             os.chown(root + folder, user, user)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     kernel.mount("proc", f"{root}/proc", "proc", flags)
-    os.chdir(root)
-    kernel.libc_result(kernel.libc.pivot_root(b".", b"."), "pivot_root")
-    kernel.libc_result(kernel.libc.umount2(b".", kernel.MNT_DETACH), "umount of the host's root")
+    kernel.pivot_to(root)
     os.chdir("/")
     kernel.libc.sethostname(b"box", 3)
 

@@ -177,6 +177,22 @@ def program_folders() -> list[str]:
     return _outermost({*library_folders(), *packages, *(os.path.realpath(p) for p in (sys.prefix, sys.base_prefix))})
 
 
+def empty_root(name: str, options: str) -> str:
+    """Mount the tmpfs that is to be this process's root, in new mounts of its own. Returns where it is."""
+    libc_result(libc.unshare(CLONE_NEWNS), "unshare of mounts")
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    root = "/proc"  # no longer needed: a folder that exists and holds nobody's files
+    mount(name, root, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    return root
+
+
+def pivot_to(root: str) -> None:
+    """Make it this process's root, and let the host's go."""
+    os.chdir(root)
+    libc_result(libc.pivot_root(b".", b"."), "pivot_root")
+    libc_result(libc.umount2(b".", MNT_DETACH), "umount of the host's root")
+
+
 def enter_root(reads: Sequence[str], writes: Sequence[str], is_code: bool) -> None:
     """Replace this process's root by one on tmpfs, in which all but /tmp and `writes` is read-only.
 
@@ -186,11 +202,8 @@ def enter_root(reads: Sequence[str], writes: Sequence[str], is_code: bool) -> No
     """
     base = library_folders() if is_code else program_folders()
     hidden = package_folders() if is_code else []
-    libc_result(libc.unshare(CLONE_NEWNS), "unshare of mounts")
-    mount(None, "/", None, MS_REC | MS_PRIVATE)
     umask = os.umask(0o022)  # nobody must be able to enter the folders
-    root = "/proc"  # no longer needed: a folder that exists and holds nobody's files
-    mount("sandbox", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=8m,nr_inodes=8k,mode=755")
+    root = empty_root("sandbox", "size=8m,nr_inodes=8k,mode=755")
     Path(root, "tmp").mkdir()
     mount(
         "tmp",
@@ -207,9 +220,7 @@ def enter_root(reads: Sequence[str], writes: Sequence[str], is_code: bool) -> No
         mount("none", root + folder, "tmpfs", MS_RDONLY, "size=4k,nr_inodes=1,mode=755")
     for device in ("/dev/null", "/dev/urandom"):
         bind(device, root + device, writable=False, is_device=True)
-    os.chdir(root)
-    libc_result(libc.pivot_root(b".", b"."), "pivot_root")
-    libc_result(libc.umount2(b".", MNT_DETACH), "umount of the host's root")
+    pivot_to(root)
     mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir("/tmp")
     os.umask(umask)

@@ -20,7 +20,7 @@ from service.accounts.tenants import Documents
 from service.database.engine import KeyedLocks
 from service.inference.questions import Inference, Reply, StreamedAnswer
 from shared.chat import episodes
-from shared.chat.episodes import EpisodeTurn, TurnPlace, digest_of
+from shared.chat.episodes import IMPOSED, EpisodeTurn, TurnPlace, digest_of
 from shared.chat.messages import ChatCompletion, ChatRequest
 from shared.errors import InvalidInput
 from shared.settings import Settings
@@ -35,8 +35,6 @@ PATHS = frozenset(("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1
 """What an episode's address answers."""
 _TRUSTED_S = 2.0  # an end that another process has heard of takes effect here within this time
 _MOST_TRUSTED = 4096
-# What the run decides, whatever the agent sends.
-_IMPOSED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop")
 
 
 class Episode(Frozen):
@@ -156,11 +154,7 @@ class Episodes:
             raise InvalidInput("one answer a question: an episode goes on from one", "n")
         drawn = _imposed(asked, episode)
         digest = digest_of(drawn)
-        # The policy alone does not draw an answer whose form is forced.
-        is_forced = bool(asked.forced_tools) or (
-            asked.response_format is not None and asked.response_format.type != "text"
-        )
-        is_side = asked.model != episode.model or is_forced
+        is_side = asked.model != episode.model or asked.has_forced_form
         place = TurnPlace(episode=episode.episode_id, digest=digest, is_side=is_side, max_turns=episode.max_turns)
         seed = int(hashlib.sha256(f"{episode.seed} {digest}".encode()).hexdigest()[:15], 16)
         drawn = drawn.model_copy(update={"seed": seed})
@@ -188,7 +182,7 @@ def _imposed(asked: ChatRequest, episode: Episode) -> ChatRequest:
     sampling = episode.sampling
     lengths = [length for length in (asked.most_tokens, sampling.max_tokens) if length is not None]
     return asked.model_copy(
-        update=dict.fromkeys(_IMPOSED)
+        update=dict.fromkeys(IMPOSED)
         | {
             "model": episode.model,
             "temperature": sampling.temperature,
@@ -200,11 +194,6 @@ def _imposed(asked: ChatRequest, episode: Episode) -> ChatRequest:
             "stop_token_ids": None,
         }
     )
-
-
-def overridden(asked: ChatRequest) -> list[str]:
-    """The settings of a question that an episode replaces."""
-    return [name for name in (*_IMPOSED, "seed", "ignore_eos", "stop_token_ids") if getattr(asked, name) is not None]
 
 
 def _shown_turn(turn: EpisodeTurn) -> EpisodeTurnView:

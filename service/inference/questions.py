@@ -103,9 +103,7 @@ class StreamedAnswer:
         self._asked = asked
         created = int(time.time())
         answer_id = new_answer_id(created)
-        form = begun(answer_id, created) if begun is not None else None
-        of_form = {"message" if isinstance(form, MessageObject) else "response": form}
-        self._start = StreamStart.model_validate({"answer_id": answer_id, "created": created, **of_form})
+        self._start = StreamStart.of(answer_id, created, begun and begun(answer_id, created))
         self._events, self._num_taken, self._part = bytearray(), 0, b""
         self.changed = asyncio.Event()
 

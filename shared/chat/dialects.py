@@ -19,11 +19,20 @@ from shared.chat.streams import CUSTOM_INPUT, MessageObject, ResponseObject, ans
 from shared.errors import InvalidInput
 from shared.field_rules import refused_in_words
 
+UNUSED = "longshore-unused"
+"""The header of an answer that names the settings of its request that have no effect."""
+_MOST_NAMED = 32
+
+
+def unused_names(names: Sequence[str]) -> str:
+    """Return the header's value."""
+    more = f", and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
 # --- `/v1/responses`: nothing is stored, so a client sends the whole conversation each time ---
 
 _MAX_ITEMS = 4096
-# A chat's fields by the names that they have here.
-_RESPONSES_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 _STATELESS = "nothing is stored here: send the whole conversation as input"
 
 
@@ -168,7 +177,12 @@ class ResponseRequest(ClientRequest):
     # Accepted without effect: the answer's header names it.
     reasoning: Reasoning | None = None
 
-    NAMES: ClassVar[Mapping[str, str]] = _RESPONSES_NAMES
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    }
+    """A chat's fields by the names that they have here."""
 
     @property
     def unused(self) -> list[str]:
@@ -308,8 +322,6 @@ def text_of(content: JsonValue, place: str, kinds: Sequence[str], rule: str) -> 
 # Both versions of the API are served, 2023-06-01 and 2026-10-21: what they differ in is accepted of either.
 
 _MAX_MESSAGES = 4096
-# A chat's fields by the names that they have here.
-_MESSAGES_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 _NO_CONTAINER = "there are no containers here: leave this out"
 
 
@@ -392,7 +404,8 @@ class CountRequest(ClientRequest):
     speed: str | None = None
     context_management: dict[str, JsonValue] | None = None
 
-    NAMES: ClassVar[Mapping[str, str]] = _MESSAGES_NAMES
+    NAMES: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences", "response_format": "output_config.format"}
+    """As of `ResponseRequest`."""
 
     @property
     def unused(self) -> list[str]:

@@ -28,6 +28,10 @@ _BESIDE = {"stream", "stream_options", "user", "metadata", "store", "safety_iden
 _BESIDE |= {"prompt_cache_key", "prompt_cache_retention"}
 
 
+IMPOSED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop")
+"""Settings of a question that the run decides, whatever the agent sends."""
+
+
 class TurnPlace(Frozen):
     """The place of a turn in the store. `is_side`: it is answered, and never trained."""
 
@@ -64,6 +68,11 @@ class EpisodeEnd(Frozen):
 def digest_of(asked: ChatRequest) -> str:
     """Return the digest of a question, apart from the fields that change nothing about its answer."""
     return hashlib.sha256(asked.model_dump_json(exclude=_BESIDE, exclude_none=True).encode()).hexdigest()
+
+
+def overridden(asked: ChatRequest) -> list[str]:
+    """Return the settings of a question that an episode replaces."""
+    return [name for name in (*IMPOSED, "seed", "ignore_eos", "stop_token_ids") if getattr(asked, name) is not None]
 
 
 def answered_turn(store: ObjectStore, tenant: str, place: TurnPlace) -> ChatCompletion | None:

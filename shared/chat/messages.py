@@ -156,6 +156,12 @@ class ChatRequest(completions.SamplerRequest):
         return [] if self.tool_choice in (None, "none", "auto") else _forced(self.tools or [], self.tool_choice)
 
     @property
+    def has_forced_form(self) -> bool:
+        """True if the model alone does not draw the answer: a call of a tool is forced, or JSON."""
+        form = self.response_format
+        return bool(self.forced_tools) or (form is not None and form.type != "text")
+
+    @property
     def may_call_once(self) -> bool:
         """True if at most one call may be made when calls are forced."""
         return isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False

@@ -548,6 +548,12 @@ class StreamStart(Frozen):
     message: MessageObject | None = added(None)
     sent: str = ""
 
+    @classmethod
+    def of(cls, answer_id: str, created: int, form: ResponseObject | MessageObject | None) -> "StreamStart":
+        """Begin the stream of an answer in another API's form, or with None of a chat's or a text's."""
+        of_form = {"message" if isinstance(form, MessageObject) else "response": form}
+        return cls.model_validate({"answer_id": answer_id, "created": created, **of_form})
+
 
 class EventStream:
     """The bytes of a streamed answer."""

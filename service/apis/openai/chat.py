@@ -19,10 +19,10 @@ from service.accounts import audit
 from service.accounts.keys import Asking, Principal, require
 from service.apis.bodies import JsonBody, JsonRoute
 from service.backend import Backed, Backend
-from service.inference.episodes import overridden
 from service.inference.questions import Reply, StreamedAnswer
 from shared.chat.completions import CompletionRequest, CompletionResponse
-from shared.chat.dialects import CountRequest, MessagesRequest, ResponseRequest, named
+from shared.chat.dialects import UNUSED, CountRequest, MessagesRequest, ResponseRequest, named, unused_names
+from shared.chat.episodes import overridden
 from shared.chat.messages import ChatCompletion, ChatRequest, ServedModel
 from shared.chat.streams import KEEP_ALIVE, MessageObject, ResponseObject
 from shared.errors import LongshoreError, NotFound
@@ -32,7 +32,6 @@ from shared.errors import LongshoreError, NotFound
 T = TypeVar("T", bound=BaseModel)
 _LISTEN_S = 0.5
 _KEEP_ALIVE_S = 15.0
-_MOST_NAMED = 32
 
 
 async def _answer_in_form(
@@ -66,8 +65,7 @@ def _overridden(request: Request, chat: ChatRequest) -> list[str]:
 def _naming(response: Response, unused: Sequence[str]) -> Response:
     """Name the parts of a request that have no effect."""
     if unused:
-        more = f", and {len(unused) - _MOST_NAMED:,} more" if len(unused) > _MOST_NAMED else ""
-        response.headers["longshore-unused"] = ", ".join(unused[:_MOST_NAMED]) + more
+        response.headers[UNUSED] = unused_names(unused)
     return response
 
 

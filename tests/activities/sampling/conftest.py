@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
@@ -196,6 +197,27 @@ def sampled(
         SamplerActivities(HostContext(settings), Samplers(settings)).sample, request
     )
     return found
+
+
+def cancelled_when(is_ready: Callable[[], bool], play: Callable[[ActivityEnvironment], object]) -> None:
+    """Play in an activity, and cancel it as soon as that is true. It ends soon, though its sampler says nothing."""
+    environment, ended = ActivityEnvironment(), list[BaseException]()
+
+    def attempt() -> None:
+        try:
+            play(environment)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    while not is_ready():
+        assert thread.is_alive(), ended
+        thread.join(0.02)
+    environment.cancel()
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for answers that nobody wants"
+    assert isinstance(ended[0], CancelledError)
 
 
 def groups_in(settings: Settings, found: Sampled) -> list[SampledGroup]:

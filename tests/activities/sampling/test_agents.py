@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
@@ -22,7 +20,16 @@ from shared.errors import InvalidInput
 from shared.settings import AgentSettings, Settings
 from shared.storage.artifacts import seal, upload_artifact
 from shared.storage.store import LocalStore
-from tests.activities.sampling.conftest import GROUP_SIZE, Place, groups_in, proxy_of, rendered, request_of, sampled
+from tests.activities.sampling.conftest import (
+    GROUP_SIZE,
+    Place,
+    cancelled_when,
+    groups_in,
+    proxy_of,
+    rendered,
+    request_of,
+    sampled,
+)
 from tests.activities.sampling.conftest import settings_of as plain_settings
 from tests.activities.sampling.test_environments import drawn_of, grouped, talker
 
@@ -118,21 +125,7 @@ def test_a_program_is_started_afresh_after_a_kill_and_gets_its_answers(talker: P
     with proxy_of(talker.sampler.url) as proxy:
         settings = settings_of(tmp_path / "killed", place, proxy.url)
         proxy.hold_after = 7
-        environment, ended = ActivityEnvironment(), list[BaseException]()
-
-        def attempt() -> None:
-            try:
-                played(settings, place, environment)
-            except BaseException as error:
-                ended.append(error)
-
-        thread = threading.Thread(target=attempt)
-        thread.start()
-        while proxy.answered <= 7:
-            threading.Event().wait(0.05)
-        environment.cancel()
-        thread.join(60)
-        assert not thread.is_alive() and isinstance(ended[0], CancelledError)
+        cancelled_when(lambda: proxy.answered > 7, lambda environment: played(settings, place, environment))
         num_before = len(proxy.prompts())
         proxy.hold_after = 1 << 62
         proxy.released.set()

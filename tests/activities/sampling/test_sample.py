@@ -1,11 +1,9 @@
 """Prompts to packed steps through a real sampler: the same bytes every time, nothing drawn twice, nothing mixed up."""
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
-from temporalio.exceptions import CancelledError
 from temporalio.testing import ActivityEnvironment
 
 from activities.grading.grade import Grade, GradeRequest
@@ -43,6 +41,7 @@ from tests.activities.sampling.conftest import (
     NUM_PROMPTS,
     Place,
     SamplerProxy,
+    cancelled_when,
     groups_in,
     proxy_of,
     rendered,
@@ -108,24 +107,11 @@ def test_from_prompts_to_a_packed_step_twice_to_the_same_bytes_with_a_cancel_bet
 
 def cancelled_while_drawing(settings: Settings, request: PolicySampleRequest, proxy: SamplerProxy) -> None:
     """Cancel when five prompts are answered and the others wait for a server that says nothing."""
-    environment, ended = ActivityEnvironment(), list[BaseException]()
-
-    def attempt() -> None:
-        try:
-            sampled(settings, request, environment)
-        except BaseException as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
     store = settings.root_path / "store" / "sampled"
-    while len(list(store.glob("*-parts/*.json"))) < 5 or proxy.answered < NUM_PROMPTS:
-        assert thread.is_alive(), ended
-        thread.join(0.02)
-    environment.cancel()
-    thread.join(60)
-    assert not thread.is_alive(), "it waits for answers that nobody wants"
-    assert isinstance(ended[0], CancelledError)
+    cancelled_when(
+        lambda: len(list(store.glob("*-parts/*.json"))) >= 5 and proxy.answered >= NUM_PROMPTS,
+        lambda environment: sampled(settings, request, environment),
+    )
 
 
 def test_shares_of_several_samplers_are_the_bytes_of_one(place: Place, tmp_path: Path) -> None:
